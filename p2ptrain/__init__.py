@@ -1,4 +1,4 @@
-"""Train and serve one model together, over the internet, on machines that come and go.
+"""Train and serve one model on volunteers' machines, over the internet.
 
 ::
 
@@ -7,7 +7,7 @@
     with Swarm.join(link) as swarm:
         opt = swarm.optimizer(model, torch.optim.AdamW(model.parameters(), 3e-4))
 
-Names are imported when they are first used: ``import p2ptrain`` alone loads neither torch nor the network.
+Public names are imported at first use: ``import p2ptrain`` alone loads neither torch nor the network.
 """
 
 from __future__ import annotations

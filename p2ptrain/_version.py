@@ -1,3 +1,3 @@
-"""The version of this package, read by the build and by ``p2ptrain --version``."""
+"""The package version, read by the build and by ``p2ptrain --version``."""
 
 __version__ = "0.1.0.dev0"

@@ -1,11 +1,8 @@
-"""Large buffers: fresh ones on huge pages where the system has them, and those that are used again and again.
+"""Large buffers: fresh memory on huge pages, and a bounded pool for the buffers of rounds.
 
-Fresh memory costs a page fault for every 4 KiB, which for a state that is downloaded is as much work as checking it.
-Linux gives 2 MiB pages to whoever asks (https://docs.kernel.org/admin-guide/mm/transhuge.html); elsewhere the pages
-stay small.
-
-A round's buffers are smaller, and needed again in the next one: a peer keeps some of them (`Pool`). What is beyond a
-bound goes back to the system at once, which memory of the C library's heap does not.
+Small pages cost a page fault for every 4 KiB. `new_buffer` requests 2 MiB pages where the system has them
+(https://docs.kernel.org/admin-guide/mm/transhuge.html). `Pool` maps its memory directly, because the C library's heap
+does not return freed memory to the system at once.
 """
 
 from __future__ import annotations
@@ -17,17 +14,16 @@ import weakref
 
 HUGE_PAGE_BYTES = 2 << 20
 LEAST_LENT_BYTES = 1 << 20
-"""Less comes from the heap; more in multiples of this, so that buffers of about one size fit one another."""
+"""Smaller buffers come from the heap; larger sizes are rounded up to a multiple, so that similar requests share."""
 
 Buffer = bytes | bytearray | memoryview
-"""Whatever holds bytes; `new_buffer` makes one that can be written."""
 
 
 def new_buffer(num_bytes: int) -> memoryview:
-    """Zeroed, writable memory that lives as long as something refers to it.
+    """Return zeroed, writable memory.
 
     Raises:
-        MemoryError: The system does not give so much.
+        MemoryError: The system refuses the allocation.
     """
     if num_bytes < HUGE_PAGE_BYTES:
         return memoryview(bytearray(num_bytes))
@@ -35,14 +31,7 @@ def new_buffer(num_bytes: int) -> memoryview:
 
 
 class Pool:
-    """Lends large buffers, and keeps a bounded part of the memory that comes back.
-
-    Args:
-        max_kept_bytes: What is kept at the most while nobody uses it.
-
-    Attributes:
-        kept_bytes: What is kept now.
-    """
+    """A pool of large buffers; idle memory beyond ``max_kept_bytes`` returns to the system."""
 
     def __init__(self, max_kept_bytes: int = 32 << 20) -> None:
         self._max_kept_bytes = max_kept_bytes
@@ -53,10 +42,10 @@ class Pool:
         return sum(map(len, self._kept))
 
     def lend(self, num_bytes: int) -> memoryview:
-        """Writable memory that holds anything; it comes back by itself when nothing refers to it any more.
+        """Return writable memory with arbitrary content; it returns to the pool after its last reference is dropped.
 
         Raises:
-            MemoryError: The system does not give so much.
+            MemoryError: The system refuses the allocation.
         """
         if num_bytes < LEAST_LENT_BYTES:
             return memoryview(bytearray(num_bytes))
@@ -66,8 +55,8 @@ class Pool:
         return memoryview(lent).cast("B")
 
     def _fitting(self, num_bytes: int) -> mmap.mmap | None:
-        """The least of what is kept that is large enough, but not much larger."""
-        # In one step at a time: memory may come back in another thread, and between any two steps in this one.
+        """Remove and return the smallest idle mapping of one to two times ``num_bytes``; None if there is none."""
+        # `_take_back` may run at any point, in any thread: iterate over a copy, and expect a removed entry.
         fitting = [pages for pages in tuple(self._kept) if num_bytes <= len(pages) <= 2 * num_bytes]
         for pages in sorted(fitting, key=len):
             with contextlib.suppress(ValueError):
@@ -81,9 +70,9 @@ class Pool:
 
 
 def let_heap_keep(chunk_bytes: int) -> None:
-    """Have the C library take memory for chunks of up to this size from its heap, not from the system each time.
+    """Make the C library serve chunks of up to this size from its heap instead of mapping each one.
 
-    glibc does so for up to 128 KiB at first, and then for as much as it was once given back.
+    glibc starts with a threshold of 128 KiB and raises it to the size of the largest mapped chunk freed so far.
     """
     bytearray(chunk_bytes)
 

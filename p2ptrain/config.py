@@ -1,8 +1,7 @@
-"""What one peer is told: its role file and the options that change it.
+"""The configuration of one peer; settings of the whole swarm are in the manifest (`p2ptrain.manifest`).
 
-A `PeerConfig` concerns this machine alone; what the whole swarm agrees on is in the manifest (`p2ptrain.manifest`).
-Values come from three places, the later winning: the defaults below, a TOML role file (see ``peers/``), and overrides
-from the command line. `PeerConfig.source_of` says which place a value came from.
+Precedence, lowest first: the defaults below, a TOML role file (see ``peers/``), the command line.
+`PeerConfig.source_of` returns the source of a value.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ _QUANTITY = re.compile(r"(?i)^\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?(bytes|byte|bits|b
 
 
 def parse_size(value: Any) -> int:
-    """Bytes from a number of bytes or from text such as ``4GB`` (powers of ten) or ``4GiB`` (powers of two).
+    """Return the bytes of a number, or of text such as ``4GB`` (powers of ten) or ``4GiB`` (powers of two).
 
     Raises:
-        ValueError: It is neither; the message shows an example.
+        ValueError: The value is not a size; the message shows an example.
     """
     return _parse_quantity(value, "a size such as '4GB' or '512MiB'", bits_allowed=False)
 
 
 def parse_rate(value: Any) -> int:
-    """Bytes per second from a number, or from text such as ``20Mbit`` or ``2.5MB`` (``/s`` may follow).
+    """Return the bytes per second of a number, or of text such as ``20Mbit`` or ``2.5MB`` (``/s`` may follow).
 
     Raises:
-        ValueError: It is neither; the message shows an example.
+        ValueError: The value is not a rate; the message shows an example.
     """
     return _parse_quantity(value, "a rate such as '20Mbit' or '2.5MB'", bits_allowed=True)
 
@@ -61,7 +60,7 @@ def check_multiaddr(text: str) -> str:
     """Return ``text`` if it is a multiaddr.
 
     Raises:
-        ValueError: It is not; the message shows an example.
+        ValueError: It is not a multiaddr; the message shows an example.
     """
     from multiaddr import Multiaddr
     from multiaddr.exceptions import Error
@@ -79,121 +78,119 @@ Address = Annotated[str, AfterValidator(check_multiaddr)]
 
 
 KIND_PATTERN = r"^[a-z][a-z0-9+.-]{0,63}(:[!$%'-;@-~]{0,1000})?$"
-"""A transport or directory: ``KIND`` or ``KIND:DETAILS``, of characters that may stand in a link."""
+"""A transport or directory, ``KIND`` or ``KIND:DETAILS``, in characters that are valid in a link."""
 
 
 class NetworkSection(Section):
-    """How this peer is reached, and whom it asks first."""
+    """Addresses, reachability, directory and transport of this peer."""
 
     listen: tuple[Address, ...] = ("/ip4/0.0.0.0/tcp/0",)
     """Multiaddrs to listen at; port 0 takes any free port."""
     announce: tuple[Address, ...] = ()
-    """Multiaddrs to tell others instead of those listened at, for a forwarded port."""
+    """Multiaddrs to announce instead of those of ``listen``, such as a forwarded port."""
     bootstrap: tuple[Address, ...] = ()
-    """Multiaddrs, each ending in ``/p2p/<id>``, of peers to ask in addition to those in the link."""
+    """Multiaddrs, each ending in ``/p2p/<id>``, of bootstrap peers besides those in the link."""
     nat_port_map: bool = False
-    """Ask the gateway, by UPnP or NAT-PMP, to forward a port."""
+    """Forward a port by UPnP or NAT-PMP."""
     relay: bool = False
-    """Relay for peers of this swarm that cannot be reached directly."""
+    """Relay for peers of this swarm that are not directly reachable."""
     auto_nat: bool = False
-    """Find out from other peers whether this one can be reached; behind NAT use relays and hole punching."""
+    """Detect reachability with the help of other peers; behind NAT, use relays and hole punching."""
     trusted_relays: tuple[Address, ...] = ()
-    """Multiaddrs, each ending in ``/p2p/<id>``, of relays to use besides those of the swarm."""
+    """Multiaddrs, each ending in ``/p2p/<id>``, of relays besides those of the swarm."""
     force_reachability: Literal["public", "private"] | None = None
-    """Skip finding out, and take this as the answer."""
+    """Use this reachability instead of detecting it."""
     direct: Literal["auto", "off"] = "auto"
-    """``auto`` moves bulk data over connections of its own, past the daemon, where peers can reach each other."""
+    """``auto`` sends bulk data over direct connections, past the daemon, where peers can reach each other."""
     direct_port: int = Field(0, ge=0, le=65535)
-    """TCP port to listen at for those, on the addresses of ``listen``; 0 takes any free one."""
+    """TCP port for direct connections, on the addresses of ``listen``; 0 takes any free one."""
     directory: str = Field("", pattern=rf"^$|{KIND_PATTERN}")
-    """Where peers find each other: ``libp2p`` (their own DHT), ``https://…`` of a server such as
-    examples/http_directory.py, or a kind that an installed package brings. Empty takes the link's."""
+    """The directory: ``libp2p`` (a DHT), the ``https://…`` URL of a server such as examples/http_directory.py, or a
+    kind from an installed package. Empty takes the link's."""
     transport: str = Field("libp2p", pattern=KIND_PATTERN)
-    """What carries streams between peers: ``libp2p``, or a kind that an installed package brings."""
+    """The transport of streams between peers: ``libp2p``, or a kind from an installed package."""
 
 
 class ResourcesSection(Section):
-    """What this peer may use of its machine."""
+    """Limits on the use of this machine."""
 
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     """``auto`` (the first GPU if there is one), ``cpu``, ``cuda`` or ``cuda:N``."""
     threads: int = Field(0, ge=0, le=4096)
     """CPU threads for tensor arithmetic; 0 takes one per core."""
     max_memory: Size = 0
-    """Resident memory, of all processes of this peer, that it may use: ``4GB``. In bytes; 0 sets no limit."""
+    """Resident memory of all processes of this peer, in bytes or as ``4GB``; 0 sets no limit."""
     up: Rate = 0
-    """Bandwidth to send with: ``20Mbit``. In bytes per second; 0 sets no limit."""
+    """Upload bandwidth, in bytes per second or as ``20Mbit``; 0 sets no limit."""
     down: Rate = 0
-    """Bandwidth to receive with: ``100Mbit``. In bytes per second; 0 sets no limit."""
+    """Download bandwidth, in bytes per second or as ``100Mbit``; 0 sets no limit."""
 
 
 class CheckpointsSection(Section):
-    """When state is written to disk."""
+    """Frequency and number of checkpoints."""
 
     every_rounds: int = Field(10, ge=0, le=1 << 40)
-    """Rounds between checkpoints; 0 writes only the one at the end."""
+    """Rounds between checkpoints; 0 writes only the final one."""
     keep_last: int = Field(3, ge=1, le=10_000)
-    """How many checkpoints are kept."""
 
 
 class LogSection(Section):
-    """What is written to standard error."""
+    """The log on standard error."""
 
     format: Literal["text", "json"] = "text"
-    """``text`` for people or ``json``, one object a line."""
+    """``json`` writes one object a line."""
     level: Literal["debug", "info", "warning", "error"] = "info"
-    """The least severe messages that are shown."""
 
 
 class MetricsSection(Section):
-    """What this peer tells programs on its own machine."""
+    """The metrics endpoint on loopback."""
 
     port: int = Field(0, ge=0, le=65535)
-    """Serve Prometheus metrics at ``http://127.0.0.1:PORT/metrics``, and ``/healthz``; 0 serves none."""
+    """Serve ``/metrics`` (Prometheus) and ``/healthz`` at ``http://127.0.0.1:PORT``; 0 serves none."""
 
 
 class StopAfterSection(Section):
-    """When this peer drains and leaves by itself."""
+    """Conditions under which this peer drains and leaves; 0 disables one."""
 
     rounds: int = Field(0, ge=0, le=1 << 40)
-    """Leave once the swarm has committed this many rounds since this peer took on its state; 0 goes on."""
+    """Rounds that the swarm commits after this peer took on its state."""
     at_round: int = Field(0, ge=0, le=1 << 40)
-    """Leave once the swarm has committed this many rounds in all; 0 goes on."""
+    """Rounds that the swarm commits in all."""
     minutes: float = Field(0.0, ge=0, le=1e9, allow_inf_nan=False)
-    """Leave this long after training started; 0 goes on."""
+    """Time since training started."""
 
 
 class PipelineSection(Section):
-    """What this peer does in a swarm whose model is cut into stages."""
+    """This peer's part in a swarm whose model is cut into stages."""
 
     stage: int = Field(-1, ge=-1, le=255)
-    """The stage to host; -1 lets the peer choose the one that needs it most."""
+    """The stage to host; -1 lets the peer choose the stage that needs a host most."""
     credits: int = Field(8, ge=1, le=1024)
-    """Microbatches that a trainer has under way at a time: more hide more latency."""
+    """Microbatches in flight per trainer; more hide more latency."""
 
 
 @register_root
 class PeerConfig(Section):
-    """Everything that one peer is told by its owner. Paths in a role file are relative to that file's folder."""
+    """The configuration of one peer. Paths in a role file are relative to that file's folder."""
 
     role: Literal["bootstrap", "trainer", "stage", "both"]
     """``bootstrap`` serves the manifest and the directory; ``trainer`` trains, too. Where the model is cut into
     stages, ``stage`` hosts one, ``trainer`` sends microbatches through all of them, and ``both`` does both."""
     name: str = Field("", max_length=64, pattern=r"^[A-Za-z0-9 ._-]*$")
-    """A name for people, shown in the status; the end of the peer's id if empty."""
+    """The name in the status; the end of the peer's id if empty."""
     run_dir: Path = Path("runs/peer")
-    """Where this peer keeps its key, checkpoints, metrics and ``summary.json``."""
+    """Folder of the peer's key, checkpoints, metrics and ``summary.json``."""
     link: str = ""
     """The swarm link, ``p2ptrain://…``."""
     manifest: Path | None = None
-    """A signed manifest as ``p2ptrain seed`` writes it (``manifest.bin``); fetched by the link if not given."""
+    """Signed manifest (``manifest.bin``) as ``p2ptrain seed`` writes it; None fetches it by the link."""
     weights: Path | None = None
-    """Where this machine has the pretrained model with which the swarm begins, if not where the manifest says."""
+    """Local copy of the pretrained model; None takes the one that the manifest names."""
     summary: Path | None = None
-    """Where else to write the summary, besides ``summary.json`` in ``run_dir``."""
+    """Another path for the summary, besides ``summary.json`` in ``run_dir``."""
     drain_seconds: float = Field(45.0, ge=3, le=86400, allow_inf_nan=False)
-    """The time from SIGTERM to the end of the process: a third of it for the round in progress, the rest for saving.
-    ``TimeoutStopSec`` of systemd and ``stop_grace_period`` of compose should be longer."""
+    """Deadline from SIGTERM to the end of the process: a third for the round in progress, the rest for saving;
+    < ``TimeoutStopSec`` of systemd and ``stop_grace_period`` of compose."""
     network: NetworkSection = NetworkSection()
     resources: ResourcesSection = ResourcesSection()
     checkpoints: CheckpointsSection = CheckpointsSection()
@@ -212,15 +209,15 @@ class PeerConfig(Section):
 
     @classmethod
     def load(cls, path: Path | None = None, overrides: Mapping[str, Any] | None = None) -> PeerConfig:
-        """Read a role file and apply what the command line says.
+        """Return the configuration of a role file with overrides applied.
 
         Args:
-            path: A TOML role file, or None for defaults and overrides alone.
-            overrides: Values by dotted key, such as ``{"network.relay": True}``; None means not given.
+            path: A TOML role file; None takes the defaults.
+            overrides: Values by dotted key, such as ``{"network.relay": True}``; a value of None is ignored.
 
         Raises:
-            ConfigError: The file cannot be read, a key is unknown or a value cannot be used; one line that says where
-                the value came from and, for an unknown key, the nearest valid one.
+            ConfigError: The file cannot be read, a key is unknown or a value is invalid. The message names the value's
+                source and, for an unknown key, the nearest valid one.
         """
         values = read_toml(path) if path is not None else {}
         sources = {key: str(path) for key, _ in _leaves(values)}
@@ -248,19 +245,15 @@ class PeerConfig(Section):
         return self.model_copy(update=paths)
 
     def source_of(self, key: str) -> str:
-        """Where the value of a dotted key such as ``resources.threads`` came from.
-
-        Returns:
-            ``default``, the path of the role file, or ``command line``.
-        """
+        """Return the source of a dotted key's value: ``default``, the path of the role file, or ``command line``."""
         return _nearest_source(self._sources, key, "default")
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The values of a TOML file.
+    """Return the values of a TOML file.
 
     Raises:
-        ConfigError: It cannot be read or is not TOML.
+        ConfigError: The file cannot be read or is not TOML.
     """
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
@@ -285,7 +278,7 @@ def _put(values: dict[str, Any], key: str, value: Any) -> None:
     for section in sections:
         inner = values.setdefault(section, {})
         if not isinstance(inner, dict):
-            return  # the file has a value where a section belongs: validation says so
+            return  # The file has a value in place of a section: validation will refuse it.
         values = inner
     values[last] = value
 
@@ -295,7 +288,7 @@ def _dotted(location: tuple[int | str, ...]) -> str:
 
 
 def _nearest_source(sources: Mapping[str, str], key: str, default: str) -> str:
-    """The source of ``key``, or of the list that it is an element of."""
+    """Return the source of ``key`` or of the nearest key that contains it."""
     while key:
         if key in sources:
             return sources[key]

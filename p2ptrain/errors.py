@@ -3,29 +3,29 @@
 ::
 
     P2PTrainError                 exit code 1
-    ├── UsageError                2    a command was called wrongly
+    ├── UsageError                2    the arguments of a command are wrong
     ├── ConfigError               3    a file or value cannot be used
     │   ├── LinkError                  a swarm link cannot be parsed
-    │   └── ManifestError              a manifest is malformed, unsigned or not the one asked for
+    │   └── ManifestError              a manifest is malformed, unsigned or of another swarm
     ├── BootstrapError            4    no bootstrap peer can be reached
     ├── IdentityError             5    a key file is unusable or in use
     ├── IncompatibleError         6    protocol, model, codec or stage differ from the swarm's
     ├── ResourceError             7    memory, disk, port, file limit or daemon missing
     ├── IntegrityError            8    bytes do not match their hash or signature
     │   └── CheckpointError            a checkpoint is torn, tampered with or missing
-    ├── DivergedError             9    this peer's training gives values that cannot count
-    └── TemporaryError            75   trying again later may work
-        ├── DeadlineError              something did not happen in time
+    ├── DivergedError             9    this peer's updates stay non-finite or refused
+    └── TemporaryError            75   a later retry may succeed
+        ├── DeadlineError              a deadline passed
         ├── PeerError                  another peer failed
         │   ├── PeerUnreachableError   it cannot be dialled
         │   │   └── WrongPeerError     another peer answers at its addresses
         │   ├── PeerLostError          its stream ended
-        │   │   └── PeerSilentError    the stream stands, and nothing comes
-        │   ├── PeerRefusedError       it answered no, with a reason
-        │   └── ProtocolError          it sent something that no honest peer sends
+        │   │   └── PeerSilentError    its stream is open but silent
+        │   ├── PeerRefusedError       it refused, with a reason
+        │   └── ProtocolError          it violated the protocol
         └── PausedError                the swarm is below its minimum of peers
 
-A message says what happened and what to do next, in one line. ``exit_code`` is what the command line returns.
+A message names the fault and the remedy in one line. The command line exits with ``exit_code``.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class LinkError(ConfigError):
 
 
 class ManifestError(ConfigError):
-    """A manifest is malformed, unsigned, or not the one that was asked for."""
+    """A manifest is malformed, unsigned, or of another swarm."""
 
 
 class BootstrapError(P2PTrainError):
-    """None of the swarm's known addresses answers."""
+    """None of the swarm's bootstrap addresses answers."""
 
     exit_code = 4
 
@@ -82,37 +82,37 @@ class ResourceError(P2PTrainError):
 
 
 class IntegrityError(P2PTrainError):
-    """Bytes do not match the hash or the signature that vouches for them."""
+    """Bytes do not match their hash or signature."""
 
     exit_code = 8
 
 
 class CheckpointError(IntegrityError):
-    """A checkpoint is torn, tampered with, or not there."""
+    """A checkpoint is torn, tampered with, or missing."""
 
 
 class DivergedError(P2PTrainError):
-    """What this peer's training gives cannot count, again and again: it is not finite, or the others refuse it."""
+    """This peer's updates are repeatedly not finite, or refused by other peers."""
 
     exit_code = 9
 
 
 class TemporaryError(P2PTrainError):
-    """Trying again later may work."""
+    """A failure that a later retry may not meet."""
 
     exit_code = 75
 
 
 class DeadlineError(TemporaryError):
-    """Something did not happen within its deadline."""
+    """A deadline passed."""
 
 
 class PeerError(TemporaryError):
-    """Another peer failed; ``peer`` says which.
+    """Another peer failed.
 
     Args:
-        peer: The peer's id, or ``"?"`` where it is not known yet.
-        message: What happened, and what to do next.
+        peer: The peer's id, or ``"?"`` while it is unknown.
+        message: The fault and the remedy, without the peer's id.
     """
 
     def __init__(self, peer: str, message: str) -> None:
@@ -134,20 +134,20 @@ class WrongPeerError(PeerUnreachableError):
 
 
 class PeerLostError(PeerError):
-    """The peer's stream ended before its end mark, or it went silent."""
+    """The peer's stream ended before its end mark, or hit the silence timeout."""
 
 
 class PeerSilentError(PeerLostError):
-    """The peer's stream stands, and nothing came for longer than a live peer stays silent: it froze, or is cut off."""
+    """The peer's stream is open but hit the silence timeout: the peer froze or is cut off."""
 
 
 class PeerRefusedError(PeerError):
-    """The peer answered no; ``reason`` is its own words, cut to a bounded length."""
+    """The peer refused; ``reason`` is the peer's text, truncated."""
 
 
 class ProtocolError(PeerError):
-    """The peer sent what no honest peer sends: garbage, too much, or out of order."""
+    """The peer sent malformed, excessive or misplaced data, which no honest peer sends."""
 
 
 class PausedError(TemporaryError):
-    """The swarm has fewer peers than its manifest asks for, and the manifest says to wait."""
+    """The swarm has fewer peers than ``averaging.min_peers``, and ``averaging.below_min`` is ``pause``."""

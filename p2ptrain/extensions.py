@@ -1,8 +1,7 @@
-"""What installed packages add: model families, codecs, aggregation rules, directories and transports.
+"""Extensions by installed packages: model families, codecs, aggregation rules, directories and transports.
 
-A package declares an entry point in the group of what it adds; the manifest or the role file names the entry point.
-p2ptrain's own are declared in a table of the same form, so both are found and loaded in one way. A manifest names
-extensions and never brings code. It pins the packages that bring them (``packages``), so that all peers run the same.
+A package declares an entry point in the group of an extension's kind. The manifest or the role file names the entry
+point. A manifest never carries code; it pins the packages that provide its extensions (``packages``).
 """
 
 from __future__ import annotations
@@ -17,9 +16,10 @@ T = TypeVar("T")
 
 
 class Extensions(Generic[T]):
-    """All things of one kind, by name: p2ptrain's own, and those of installed packages. Each is loaded once.
+    """The extensions of one kind, by name: built-in ones, and those of installed packages. Each is loaded once.
 
-    An entry point leads to an instance, or to a class that takes no arguments. p2ptrain's own names cannot be replaced.
+    An entry point resolves to an instance, or to a class without constructor arguments. A package cannot override a
+    built-in name.
     """
 
     def __init__(
@@ -32,11 +32,11 @@ class Extensions(Generic[T]):
     ) -> None:
         """
         Args:
-            group: Of entry points.
-            what: What each is, for messages.
-            kind: The class that all of them are of.
-            own: p2ptrain's own: ``module:attribute`` by name.
-            check: ``module:function`` that raises what is wrong with one that a package brings; empty for none.
+            group: The entry point group.
+            what: The noun for error messages, such as ``codec``.
+            kind: The class of all instances.
+            own: ``module:attribute`` of the built-in extensions, by name.
+            check: ``module:function`` that raises if a package's extension breaks its contract; empty for none.
         """
         self.own = tuple(own)
         self._group = group
@@ -47,14 +47,14 @@ class Extensions(Generic[T]):
         self._loaded: dict[str, T] = {}
 
     def names(self) -> tuple[str, ...]:
-        """Return all names, p2ptrain's own first. Reads the metadata of all packages: not for busy code."""
+        """Return all names, built-in ones first. Slow: reads the metadata of all installed packages."""
         return tuple(dict.fromkeys([*self.own, *(point.name for point in entry_points(group=self._group))]))
 
     def get(self, name: str) -> T:
-        """Return what is called ``name``.
+        """Return the extension ``name``.
 
         Raises:
-            IncompatibleError: No installed package brings it, or what one brings cannot be used.
+            IncompatibleError: No installed package provides it, or it fails to load or breaks its contract.
         """
         if name in self._loaded:
             return self._loaded[name]
@@ -76,10 +76,10 @@ class Extensions(Generic[T]):
         return found
 
     def find(self, name: str) -> EntryPoint:
-        """Return where ``name`` leads, without loading it.
+        """Return the entry point of ``name`` without loading it.
 
         Raises:
-            IncompatibleError: No installed package brings it.
+            IncompatibleError: No installed package provides it.
         """
         point = self._own.get(name) or next(iter(entry_points(group=self._group, name=name)), None)
         if point is None:
@@ -90,19 +90,16 @@ class Extensions(Generic[T]):
         return point
 
     def package_of(self, name: str) -> str:
-        """Return ``PACKAGE==VERSION`` of the package that brings ``name``; empty for p2ptrain's own."""
+        """Return ``PACKAGE==VERSION`` of the package that provides ``name``; empty for a built-in one."""
         package = self.find(name).dist
         return f"{package.name}=={package.version}" if package is not None else ""
 
 
 def check_packages(packages: Iterable[str]) -> None:
-    """Refuse to take part without the packages that the manifest pins.
-
-    Args:
-        packages: Each ``PACKAGE==VERSION``.
+    """Check that the packages that the manifest pins (``PACKAGE==VERSION``) are installed.
 
     Raises:
-        IncompatibleError: One is missing or has another version; says what to install.
+        IncompatibleError: A package is missing or has another version; the message names the remedy.
     """
     for package in packages:
         name, _, wanted = package.partition("==")
@@ -118,10 +115,10 @@ def check_packages(packages: Iterable[str]) -> None:
 
 
 class ContractError(ValueError):
-    """An extension breaks a promise of its kind's contract."""
+    """An extension breaks the contract of its kind."""
 
 
 def require(is_kept: bool, promise: str) -> None:
-    """Raise `ContractError` unless a promise is kept."""
+    """Raise `ContractError` with the broken ``promise`` unless ``is_kept``."""
     if not is_kept:
         raise ContractError(f"it breaks its contract: {promise}")

@@ -1,4 +1,4 @@
-"""Long jobs: what a person waits for, such as a download. Whoever does one tells how far it is; others may show it."""
+"""Progress reports of long jobs, such as a download, from the code that does them to a display."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 Advance = Callable[[int, int], None]
-"""Told how much of a job is done, and of how much (0 where that is not known); from any thread, at any pace."""
+"""Called with the amount done and the total (0 if unknown), from any thread and at any rate."""
 
 
 class Jobs(Protocol):
-    """Begins a job, which ends with the ``with`` block, however that is left."""
+    """Factory of context managers, each of which reports one job for the duration of its ``with`` block."""
 
     def __call__(self, name: str, unit: str = "bytes") -> AbstractContextManager[Advance]:
         """
         Args:
-            name: What is being done, for people: ``downloading the state``.
-            unit: What is counted, in the plural; empty where nothing is.
+            name: The job for people, such as ``downloading the state``.
+            unit: The unit of the amounts, in the plural; empty if the job has no amounts.
         """
 
 
 @contextmanager
 def untold(name: str, unit: str = "bytes") -> Iterator[Advance]:
-    """The `Jobs` of those whom nobody watches."""
+    """The `Jobs` that reports nothing."""
     yield lambda done, total: None

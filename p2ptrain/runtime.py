@@ -1,19 +1,19 @@
-"""What protocol code may take from outside: time, chance, and somewhere to do arithmetic.
+"""The environment of protocol code: wall-clock time, randomness, and threads for computation.
 
-All protocol code takes deadlines from the running event loop, wall-clock time from `Runtime.now`, and randomness from
-`Runtime.random`. Work that takes long runs off the event loop, on one of three kinds of threads:
+Protocol code takes deadlines from the running event loop, wall-clock time from `Runtime.now`, and randomness from
+`Runtime.random`. Long computations run off the event loop:
 
 =============  ==================  ===============================================================================
 method         threads             for
 =============  ==================  ===============================================================================
-``compute``    one, "state"        what reads or changes the shared state: apply, replace, tree, collect, save.
+``compute``    one, "state"        access to the shared state: apply, replace, tree, collect, save.
                                    `p2ptrain.training.state.shared_state.SharedState` relies on one call at a time.
 ``on_device``  one, "device"       forward and backward passes, one at a time.
-``offload``    one a core, "pool"  the rest: codecs, hashes, signatures, checks. Calls run side by side, in any order.
+``offload``    up to 8, "pool"     codecs, hashes, signatures, checks; concurrent and unordered.
 =============  ==================  ===============================================================================
 
-Real peers use `real_runtime`; the simulation (`p2ptrain.network.simulated`) supplies virtual time, a seeded generator
-and inline computation, so that the same code replays exactly from its seed.
+Real peers use `real_runtime`. The simulation (`p2ptrain.network.simulated`) supplies virtual time, a seeded generator
+and inline computation, so that a run replays exactly from its seed.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from p2ptrain.buffers import Pool, let_heap_keep
 logger = logging.getLogger(__name__)
 
 HEAP_CHUNK_BYTES = 8 << 20
-"""More than what is taken and given back all the time: frames of bulk data, pieces of vectors."""
+"""Size up to which the heap serves allocations; > frames of bulk data and slices of vectors."""
 MAX_POOL_THREADS = 8
-"""Codecs and hashes use the memory's bandwidth up before they use more cores."""
+"""Codecs and hashes saturate memory bandwidth before they use more cores."""
 CLOSE_SECONDS = 3.0
-"""How long `Runtime.close` waits for what runs; a pass on a stuck device does not end."""
+"""Timeout of `Runtime.close`; a pass on a stuck device does not end."""
 
 left_behind: list[str] = []
-"""The threads that did not end when their owner did: the process should end without the interpreter's clean-up."""
+"""Threads that outlived `Runtime.close`; the process must then exit without the interpreter's clean-up."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Threads:
-    """Where a real peer computes; see the module."""
+    """The executors of a real peer; see the module."""
 
     state: Executor
     device: Executor
@@ -58,15 +58,14 @@ class Threads:
 
 @dataclass
 class Runtime:
-    """Time, chance and computation for one peer.
+    """Time, randomness and computation of one peer.
 
     Attributes:
-        random: The generator for every random decision of this peer.
+        random: The generator of all random decisions of this peer.
         clock: Returns wall-clock time in seconds since the epoch.
-        threads: Where work runs; None runs it inline on the event loop (simulation only).
-        buffers: Memory for bulk data.
-        scratch: Folder for what shall outlive this process, but is no checkpoint; None keeps it in memory.
-        clock_offset_seconds: Added to ``clock``; set when the swarm's clocks agree that this machine's is off.
+        threads: None runs work inline on the event loop (simulation only).
+        scratch: Folder for data that outlives the process besides checkpoints; None keeps it in memory.
+        clock_offset_seconds: Added to ``clock``; corrects this machine's clock by the swarm's.
     """
 
     random: random.Random
@@ -77,29 +76,29 @@ class Runtime:
     buffers: Pool = field(default_factory=Pool)
 
     def now(self) -> float:
-        """Wall-clock time in seconds since the epoch, corrected by the measured offset."""
+        """Return wall-clock time in seconds since the epoch, corrected by ``clock_offset_seconds``."""
         return self.clock() + self.clock_offset_seconds
 
     async def compute(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run work on the shared state, after what was asked for before; its exceptions are raised here."""
+        """Run a function on the shared state, in call order; its exceptions propagate."""
         if self.threads is None:
             return function(*args, **kwargs)
         return await _run(self.threads.state, lambda: function(*args, **kwargs))
 
     async def on_device(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a pass on the device, after what was asked for before; its exceptions are raised here."""
+        """Run a pass on the device, in call order; its exceptions propagate."""
         if self.threads is None:
             return function(*args, **kwargs)
         return await _run(self.threads.device, lambda: function(*args, **kwargs))
 
     async def offload(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run work that touches nothing but its arguments, beside other such work; its exceptions are raised here."""
+        """Run a function that touches only its arguments, concurrently with others; its exceptions propagate."""
         if self.threads is None:
             return function(*args, **kwargs)
         return await _run(self.threads.pool, lambda: function(*args, **kwargs))
 
     def close(self) -> None:
-        """Stop the threads, once they are done with what they are doing or `CLOSE_SECONDS` have passed."""
+        """Stop the threads; leave threads behind that are still busy after `CLOSE_SECONDS`."""
         if self.threads is None:
             return
         threads = {"state": self.threads.state, "device": self.threads.device, "pool": self.threads.pool}
@@ -113,12 +112,7 @@ class Runtime:
 
 
 def real_runtime(name: str = "cpu", scratch: Path | None = None) -> Runtime:
-    """A runtime with real time, entropy from the operating system, and threads called ``state-<name>`` and so on.
-
-    Args:
-        name: Of the threads.
-        scratch: See `Runtime`.
-    """
+    """Return a runtime with real time, system entropy, and threads ``state-<name>`` and so on."""
     let_heap_keep(HEAP_CHUNK_BYTES)
     size = min(os.cpu_count() or 1, MAX_POOL_THREADS)
     threads = Threads(
@@ -126,7 +120,7 @@ def real_runtime(name: str = "cpu", scratch: Path | None = None) -> Runtime:
         ThreadPoolExecutor(1, thread_name_prefix=f"device-{name}"),
         ThreadPoolExecutor(size, thread_name_prefix=f"pool-{name}"),
     )
-    # Others see some of the numbers drawn (nonces), and must not learn from them which ones come next (spot checks).
+    # Other peers see some random numbers (nonces) and must not predict later ones (spot checks).
     return Runtime(random=random.SystemRandom(), threads=threads, scratch=scratch)
 
 
@@ -135,4 +129,4 @@ async def _run(executor: Executor, work: Callable[[], T]) -> T:
 
 
 def _nothing() -> None:
-    """What is run to see that a thread has come to it."""
+    """Run on an executor to detect that its earlier work is done."""

@@ -1,6 +1,6 @@
-"""Who signed this: the interface that manifests, records and certificates share.
+"""The signature interface of manifests, records and certificates.
 
-The real implementation is an RSA libp2p key (`p2ptrain.network.identity`); the simulation uses a fast stand-in.
+The real implementation is an RSA libp2p key (`p2ptrain.network.identity`); the simulation uses a fast substitute.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ class Signer(ABC):
     @property
     @abstractmethod
     def peer_id(self) -> str:
-        """The base58 peer id of this key."""
+        """The base58 peer id."""
 
     @abstractmethod
     def sign(self, message: bytes) -> bytes:
-        """A self-contained proof over ``message``: public key and signature, at most 2 KiB."""
+        """Return a self-contained proof over ``message``: public key and signature, at most 2 KiB."""
 
     @abstractmethod
     def verify(self, peer_id: str, message: bytes, proof: bytes) -> bool:
-        """Whether ``proof`` is a signature of ``message`` by the key that hashes to ``peer_id``.
+        """True if ``proof`` is a signature of ``message`` by the key that hashes to ``peer_id``.
 
-        False, never an exception, for anything malformed: proofs come from the network.
+        Returns False for a malformed proof and never raises: proofs come from the network.
         """

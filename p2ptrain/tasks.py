@@ -1,17 +1,16 @@
-"""The one way to start a task on the event loop: its failure is logged, its owner learns of it, its owner ends it.
+"""Tasks on the event loop with an owner, which cancels them and receives their failures.
 
-asyncio only logs the exception of a task when the task is collected as garbage, which a reference in a list or set
-prevents. `Tasks` belongs to the object, or to the block, that starts tasks:
+asyncio logs a task's exception only at garbage collection, which a reference in a list or set prevents. A `Tasks`
+belongs to the object or block that starts tasks:
 
-* ``start``: work that nobody awaits. A failure is logged at once and reported to the owner: a block is cancelled and
-  raises the error, an object's ``on_failure`` is called.
-* ``keep``: a loop that must not end. A failure is logged, and the loop is started again after a growing pause.
-* ``call``: work whose result the caller awaits; the failure is the caller's, too.
+* ``start``: a background task. A failure is logged at once. A block is cancelled and raises the error; an object's
+  ``on_failure`` is called.
+* ``keep``: a loop that must not end. A failure is logged, and the loop is restarted with backoff.
+* ``call``: a task that the caller awaits and whose failure the caller handles.
+* `together`: concurrent coroutines; the first failure cancels the others.
 
-* `together`: several things at once, whose results the caller awaits; the first failure ends the others.
-
-`tests/unit/test_tasks.py` refuses asyncio's own ways elsewhere in the package: ``create_task``, ``ensure_future``,
-``TaskGroup``, ``gather``, and what wraps a coroutine into a task that nobody holds, such as ``shield(coroutine())``.
+`tests/unit/test_tasks.py` refuses asyncio's own functions elsewhere in the package: ``create_task``,
+``ensure_future``, ``TaskGroup``, ``gather``, and wrappers of a coroutine such as ``shield(coroutine())``.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from p2ptrain.errors import P2PTrainError
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECONDS = 1.0
-"""Before a loop that failed is started again; doubled with each failure in a row."""
+"""First backoff of a failed loop; doubles with each consecutive failure."""
 LONGEST_PAUSE_SECONDS = 60.0
-"""The largest pause between restarts; a loop that ran this long without a failure starts again with the first."""
+"""Largest backoff; a loop that ran this long without a failure resets its backoff."""
 
 T = TypeVar("T")
 
@@ -37,7 +36,8 @@ T = TypeVar("T")
 class Tasks:
     """The tasks of one owner.
 
-    An object creates one and awaits `close` in its own. A function uses it as a block, which ends the tasks with it::
+    An object creates one and awaits `close` in its own ``close``. A function uses it as a block, whose end cancels the
+    remaining tasks::
 
         async with Tasks() as tasks:
             tasks.start(beat(channel), "beat")
@@ -45,7 +45,7 @@ class Tasks:
             await asyncio.wait({answer, channel.lost}, return_when=asyncio.FIRST_COMPLETED)
 
     Args:
-        on_failure: Called on the event loop with the error of each task of ``start`` that fails.
+        on_failure: Called on the event loop with the error of each failed ``start`` task.
     """
 
     def __init__(self, on_failure: Callable[[Exception], None] | None = None) -> None:
@@ -57,28 +57,27 @@ class Tasks:
         self._is_closing = False
 
     def __len__(self) -> int:
-        """The number of tasks that are not done."""
         return len(self._running)
 
     def start(self, coroutine: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
-        """Start work that nobody awaits; ``name`` identifies it in the log."""
+        """Start a background task; ``name`` identifies it in the log."""
         return self._create(coroutine, name, self._ended)
 
     def keep(self, loop: Callable[[], Awaitable[object]], name: str) -> asyncio.Task[Any]:
-        """Start a loop, and start it again after each failure; it ends when it returns, or with the owner."""
+        """Start a loop and restart it after each failure, until it returns or the owner closes."""
         return self.start(_again(loop, name), name)
 
     def call(self, coroutine: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-        """Start work whose result, or error, the caller awaits."""
+        """Start a task that the caller awaits."""
         return self._create(coroutine, name, self._called)
 
     async def close(self, grace_seconds: float = 0.0) -> None:
-        """Give the tasks ``grace_seconds`` to end, cancel those that are left, and wait for them; idempotent."""
+        """Wait up to ``grace_seconds`` for the tasks, then cancel the rest and wait for them; idempotent."""
         own = asyncio.current_task()
         if grace_seconds and (tasks := [task for task in self._running if task is not own]):
             await asyncio.wait(tasks, timeout=grace_seconds)
         self._is_closing = True
-        while tasks := [task for task in self._running if task is not own]:  # An end may start another task.
+        while tasks := [task for task in self._running if task is not own]:  # A task may start another as it ends.
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
@@ -86,7 +85,6 @@ class Tasks:
                 self._running.pop(task, None)
 
     async def join(self) -> None:
-        """Wait until no task is left."""
         while self._running:
             await asyncio.wait(self._running)
 
@@ -103,7 +101,7 @@ class Tasks:
             await self.close()
         finally:  # Also if the block is cancelled while it closes.
             for task in self._called_here or ():
-                if task._log_traceback:  # Nobody asked for its result.
+                if task._log_traceback:  # Its result was never retrieved.
                     _log(task, task.exception(), logging.DEBUG)
             self._called_here = None
         if self._failure is not None:
@@ -138,26 +136,26 @@ class Tasks:
             return
         if self._called_here is not None:
             self._called_here.append(task)
-        elif self._is_closing:  # Nobody may be left who awaits it.
+        elif self._is_closing:  # Its caller may be gone.
             _log(task, task.exception(), logging.DEBUG)
 
 
 async def together(name: str, coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines side by side and return their results in order; the first failure ends the others and is raised.
+    """Run coroutines concurrently and return their results in order; the first failure cancels the others.
 
-    ``asyncio.gather`` would let the others run on, with nobody to see how they end.
+    ``asyncio.gather`` alone would leave the others running without an owner.
     """
     async with Tasks() as tasks:
         return await asyncio.gather(*[tasks.call(each, name) for each in coroutines])
 
 
 async def until_ended(*tasks: asyncio.Future[Any]) -> None:
-    """Wait until tasks have ended, however they do; they are cancelled if the caller is."""
+    """Wait for tasks without raising their errors; a cancellation of the caller cancels them."""
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def to_its_end(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end even if the caller is cancelled meanwhile; then pass the cancellation on."""
+    """Run a coroutine to completion even if the caller is cancelled meanwhile; then raise the cancellation."""
     task = asyncio.create_task(coroutine, name="to-its-end")
     try:
         return await asyncio.shield(task)
@@ -185,7 +183,7 @@ async def _again(loop: Callable[[], Awaitable[object]], name: str) -> None:
 
 
 def _log(task: asyncio.Task[Any], error: BaseException | None, expected: int) -> None:
-    """Log how a task failed: with its trace, as an error, if the failure is a defect; else at level ``expected``."""
+    """Log a task's failure: an expected error at level ``expected``, a defect as an error with its traceback."""
     if isinstance(error, (P2PTrainError, OSError, EOFError)):
         logger.log(expected, "%s failed: %s", task.get_name(), _text(error))
     else:

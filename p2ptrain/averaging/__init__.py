@@ -1,5 +1,5 @@
-"""Averaging: who averages with whom, butterfly all-reduce, and certificates that make a round binding.
+"""Averaging: groups, butterfly all-reduce, and certificates that make a round binding.
 
 Read `grouping.pending_group` (the policy), `grouping.matchmaker`, `allreduce.session` and `commit.recovery` in that
-order; `averager` ties them together.
+order; `averager` connects them.
 """

@@ -1,8 +1,8 @@
-"""One peer's averaging: find a group, reduce, certify; retry without who failed; typed errors for the rest.
+"""One peer's averaging: find a group, all-reduce, certify; retry without the members at fault.
 
-While the swarm fits in one group, that ends the round. In a larger one the group's result goes up the tree
-(`p2ptrain.averaging.grouping.cells`): one delegate takes it to a group of delegates, in the same way, and the others
-wait for what becomes of it (`p2ptrain.averaging.commit.broadcast`). If a delegate fails, the next one stands in.
+While the swarm fits in one group, its result ends the round. In a larger swarm the result goes up the tree
+(`p2ptrain.averaging.grouping.cells`). One delegate averages it in a group of delegates, and the other members wait for
+the outcome (`p2ptrain.averaging.commit.broadcast`). If a delegate fails, the next one takes over.
 """
 
 from __future__ import annotations
@@ -44,24 +44,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
-MAX_DELEGATES = 3
-"""So many members of a group may stand for it, one after the other has failed or fallen quiet."""
+MAX_DELEGATES = 3  # delegates of a group; each takes over after those before failed or fell quiet
 MIN_HISTORY_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class RoundOutcome:
-    """A certified round, as one member takes it home.
+    """A certified round, as one member sees it.
 
     Attributes:
         result: The certificate that ends the round, and the encoded means.
-        contributed: Whether this peer's contribution is in the mean.
-        place: Among all peers of the round, and their number: which samples it reads in the next.
-        encoded: What this peer encoded on its way, for error feedback.
-        attempts: How many attempts it took until this peer's group had a result.
-        matchmaking_seconds: Time spent finding that group.
-        transfer_seconds: Time spent reducing and signing, up and down the tree included.
-        refusal: Why the group refused this peer's contribution for good; empty when it did not.
+        contributed: True if this peer's contribution is in the mean.
+        place: This peer's position among all peers of the round, and their number; it selects the samples of the next.
+        encoded: What this peer encoded on each level, for error feedback.
+        attempts: Number of attempts until this peer's group had a result.
+        transfer_seconds: Time spent reducing and signing, on all levels.
+        refusal: Why the group refused this peer's contribution; empty if it did not.
     """
 
     result: Result
@@ -76,7 +74,7 @@ class RoundOutcome:
 
 @dataclass(frozen=True)
 class _Wish:
-    """What this peer's ticket says on one level."""
+    """The variable fields of this peer's ticket on one level."""
 
     tokens: int
     samples: int
@@ -88,7 +86,7 @@ class _Wish:
 
 @dataclass(frozen=True)
 class _LevelResult:
-    """A group's result on one level, as one member came to it."""
+    """A group's result on one level, as one member obtained it."""
 
     attempt: Attempt
     session: SessionResult
@@ -99,20 +97,17 @@ class _LevelResult:
 
     @property
     def means(self) -> Means:
-        """The encoded means of all shares."""
         return [mean if mean is not None else b"" for mean in self.attempt.means]
 
 
 class Averager:
-    """Averages contributions of one peer with those of the swarm, round by round.
+    """Averages one peer's contributions with those of the swarm, round by round.
 
     Attributes:
-        phase: What it is doing: idle, matchmaking, scatter, reduce, gather or commit.
-        on_phase: Called with each new phase and the round in progress, on the event loop.
-        matchmaker: Finds groups; its ``head`` and ``participates`` are kept by `set_head` and the owner.
-        history: The last results, for laggards.
-        own_work: In which results this peer's work is.
-        is_reachable: Whether others can open streams to this peer; otherwise it owns no share.
+        phase: idle, matchmaking, scatter, reduce, gather or commit.
+        on_phase: Called on the event loop with each new phase and the round in progress.
+        matchmaker: Finds groups. `set_head` updates its ``head``; the owner of this averager sets ``participates``.
+        is_reachable: Returns True if others can open streams to this peer; otherwise it owns no share.
     """
 
     def __init__(
@@ -126,12 +121,9 @@ class Averager:
     ) -> None:
         """
         Args:
-            context: This peer.
-            membership: Who is there.
-            head: Where this peer stands.
-            parts: Of the model, which rounds average in turn, round r part r mod P: codec and number of values of each.
+            parts: Codec and number of values of each of the model's P parts; round r averages part r mod P.
             layout: Fingerprint of codec and parameter layout, 32 bytes; members must agree on it.
-            goal: With what a round is due.
+            goal: The condition on which a round is due.
         """
         self._context = context
         self._spec = spec = context.spec
@@ -158,39 +150,37 @@ class Averager:
 
     @property
     def head(self) -> Head:
-        """Where this peer stands."""
         return self.matchmaker.head
 
     def set_head(self, head: Head) -> None:
-        """Tell matchmaking about a new head; rounds of the old one are answered with «behind» from now on."""
+        """Give matchmaking a new head; it answers requests for older rounds with «behind» from now on."""
         self.matchmaker.move(head)
 
     @property
     def evidence(self) -> EvidenceStore:
-        """Against owners that falsified a mean."""
+        """Evidence against owners that falsified a mean."""
         return self._attempts.evidence
 
     async def close(self) -> None:
-        """End everything that this averager started."""
         await self.matchmaker.close()
         self._broadcast.close()
         await self._attempts.close()
 
     async def average(self, vector: torch.Tensor, tokens: int, samples: int, bandwidth: int = 0) -> RoundOutcome:
-        """Average ``vector`` with the other peers' for the round of the current head.
+        """Average ``vector`` with the other peers' in the round of the current head.
 
         Args:
-            vector: This peer's contribution, fp32, one-dimensional, of the length and in the codec that the round has
-                for everybody (`History.codec_of`); must not change until this returns.
+            vector: This peer's contribution, fp32, one-dimensional, with the round's length and codec
+                (`History.codec_of`); must not change until this returns.
             tokens: Its weight, at least 1.
             samples: Samples read in this round.
-            bandwidth: What this peer is willing to send in bytes per second; 0 for no limit.
+            bandwidth: Limit on the send rate in bytes per second; 0 for none.
 
         Raises:
             BehindError: The swarm is ahead, or on a lineage that wins.
-            MismatchError: This peer's state is not that of the others.
-            NoGroupError: No group within the deadline.
-            AttemptFailedError: Every attempt broke, or nothing came of the group's result.
+            MismatchError: This peer's state differs from the others'.
+            NoGroupError: No group formed before the deadline.
+            AttemptFailedError: Every attempt failed, or no delegate brought the group's result to the end of the round.
             UnencodableError: ``vector`` does not fit the codec.
         """
         loop, head = asyncio.get_running_loop(), self.head
@@ -210,11 +200,7 @@ class Averager:
     async def _average_level(
         self, head: Head, vector: torch.Tensor, wish: _Wish, origin: Origin | None = None
     ) -> _LevelResult:
-        """Find a group on one level of the tree, and average with it.
-
-        Raises:
-            See `average`.
-        """
+        """Find a group on one level of the tree, and average with it; raises like `average`."""
         loop = asyncio.get_running_loop()
         matchmaking = transfer = 0.0
         failure = AttemptFailedError("no attempt was made")
@@ -240,16 +226,14 @@ class Averager:
     async def _rise(
         self, head: Head, result: _LevelResult, wish: _Wish, on_path: Callable[[Path], None] = lambda path: None
     ) -> tuple[TreePath, list[_LevelResult]]:
-        """See a group's result through to the end of the round: stand for the group, or wait for who does.
+        """Take a group's result to the end of the round, as its delegate or through another one.
 
-        Those that wait for this peer hear of the certificates above as soon as it does (``on_path``), and fetch chunks
-        of the last result while this peer does.
-
-        Returns:
-            What became of it, and this peer's results further up, the lowest first.
+        Peers that wait for this one receive the certificates above (``on_path``) as soon as it does, and fetch chunks
+        of the last result while it does. Returns the path to the last result, and this peer's results above, the lowest
+        first.
 
         Raises:
-            AttemptFailedError: Nothing that this peer knows of.
+            AttemptFailedError: No delegate succeeded, or the round ended with a result that was not available.
         """
         body = result.certificate.body
         if body.level == 0:
@@ -267,7 +251,7 @@ class Averager:
                 [partial(self._bring, head, result, wish, delegate, tell) for delegate in delegates],
                 lambda error: isinstance(error, (TemporaryError, IntegrityError)) and type(error) is not DecidedError,
             )
-        except DecidedError as error:  # Another delegate would end the round a second time.
+        except DecidedError as error:  # The round has ended: no other delegate may end it again.
             self.own_work.give_up_on(head)
             raise AttemptFailedError(str(error)) from error
         finally:
@@ -286,7 +270,7 @@ class Averager:
         on_path: Callable[[Path], None],
         on_quiet: Callable[[], None],
     ) -> tuple[TreePath, list[_LevelResult]]:
-        """What became of a group's result by way of one delegate, which may be this peer."""
+        """Take a group's result to the end of the round through one delegate, which may be this peer."""
         body, own = result.certificate.body, delegate == self._context.peer_id
         try:
             if own:
@@ -301,21 +285,21 @@ class Averager:
             raise
 
     def _delegates(self, result: _LevelResult) -> list[str]:
-        """Who stands for a group, in order: its contributors, those first that others can open streams to."""
+        """Return a group's delegates in order: its contributors, reachable ones first."""
         body, tickets = result.certificate.body, result.attempt.roster.tickets
         members = {tickets[index].peer: tickets[index].reachable for index, *_ in body.contributors}
         order = delegate_order(body.lineage, body.round, body.level, members)
         return sorted(order, key=lambda peer: not members[peer])
 
     def _seconds_above(self, body: Body) -> float:
-        """How long the levels above a result may take."""
+        """Return the timeout for the levels above a result."""
         spec, levels = self._spec, body.levels - 1 - body.level
         return levels * (spec.matchmaking_seconds + spec.round_seconds + (1 + body.levels) * spec.grace_seconds)
 
     async def _represent(
         self, head: Head, result: _LevelResult, wish: _Wish, on_path: Callable[[Path], None]
     ) -> tuple[TreePath, list[_LevelResult]]:
-        """Take a group's result to the next level, and from there on up."""
+        """As a delegate: average a group's result on the next level, and continue from there."""
         body = result.certificate.body
         vector = await self._context.runtime.compute(self._decoded, body, result.means)
         brought = replace(
@@ -359,7 +343,7 @@ class Averager:
         )
 
     def _encoded(self, results: list[_LevelResult]) -> tuple[Encoded, ...]:
-        """What this peer encoded on each level; what was lost above weighs as much more as the result does."""
+        """Return what this peer encoded on each level; the scale multiplies by each level's `feedback_scale`."""
         encoded, scale = [], 1.0
         for result in results:
             body, session = result.certificate.body, result.session

@@ -1,4 +1,4 @@
-"""What every part of one peer's averaging needs."""
+"""The context that all parts of one peer's averaging share."""
 
 from __future__ import annotations
 
@@ -14,12 +14,7 @@ from p2ptrain.signing import Signer
 class PeerContext:
     """One peer in one swarm.
 
-    Attributes:
-        rpc: To reach other peers.
-        runtime: Time, chance, arithmetic.
-        signer: This peer's key; verifies others' signatures, too.
-        swarm: The manifest's digest, 32 bytes.
-        spec: Quorum, grace, deadlines, and the rule by which shares are reduced.
+    ``signer`` also verifies other peers' signatures; ``swarm`` is the manifest's digest, 32 bytes.
     """
 
     rpc: Rpc
@@ -30,5 +25,4 @@ class PeerContext:
 
     @property
     def peer_id(self) -> str:
-        """This peer's id."""
         return self.rpc.peer_id

@@ -1,4 +1,4 @@
-"""The checks of ``p2ptrain doctor``: each looks at one thing, changes nothing but caches, and knows its fix."""
+"""The checks of ``p2ptrain doctor``; each names its fix and changes nothing but caches."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _MIN_PYTHON = (3, 11)
 _MIN_DISK_BYTES, _GOOD_DISK_BYTES = 200_000_000, 5_000_000_000
 _MIN_MEMORY_BYTES, _GOOD_MEMORY_BYTES = 700_000_000, 2_000_000_000
 _MIN_FILES, _GOOD_FILES = 256, 1024
-_EARLIEST_TIME = 1_767_225_600  # 2026-01-01, before this software was written
+_EARLIEST_TIME = 1_767_225_600  # 2026-01-01, before the first release
 _DAEMON_SECONDS = 15.0
 _TORCH_SECONDS = 60.0
-_TIME_ERROR = 5  # what adjtimex(2) returns for a clock that nothing keeps in step
-_TIMEX_BYTES = 512  # more than any struct timex
+_TIME_ERROR = 5  # adjtimex(2) for an unsynchronized clock
+_TIMEX_BYTES = 512  # > sizeof(struct timex)
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Check:
     """The result of one check.
 
     Attributes:
-        required: Whether a peer cannot run without it; otherwise it is a warning.
-        fix: What to do if it did not pass.
+        fix: The remedy for a failed check.
+        required: True if a peer cannot run after a failure; False makes it a warning.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Check:
 
 
 def all_checks(run_dir: Path, port: int, direct_port: int) -> list[Check]:
-    """Run every check. Takes some seconds: torch is imported and the daemon started."""
+    """Run every check; takes some seconds to import torch and start the daemon."""
     return [
         check_python(),
         check_torch(),
@@ -61,14 +61,13 @@ def all_checks(run_dir: Path, port: int, direct_port: int) -> list[Check]:
 
 
 def check_python() -> Check:
-    """Check the interpreter's version and system."""
     version = ".".join(map(str, sys.version_info[:3]))
     passed = sys.version_info >= _MIN_PYTHON and sys.platform == "linux"
     return Check("Python", passed, f"{version} on {sys.platform}", "use Python 3.11 or later on Linux")
 
 
 def check_torch() -> Check:
-    """Check that torch can be imported and computes, in a process of its own, since a broken one may crash."""
+    """Check that torch can be imported and computes, in a child process, because a broken torch may crash."""
     code = (
         "import torch; assert float(torch.ones(8).sum()) == 8;"
         "gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else 'no GPU';"
@@ -96,7 +95,7 @@ def check_native() -> Check:
 
 
 def find_daemon() -> Path | None:
-    """Return hivemind's p2pd without importing hivemind; None if hivemind is not installed."""
+    """Return the path of hivemind's p2pd without importing hivemind; None if hivemind is not installed."""
     spec = importlib.util.find_spec("hivemind")
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -104,7 +103,7 @@ def find_daemon() -> Path | None:
 
 
 def check_daemon(path: Path | None) -> Check:
-    """Check that the network daemon is there, may be executed, and starts."""
+    """Check that the network daemon is installed, executable, and starts."""
     fix = "pip install --force-reinstall --no-deps hivemind (its wheel for Linux ships p2pd)"
     if path is None or not path.is_file():
         return Check("daemon", False, "hivemind's p2pd is not installed", fix)
@@ -120,7 +119,7 @@ def check_daemon(path: Path | None) -> Check:
 
 
 def _start_daemon(path: Path, arguments: list[str]) -> str | None:
-    """Start the daemon and end it once it prints its id; return the fault, if any."""
+    """Start the daemon, and kill it once it prints its id; return the error, if any."""
     import selectors
 
     try:
@@ -148,19 +147,14 @@ def _start_daemon(path: Path, arguments: list[str]) -> str | None:
 
 
 def check_setpriv() -> Check:
-    """Check that daemons can be made to end with their owner even while they start."""
+    """Check for setpriv, by which a daemon dies with its owner even during its start."""
     path = shutil.which("setpriv")
     fix = "install util-linux; without it a daemon may outlive a killed peer by 30 s"
     return Check("setpriv", path is not None, path or "not found", fix, required=False)
 
 
 def check_ports(port: int, direct_port: int) -> list[Check]:
-    """Check that this machine can listen at all, and at certain ports.
-
-    Args:
-        port: Of the daemon.
-        direct_port: For direct connections; 0 is any free one, which needs no check.
-    """
+    """Check TCP on loopback, the daemon's port, and the port of direct connections unless it is 0 (any free one)."""
     loopback, wanted = _bind_error("127.0.0.1", 0), _bind_error("0.0.0.0", port)
     checks = [
         Check("listening", loopback is None, loopback or "TCP on loopback works", "allow this user to open TCP ports"),
@@ -203,7 +197,7 @@ def check_clock(now: float) -> Check:
 
 
 def check_disk(folder: Path) -> Check:
-    """Check the room for checkpoints in ``folder``, or the nearest folder above it that exists."""
+    """Check the free space for checkpoints in ``folder`` or its nearest existing parent."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(existing).free
     detail, fix = f"{human_bytes(free)} free in {existing}", "free some space, or choose another --run-dir"
@@ -213,7 +207,6 @@ def check_disk(folder: Path) -> Check:
 
 
 def check_memory() -> Check:
-    """Check that a trainer fits."""
     import psutil
 
     free = psutil.virtual_memory().available
@@ -224,7 +217,7 @@ def check_memory() -> Check:
 
 
 def check_file_limit(limit: int) -> Check:
-    """Check the limit of open files; ``limit`` is the soft limit, -1 for none."""
+    """Check the soft limit of open files; -1 for none."""
     passed = limit < 0 or limit >= _GOOD_FILES
     detail = "no limit" if limit < 0 else f"{limit} open files"
     return Check("file limit", passed, detail, "ulimit -n 4096", required=0 <= limit < _MIN_FILES)

@@ -1,7 +1,7 @@
-"""A swarm of real processes on this machine, from its start to its summary, for ``p2ptrain up``.
+"""A swarm of real processes on this machine, for ``p2ptrain up``.
 
-The bootstrap peer comes first and writes its link; trainers join with it; the view reads the swarm's directory like any
-other peer. At the end the trainers are drained, then the bootstrap peer, and the trainers' summaries are combined.
+Order: the bootstrap peer writes its link, trainers join with it, the live view reads the directory. At the end the
+trainers drain, then the bootstrap peer, and the trainers' summaries are combined.
 """
 
 from __future__ import annotations
@@ -30,17 +30,13 @@ PAGE_PORT = 8080
 
 
 async def run_swarm(plan: Plan, summary_file: Path | None) -> int:
-    """Run a swarm from its start to its summary.
+    """Run a swarm from its start to its summary; return 0, or 130 if a second signal ended the run.
 
     Args:
-        plan: What to start, and when to stop.
-        summary_file: Where else to write the summary as JSON.
-
-    Returns:
-        0, or 130 if a second signal ended it.
+        summary_file: Another path for the summary as JSON.
 
     Raises:
-        P2PTrainError: The swarm did not come up, or no trainer ended in good order.
+        P2PTrainError: The swarm did not start, or every trainer failed.
     """
     task = asyncio.current_task()
     assert task is not None
@@ -62,7 +58,7 @@ async def run_swarm(plan: Plan, summary_file: Path | None) -> int:
 
 
 async def _train(plan: Plan, supervisor: Supervisor, stop: asyncio.Event, view: SwarmScreen) -> list[Child]:
-    """Start the peers, watch until the end, and drain them; returns the trainers."""
+    """Start the peers, wait for the end of the run, and drain them; return the trainers."""
     bootstrap = await supervisor.start("bootstrap", _peer_command(plan.bootstrap), plan.run_dir / "bootstrap.log")
     text = await _first_link(plan.run_dir / "bootstrap", bootstrap, stop)
     trainers: list[Child] = []
@@ -94,7 +90,7 @@ async def _train(plan: Plan, supervisor: Supervisor, stop: asyncio.Event, view: 
 
 
 async def _start_page(plan: Plan, supervisor: Supervisor, link: SwarmLink) -> tuple[Child, str]:
-    """Start the status page on this machine; return it with its future address."""
+    """Start the status page; return its process and its URL."""
     port = _free_port(PAGE_PORT)
     command = [sys.executable, "-m", "p2ptrain", "monitor", str(link), "--port", str(port)]
     history = ["--db", str(plan.run_dir / "monitor.sqlite")]
@@ -103,7 +99,6 @@ async def _start_page(plan: Plan, supervisor: Supervisor, link: SwarmLink) -> tu
 
 
 def _free_port(wanted: int) -> int:
-    """Return ``wanted`` if nobody listens there, else a port that the system chooses."""
     for port in (wanted, 0):
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)) as listener:
             return int(listener.getsockname()[1])
@@ -115,7 +110,7 @@ def _peer_command(role_file: Path) -> list[str]:
 
 
 async def _first_link(run_dir: Path, bootstrap: Child, stop: asyncio.Event) -> str | None:
-    """Return the link that the bootstrap peer writes once it can be reached; None if a signal came first."""
+    """Return the link that the bootstrap peer writes once it is reachable; None if a signal came first."""
     path, deadline = run_dir / LINK_FILE, time.monotonic() + READY_SECONDS
     path.unlink(missing_ok=True)
     while not stop.is_set():
@@ -130,7 +125,6 @@ async def _first_link(run_dir: Path, bootstrap: Child, stop: asyncio.Event) -> s
 
 
 async def _wait_for_end(goal: Goal, supervisor: Supervisor, trainers: list[Child], stop: asyncio.Event) -> None:
-    """Wait until the time is up, all trainers have ended or a signal comes."""
     async with Tasks() as tasks:
         ends = [
             tasks.call(each, name)
@@ -157,5 +151,5 @@ def _report(plan: Plan, trainers: list[Child], summary_file: Path | None, *, int
 
 
 def _worst(failed: list[Child]) -> P2PTrainError:
-    """Return the failure to end with: one that a trainer explained, rather than a kill."""
+    """Return the failure with the highest exit code: an explained error before a kill (negative)."""
     return max(failed, key=lambda child: child.exit_code or 0).failure()

@@ -1,4 +1,4 @@
-"""Log lines on standard error: text for people, JSON for machines."""
+"""The log on standard error, as text or JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import sys
 import time
 
-# Fixed here, because libraries rename the levels of the whole process when they are imported.
+# Not logging.getLevelName: some libraries rename the levels of the whole process at import.
 _LEVELS = {
     logging.DEBUG: "debug",
     logging.INFO: "info",
@@ -19,7 +19,7 @@ _PLAIN_ATTRIBUTES = set(vars(logging.makeLogRecord({}))) | {"message", "asctime"
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time (ISO 8601, UTC), level, logger, message, and what was passed as ``extra``."""
+    """Formats one JSON object a line: time (ISO 8601, UTC), level, logger, message, and the fields of ``extra``."""
 
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -36,28 +36,23 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logging(log_format: str, level: str) -> None:
-    """Send this process's log to standard error.
-
-    Args:
-        log_format: ``text`` or ``json``.
-        level: ``debug``, ``info``, ``warning`` or ``error``; other libraries are shown from ``warning`` on.
-    """
+    """Log to standard error, as ``text`` or ``json``; ``level`` applies to p2ptrain, other libraries log warnings."""
     handler = logging.StreamHandler(sys.stderr)
     text = logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s", datefmt="%H:%M:%S")
     handler.setFormatter(JsonFormatter() if log_format == "json" else text)
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-    # It warns, whenever it is loaded, of kernels for 4 bits that are not there. They are not used.
+    # Its import warns of missing 4-bit kernels, which are not used.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     logging.getLogger("asyncio").addFilter(_is_ours)
     logging.getLogger("p2ptrain").setLevel(level.upper())
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """True if a record is not about a wait that hivemind leaves behind when a time limit ends its search.
+    """True unless a record reports the pending wait that a timed-out search of ``hivemind.dht.traverse`` leaves.
 
-    See ``hivemind.dht.traverse``. Tasks of this package have names (`p2ptrain.tasks`).
+    Tasks of this package have names (`p2ptrain.tasks`), so an unnamed one is hivemind's.
     """
     message = record.getMessage()
     is_lost = message.startswith("Task was destroyed but it is pending!")

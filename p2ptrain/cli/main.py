@@ -1,4 +1,4 @@
-"""``p2ptrain COMMAND``: find the command, run it, and turn errors into one line and an exit code."""
+"""``p2ptrain COMMAND``: runs a command and maps its errors to one line and an exit code."""
 
 from __future__ import annotations
 
@@ -50,20 +50,16 @@ _WRONG_PATH = (
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose mistakes are a `UsageError`, so that they are one line like all others."""
+    """An argument parser that raises `UsageError`."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see '{self.prog} --help'")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code.
-
-    Args:
-        argv: Arguments without the program's name; those of this process if None.
-    """
+    """Run the command line and return its exit code; ``argv`` excludes the program's name."""
     code = _run(argv)
-    if runtime.left_behind:  # Python would wait for these threads, or crash in them; all that matters is on disk.
+    if runtime.left_behind:  # Python would wait for these threads, or crash in them; all data are on disk.
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -77,7 +73,7 @@ def _run(argv: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output went away; Python must not fail again when it flushes at exit.
+        # The reader of standard output is gone; the flush at exit must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
@@ -110,7 +106,7 @@ def _dispatch(argv: list[str]) -> int:
     command.add_arguments(parser)
     _add_log_arguments(parser)
     arguments = parser.parse_args(argv[1:])
-    if name != "peer":  # a peer's role file has a say in its log
+    if name != "peer":  # `peer` configures its log from the role file.
         from p2ptrain.cli.logs import configure_logging
 
         configure_logging(
@@ -141,9 +137,9 @@ def _overview() -> str:
 
 
 def explain_error(error: BaseException) -> P2PTrainError | None:
-    """The deliberate error behind what was raised, or None if it is a defect that deserves its traceback.
+    """Return the `P2PTrainError` for an exception; None for a defect, which deserves its traceback.
 
-    Looks into exception groups, and names the remedy for a full disk, a lack of file descriptors and the like.
+    Searches exception groups, and maps common OS errors, such as a full disk, to errors with a remedy.
     """
     if isinstance(error, P2PTrainError):
         return error

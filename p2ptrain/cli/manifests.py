@@ -1,4 +1,4 @@
-"""Manifests as files: an organizer's ``run.toml``, and the signed ``manifest.bin`` made from it."""
+"""Manifest files: an organizer's ``run.toml``, and the signed ``manifest.bin``."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ LINK_FILE = "link.txt"
 
 
 def load_manifest(path: Path | None, overrides: Mapping[str, Any] | None = None) -> Manifest:
-    """Read a ``run.toml``, change some of its values, and pin the packages that bring what it names.
+    """Return the manifest of a ``run.toml`` with overrides applied and its extensions' packages pinned.
 
     Args:
-        path: The file, or None for the defaults.
-        overrides: Values by dotted key, such as ``{"training.every": 1}``; None means not given.
+        path: None takes the defaults.
+        overrides: Values by dotted key, such as ``{"training.every": 1}``; a value of None is ignored.
 
     Raises:
-        ConfigError: The file cannot be read, or a key or value is wrong; one line that names it.
-        IncompatibleError: It is for another version of the protocol, or names what this machine does not have.
+        ConfigError: The file cannot be read, or a key or value is invalid; the message names it.
+        UsageError: An override addresses a value as a section.
+        IncompatibleError: The manifest is for another protocol version, or names an extension missing here.
     """
     from p2ptrain.node.extensions import with_packages
 
@@ -52,10 +53,10 @@ def load_manifest(path: Path | None, overrides: Mapping[str, Any] | None = None)
 
 
 def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
-    """Values of ``--set KEY=VALUE`` options by dotted key; a value is TOML, or else text.
+    """Return the values of ``--set KEY=VALUE`` options by dotted key; a value is TOML, or else text.
 
     Raises:
-        UsageError: One has no ``=``.
+        UsageError: An option has no ``=``.
     """
     values: dict[str, Any] = {}
     for setting in settings:
@@ -71,7 +72,7 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
 
 
 def public_paths(manifest: Manifest) -> list[str]:
-    """Return a warning for each path of this machine that all owners of the swarm's link can read."""
+    """Return a warning for each local path in the manifest, which everyone with the swarm's link can read."""
     values = {"data.source": manifest.data.source, "data.tokenizer": manifest.data.tokenizer}
     return [
         f"{key} = {value!r} is public, and every peer needs a copy at that path"
@@ -80,14 +81,14 @@ def public_paths(manifest: Manifest) -> list[str]:
 
 
 def sign_manifest(manifest: Manifest, organizer: Signer, path: Path) -> SignedManifest:
-    """Sign a manifest and write it to ``path``."""
+    """Sign a manifest and write it to ``path``; return the signed manifest."""
     signed = SignedManifest.create(manifest, organizer)
     write_atomically(path, signed.to_bytes())
     return signed
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace the file at ``path``: a reader finds the old or the new content, never a part."""
+    """Write a file by rename, so that a reader finds the old or the new content."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_bytes(data)
     partial.replace(path)

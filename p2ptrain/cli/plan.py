@@ -1,4 +1,4 @@
-"""The plan of ``p2ptrain up``: the options become a signed manifest and a role file for each peer."""
+"""The plan of ``p2ptrain up``: a signed manifest, and a role file for each peer."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ DEMO_SETTINGS: dict[str, Any] = {
     "training.every": 1,
     "training.local_batch": 8,
 }
-"""What is trained unless a manifest is given: on loopback rounds cost little, and with ``every = 1`` the swarm learns
-exactly as one process with the same global batch does."""
+"""Settings without ``--manifest``. Rounds are cheap on loopback, and with ``every = 1`` the swarm learns exactly as one
+process with the same global batch."""
 _LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A role file for each peer, with or without a status page, and the goal."""
+    """Role files of the peers, the goal, and whether to serve the status page (``monitor``)."""
 
     run_dir: Path
     bootstrap: Path
@@ -44,12 +44,9 @@ class Plan:
 def make_plan(arguments: argparse.Namespace) -> Plan:
     """Create the run directory with the signed manifest and the role files.
 
-    Args:
-        arguments: The options of ``p2ptrain up``.
-
     Raises:
-        UsageError: An option cannot work.
-        ConfigError: A value is wrong, or a file cannot be read.
+        UsageError: An option is invalid.
+        ConfigError: A value is invalid, or a file cannot be read.
     """
     demo = DEMO_SETTINGS if arguments.manifest is None else {}
     overrides = demo | parse_settings(arguments.set) | _manifest_overrides(arguments)
@@ -71,7 +68,7 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
             values["weights"] = arguments.weights.absolute()
         return _write_role_file(run_dir / f"{name}.toml", values | settings | sections)
 
-    # One number for all, because trainers do not all come in the same round.
+    # An absolute round, because trainers may join in different rounds.
     at_round = done + arguments.rounds if arguments.rounds else 0
     sections = {
         "resources": {"device": arguments.device or "auto", "threads": threads},
@@ -97,8 +94,8 @@ def _num_stages(manifest: Manifest, peers: int) -> int:
     """Return the number of stages that the model is cut into.
 
     Raises:
-        UsageError: There are not enough peers for them.
-        ManifestError: It cannot be cut like that.
+        UsageError: There are fewer peers than stages.
+        ManifestError: The model cannot be cut as the manifest asks.
     """
     if not manifest.in_stages:
         return 1
@@ -111,13 +108,13 @@ def _num_stages(manifest: Manifest, peers: int) -> int:
 
 
 def _rounds_done(run_dir: Path, manifest: Manifest, verifier: Signer) -> int:
-    """Return the rounds in the newest checkpoint of a former run in this directory; 0 if it trained another model."""
+    """Return the round of the newest checkpoint in the directory; 0 without one, or with another manifest."""
     try:
         former = SignedManifest.from_bytes((run_dir / SIGNED_FILE).read_bytes(), manifest.digest, verifier)
     except (OSError, ManifestError):
         return 0
     assert former.manifest == manifest
-    patterns = ("*/checkpoints/*-round-*", "*/checkpoints/*/*-round-*")  # The second are those of stages.
+    patterns = ("*/checkpoints/*-round-*", "*/checkpoints/*/*-round-*")  # The second matches stages.
     names = [path.name for pattern in patterns for path in run_dir.glob(pattern)]
     return max((int(number) for name in names if (number := name.rpartition("-")[2]).isdecimal()), default=0)
 
@@ -136,5 +133,5 @@ def _manifest_overrides(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _write_role_file(path: Path, values: dict[str, Any]) -> Path:
     path.write_text(to_toml(values), encoding="utf-8")
-    PeerConfig.load(path)  # an impossible option is refused here, not in a child's log
+    PeerConfig.load(path)  # Refuses an invalid option here instead of in a child's log.
     return path

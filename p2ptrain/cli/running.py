@@ -1,4 +1,4 @@
-"""Run coroutines from a command, and ask a person."""
+"""Helpers of commands: the event loop, a peer with its live view, confirmation."""
 
 from __future__ import annotations
 
@@ -28,18 +28,14 @@ def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
 def run_configured_peer(
     config: PeerConfig, signed: SignedManifest | None = None, announce: str = "", link_file: Path | None = None
 ) -> int:
-    """Run a peer until it ends; its link is written to ``link.txt`` in its run directory and printed.
+    """Run a peer until it ends, with a live view on a terminal; return the exit code.
 
-    On a terminal there is a live view of it below its log.
+    The peer's link is printed and written to ``link.txt`` in its run directory.
 
     Args:
-        config: The peer's configuration.
-        signed: The manifest, if it is known already.
-        announce: Text that is printed before the link, which is then quoted for a shell.
-        link_file: Where else the link is written.
-
-    Returns:
-        The exit code.
+        signed: The manifest, if already known.
+        announce: Text before the printed link; if given, the link is quoted for a shell.
+        link_file: Another path for the link.
     """
     from p2ptrain.cli.manifests import LINK_FILE, write_atomically
     from p2ptrain.node.run import run_peer
@@ -50,7 +46,7 @@ def run_configured_peer(
         for path in (config.run_dir / LINK_FILE, *([link_file] if link_file else [])):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, f"{link}\n".encode())
-        # A link with two addresses holds an ampersand.
+        # A link with two addresses contains an ampersand.
         text = f"{announce}{shlex.quote(link)}\n" if announce else link
         if view is not None and sys.stdout.isatty():
             view.screen.say(text)
@@ -77,7 +73,7 @@ def confirm(question: str, *, assume_yes: bool) -> bool:
     """Ask a yes-or-no question once.
 
     Raises:
-        UsageError: There is no terminal to ask at, and ``assume_yes`` is not set.
+        UsageError: There is no terminal, and ``assume_yes`` is False.
     """
     if assume_yes:
         return True
@@ -87,5 +83,4 @@ def confirm(question: str, *, assume_yes: bool) -> bool:
 
 
 def default_run_dir(kind: str) -> Path:
-    """Return the default folder of a command's files, in ``runs`` below the current one."""
     return Path("runs") / kind

@@ -1,4 +1,4 @@
-"""Checkpoints of stages: those that make one model are put together."""
+"""Stage checkpoints: assembles those of one round into a model."""
 
 from __future__ import annotations
 
@@ -27,14 +27,13 @@ _ROUND = re.compile(r"\d+-round-(\d+)")
 
 
 def find_stage_checkpoints(path: Path) -> list[Path]:
-    """Checkpoints of stages in a peer's run directory, or in the folder of several; by folder, oldest first."""
+    """Return the stage checkpoints in a run directory or in a folder of run directories, by folder, oldest first."""
     folders = [*path.glob("checkpoints/*"), *path.glob("*/checkpoints/*")]
     found = [entry for folder in folders if _FOLDER.fullmatch(folder.name) for entry in folder.iterdir()]
     return sorted(entry for entry in found if entry.is_dir() and _ROUND.fullmatch(entry.name))
 
 
 def is_of_stage(path: Path) -> bool:
-    """Whether a checkpoint is one of a stage, by where it is."""
     return _FOLDER.fullmatch(path.parent.name) is not None
 
 
@@ -46,20 +45,20 @@ def export_stages(
     by_round: bool = False,
     weights: Path | None = None,
 ) -> None:
-    """Put the checkpoints of the newest complete round together, and write the model.
+    """Assemble the stage checkpoints of the newest complete round, and write the model.
 
     Args:
-        path: What the user named, for messages and to look for the manifest.
-        paths: What `find_stage_checkpoints` found there.
-        given: The swarm's signed manifest; None to look for it.
-        output: The folder to write.
-        by_round: Whether to take what has the same round, if hosts agreed on it or not.
-        weights: Where this machine has the pretrained model, whose tokenizer the swarm may take.
+        path: The user's path, in which the manifest is searched.
+        paths: Result of `find_stage_checkpoints` for ``path``.
+        given: The swarm's signed manifest; None searches for it.
+        output: Folder to write.
+        by_round: True to join checkpoints of the same round even if no host saw all stages saved.
+        weights: Local copy of the pretrained model, for its tokenizer.
 
     Raises:
-        CheckpointError: A stage is missing, or is damaged, or does not belong to the others.
-        ConfigError: The manifest is not there.
-        IncompatibleError: The checkpoints are another swarm's than the manifest's.
+        CheckpointError: A stage is missing or damaged, or does not match the others.
+        ConfigError: The manifest is missing.
+        IncompatibleError: The checkpoints are of another swarm.
     """
     from p2ptrain.pipeline.plan import PipelinePlan
 
@@ -113,11 +112,11 @@ def _use(manifest: Manifest, output: Path) -> str:
 
 
 def completeness(path: Path, paths: list[Path]) -> str:
-    """What a line about a checkpoint says at its end of the other stages; empty where there are none.
+    """Return the end of a checkpoint's line: whether all stages are saved and present; empty without stages.
 
     Args:
         path: The checkpoint.
-        paths: All that there are beside it.
+        paths: All checkpoints found with it.
     """
     if not is_of_stage(path):
         return ""
@@ -133,7 +132,7 @@ def completeness(path: Path, paths: list[Path]) -> str:
 
 
 def _describe(path: Path, manifest: Manifest) -> Found | None:
-    """A checkpoint as it describes itself; None, and a line about it, where it is damaged."""
+    """Return a checkpoint's description; None, with a line on standard error, if it is damaged."""
     from p2ptrain.training.checkpoints.files import describe_checkpoint
 
     listed = None
@@ -151,10 +150,10 @@ def _describe(path: Path, manifest: Manifest) -> Found | None:
 
 
 def _load_one(paths: Sequence[Path]) -> LoadedCheckpoint:
-    """The first of several copies that is whole.
+    """Return the first intact copy of a checkpoint.
 
     Raises:
-        CheckpointError: None is.
+        CheckpointError: No copy is intact.
     """
     from p2ptrain.training.checkpoints.files import load_checkpoint
 

@@ -1,4 +1,4 @@
-"""The summary of a swarm on one machine, in words."""
+"""The text form of a swarm's summary."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from p2ptrain.status.formats import human_bytes, human_count, human_loss
 
 
 def to_text(summary: SwarmSummary) -> str:
-    """A few lines for people."""
     states = summary.states
     num_stages = len({stage for stage, _ in states})
     equal = f"equal in each of {num_stages} stages" if num_stages > 1 else "all equal"

@@ -1,7 +1,7 @@
 """Child processes that cannot outlive their owner.
 
-`Supervisor` starts peers in process groups of their own, so that a terminal's Ctrl-C reaches the owner alone, which
-then decides. Linux kills a child when the thread that started it ends (``PR_SET_PDEATHSIG``), SIGKILL included.
+`Supervisor` starts each peer in its own session, so that a terminal's Ctrl-C reaches only the owner. Linux kills a
+child when the thread that started it ends (``PR_SET_PDEATHSIG``), even by SIGKILL.
 """
 
 from __future__ import annotations
@@ -26,12 +26,7 @@ _LOG_TAIL_BYTES = 16 * 1024
 
 @dataclass
 class Child:
-    """One supervised process.
-
-    Attributes:
-        name: For people.
-        log: Where its standard output and error go.
-    """
+    """One supervised process; ``log`` holds its standard output and error."""
 
     name: str
     log: Path
@@ -44,12 +39,12 @@ class Child:
 
     @property
     def ending(self) -> str:
-        """How it ended, for people: ``ended with code 7``, ``was ended by SIGKILL``."""
+        """The end of the process for messages, such as ``ended with code 7`` or ``was ended by SIGKILL``."""
         code = self.exit_code or 0
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
     def last_error(self) -> str:
-        """The last error line of its log; if it ended by itself with none, its last line; or nothing."""
+        """Return the last error line of the log; else its last line unless a signal ended the process; else ``""``."""
         with self.log.open("rb") as file:
             file.seek(max(0, self.log.stat().st_size - _LOG_TAIL_BYTES))
             lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
@@ -58,7 +53,7 @@ class Child:
         return (errors or ([] if killed else lines) or [""])[-1].strip()
 
     def failure(self) -> P2PTrainError:
-        """An error that carries what this child said last and its exit code."""
+        """Return an error with the child's last error line and its exit code."""
         code, said = self.exit_code or 0, self.last_error()
         error = P2PTrainError(f"{self.name} {self.ending}{f': {said}' if said else ''} (log: {self.log})")
         error.exit_code = code if code > 0 else 1
@@ -66,9 +61,9 @@ class Child:
 
 
 class Supervisor:
-    """Starts children and ends them all; use it as an asynchronous context manager. It restarts nothing.
+    """An asynchronous context manager that starts child processes and kills them at its end, without restarts.
 
-    Start children from the main thread: the kernel ends them with the thread that started them.
+    Start children from the main thread, because the kernel kills them with the thread that started them.
     """
 
     def __init__(self) -> None:
@@ -77,7 +72,7 @@ class Supervisor:
     async def start(
         self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
     ) -> Child:
-        """Start a process in a session of its own, its output appended to ``log``."""
+        """Start a process in a new session, and append its output to ``log``."""
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
@@ -94,7 +89,7 @@ class Supervisor:
         return child
 
     async def drain(self, children: Iterable[Child], timeout_seconds: float) -> None:
-        """Ask children to end (SIGTERM), wait, and kill those that are still there at the deadline."""
+        """Send SIGTERM, wait for the children, and kill their process groups, at the deadline at the latest."""
         running = [child for child in children if child.exit_code is None]
         for child in running:
             with contextlib.suppress(ProcessLookupError):
@@ -107,11 +102,9 @@ class Supervisor:
             kill_group(child)
 
     async def wait_all(self, children: Iterable[Child]) -> None:
-        """Return when all of the children have ended."""
         await together("wait", (child.process.wait() for child in children))
 
     def kill_all(self) -> None:
-        """Kill every child and whatever is left of its process group, now."""
         for child in self.children:
             kill_group(child)
 
@@ -126,18 +119,18 @@ class Supervisor:
 
 
 def kill_group(child: Child) -> None:
-    """SIGKILL a child's whole process group; it may be gone already."""
+    """Send SIGKILL to a child's process group, which may be gone already."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.process.pid, signal.SIGKILL)
 
 
 def _die_with(parent: int) -> Callable[[], None]:
-    # The library is loaded before the fork: after it, only what cannot take a lock is safe.
+    # Load the library before the fork: afterwards only code that takes no lock is safe.
     libc = ctypes.CDLL(None)
 
     def prepare() -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
-            os._exit(1)  # the parent died before the kernel was told to watch it
+            os._exit(1)  # The parent died before prctl.
 
     return prepare

@@ -1,4 +1,4 @@
-"""Writing TOML: role files for child processes, and the commented ``run.toml`` of an organizer."""
+"""TOML output: role files of child processes, and an organizer's commented ``run.toml``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COMMENT_WIDTH = 110
 
 
 def to_toml(values: Mapping[str, Any]) -> str:
-    """TOML text of plain values, with one level of sections after the values at the top."""
+    """Return TOML text of plain values, with one level of sections after the top-level values."""
     lines = [f"{key} = {_value(value)}" for key, value in values.items() if not isinstance(value, Mapping)]
     for key, section in values.items():
         if isinstance(section, Mapping):
@@ -27,14 +27,14 @@ def to_toml(values: Mapping[str, Any]) -> str:
 def commented_toml(
     settings: Section, is_written: Callable[[str, Any, Any], bool] | None = None, prefix: str = ""
 ) -> str:
-    """Return TOML text of a settings object, with every key's documentation above the key.
+    """Return TOML text of settings, with every key's docstring as a comment above the key.
 
-    Made from the fields themselves, so that it cannot differ from what is accepted. Keys that the settings leave
-    unused are left out. An optional section that is not there is written with examples, all of it as comments.
+    Unused keys are omitted. If all keys are written, unused sections and missing optional ones are written as comments,
+    the latter with example values.
 
     Args:
-        settings: The whole, or a section of it.
-        is_written: True for a dotted key, its value and its default that belong into the text; None writes all.
+        settings: All settings, or a section.
+        is_written: True for a dotted key, its value and its default to write; None writes all.
         prefix: The section's name and a dot.
     """
     plain, sections = [], []
@@ -63,7 +63,7 @@ def commented_toml(
 
 
 def _as_comments(name: str, kind: type[BaseModel], values: Mapping[str, Any]) -> str:
-    """Return a section that has no effect, as comments that are valid without their marks."""
+    """Return a section without effect as comments; without the ``# `` it is valid TOML."""
     lines = to_toml({name: values}).strip().splitlines()
     return "\n".join([*_comment(_heading(kind)), *(f"# {line}" for line in lines), ""])
 
@@ -81,7 +81,7 @@ def _value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float):
-        return repr(value)  # inf and nan are spelled alike in TOML
+        return repr(value)  # TOML spells inf and nan as Python does.
     if isinstance(value, int):
         return str(value)
     if isinstance(value, str | PurePath):

@@ -1,8 +1,8 @@
-"""Codecs: tensors to bytes on the wire and back, by pure functions behind one interface.
+"""Codecs: tensors to bytes on the wire and back, as stateless objects behind one interface.
 
-`get_codec` returns a codec by its manifest name. See `p2ptrain.codecs.base.Codec` for the contract every codec keeps,
-and `p2ptrain.codecs.conformance` for a check of it. `warm_up` makes p2ptrain's own fast. Means of contributions are
-encoded densely (`dense_codec`) or are the list of the contributions (`PartList`).
+`p2ptrain.codecs.base.Codec` is the contract, `p2ptrain.codecs.conformance` checks it, and `get_codec` returns a codec
+by its manifest name. `warm_up` loads the native versions. A mean of contributions is either encoded densely
+(`dense_codec`) or sent as the list of the contributions (`PartList`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks of codecs' arguments, and the size of the pieces in which codecs work."""
+"""Argument checks of codecs, and their chunk size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 CHUNK_VALUES = 65_536
-"""Values per inner step: 256 KiB of fp32, so that several passes over a chunk stay in a core's L2 cache."""
+"""Values per inner step: 256 KiB of fp32, so that several passes stay in a core's L2 cache."""
 
 Buffer = bytes | bytearray | memoryview
 Bytes = npt.NDArray[np.uint8]
@@ -23,11 +23,7 @@ Floats = npt.NDArray[np.float32]
 
 
 def check_vector(vector: torch.Tensor) -> torch.Tensor:
-    """Return ``vector`` detached from autograd.
-
-    Raises:
-        ValueError: It is not a contiguous, one-dimensional fp32 tensor on the CPU.
-    """
+    """Return ``vector`` detached; raises `ValueError` unless it is a contiguous, one-dimensional fp32 CPU tensor."""
     import torch
 
     if vector.dtype != torch.float32 or vector.dim() != 1 or vector.device.type != "cpu" or not vector.is_contiguous():
@@ -38,11 +34,7 @@ def check_vector(vector: torch.Tensor) -> torch.Tensor:
 
 
 def check_weight(weight: float) -> float:
-    """Return ``weight`` rounded to fp32, so that every implementation multiplies by the same number.
-
-    Raises:
-        ValueError: It is not finite in fp32.
-    """
+    """Return ``weight`` rounded to fp32, as in every implementation; raises `ValueError` if it is not finite."""
     with np.errstate(over="ignore"):
         rounded = float(np.float32(weight))
     if not math.isfinite(rounded):
@@ -51,11 +43,7 @@ def check_weight(weight: float) -> float:
 
 
 def byte_array(data: Buffer, expected_bytes: int, codec: str) -> npt.NDArray[np.uint8]:
-    """View ``data`` as ``uint8[expected_bytes]`` without a copy; read-only if ``data`` is.
-
-    Raises:
-        CodecError: The length is another.
-    """
+    """Return ``data`` as ``uint8[expected_bytes]`` without a copy; raises `CodecError` for another length."""
     view = memoryview(data)
     if view.nbytes != expected_bytes:
         raise CodecError(f"{codec}: got {view.nbytes} bytes where {expected_bytes} were expected")
@@ -63,12 +51,7 @@ def byte_array(data: Buffer, expected_bytes: int, codec: str) -> npt.NDArray[np.
 
 
 def writable_byte_array(out: bytearray | memoryview, expected_bytes: int, codec: str) -> npt.NDArray[np.uint8]:
-    """Return `byte_array` of memory that may be written.
-
-    Raises:
-        CodecError: The length is another.
-        ValueError: It is read-only.
-    """
+    """Return `byte_array` of ``out``; raises `ValueError` if it is read-only."""
     array = byte_array(out, expected_bytes, codec)
     if not array.flags.writeable:
         raise ValueError(f"{codec}: cannot encode into read-only memory")
@@ -76,6 +59,6 @@ def writable_byte_array(out: bytearray | memoryview, expected_bytes: int, codec:
 
 
 def chunks(num_items: int, items_per_chunk: int) -> Iterator[slice]:
-    """Consecutive slices of at most ``items_per_chunk`` that cover ``[0, num_items)``."""
+    """Yield consecutive slices of at most ``items_per_chunk`` that cover ``[0, num_items)``."""
     for start in range(0, num_items, items_per_chunk):
         yield slice(start, min(start + items_per_chunk, num_items))

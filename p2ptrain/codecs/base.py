@@ -1,4 +1,4 @@
-"""The contract of a codec: a flat fp32 vector to bytes and back; and of what can only be decoded."""
+"""The contract of a codec: a flat fp32 vector to bytes and back; and of a decode-only format."""
 
 from __future__ import annotations
 
@@ -12,74 +12,60 @@ if TYPE_CHECKING:
 
 
 class CodecError(ValueError):
-    """Encoded bytes are not what this codec writes: wrong length, or values that are not finite."""
+    """Encoded bytes are malformed, or a value cannot be encoded."""
 
 
 class Decoder(ABC):
     """Reads encoded flat fp32 vectors. Stateless; safe to call from any thread.
 
-    Decoding is deterministic: equal bytes give equal bits on every machine.
+    Decoding is deterministic: equal bytes give equal bits on every machine. Methods that read bytes raise `CodecError`
+    for a wrong length.
 
     Attributes:
-        block_size: The number of values that are encoded together: the bytes may be cut at multiples of it.
+        block_size: Number of values that are encoded together; the bytes may be cut at its multiples.
     """
 
     block_size: int = 1
 
     def part(self, low: int, high: int) -> Decoder:
-        """Return the decoder of the values ``[low, high)`` of such vectors, encoded by themselves.
+        """Return the decoder for the values ``[low, high)`` of such vectors as a vector of their own.
 
-        Both are multiples of ``block_size`` or the vector's end. This is the same decoder, unless it treats values
-        differently by their position, as `p2ptrain.codecs.mixed` does.
-
-        Raises:
-            ValueError: The slice is not a part of such vectors.
+        Both bounds are multiples of ``block_size`` or the vector's end; others raise `ValueError`. A decoder that
+        depends on positions, as in `p2ptrain.codecs.mixed`, returns another decoder; all others return themselves.
         """
         return self
 
     @abstractmethod
     def encoded_bytes(self, num_values: int) -> int:
-        """The exact size in bytes of ``num_values`` encoded values, the first ones where positions matter."""
+        """Return the exact size of ``num_values`` encoded values, the first ones if positions matter."""
 
     @abstractmethod
     def decode_into(self, data: bytes | bytearray | memoryview, out: torch.Tensor) -> None:
         """Decode into ``out`` (fp32, shape ``[num_values]``, contiguous, CPU), overwriting it.
 
-        Raises:
-            CodecError: The length is wrong. Call `validate` first on bytes from the network.
+        Call `validate` first on bytes from the network.
         """
 
     @abstractmethod
     def validate(self, data: bytes | bytearray | memoryview, num_values: int) -> None:
-        """Check that ``data`` decodes to ``num_values`` finite numbers.
-
-        Raises:
-            CodecError: It does not; the message says why.
-        """
+        """Raise `CodecError` unless ``data`` decodes to ``num_values`` finite numbers."""
 
     @abstractmethod
     def largest(self, data: bytes | bytearray | memoryview, num_values: int) -> float:
-        """A bound on the magnitudes of the decoded values; NaN or infinity when a value is not finite.
-
-        Raises:
-            CodecError: The length is wrong.
-        """
+        """Return a bound on the magnitudes of the decoded values; NaN or infinity if a value is not finite."""
 
 
 class Codec(Decoder):
-    """Encodes flat fp32 CPU vectors too, and accumulates them, as deterministically as it decodes.
+    """Encodes, decodes and accumulates flat fp32 CPU vectors. Equal inputs give equal bytes and bits on every machine.
 
-    Encoding gives equal bytes for equal input on every machine.
-
-    A vector may be split at any multiple of ``block_size`` values: encoding the pieces one by one, each with the codec
-    that `part` gives for it, gives the same bytes as encoding the whole, piece by piece.
+    A vector may be split at any multiple of ``block_size`` values. The encoded pieces, each from the codec of its
+    `part`, concatenate to the encoding of the whole vector.
 
     Attributes:
-        name: The name in the manifest.
-        version: Raised whenever the bytes change; peers with another version are refused.
-        lossy: Whether decoding can differ from the input, so that error feedback is needed.
-        sparse: Whether most values decode to zero. The mean of several such vectors has other non-zeros than each of
-            them, so this codec would lose most of it: see `p2ptrain.codecs.part_list`.
+        version: Increases with every change of the bytes; peers with another version are refused.
+        lossy: True if decoding can differ from the input, so that error feedback is needed.
+        sparse: True if most values decode to zero. The mean of such vectors has more non-zeros than each of them, so
+            this codec would lose most of it; see `p2ptrain.codecs.part_list`.
     """
 
     name: str
@@ -91,10 +77,9 @@ class Codec(Decoder):
         return self
 
     def encode(self, vector: torch.Tensor) -> bytearray:
-        """Encode ``vector`` (fp32, shape ``[num_values]``, contiguous, CPU; it is not changed).
+        """Return ``vector`` (fp32, shape ``[num_values]``, contiguous, CPU; unchanged) encoded.
 
-        Raises:
-            CodecError: A value is not finite, or too large for the format.
+        Raises `CodecError` if a value is not finite, or too large for the format.
         """
         encoded = bytearray(self.encoded_bytes(len(vector)))
         self.encode_into(vector, encoded)
@@ -106,10 +91,9 @@ class Codec(Decoder):
 
     @abstractmethod
     def encode_into(self, vector: torch.Tensor, out: bytearray | memoryview) -> None:
-        """Encode into ``out``, which is writable and has exactly ``encoded_bytes(num_values)`` bytes.
+        """Encode into ``out``, a writable buffer of exactly ``encoded_bytes(num_values)`` bytes.
 
-        Raises:
-            CodecError: As `encode`; ``out`` then holds anything. Or its length is another.
+        Raises `CodecError` as `encode`, and for another length of ``out``, whose content is then undefined.
         """
 
     @abstractmethod
@@ -117,26 +101,14 @@ class Codec(Decoder):
         """Add ``weight`` times the decoded values to ``out`` (fp32, ``[num_values]``) without large temporaries."""
 
     def largest(self, data: bytes | bytearray | memoryview, num_values: int) -> float:
-        """The largest magnitude among the decoded values, or a bound at most some roundings above it.
-
-        NaN or infinity when a value is not finite.
-
-        Raises:
-            CodecError: The length is wrong.
-        """
+        """Return the largest decoded magnitude, or a bound a few roundings above it."""
         import torch
 
         peaks = [piece.abs().amax() for piece in self._decoded(data, num_values)]
         return float(torch.stack(peaks).amax()) if peaks else 0.0
 
     def squared_norm(self, data: bytes | bytearray | memoryview, num_values: int) -> float:
-        """The sum of the squares of the decoded values, all of which are finite (see `validate`).
-
-        See `p2ptrain.codecs.norms.sum_of_squares`.
-
-        Raises:
-            CodecError: The length is wrong.
-        """
+        """Return the sum of the squares of the decoded, finite values; see `p2ptrain.codecs.norms.sum_of_squares`."""
         from p2ptrain.codecs.norms import sum_of_squares
 
         return math.fsum(sum_of_squares(piece) for piece in self._decoded(data, num_values))
@@ -144,24 +116,18 @@ class Codec(Decoder):
     def squared_norms(self, data: bytes | bytearray | memoryview, num_values: int, step: int) -> list[float]:
         """Return `squared_norm` of each ``step`` consecutive values; the last piece may be shorter.
 
-        Args:
-            data: The encoded values.
-            num_values: How many.
-            step: A multiple of ``block_size``; see `p2ptrain.codecs.norms.sums_of_squares` for what else.
-
-        Raises:
-            CodecError: The length is wrong.
+        ``step`` is a multiple of ``block_size``, with the bounds of `p2ptrain.codecs.norms.sums_of_squares`.
         """
         import torch
 
         from p2ptrain.codecs.norms import CHUNK_VALUES, sums_of_squares
 
         scratch = torch.empty(min(num_values, CHUNK_VALUES), dtype=torch.float32)
-        # No step lies across two of the pieces in which values are decoded.
+        # No step crosses two decoded pieces.
         return [energy for piece in self._decoded(data, num_values) for energy in sums_of_squares(piece, step, scratch)]
 
     def _decoded(self, data: bytes | bytearray | memoryview, num_values: int) -> Iterator[torch.Tensor]:
-        """The decoded values in pieces that fit a core's cache; each is overwritten by the next."""
+        """Yield the decoded values in pieces that fit a core's cache; each piece overwrites the previous one."""
         import torch
 
         from p2ptrain.codecs.norms import CHUNK_VALUES

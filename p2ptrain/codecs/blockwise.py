@@ -1,24 +1,20 @@
 """``int8`` and ``int4``: block-wise quantisation around zero.
 
-A block of consecutive values (256 in 8 bits, 128 in 4) is sent as its scale, little-endian fp32, and its codes::
+The encoding of a block of consecutive values (256 in int8, 128 in int4) is its scale, little-endian fp32, and its
+codes::
 
     | scale of block 0 | codes of block 0 | scale 1 | codes of block 1 | ... | scale | codes of the last block |
 
     peak  = max(|x|) over the block            scale = max(peak, 2**-100) / levels, or 0 if peak = 0
     q     = round_half_even(x * (levels / max(peak, 2**-100)))                  decoded = q * scale
 
-with 127 levels for ``int8`` and 7 for ``int4``. For a block whose largest magnitude is ``peak``::
+with 127 levels for ``int8`` and 7 for ``int4``. The error is half a quantisation step; the last factor covers the fp32
+roundings of scale and product::
 
     |decoded - x| <= max(peak, 2**-100) / (2 * levels) * (1 + 2**-14)
 
-(half a quantisation step; the last factor covers the fp32 roundings of scale and product). A block of zeros has scale 0
-and decodes to zeros.
-
-The scale stands next to its block, so a vector can be cut at any multiple of a block and encoded, sent and decoded in
-pieces. 256 is the largest power of two for which the mean of four Gaussian vectors, each encoded in ``int8`` and the
-mean encoded again, stays within 1 % relative L2 error (0.98 %; 512 values: 1.05 %); it costs 1.6 % more bytes than bare
-int8. A Gaussian vector in ``int4`` has 11.7 % error with blocks of 128, which cost 6 % more bytes than bare int4 (64
-values: 10.8 % for 12.5 % more).
+Each scale stands next to its block, so a vector can be cut at any block and processed in pieces. 256 is the largest
+power of two that keeps the twice-encoded int8 mean of four Gaussian vectors within 1 % relative L2 error.
 
 Only single IEEE-754 operations (maximum, divide, multiply, add, round to nearest even) touch the values, never a fused
 multiply-add, so every CPU computes the same bits, natively or not. The floor of ``2**-100`` keeps scales out of
@@ -52,21 +48,21 @@ from p2ptrain.codecs.native import NativeCodec
 SCALE_BYTES: Final = 4
 MIN_PEAK: Final = 2.0**-100
 MAX_PEAK: Final = 2.0**120
-"""Larger values are refused: what a hostile sender may ask a decoder to compute must be finite."""
+"""Larger values are refused, so that every valid encoding decodes to finite numbers."""
 BIAS: Final = 8
-"""Added to a quantised value to make a code of four bits."""
+"""Added to a quantised value for an unsigned four-bit code."""
 
 Codes = npt.NDArray[np.int8 | np.uint8]
 Scales = npt.NDArray[np.float32]
-"""The blocks' scales, ``[rows, 1]``: a view into encoded bytes, maybe unaligned."""
+"""Scales of the blocks, ``[rows, 1]``: a view into encoded bytes, possibly unaligned."""
 
 
 class BlockwiseCodec(NativeCodec):
-    """Base of both widths. Subclasses turn quantised values into bytes.
+    """Base of both widths; subclasses turn quantised values into bytes.
 
     Attributes:
         levels: The largest quantised value.
-        code_type: The type of one code, or of a byte that holds two.
+        code_type: Type of one code, or of a byte with two codes.
     """
 
     levels: float
@@ -81,7 +77,7 @@ class BlockwiseCodec(NativeCodec):
 
     @abstractmethod
     def code_bytes(self, num_values: int) -> int:
-        """Bytes that the quantised values of one block take."""
+        """Return the size of the codes of ``num_values`` values in one block."""
 
     @abstractmethod
     def write_codes(self, rounded: torch.Tensor, out: torch.Tensor) -> None:
@@ -89,19 +85,17 @@ class BlockwiseCodec(NativeCodec):
 
     @abstractmethod
     def read_codes(self, codes: Codes, out: npt.NDArray[np.float32]) -> None:
-        """The reverse of `write_codes`, overwriting ``out``."""
+        """Invert `write_codes`, overwriting ``out``."""
 
     def check_codes(self, codes: Codes, columns: int) -> None:
-        """Raise `CodecError` for bytes that no encoder writes and that a decoder would not notice."""
+        """Raise `CodecError` for bytes that no encoder writes and no decoder notices."""
 
     def encoded_bytes(self, num_values: int) -> int:
-        """The codes, and a scale for each started block."""
         blocks, rest = divmod(num_values, self.block_size)
         size = blocks * (SCALE_BYTES + self.code_bytes(self.block_size))
         return size + (SCALE_BYTES + self.code_bytes(rest) if rest else 0)
 
     def encode_into(self, vector: torch.Tensor, out: bytearray | memoryview) -> None:
-        """Refuse values that are not finite or beyond ``2**120``."""
         values = check_vector(vector)
         encoded = writable_byte_array(out, self.encoded_bytes(len(values)), self.name)
         done = self._run_native("encode", values.data_ptr(), encoded.ctypes.data, len(values))
@@ -111,11 +105,7 @@ class BlockwiseCodec(NativeCodec):
             self._encode_rows(span, torch.from_numpy(codes), scales)
 
     def _encode_rows(self, span: torch.Tensor, codes: torch.Tensor, scales: Scales) -> None:
-        """Encode fp32 ``span`` [rows, columns] into ``codes`` [rows, code_bytes] and ``scales``.
-
-        Raises:
-            CodecError: `refusal`.
-        """
+        """Encode fp32 ``span`` [rows, columns] into ``codes`` [rows, code_bytes] and ``scales``."""
         rows, columns = span.shape
         peaks = torch.empty(rows, 1)
         scratch = torch.empty(min(rows, self._rows_per_chunk), columns)
@@ -129,7 +119,7 @@ class BlockwiseCodec(NativeCodec):
             torch.mul(source, inverse, out=work)
             work.round_()
             self.write_codes(work, codes[piece])
-        # amax hands on NaN, and NaN fails the comparison. What was quantised from such values is thrown away here.
+        # amax hands on NaN, and NaN fails the comparison. The error discards its codes.
         if not bool((peaks <= MAX_PEAK).all()):
             raise CodecError(f"{self.name}: {self.refusal}")
         scale = torch.where(peaks == 0, torch.zeros(()), torch.maximum(peaks, floor).div_(levels))
@@ -149,8 +139,8 @@ class BlockwiseCodec(NativeCodec):
     def accumulate_into(self, data: Buffer, weight: float, out: torch.Tensor) -> None:
         """Add ``q * (scale * weight)``; see `Codec.accumulate_into`.
 
-        The weight multiplies each scale, not each value, so that the result can differ from ``weight`` times the
-        decoded value in the last bit; with weight 1 it does not.
+        The weight multiplies the scale, not each value. For weights other than 1 the last bit may differ from
+        ``weight`` times the decoded value.
         """
         values = check_vector(out)
         rounded_weight = check_weight(weight)
@@ -167,9 +157,8 @@ class BlockwiseCodec(NativeCodec):
                 span[piece].add_(terms)
 
     def _decode_rows(self, codes: Codes, factors: torch.Tensor, out: torch.Tensor) -> None:
-        """Overwrite ``out`` [rows, columns] with the codes times ``factors`` [rows, 1]."""
         self.read_codes(codes, out.numpy())
-        # An instruction of its own on purpose: addcmul could be compiled to a fused multiply-add on some CPUs only.
+        # A separate instruction on purpose: addcmul may become a fused multiply-add on some CPUs.
         out.mul_(factors)
 
     def validate(self, data: Buffer, num_values: int) -> None:
@@ -179,7 +168,7 @@ class BlockwiseCodec(NativeCodec):
         for start, rows, columns in self._spans(0, num_values):
             scales, codes = self._views(array, start, rows, columns)
             for piece in chunks(rows, CHUNK_VALUES):
-                # False for NaN too. -0.0 passes: it decodes to zeros.
+                # NaN fails too; -0.0 passes and decodes to zeros.
                 if not bool(np.all((scales[piece] >= 0) & (scales[piece] <= max_scale))):
                     raise CodecError(
                         f"{self.name}: a block's scale is negative, not finite or beyond 2**120 / {self.levels:g}"
@@ -187,18 +176,15 @@ class BlockwiseCodec(NativeCodec):
             self.check_codes(codes, columns)
 
     def largest(self, data: Buffer, num_values: int) -> float:
-        """Return the largest scale times the largest level, without a look at the codes.
-
-        The lowest code, which no encoder writes, decodes to somewhat more.
-        """
+        """Return the largest scale times ``levels``; the lowest code, which no encoder writes, exceeds it slightly."""
         array = byte_array(data, self.encoded_bytes(num_values), self.name)
         scales = [self._views(array, *span)[0].max() for span in self._spans(0, num_values)]
         return float(np.max(scales)) * self.levels if scales else 0.0
 
     def squared_norms(self, data: Buffer, num_values: int, step: int) -> list[float]:
-        """Add up each block's squared scale times the sum of its squared codes, without decoding.
+        """Sum the squared scale times the sum of squared codes of each block, without decoding.
 
-        That sum is a whole number below ``2**24``, so that fp32 holds it exactly in whatever order it is added up.
+        The sum of squared codes is a whole number below ``2**24``, which fp32 holds exactly in any order of addition.
         """
         array = byte_array(data, self.encoded_bytes(num_values), self.name)
         steps, blocks = -(-num_values // step), step // self.block_size
@@ -216,7 +202,7 @@ class BlockwiseCodec(NativeCodec):
             scales, first = self._views(array, start, rows, columns)[0][:, 0], start // self.block_size
             energies[first : first + rows] = np.square(scales.astype(np.float64)) * squares[first : first + rows]
         sums = energies.reshape(steps, blocks)
-        while (width := sums.shape[1]) > 1:  # By halves, so that the order does not depend on a library.
+        while (width := sums.shape[1]) > 1:  # By halves, so that the order is independent of libraries.
             half = -(-width // 2)
             sums[:, : width - half] += sums[:, half:]
             sums = sums[:, :half]
@@ -228,7 +214,7 @@ class BlockwiseCodec(NativeCodec):
         return CHUNK_VALUES // self.block_size
 
     def _views(self, array: npt.NDArray[np.uint8], start: int, rows: int, columns: int) -> tuple[Scales, Codes]:
-        """Strided views into encoded bytes: scales ``<f4[rows, 1]`` and codes ``[rows, n]``."""
+        """Return views into encoded bytes: scales ``<f4[rows, 1]`` and codes ``[rows, n]``."""
         offset = start // self.block_size * (SCALE_BYTES + self.code_bytes(self.block_size))
         width = SCALE_BYTES + self.code_bytes(columns)
         matrix = array[offset : offset + rows * width].reshape(rows, width)
@@ -236,7 +222,7 @@ class BlockwiseCodec(NativeCodec):
 
 
 class Int8Codec(BlockwiseCodec):
-    """One byte a value, with one fp32 scale for each 256 values; a code is the quantised value, signed."""
+    """One byte per value and one fp32 scale per 256 values; a code is the signed quantised value."""
 
     name = "int8"
     version = 1
@@ -245,7 +231,6 @@ class Int8Codec(BlockwiseCodec):
     code_type = np.int8
 
     def code_bytes(self, num_values: int) -> int:
-        """One byte a value."""
         return num_values
 
     def write_codes(self, rounded: torch.Tensor, out: torch.Tensor) -> None:
@@ -256,10 +241,10 @@ class Int8Codec(BlockwiseCodec):
 
 
 class Int4Codec(BlockwiseCodec):
-    """Four bits a value, with one fp32 scale for each 128 values; a code is the quantised value plus 8.
+    """Four bits per value and one fp32 scale per 128 values; a code is the quantised value plus 8.
 
     Byte ``i`` of a block of ``n`` holds value ``i`` in its low half and value ``i + ceil(n / 2)`` in its high half, so
-    that both halves are read and written in order; the last high half of an odd block is zero.
+    both halves are in order. The last high half of an odd block is zero.
     """
 
     name = "int4"
@@ -269,13 +254,11 @@ class Int4Codec(BlockwiseCodec):
     code_type = np.uint8
 
     def code_bytes(self, num_values: int) -> int:
-        """Half a byte a value."""
         return -(-num_values // 2)
 
     def write_codes(self, rounded: torch.Tensor, out: torch.Tensor) -> None:
-        """Two to a byte."""
         half, rest = _halves(rounded.shape[1])
-        # NaN becomes some number here; `_encode_rows` refuses it afterwards.
+        # NaN becomes an arbitrary code here; `_encode_rows` refuses it afterwards.
         codes = rounded.add(BIAS).to(torch.uint8).bitwise_and_(15)
         codes[:, :rest].bitwise_or_(codes[:, half:].bitwise_left_shift(4))
         out.copy_(codes[:, :half])
@@ -287,11 +270,11 @@ class Int4Codec(BlockwiseCodec):
         out -= np.float32(BIAS)
 
     def check_codes(self, codes: Codes, columns: int) -> None:
-        """Refuse an odd block whose last high half is not zero: equal values have equal bytes."""
+        """Refuse an odd block whose last high half is not zero, so that equal values have equal bytes."""
         if columns % 2 and bool((codes[:, -1] >> np.uint8(4)).any()):
             raise CodecError(f"{self.name}: the unused half of a block's last byte is not zero")
 
 
 def _halves(columns: int) -> tuple[int, int]:
-    """Return the numbers of a block's 4-bit codes in low halves and in high halves."""
+    """Return the numbers of 4-bit codes in the low and in the high halves of a block."""
     return -(-columns // 2), columns // 2

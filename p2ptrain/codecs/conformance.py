@@ -1,8 +1,8 @@
-"""A check that a codec keeps its contract, for p2ptrain's own tests, for those of other packages, and at loading.
+"""A check of the codec contract, for the tests of p2ptrain and of other packages, and at loading.
 
-A codec that a package brings runs on bytes of strangers, and every peer must make the same bits of them. So
-`p2ptrain.codecs.get_codec` refuses one that fails `check_codec` on this machine. `fingerprint` names the bits: an
-author's test pins it, and so finds machines that differ.
+A package's codec runs on bytes of untrusted peers, and every peer must compute the same bits. So
+`p2ptrain.codecs.get_codec` refuses a codec that fails `check_codec` on this machine. An author's test pins
+`fingerprint`, and so finds machines with other bits.
 """
 
 from __future__ import annotations
@@ -22,21 +22,19 @@ from p2ptrain.extensions import require
 
 MAX_VALUE_BYTES = 8
 MAX_VALUES_PER_BYTE = 64
-"""Receivers allocate by a sender's word: so many values for each byte that it sends, at most."""
+"""Bound on decoded values per byte, because receivers allocate memory by a sender's claim."""
 
 FOREIGN_SLACK = 1.2
-"""Ratio of decoded values to `Codec.largest` in bytes that no encoder writes: int4 has a code of -8 beside 7 to -7."""
+"""Bound on decoded values over `Codec.largest` for bytes that no encoder writes: int4 has a code -8 beside ±7."""
 
 _CHUNK = 1 << 14
-"""Values whose norm is taken together (`p2ptrain.averaging.vector.reduce.CHUNK_VALUES`)."""
+"""Values per norm (`p2ptrain.averaging.vector.reduce.CHUNK_VALUES`)."""
 
 
 def check_codec(codec: Codec) -> None:
-    """Check all that `Codec` promises, on vectors of many lengths, in a fraction of a second.
+    """Check every promise of `Codec` on vectors of many lengths.
 
-    Raises:
-        ContractError: The codec breaks a promise; says which.
-        Exception: Whatever the codec raises where it must not.
+    Raises `ContractError` with the broken promise; the codec's own errors also propagate.
     """
     block = codec.block_size
     require(isinstance(codec.name, str) and isinstance(codec.version, int), "a name and a version")
@@ -54,7 +52,7 @@ def check_codec(codec: Codec) -> None:
 
 
 def fingerprint(codec: Codec) -> str:
-    """Return a SHA-256 of what the codec makes of one vector: the encoded bytes, and the bits decoded and summed up."""
+    """Return a SHA-256 over one vector's encoded bytes, decoded bits and accumulated bits."""
     vector = _exact_vector(3 * codec.block_size + 130)
     encoded, summed = codec.encode(vector), vector.flip(0).contiguous()
     codec.accumulate_into(encoded, 1 / 3, summed)
@@ -72,7 +70,6 @@ def _check_sizes(codec: Codec, num_values: int) -> None:
 
 
 def _check_round_trip(codec: Codec, vector: torch.Tensor) -> None:
-    """Check encoding, decoding and accumulating of one vector."""
     before, num_values = vector.clone(), len(vector)
     encoded = codec.encode(vector)
     require(len(encoded) == codec.encoded_bytes(num_values), "encoded bytes have the announced size")
@@ -91,14 +88,14 @@ def _check_round_trip(codec: Codec, vector: torch.Tensor) -> None:
     for weight in (1.0, 0.0, 1 / 3, -2.5, 1e6):
         summed = start.clone()
         codec.accumulate_into(encoded, weight, summed)
-        # Three fp32 roundings: scale times weight, the product, the sum. More would be another formula.
+        # Three fp32 roundings: scale times weight, the product, the sum.
         slack = 2.0**-21 * (abs(weight) * largest + start.abs()).double()
         off = (summed.double() - start.double() - weight * decoded.double()).abs()
         require(bool((off <= slack).all()), "accumulating adds the weighted decoded values")
 
 
 def _check_measures(codec: Codec, num_values: int) -> None:
-    """Check norms and largest magnitudes, and that a chunk's norm has the same bits alone."""
+    """Check norms and largest magnitudes, and that a chunk's norm has the same bits on its own."""
     step = math.lcm(_CHUNK, codec.block_size)
     for scale in (1e-3, 1e4):
         encoded = memoryview(codec.encode(_gaussian(num_values) * scale))
@@ -117,7 +114,6 @@ def _check_measures(codec: Codec, num_values: int) -> None:
 
 
 def _check_pieces(codec: Codec) -> None:
-    """Check that a vector may be cut at blocks: across the chunks in which codecs work, too."""
     num_values = max(200_000, 5 * codec.block_size + 3)
     vector = _gaussian(num_values, seed=2)
     whole = codec.encode(vector)
@@ -131,7 +127,6 @@ def _check_pieces(codec: Codec) -> None:
 
 
 def _check_memory(codec: Codec) -> None:
-    """Check that only the target is written, and that any buffer is read."""
     num_values, margin = 3 * codec.block_size + 7, 67
     vector, size = _gaussian(num_values), codec.encoded_bytes(3 * codec.block_size + 7)
     room = bytearray(b"\xaa" * (size + 2 * margin))
@@ -151,7 +146,6 @@ def _check_memory(codec: Codec) -> None:
 
 
 def _check_refusals(codec: Codec) -> None:
-    """Check that values, lengths, tensors and weights that cannot be are refused."""
     num_values = 3 * codec.block_size + 7
     for bad in (math.nan, math.inf, -math.inf):
         for where in (0, codec.block_size, num_values - 1):
@@ -175,7 +169,7 @@ def _check_refusals(codec: Codec) -> None:
 
 
 def _check_foreign_bytes(codec: Codec) -> None:
-    """Check that bytes of a stranger are refused, or decode to finite numbers within `Codec.largest`, in bounds."""
+    """Check that arbitrary bytes are refused, or decode to finite numbers within `Codec.largest`, in bounds."""
     generator = np.random.default_rng(0)
     for num_values in (1, 40, codec.block_size + 3):
         for data in _foreign(codec, num_values, generator):
@@ -194,7 +188,7 @@ def _check_foreign_bytes(codec: Codec) -> None:
 
 
 def _foreign(codec: Codec, num_values: int, generator: np.random.Generator) -> Iterator[bytes]:
-    """Yield random bytes, and encoded ones with flipped bits."""
+    """Yield random bytes, and encodings with flipped bits."""
     for _ in range(20):
         yield generator.bytes(codec.encoded_bytes(num_values))
     for _ in range(60):
@@ -234,6 +228,6 @@ def _exact_vector(num_values: int) -> torch.Tensor:
         magnitude = (100 + (state >> 24) % 40 if index % 256 < 200 else 126) << 23 | state % 2**23
         values.append(magnitude | state & 2**31)
     halves = [struct.unpack("<I", struct.pack("<f", step / 2))[0] for step in range(-30, 31)]
-    run = [0, 2**31] * 8 + [0x3F333333] * 40 + halves  # 0.7, and numbers that lie between two others.
+    run = [0, 2**31] * 8 + [0x3F333333] * 40 + halves  # 0.7, and rounding ties.
     values[8 : 8 + len(run)] = run
     return torch.frombuffer(bytearray(struct.pack(f"<{num_values}I", *values)), dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""``fp32``, ``fp16`` and ``bf16``: every value as one little-endian binary number, in order."""
+"""``fp32``, ``fp16`` and ``bf16``: each value as one little-endian binary number, in order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOT_FINITE = "a value is not finite"
 
 
 class Fp32Codec(NativeCodec):
-    """Four bytes a value; decoding gives the input bit for bit, the sign of zero and subnormals included."""
+    """Four bytes per value; decoding restores the input bit for bit, signed zeros and subnormals included."""
 
     name = "fp32"
     version = 1
@@ -33,11 +33,9 @@ class Fp32Codec(NativeCodec):
     refusal = NOT_FINITE
 
     def encoded_bytes(self, num_values: int) -> int:
-        """Four bytes a value."""
         return 4 * num_values
 
     def encode_into(self, vector: torch.Tensor, out: bytearray | memoryview) -> None:
-        """Refuse values that are not finite."""
         tensor = check_vector(vector)
         array = writable_byte_array(out, self.encoded_bytes(len(tensor)), self.name)
         done = self._run_native("encode", tensor.data_ptr(), array.ctypes.data, len(tensor))
@@ -51,11 +49,11 @@ class Fp32Codec(NativeCodec):
         return check_vector(vector).numpy().data.cast("B") if sys.byteorder == "little" else None
 
     def largest(self, data: Buffer, num_values: int) -> float:
-        """Read the data without a copy where it is writable and aligned."""
+        """Avoids a copy if ``data`` is writable and aligned."""
         array = byte_array(data, self.encoded_bytes(num_values), self.name).view("<f4")
         if not (num_values and array.flags.writeable and array.flags.aligned and sys.byteorder == "little"):
             return super().largest(data, num_values)
-        least, greatest = (float(extreme) for extreme in torch.from_numpy(array).aminmax())  # NaN, if there is one
+        least, greatest = (float(extreme) for extreme in torch.from_numpy(array).aminmax())  # hands on NaN
         return max(-least, greatest)
 
     def decode_into(self, data: Buffer, out: torch.Tensor) -> None:
@@ -63,7 +61,7 @@ class Fp32Codec(NativeCodec):
         np.copyto(values, byte_array(data, self.encoded_bytes(len(values)), self.name).view("<f4"))
 
     def accumulate_into(self, data: Buffer, weight: float, out: torch.Tensor) -> None:
-        """Round once for the product and once for the sum."""
+        """Rounds once for the product and once for the sum."""
         values = check_vector(out)
         rounded_weight = check_weight(weight)
         array = byte_array(data, self.encoded_bytes(len(values)), self.name)
@@ -87,12 +85,11 @@ class Fp32Codec(NativeCodec):
 
 
 class _SixteenBitCodec(NativeCodec):
-    """Two bytes a value, rounded to the nearest number of a 16-bit format, ties to even.
+    """Two bytes per value, rounded to the nearest number of a 16-bit format, ties to even.
 
     Attributes:
-        dtype: The format in torch.
-        limit: The smallest magnitude that rounds to infinity; it and everything beyond is refused.
-        exponent: The bits of the exponent; all of them are set in numbers that are not finite.
+        limit: The smallest magnitude that rounds to infinity; it and larger ones are refused.
+        exponent: Mask of the exponent bits; all are set in numbers that are not finite.
     """
 
     dtype: torch.dtype
@@ -102,22 +99,20 @@ class _SixteenBitCodec(NativeCodec):
     lossy = True
 
     def encoded_bytes(self, num_values: int) -> int:
-        """Two bytes a value."""
         return 2 * num_values
 
     def encode_into(self, vector: torch.Tensor, out: bytearray | memoryview) -> None:
-        """Refuse values of `limit` or more in magnitude, and those that are not finite."""
         values = check_vector(vector)
         array = writable_byte_array(out, self.encoded_bytes(len(values)), self.name)
         done = self._run_native("encode", values.data_ptr(), array.ctypes.data, len(values))
         values, target = values[done:], array.view("<i2")[done:]
         scratch = torch.empty(min(len(values), CHUNK_VALUES), dtype=self.dtype)
-        bits = scratch.view(torch.int16).numpy()  # NumPy knows no bfloat16.
+        bits = scratch.view(torch.int16).numpy()  # NumPy has no bfloat16.
         magnitudes = torch.empty(len(scratch), dtype=torch.float32)
         for piece in chunks(len(values), CHUNK_VALUES):
             length = piece.stop - piece.start
             torch.abs(values[piece], out=magnitudes[:length])
-            # Written so that NaN, which amax hands on, fails too.
+            # NaN, which amax hands on, fails this comparison too.
             if not float(magnitudes[:length].amax()) < self.limit:
                 raise CodecError(f"{self.name}: {self.refusal}")
             scratch[:length].copy_(values[piece])
@@ -131,13 +126,13 @@ class _SixteenBitCodec(NativeCodec):
         scratch = torch.empty(min(len(values), CHUNK_VALUES), dtype=self.dtype)
         bits = scratch.view(torch.int16).numpy()
         for piece in chunks(len(values), CHUNK_VALUES):
-            # Through torch, whose conversion is vectorised; the copy is needed because ``data`` may be read-only.
+            # torch's conversion is vectorised, but needs a copy of the possibly read-only ``data``.
             length = piece.stop - piece.start
             np.copyto(bits[:length], source[piece])
             values[piece].copy_(scratch[:length])
 
     def accumulate_into(self, data: Buffer, weight: float, out: torch.Tensor) -> None:
-        """Round once for the product and once for the sum."""
+        """Rounds once for the product and once for the sum."""
         values = check_vector(out)
         rounded_weight = check_weight(weight)
         array = byte_array(data, self.encoded_bytes(len(values)), self.name)
@@ -167,8 +162,7 @@ class _SixteenBitCodec(NativeCodec):
 class Fp16Codec(_SixteenBitCodec):
     """IEEE-754 half precision: ``|decoded - x| <= max(|x| * 2**-11, 2**-25)``.
 
-    Values that would round to infinity (65520 and more in magnitude: half-way between 65504, the largest half, and
-    65536) are refused.
+    Magnitudes from 65520 on, half-way between the largest half 65504 and 65536, round to infinity and are refused.
     """
 
     name = "fp16"
@@ -182,8 +176,8 @@ class Fp16Codec(_SixteenBitCodec):
 class Bf16Codec(_SixteenBitCodec):
     """bfloat16, the upper half of fp32: ``|decoded - x| <= max(|x| * 2**-8, 2**-134)``.
 
-    It has the range of fp32 and an eighth of fp16's precision. Values that would round to infinity are refused; only
-    the last half step below the end of fp32's range does.
+    It has the range of fp32 and an eighth of fp16's precision. Values in the last half step of fp32's range would round
+    to infinity and are refused.
     """
 
     name = "bf16"

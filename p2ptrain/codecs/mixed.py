@@ -1,10 +1,8 @@
-"""One vector, several codecs: small tensors more exactly than the rest.
+"""One vector in several codecs: small tensors more exactly than the rest.
 
-Norms and biases are a thousandth of a model's values, and the ones that a coarse codec hurts most: they share blocks
-with weights of another magnitude, or do not make it into the top-k. `by_size` gives them a codec of their own.
-
-Such a codec depends on where in the vector a value lies, so whoever encodes a slice asks for the codec of that slice
-first: `Codec.part`. All other codecs are their own part.
+Norms and biases are a tiny part of a model's values and suffer most from a coarse codec. They would share blocks with
+weights of another magnitude, or miss the top-k. `by_size` gives them a codec of their own. Such a codec depends on
+positions in the vector, so a slice needs its own codec: `Codec.part`.
 """
 
 from __future__ import annotations
@@ -21,20 +19,14 @@ from p2ptrain.codecs.arrays import Buffer, byte_array, check_vector
 from p2ptrain.codecs.base import Codec
 
 Span = tuple[int, int, Codec]
-"""First value, the value after the last, and how they are encoded."""
+"""First value, end, and codec of a span."""
 
 
 def by_size(codec: Codec, small_codec: Codec, sizes: Sequence[int], small_values: int) -> Codec:
-    """The codec of a vector of tensors, of which the small ones have a codec of their own.
+    """Return a codec that encodes tensors of up to ``small_values`` values in ``small_codec``, others in ``codec``.
 
     Args:
-        codec: For tensors of more than ``small_values`` values.
-        small_codec: For the others.
-        sizes: Values of each tensor, in the vector's order.
-        small_values: See above.
-
-    Raises:
-        ValueError: A size is negative.
+        sizes: Number of values of each tensor, in the vector's order; `ValueError` if one is negative.
     """
     spans: list[Span] = []
     start = 0
@@ -52,7 +44,7 @@ def by_size(codec: Codec, small_codec: Codec, sizes: Sequence[int], small_values
 
 @dataclass(frozen=True)
 class _Segment:
-    """Values that are encoded by one call of one codec, and where their bytes begin."""
+    """Values encoded by one call of one codec, and the offset of their bytes."""
 
     start: int
     stop: int
@@ -63,22 +55,17 @@ class _Segment:
 class MixedCodec(Codec):
     """Encodes each span of a vector with its own codec; the bytes follow each other.
 
-    The error of each value is bounded as its codec says. Blocks are aligned to the vector, not to the span: a span that
-    begins within a block of its codec (an int8 block of 256, say) begins with one shorter block that ends where the
-    block would. So no multiple of `block_size`, the least common one of all spans, lies within a block, and the vector
-    may be cut there as the contract says. That costs at most one more block header for each span.
+    Blocks are aligned to the vector, not to the span. A span that begins within a block of its codec starts with a
+    shorter block, up to that block's end. So no multiple of `block_size`, the least common multiple of all spans, lies
+    within a block. This costs at most one more block header per span.
 
-    Unlike others, this codec encodes vectors of one length only; ask `part` for the codec of a slice.
+    Unlike others, this codec encodes vectors of one length only; `part` returns the codec of a slice.
+
+    Args:
+        spans: They cover the vector in order, without gaps; none is empty or mixed itself. `ValueError` otherwise.
     """
 
     def __init__(self, spans: Sequence[Span]) -> None:
-        """
-        Args:
-            spans: They cover the vector from its first value on, in order and without gaps; none is empty.
-
-        Raises:
-            ValueError: They do not.
-        """
         end = 0
         for start, stop, codec in spans:
             if start != end or stop <= start or isinstance(codec, MixedCodec):
@@ -110,16 +97,12 @@ class MixedCodec(Codec):
         return piece
 
     def mapped(self, change: Callable[[Codec], Codec]) -> MixedCodec:
-        """Return the codec with the same spans in other codecs.
-
-        Args:
-            change: Returns the codec that replaces a span's.
-        """
+        """Return the codec with the same spans and the codecs that ``change`` returns for theirs."""
         spans = [(segment.start, segment.stop, change(segment.codec)) for segment in self._segments]
         return MixedCodec(spans)
 
     def encoded_bytes(self, num_values: int) -> int:
-        """The bytes of the first ``num_values`` values."""
+        """Return the size of the first ``num_values`` values."""
         if not 0 <= num_values <= self._num_values:
             raise ValueError(f"{self.name} encodes {self._num_values} values, not {num_values}")
         segments = self._within(0, num_values)
@@ -149,7 +132,7 @@ class MixedCodec(Codec):
             segment.codec.validate(self._bytes(view, segment), segment.stop - segment.start)
 
     def _view(self, data: Buffer, num_values: int) -> memoryview:
-        """``data`` as bytes, checked."""
+        """Return ``data`` as bytes of the checked length."""
         if num_values != self._num_values:
             raise ValueError(
                 f"{self.name} encodes vectors of {self._num_values} values, not {num_values}: use `part` for a slice"
@@ -161,7 +144,7 @@ class MixedCodec(Codec):
         return view[segment.offset : segment.offset + segment.codec.encoded_bytes(segment.stop - segment.start)]
 
     def _within(self, low: int, high: int) -> list[_Segment]:
-        """The segments that hold any of the values ``[low, high)``."""
+        """Return the segments that hold any of the values ``[low, high)``."""
         if low == high:
             return []
         first = bisect_right(self._segments, low, key=lambda segment: segment.stop)
@@ -170,7 +153,7 @@ class MixedCodec(Codec):
 
 
 def _aligned(span: Span) -> list[Span]:
-    """A span cut where its first whole block begins."""
+    """Return the span cut at its first whole block."""
     start, stop, codec = span
     first_block = min(-(-start // codec.block_size) * codec.block_size, stop)
     cuts = sorted({start, first_block, stop})
@@ -178,7 +161,7 @@ def _aligned(span: Span) -> list[Span]:
 
 
 def _place(spans: Sequence[Span]) -> list[_Segment]:
-    """Say where the bytes of each span begin."""
+    """Return segments with the offsets of the spans' bytes."""
     segments: list[_Segment] = []
     offset = 0
     for start, stop, codec in spans:

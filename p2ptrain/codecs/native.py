@@ -1,4 +1,4 @@
-"""Codecs that hand their whole blocks to the native library where there is one; see `p2ptrain.native`."""
+"""Codecs with native functions for whole blocks; see `p2ptrain.native`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ENERGY_VALUES = 1 << 14
-"""The only step of `Codec.squared_norms` that is native: `p2ptrain.averaging.vector.reduce.CHUNK_VALUES`."""
+"""The only native step of `Codec.squared_norms`: `p2ptrain.averaging.vector.reduce.CHUNK_VALUES`."""
 
 NO_FUNCTIONS: Mapping[str, Function] = MappingProxyType({})
 SAMPLE_BLOCKS = 12
@@ -28,14 +28,12 @@ _once = threading.Lock()
 
 
 class NativeCodec(Codec):
-    """A codec that computes with torch or NumPy what is not native: the rest after the last whole block, or everything.
+    """A codec with native functions for whole blocks; torch or NumPy compute the rest with the same bits.
 
     Attributes:
-        functions: By operation, some or all of ``encode``, ``decode``, ``accumulate``, ``validate``, ``squares`` and
-            ``energy``; `p2ptrain.codecs.warm_up` puts them here. They compute the same bits, so it does not matter
-            when.
+        functions: Some or all of ``encode``, ``decode``, ``accumulate``, ``validate``, ``squares`` and ``energy``; set
+            by `p2ptrain.codecs.warm_up` at any time.
         native_values: Values in a block of the functions.
-        refusal: The message for values that cannot be encoded.
     """
 
     functions: Mapping[str, Function] = NO_FUNCTIONS
@@ -60,15 +58,9 @@ class NativeCodec(Codec):
     def _run_native(
         self, operation: str, source: int, target: int, num_values: int, weight: float = 1.0, refusal: str = ""
     ) -> int:
-        """Do ``operation`` on all whole blocks among ``num_values`` values. Return how many values that were.
+        """Run ``operation`` on all whole blocks among ``num_values`` values; return the number of values processed.
 
-        Args:
-            source: The address of what is read; the caller has checked its size, as that of ``target``.
-            target: The address of what is written.
-            refusal: The message for values that the function refuses; by default that of the codec.
-
-        Raises:
-            CodecError: It refuses some.
+        ``source`` and ``target`` are addresses of checked sizes. Refused values raise `CodecError` with ``refusal``.
         """
         function = self.functions.get(operation)
         blocks = num_values // self.native_values
@@ -79,23 +71,17 @@ class NativeCodec(Codec):
         return blocks * self.native_values
 
     def _spans(self, done: int, num_values: int) -> list[tuple[int, int, int]]:
-        """Return (first value, rows, columns) of the whole blocks after ``done`` values, and of the shorter last one.
-
-        Empty spans are left out; the first ``done`` values are whole blocks.
-        """
+        """Return (first value, rows, columns) of the whole blocks after ``done`` values, and of the shorter rest."""
         rows, rest = divmod(num_values - done, self.block_size)
         spans = [(done, rows, self.block_size)] if rows else []
         return [*spans, (num_values - rest, 1, rest)] if rest else spans
 
 
 def warm_up() -> bool:
-    """Let all codecs use the native library from now on, if there is one; idempotent, safe from any thread.
+    """Switch all codecs to the native library, if there is one; True if every codec is native now.
 
-    Codecs work before and meanwhile, with the same bits. It takes some 100 ms, and seconds where the library has to be
-    built: call it off the event loop when a peer starts.
-
-    Returns:
-        True if every codec is native now. Why not is logged.
+    Idempotent, safe from any thread. Codecs work before and during the call, with the same bits. A missing library is
+    built first, which takes seconds: call it off the event loop. Failures are logged.
     """
     with _once:
         codecs = [codec for name in codec_names() if isinstance(codec := get_codec(name), NativeCodec)]
@@ -113,7 +99,7 @@ def warm_up() -> bool:
 
 
 def agree(codec: NativeCodec, functions: Mapping[str, Function]) -> bool:
-    """True if the functions compute what the codec does without them, on a sample with values of all magnitudes."""
+    """True if ``functions`` give the plain codec's results on a sample with values of all magnitudes."""
     import torch
 
     plain, native = type(codec)(), type(codec)()
@@ -121,7 +107,7 @@ def agree(codec: NativeCodec, functions: Mapping[str, Function]) -> bool:
     vector = _sample(codec.native_values)
     encoded = plain.encode(vector)
     start = vector.flip(0).contiguous()
-    # Not empty: that may be memory which an earlier check left the right values in.
+    # Not `empty`, which may return memory with the right values of an earlier check.
     decoded, summed = [torch.full_like(vector, torch.nan) for _ in range(2)], [start.clone() for _ in range(2)]
     try:
         for index, one in enumerate((plain, native)):
@@ -143,7 +129,6 @@ def agree(codec: NativeCodec, functions: Mapping[str, Function]) -> bool:
 
 
 def _agree_on_norms(plain: NativeCodec, native: NativeCodec, vector: torch.Tensor) -> bool:
-    """True if both find the same sums of squares in some chunks and a rest."""
     wide = vector.repeat(5 * ENERGY_VALUES // 2 // len(vector) + 1)
     encoded = plain.encode(wide)
     found = [one.squared_norms(encoded, len(wide), ENERGY_VALUES) for one in (plain, native)]
@@ -151,10 +136,10 @@ def _agree_on_norms(plain: NativeCodec, native: NativeCodec, vector: torch.Tenso
 
 
 def _sample(block_values: int) -> torch.Tensor:
-    """Blocks of twelve magnitudes, with zeros, halves and equal values among them, and a short last block."""
+    """Return blocks of twelve magnitudes, with zeros, halves and equal values among them, and a short last block."""
     import torch
 
-    # In NumPy, which keeps to this thread.
+    # NumPy computes on this thread alone.
     steps = np.arange(SAMPLE_BLOCKS * block_values, dtype=np.int64) * 2_654_435_761 % 65_536 - 32_768
     exponents = np.linspace(-155, -1, SAMPLE_BLOCKS).round().astype(np.int32)[:, None]
     values = np.ldexp(steps.astype(np.float32).reshape(SAMPLE_BLOCKS, block_values), exponents)

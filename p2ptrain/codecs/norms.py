@@ -1,4 +1,4 @@
-"""Norms that have the same bits on every CPU, so that what is decided by them can be recomputed elsewhere."""
+"""Norms with the same bits on every CPU, so that every peer can recompute decisions based on them."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import numpy.typing as npt
 import torch
 
 CHUNK_VALUES = 65_536
-"""Values whose squares are added up in fp32: 256 KiB, which stay in a core's L2 cache."""
+"""Values whose squares are summed in fp32: 256 KiB, which stay in a core's L2 cache."""
 SUM_COLUMNS = 256
-"""Partial sums of a chunk. Both numbers decide in which order additions round: whoever changes them changes norms."""
+"""Partial sums of a chunk. A change of either number changes the order of roundings, and so the norms."""
 HALVED_COLUMNS = 1024
 """Partial sums in `sums_of_squares`; a power of two."""
 
 
 def sum_of_squares(vector: torch.Tensor, scratch: torch.Tensor | None = None) -> float:
-    """The sum of the squares of a finite fp32 vector, to about ``1e-5``, with the same bits on every CPU.
+    """Return the sum of the squares of a finite fp32 vector, to about ``1e-5``, with the same bits on every CPU.
 
-    Library reductions add in an order that depends on the width of a CPU's registers. Here, squares are rounded to fp32
-    one by one, 256 columns are added up row by row, and the columns exactly (`math.fsum`).
+    The order of library reductions depends on the width of a CPU's registers. Here each square is rounded to fp32, 256
+    columns are added row by row, and the columns are added exactly (`math.fsum`).
 
     Args:
         vector: fp32, shape ``[n]``, contiguous, CPU; not changed. A square beyond fp32 gives infinity.
-        scratch: Room for the squares of a chunk: fp32, ``[min(n, CHUNK_VALUES)]`` or more.
+        scratch: Buffer for the squares of a chunk: fp32, ``[min(n, CHUNK_VALUES)]`` or more.
     """
     values = vector.detach().numpy()
     room = np.empty(min(len(values), CHUNK_VALUES), np.float32) if scratch is None else scratch.numpy()
@@ -41,15 +41,10 @@ def sum_of_squares(vector: torch.Tensor, scratch: torch.Tensor | None = None) ->
 
 
 def sums_of_squares(vector: torch.Tensor, step: int, scratch: torch.Tensor | None = None) -> list[float]:
-    """The sum of the squares of each ``step`` consecutive values of a finite fp32 vector, the last ones maybe fewer.
+    """Return the sum of the squares of each ``step`` consecutive values; the last piece may be shorter.
 
-    As `sum_of_squares`, with the same bits on every CPU; but of many short pieces at once, whose columns are added up
-    by halves in fp64.
-
-    Args:
-        vector: fp32, shape ``[n]``, contiguous, CPU; not changed. A square beyond fp32 gives infinity.
-        step: A multiple of `HALVED_COLUMNS`, at most `CHUNK_VALUES`.
-        scratch: As for `sum_of_squares`.
+    As `sum_of_squares`, with the same bits on every CPU, but fast for many short pieces: the columns are added by
+    halves in fp64. ``step`` is a multiple of `HALVED_COLUMNS`, at most `CHUNK_VALUES`.
     """
     values = vector.detach().numpy()
     whole, at_once = len(values) // step * step, CHUNK_VALUES // step * step
@@ -65,7 +60,7 @@ def sums_of_squares(vector: torch.Tensor, step: int, scratch: torch.Tensor | Non
 
 
 def halved(columns: npt.NDArray[np.float32]) -> list[float]:
-    """The sum of each row of fp32 ``[rows, HALVED_COLUMNS]``, added up by halves in fp64."""
+    """Return the sum of each row of fp32 ``[rows, HALVED_COLUMNS]``, added by halves in fp64."""
     sums = columns.astype(np.float64)
     while sums.shape[1] > 1:
         half = sums.shape[1] // 2

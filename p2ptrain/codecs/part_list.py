@@ -1,14 +1,13 @@
-"""A mean as the list of its parts: what a sparse codec's contributions add up to, without encoding the sum.
+"""A mean of sparse vectors as the weighted list of its parts, without encoding the sum.
 
-The mean of sparse vectors has up to as many times more non-zeros as there are vectors. Encoded in their codec once
-more, it would lose most of them; the list of the parts loses nothing, and is shorter than a dense encoding while
-there are few parts (`fewer_bytes_listed`). Each holder of the list adds the parts up in its order. SparseLoCo
-(https://arxiv.org/abs/2508.15706) gathers the contributions at every peer in this way.
+The mean has up to as many times more non-zeros as there are vectors, so the sparse codec would lose most of it. The
+list is lossless, and shorter than a dense encoding for few parts (`fewer_bytes_listed`). Each holder adds the parts in
+the order of the list. SparseLoCo (https://arxiv.org/abs/2508.15706) gathers the contributions at every peer this way.
 
 The bytes, for ``n`` parts of one length::
 
-    4 n   what each part is multiplied by, fp32, little-endian: finite, not negative, 1 or less in sum
-    ...   the parts as their senders encoded them, one after the other
+    4 n   the weights, fp32, little-endian: finite, not negative, sum of 1 or less
+    ...   the parts as encoded by their senders, one after the other
 """
 
 from __future__ import annotations
@@ -27,18 +26,15 @@ if TYPE_CHECKING:
 
 WEIGHT = np.dtype("<f4")
 MAX_TOTAL = 1 + 2**-20
-"""Bound on the sum of weights: shares of 1, each rounded to fp32, of at most some hundred parts."""
+"""Bound on the sum of weights: 1, plus the fp32 roundings of some hundred weights."""
 UNDIVIDED = 1 << 62
 
 
 def fewer_bytes_listed(codec: Codec, dense_codec: Codec, num_values: int, num_contributors: int) -> bool:
     """True if the list of all contributions in ``codec`` is shorter than their mean in ``dense_codec``.
 
-    The contributions reach the owners in ``codec`` either way. With `topk` it holds for up to 49 peers against `int8`.
-    The weights' four bytes a part are not counted.
-
-    Raises:
-        ValueError: There is no contributor.
+    The contributions reach the owners in ``codec`` either way. The weights are not counted. Raises `ValueError` without
+    contributors.
     """
     if num_contributors < 1:
         raise ValueError(f"{num_contributors} peers cannot average")
@@ -46,46 +42,36 @@ def fewer_bytes_listed(codec: Codec, dense_codec: Codec, num_values: int, num_co
 
 
 class PartList(Decoder):
-    """Reads the weighted sum of parts from the list of them; the module's docstring has the format.
+    """Decodes the weighted sum of parts from their list; the module's docstring has the format.
 
-    A list cannot be cut: the weights are at its beginning, and each part is whole.
+    A list cannot be cut, because the weights are at its beginning.
+
+    Args:
+        codec: Codec of each part.
+        num_parts: Number of contributors to the mean; `ValueError` if less than 1.
     """
 
     block_size = UNDIVIDED
 
     def __init__(self, codec: Codec, num_parts: int) -> None:
-        """
-        Args:
-            codec: How each part is encoded.
-            num_parts: How many there are: as many as contributors to the mean.
-
-        Raises:
-            ValueError: There is none.
-        """
         if num_parts < 1:
             raise ValueError("a mean has one contributor at least")
         self._codec = codec
         self._num_parts = num_parts
 
     def part(self, low: int, high: int) -> PartList:
-        """The list of the same contributors' parts of a slice, such as a share."""
+        """Return the decoder for the same contributors' parts of a slice, such as a share."""
         return PartList(self._codec.part(low, high), self._num_parts)
 
     def encoded_bytes(self, num_values: int) -> int:
-        """Four bytes and an encoded vector for each part; nothing for no values."""
         part_bytes = self._codec.encoded_bytes(num_values)
         return self._num_parts * (WEIGHT.itemsize + part_bytes) if num_values else 0
 
     def write(self, weights: Sequence[float], parts: Sequence[Buffer], out: bytearray | memoryview) -> None:
-        """Make the list.
+        """Write the list into ``out``, which has exactly its length.
 
-        Args:
-            weights: What each part is multiplied by; rounded to fp32 here.
-            parts: Valid in this codec, of one length, and in the order in which everybody adds them up.
-            out: Writable, exactly as long as the list.
-
-        Raises:
-            CodecError: A length is wrong, or weights that `validate` would refuse.
+        ``weights`` are rounded to fp32. ``parts`` are valid in this codec, of one length, and in the common order of
+        addition. Raises `CodecError` if a length is wrong, or `validate` would refuse the weights.
         """
         if not len(weights) == len(parts) == self._num_parts:
             raise CodecError(f"a list of {self._num_parts} parts cannot hold {len(parts)}, with {len(weights)} weights")
@@ -101,7 +87,7 @@ class PartList(Decoder):
             start += len(encoded)
 
     def decode_into(self, data: Buffer, out: torch.Tensor) -> None:
-        """Add up weight times part, in the list's order: each product and each sum is rounded to fp32 by itself."""
+        """Add up weight times part in the list's order, with each product and each sum rounded to fp32."""
         values = check_vector(out)
         weights, parts = self.split(data, len(values))
         values.zero_()
@@ -109,7 +95,6 @@ class PartList(Decoder):
             self._codec.accumulate_into(part, weight, values)
 
     def validate(self, data: Buffer, num_values: int) -> None:
-        """Check the length, the weights, and each part."""
         weights, parts = self.split(data, num_values)
         _check_weights(np.asarray(weights, WEIGHT))
         for index, part in enumerate(parts):
@@ -119,16 +104,12 @@ class PartList(Decoder):
                 raise CodecError(f"part {index + 1} of {len(parts)}: {error}") from error
 
     def largest(self, data: Buffer, num_values: int) -> float:
-        """The largest magnitude among the parts, which a mean does not exceed; weights are not looked at."""
+        """Return the largest magnitude among the parts, which a mean does not exceed, whatever the weights."""
         peaks = [self._codec.largest(part, num_values) for part in self.split(data, num_values)[1]]
         return math.nan if any(math.isnan(peak) for peak in peaks) else max(peaks, default=0.0)
 
     def split(self, data: Buffer, num_values: int) -> tuple[list[float], list[memoryview]]:
-        """The weights and the encoded parts, without a copy; none of no values.
-
-        Raises:
-            CodecError: The length is wrong.
-        """
+        """Return the weights and the encoded parts, without a copy; empty lists for no values."""
         byte_array(data, self.encoded_bytes(num_values), f"list of {self._num_parts} parts")
         if not num_values:
             return [], []
@@ -139,7 +120,7 @@ class PartList(Decoder):
 
 
 def _check_weights(weights: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> None:
-    """Raise `CodecError` unless these can be the weights of a mean."""
+    """Raise `CodecError` unless the weights can be those of a mean."""
     total = math.fsum(weights.tolist()) if bool(np.isfinite(weights).all()) else math.nan
     if not (total <= MAX_TOTAL and bool((weights >= 0).all())):
         raise CodecError("the weights of a mean's parts are not finite, negative, or more than 1 in sum")

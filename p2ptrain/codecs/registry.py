@@ -1,4 +1,4 @@
-"""The codecs of this machine, by their names in the manifest."""
+"""The codecs on this machine, by their manifest names."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ CODECS = Extensions(
     },
     "p2ptrain.codecs.conformance:check_codec",
 )
-"""p2ptrain's own from the most exact to the most compact; loading one imports torch."""
+"""p2ptrain's own codecs, from the most exact to the most compact; loading one imports torch."""
 
 DENSE = "int8"
-"""Codec of sums of sparse vectors."""
+"""Codec for sums of sparse vectors."""
 
 COMPACT = ("int4", "topk")
-"""Codecs for slow members, from the largest to the smallest."""
+"""Codecs for slow members, in order of decreasing size."""
 
 
 def codec_names() -> tuple[str, ...]:
@@ -36,17 +36,16 @@ def codec_names() -> tuple[str, ...]:
 
 
 def get_codec(name: str) -> Codec:
-    """Return the codec called ``name``: one for all callers, which has no state.
+    """Return the shared, stateless codec called ``name``.
 
-    Raises:
-        IncompatibleError: This machine has no such codec, or the one that a package brings fails `check_codec`.
+    Raises `IncompatibleError` if this machine has no such codec, or a package's codec fails `check_codec`.
     """
     return CODECS.get(name)
 
 
 @lru_cache(maxsize=16)
 def dense_codec(codec: Codec) -> Codec:
-    """Return the codec of means of vectors in ``codec``: the same, or int8 if it is sparse. A `PartList` needs none."""
+    """Return the codec for means of vectors in ``codec``: the same, or int8 if it is sparse."""
     from p2ptrain.codecs.mixed import MixedCodec
 
     if isinstance(codec, MixedCodec):
@@ -55,20 +54,12 @@ def dense_codec(codec: Codec) -> Codec:
 
 
 def codec_at(codec: Codec, level: int) -> Codec:
-    """Return the codec of groups on a level of the tree, in a swarm with this codec.
-
-    Above level 0 they average means: those of sparse contributions are no longer sparse.
-    """
+    """Return the codec for groups on ``level`` of the tree; above level 0 means are no longer sparse."""
     return get_codec(DENSE) if level and codec.sparse else codec
 
 
 def smaller_codecs(codec: Codec, num_values: int) -> tuple[Codec, ...]:
-    """Return smaller codecs for the parts of a member too slow for ``codec``, the largest first; none beside fp32.
-
-    Args:
-        codec: The codec of the swarm's vectors.
-        num_values: Their length.
-    """
+    """Return smaller codecs for a member too slow for ``codec``, by decreasing size; none for a lossless codec."""
     if not codec.lossy:
         return ()
     limit = codec.encoded_bytes(num_values)

@@ -1,20 +1,20 @@
 """``topk``: the largest values of each chunk, in two bits each.
 
-Of each 4096 consecutive values the 64 of largest magnitude are sent: which they are, their signs, and one of two
-magnitudes (SparseLoCo, https://arxiv.org/abs/2508.15706, section 3). All others decode to zero, so this codec needs
-error feedback, which brings them when they have grown.
+The codec keeps the 64 largest magnitudes of each 4096 consecutive values: their indices, signs, and one of two
+magnitudes (SparseLoCo, https://arxiv.org/abs/2508.15706, section 3). All other values decode to zero, so the codec
+needs error feedback, which sends them once they have grown.
 
 A chunk takes 84 bytes, 195 times fewer than in fp32::
 
-     4   the two magnitudes ("levels"), bf16; those that make the squared error least
-    16   which 64-value buckets the kept values are in
-    16   for each kept value, whether it is negative and which level it has
-    48   for each kept value, its place within its bucket, 6 bits
+     4   the two magnitudes ("levels"), bf16; chosen for the least squared error
+    16   the 64-value bucket of each kept value
+    16   sign and level of each kept value
+    48   place of each kept value within its bucket, 6 bits
 
-The paper's 12 bits for an index would make it 116 bytes. But sorted indices need only 8: the low 6 bits as they are,
-and the high 6 bits, which ascend, in unary: bit ``(index >> 6) + i`` is set for the ``i``-th kept value (P. Elias,
-"Efficient storage and retrieval by content and address of static files", JACM 21(2), 1974, section 3). That is 64 bytes
-for 64 indices whatever they are; no code can do with fewer than 60 (``log2`` of 4096 over 64).
+The buckets use the Elias-Fano code. The high 6 bits of the sorted indices are in unary: bit ``(index >> 6) + i`` is set
+for the ``i``-th kept value. The low 6 bits are stored as they are. 64 indices take 64 bytes instead of the paper's 96;
+the lower bound is 60, ``log2`` of 4096 over 64. (P. Elias, "Efficient storage and retrieval by content and address of
+static files", JACM 21(2), 1974, section 3.)
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from p2ptrain.codecs.native import NativeCodec
 from p2ptrain.codecs.topk_rows import row_bytes
 
 ROWS_AT_ONCE = 64
-"""Chunks in one call: 1 MiB of fp32, so that temporaries of the NumPy code stay small."""
+"""Chunks per call: 1 MiB of fp32, which bounds NumPy's temporaries."""
 
 _FAULTS = {
     topk_rows.BAD_LEVEL: "a level is negative, not finite or out of range",
@@ -47,26 +47,23 @@ _FAULTS = {
 
 
 class TopKCodec(NativeCodec):
-    """The 64 largest of each 4096 values, with two magnitudes to each chunk; `p2ptrain.codecs.topk` has the format.
+    """The 64 largest of each 4096 values, with two magnitudes per chunk; `p2ptrain.codecs.topk` has the format.
 
-    A last chunk of ``n < 4096`` values keeps ``k = ceil(n / 64)``. Of equal magnitudes those with the lowest indices
-    are kept. Kept magnitudes are split in two groups, the smaller and the larger ones, each of which decodes to its
-    mean, rounded to bf16; the split is the one with the least squared error.
+    A last chunk of ``n < 4096`` values keeps ``k = ceil(n / 64)``. Ties go to the lowest indices. The kept magnitudes
+    form two groups, the smaller and the larger ones. Each group decodes to its mean, rounded to bf16, and the split is
+    the one with the least squared error. A level below ``2**-100`` becomes zero, as in `p2ptrain.codecs.blockwise`.
 
-    Error bound for a chunk ``x`` whose kept values are ``x_K``, with ``H_k = 1 + 1/2 + ... + 1/k`` (``H_64 = 4.74``)
-    and levels of ``2**-100`` or more::
+    Error bound for a chunk ``x`` with kept values ``x_K``, ``H_k = 1 + 1/2 + ... + 1/k`` (``H_64 = 4.74``), and levels
+    of ``2**-100`` or more::
 
         |decoded - x|^2 <= |x|^2 - (1 - 2**-16) |x_K|^2 / H_k <= (1 - (1 - 2**-16) k / (n H_k)) |x|^2
 
-    So it is a contraction, which is what error feedback needs to converge (arXiv 1901.09847, assumption A). For a group
-    of ``s`` values with mean ``m`` that decode to ``m (1 + d)``, the squared error is less than their squares by
-    ``s m^2 (1 - d^2)``, and rounding to bf16 has ``d <= 2**-8``. The best split saves at least what the ``s`` largest
-    alone at their mean ``A_s / s`` would, ``A_s^2 / s =: E_s``. As the i-th largest is at most ``A_i / i``, its square
-    is at most ``E_i / i``, and so ``|x_K|^2 <= max(E) H_k``. The second step is that the kept are the largest.
-
-    In fact much more is saved: the 64 largest values of a Gaussian chunk hold 12 % of its energy, and two levels lose
-    one part in 250 of that. A level below ``2**-100`` is sent as zero (see `p2ptrain.codecs.blockwise`), and its values
-    are lost.
+    So the codec is a contraction, as error feedback needs to converge (arXiv 1901.09847, assumption A). Proof: a group
+    of ``s`` values with mean ``m``, decoded to ``m (1 + d)``, has ``s m^2 (1 - d^2)`` less squared error than the sum
+    of its squares. Rounding to bf16 has ``d <= 2**-8``. For every ``s``, the best split saves at least as much as the
+    ``s`` largest values alone at their mean: ``E_s = A_s^2 / s``, with ``A_s`` their sum. The i-th largest value is at
+    most ``A_i / i``, so its square is at most ``E_i / i``, and ``|x_K|^2 <= max(E) H_k``. The second inequality holds
+    because the kept values are the largest.
     """
 
     name = "topk"
@@ -78,12 +75,10 @@ class TopKCodec(NativeCodec):
     refusal = "a value is not finite or beyond 2**120 in magnitude"
 
     def encoded_bytes(self, num_values: int) -> int:
-        """84 bytes a chunk; a shorter last one takes fewer."""
         rows, rest = divmod(num_values, self.block_size)
         return rows * row_bytes(self.block_size) + (row_bytes(rest) if rest else 0)
 
     def encode_into(self, vector: torch.Tensor, out: bytearray | memoryview) -> None:
-        """Refuse values that are not finite or beyond ``2**120``."""
         values = check_vector(vector)
         encoded = writable_byte_array(out, self.encoded_bytes(len(values)), self.name)
         done = self._run_native("encode", values.data_ptr(), encoded.ctypes.data, len(values))
@@ -95,23 +90,22 @@ class TopKCodec(NativeCodec):
                     raise CodecError(f"topk: {self.refusal}")
 
     def decode_into(self, data: Buffer, out: torch.Tensor) -> None:
-        """Refuse indices that are out of range; ``out`` then holds anything."""
+        """Refuses indices out of range; ``out`` is undefined then."""
         self._scatter("decode", data, 1.0, out)
 
     def accumulate_into(self, data: Buffer, weight: float, out: torch.Tensor) -> None:
-        """Add ``level * weight`` with its sign to the values that were kept, and leave the others alone.
+        """Add ``level * weight`` with its sign to the kept values, and leave all others unchanged.
 
-        Contributions that each peer gathered from all others sum up to equal bits if all add them in one order.
+        Peers that accumulate the same contributions in the same order get equal bits.
         """
         self._scatter("accumulate", data, check_weight(weight), out)
 
     def validate(self, data: Buffer, num_values: int) -> None:
-        """Check length, levels, padding, and that indices are in range and strictly ascend."""
         array = byte_array(data, self.encoded_bytes(num_values), self.name)
         try:
             done = self._run_native("validate", array.ctypes.data, 0, num_values)
         except CodecError:
-            done = 0  # What is wrong, the plain code can tell.
+            done = 0  # The plain code below names the fault.
         for start, rows, columns in self._spans(done, num_values):
             encoded = self._rows(array, start, rows)
             for piece in chunks(rows, ROWS_AT_ONCE):
@@ -120,13 +114,12 @@ class TopKCodec(NativeCodec):
                     raise CodecError(f"topk: {_FAULTS[fault]}")
 
     def largest(self, data: Buffer, num_values: int) -> float:
-        """The larger level of any chunk: see `Codec.largest`. No value need have it in chunks that others made."""
+        """Return the larger level of any chunk; see `Codec.largest`. Chunks of other encoders may not use it."""
         array = byte_array(data, self.encoded_bytes(num_values), self.name)
         peaks = [topk_rows.largest(self._rows(array, start, rows)) for start, rows, _ in self._spans(0, num_values)]
         return float(np.max(peaks, initial=0.0))
 
     def _scatter(self, operation: str, data: Buffer, weight: float, out: torch.Tensor) -> None:
-        """Decode or accumulate."""
         values = check_vector(out)
         array = byte_array(data, self.encoded_bytes(len(values)), self.name)
         refusal = _FAULTS[topk_rows.BAD_INDEX]
@@ -140,6 +133,6 @@ class TopKCodec(NativeCodec):
                     raise CodecError(f"topk: {refusal}")
 
     def _rows(self, array: Bytes, start: int, rows: int) -> Bytes:
-        """Encoded chunks from value ``start`` on, one to a row, without a copy."""
+        """Return encoded chunks from value ``start`` on, one per row, without a copy."""
         first = start // self.block_size * row_bytes(self.block_size)
         return array[first : first + rows * row_bytes(self.block_size)].reshape(rows, -1)

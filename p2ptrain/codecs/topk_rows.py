@@ -1,12 +1,12 @@
-"""Rows of the `topk` format in NumPy: for short last chunks, and for machines without the native library.
+"""Rows of the `topk` format in NumPy, for short last chunks and for machines without the native library.
 
-`p2ptrain/native/codecs.c` does the same with whole chunks; both give the same bytes and bits. A row of
-``columns`` values (4096, or fewer in the last one) keeps ``k = ceil(columns / 64)`` of them, and becomes::
+`p2ptrain/native/codecs.c` gives the same bytes and bits for whole chunks. A row of ``columns`` values (4096, or fewer
+in the last one) keeps ``k = ceil(columns / 64)`` of them, and becomes::
 
     | low level, high level (bf16, little-endian) | buckets (2k bits) | negative, high (2k bits) | places (6k bits) |
 
-Each of the three fields starts at a byte and is filled from the lowest bit on; bits beyond it are zero. See
-`p2ptrain.codecs.topk.TopKCodec` for what they mean.
+Each of the three fields starts at a byte and fills from the lowest bit; unused bits are zero. `p2ptrain.codecs.topk`
+explains the fields.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from p2ptrain.codecs.arrays import Bytes, Floats
 
 CHUNK = 4096
 BUCKET_BITS = 6
-"""A bucket is 64 consecutive values, of which one is kept on average; a place within it takes 6 bits."""
+"""A bucket is 64 consecutive values, one of them kept on average; a place within it takes 6 bits."""
 LEVEL_BYTES = 4
 MAGNITUDE = 0x7FFF_FFFF
-"""All bits of an fp32 but its sign; as integers, magnitudes have the order of the numbers."""
+"""Mask of all bits of an fp32 but its sign; magnitudes sort as integers."""
 MIN_LEVEL = 2.0**-100
 MIN_LEVEL_BITS = 0x0D80
 MAX_LEVEL_BITS = 0x7B80
 """``2**-100`` and ``2**120`` in bf16."""
 MAX_MAGNITUDE = MAX_LEVEL_BITS << 16
-"""``2**120`` in fp32; infinities and NaN are beyond it too."""
+"""``2**120`` in fp32; the bits of infinities and NaN are larger."""
 
 WELL_FORMED, BAD_LEVEL, BAD_INDEX, BAD_PADDING = 0, 1, 2, 3
 
@@ -38,37 +38,31 @@ Integers = npt.NDArray[np.int32]
 
 
 def kept_values(columns: int) -> int:
-    """Return the number of values kept of a row: one of 64, rounded up."""
+    """Return the number of kept values of a row: one of 64, rounded up."""
     return -(-columns >> BUCKET_BITS)
 
 
 def field_bytes(columns: int) -> tuple[int, int, int]:
-    """Bytes of the three fields of a row: buckets, codes, places."""
+    """Return the sizes of the three fields of a row: buckets, codes, places."""
     kept = kept_values(columns)
     return -(-2 * kept // 8), -(-2 * kept // 8), -(-BUCKET_BITS * kept // 8)
 
 
 def row_bytes(columns: int) -> int:
-    """Bytes of a row."""
     return LEVEL_BYTES + sum(field_bytes(columns))
 
 
 def encode(bits: Integers, out: Bytes) -> bool:
-    """Encode fp32 values, given as their bits.
+    """Encode fp32 values, given as bits ``[rows, columns]``, into ``out`` ``[rows, row_bytes(columns)]``.
 
-    Args:
-        bits: ``[rows, columns]``.
-        out: ``[rows, row_bytes(columns)]``, overwritten.
-
-    Returns:
-        False when a value is not finite or beyond ``2**120`` in magnitude; ``out`` then holds anything.
+    Returns False if a value is not finite or beyond ``2**120`` in magnitude; ``out`` is undefined then.
     """
     rows, columns = bits.shape
     kept = kept_values(columns)
     magnitudes = bits & np.int32(MAGNITUDE)
     if int(magnitudes.max()) > MAX_MAGNITUDE:
         return False
-    # The lowest index wins a tie: keys are distinct, so every way to select gives the same.
+    # The lowest index wins a tie. Keys are distinct, so every selection algorithm gives the same result.
     keys = (magnitudes.astype(np.int64) << 12) | (CHUNK - 1 - np.arange(columns))
     largest = np.partition(keys, columns - kept, axis=1)[:, columns - kept :]
     indices = np.sort(CHUNK - 1 - (largest & (CHUNK - 1)), axis=1)
@@ -89,17 +83,14 @@ def encode(bits: Integers, out: Bytes) -> bool:
 
 
 def _two_levels(magnitudes: Integers) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.uint16]]:
-    """The two levels with the least squared error, from the bits of magnitudes ``[rows, kept]``.
+    """Return a mask of the values at the higher level, ``[rows, kept]``, and the levels' bf16 bits, ``[rows, 2]``.
 
-    The best two groups are the ``s`` smallest and the rest, for the ``s`` that maximises
-    ``sum(smallest)**2 / s + sum(rest)**2 / (kept - s)``, each at its mean; all ``s`` are tried.
-
-    Returns:
-        Which values get the higher level, ``[rows, kept]``; and the levels' bits in bf16, ``[rows, 2]``.
+    The levels have the least squared error: of all splits into the ``s`` smallest magnitudes and the rest, the best one
+    maximises ``sum(smallest)**2 / s + sum(rest)**2 / (kept - s)``.
     """
     rows, kept = magnitudes.shape
     order = np.argsort(magnitudes, axis=1, kind="stable")
-    # In fp64, where sums of squares of fp32 numbers neither overflow nor vanish; accumulated one by one.
+    # fp64, where sums of squares of fp32 numbers neither overflow nor vanish; added one by one.
     sums = np.cumsum(np.take_along_axis(magnitudes, order, axis=1).view(np.float32).astype(np.float64), axis=1)
     total = sums[:, -1]
     if kept == 1:
@@ -124,7 +115,7 @@ def _to_bf16(levels: npt.NDArray[np.float64]) -> npt.NDArray[np.uint16]:
 
 
 def check(data: Bytes, columns: int) -> int:
-    """Return the first fault of encoded rows ``[rows, row_bytes(columns)]``: one of the constants above."""
+    """Return the first fault of encoded rows ``[rows, row_bytes(columns)]`` as one of the constants above."""
     levels = data[:, :LEVEL_BYTES].copy().view("<u2")
     if not bool(((levels == 0) | ((levels >= MIN_LEVEL_BITS) & (levels <= MAX_LEVEL_BITS))).all()):
         return BAD_LEVEL
@@ -138,11 +129,9 @@ def check(data: Bytes, columns: int) -> int:
 
 
 def add(data: Bytes, weight: np.float32, out: Floats) -> bool:
-    """Add ``weight`` times the decoded rows to ``out`` (``[rows, columns]``).
+    """Add ``weight`` times the decoded rows to ``out`` (``[rows, columns]``). Any bytes are safe to decode.
 
-    Returns:
-        False when `check` would find a wrong number of indices, or one out of range; ``out`` then holds anything. Any
-        bytes are safe to decode.
+    Returns False for a wrong number of indices, or one out of range; ``out`` is undefined then.
     """
     columns = out.shape[1]
     indices = _indices(data, columns)
@@ -160,19 +149,19 @@ def add(data: Bytes, weight: np.float32, out: Floats) -> bool:
 
 
 def largest(data: Bytes) -> float:
-    """The largest magnitude of all levels of encoded rows, NaN or infinity if one is; rows are ``[rows, bytes]``."""
+    """Return the largest magnitude of all levels of encoded rows ``[rows, bytes]``; NaN or infinity if one is."""
     levels = (data[:, :LEVEL_BYTES].copy().view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
     return float(np.abs(levels).max())
 
 
 def _fields(data: Bytes, columns: int) -> list[Bytes]:
-    """The bits of the three fields, padding included, each ``[rows, bits]``."""
+    """Return the bits of the three fields, padding included, each ``[rows, bits]``."""
     ends = np.cumsum((LEVEL_BYTES, *field_bytes(columns)))
     return [np.unpackbits(data[:, start:end], axis=1, bitorder="little") for start, end in itertools.pairwise(ends)]
 
 
 def _indices(data: Bytes, columns: int) -> npt.NDArray[np.int64] | None:
-    """Columns of the kept values, ``[rows, kept]``; None when there are not as many, or one is out of range."""
+    """Return the columns of the kept values, ``[rows, kept]``; None for a wrong count or an index out of range."""
     kept = kept_values(columns)
     buckets, _, places = _fields(data, columns)
     if not bool((buckets[:, : 2 * kept].sum(axis=1, dtype=np.int64) == kept).all()):

@@ -1,8 +1,8 @@
-"""The manifest: what a swarm agrees on, named by its digest and signed by the organizer.
+"""The manifest: the settings of a swarm, identified by their digest and signed by the organizer.
 
-A manifest is written as TOML by an organizer (``run.toml``), validated here, and travels as a *signed manifest*:
-canonical msgpack (keys sorted, no floats that differ only in spelling) with the organizer's signature. Its SHA-256
-digest names the swarm, so a peer that holds the right digest (from the swarm link) cannot be given another manifest.
+The organizer writes a manifest as TOML (``run.toml``). Peers exchange it as a *signed manifest*: canonical msgpack with
+sorted keys, and the organizer's signature. The swarm link holds its SHA-256 digest, so no peer can substitute another
+manifest. The docstrings of the settings become the comments of ``run.toml``.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from p2ptrain.manifest.sections import Need, Section
 from p2ptrain.signing import Signer
 
 PROTOCOL_VERSION = 1
-"""Raised whenever peers of the old version could no longer take part; a joiner with another version is refused."""
+"""Version of the wire protocol; raised with each incompatible change. Peers of other versions are refused."""
 
 MAX_PIPELINE_STAGES = 256
 MAX_MANIFEST_BYTES = 256 * 1024
 SIGNED_FILE = "manifest.bin"
-"""The name of a signed manifest's file, beside an organizer's ``run.toml`` and in each peer's run directory."""
+"""File name of a signed manifest, beside an organizer's ``run.toml`` and in each peer's run directory."""
 
 
 WEIGHTS_PATTERN = r"^(|local:[\w.-]+|hub:[\w.-]+(/[\w.-]+)?(@[\w./-]+)?)$"
-"""Where a pretrained model may be."""
+"""Location of a pretrained model."""
 
 EXTENSION_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 """The name of an entry point, such as a codec's."""
@@ -37,11 +37,11 @@ PACKAGE_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}==[A-Za-z0-9][A-Za-z0-9.+!_-
 """An installed package and its version."""
 
 SPARSE_FEEDBACK_DECAY = 0.95
-"""What is kept of a residual under ``topk``: SparseLoCo (arXiv 2508.15706)."""
+"""Default of ``feedback_decay`` under ``topk``: SparseLoCo (arXiv 2508.15706)."""
 
 
 OWN_FAMILIES = ("llama", "gpt2", "vit")
-"""Model families whose keys are known here. Those of other packages, and scripts, may use any."""
+"""Built-in model families. A family of another package, or ``custom``, may use any key."""
 
 
 def _families(*names: str) -> Need:
@@ -352,7 +352,7 @@ class PipelineSpec(Section):
 
     @property
     def is_used(self) -> bool:
-        """Whether the model is cut at all."""
+        """True if the model is cut into stages."""
         return self.stages != 1 or bool(self.cuts)
 
     @field_validator("stages", mode="before")
@@ -412,7 +412,7 @@ class Manifest(Section):
 
     @property
     def in_stages(self) -> bool:
-        """Whether hosts of stages hold the model, and trainers send microbatches through them."""
+        """True if stage hosts hold the model, and trainers send microbatches through them."""
         return self.pipeline.is_used or self.lora is not None
 
     @model_validator(mode="after")
@@ -452,22 +452,22 @@ class Manifest(Section):
         return self
 
     def to_bytes(self) -> bytes:
-        """Canonical msgpack: the same manifest gives the same bytes everywhere. Settings without a use are left out."""
+        """Return canonical msgpack, the same bytes on every machine, without unused settings."""
         return canonical_bytes(self.model_dump(mode="json", exclude_none=True))
 
     @property
     def digest(self) -> bytes:
-        """SHA-256 of `to_bytes`: the swarm's identity, 32 bytes."""
+        """The swarm's identity: SHA-256 of `to_bytes`, 32 bytes."""
         return hashlib.sha256(self.to_bytes()).digest()
 
 
 def canonical_bytes(value: Any) -> bytes:
-    """msgpack with sorted map keys; for plain dicts, lists, str, int, float, bool, bytes and None."""
+    """Return msgpack with sorted map keys; for plain dicts, lists, str, int, float, bool, bytes and None."""
     return msgpack.packb(_in_order(value), use_bin_type=True)  # type: ignore[no-any-return]
 
 
 def _in_order(item: Any) -> Any:
-    """The same value with map keys in order. Scalars, which are most of any value, are spared a call."""
+    """Return the value with sorted map keys. Most elements are scalars and cost no recursive call."""
     if isinstance(item, dict):
         return {key: value if type(value) in _SCALARS else _in_order(value) for key, value in sorted(item.items())}
     if isinstance(item, (list, tuple)):
@@ -479,11 +479,10 @@ _SCALARS = frozenset({str, bytes, int, float, bool, type(None)})
 
 
 def explain(error: ValidationError, where: str) -> str:
-    """One line for a person from a pydantic error: the first field at fault, and the nearest valid key if unknown.
+    """Return a one-line message for a pydantic error: the first faulty field, and the nearest valid key if unknown.
 
     Args:
-        error: What pydantic raised.
-        where: The file or thing that was read.
+        where: The source of the values, such as a file.
     """
     first = error.errors()[0]
     path = ".".join(str(part) for part in first["loc"])
@@ -500,7 +499,7 @@ _ROOTS: dict[str, type[BaseModel]] = {}
 
 
 def register_root(model: type[BaseModel]) -> type[BaseModel]:
-    """Let `explain` name the valid keys of ``model`` and its sections."""
+    """Register a model whose valid keys `explain` may name; return it."""
     _ROOTS[model.__name__] = model
     return model
 
@@ -518,10 +517,10 @@ register_root(Manifest)
 
 
 def parse_manifest(values: dict[str, Any], where: str) -> Manifest:
-    """Validate plain values (from TOML or the network).
+    """Return the manifest of plain values (from TOML or the network).
 
     Raises:
-        ManifestError: A key is unknown or a value out of range; one line that names it.
+        ManifestError: A key is unknown or a value is out of range; the message names it.
     """
     try:
         return Manifest.model_validate(values)
@@ -530,7 +529,7 @@ def parse_manifest(values: dict[str, Any], where: str) -> Manifest:
 
 
 class SignedManifest:
-    """A manifest with the organizer's signature, as peers hand it to each other."""
+    """A manifest with the organizer's signature."""
 
     def __init__(self, manifest: Manifest, organizer: str, proof: bytes) -> None:
         self.manifest = manifest
@@ -539,24 +538,23 @@ class SignedManifest:
 
     @classmethod
     def create(cls, manifest: Manifest, organizer: Signer) -> SignedManifest:
-        """Sign ``manifest`` with the organizer's key."""
+        """Return ``manifest`` signed with the organizer's key."""
         return cls(manifest, organizer.peer_id, organizer.sign(b"p2ptrain manifest" + manifest.digest))
 
     def to_bytes(self) -> bytes:
-        """The wire and file form."""
+        """Return the wire and file format."""
         return canonical_bytes({"manifest": self.manifest.to_bytes(), "organizer": self.organizer, "proof": self.proof})
 
     @classmethod
     def from_bytes(cls, data: bytes, digest: bytes | None, verifier: Signer) -> SignedManifest:
-        """Parse and check what came from a peer or a file.
+        """Parse and verify the bytes of a signed manifest.
 
         Args:
-            data: The result of `to_bytes`.
-            digest: The digest that the swarm link names, 32 bytes; None for a file of the organizer's own.
-            verifier: Any signer; its ``verify`` checks the organizer's signature.
+            digest: The digest in the swarm link, 32 bytes; None accepts any, for a trusted file.
+            verifier: Any signer; only its ``verify`` is used.
 
         Raises:
-            ManifestError: It is malformed, does not have this digest, or is not signed by its organizer.
+            ManifestError: The manifest is malformed, has another digest, or is not signed by its organizer.
         """
         if len(data) > MAX_MANIFEST_BYTES:
             raise ManifestError(

@@ -1,4 +1,4 @@
-"""Groups of settings that refuse keys which they do not know or do not use."""
+"""Groups of settings that refuse unknown and unused keys."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model
 
 
 class Need(NamedTuple):
-    """What a key needs another setting to be.
+    """A condition on another setting of the section, without which a key is unused.
 
     Attributes:
         setting: The other setting's key.
-        is_met: True for a value of it under which the key is used.
-        words: The condition, for people.
+        is_met: True for a value of ``setting`` that meets the condition.
+        words: The condition for error messages.
     """
 
     setting: str
@@ -23,12 +23,10 @@ class Need(NamedTuple):
 
 
 class Section(BaseModel):
-    """A frozen group of settings.
-
-    It refuses unknown keys, and keys that its other settings leave unused. The latter are in no dump either.
+    """A frozen group of settings, which refuses unknown keys and explicitly set unused ones; dumps omit unused keys.
 
     Attributes:
-        needs: By key: what the key needs, where it is not always used.
+        needs: The conditions of keys that are not always used, by key.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True)
@@ -36,7 +34,7 @@ class Section(BaseModel):
 
     @property
     def unused(self) -> set[str]:
-        """The keys that have no meaning beside the other settings."""
+        """The keys that have no effect with the other settings."""
         return {key for key, need in self.needs.items() if not need.is_met(getattr(self, need.setting))}
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Model families: a manifest's model as a list of blocks, its size, stages of it, and its Hugging Face form."""
+"""Model families: a manifest's model as a list of blocks, its size, its stages, and its Hugging Face form."""
 
 from p2ptrain.models.family import Block, Family, Span
 from p2ptrain.models.registry import (

@@ -1,8 +1,7 @@
-"""Low-rank adapters on frozen stages (LoRA, Hu et al., 2021), as peft has them.
+"""Low-rank adapters on frozen stages (LoRA, Hu et al., 2021), built from peft's layers.
 
-peft's own layers are put into a stage around its linear layers, in fp32 or int8. Adapters have the names that peft
-gives them in the whole model, whatever the stages: those of all stages put together are what `export_adapters` writes
-as a folder that peft loads on the transformers model.
+peft's layers wrap a stage's linear layers, in fp32 or int8. Adapters have peft's names in the whole model, whatever the
+stages, so `export_adapters` can merge all stages into a folder for peft.
 """
 
 from __future__ import annotations
@@ -33,19 +32,12 @@ _PREFIX, _NAME = "base_model.model.", "default"
 
 
 def add_adapters(stage: Stage, spec: ModelSpec, lora: LoraSpec) -> None:
-    """Put adapters around a stage's target layers, in place; they alone are trained from then on.
+    """Put adapters around a stage's target layers, in place, and freeze everything else.
 
-    Initial values depend on names and seed alone, not on the stage: of A nearly normal, with the standard deviation
-    ``(3 * inputs) ** -0.5`` of peft's, and of B zeros. Global generators are left as they were.
-
-    Args:
-        stage: What `p2ptrain.models.build_stage` returned, in fp32 or int8, on any device. One without a target layer
-            is merely frozen.
-        spec: The whole model's.
-        lora: Which.
-
-    Raises:
-        UsageError: A target names no linear layer of the whole model, or the stage has adapters already.
+    Initial values depend on names and seed alone. A is nearly normal with peft's standard deviation
+    ``(3 * inputs) ** -0.5``, and B is zero. Global generators are unchanged. The stage may be fp32 or int8, on any
+    device; without a target layer it is only frozen. ``spec`` is the whole model's. Raises `UsageError` if a target
+    names no linear layer of the whole model, or the stage has adapters already.
     """
     adapter_shapes(spec, lora)
     if adapter_parameters(stage):
@@ -69,7 +61,7 @@ def add_adapters(stage: Stage, spec: ModelSpec, lora: LoraSpec) -> None:
 
 
 def adapter_parameters(stage: Stage) -> dict[str, nn.Parameter]:
-    """A stage's adapters, by peft's names in the whole model."""
+    """Return a stage's adapters, by peft's names in the whole model."""
     suffixes = tuple(f".{kind}.{_NAME}.weight" for kind in ("lora_A", "lora_B"))
     return {
         _PREFIX + name.replace(f".{_NAME}.weight", ".weight"): parameter
@@ -79,11 +71,10 @@ def adapter_parameters(stage: Stage) -> dict[str, nn.Parameter]:
 
 
 def adapter_shapes(spec: ModelSpec, lora: LoraSpec) -> dict[str, tuple[int, ...]]:
-    """The whole model's adapters by their names, without building it.
+    """Return the shapes of the whole model's adapters by name, without building it.
 
-    Raises:
-        IncompatibleError, ManifestError: As in `p2ptrain.models.get_family`.
-        UsageError: A target names no linear layer. The head of a tied model is none: it is the embeddings.
+    Raises `UsageError` if a target names no linear layer (a tied head is none: it is the embeddings), and as
+    `p2ptrain.models.get_family`.
     """
     with torch.device("meta"):
         model = get_family(spec).stage(spec, whole(spec))
@@ -100,12 +91,12 @@ def adapter_shapes(spec: ModelSpec, lora: LoraSpec) -> dict[str, tuple[int, ...]
 
 
 def adapter_layer(name: str) -> str:
-    """The layer in the model that an adapter of this name is around."""
+    """Return the name of the layer that an adapter wraps."""
     return name.removeprefix(_PREFIX).rsplit(".", 2)[0]
 
 
 def local_adapter_name(name: str) -> str:
-    """The name in its stage of an adapter with this name in the whole model."""
+    """Return an adapter's name in its stage, from its name in the whole model."""
     layer, kind, _ = name.removeprefix(_PREFIX).rsplit(".", 2)
     return f"{layer}.{kind}.{_NAME}.weight"
 
@@ -113,17 +104,15 @@ def local_adapter_name(name: str) -> str:
 def export_adapters(
     values: Mapping[str, torch.Tensor], spec: ModelSpec, lora: LoraSpec, directory: Path, base: str | None = None
 ) -> None:
-    """Write a folder that ``peft.PeftModel.from_pretrained`` loads.
+    """Write a folder that ``peft.PeftModel.from_pretrained`` loads; existing files are overwritten.
 
     Args:
-        values: What `adapter_parameters` gives for all stages, put together.
-        spec, lora: What the stages were made of.
-        directory: Created as needed; files of the same names are overwritten.
-        base: The folder or hub name of the model, for who loads the adapters without naming one.
+        values: The `adapter_parameters` of all stages together.
+        base: Folder or hub name of the model, recorded as the default for peft.
 
     Raises:
-        UsageError: Adapters are missing, or are others'; or transformers has no such model, or names its modules
-            otherwise than its files, as it does for ``vit``.
+        UsageError: Adapters are missing or foreign; or transformers has no such model, or its module names differ from
+            its files, as for ``vit``.
     """
     _check(values, adapter_shapes(spec, lora), UsageError, "what is to be exported")
     family = get_family(spec)
@@ -142,11 +131,7 @@ def export_adapters(
 
 
 def load_adapters(stage: Stage, directory: Path) -> None:
-    """Give a stage's adapters the values that a folder of `export_adapters` or peft has for them.
-
-    Raises:
-        ConfigError: The folder cannot be read, or has none of these names and shapes.
-    """
+    """Load a stage's adapters from a folder of `export_adapters` or peft; raises `ConfigError` if any are missing."""
     try:
         values = load_file(directory / FILE)
     except (OSError, SafetensorError) as error:
@@ -194,7 +179,6 @@ def _targets(stage: nn.Module, lora: LoraSpec) -> dict[str, Any]:
 
 
 def _matches(name: str, targets: Sequence[str]) -> bool:
-    """As peft understands a list of ``target_modules``."""
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
@@ -210,7 +194,7 @@ def _config(lora: LoraSpec) -> LoraConfig:
 
 @cache
 def _bridge() -> type[nn.Module]:
-    """peft's layer for linear layers, around those that peft does not know."""
+    """Return peft's linear adapter, extended to layers that peft does not know."""
     from peft.tuners.lora import Linear
 
     class Adapted(Linear):

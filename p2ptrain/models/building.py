@@ -1,4 +1,4 @@
-"""Stages with their parameters: the initial ones, or those of a pretrained model. Nothing beyond the span is held."""
+"""Builds stages with initial or pretrained parameters, holding nothing beyond the span."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def build(
     quant: str | None = None,
     jobs: Jobs = untold,
 ) -> Stage:
-    """Build a stage on the CPU, in training mode; see `p2ptrain.models.build_stage`."""
+    """See `p2ptrain.models.build_stage`."""
     blocks = family.blocks(spec)
     check_span(span, blocks)
     with torch.device("meta"):
@@ -61,7 +61,7 @@ def build(
 def _read(
     source: Weights, spec: ModelSpec, number: int, block: Block, take: Callable[[str, torch.Tensor], None]
 ) -> None:
-    """Hand over a block's parameters one by one; they are the right ones if this does not raise in the end."""
+    """Pass on a block's parameters one by one; raises `ConfigError` at the end if their digest differs."""
     digest = BlockDigest()
     for name, shape in block.shapes.items():
         value = source.read(name, shape)

@@ -1,4 +1,4 @@
-"""A trained model as a folder that transformers loads."""
+"""Exports a trained model as a folder for transformers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def export(family: Family, model: nn.Module, spec: ModelSpec, directory: Path, t
     save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
     if family.reads_text:
         exporter = load_tokenizer(tokenizer, spec.context)
-        # the byte tokenizer has no special tokens, but documents end with byte 0 (`p2ptrain.training.data.corpus`)
+        # the byte tokenizer has no special tokens; documents end with byte 0 (`p2ptrain.training.data.corpus`)
         settings.eos_token_id = 0 if tokenizer == "bytes" else exporter.eos_token_id
         GenerationConfig.from_model_config(settings).save_pretrained(directory)
         exporter.save_pretrained(directory)

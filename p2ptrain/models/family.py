@@ -1,7 +1,7 @@
-"""What a model family tells about its models: which blocks they are made of, and how a stage of them is built.
+"""The interface of a model family: the blocks of its models, and how to build a stage.
 
-A model is a list of blocks. A stage is a contiguous span of them, and whoever hosts one builds those blocks and no
-others. Names and shapes are known without torch, so that a peer can say what it has room for before it imports it.
+A model is a list of blocks. A stage is a contiguous span of them; its host builds those blocks alone. Names and shapes
+need no torch, so a peer can estimate sizes before it imports torch.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Block:
 
     Attributes:
         name: Such as ``embeddings`` or ``layer 3``.
-        shapes: Of its parameters, by their names in the family's Hugging Face form, in the order of the module.
-        tied: Parameters that it shares with an earlier block: its own name for one, to the name there.
+        shapes: Shapes of its parameters, by Hugging Face name, in the module's order.
+        tied: Parameters shared with an earlier block: the name here to the name there.
     """
 
     name: str
@@ -51,75 +51,60 @@ class Block:
 
     @property
     def num_parameters(self) -> int:
-        """How many it has of its own."""
+        """Number of its own parameters."""
         return sum(math.prod(shape) for shape in self.shapes.values())
 
 
 class Family(ABC):
-    """A model family. One without state; other packages add theirs by the entry point group ``p2ptrain.models``."""
+    """A model family; stateless. Other packages add theirs by the entry point group ``p2ptrain.models``."""
 
     name: ClassVar[str]
     reads_text: ClassVar[bool] = True
-    """Whether a sample is a sequence of token ids, and the model says which comes next."""
+    """True if a sample is a sequence of token ids, and the model predicts the next token."""
     lookups: ClassVar[frozenset[str]] = frozenset()
-    """Parameters of two or more dimensions that the first block reads rows of, rather than multiplies by."""
+    """Parameters of two or more dimensions that the first block reads rows of, instead of multiplying."""
 
     only_settings: ClassVar[tuple[str, ...]] = ()
-    """Settings of a transformers configuration for which a pretrained model can have but one value."""
+    """Settings of a transformers configuration with one supported value."""
     has_fixed_context: ClassVar[bool] = False
-    """Whether a pretrained model's samples have as many positions as it has parameters for."""
+    """True if a pretrained model has learned positions, which fix its context."""
 
     def check(self, spec: ModelSpec) -> None:  # noqa: B027 (most families have models of all settings)
-        """Refuse settings that this family has no models for.
-
-        Raises:
-            ManifestError: Names the setting.
-        """
+        """Raise `ManifestError` for settings without a model, naming the setting."""
 
     @abstractmethod
     def blocks(self, spec: ModelSpec) -> Sequence[Block]:
-        """The model's blocks, in the order in which a microbatch passes them. Needs no torch."""
+        """Return the model's blocks, in the order of a forward pass. Needs no torch."""
 
     @abstractmethod
     def stage(self, spec: ModelSpec, span: Span) -> Stage:
-        """The modules of a span, with the names and shapes of `blocks`; what its parameters hold is undefined.
-
-        Imports torch.
-        """
+        """Return the modules of a span, with the names and shapes of `blocks` and undefined values. Imports torch."""
 
     @abstractmethod
     def initial_std(self, spec: ModelSpec, name: str, shape: Shape) -> float | None:
-        """The standard deviation of a parameter's initial values, which are normal about 0; None for all ones."""
+        """Return the standard deviation of a parameter's initial normal values; None for all ones."""
 
     def hugging_face(self, spec: ModelSpec) -> object:
-        """The transformers configuration of the model, for export.
-
-        Raises:
-            UsageError: There is none.
-        """
+        """Return the transformers configuration of the model, for export; raises `UsageError` if there is none."""
         raise UsageError(f"models of the family {self.name!r} cannot be written as a Hugging Face model")
 
     def from_hugging_face(self, config: Any) -> dict[str, Any]:
-        """The settings of a model, as far as this family has them, from its transformers configuration.
-
-        Raises:
-            UsageError: Pretrained models of this family cannot be read.
-        """
+        """Return this family's settings from a transformers configuration; raises `UsageError` if it cannot."""
         raise UsageError(f"pretrained models of the family {self.name!r} cannot be read")
 
     def tokens(self, spec: ModelSpec) -> int:
-        """How many positions one sample has."""
+        """Return the number of positions of one sample."""
         return spec.context
 
     def inputs(self, spec: ModelSpec) -> Shape:
-        """The shape of one sample as the first block takes it: of token ids, or of values where it reads no text."""
+        """Return the shape of one sample for the first block: token ids, or values if the family reads no text."""
         return (spec.context,)
 
     def work(self, spec: ModelSpec) -> Sequence[int]:
-        """Multiply-adds of one sample's forward pass, block by block: what stages are balanced by.
+        """Return the multiply-adds of one sample's forward pass per block, used to balance stages.
 
         Counts products with parameters, and in all blocks but the first and the last attention's products of every
-        position with every other one.
+        position with every other.
         """
         blocks, tokens = self.blocks(spec), self.tokens(spec)
         shapes = {name: shape for block in blocks for name, shape in block.shapes.items()}
@@ -132,16 +117,12 @@ class Family(ABC):
         return found
 
     def outputs(self, spec: ModelSpec) -> int:
-        """How many values the model gives for one position, or for one sample where it classifies."""
+        """Return the number of output values per position, or per sample for a classifier."""
         return spec.vocabulary
 
 
 def check_span(span: Span, blocks: Sequence[Block]) -> None:
-    """Refuse a span that is empty or not within the model.
-
-    Raises:
-        UsageError: It is.
-    """
+    """Raise `UsageError` for an empty span, or one beyond the model."""
     if not 0 <= span.start < span.stop <= len(blocks):
         raise UsageError(
             f"the model has the blocks 0 to {len(blocks) - 1}: {span.start} to {span.stop - 1} are no span of it"
@@ -149,7 +130,7 @@ def check_span(span: Span, blocks: Sequence[Block]) -> None:
 
 
 def stage_shapes(blocks: Sequence[Block], span: Span) -> dict[str, Shape]:
-    """The parameters that a stage holds: those of its blocks, and copies of what they share with earlier stages."""
+    """Return the parameters of a stage: those of its blocks, and copies of those shared with earlier stages."""
     held = {name: shape for block in blocks[span.start : span.stop] for name, shape in block.shapes.items()}
     everything = {name: shape for block in blocks for name, shape in block.shapes.items()}
     for block in blocks[span.start : span.stop]:
@@ -158,7 +139,7 @@ def stage_shapes(blocks: Sequence[Block], span: Span) -> dict[str, Shape]:
 
 
 def stage_ties(blocks: Sequence[Block], span: Span) -> dict[str, str]:
-    """Of a stage's parameters those that are copies: their names there, to the names in the stages that own them."""
+    """Return the copied parameters of a stage: the name there to the name in the owner's stage."""
     held = stage_shapes(blocks, span)
     return {
         own: shared for block in blocks[span.start : span.stop] for own, shared in block.tied.items() if own in held

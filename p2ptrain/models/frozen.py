@@ -1,4 +1,4 @@
-"""Layers whose weights are int8 buffers: what stages that are not trained themselves are made of."""
+"""Layers with int8 weight buffers, for frozen stages."""
 
 from __future__ import annotations
 
@@ -14,16 +14,11 @@ from p2ptrain.models.int8 import Product, dequantize, int8_linear, quantize
 
 
 class Int8Linear(nn.Module):
-    """A frozen linear layer.
-
-    Args:
-        layer: A linear layer, whose bias is kept and whose weight is rounded.
+    """A frozen linear layer: ``weight`` int8 ``[outputs, inputs]``, ``scale`` fp32 ``[outputs]``, original bias.
 
     Attributes:
-        weight: int8 ``[outputs, inputs]``.
-        scale: fp32 ``[outputs]``.
-        transposed: Whether the layer's weight was ``[inputs, outputs]``.
-        product: The kernel; None for that of the device.
+        transposed: True if the original weight was ``[inputs, outputs]``.
+        product: The kernel; None selects that of the device.
     """
 
     weight: torch.Tensor
@@ -40,27 +35,17 @@ class Int8Linear(nn.Module):
         self.requires_grad_(False)
 
     def quantized(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The buffers for an fp32 weight of the layer that this was made of."""
+        """Return the buffers for an fp32 weight of the original layer."""
         rounded, scale = quantize(weight.t() if self.transposed else weight)
         return {"weight": rounded, "scale": scale}
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """``[..., inputs]`` to ``[..., outputs]``."""
         outputs = int8_linear(inputs, self.weight, self.scale, self.product)
         return outputs if self.bias is None else outputs + self.bias
 
 
 class Int8Embedding(nn.Module):
-    """A frozen table of embeddings.
-
-    Args:
-        table: Whose rows are rounded.
-
-    Attributes:
-        weight: int8 ``[entries, width]``.
-        scale: fp32 ``[entries]``.
-        product: As in `Int8Linear`.
-    """
+    """A frozen embedding table: ``weight`` int8 ``[entries, width]``, ``scale`` fp32 ``[entries]``."""
 
     weight: torch.Tensor
     scale: torch.Tensor
@@ -72,18 +57,17 @@ class Int8Embedding(nn.Module):
             self.register_buffer(name, value)
 
     def quantized(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The buffers for an fp32 table."""
+        """Return the buffers for an fp32 table."""
         rounded, scale = quantize(weight)
         return {"weight": rounded, "scale": scale}
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """``[...]`` to ``[..., width]``."""
         return dequantize(
             functional.embedding(ids, self.weight), functional.embedding(ids, self.scale[:, None])[..., 0]
         )
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[..., width]`` to ``[..., entries]``: the head that shares the table."""
+        """``[..., width]`` to ``[..., entries]``: the tied head."""
         return int8_linear(hidden, self.weight, self.scale, self.product)
 
 
@@ -97,12 +81,12 @@ _REPLACED: dict[type[nn.Module], Callable[[Any], nn.Module]] = {
 
 
 def freeze_int8(module: nn.Module) -> None:
-    """Replace the linear layers and embeddings in a module by frozen int8 ones, and freeze the rest in fp32.
+    """Replace the linear layers and embeddings of a module by frozen int8 ones, and freeze the rest in fp32.
 
-    It is done one by one, and what nobody else refers to is let go at once. Of subclasses that are not known here, such
-    as the one in ``nn.MultiheadAttention``, nobody knows how their weight is used: they stay in fp32.
+    Layers are replaced one by one, and unreferenced originals are freed at once. Unknown subclasses, such as the one in
+    ``nn.MultiheadAttention``, stay in fp32, because they may use their weight in another way.
     """
-    # A list of all modules would keep the replaced ones.
+    # A list of all modules would keep the replaced ones alive.
     for parent in [each for each in module.modules() if type(each) not in _REPLACED]:
         for name in [name for name, _ in parent.named_children()]:
             layer = parent.get_submodule(name)
@@ -113,7 +97,7 @@ def freeze_int8(module: nn.Module) -> None:
 
 
 def frozen_state(stage: nn.Module, name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What a stage after `freeze_int8` holds for a parameter of the stage before: its buffers, or the value itself."""
+    """Return a `freeze_int8` stage's entries for a parameter of the original: its buffers, or the value itself."""
     owner, _, own = name.rpartition(".")
     layer = stage.get_submodule(owner)
     if own == "weight" and isinstance(layer, Frozen):

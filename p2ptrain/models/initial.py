@@ -1,6 +1,6 @@
-"""Initial parameters from integers alone, because peers must start from equal bits.
+"""Initial parameters by integer arithmetic, because peers must start from equal bits.
 
-torch's normal generator gives other bits on a CPU with other vector instructions.
+torch's normal generator gives other bits on CPUs with other vector instructions.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import torch
 
 
 def deterministic_normal_(parameter: torch.Tensor, std: float, key: str) -> None:
-    """Fill a contiguous fp32 CPU tensor in place with nearly normal values of mean 0 that depend on ``key`` alone.
+    """Fill a contiguous fp32 CPU tensor with nearly normal values of mean 0 that depend on ``key`` alone.
 
-    Each value is a sum of four 16-bit integers from Philox (whose stream NumPy keeps stable across versions), so it
-    lies within 3.5 ``std``; there is one rounding, in the multiplication at the end, which IEEE 754 defines.
+    Each value is a sum of four 16-bit integers from Philox, whose stream NumPy keeps stable across versions. It lies
+    within 3.5 ``std``. The only rounding is in the final multiplication, which IEEE 754 defines.
     """
     seed = int.from_bytes(hashlib.sha256(f"initial {key}".encode()).digest()[:16], "little")
     words = np.random.Philox(key=seed).random_raw(parameter.numel()).astype("<u8", copy=False)

@@ -1,4 +1,4 @@
-"""Pretrained models: where their files are, and what a manifest says of one."""
+"""Pretrained models: the location of their files, and their entry in a manifest."""
 
 from __future__ import annotations
 
@@ -18,23 +18,16 @@ from p2ptrain.progress import Jobs, untold
 
 CONFIG = "config.json"
 CONTEXT = 512
-"""Tokens of a sample, unless a model has fewer or its positions are parameters."""
+"""Default tokens per sample, unless the model has fewer or learned positions."""
 
 
 def weights_folder(spec: ModelSpec, span: Span, given: Path | None = None, jobs: Jobs = untold) -> Path | None:
-    """The folder with the pretrained parameters of a span; downloads them where the manifest says so.
+    """Return the folder with the pretrained parameters of a span; None if the model starts from initial values.
 
-    Args:
-        spec: The manifest's model.
-        span: Of a file for each part of the model, those that hold this part are downloaded, and no others.
-        given: Where this machine has them; None for where the manifest says.
-        jobs: Told what is being downloaded.
-
-    Returns:
-        None if the model begins with initial values.
+    The local folder ``given`` wins over the manifest's source. Only files with parameters of the span are downloaded.
 
     Raises:
-        ConfigError: They are not there.
+        ConfigError: The files are not available.
         TemporaryError: The hub does not answer.
     """
     if not spec.weights:
@@ -46,7 +39,7 @@ def weights_folder(spec: ModelSpec, span: Span, given: Path | None = None, jobs:
         blocks = model_blocks(spec)
         ties = stage_ties(blocks, span)
         names = {ties.get(name, name) for name in stage_shapes(blocks, span)}
-        # A block is read as a whole, to see that it is the right one.
+        # The digest check needs whole blocks.
         return _download(
             place, {name for block in blocks if names & block.shapes.keys() for name in block.shapes}, jobs
         )
@@ -54,7 +47,7 @@ def weights_folder(spec: ModelSpec, span: Span, given: Path | None = None, jobs:
 
 
 def not_given(key: str, source: str) -> str:
-    """Return the error for a pretrained model that every peer has to give."""
+    """Return the error message for a pretrained model that every peer has to supply."""
     return (
         f"the swarm's {key} is {source}, which every peer brings: ask its organizer for a copy, and give its folder"
         " with --weights"
@@ -62,10 +55,9 @@ def not_given(key: str, source: str) -> str:
 
 
 def local_data(manifest: Manifest, given: Path | None) -> DataSpec:
-    """Return the manifest's text, with the tokenizer of the pretrained model from where this machine has it.
+    """Return the manifest's data settings, with the tokenizer from the local folder of the pretrained model.
 
-    Raises:
-        ConfigError: Every peer has to give the tokenizer, and this one did not.
+    Raises `ConfigError` if every peer has to supply the tokenizer, and this one did not.
     """
     data = manifest.data
     if given is not None and data.tokenizer == manifest.model.weights:
@@ -76,16 +68,15 @@ def local_data(manifest: Manifest, given: Path | None) -> DataSpec:
 
 
 def describe_pretrained(source: str, context: int = 0, jobs: Jobs = untold) -> ModelSpec:
-    """What a manifest says of a pretrained model.
+    """Return the manifest entry of a pretrained model.
 
     Args:
-        source: ``hub:OWNER/NAME``, ``hub:OWNER/NAME@REVISION`` or a folder, of which the manifest says the name alone.
-        context: Tokens of a sample; 0 for `CONTEXT`, or fewer where the model has fewer.
-        jobs: Told how far it is.
+        source: ``hub:OWNER/NAME``, ``hub:OWNER/NAME@REVISION``, or a folder, recorded by its name alone.
+        context: Tokens per sample; 0 selects `CONTEXT`, or fewer if the model has fewer.
 
     Raises:
-        ConfigError: It is not there, or cannot be read.
-        ManifestError: This version does not compute such a model; says why.
+        ConfigError: It does not exist, or cannot be read.
+        ManifestError: This version does not support such a model; the message says why.
         TemporaryError: The hub does not answer.
     """
     from p2ptrain.models.weights import BlockDigest, Weights
@@ -93,13 +84,13 @@ def describe_pretrained(source: str, context: int = 0, jobs: Jobs = untold) -> M
     scheme, _, place = source.partition(":")
     if scheme == "hub":
         folder = _download(place, None, jobs)
-        if "@" not in place:  # The newest one now is the one that is meant.
+        if "@" not in place:  # Pin the newest revision.
             source = f"{source}@{folder.name}"
     elif "://" in source:
         raise UsageError(f"--model {source}: give the folder of a model, or hub:OWNER/NAME")
     else:
         folder = Path(source).expanduser()
-        # Where the organizer keeps it is nobody's business.
+        # The manifest must not reveal the organizer's path.
         source = f"local:{re.sub(r'[^a-zA-Z0-9_.-]', '-', folder.absolute().name) or 'model'}"
     spec = _spec_of(folder, context)
     weights, digests = Weights(folder), []
@@ -115,7 +106,7 @@ def describe_pretrained(source: str, context: int = 0, jobs: Jobs = untold) -> M
 
 
 def _spec_of(folder: Path, context: int) -> ModelSpec:
-    """A model's settings, if this version computes what transformers does with them."""
+    """Return a model's settings, if this version computes the same as transformers."""
     from transformers import AutoConfig
 
     path = folder / CONFIG
@@ -146,7 +137,7 @@ def _spec_of(folder: Path, context: int) -> ModelSpec:
     ours = family.hugging_face(spec)
     for key in family.only_settings:
         found, only = getattr(theirs, key), getattr(ours, key)
-        # Files of other formats have fp32's rounding.
+        # Files of other formats are rounded to fp32.
         is_same = math.isclose(found, only, rel_tol=1e-6) if isinstance(found, float) else found == only
         if not is_same:
             raise ManifestError(f"{path}: {key} = {found!r}, and this version computes {only!r} alone")
@@ -154,12 +145,9 @@ def _spec_of(folder: Path, context: int) -> ModelSpec:
 
 
 def _download(place: str, names: set[str] | None, jobs: Jobs) -> Path:
-    """Files of a model on the hub, as far as they are not on this machine already.
+    """Return the folder of a model from the hub, after downloading its missing files.
 
-    Args:
-        place: ``OWNER/NAME`` or ``OWNER/NAME@REVISION``.
-        names: The parameters that are needed; None for everything, settings and tokenizer too.
-        jobs: Told what is being downloaded.
+    ``place`` is ``OWNER/NAME`` or ``OWNER/NAME@REVISION``. ``names`` None means all files, with settings and tokenizer.
     """
     import huggingface_hub as hub
     from huggingface_hub.errors import (
@@ -179,7 +167,7 @@ def _download(place: str, names: set[str] | None, jobs: Jobs) -> Path:
         with jobs(f"downloading {file} of {name}", ""):
             return Path(hub.hf_hub_download(name, file, revision=revision or None))
 
-    disable_progress_bars()  # There are others.
+    disable_progress_bars()  # ``jobs`` shows progress.
     try:
         if names is None:
             with jobs(f"downloading {name}", ""):

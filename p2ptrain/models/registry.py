@@ -1,6 +1,7 @@
-"""The model families that this machine builds, by their names in the manifest.
+"""The model families on this machine, by their manifest names.
 
-Sizes are computed without importing torch, so that a peer can refuse a model that it has no room for at once.
+Sizes are computed without torch, so a peer without room for a model can refuse it at once. Every function with a
+``spec`` raises the errors of `get_family`.
 """
 
 from __future__ import annotations
@@ -32,27 +33,28 @@ FAMILIES = Extensions(
 )
 
 QUANTS = ("int8",)
-"""In what a stage's frozen parameters can be held, other than fp32."""
+"""Formats of a stage's frozen parameters, besides fp32."""
 
 PROCESS_BYTES = 420 << 20
-"""Resident memory of a process that has imported torch and a model family, before any model."""
+"""Resident memory of a process with torch and a model family imported, before any model."""
 
 TRAINED_BYTES = 4 * (1 + 1 + 2 + 4)
-"""fp32 parameters, gradients, AdamW's two moments, and the swarm's own: round start, outer momentum, what a codec
-dropped, and the result that is staged aside until it is committed. Of one parameter."""
+"""Memory per trained fp32 parameter: value, gradient, AdamW's two moments, and the swarm's four vectors: round start,
+outer momentum, error feedback, and the staged result before its commit.
+"""
 
 MOMENTS_SAVED_BYTES = 6
-"""With AdamW's moments in 8 bits, of one parameter."""
+"""Saving per parameter with AdamW's moments in 8 bits."""
 
 FROZEN_BYTES = {"": 4.0, "int8": 1.1}
-"""Of one that is not trained, by how it is held; int8 with its scales, and with norms and biases, which are fp32."""
+"""Memory per frozen parameter, by format; int8 includes its scales, and norms and biases in fp32."""
 
 
 def get_family(spec: ModelSpec) -> Family:
-    """The family of a model.
+    """Return the family of a model.
 
     Raises:
-        IncompatibleError: This machine does not know it, or what an installed package gives for it is none.
+        IncompatibleError: This machine does not know it, or an installed package's entry for it is not a family.
         UsageError: It is ``custom``: only its own script can build it.
         ManifestError: It has no models of these settings.
     """
@@ -64,27 +66,18 @@ def get_family(spec: ModelSpec) -> Family:
 
 
 def check_reads_text(spec: ModelSpec) -> None:
-    """Refuse models that cannot learn from a manifest's text.
-
-    Raises:
-        UsageError: It is none that says which token comes next: only a script can bring what it learns from.
-        IncompatibleError, ManifestError: As in `get_family`.
-    """
+    """Raise `UsageError` for models that cannot learn from a manifest's text."""
     if not get_family(spec).reads_text:
         raise UsageError(f"a {spec.family} model does not learn from text: run the organizer's script, which feeds it")
 
 
 def model_blocks(spec: ModelSpec) -> tuple[Block, ...]:
-    """The blocks that a model is made of, without building it.
-
-    Raises:
-        IncompatibleError, UsageError, ManifestError: As in `get_family`.
-    """
+    """Return the blocks of a model, without building it."""
     return tuple(get_family(spec).blocks(spec))
 
 
 def whole(spec: ModelSpec) -> Span:
-    """The span of all blocks; raises as `get_family`."""
+    """Return the span of all blocks."""
     return Span(0, len(model_blocks(spec)))
 
 
@@ -105,24 +98,16 @@ def build_stage(
     quant: str | None = None,
     jobs: Jobs = untold,
 ) -> Stage:
-    """Build a span of a model's blocks on the CPU, in training mode, and hold nothing of the others.
+    """Build a span of a model's blocks on the CPU, in training mode, and nothing of the others.
 
-    Without ``weights`` its parameters are a pure function of ``spec``: bit-identical on every machine, whatever the
-    number of threads and the state of the global generators, which are left as they were.
-
-    Args:
-        spec: The whole model's.
-        span: Which blocks.
-        weights: A folder of safetensors files of a pretrained model, as Hugging Face's tools write it.
-        quant: None for parameters in fp32. ``int8`` freezes all of them, and holds those of linear layers and
-            embeddings as int8 buffers (`p2ptrain.models.frozen`), a quarter of the memory; one by one, so that
-            while it is built there is never more than one in fp32.
-        jobs: Told how far it is.
+    Without ``weights``, a folder of safetensors files in Hugging Face's layout, the parameters are a pure function of
+    ``spec``, bit-identical on every machine. They depend neither on the number of threads nor on the global generators,
+    which stay unchanged. ``int8`` as ``quant`` freezes all parameters, and stores linear layers and embeddings as int8
+    buffers (`p2ptrain.models.frozen`); at most one of them is in fp32 at a time.
 
     Raises:
-        IncompatibleError, UsageError, ManifestError: As in `get_family`.
         UsageError: There are no such blocks, or there is no such ``quant``.
-        ConfigError: The weights cannot be read, are another model's, or are not those of ``spec.weight_digests``.
+        ConfigError: The weights cannot be read, belong to another model, or do not match ``spec.weight_digests``.
     """
     family = get_family(spec)
     if quant is not None and quant not in QUANTS:
@@ -133,39 +118,24 @@ def build_stage(
 
 
 def freeze_int8(stage: nn.Module) -> None:
-    """Freeze a stage that is built already, such as one of a module of one's own, as `build_stage` does for ``int8``.
-
-    Linear layers and embeddings are replaced in place, one by one, in whatever else holds the same modules, too.
-    """
+    """Freeze a built stage, such as a custom module's, as `build_stage` does for ``int8``, layer by layer in place."""
     from p2ptrain.models import frozen
 
     frozen.freeze_int8(stage)
 
 
 def num_parameters(spec: ModelSpec, span: Span | None = None) -> int:
-    """How many different parameters `build_model` makes (tied ones count once), or a span's blocks have of their own.
-
-    Raises:
-        IncompatibleError, UsageError, ManifestError: As in `get_family`.
-    """
+    """Return the number of distinct parameters of a model (tied ones count once), or of a span's own parameters."""
     return sum(block.num_parameters for block in model_blocks(spec)[slice(*(span or whole(spec)))])
 
 
 def estimate_memory_bytes(
     spec: ModelSpec, training: TrainingSpec, span: Span | None = None, parameter_bytes: float = TRAINED_BYTES
 ) -> int:
-    """About how much resident memory a trainer of this model needs on the CPU, in bytes, daemon not included.
+    """Estimate a trainer's resident memory on the CPU in bytes, daemon excluded.
 
-    Counts the process, the parameters, and the activations that one local batch keeps for its backward pass.
-
-    Args:
-        spec: The model.
-        training: Its local batch.
-        span: What of it the peer holds; None for all of it.
-        parameter_bytes: For one parameter; less where it is frozen (`FROZEN_BYTES`).
-
-    Raises:
-        IncompatibleError, UsageError, ManifestError: As in `get_family`.
+    Counts the process, the parameters of the span, and the activations of one local batch for its backward pass. Frozen
+    parameters need fewer ``parameter_bytes`` (`FROZEN_BYTES`).
     """
     family, blocks = get_family(spec), model_blocks(spec)
     span = span or Span(0, len(blocks))
@@ -178,16 +148,12 @@ def estimate_memory_bytes(
 
 
 def export_hugging_face(model: nn.Module, spec: ModelSpec, directory: Path, tokenizer: str = "bytes") -> None:
-    """Write a folder that transformers loads with ``from_pretrained``, the tokenizer of a language model with it.
+    """Write a folder that transformers loads with ``from_pretrained``, with the tokenizer of a language model.
 
-    Args:
-        model: What `build_model` returned, trained.
-        spec: What it was built from.
-        directory: Created as needed; files of the same names are overwritten.
-        tokenizer: The manifest's ``data.tokenizer``: ``bytes`` writes a byte-level tokenizer, ``path:DIR`` copies.
+    The tokenizer is the manifest's ``data.tokenizer``: ``bytes`` writes a byte-level one, ``path:DIR`` copies. Existing
+    files are overwritten.
 
     Raises:
-        IncompatibleError, UsageError, ManifestError: As in `get_family`.
         UsageError: The model is in int8, or its family has no such form.
         ConfigError: The tokenizer cannot be read.
     """

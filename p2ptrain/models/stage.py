@@ -1,8 +1,7 @@
 """A stage: the modules of a span of blocks, which run one after another.
 
-What goes in is what the blocks before it gave (``[batch, length, hidden]``), or the model's own input in the first
-stage; what comes out is the hidden states, or the model's output in the last one. Stages of one model, run one after
-another, are that model.
+The input is the hidden states of the previous blocks (``[batch, length, hidden]``), or the model's input in the first
+stage. The output is hidden states, or the model's output in the last stage. All stages in sequence are the model.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from p2ptrain.models.family import Span
 
 
 def layer_numbers(span: Span, num_layers: int) -> range:
-    """The layers in a span of a model whose blocks are embeddings, layers and head."""
+    """Return the layers in a span of a model whose blocks are embeddings, layers and head."""
     return range(max(span.start - 1, 0), min(span.stop - 1, num_layers))
 
 
@@ -38,36 +37,30 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class StageContext:
-    """Where the inputs of a pass stand in their sequences.
+    """Positions of a pass's inputs in their sequences.
 
     Attributes:
-        first: The position of each sequence's first input.
-        caches: By the layer's number; hold the positions before ``first``, and take the new ones. None for no cache.
+        first: Position of each sequence's first input.
+        caches: Caches of the positions before ``first``, by layer number; extended by the pass. None for no cache.
     """
 
     first: int = 0
     caches: defaultdict[str, LayerCache] | None = None
 
     def cache(self, layer: str) -> LayerCache | None:
-        """Return a layer's cache, if there is one."""
         return None if self.caches is None else self.caches[layer]
 
 
 WHOLE = StageContext()
-"""Of inputs that are whole sequences, as in training."""
+"""Context of whole sequences, as in training."""
 
 
 class Stage(nn.Module):
-    """Base of the families' stages. A family's is made as ``Stage(spec, span, num_blocks)``.
-
-    Args:
-        span: Which of the model's blocks.
-        num_blocks: How many it has.
+    """Base of the families' stages. A family creates its own as ``Stage(spec, span, num_blocks)``.
 
     Attributes:
-        span: As given.
-        is_first: Whether it takes the model's input.
-        is_last: Whether it gives the model's output.
+        is_first: True if its input is the model's input.
+        is_last: True if its output is the model's output.
     """
 
     def __init__(self, span: Span, num_blocks: int) -> None:
@@ -78,7 +71,4 @@ class Stage(nn.Module):
 
     @abstractmethod
     def forward(self, inputs: torch.Tensor, context: StageContext = WHOLE) -> torch.Tensor:
-        """One pass; see the module's docstring for shapes.
-
-        A family whose positions see later ones has no use for a context, and raises `ValueError` for a cache.
-        """
+        """Run one pass; the module's docstring has the shapes. Families without a cache accept `WHOLE` alone."""

@@ -9,22 +9,14 @@ from p2ptrain.errors import ConfigError
 
 
 def load_tokenizer(name: str, context: int) -> Any:
-    """The transformers tokenizer of a manifest's ``data.tokenizer``.
-
-    Raises:
-        ConfigError: It cannot be read.
-    """
+    """Return the transformers tokenizer of a manifest's ``data.tokenizer``; raises as `load_pretrained_tokenizer`."""
     if name == "bytes":
         return byte_tokenizer(context)
     return load_pretrained_tokenizer(name)
 
 
 def load_pretrained_tokenizer(name: str) -> Any:
-    """The transformers tokenizer of a folder, ``path:DIR``, or of the hub, ``hub:OWNER/NAME`` or ``…@REVISION``.
-
-    Raises:
-        ConfigError: It cannot be read.
-    """
+    """Return the transformers tokenizer of ``path:DIR`` or ``hub:OWNER/NAME[@REVISION]``; raises `ConfigError`."""
     kind, _, place = name.partition(":")
     if kind not in ("path", "hub") or not place:
         raise ConfigError(f"unknown data.tokenizer {name!r}: use bytes, path:DIR or hub:OWNER/NAME")
@@ -44,7 +36,7 @@ def load_pretrained_tokenizer(name: str) -> Any:
 
 
 def byte_tokenizer(context: int) -> Any:
-    """A transformers tokenizer with 256 tokens: token ``i`` is byte ``i`` of the text's UTF-8."""
+    """Return a transformers tokenizer with 256 tokens: token ``i`` is byte ``i`` of the text's UTF-8."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -58,9 +50,9 @@ def byte_tokenizer(context: int) -> Any:
 
 
 def _byte_characters() -> list[str]:
-    """The printable character that byte-level tokenizers write for each byte (the table of GPT-2's ``encoder.py``).
+    """Return the printable character of each byte in byte-level tokenizers (the table of GPT-2's ``encoder.py``).
 
-    Printable Latin-1 stands for itself; the other bytes take the characters from U+0100 on, in order.
+    Printable Latin-1 maps to itself; the other bytes map to the characters from U+0100 on, in order.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))

@@ -1,4 +1,4 @@
-"""Pretrained parameters in a folder as Hugging Face's tools write it, read one by one: a stage reads its own alone."""
+"""Pretrained parameters in a folder of Hugging Face's layout, read one by one, so that a stage reads only its own."""
 
 from __future__ import annotations
 
@@ -17,28 +17,14 @@ SINGLE = "model.safetensors"
 
 
 class Weights:
-    """The safetensors files of a folder.
-
-    Args:
-        folder: Holds one file, or several and their index.
-
-    Attributes:
-        folder: As given.
-
-    Raises:
-        ConfigError: There is none, or it is malformed.
-    """
+    """The safetensors file of a folder, or several with their index; raises `ConfigError` if missing or malformed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._files = _index(folder)
 
     def read(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """One parameter in fp32 on the CPU.
-
-        Raises:
-            ConfigError: It is not there, or has another shape.
-        """
+        """Return one parameter in fp32 on the CPU; raises `ConfigError` if it does not exist, or has another shape."""
         known = _known(name, self._files)
         if known is None:
             raise ConfigError(f"{self.folder} has no parameter {name!r}: is it this model's?")
@@ -56,11 +42,7 @@ class Weights:
 
 
 def files_with(index: Path, names: Iterable[str]) -> set[str]:
-    """The files that parameters are in, by the index of several files.
-
-    Raises:
-        ConfigError: The index is malformed, or lacks one.
-    """
+    """Return the names of the files that hold the parameters; raises `ConfigError` for a malformed or lacking index."""
     files = _index(index.parent)
     found = {name: _known(name, files) for name in names}
     missing = [name for name, known in found.items() if known is None]
@@ -70,39 +52,36 @@ def files_with(index: Path, names: Iterable[str]) -> set[str]:
 
 
 def _known(name: str, files: Mapping[str, str]) -> str | None:
-    """A parameter's name in the files; None if they lack it.
+    """Return a parameter's name in the files; None if they lack it.
 
-    Files of a bare model lack the name of the part that a model with a head puts before it.
+    Files of a bare model lack the prefix that a model with a head puts before its names.
     """
     return next((known for known in (name, name.partition(".")[2]) if known in files), None)
 
 
 class BlockDigest:
-    """SHA-256 of a block's parameters, with their names and shapes, in the block's order.
+    """SHA-256 of a block's parameters (fp32, CPU) with their names and shapes, in the block's order.
 
-    They are taken in fp32, so that a file in fp16 or bf16 and its copy in fp32 have one digest.
+    Values are hashed in fp32, so a file in fp16 or bf16 and its copy in fp32 have one digest.
     """
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256(b"p2ptrain block 1")
 
     def update(self, name: str, value: torch.Tensor) -> None:
-        """Add the next parameter: fp32, on the CPU."""
         self._hash.update(json.dumps([name, list(value.shape)]).encode())
         self._hash.update(value.contiguous().view(-1).numpy().astype("<f4", copy=False).data)
 
     def hex(self) -> str:
-        """Of what was added: 64 digits."""
         return self._hash.hexdigest()
 
 
 def _index(folder: Path) -> dict[str, str]:
-    """The file that each parameter is in."""
     index, single = folder / INDEX, folder / SINGLE
     try:
         if index.exists():
             files = json.loads(index.read_text())["weight_map"]
-            # A name from a file must not lead out of the folder.
+            # File names must not lead out of the folder.
             if all(isinstance(file, str) and Path(file).name == file for file in files.values()):
                 return dict(files)
             raise ValueError("it names files elsewhere")

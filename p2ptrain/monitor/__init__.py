@@ -1,5 +1,5 @@
-"""The status page: what peers publish, as a snapshot of the swarm, its history, and a web page over both.
+"""The status page: snapshots of a swarm, its history, and a web page; read-only.
 
-`snapshot` and what it calls are pure: records and certificates in, plain values out. `watch` reads the swarm like any
-light peer, `store` keeps the past in SQLite, and `web` shows both. Nothing here can change the swarm.
+`watch` reads records and certificates as any light peer does, and builds snapshots with `p2ptrain.status`. `store`
+keeps the history in SQLite. `web` serves both.
 """

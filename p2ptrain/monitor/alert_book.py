@@ -1,4 +1,4 @@
-"""From alerts of each look to events when they begin and end; flickering alerts make none."""
+"""Events for the begin and end of alerts, with hysteresis against flickering ones."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from p2ptrain.status.views import Alert, Event
 
 HOLD_SECONDS = 6.0
-"""What holds for less is not told of: a peer may be between two rounds when it is looked at."""
+"""An alert begins after it held this long; a peer between two rounds causes shorter ones."""
 CLEAR_SECONDS = 20.0
+"""An alert ends after it was absent this long."""
 MAX_LASTING = 200
 
 
@@ -26,7 +27,7 @@ class AlertBook:
         self._lasting: dict[tuple[str, str], _Lasting] = {}
 
     def update(self, alerts: Sequence[Alert], now: float) -> list[Event]:
-        """Take in the alerts of now; return the events that began and ended with them."""
+        """Take in the current alerts; return an event for each alert that begins or ends."""
         events = []
         current = {(alert.rule, alert.subject) for alert in alerts}
         for alert in alerts:
@@ -41,7 +42,7 @@ class AlertBook:
                 known.told = True
                 events.append(Event(now, "alert", alert.subject, alert.text))
         for key, known in list(self._lasting.items()):
-            # What was not told yet has to hold without a gap; what was told is over only after a while.
+            # An unreported alert must hold without a gap; a reported one ends only after `CLEAR_SECONDS`.
             if key not in current and (not known.told or now - known.last >= CLEAR_SECONDS):
                 del self._lasting[key]
                 if known.told:

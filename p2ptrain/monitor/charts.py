@@ -1,4 +1,4 @@
-"""Line charts as SVG markup, for pages that must stand alone: no script, no style but the page's own classes."""
+"""Line charts as SVG markup for self-contained pages: no scripts, styled by the page's classes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from html import escape
 WIDTH, HEIGHT = 720, 240
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 12, 28
 MAX_POINTS = 600
-"""More than a line has pixels: longer series are thinned, keeping the extremes of each bin."""
+"""Limit of a line's points, close to its width in pixels; longer series are thinned."""
 MAX_COLOURS = 8
 
 
 @dataclass(frozen=True)
 class Series:
-    """One line: its name and points (x, y), in order of x."""
+    """A named line of points (x, y), in order of x."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -30,13 +30,13 @@ def line_chart(
     y_text: Callable[[float], str],
     from_zero: bool = False,
 ) -> str:
-    """A chart with axes and a legend; a sentence in place of one without points.
+    """Return a chart with axes and a legend; a sentence if there are no points.
 
     Args:
-        title: What it shows, for people who do not see it.
-        series: The lines; of more than 8, colours repeat.
-        x_text, y_text: How a value reads on its axis.
-        from_zero: Whether the y axis begins at 0.
+        title: The text for screen readers.
+        series: The lines; colours repeat after `MAX_COLOURS`.
+        x_text, y_text: Format a value of the axis.
+        from_zero: True to begin the y axis at 0.
     """
     drawn = [Series(each.name, thin(each.points)) for each in series if each.points]
     if not drawn:
@@ -77,7 +77,7 @@ def line_chart(
 
 
 def thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return at most `MAX_POINTS` points: of each bin the lowest and the highest, so that no spike is lost."""
+    """Return at most `MAX_POINTS` points: the lowest and the highest of each bin, so that spikes remain."""
     if len(points) <= MAX_POINTS:
         return list(points)
     bins = MAX_POINTS // 2
@@ -91,7 +91,7 @@ def thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Return round numbers between ``low`` and ``high``, about ``count`` of them; at least one."""
+    """Return about ``count`` round numbers between ``low`` and ``high``, at least one."""
     span = high - low
     if not span > max(abs(high) * 1e-9, 1e-300):
         return [low]

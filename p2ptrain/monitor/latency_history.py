@@ -1,7 +1,7 @@
-"""Latencies in the history: counts between fixed bounds, which are added up in each step, whatever its length.
+"""Latencies in the history: histograms with fixed bounds, summed over each step.
 
-A percentile of an hour is none of the percentiles of its minutes, nor their mean. So no percentile is kept: those that
-a chart shows are taken from the counts of each of its steps.
+Percentiles cannot be aggregated over time, so only counts are stored. The percentiles of a chart are computed from the
+counts of each step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from p2ptrain.network.records.serving import BOUNDS, Latencies
 KINDS = ("first_token_seconds", "token_seconds")
 SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 PERCENTILES = {f"{kind}_{name}": (kind, share) for kind in KINDS for name, share in SHARES.items()}
-"""Series that are made of them: of which kind, and which share of the counts is below."""
+"""Kind and quantile of each percentile series, by its name."""
 
 SCHEMA = """
 CREATE TABLE latencies (
@@ -26,7 +26,7 @@ PRUNE = "DELETE FROM latencies WHERE step = ? AND at < ?"
 
 
 def rows(at: float, latencies: Mapping[str, Latencies], steps: Iterable[int]) -> list[tuple[str, int, int, int, int]]:
-    """Return parameters of `ADD`: the latencies of second ``at``, by kind, for steps of these lengths in seconds."""
+    """Return parameters of `ADD` for the latencies of second ``at``, by kind, for steps of ``steps`` seconds."""
     return [
         (kind, step, int(at) // step * step, bucket, count)
         for kind, each in latencies.items()
@@ -37,18 +37,14 @@ def rows(at: float, latencies: Mapping[str, Latencies], steps: Iterable[int]) ->
 
 
 def query(names: Sequence[str]) -> tuple[str, list[str]]:
-    """Return a query for the counts of some series, in steps of ``?`` seconds from second ``?`` on.
-
-    Returns:
-        The statement, and the parameters before these two.
-    """
+    """Return a query for the counts of percentile series, and its first parameters; step and start time follow."""
     kinds = sorted({PERCENTILES[name][0] for name in names})
     marks = ",".join("?" * len(kinds))
     return f"SELECT kind, at, bucket, count FROM latencies WHERE kind IN ({marks}) AND step = ? AND at >= ?", kinds
 
 
 def points(names: Sequence[str], found: Iterable[Sequence[Any]]) -> list[tuple[str, int, float]]:
-    """Return values of these series in seconds, each with its name and step, from the rows of `query`."""
+    """Return name, start of the step and value in seconds of each point, from the rows of `query`."""
     counts: dict[tuple[str, int], list[int]] = {}
     for kind, at, bucket, count in found:
         counts.setdefault((kind, at), [0] * (len(BOUNDS) + 1))[bucket] = count

@@ -1,4 +1,4 @@
-"""The newest snapshot as Prometheus metrics: base units, counters that end in ``_total``, few labels."""
+"""A snapshot as Prometheus metrics, with base units and few labels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from p2ptrain.status.views import Snapshot
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 MAX_LABELLED_PEERS = 500
-"""In larger swarms there are no series for each peer: they would be too many for most who scrape."""
+"""Largest swarm with per-peer series; more would overload most Prometheus servers."""
 HEALTHS = ("healthy", "degraded", "stopped", "empty")
 
 

@@ -1,4 +1,4 @@
-"""The OpenAPI document of ``/api/v1``, made from the views themselves."""
+"""The OpenAPI document of ``/api/v1``, generated from the view classes."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _answer(text: str, kind: Any, schemas: dict[str, Any]) -> dict[str, Any]:
 
 
 def _schema(kind: Any, schemas: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a type, a dict of types by name, a list of one type, or a tuple for all of them together."""
+    """Return the schema of a type, a dict of types by name, a list of one type, or a tuple of types (``allOf``)."""
     if isinstance(kind, tuple):
         return {"allOf": [_schema(each, schemas) for each in kind]}
     if isinstance(kind, dict):
@@ -101,7 +101,7 @@ def _schema(kind: Any, schemas: dict[str, Any]) -> dict[str, Any]:
         return {"type": "array", "items": _schema(kind[0], schemas)}
     if isinstance(kind, type) and (fields := views.fields_of(kind)):
         if kind.__name__ not in schemas:
-            schemas[kind.__name__] = {}  # Before its fields, which may refer to it.
+            schemas[kind.__name__] = {}  # Reserved first, because its fields may refer to it.
             schemas[kind.__name__] = _schema(fields, schemas)
         return {"$ref": f"#/components/schemas/{kind.__name__}"}
     origin, inner = get_origin(kind), get_args(kind)

@@ -1,4 +1,4 @@
-"""HTML from templates, complete without scripts, which only keep it fresh."""
+"""HTML pages from templates, complete without scripts; scripts only refresh them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from p2ptrain.status.coverage import coverage
 from p2ptrain.status.views import PeerView, Snapshot
 
 PLAIN_ROWS = 200
-"""Peers on the page that works without scripts; the rest are on further pages."""
+"""Rows per page of the table of peers without scripts."""
 EVENTS = 30
 MAX_SEARCH_CHARS = 100
 LEADERS = 20
 SHOWN_ROUNDS = 12
 MAX_NAMED_MEMBERS = 400
-"""In larger swarms the picture of groups does not name everybody."""
+"""Largest number of peers in the groups at which the picture names them."""
 QR_BORDER = 4
 
 
@@ -41,21 +41,16 @@ class Pages:
         self._plain: tuple[Snapshot, str] | None = None
 
     async def index(self, snapshot: Snapshot, asked: Mapping[str, str]) -> Response:
-        """Return the page.
-
-        Args:
-            snapshot: The newest.
-            asked: ``page`` of the plain table, counted from 1, and ``search`` in it.
-        """
+        """Return the status page for the query parameters ``page``, counted from 1, and ``search``."""
         is_plain = not {"search", "page"} & set(asked)
         if is_plain and self._plain is not None and self._plain[0] is snapshot:
-            return _html(self._plain[1])  # The same for all who come before the next look.
+            return _html(self._plain[1])  # Cached until the next snapshot.
         search = asked.get("search", "")[:MAX_SEARCH_CHARS]
         peers = matching(snapshot.peers, search)
         pages = max(1, -(-len(peers) // PLAIN_ROWS))
         text = asked.get("page", "1")
         page = min(pages, max(1, int(text) if text.isascii() and text.isdigit() and len(text) < 8 else 1))
-        text_of_page = await asyncio.to_thread(  # It takes as long as some hundred answers of the API.
+        text_of_page = await asyncio.to_thread(  # Rendering would block the event loop for long.
             self._rendered,
             "index.html",
             snapshot=snapshot,
@@ -82,7 +77,7 @@ class Pages:
         return _html(self._rendered("peer.html", snapshot=snapshot, peer=peer, contribution=contribution))
 
     async def departed(self, snapshot: Snapshot, peer: str) -> Response | None:
-        """Return a page about a departed peer; None where the history knows nothing of it."""
+        """Return a page about a departed peer; None if the history does not know it."""
         contribution = await self._store.contribution(peer)
         events = await self._store.events_of(peer, EVENTS)
         if contribution is None and not events:
@@ -96,7 +91,7 @@ class Pages:
 
 
 def matching(peers: Sequence[PeerView], search: str) -> list[PeerView]:
-    """Return the peers whose name, id, role or state contains a text, in any case."""
+    """Return the peers whose name, id, role or state contains a text, ignoring case."""
     wanted = search.casefold()
     return [
         peer
@@ -113,7 +108,7 @@ def _html(text: str) -> Response:
 def qr_code(text: str) -> tuple[int, str]:
     """Return a QR code: the modules of a side, border included, and an SVG path of the dark modules.
 
-    Where the text is too long for a code: 0 and no path.
+    Returns 0 and an empty path if the text is too long.
     """
     try:
         code = segno.make(text, error="l", micro=False)

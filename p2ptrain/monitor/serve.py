@@ -1,4 +1,4 @@
-"""`p2ptrain monitor`: an observer, a watch, a store and a web server, started and ended together."""
+"""``p2ptrain monitor``: runs an observer, a watch, a store and a web server together."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from p2ptrain.tasks import Tasks
 logger = logging.getLogger(__name__)
 
 TURN_SECONDS = 0.0005
-"""How long a thread may compute while others wait; Python's own 5 ms, several times for each answer, add up."""
+"""Switch interval of threads; Python's default of 5 ms, several times per request, adds up to visible latency."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Settings:
     """The options of `serve`.
 
     Attributes:
-        db: Where history is kept; None for in memory.
-        webhook: Gets alerts; empty for nobody.
-        stall_seconds: So long without a committed round is too long.
+        db: File of the history; None keeps it in memory.
+        webhook: URL for alerts; empty for none.
+        stall_seconds: Time without a committed round after which an alert is raised.
     """
 
     link: SwarmLink
@@ -53,12 +53,11 @@ async def serve(settings: Settings, on_ready: Callable[[str], None]) -> None:
     """Watch a swarm and serve its page until SIGINT or SIGTERM.
 
     Args:
-        settings: What to watch, and where to serve.
         on_ready: Called with the page's URL once it answers.
 
     Raises:
-        BootstrapError: Nobody that the link names answers.
-        ResourceError: The port is taken, or the file cannot be written.
+        BootstrapError: No bootstrap peer of the link answers.
+        ResourceError: The port is taken, or the history cannot be written.
         TemporaryError: The network daemon ended.
     """
     answer_first()
@@ -93,6 +92,5 @@ async def serve(settings: Settings, on_ready: Callable[[str], None]) -> None:
 
 
 def answer_first() -> None:
-    """Let the threads of this process take short turns: snapshots of thousands of peers and pages are made in threads,
-    and whoever asks for less should not wait for them."""
+    """Shorten the switch interval, so that requests do not wait for snapshots and pages built in threads."""
     sys.setswitchinterval(TURN_SECONDS)

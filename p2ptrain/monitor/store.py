@@ -1,7 +1,7 @@
 """The history in one SQLite file: series at three resolutions, rounds, events, and contributions of peers.
 
-Everything is bounded, by age or by number, so the file stays under a few tens of megabytes however long it is written.
-A file that is damaged is set aside under another name and begun anew: a status page without its past is still one.
+All tables are bounded by age or number, so the file stays below a few tens of megabytes. A damaged file is renamed and
+replaced by a new one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SCHEMA_VERSION = 2
 
 
 class Resolution(NamedTuple):
-    """The step of a series and the time that it is kept, in seconds."""
+    """The step and the retention time of a series, in seconds."""
 
     step: int
     keep: int
@@ -48,15 +48,14 @@ SERIES = (
     "served_requests", "served_failures", "sessions",
 )  # fmt: skip
 COUNTED = ("aborted", "served_requests", "served_failures")
-"""Series of how often something happened: what falls into one step is added up; of all others the mean is kept."""
+"""Series of event counts, summed over a step; the others are averaged."""
 ALL_SERIES = (*SERIES, *latency_history.PERCENTILES)
-"""With those that are made of counts of latencies."""
 MAX_EVENTS = 5_000
 MAX_ROUNDS = 2_000
 MAX_PEERS = 20_000
 MAX_EVENT_CHARS = 300
 MAX_CONTRIBUTED = 1 << 62
-"""Whatever peers claim: SQLite's integers end at 2**63, and sums beyond turn into something else."""
+"""Limit of reported contributions; < 2**63, beyond which SQLite's integer sums become floats."""
 
 _SCHEMA = """
 CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -78,10 +77,12 @@ CREATE INDEX contributions_by_time ON contributions (last_seen);
 
 @dataclass(frozen=True)
 class Contribution:
-    """A peer's reported contribution, added up over its restarts.
+    """A peer's reported contribution, summed over its restarts.
 
     Attributes:
-        tokens: That count in committed rounds; ``rounds``: in how many; ``seconds``: how long it was seen training.
+        tokens: Tokens in committed rounds.
+        rounds: Committed rounds with its contribution.
+        seconds: Observed training time.
     """
 
     peer: str
@@ -98,9 +99,9 @@ class _UnusableError(Exception):
 
 
 class Store:
-    """The file. Make it with `open`; all methods may be called from one event loop.
+    """The history; create it with `open`.
 
-    All of them raise `ResourceError` when the file cannot be read or written any more.
+    All methods raise `ResourceError` if the file can no longer be read or written.
     """
 
     def __init__(self, database: aiosqlite.Connection) -> None:
@@ -109,12 +110,12 @@ class Store:
 
     @classmethod
     async def open(cls, path: Path | None, swarm: str, now: float) -> Store:
-        """Open or make the file; one that is damaged, or of another swarm, is set aside.
+        """Open or create the history; rename a file that is damaged or of another swarm.
 
         Args:
-            path: Where; None keeps everything in memory.
+            path: None keeps the history in memory.
             swarm: The manifest's digest in hexadecimal.
-            now: Wall-clock second, for the name of what is set aside.
+            now: Wall-clock seconds, for the new name of a renamed file.
 
         Raises:
             ResourceError: The file cannot be written.
@@ -126,7 +127,7 @@ class Store:
             try:
                 return await cls._opened(str(path), swarm)
             except sqlite3.OperationalError:
-                raise  # A disk that is full, a file that is locked or must not be written: it may well be whole.
+                raise  # The disk is full, or the file is locked or read-only: it may be intact.
             except (sqlite3.DatabaseError, _UnusableError) as error:
                 await asyncio.to_thread(_set_aside, path, now, error)
                 return await cls._opened(str(path), swarm)
@@ -135,7 +136,7 @@ class Store:
 
     @classmethod
     async def _opened(cls, path: str, swarm: str) -> Store:
-        # Opened here, not by aiosqlite, whose thread may outlive the loop when it cannot open what it is given.
+        # Not opened by aiosqlite: after a failure to open, its thread may outlive the loop.
         connection = await asyncio.to_thread(sqlite3.connect, path, check_same_thread=False)
         database = await aiosqlite.Connection(lambda: connection, iter_chunk_size=64)
         try:
@@ -177,7 +178,7 @@ class Store:
                 raise ResourceError(f"history cannot be kept: {error}; see that its disk has room") from error
 
     async def add_points(self, at: float, values: Mapping[str, float | Amount]) -> None:
-        """Add one value of each series, at every resolution; values of `COUNTED` series add up."""
+        """Add one value of each series at every resolution."""
         rows = [
             (series, window.step, int(at) // window.step * window.step, total, weight)
             for series, value in values.items()
@@ -193,7 +194,7 @@ class Store:
             await self._database.commit()
 
     async def add_latencies(self, at: float, latencies: Mapping[str, Latencies]) -> None:
-        """Add latencies, by kind (`latency_history.KINDS`), at every resolution."""
+        """Add latencies by kind (`latency_history.KINDS`) at every resolution."""
         rows = latency_history.rows(at, latencies, [window.step for window in WINDOWS.values()])
         if not rows:
             return
@@ -202,13 +203,14 @@ class Store:
             await self._database.commit()
 
     async def series(self, window: str, names: Iterable[str], now: float) -> dict[str, Any]:
-        """Columns for a chart: ``at`` in seconds since the epoch, ascending, and by name as many means, sums of what is
-        `COUNTED`, or percentiles; None where nothing was seen.
+        """Return columns for a chart: the times ``at``, ascending, and a value of each series per time.
+
+        Values are sums for `COUNTED` series, quantiles for `latency_history.PERCENTILES`, else means; None if missing.
 
         Args:
-            window: One of `WINDOWS`.
-            names: Of `ALL_SERIES`.
-            now: Wall-clock second at which the window ends.
+            window: Key of `WINDOWS`.
+            names: Members of `ALL_SERIES`.
+            now: End of the window, in seconds since the epoch.
         """
         step = WINDOWS[window].step
         since = now - {"hour": 3600, "day": 86400, "week": 7 * 86400}[window]
@@ -257,7 +259,6 @@ class Store:
             return [Event(*row) for row in await cursor.fetchall()]
 
     async def add_rounds(self, rounds: Iterable[RoundView]) -> None:
-        """Insert rounds, or replace them by what is known now."""
         rows = [(view.round, json.dumps(view, separators=(",", ":"), default=plain)) for view in rounds]
         if not rows:
             return
@@ -266,7 +267,7 @@ class Store:
             await self._database.commit()
 
     async def rounds(self, before: int, limit: int) -> list[dict[str, Any]]:
-        """Return rounds with numbers below ``before``, newest first, as `RoundView` in plain values."""
+        """Return rounds with numbers below ``before``, newest first, as plain values of `RoundView`."""
         async with self._exclusively():
             cursor = await self._database.execute(
                 "SELECT view FROM rounds WHERE round < ? ORDER BY round DESC LIMIT ?", (before, limit)
@@ -274,12 +275,11 @@ class Store:
             return [json.loads(row[0]) for row in await cursor.fetchall()]
 
     async def contribute(self, peers: Iterable[PeerView], now: float, seconds: float) -> None:
-        """Bring the contributions of peers up to date.
+        """Update the contributions of the current peers.
 
         Args:
-            peers: That are there now.
-            now: Wall-clock second.
-            seconds: Since the last call: how much longer those were there who train.
+            now: Wall-clock seconds.
+            seconds: Time since the last call, added to the training time of peers that train.
         """
         rows = [
             (
@@ -293,8 +293,8 @@ class Store:
             for rounds in [min(MAX_CONTRIBUTED, record.trained_rounds)]
         ]  # fmt: skip
         async with self._exclusively():
-            # A record counts from its peer's start: what it said before a restart stays, and what grew since is added.
-            # Within a run its most so far is kept, so that nobody gains by counting down and up again.
+            # A record's counts begin at its peer's start: counts before a restart are kept, and increases are added.
+            # Within a run the maximum so far is kept, so that a peer gains nothing by counting down and up again.
             await self._database.executemany(
                 f"""INSERT INTO contributions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
                 ON CONFLICT DO UPDATE SET
@@ -313,11 +313,11 @@ class Store:
             await self._database.commit()
 
     async def leaders(self, limit: int) -> list[Contribution]:
-        """Return the contributions with most tokens, the first first."""
+        """Return the contributions with the most tokens, in descending order."""
         return await self._contributions("ORDER BY tokens DESC, peer LIMIT ?", limit)
 
     async def contribution(self, peer: str) -> Contribution | None:
-        """Return one peer's contribution; None if it was never seen training."""
+        """Return one peer's contribution; None if the history does not know it."""
         found = await self._contributions("WHERE peer = ?", peer)
         return found[0] if found else None
 
@@ -330,7 +330,7 @@ class Store:
             return [Contribution(*row) for row in await cursor.fetchall()]
 
     async def prune(self, now: float) -> None:
-        """Drop old rows, and rows beyond the limits; call it every few minutes."""
+        """Delete old rows and rows beyond the limits; call it every few minutes."""
         async with self._exclusively():
             for window in WINDOWS.values():
                 await self._database.execute(
@@ -354,7 +354,6 @@ class Store:
 
 
 def _set_aside(path: Path, now: float, reason: Exception) -> None:
-    """Rename a file, with its write-ahead log."""
     aside = path.with_name(f"{path.name}.{int(now)}.aside")
     logger.warning("%s cannot be used (%s): set aside as %s", path, reason, aside.name)
     path.replace(aside)

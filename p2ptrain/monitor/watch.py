@@ -1,4 +1,4 @@
-"""Looks at a swarm again and again; makes snapshots, events, and points of the history."""
+"""Periodic observation of a swarm: snapshots, events, and points of the history."""
 
 from __future__ import annotations
 
@@ -25,30 +25,26 @@ LOOK_SECONDS = 2.0
 POINT_SECONDS = 10.0
 PRUNE_SECONDS = 300.0
 LAST_WORDS_SECONDS = 2.0
-"""How long the end waits for alerts that are on their way to somebody."""
+"""Timeout of pending notifications at the end."""
 MAX_UNKNOWN = 2
-"""Peers that do not know a lineage, one after the other, before it is given up."""
+"""Consecutive fetches without proof of the majority lineage; one more, and it is adopted unproven."""
 
 
 class Source(Protocol):
-    """A source of records: `p2ptrain.node.observe.Observer`, or a made-up swarm."""
+    """A source of records: `p2ptrain.node.observe.Observer`, or a synthetic swarm."""
 
     def now(self) -> float:
-        """Wall-clock second by the swarm's clock."""
+        """Return wall-clock seconds of the swarm's clock."""
 
     async def look(self) -> Look:
-        """All records of now."""
+        """Return the current records."""
 
     async def certificates_after(self, peer: str, lineage: bytes) -> Sequence[Certificate]:
-        """Verified results that follow on a lineage, oldest first."""
+        """Return a peer's verified certificates after a lineage, oldest first."""
 
 
 class Watch:
-    """One swarm under observation.
-
-    Attributes:
-        snapshot: The newest; None before the first look.
-    """
+    """The observation of one swarm; ``snapshot`` is the newest one, None before the first look."""
 
     def __init__(
         self,
@@ -57,13 +53,7 @@ class Watch:
         store: Store,
         notify: Callable[[Sequence[Event]], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
-        """
-        Args:
-            source: Where records come from.
-            tracker: Puts them together.
-            store: Gets the past.
-            notify: Told of alerts that begin and end, such as a webhook.
-        """
+        """Observe ``source``; ``notify``, such as `Webhook.send`, receives the events of alerts that begin and end."""
         self.snapshot: Snapshot | None = None
         self._source = source
         self._tracker = tracker
@@ -92,19 +82,19 @@ class Watch:
             await self._fetching.close()
 
     async def wait_for_change(self, seen: Snapshot | None) -> Snapshot:
-        """Return the next snapshot that is not ``seen``."""
+        """Wait for a snapshot other than ``seen``, and return it."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.snapshot is not None and self.snapshot is not seen)
         assert self.snapshot is not None
         return self.snapshot
 
     async def look(self) -> Snapshot:
-        """Look once: read, compare with the last time, remember."""
+        """Read the records once, build a snapshot, and store events and history."""
         look = await self._source.look()
         events = self._tracker.take_in(look)
         if look.sightings is not None:
             self._follow()
-        # Of thousands of peers it takes a while, in which viewers are answered.
+        # In a thread: with thousands of peers it takes long, and requests must not wait for it.
         snapshot = await asyncio.to_thread(build_snapshot, self._tracker.observation(), look.at)
         alarms = self._alerts.update(snapshot.alerts, look.at)
         self._tell(alarms)
@@ -114,11 +104,11 @@ class Watch:
         try:
             await self._remember(snapshot, [*events, *alarms], look.at)
         except ResourceError as error:
-            logger.warning("%s", error)  # The present is shown all the same.
+            logger.warning("%s", error)  # The page works without its history.
         return snapshot
 
     def _follow(self) -> None:
-        """Fetch the certificates of new rounds from a trainer, unless that is under way."""
+        """Fetch the certificates of new rounds from a trainer, unless a fetch is in progress."""
         goal = self._tracker.majority_lineage
         if not goal or self._fetching:
             return
@@ -134,14 +124,14 @@ class Watch:
         except P2PTrainError as error:
             logger.debug("peer %s tells no history: %s", peer[-8:], error)
             certificates = []
-        # Anybody can sign a result of a group of its own. Only what leads to the lineage that most follow is proven.
+        # Any peer can sign results of a group of its own. Only a chain to the majority lineage is proven.
         lineages = [certificate.body.next_lineage for certificate in certificates]
         proven = certificates[: lineages.index(goal) + 1] if goal in lineages else []
         for certificate in proven:
             self._tracker.certify(certificate.body, self._source.now())
             self._lineage = certificate.body.next_lineage
         self._unknown = 0 if proven else self._unknown + 1
-        if self._unknown > MAX_UNKNOWN:  # Too far behind, or that lineage is given up.
+        if self._unknown > MAX_UNKNOWN:  # Too far behind, or the swarm left the old lineage.
             self._lineage, self._unknown = goal, 0
 
     def _tell(self, alarms: Sequence[Event]) -> None:
@@ -187,11 +177,7 @@ class Watch:
 
 @contextlib.asynccontextmanager
 async def watching(watch: Watch) -> AsyncIterator[asyncio.Task[None]]:
-    """Keep a watch running during the body, from its first look on.
-
-    Yields:
-        The task that looks, which ends only if it fails.
-    """
+    """Run a watch during the body, after its first look; yield its task, which ends only by a failure."""
     await watch.look()
     tasks = Tasks()
     try:

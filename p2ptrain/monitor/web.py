@@ -1,7 +1,7 @@
 """The web application: pages, JSON under ``/api/v1``, a stream of changes, and metrics; read-only, without cookies.
 
-What peers say about themselves is shown by templates that escape it and by scripts that set text, never markup; nothing
-is loaded from another host, and a strict Content-Security-Policy says so.
+Text of peers is untrusted: templates escape it, and scripts set it as text, never as markup. A strict
+Content-Security-Policy forbids resources of other hosts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MAX_STREAMS = 256
 HEARTBEAT_SECONDS = 15.0
 MAX_LIMIT = 5_000
 STALE_SECONDS = 60.0
-"""A snapshot that is older than this makes ``/healthz`` fail."""
+"""Age of a snapshot from which ``/healthz`` fails."""
 TABLE_COLUMNS = (
     "peer", "name", "role", "state", "round", "spans", "stages", "version", "reachability", "loss",
     "tokens_per_second", "sent_per_second", "received_per_second", "bytes_sent", "bytes_received", "trained_tokens",
@@ -73,7 +73,7 @@ COLUMNS = {
     for name, hint in fields_of(kind).items()
     if _is_ordered(hint)
 }
-"""All that peers can be sorted by: what their views, their rates and their records say."""
+"""Sort keys of peers, by name of a field of their views, rates and records."""
 ANSWERS: Mapping[str, Callable[[Snapshot], Any]] = {
     "/snapshot": lambda snapshot: snapshot,
     "/headline": lambda snapshot: snapshot.headline,
@@ -88,17 +88,11 @@ ANSWERS: Mapping[str, Callable[[Snapshot], Any]] = {
         "rows": [[COLUMNS[name](peer) for name in TABLE_COLUMNS] for peer in snapshot.peers],
     },
 }
-"""By path below ``/api/v1``: parts of a snapshot, which are the same for all who ask before the next look."""
+"""Parts of a snapshot, by path below ``/api/v1``; the answers are cached until the next snapshot."""
 
 
 def make_app(watch: Watch, store: Store, now: Callable[[], float] = time.time) -> ASGIApp:
-    """Return the application over one watch.
-
-    Args:
-        watch: Has the newest snapshot.
-        store: Has the past.
-        now: Wall-clock second by the swarm's clock.
-    """
+    """Return the web application; ``now`` returns wall-clock seconds of the swarm's clock."""
     web = _Web(watch, store, now)
     app = Starlette(
         routes=[
@@ -108,9 +102,7 @@ def make_app(watch: Watch, store: Store, now: Callable[[], float] = time.time) -
         middleware=[Middleware(GZipMiddleware, minimum_size=2048, compresslevel=3)],
         exception_handlers={HTTPException: _explain, ResourceError: _explain_no_history},
     )
-    return _SecurityHeaders(
-        app
-    )  # Around all of it, for what answers errors nobody thought of is Starlette's outermost.
+    return _SecurityHeaders(app)  # Outermost, because Starlette answers unhandled errors outside its middleware.
 
 
 class _SecurityHeaders:
@@ -189,7 +181,7 @@ class _Web:
         return self._watch.snapshot
 
     def _made_once(self, name: str, make: Callable[[Snapshot], Any]) -> Response:
-        """Return JSON that is the same for all requests before the next look."""
+        """Return JSON that is cached until the next snapshot."""
         snapshot = self._now_snapshot()
         if self._cached[0] is not snapshot:
             self._cached = (snapshot, {})
@@ -298,7 +290,7 @@ class _Web:
 
 
 def _live(snapshot: Snapshot) -> dict[str, Any]:
-    """Return the parts of a snapshot that every viewer needs at once; viewers ask for peers and groups."""
+    """Return the parts of a snapshot in the stream; scripts request peers and groups separately."""
     return {
         "at": snapshot.at,
         "headline": snapshot.headline,
@@ -311,7 +303,7 @@ def _live(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def to_json(value: Any) -> bytes:
-    """Encode views as compact JSON, in which ``<`` cannot end a script element."""
+    """Return views as compact JSON that is safe in a script element."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False, default=plain)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029").encode()
 
@@ -321,7 +313,7 @@ def _json(value: Any, status: int = 200) -> Response:
 
 
 def _order(value: Any) -> tuple[bool, Any]:
-    """Return a key that sorts text without regard to case, and missing values first."""
+    """Return a key that sorts text case-insensitively, and missing values first."""
     return (value is not None, value.casefold() if isinstance(value, str) else value if value is not None else 0)
 
 

@@ -1,4 +1,4 @@
-"""Alerts to a chat, a pager or a script: one POST for events of one moment."""
+"""Alerts by webhook: one POST for the events of one snapshot."""
 
 from __future__ import annotations
 
@@ -23,20 +23,15 @@ MAX_WAITING = 16
 
 
 class Webhook:
-    """Sends JSON: ``text``, which most chats show, with ``swarm`` and ``events`` for programs."""
+    """Sends JSON: ``text``, which most chats show, with ``swarm`` (the name) and ``events`` for programs."""
 
     def __init__(self, url: str, swarm: str) -> None:
-        """
-        Args:
-            url: Where to.
-            swarm: The swarm's name.
-        """
         self._url = url
         self._swarm = swarm
         self._waiting = 0
 
     async def send(self, events: Sequence[Event]) -> None:
-        """Send events, with retries; drop and log them while too many posts wait."""
+        """Send events, with retries; drop them with a warning while `MAX_WAITING` posts wait."""
         if self._waiting >= MAX_WAITING:
             logger.warning("the webhook is too slow: %d events are not sent", len(events))
             return
@@ -55,7 +50,7 @@ class Webhook:
             try:
                 await _in_daemon_thread(lambda: self._post_once(body))
                 return
-            except (OSError, http.client.HTTPException, ValueError) as error:  # All that urllib raises.
+            except (OSError, http.client.HTTPException, ValueError) as error:  # The errors of urllib.
                 logger.warning("the webhook did not take an alert: %s", error)
                 if isinstance(error, urllib.error.HTTPError):
                     error.close()
@@ -68,18 +63,18 @@ class Webhook:
 
 
 async def _in_daemon_thread(work: Callable[[], None]) -> None:
-    """Run blocking work in a daemon thread, so that the process can end before it."""
+    """Run blocking work in a daemon thread, which does not delay the end of the process."""
     done: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     def run() -> None:
         try:
             work()
-        except Exception as error:  # Whatever it is, who waits gets it.
+        except Exception as error:  # The caller raises it.
             done.set_exception(error)
         else:
             done.set_result(None)
 
-    # Running, it cannot be cancelled: who stops waiting leaves it to its own timeout.
+    # A running future cannot be cancelled: if the caller is, the request ends by its own timeout.
     done.set_running_or_notify_cancel()
     threading.Thread(target=run, name="webhook", daemon=True).start()
     await asyncio.wrap_future(done)

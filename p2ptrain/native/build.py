@@ -1,6 +1,6 @@
 """Compile `codecs.c`: ``python3 build.py FILE``.
 
-Needs Python and a C compiler alone: the wheel's build and the image's run this file without p2ptrain's dependencies.
+Needs Python and a C compiler alone: the builds of wheel and image run it without p2ptrain's dependencies.
 """
 
 from __future__ import annotations
@@ -18,24 +18,20 @@ FLAGS = (
     "-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-fPIC",
     "-shared",
 )  # fmt: skip
-"""None of them changes a result: nothing is fused, reordered or flushed to zero."""
+"""No flag changes a result: nothing is fused, reordered or flushed to zero."""
 VARIANTS: tuple[tuple[str, ...], ...] = (("-DCLONES", "-Werror"), ())
-"""Tried in turn: not every compiler and C library can build one function for several CPUs."""
+"""Tried in turn, because some toolchains cannot build function clones for several CPUs."""
 BUILD_SECONDS = 90.0
-"""Timeout of one compilation, which takes 2 s of an idle CPU."""
+"""Timeout of one compilation."""
 DIGEST_BYTES = 32
 
 
 class BuildError(OSError):
-    """There is no compiler, or it fails."""
+    """There is no compiler, it fails, or it takes too long."""
 
 
 def build_library() -> bytes:
-    """Compile. Return the library, followed by its SHA-256.
-
-    Raises:
-        BuildError: There is no compiler, it fails, or it takes too long.
-    """
+    """Return the compiled library, followed by its SHA-256; raises `BuildError`."""
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise BuildError(f"no C compiler found ({', '.join(COMPILERS)})")

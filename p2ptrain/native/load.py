@@ -1,9 +1,8 @@
-"""Where the library comes from: the package, the cache beside its byte code, or the compiler.
+"""Finds the library: in the package, in the cache beside its byte code, or by compilation.
 
-A wheel or image carries the library in the package. A checkout builds it on first use, into the folder of the package's
-byte code: its permissions are those of the package. The cached file's name holds a hash of source, build and machine.
-Processes that start at once each build, and replace each other's equal file. Where the folder is read-only, each
-process builds its own and keeps none.
+A wheel or image carries the library. A checkout builds it on first use into the package's byte-code folder, which has
+the package's permissions. The cached file's name holds a hash of source, build script and machine. Concurrent processes
+each build, and replace each other's equal file. Without a writable folder, no copy is kept.
 """
 
 from __future__ import annotations
@@ -34,16 +33,12 @@ CODEC_OPERATIONS: Mapping[str, tuple[str, ...]] = {
 }
 
 Function = Callable[[int, int, int, float], int]
-"""From the addresses of source and target, blocks and weight: whether a block was refused. See `codecs.c`."""
+"""Takes source address, target address, number of blocks and weight; nonzero if it refused a block. See `codecs.c`."""
 Functions = Mapping[str, Mapping[str, Function]]
-"""By codec and operation."""
 
 
 def load_functions() -> Functions:
-    """Return all functions; nothing where there is no library (a log line says why).
-
-    Takes milliseconds, and seconds when the library has to be built: keep it off an event loop.
-    """
+    """Return all functions; empty without a library, with a warning. It may build: call it off the event loop."""
     try:
         return load_library()[1]
     except OSError as error:
@@ -52,10 +47,9 @@ def load_functions() -> Functions:
 
 
 def load_library() -> tuple[Path, Functions]:
-    """Find the library or build it. Return where it is, and its functions.
+    """Find or build the library; return its path and functions.
 
-    Raises:
-        OSError: There is none, and none can be built (`p2ptrain.native.build.BuildError`) or loaded.
+    Raises `OSError` if no library can be found, built (`p2ptrain.native.build.BuildError`) or loaded.
     """
     cached = cached_path()
     for path in (INSTALLED, cached):
@@ -72,15 +66,11 @@ def load_library() -> tuple[Path, Functions]:
     with tempfile.TemporaryDirectory(prefix="p2ptrain-native-") as folder:
         path = Path(folder, cached.name)
         path.write_bytes(library)
-        return path, open_library(path)  # It stays mapped when the file is gone.
+        return path, open_library(path)  # The mapping outlives the file.
 
 
 def _keep(library: bytes, path: Path) -> None:
-    """Write the file whole or not at all.
-
-    Raises:
-        OSError: The folder is read-only, or the disk full.
-    """
+    """Write the file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{path.name}.") as folder:
         written = Path(folder, path.name)
@@ -89,7 +79,7 @@ def _keep(library: bytes, path: Path) -> None:
 
 
 def cached_path() -> Path:
-    """Where a checkout keeps the library of this source on this machine."""
+    """Return the path of a checkout's library for this source and machine."""
     digest = hashlib.sha256(platform.machine().encode())
     for path in (SOURCE, SOURCE.with_name("build.py")):
         digest.update(path.read_bytes())
@@ -97,13 +87,9 @@ def cached_path() -> Path:
 
 
 def open_library(path: Path) -> Functions:
-    """Load the library at ``path``.
-
-    Raises:
-        OSError: It is damaged, of another machine, or lacks a function.
-    """
+    """Load the library; raises `OSError` if it is damaged, of another machine, or lacks a function."""
     data = path.read_bytes()
-    # Checked first: loading a file that was cut off may end the process.
+    # Verified first: loading a truncated file may crash the process.
     if hashlib.sha256(data[:-DIGEST_BYTES]).digest() != data[-DIGEST_BYTES:]:
         raise OSError("the library is damaged")
     library = ctypes.CDLL(str(path))

@@ -1,9 +1,8 @@
-"""The seam between protocol code and the directory: small records that expire.
+"""The directory interface: small signed records that expire, by key and subkey.
 
-Implementations are `p2ptrain.network.libp2p.directory` (a hivemind ``DHTNode``), `p2ptrain.network.http_directory` and
-`p2ptrain.network.simulated`; `p2ptrain.network.factory` starts the one that a peer's configuration names. Values are
-signed records (`p2ptrain.network.records.record`). A directory drops any that `p2ptrain.network.records.guard` refuses,
-so the peer whose id is the subkey wrote what `look_up` returns.
+Implementations: `libp2p.directory` (DHT), `http_directory` and `simulated`; `factory` starts the configured one.
+Every implementation drops records that `records.guard` refuses. So each returned record was signed by the peer whose
+id is its subkey.
 """
 
 from __future__ import annotations
@@ -21,27 +20,27 @@ class Entry:
 
 
 class Directory(ABC):
-    """Publish, look up and withdraw records that expire."""
+    """Publishes and looks up records that expire."""
 
     @property
     def clock_skew_seconds(self) -> float | None:
         """Seconds by which this machine's clock is ahead of the swarm's; None if the directory cannot tell.
 
-        Set ``runtime.clock_offset_seconds`` to its negative to correct for it.
+        The caller corrects for it by setting ``runtime.clock_offset_seconds`` to its negative.
         """
         return None
 
     @abstractmethod
     async def publish(self, key: str, subkey: str, value: bytes, expires_at: float, timeout_seconds: float) -> bool:
-        """Store ``value`` under (key, subkey) until ``expires_at``; True when at least one peer took it.
+        """Store ``value`` until ``expires_at``; return False on network failures.
 
-        A later ``expires_at`` replaces an earlier one. Never raises for the network's sake.
+        A value with a later ``expires_at`` replaces one with an earlier.
         """
 
     @abstractmethod
     async def look_up(self, key: str, timeout_seconds: float) -> dict[str, Entry] | None:
-        """All unexpired entries of ``key`` by subkey; empty when there are none, None when nobody could be asked."""
+        """Return the unexpired entries of ``key`` by subkey; None if the directory could not be reached."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Stop taking part; idempotent."""
+        """Leave the directory; idempotent."""

@@ -1,7 +1,7 @@
 """Start the transport and the directory that a peer's configuration names.
 
-A name is ``KIND`` or ``KIND:DETAILS``; a URL names its scheme. Other packages add kinds by the entry point groups
-``p2ptrain.transports`` and ``p2ptrain.directories``; each leads to an asynchronous function like those in the tables.
+A name is ``KIND`` or ``KIND:DETAILS``; the kind of a URL is its scheme. Other packages add kinds by the entry point
+groups ``p2ptrain.transports`` and ``p2ptrain.directories``. Each entry point is a `StartTransport` or `StartDirectory`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,11 @@ class DirectoryOptions:
     """Arguments of a directory's start.
 
     Attributes:
-        name: What the configuration says: ``https://…``, for instance.
-        transport: Of this peer; it must outlive the directory.
-        swarm: The manifest's digest, 32 bytes: records of other swarms are refused.
-        verifier: Checks signatures.
-        runtime: Its clock decides about expiry.
-        bootstrap: Multiaddrs of peers that take part already, each ending in ``/p2p/<id>``; empty for the first peer.
-        client_mode: Ask others, but store nothing for them: for peers that come for a moment, or cannot be reached.
+        name: The configured name, for instance ``https://…``.
+        transport: This peer's transport; it must outlive the directory.
+        swarm: The manifest's digest, 32 bytes; records of other swarms are refused.
+        bootstrap: Multiaddrs of peers in the directory, each ending in ``/p2p/<id>``; empty for the first peer.
+        client_mode: True to store no records for other peers: for short-lived or unreachable peers.
     """
 
     name: str
@@ -48,13 +46,7 @@ class DirectoryOptions:
 
 @dataclass(frozen=True)
 class TransportOptions:
-    """Arguments of a transport's start.
-
-    Attributes:
-        name: What the configuration says.
-        identity: This peer's key; the transport authenticates peers by such keys.
-        settings: Where to listen, and whom to dial first.
-    """
+    """Arguments of a transport's start."""
 
     name: str
     identity: Identity
@@ -81,17 +73,17 @@ TRANSPORTS: Extensions[StartTransport] = Extensions(
 
 
 async def start_directory(options: DirectoryOptions) -> Directory:
-    """Start the directory of the kind that ``options.name`` names.
+    """Start the directory named by ``options.name``.
 
     Raises:
-        IncompatibleError: There is no such kind on this machine.
-        P2PTrainError: It cannot be used; says why.
+        IncompatibleError: No installed package provides the kind.
+        P2PTrainError: The directory cannot be used.
     """
     return await DIRECTORIES.get(kind_of(options.name))(options)
 
 
 async def start_transport(options: TransportOptions) -> Transport:
-    """Start the transport of the kind that ``options.name`` names; raises as `start_directory`."""
+    """Start the transport named by ``options.name``; raise as `start_directory`."""
     return await TRANSPORTS.get(kind_of(options.name))(options)
 
 

@@ -1,14 +1,14 @@
-"""`Directory` on a web server, for labs whose machines all reach one (``[network] directory = "https://…"``).
+"""`Directory` on a web server that all peers can reach (``[network] directory = "https://…"``).
 
-The server keeps records and hands them out; `examples/http_directory.py` is one. It is not trusted: peers check each
-record that it answers with, as they check those of a DHT, so it can hide peers and invent none.
+The server is not trusted: peers verify each record, so it can hide peers but not invent them.
+`examples/http_directory.py` is such a server.
 
 ::
 
-    POST URL/KEY   a sealed record                     204; 4xx with a reason in text if it is refused
-    GET  URL/KEY   ──▶ msgpack: ``{"now": …, "records": [a sealed record of each peer, …]}``
+    POST URL/KEY   body: a sealed record   ──▶ 204; 4xx with a reason in text if the server refuses it
+    GET  URL/KEY                           ──▶ msgpack: ``{"now": …, "records": [a sealed record of each peer, …]}``
 
-``now`` is the server's clock, by which it lets records expire: peers correct theirs by it.
+``now`` is the server's clock, which decides about expiry. Peers correct their clocks by it.
 """
 
 from __future__ import annotations
@@ -39,42 +39,34 @@ SealedRecord = Annotated[bytes, Meta(max_length=MAX_RECORD_BYTES)]
 
 
 class Answer(Message, frozen=True):
-    """The server's records under one key; ``now`` is the wall-clock second by its clock."""
+    """The server's records under one key, and its wall clock in seconds."""
 
     now: Amount
     records: Annotated[list[SealedRecord], Meta(max_length=MAX_SUBKEYS)]
 
 
 class RefusedError(Exception):
-    """The server understood the request, and refuses it."""
+    """HTTP status 4xx."""
 
 
 FAILURES = (RefusedError, IntegrityError, httpx.HTTPError, TimeoutError)
 
 
 class HttpDirectory(Directory):
-    """Publishes and looks up records at a web server. Create one with `start`.
-
-    Attributes:
-        guard: Counts refused records.
-    """
+    """Publishes and looks up records at a web server. Create one with `start`."""
 
     def __init__(self, options: DirectoryOptions) -> None:
         self.guard = RecordGuard(options.swarm, options.verifier, options.runtime.now)
         self._url = options.name.rstrip("/")
         self._runtime = options.runtime
-        # Callers set deadlines. Nothing is decompressed: the bound is on what the server sends.
+        # Callers set deadlines. `MAX_ANSWER_BYTES` bounds the raw body, so the server must not compress.
         self._client = httpx.AsyncClient(timeout=None, headers={"Accept-Encoding": "identity"})
         self._clock_skew: float | None = None
         self._answers = True
 
     @classmethod
     async def start(cls, options: DirectoryOptions) -> HttpDirectory:
-        """Ask the server once. One that does not answer may do so later.
-
-        Raises:
-            ConfigError: What answers is no directory.
-        """
+        """Contact the server, which may answer later; raise `ConfigError` if the URL leads to no directory."""
         directory = cls(options)
         try:
             async with asyncio.timeout(START_SECONDS):
@@ -88,11 +80,10 @@ class HttpDirectory(Directory):
 
     @property
     def clock_skew_seconds(self) -> float | None:
-        """Skew against the server's clock, to about half a round trip."""
+        """Skew against the server's clock; its error is about half a round trip."""
         return self._clock_skew
 
     async def publish(self, key: str, subkey: str, value: bytes, expires_at: float, timeout_seconds: float) -> bool:
-        """Send the record, which itself names its peer and its expiry."""
         try:
             async with asyncio.timeout(timeout_seconds):
                 await self._request("POST", key, value)
@@ -126,7 +117,6 @@ class HttpDirectory(Directory):
         await self._client.aclose()
 
     async def _ask(self, key: str) -> Answer:
-        """Get what the server holds under a key, and measure its clock."""
         before = self._runtime.clock()
         body = await self._request("GET", key)
         middle = (before + self._runtime.clock()) / 2
@@ -138,12 +128,11 @@ class HttpDirectory(Directory):
         return answer
 
     async def _request(self, method: str, key: str, content: bytes = b"") -> bytes:
-        """Return the body of the server's answer, `MAX_ANSWER_BYTES` at most.
+        """Return the body of the server's answer.
 
         Raises:
-            RefusedError: Its status is 4xx.
-            httpx.HTTPError: It cannot be reached, or fails.
-            IntegrityError: It sends more.
+            RefusedError, httpx.HTTPError: The server refuses, fails or cannot be reached.
+            IntegrityError: The body is longer than `MAX_ANSWER_BYTES`.
         """
         url, body = f"{self._url}/{urllib.parse.quote(key, safe='')}", bytearray()
         async with self._client.stream(method, url, content=content) as response:
@@ -158,7 +147,6 @@ class HttpDirectory(Directory):
         return bytes(body)
 
     def _note(self, error: Exception | None) -> None:
-        """Log when the server stops answering, and when it answers again."""
         if (error is None) != self._answers:
             self._answers = error is None
             if error is None:

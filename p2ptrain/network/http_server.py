@@ -1,4 +1,4 @@
-"""A web server on an event loop that belongs to somebody else: it takes no signals, and ends when it is told to."""
+"""A web server on the caller's event loop; it installs no signal handlers."""
 
 from __future__ import annotations
 
@@ -36,15 +36,10 @@ class _Server(uvicorn.Server):
 
 
 def listen(host: str, port: int, option: str) -> socket.socket:
-    """A socket to serve at.
-
-    Args:
-        host: An address of this machine.
-        port: 0 takes a free one.
-        option: What to change if that fails, such as ``--port``.
+    """Return a listening TCP socket; port 0 takes a free one.
 
     Raises:
-        ResourceError: It is taken, or not allowed.
+        ResourceError: The port is taken, or not allowed; the message names ``option``.
     """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -55,18 +50,14 @@ def listen(host: str, port: int, option: str) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """Where a browser finds what is served at a socket."""
+    """Return the HTTP URL of a listening socket."""
     host, port = listener.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
 
 
 @contextlib.asynccontextmanager
 async def serving(app: ASGIApp, listener: socket.socket) -> AsyncIterator[asyncio.Task[None]]:
-    """Serve ``app`` while the body runs; the socket is closed after it.
-
-    Yields:
-        The server's task, which ends only if it fails.
-    """
+    """Serve ``app`` while the body runs; yield the server's task, which ends early only if the server fails."""
     config = uvicorn.Config(
         app, lifespan="off", log_config=None, access_log=False, server_header=False,
         timeout_graceful_shutdown=DRAIN_SECONDS, limit_concurrency=MAX_CONNECTIONS,

@@ -1,10 +1,8 @@
 """This peer's identity: an RSA-2048 libp2p key, its file and its lock.
 
-The file has the format that libp2p daemons read (``-id``): a protobuf ``PrivateKey`` with the key type (RSA = 0) and
-the PKCS#1 DER bytes. The peer id is the base58 text of the SHA-256 multihash of the protobuf public key.
+The file has libp2p's key format: a protobuf ``PrivateKey`` with the key type (RSA = 0) and PKCS#1 DER bytes.
+The peer id is the base58 text of the SHA-256 multihash of the protobuf public key.
 Source: https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
-
-Only the Python package ``cryptography`` is needed, so that keys can be made and checked without a network stack.
 """
 
 from __future__ import annotations
@@ -31,19 +29,13 @@ MAX_KEY_BITS = 4096
 MAX_PROOF_BYTES = 2048
 _PUBLIC_EXPONENT = 65537
 _SIGNING_CONTEXT = b"p2ptrain signature 1\0"
-"""Put before every signed message, so that no signature made for libp2p itself can pass for one of ours."""
+"""Prefix of every signed message: domain separation from libp2p's own signatures."""
 _KEY_TYPES = {0: "RSA", 1: "Ed25519", 2: "Secp256k1", 3: "ECDSA"}
 _MAX_KEY_FILE_BYTES = 16 * 1024
 
 
 class Identity(Signer):
-    """An RSA key that names this peer, locked against use by a second process until `close`.
-
-    Create one with `create_or_load` or `ephemeral`; it is a context manager.
-
-    Attributes:
-        where: The key's place, for messages.
-    """
+    """The RSA key of this peer and the lock on its file. Create one with `create_or_load` or `ephemeral`."""
 
     def __init__(self, key: rsa.RSAPrivateKey, where: str, lock_file: int | None) -> None:
         self.where = where
@@ -55,11 +47,12 @@ class Identity(Signer):
 
     @classmethod
     def create_or_load(cls, path: Path | str) -> Identity:
-        """Load the key at ``path``, or make one there (mode 0600), and lock it for this process.
+        """Load the key at ``path``, or create one there (mode 0600), and lock it for this process.
 
         Raises:
-            IdentityError: The file is in use by another process, readable by others, or not an RSA key; the message
-                says how to repair it.
+            IdentityError: The file is in use by another process, readable by others, not writable, or not an RSA key.
+            ConfigError: No file can be created at ``path``.
+            ResourceError: The disk is full.
         """
         path = Path(path).expanduser()
         try:
@@ -77,7 +70,7 @@ class Identity(Signer):
 
     @classmethod
     def ephemeral(cls) -> Identity:
-        """Return an identity with a new key that exists in this process's memory alone."""
+        """Return an identity with a new key and no file."""
         return cls(_new_key(), "this process's memory", None)
 
     @property
@@ -85,7 +78,7 @@ class Identity(Signer):
         return self._peer_id
 
     def sign(self, message: bytes) -> bytes:
-        """A two-byte length, the DER public key, and the PSS-SHA256 signature: about 550 bytes."""
+        """Return a proof: a two-byte length, the DER public key, and the PSS-SHA256 signature."""
         signature = self._key.sign(_SIGNING_CONTEXT + message, _PSS, hashes.SHA256())
         return len(self._public_der).to_bytes(2, "big") + self._public_der + signature
 
@@ -93,11 +86,11 @@ class Identity(Signer):
         return verify_proof(peer_id, message, proof)
 
     def libp2p_key(self) -> bytes:
-        """Return the private key in the format of libp2p's key files, about 1.2 KB."""
+        """Return the private key in libp2p's key format."""
         return _protobuf_private_key(self._key)
 
     def close(self) -> None:
-        """Let other processes use the key again; idempotent."""
+        """Release the lock on the key file; idempotent."""
         _open_identities.discard(self)
         if self._lock_file is not None:
             os.close(self._lock_file)
@@ -122,7 +115,7 @@ _open_identities: set[Identity] = set()
 
 
 def _after_fork() -> None:
-    # A forked worker shares the lock's file description and would keep the identity in use after its owner has died.
+    # A forked worker shares the lock's file description and would hold the lock after its parent has died.
     for identity in list(_open_identities):
         identity._forget_lock_after_fork()
     _open_identities.clear()
@@ -132,7 +125,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def verify_proof(peer_id: str, message: bytes, proof: bytes) -> bool:
-    """Whether ``proof`` (see `Identity.sign`) is a signature of ``message`` by the key that hashes to ``peer_id``."""
+    """True if ``proof`` (see `Identity.sign`) is a signature of ``message`` by the key that hashes to ``peer_id``."""
     if not isinstance(proof, bytes) or not 2 < len(proof) <= MAX_PROOF_BYTES:
         return False
     length = int.from_bytes(proof[:2], "big")
@@ -148,14 +141,14 @@ def verify_proof(peer_id: str, message: bytes, proof: bytes) -> bool:
 
 
 def peer_id_of(public_der: bytes) -> str:
-    """The base58 peer id of a DER SubjectPublicKeyInfo RSA key."""
+    """Return the base58 peer id of a DER SubjectPublicKeyInfo RSA key."""
     digest = hashlib.sha256(_protobuf_key(public_der)).digest()
     return base58.b58encode(b"\x12\x20" + digest).decode()
 
 
 @lru_cache(maxsize=4096)
 def _parsed_public_key(public_der: bytes) -> tuple[str, rsa.RSAPublicKey] | None:
-    """The peer id and the key, or None for what is not an RSA key of acceptable size and canonical encoding."""
+    """Return peer id and key; None unless it is an RSA key of allowed size and canonical encoding."""
     try:
         key = serialization.load_der_public_key(public_der)
     except (ValueError, UnsupportedAlgorithm):
@@ -172,7 +165,7 @@ def _public_der(key: rsa.RSAPublicKey) -> bytes:
 
 
 def _protobuf_key(data: bytes) -> bytes:
-    """``{1: key type RSA (0), 2: data}`` in protobuf."""
+    """Return the protobuf message ``{1: key type RSA (0), 2: data}``."""
     length, varint = len(data), bytearray()
     while length > 0x7F:
         varint.append(length & 0x7F | 0x80)
@@ -193,7 +186,7 @@ def _protobuf_private_key(key: rsa.RSAPrivateKey) -> bytes:
 
 
 def _parse_protobuf_key(raw: bytes) -> tuple[int, bytes]:
-    """The key type and data of a protobuf ``PrivateKey``; ValueError for anything else."""
+    """Return the key type and data of a protobuf ``PrivateKey``; raise `ValueError` if it is malformed."""
     if len(raw) < 4 or raw[0] != 0x08 or raw[2] != 0x12:
         raise ValueError("not a protobuf key")
     length, shift, position = 0, 0, 3
@@ -211,7 +204,7 @@ def _parse_protobuf_key(raw: bytes) -> tuple[int, bytes]:
 
 
 def _lock(path: Path) -> int:
-    """Take the lock beside ``path`` and return its file descriptor, which must stay open."""
+    """Lock the file beside ``path``; return its descriptor, which holds the lock while it is open."""
     lock_path = path.with_name(path.name + ".lock")
     file = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -230,7 +223,7 @@ def _lock(path: Path) -> int:
 
 
 def _write_key(path: Path) -> None:
-    """Write a new key to ``path`` (mode 0600) so that a crash leaves either the whole file or none."""
+    """Write a new key to ``path`` (mode 0600) atomically."""
     file, temporary = tempfile.mkstemp(prefix=path.name, dir=path.parent)  # mkstemp creates with mode 0600
     try:
         with os.fdopen(file, "wb") as stream:
@@ -244,7 +237,6 @@ def _write_key(path: Path) -> None:
 
 
 def _unusable(verb: str, path: Path, error: OSError) -> P2PTrainError:
-    """Return the error for a key file that the operating system refuses; a full disk is no fault of the key."""
     text = f"cannot {verb} {path}: {error.strerror}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ResourceError(f"{text}; free some disk space, or choose another place for the key")

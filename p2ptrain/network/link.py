@@ -1,8 +1,7 @@
-"""The swarm link: the text that invites somebody into a swarm.
+"""The swarm link: the text from which a new peer finds and verifies a swarm.
 
-``p2ptrain://<digest>?d=<directory>&b=<multiaddr>&b=<multiaddr>…``: the digest of the manifest in base58, the swarm's
-directory if it is not the peers' own DHT, and where bootstrap peers can be dialled. The digest pins what is trained, so
-the peers that a link names cannot cheat.
+``p2ptrain://<digest>?d=<directory>&b=<multiaddr>&b=<multiaddr>…`` holds the manifest's digest in base58, the directory
+unless it is the DHT, and bootstrap peers' addresses. The digest pins the manifest, so bootstrap peers cannot forge it.
 """
 
 from __future__ import annotations
@@ -25,11 +24,10 @@ _FIX = "copy the whole link that 'p2ptrain seed' prints"
 
 @dataclass(frozen=True)
 class SwarmLink:
-    """A swarm's digest and the addresses of peers that let others in.
+    """The manifest's SHA-256 digest and the bootstrap peers' addresses.
 
     Attributes:
-        digest: SHA-256 of the manifest, 32 bytes.
-        addresses: Multiaddrs that each end in ``/p2p/<peer id>``, at least one.
+        addresses: Multiaddrs that each end in ``/p2p/<peer id>``, 1 to `MAX_ADDRESSES`.
         directory: As in ``network.directory``; empty for the DHT.
     """
 
@@ -51,16 +49,13 @@ class SwarmLink:
 
     def __str__(self) -> str:
         parts = [f"d={self.directory}"] if self.directory else []
-        query = "&".join([*parts, *(f"b={address}" for address in self.addresses)])  # What is cut off is noticed.
+        # The bootstrap addresses come last, so that `parse` notices a truncated link.
+        query = "&".join([*parts, *(f"b={address}" for address in self.addresses)])
         return f"{SCHEME}{base58.b58encode(self.digest).decode()}?{query}"
 
     @classmethod
     def parse(cls, text: str) -> SwarmLink:
-        """Read what `str` printed.
-
-        Raises:
-            LinkError: It is truncated, has another scheme or holds a bad address; one line that says what to do.
-        """
+        """Return the link in ``text``; raise `LinkError` if it is truncated or malformed."""
         text = text.strip()
         if len(text) > MAX_LINK_CHARS:
             raise LinkError(f"the link is longer than {MAX_LINK_CHARS} characters: {_FIX}")
@@ -85,11 +80,7 @@ class SwarmLink:
 
 
 def check_peer_address(address: str) -> str:
-    """Check that ``address`` is a multiaddr that ends in ``/p2p/<peer id>``; return that peer id.
-
-    Raises:
-        LinkError: It is not; one line with an example.
-    """
+    """Return the peer id of a multiaddr; raise `LinkError` unless it ends in ``/p2p/<peer id>``."""
     example = "an address looks like /ip4/203.0.113.5/tcp/31337/p2p/Qm…"
     head, marker, peer_id = address.rpartition("/p2p/")
     check_address(address)
@@ -99,22 +90,18 @@ def check_peer_address(address: str) -> str:
 
 
 def check_address(address: str) -> None:
-    """Check that ``address`` is a multiaddr.
-
-    Raises:
-        LinkError: It is not.
-    """
-    forbidden = set("&?#,= \t\r\n")  # they would change the meaning of the link or of a daemon's list of addresses
+    """Raise `LinkError` unless ``address`` is a multiaddr."""
+    forbidden = set("&?#,= \t\r\n")  # delimiters of the link and of p2pd's address lists
     if not address.startswith("/") or forbidden & set(address):
         raise LinkError(f"{address[:120]!r} is not a multiaddr: one looks like /ip4/203.0.113.5/tcp/31337")
     try:
         Multiaddr(address)
-    except Exception as error:  # py-multiaddr's codecs raise whatever the value made them raise
+    except Exception as error:  # py-multiaddr's codecs raise many kinds
         raise LinkError(f"{address[:120]!r} is not a multiaddr ({type(error).__name__}): {_FIX}") from error
 
 
 def is_peer_id(text: str) -> bool:
-    """Whether ``text`` has the form of an RSA key's peer id: a base58 SHA-256 multihash."""
+    """True if ``text`` has the form of an RSA key's peer id: a base58 SHA-256 multihash."""
     if not 40 <= len(text) <= 60:
         return False
     try:

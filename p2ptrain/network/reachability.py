@@ -1,4 +1,4 @@
-"""What multiaddrs tell about who can reach them, whether something listens there, and what others say about that."""
+"""Reachability: scopes of multiaddrs, TCP probes, and the verdict over other peers' probe reports."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from msgspec import Meta
 from p2ptrain.tasks import Tasks
 
 ANSWER_SECONDS = 3.0
-"""How long an address may take to answer; one retransmission of a lost packet fits in."""
+"""Timeout of a TCP probe; allows for one TCP retransmission."""
 
 GRACE_SECONDS = 0.5
-"""How much longer than the first address of a peer its others may take."""
+"""Timeout of a peer's other addresses after the first one has answered."""
 
 Port = Annotated[int, Meta(ge=1, le=65535)]
 MAX_PROBED_PORTS = 4
@@ -31,7 +31,7 @@ _TCP = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/(\d+)(?:/p2p/[^/]+)?$
 
 
 class Scope(IntEnum):
-    """From where an address can be dialled; the smaller, the more peers can."""
+    """The range from which an address can be dialled, widest first."""
 
     PUBLIC = 0
     RELAYED = 1
@@ -40,7 +40,7 @@ class Scope(IntEnum):
 
 
 def scope(address: str) -> Scope:
-    """The scope of a multiaddr; names count as public, the unspecified address and what is unknown as private."""
+    """Return the scope of a multiaddr; names count as public, unspecified and unknown addresses as private."""
     if "/p2p-circuit" in address:
         return Scope.RELAYED
     _, _, rest = address.partition("/")
@@ -57,26 +57,25 @@ def scope(address: str) -> Scope:
 
 
 def host_of(address: str) -> str:
-    """The IP address that a multiaddr begins with; empty when it begins with something else, or leads over a relay."""
+    """Return the IP address of a multiaddr; empty if it begins with none, or leads over a relay."""
     found = re.match(r"/ip[46]/([^/]+)(?:/|$)", address)
     return found[1] if found is not None and "/p2p-circuit" not in address else ""
 
 
 def tcp_ports(addresses: Iterable[str]) -> tuple[int, ...]:
-    """The ports of the plain TCP multiaddrs among ``addresses``, without repetitions, at most `MAX_PROBED_PORTS`."""
+    """Return the distinct ports of the plain TCP multiaddrs, at most `MAX_PROBED_PORTS`."""
     ports = [int(found[2]) for address in addresses if (found := _TCP.match(address)) is not None]
     return tuple(dict.fromkeys(ports))[:MAX_PROBED_PORTS]
 
 
 @dataclass(frozen=True)
 class ProbeReport:
-    """What another peer says about reaching this one.
+    """Another peer's report of dialling this peer back.
 
     Attributes:
-        peer: Who says it.
-        observed: The IP address that our connection comes from; empty when it came over a relay.
-        reachable: The ports among those asked about at which something like us answers there.
-        is_relay: Whether that peer relays for others.
+        observed: The IP address from which this peer's connection comes; empty over a relay.
+        reachable: The probed ports at which a libp2p peer answered.
+        is_relay: True if the reporting peer relays for others.
     """
 
     peer: str
@@ -86,13 +85,10 @@ class ProbeReport:
 
 
 def judge(reports: Sequence[ProbeReport]) -> tuple[ProbeReport | None, str]:
-    """Whether others can reach this peer.
+    """Judge from probe reports whether other peers can reach this one.
 
-    The reports from farthest away decide: that a neighbour in the same house gets through says little. Among those, one
-    success is enough; a false one harms only the peer that believes it.
-
-    Returns:
-        The report that shows how (None when nobody can, or nobody knows), and a reason; it is empty when nobody knows.
+    Only reports of the widest scope count, and one success suffices: a false report harms only this peer. Return the
+    report of a success, or None, and the reason. The reason is empty if all reports came over relays.
     """
     told = [report for report in reports if report.observed]
     if not told:
@@ -110,7 +106,7 @@ def _multiaddr(host: str) -> str:
 
 
 async def speaks_libp2p(host: str, port: int) -> bool:
-    """Whether something that speaks libp2p answers at a TCP port, within `ANSWER_SECONDS`."""
+    """True if a libp2p peer answers at a TCP port within `ANSWER_SECONDS`."""
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
             reader, writer = await asyncio.open_connection(host, port)
@@ -124,11 +120,7 @@ async def speaks_libp2p(host: str, port: int) -> bool:
 
 
 async def answering(addresses: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Ask all multiaddrs at once whether something answers; one that is silent does not hold up those that answer.
-
-    Returns:
-        Those that answer, or cannot be asked this way, and why the others do not.
-    """
+    """Probe multiaddrs in parallel; return those that answer or are not plain TCP, and the others' refusals."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + ANSWER_SECONDS
     found: list[str] = []
@@ -153,18 +145,17 @@ async def answering(addresses: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 async def tcp_refusal(address: str) -> str:
-    """Why nothing answers at a plain TCP multiaddr; empty when something does, or it is an address of another kind.
+    """Return why a plain TCP multiaddr does not answer; empty if it answers, or is of another kind.
 
-    The daemon punishes an address that did not answer by not dialling it for 5 seconds to 5 minutes. Asking first
-    keeps a bootstrap peer that is late or restarts from being shunned. The caller sets the deadline.
+    After a failed dial the daemon backs off for 5 seconds to 5 minutes. This probe avoids the backoff for a bootstrap
+    peer that starts late or restarts. The caller sets the timeout.
     """
     found = _TCP.match(address)
     if found is None:
         return ""
     loop, port, refusal = asyncio.get_running_loop(), int(found[2]), ""
     try:
-        # A name is resolved here: uvloop drops the failure of a look-up under way when its connection is cancelled, and
-        # asyncio then logs an error that nobody took.
+        # Resolve first: a cancelled uvloop connect leaves a look-up whose failure asyncio logs as never retrieved.
         hosts = [str(where[0]) for *_, where in await loop.getaddrinfo(found[1], port, type=socket.SOCK_STREAM)]
     except (OSError, UnicodeError) as error:
         return f"{found[1]} cannot be looked up: {error}"

@@ -1,17 +1,16 @@
-"""Schemas of messages and records: the one place where bytes of a stranger become typed values.
+"""Schemas of messages and records: conversion of untrusted bytes to typed, bounded values.
 
-A schema is a `Message` or a dataclass whose fields have types with bounds, such as `Count` or `Hash`. `from_wire`
-converts plain values to it and raises one error, which names the field and its bound. `to_wire` is the inverse. A field
-that the schema does not have is ignored, so a later version may add some. A rule between fields belongs into the
-schema's ``__post_init__`` and raises `ValueError`.
+A schema is a `Message` or a dataclass with bounded field types, such as `Count` or `Hash`. `from_wire` converts plain
+values to it, or raises one error that names the field and its bound. Unknown fields are ignored, so later versions may
+add fields. ``__post_init__`` checks rules between fields, and raises `ValueError`.
 
-Where one of several messages may come, they are subclasses of one tagged base, which is the schema to ask for::
+Alternative messages are subclasses of one tagged base. The receiver passes the base as the schema::
 
-    class FromHost(Message, frozen=True, tag=True): ...
-    class Beat(FromHost, frozen=True, tag="beat"): ...
-    class News(FromHost, frozen=True, tag="news"): ...
+    class FromLeader(Message, frozen=True, tag=True): ...
+    class Keepalive(FromLeader, frozen=True, tag="keepalive"): ...
+    class Result(FromLeader, frozen=True, tag="result"): ...
 
-    match await channel.receive(FromHost, seconds): ...
+    match await channel.receive(FromLeader, seconds): ...
 """
 
 from __future__ import annotations
@@ -43,30 +42,26 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class Nothing(Message, frozen=True):
-    """A request, or a reply, that says all by its name."""
+    """An empty request or reply."""
 
 
 @cache
 def _target(schema: Any) -> Any:
-    """Return what msgspec converts to: a tagged base stands for the messages derived from it."""
+    """Return the schema, or the union of a tagged base's subclasses."""
     derived = schema.__subclasses__() if issubclass(schema, Message) else []
     return Union[tuple(derived)] if derived else schema  # noqa: UP007
 
 
 def to_wire(value: object) -> Any:
-    """Return a schema's values as plain ones, which msgpack encodes."""
+    """Return a schema as plain values, which msgpack encodes."""
     return msgspec.to_builtins(value, builtin_types=_BYTES)
 
 
 def from_wire(schema: type[T], values: object) -> T:
-    """Return the schema that plain values are, in time linear in their size.
-
-    Args:
-        schema: A `Message` or a dataclass; a tagged base stands for all messages derived from it.
-        values: What msgpack decoded from a stranger's bytes.
+    """Convert untrusted plain values to a schema, in time linear in their size.
 
     Raises:
-        IntegrityError: A field is missing, or it has another type, is out of bounds, or is text that cannot be printed.
+        IntegrityError: A field is missing, of the wrong type, out of bounds, or text that is not printable.
     """
     if schema is dict:
         return cast(T, values)
@@ -80,16 +75,12 @@ def from_wire(schema: type[T], values: object) -> T:
 
 
 def to_bytes(value: object) -> bytes:
-    """Return a schema's values as canonical msgpack: equal values have equal bytes."""
+    """Return a schema as canonical msgpack: equal values have equal bytes."""
     return canonical_bytes(to_wire(value))
 
 
 def from_bytes(schema: type[T], data: bytes | bytearray | memoryview) -> T:
-    """Return the schema that `to_bytes` packed, or another peer did.
-
-    Raises:
-        IntegrityError: It is no msgpack, or does not fit the schema.
-    """
+    """Convert untrusted msgpack bytes to a schema; raise `IntegrityError` if they do not fit it."""
     try:
         values = msgpack.unpackb(data, raw=False, max_ext_len=0)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
@@ -98,7 +89,7 @@ def from_bytes(schema: type[T], data: bytes | bytearray | memoryview) -> T:
 
 
 def _check_texts(values: object) -> None:
-    """Raise `msgspec.ValidationError` for a text with control characters: logs and terminals print texts."""
+    """Raise `msgspec.ValidationError` for unprintable text, because logs and terminals print texts."""
     if isinstance(values, str):
         if not values.isprintable():
             raise msgspec.ValidationError(f"Expected printable text, got {values[:32]!r}")

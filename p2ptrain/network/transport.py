@@ -1,9 +1,7 @@
-"""The seam between protocol code and bytes on a wire: streams between peers.
+"""The transport interface: byte streams between peers.
 
-Implementations are `p2ptrain.network.libp2p.transport` (p2pd daemons) and `p2ptrain.network.simulated` (virtual time);
-`p2ptrain.network.factory` starts the one that a peer's configuration names.
-Protocol code does not use streams directly; it uses `p2ptrain.network.rpc.client`, which adds framing, heartbeats,
-limits and deadlines on top of either.
+Implementations: `libp2p.transport` (p2pd daemons) and `simulated` (virtual time); `factory` starts the configured one.
+Protocol code uses `rpc.client`, which adds framing, heartbeats, limits and deadlines to streams.
 """
 
 from __future__ import annotations
@@ -16,9 +14,9 @@ PeerId = str
 
 
 class Stream(ABC):
-    """Ordered, reliable, back-pressured bytes between two peers; either side may write at any time.
+    """A bidirectional, ordered, reliable byte stream with back-pressure.
 
-    There is no half-close. A stream that ends says nothing about completeness: the layer above marks ends.
+    There is no half-close, and the end of a stream does not imply completeness. The layer above marks ends.
     """
 
     @property
@@ -29,48 +27,37 @@ class Stream(ABC):
     @property
     @abstractmethod
     def num_arrived(self) -> int:
-        """Bytes that arrived so far, those that nobody has read yet included: it grows while the remote is alive."""
+        """Bytes received so far, read or not; its growth shows that the remote is alive."""
 
     @abstractmethod
     async def write(self, *parts: bytes | bytearray | memoryview) -> None:
-        """Queue all of ``parts``, in order, returning when the bounded send buffer has room again.
+        """Queue ``parts`` in order; return when the bounded send buffer has room again.
 
-        They must not be changed until this returns.
-
-        Raises:
-            PeerLostError: The stream is gone.
+        The caller must not change ``parts`` before this returns. Raises `PeerLostError` on a broken stream.
         """
 
     @abstractmethod
     async def read(self, num_bytes: int) -> bytes:
-        """Return exactly ``num_bytes`` bytes.
-
-        Raises:
-            PeerLostError: The stream ended first.
-        """
+        """Return exactly ``num_bytes`` bytes; raise `PeerLostError` if the stream ends first."""
 
     async def read_into(self, view: memoryview) -> None:
-        """Fill ``view`` (writable, bytes) without a copy where possible; nobody else may use it meanwhile.
+        """Fill ``view`` (writable, bytes), without a copy where possible; raise as `read`.
 
-        Raises:
-            PeerLostError: The stream ended first.
+        The caller must not use ``view`` meanwhile.
         """
         view[:] = await self.read(len(view))
 
     @abstractmethod
     async def close(self) -> None:
-        """Flush what was written, for a bounded time, and end the stream; idempotent and never raises."""
+        """Flush for a bounded time and end the stream; idempotent and never raises."""
 
     async def rest(self) -> None:
-        """As `close`, of a stream on which nothing more is on its way in either direction, as both ends know.
-
-        What carries it may carry another stream then.
-        """
+        """Close a stream without data in flight, as both ends know; its connection may carry another stream."""
         await self.close()
 
     @abstractmethod
     def abort(self) -> None:
-        """End the stream at once, dropping what is buffered; idempotent."""
+        """End the stream at once and drop buffered data; idempotent."""
 
 
 StreamHandler = Callable[[Stream], Awaitable[None]]
@@ -89,43 +76,39 @@ class Transport(ABC):
         """Open a stream to ``peer`` for ``protocol`` (a name such as ``/p2ptrain/rpc``).
 
         Args:
-            peer: Another peer.
-            protocol: What it has to serve.
-            timeout_seconds: Deadline.
-            expected_bytes: About how many bytes will go over the stream, both ways together: a transport may have a way
-                that is worth its price for many. 0 for few.
+            expected_bytes: Estimate of the bytes in both directions together, by which the transport may choose a
+                connection; 0 for few.
 
         Raises:
-            PeerUnreachableError: It cannot be dialled within the time, or does not serve the protocol.
+            PeerUnreachableError: The peer cannot be dialled before the timeout, or does not serve the protocol.
         """
 
     @abstractmethod
     async def serve(self, protocol: str, handler: StreamHandler) -> None:
-        """Run ``handler`` for every incoming stream of ``protocol``; the transport owns and cancels these tasks.
+        """Run ``handler`` for every incoming stream of ``protocol``, in tasks that the transport owns and cancels.
 
-        The stream is aborted when the handler raises, and closed when it returns.
+        The transport aborts the stream if the handler raises, and closes it otherwise.
         """
 
     @abstractmethod
     async def connect(self, addresses: Sequence[str], timeout_seconds: float) -> PeerId:
-        """Dial the first of the multiaddrs (each ending in ``/p2p/<id>``) that answers; return that peer's id.
+        """Dial multiaddrs, each ending in ``/p2p/<id>``; return the id of the first peer that answers.
 
-        Raises:
-            PeerUnreachableError: None answers within the time.
+        Raises `PeerUnreachableError` if no address answers before the timeout.
         """
 
     @abstractmethod
     async def addresses(self) -> list[str]:
-        """The multiaddrs, each ending in ``/p2p/<id>``, at which this peer can be dialled now."""
+        """Return this peer's current multiaddrs, each ending in ``/p2p/<id>``."""
 
     def on_lost(self, callback: Callable[[str], None]) -> None:  # noqa: B027 (many cannot be lost)
-        """Have ``callback(reason)`` called on the event loop when no stream can be opened any more; at once if so."""
+        """Call ``callback(reason)`` on the event loop once the transport is lost; at once if it is lost already."""
 
     @property
     def num_refused(self) -> int:
-        """How many connections it refused, such as those of strangers."""
+        """The number of refused connections."""
         return 0
 
     @abstractmethod
     async def close(self) -> None:
-        """Stop serving, end all streams and the daemon if there is one; idempotent."""
+        """Stop serving, and end all streams and the transport's daemon, if any; idempotent."""

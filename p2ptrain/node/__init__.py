@@ -1,1 +1,1 @@
-"""A peer put together from its parts: `peer` composes one, `run` runs it from its role file, `swarm` is for scripts."""
+"""Peers: `peer` composes one from its parts, `run` runs one from its role file, `swarm` is the API for scripts."""

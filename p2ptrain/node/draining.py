@@ -1,14 +1,14 @@
-"""How a leaving peer spends the time that it is given (``drain_seconds`` in its role file).
+"""Shutdown of a leaving peer within its drain time (``drain_seconds`` in its role file).
 
 ::
 
     0           1/3           1/2                          5/6     1
     ├─ hand in ──┼─ save ──────┼─ rescue, save ─────────────┼─ bye ─┤
      the round    rounds are    the shared state is saved    goodbye, daemon
-     in progress  given up      from the event loop
+     in progress  cancelled     from the event loop
 
-The state is on disk before anything else is done. A training thread that is stuck in a batch is left behind: what the
-swarm shares is saved without it, and the process ends.
+Saving comes before everything else. A training thread that is stuck in a batch is abandoned: the event loop saves the
+shared state in its place, and the process ends.
 """
 
 from __future__ import annotations
@@ -32,30 +32,26 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 HAND_IN, RESCUE, LAST = 1 / 3, 1 / 2, 5 / 6
-"""The share of the time after which rounds are given up, the event loop saves, and the peer says goodbye."""
+"""Fractions of the drain time at which rounds are cancelled, the event loop saves, and the peer says goodbye."""
 MAX_TRIES = 10
 RETRY_SECONDS = 0.2
-"""How often, and after what pause, a state is saved that a round is changing."""
+"""Pause between the `MAX_TRIES` attempts to save a state that a round is changing."""
 
 
 class Drain:
-    """The time that is left to a leaving peer.
-
-    Args:
-        seconds: From now to the end of the process.
-    """
+    """The deadlines of a leaving peer, whose process has to end in ``seconds``."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._began = asyncio.get_running_loop().time()
 
     def left(self, share: float) -> float:
-        """The seconds that are left of the first ``share`` of the time; at least 0."""
+        """Return the seconds left of the first ``share`` of the time; at least 0."""
         return max(0.0, self._began + share * self._seconds - asyncio.get_running_loop().time())
 
 
 async def unless_stopped(start: Coroutine[Any, Any, T], signals: StopSignals) -> T | None:
-    """Return what a start returns; None, with the start cancelled, if the peer is told to stop before."""
+    """Return the result of ``start``; cancel it and return None if a stop is requested first."""
     async with Tasks() as tasks:
         starting, wanted = tasks.call(start, "start"), tasks.call(signals.requested.wait(), "stop")
         await asyncio.wait({starting, wanted}, return_when=asyncio.FIRST_COMPLETED)
@@ -65,17 +61,12 @@ async def unless_stopped(start: Coroutine[Any, Any, T], signals: StopSignals) ->
 async def end_training(
     trainer: Trainer, bridge: Bridge, done: asyncio.Future[None], runtime: Runtime, seconds: float
 ) -> None:
-    """End the training thread, or leave it behind, with the last committed state saved.
+    """End the training thread, or abandon it, with the last committed state saved.
 
-    Args:
-        trainer: Runs on the training thread.
-        bridge: Between that thread and the event loop.
-        done: The end of the thread.
-        runtime: Where the state is read.
-        seconds: From now to the end of the process.
+    ``done`` completes when the thread ends; the process has to end in ``seconds``.
 
     Raises:
-        ResourceError: The state cannot be saved, for instance because the disk is full.
+        ResourceError: The state cannot be saved, for instance on a full disk.
         CheckpointError: The state in memory is damaged.
     """
     drain = Drain(seconds)
@@ -95,11 +86,11 @@ async def end_training(
 
 
 async def _rescue(trainer: Trainer, runtime: Runtime) -> None:
-    """Save what the swarm shares for a training thread that is stuck, or has failed."""
+    """Save the shared state for a training thread that is stuck or has failed."""
     for tries_left in reversed(range(MAX_TRIES)):
         try:
             path = await runtime.compute(trainer.saver.save_shared)
-        except CheckpointError:  # Perhaps a round that was under way is being applied.
+        except CheckpointError:  # A round may be changing the state.
             if not tries_left:
                 raise
             await asyncio.sleep(RETRY_SECONDS)

@@ -1,4 +1,4 @@
-"""Whether this machine has what a manifest names of installed packages."""
+"""Checks of the installed packages that a manifest needs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from p2ptrain.models import FAMILIES
 
 
 def check_extensions(manifest: Manifest) -> None:
-    """Refuse a manifest whose model family, codec or rule this machine does not have, or not in the pinned version.
+    """Check that this machine has the manifest's model family, codec and rule, in the pinned versions.
 
     Raises:
-        IncompatibleError: Says what is missing, and what to install.
-        ManifestError: Its codec and its rule do not go together.
+        IncompatibleError: One is missing; the message says what to install.
+        ManifestError: The codec and the rule are incompatible.
     """
     check_packages(manifest.packages)
     spec = manifest.averaging
@@ -24,7 +24,7 @@ def check_extensions(manifest: Manifest) -> None:
     CODECS.find(spec.codec)
     rule = get_rule(spec)
     if spec.codec in CODECS.own and spec.aggregation in RULES.own:
-        return  # The manifest checked itself, and torch is not imported yet.
+        return  # The manifest validates built-in ones itself, without an import of torch.
     if get_codec(spec.codec).sparse and rule.by_coordinate:
         raise ManifestError(
             f"averaging.aggregation = {spec.aggregation!r} makes zeros of what averaging.codec = {spec.codec!r} sends, "
@@ -33,7 +33,7 @@ def check_extensions(manifest: Manifest) -> None:
 
 
 def with_packages(manifest: Manifest) -> Manifest:
-    """Return a manifest that pins the installed packages which bring what it names.
+    """Return the manifest with pins of the installed packages that provide its model family, codec and rule.
 
     Raises:
         IncompatibleError, ManifestError: As in `check_extensions`.

@@ -1,4 +1,4 @@
-"""What one peer shows on loopback: its record as Prometheus metrics, and whether its event loop answers."""
+"""One peer's endpoints on loopback: Prometheus metrics of its record, and a health check."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ PHASES = ("compute", "matchmaking", "transfer")
 
 
 def make_app(peer: Peer) -> Starlette:
-    """``/metrics`` and ``/healthz`` of a peer that runs on this event loop."""
+    """Return an app with ``/metrics`` and ``/healthz`` of a peer on this event loop."""
 
     async def metrics(request: Request) -> Response:
         return Response(exposition(peer.describe(), _rounds_of(peer)), media_type=CONTENT_TYPE_LATEST)
 
     async def health(request: Request) -> Response:
-        # A bootstrap peer that is alone is well: others come to it, and may be waiting until it says so.
+        # A bootstrap peer is healthy alone: its first peers may wait for this answer before they join.
         answers = peer.presence.directory_answers or peer.options.role == "bootstrap"
         text = f"{peer.status.state}\n" if answers else "the swarm's directory does not answer\n"
         return PlainTextResponse(text, 200 if answers else 503)
@@ -46,12 +46,7 @@ def _rounds_of(peer: Peer) -> tuple[int, int]:
 
 
 def exposition(record: PeerRecord, rounds: tuple[int, int]) -> bytes:
-    """The text format that a scrape gets.
-
-    Args:
-        record: What the peer publishes.
-        rounds: Committed and aborted.
-    """
+    """Return a record and (committed, aborted) rounds in the Prometheus text format."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Families(record, rounds))
     return generate_latest(registry)
@@ -63,7 +58,6 @@ class _Families:
         self._rounds = rounds
 
     def collect(self) -> Iterator[Metric]:
-        """What a registry asks for."""
         record = self._record
         about = InfoMetricFamily("p2ptrain_peer", "This peer")
         names = {"peer": record.peer, "name": record.name, "version": record.version, "role": record.role}
@@ -99,7 +93,7 @@ class _Families:
 
 
 def serving_families(peers: str, sessions: int, totals: ServingTotals) -> Iterator[Metric]:
-    """Yield what is served as metrics whose names begin with ``peers``."""
+    """Yield serving metrics whose names begin with ``peers``."""
     yield GaugeMetricFamily(f"{peers}_sessions", "Generations that are open", value=sessions)
     for name, count, text in (
         ("requests", totals.requests, "Requests that were accepted"),

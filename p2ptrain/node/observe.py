@@ -1,4 +1,4 @@
-"""Looks at a swarm without taking part, for `p2ptrain status`, `up` and the monitor."""
+"""Observation of a swarm without taking part, for `p2ptrain status`, `up` and the monitor."""
 
 from __future__ import annotations
 
@@ -23,11 +23,7 @@ FIRST_LOOK_SECONDS = 10.0
 
 
 class Observer:
-    """A light peer that reads the directory; use it as an asynchronous context manager.
-
-    Attributes:
-        peer: There once the context is entered.
-    """
+    """A client peer that reads the directory; an asynchronous context manager, which sets ``peer`` on entry."""
 
     def __init__(self, link: SwarmLink) -> None:
         self.peer: Peer
@@ -35,10 +31,10 @@ class Observer:
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Observer:
-        """Meet the swarm.
+        """Connect to the swarm.
 
         Raises:
-            BootstrapError: Nobody that the link names answers.
+            BootstrapError: No peer of the link answers.
         """
         runtime = real_runtime("observer")
         self._stack.callback(runtime.close)
@@ -59,11 +55,11 @@ class Observer:
         await self._stack.aclose()
 
     def now(self) -> float:
-        """Wall-clock second by the swarm's clock."""
+        """Return the wall-clock second on the swarm's clock."""
         return self.peer.runtime.now()
 
     async def look(self) -> Look:
-        """Read the records of all peers, ordered by peer id."""
+        """Return the current records of all peers, ordered by peer id."""
         reader = self.peer.presence.reader
         records = await reader.read(DIRECTORY_TIMEOUT_SECONDS)
         if records is None:
@@ -72,20 +68,20 @@ class Observer:
         return Look(self.now(), seen, reader.rejected)
 
     async def certificates_after(self, peer: str, lineage: bytes) -> list[Certificate]:
-        """Return a peer's certificates that follow on a lineage, oldest first; verified.
+        """Return a peer's verified certificates that follow on a lineage, oldest first.
 
         Raises:
-            PeerError, DeadlineError: It failed.
-            ProtocolError: It sent certificates that do not verify or do not connect.
+            PeerError, DeadlineError: The request failed.
+            ProtocolError: The certificates do not verify or do not connect.
         """
         own = self.peer
         return await fetch_certificates(own.rpc, peer, lineage, own.rpc.swarm, own.identity, proofs=True)
 
     async def peers(self) -> list[PeerRecord]:
-        """Return the records of all peers, ordered by peer id; wait for the directory.
+        """Return the records of all peers, ordered by peer id; retry until the directory answers.
 
         Raises:
-            BootstrapError: The directory does not answer.
+            BootstrapError: The directory does not answer within `FIRST_LOOK_SECONDS`.
         """
         deadline = asyncio.get_running_loop().time() + FIRST_LOOK_SECONDS
         while (look := await self.look()).sightings is None:
@@ -98,12 +94,9 @@ class Observer:
 async def fetch_manifest(link: SwarmLink) -> SignedManifest:
     """Fetch and verify the manifest that a link names.
 
-    Args:
-        link: The swarm link.
-
     Raises:
-        BootstrapError: Nobody that the link names answers.
-        ManifestError: What peers sent is not the link's manifest.
+        BootstrapError: No peer of the link answers.
+        ManifestError: A peer sent another manifest.
     """
     async with Observer(link) as observer:
         return observer.peer.signed

@@ -1,6 +1,6 @@
-"""A peer put together: daemon, directory, RPC, presence; and synchronisation, when it trains.
+"""`Peer`: daemon, directory, RPC and presence; and synchronization, when it trains.
 
-Everything that is started here is ended by `Peer.close`, in the opposite order, whatever state it is in.
+`Peer.close` ends all of them in reverse order of their start, also after a failed start.
 """
 
 from __future__ import annotations
@@ -61,18 +61,16 @@ EMPTY_HASH = bytes(32)
 
 @dataclass(frozen=True)
 class PeerOptions:
-    """A peer's appearance and network.
+    """A peer's role, name and network.
 
     Attributes:
-        role: ``bootstrap``, ``trainer``, ``stage``, or ``client`` (looks only).
+        role: ``bootstrap``, ``trainer``, ``stage``, or ``client`` (read-only).
         name: For people.
-        device: What it computes on, for its record.
-        run_dir: Where it keeps the addresses of peers that it has met; None keeps none.
-        network: How its daemon listens.
-        directory: Where peers find each other; empty for what the link names, or else the DHT.
-        transport: What carries streams.
-        upload_bandwidth: Bytes per second that it may send, which also decides about share sizes; 0 sets no limit.
-        download_bandwidth: Bytes per second that it may receive; 0 sets no limit.
+        device: Compute device, for the record.
+        run_dir: Keeps the addresses of known peers; None keeps none.
+        directory: Where peers find each other; empty for the link's directory, or else the DHT.
+        upload_bandwidth: Limit in bytes per second, which also determines share sizes; 0 for none.
+        download_bandwidth: Limit in bytes per second; 0 for none.
     """
 
     role: str
@@ -88,7 +86,7 @@ class PeerOptions:
 
 @dataclass(frozen=True)
 class Pace:
-    """The last loss, if any is known, and tokens: a second, and for the round in progress."""
+    """Training progress: last loss if known, tokens per second, and tokens for the current round."""
 
     loss: float | None = None
     tokens_per_second: float = 0.0
@@ -97,13 +95,11 @@ class Pace:
 
 @dataclass(frozen=True)
 class Activity:
-    """A role's part of the record; asked each time, from the event loop.
+    """A role's part of the record; each callable runs on the event loop, once for each record.
 
     Attributes:
-        pace: How training goes.
-        failovers: How often a host failed that microbatches were sent to.
+        failovers: Number of host failures met by the microbatch sender.
         next_stage: See `PeerRecord`.
-        serving: What is served.
     """
 
     pace: Callable[[], Pace] = Pace
@@ -126,12 +122,11 @@ class Peer:
 
     Attributes:
         signed: The swarm's manifest, with its organizer's signature; ``swarm``: its digest, 32 bytes.
-        transport, directory, rpc, reach, presence, membership: Its parts.
-        status, activity: What its record says; `presence.changed` publishes it.
-        network_lost: Gets the reason when the network daemon is gone for good.
-        jobs: What it does that takes long.
-        synchronizer: When it trains.
-        hosted: The stages that it hosts; ``intended``: what its record says before it does.
+        status, activity: Parts of the record; `presence.changed` publishes a change.
+        network_lost: Resolves to the reason when the network daemon is gone for good.
+        jobs: Its long-running jobs.
+        synchronizer: Set once it trains.
+        hosted: The stages that it hosts; ``intended``: the stages in its record before it hosts any.
     """
 
     def __init__(self, identity: Identity, options: PeerOptions, runtime: Runtime) -> None:
@@ -172,18 +167,16 @@ class Peer:
         link: SwarmLink | None = None,
         signed: SignedManifest | None = None,
     ) -> Peer:
-        """Start the daemon, meet the swarm, get and check its manifest, and publish this peer's record.
+        """Start the daemon, join the swarm, fetch and verify its manifest, and publish this peer's record.
 
         Args:
             identity: This peer's key; locked by the caller.
-            options: Role, name and network.
-            runtime: Time, chance, arithmetic.
             link: Where to find the swarm; None starts one.
-            signed: The manifest, where it is known already; required without a link.
+            signed: The manifest, if known; required without a link.
 
         Raises:
-            BootstrapError: Nobody that the link or former runs name answers.
-            ManifestError: What peers sent is not the link's manifest.
+            BootstrapError: No peer of the link or of earlier runs answers.
+            ManifestError: A peer sent another manifest than the link's.
             ResourceError: The daemon does not start.
         """
         peer = cls(identity, options, runtime)
@@ -229,7 +222,7 @@ class Peer:
         else:
             await self.presence.refresh()
 
-    # All that knows of daemons; simulations put their own network here.
+    # Only these methods start daemons; simulations override them.
 
     async def _start_transport(self, settings: Libp2pSettings) -> Transport:
         return await start_transport(TransportOptions(self.options.transport, self.identity, settings))
@@ -254,7 +247,7 @@ class Peer:
         return Reach(settings, self.rpc, transport, self._move, self.membership, self.runtime)
 
     async def _move(self, settings: Libp2pSettings) -> None:
-        """Restart the daemon with other settings. Streams break; everything else goes on."""
+        """Restart the daemon with other settings. Streams break; everything else continues."""
         met = [address for record in self.membership.records() for address in dialable(record.addresses)]
         bootstrap = tuple(dict.fromkeys([*self.options.network.bootstrap, *settings.bootstrap, *met]))
         self._bootstrap = bootstrap[:MAX_KNOWN_ADDRESSES]
@@ -285,12 +278,12 @@ class Peer:
             self._lose_network(str(error))
 
     async def _follow_clocks(self) -> None:
-        while True:  # Peers may be slow to answer, and this machine's clock may yet be set.
+        while True:  # Peers may answer late, and the machine's clock may be set meanwhile.
             await asyncio.sleep(CLOCK_SECONDS)
             self._correct_clock()
 
     def _correct_clock(self) -> None:
-        """Go by the clock of the peers that were there first, so that records do not expire on arrival."""
+        """Follow the clock of the peers that were there first, so that records do not expire on arrival."""
         skew = self.directory.clock_skew_seconds
         if skew is None or abs(skew + self.runtime.clock_offset_seconds) < CLOCK_WARNING_SECONDS:
             return
@@ -310,7 +303,7 @@ class Peer:
         return {"manifest": self.signed.to_bytes()}
 
     async def _fetch_manifest(self, digest: bytes, addresses: tuple[str, ...]) -> SignedManifest:
-        """Get the manifest from any peer at ``addresses``; all of them are tried before this gives up."""
+        """Fetch the manifest from any peer at ``addresses``; retry all of them for `CONNECT_SECONDS`."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + CONNECT_SECONDS
         failure: Exception | None = None
@@ -338,7 +331,7 @@ class Peer:
                 seconds_left = deadline - loop.time()
                 logger.warning("nobody answers yet (%s): asking for another %.0f s", failure, seconds_left)
             is_first = False
-            patience *= 2  # A dial that is given up begins anew; some peers answer seconds late.
+            patience *= 2  # A retry dials from the start, and some peers answer seconds late.
             await asyncio.sleep(0.5)
         shown = ", ".join(addresses[:3]) or "no address"
         raise BootstrapError(
@@ -347,21 +340,20 @@ class Peer:
         )
 
     def remember_peers(self) -> None:
-        """Keep the addresses of present peers for the next start."""
         if self.options.run_dir is not None:
             remember_addresses(self.options.run_dir, self.membership.records())
 
     @property
     def link(self) -> SwarmLink:
-        """The swarm link through this peer."""
+        """A swarm link through this peer."""
         addresses = tuple(_dialable(self.reach.standing.addresses))[:MAX_ADDRESSES]
         return SwarmLink(self.swarm, addresses, self._directory_name if self._directory_name != LIBP2P else "")
 
     def train(self, state: SharedState) -> Synchronizer:
-        """Take part in averaging with this state; the synchronizer is closed with the peer.
+        """Join averaging with this state; `close` also closes the synchronizer.
 
         Raises:
-            IncompatibleError, ManifestError: This machine does not have the manifest's codec or rule.
+            IncompatibleError, ManifestError: See `check_extensions`.
         """
         from p2ptrain.training.sync.replica import Replica
         from p2ptrain.training.sync.synchronizer import Synchronizer
@@ -376,7 +368,7 @@ class Peer:
         return self.synchronizer
 
     def host(self, stage: HostedStage) -> None:
-        """Show a stage that this peer hosts; it is closed with the peer if it is among `hosted` then."""
+        """Publish a stage that this peer hosts; `close` closes it if it is still in `hosted`."""
         self._warm_up_codecs()
         if not self._closes_hosted:
             self._closes_hosted = True
@@ -392,11 +384,7 @@ class Peer:
             await stage.close()
 
     def _warm_up_codecs(self) -> None:
-        """Check that this machine has the manifest's codec and rule, and compile; meanwhile torch gives the same bits.
-
-        Raises:
-            IncompatibleError, ManifestError: It does not.
-        """
+        """Check the manifest's codec and rule, then compile codecs in the background; torch gives the same bits."""
         from p2ptrain.codecs import warm_up
         from p2ptrain.node.extensions import check_extensions
 
@@ -406,10 +394,10 @@ class Peer:
             with self.jobs("preparing the codecs", ""):
                 warm_up()
 
-        self._tasks.start(asyncio.to_thread(warm), "warm-up")  # Without it, codecs go on with torch.
+        self._tasks.start(asyncio.to_thread(warm), "warm-up")  # If it fails, codecs keep using torch.
 
     def set_state(self, state: str) -> None:
-        """Change the state that the record shows; a peer in ``training`` is waited for by the others."""
+        """Change the state in the record; rounds wait for a peer in ``training``."""
         self.status.state = state
         if self.synchronizer is not None and not self.hosted:
             self.synchronizer.averager.matchmaker.participates = state == "training"
@@ -450,7 +438,7 @@ class Peer:
         )
 
     async def close(self, farewell: bool = True) -> None:
-        """Say goodbye and end everything that this peer started; idempotent."""
+        """Publish a farewell and end everything that this peer started; idempotent."""
         await self._tasks.close()
         if hasattr(self, "presence"):
             self.status.state = "draining"
@@ -460,16 +448,16 @@ class Peer:
 
 
 def _dialable(addresses: tuple[str, ...]) -> list[str]:
-    """Return the addresses worth putting in a link: all of them if only loopback is there, else no loopback."""
+    """Return the addresses for a link: without loopback, unless there is no other."""
     outside = [address for address in addresses if "/127.0.0.1/" not in address and "/ip6/::1/" not in address]
     return outside or list(addresses)
 
 
 def _raise_if_final(failures: Sequence[PeerRefusedError | WrongPeerError]) -> None:
-    """Raise the error behind the failures at all known addresses, if asking again cannot help.
+    """Raise if a retry cannot help, given the failures at all known addresses.
 
     Raises:
-        BootstrapError: Other peers than the named ones hold all addresses.
+        BootstrapError: Other peers than the link's hold the addresses.
         ManifestError: All peers belong to other swarms.
         IncompatibleError: All peers speak another protocol.
     """

@@ -1,4 +1,4 @@
-"""Publishes this peer's record, and reads those of the others."""
+"""Publication of this peer's record, and reads of all peers' records."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class RecordReader:
         self._verifier = verifier
         self._seen: dict[str, tuple[bytes, PeerRecord, int]] = {}
         self.rejected = 0
-        """Records that were dropped for what they say."""
+        """Number of records dropped as invalid."""
 
     async def read(self, timeout_seconds: float) -> list[tuple[PeerRecord, int, float]] | None:
-        """Return all records as (record, sequence, expiry), ordered by peer id; None when the directory is silent."""
+        """Return all (record, sequence, expiry), ordered by peer id; None if the directory does not answer."""
         entries = await self.directory.look_up(peers_key(self._swarm), timeout_seconds)
         if entries is None:
             return None
@@ -64,7 +64,7 @@ class RecordReader:
 
 
 class Presence:
-    """Keeps a peer's own record in the directory and its membership up to date, until it is closed."""
+    """Publishes a peer's own record and updates its membership, until it is closed."""
 
     def __init__(
         self,
@@ -75,15 +75,6 @@ class Presence:
         membership: Membership,
         describe: Callable[[], PeerRecord],
     ) -> None:
-        """
-        Args:
-            directory: Where records live.
-            runtime: Time and chance.
-            swarm: The manifest's digest, 32 bytes.
-            signer: This peer's key.
-            membership: Learns what is read.
-            describe: Makes this peer's record as of now.
-        """
         self._directory = directory
         self._runtime = runtime
         self._swarm = swarm
@@ -95,19 +86,18 @@ class Presence:
         self._changed = asyncio.Event()
         self._tasks = Tasks()
         self.listeners: list[Callable[[list[tuple[PeerRecord, int, float]]], None]] = []
-        """Called with what was read, each time: records, their sequences, and when they expire."""
+        """Called after each read with (record, sequence, expiry) of all peers."""
         self.directory_answers = True
-        """Whether the last look-up was answered."""
 
     async def start(self) -> None:
-        """Read and publish once, then keep doing so."""
+        """Read and publish once, then periodically."""
         await self.refresh()
         await self.publish()
         self._tasks.keep(self._keep_publishing, "presence-publish")
         self._tasks.keep(self._keep_refreshing, "presence-refresh")
 
     def use(self, directory: Directory) -> None:
-        """Switch to another directory, after this peer's network was restarted."""
+        """Switch to another directory, after a restart of this peer's network."""
         self._directory = self.reader.directory = directory
         self.changed()
 
@@ -116,7 +106,7 @@ class Presence:
         self._changed.set()
 
     async def publish(self, lifetime_seconds: float = LIFETIME_SECONDS) -> bool:
-        """Publish this peer's record now; True if a peer took it."""
+        """Publish this peer's record now; return True if a peer stored it."""
         now = self._runtime.now()
         self._sequence = max(self._sequence + 1, int(now * 1000))
         payload = self._describe().to_payload()
@@ -126,7 +116,7 @@ class Presence:
         return await self._directory.publish(key, self._signer.peer_id, sealed, expires_at, DIRECTORY_TIMEOUT_SECONDS)
 
     async def refresh(self) -> bool:
-        """Read all records now; True if the directory answered."""
+        """Read all records now; return True if the directory answered."""
         records = await self.reader.read(DIRECTORY_TIMEOUT_SECONDS)
         self.directory_answers = records is not None
         for record, sequence, expires_at in records or []:
@@ -151,7 +141,7 @@ class Presence:
             await self.refresh()
 
     async def close(self, farewell: bool = True) -> None:
-        """Stop; with ``farewell``, first publish a last record that says so."""
+        """Stop; with ``farewell``, publish this peer's record a last time."""
         await self._tasks.close()
         if farewell:
             with contextlib.suppress(TimeoutError):

@@ -1,4 +1,4 @@
-"""The long jobs of a peer, for its record and its terminal."""
+"""A peer's long-running jobs, for its record and its terminal."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from p2ptrain.progress import Advance
 logger = logging.getLogger(__name__)
 
 SILENT_SECONDS = 1.0
-"""Jobs that take less are not worth a log line."""
+"""Shorter jobs are not logged."""
 TOLD_SECONDS = 15.0
-"""Transfers that take longer are in the peer's record; > the usual pause between two of them."""
+"""Longer transfers are in the peer's record; > the usual pause between two of them."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A long job that is going on.
+    """A running job.
 
     Attributes:
-        name: What is being done, for people.
-        unit: What ``done`` and ``total`` count; empty where nothing is counted.
-        total: 0 where it is not known.
-        seconds: Since it began.
+        name: For people.
+        unit: Unit of ``done`` and ``total``; empty if nothing is counted.
+        total: 0 if unknown.
+        seconds: Since its start.
     """
 
     name: str
@@ -49,29 +49,25 @@ class _Running:
 
     def advance(self, done: int, total: int) -> None:
         if self.first is None:
-            self.first = done  # A download may go on with what an earlier process left.
+            self.first = done  # A download may resume where an earlier process stopped.
         self.done, self.total = done, total
 
 
 class JobBook:
-    """The long jobs of one peer; implements `p2ptrain.progress.Jobs`. Begin and end of those that last are logged."""
+    """The long-running jobs of one peer; implements `p2ptrain.progress.Jobs`. Logs their start and end."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        """
-        Args:
-            loop: For the log line of a job that turns out to be long.
-        """
         self._loop = loop
         self._lock = threading.Lock()
         self._running: list[_Running] = []
 
     @contextmanager
     def __call__(self, name: str, unit: str = "bytes") -> Iterator[Advance]:
-        """See `Jobs.__call__`; from any thread."""
+        """See `Jobs.__call__`; thread-safe."""
         job = _Running(name, unit)
         with self._lock:
             self._running.append(job)
-        with contextlib.suppress(RuntimeError):  # The loop is closed: nobody waits any more.
+        with contextlib.suppress(RuntimeError):  # The loop is closed.
             self._loop.call_soon_threadsafe(self._loop.call_later, SILENT_SECONDS, self._tell, job)
         try:
             yield job.advance
@@ -89,13 +85,12 @@ class JobBook:
             logger.info("%s …", job.name)
 
     def running(self) -> tuple[Job, ...]:
-        """Return the current jobs, the oldest first."""
         now = time.monotonic()
         with self._lock:
             return tuple(Job(job.name, job.unit, job.done, job.total, now - job.began) for job in self._running)
 
     def note(self) -> str:
-        """Return a note about a long transfer, such as a download of the state; empty for none."""
+        """Return a note on a long transfer, such as a download of the state; empty for none."""
         with self._lock:
             running = list(self._running)
         for job in running:

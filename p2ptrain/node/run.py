@@ -1,4 +1,4 @@
-"""`run_peer`: one peer from its role file to its exit code, signals and draining included."""
+"""`run_peer`: run one peer from its role file to its exit code, with signals and draining."""
 
 from __future__ import annotations
 
@@ -35,20 +35,17 @@ async def run_peer(
     on_start: Callable[[Peer], None] | None = None,
     on_ready: Callable[[str], None] | None = None,
 ) -> int:
-    """Run a peer until it is done or told to stop.
+    """Run a peer until it is done or stopped; return the exit code, 0.
 
     Args:
         config: Its role file.
-        signed_manifest: The manifest, where it is known already; otherwise from the config's file or the link's peers.
-        signals: Tell it to stop; None makes new ones.
-        on_start: Called with the peer once it has met its swarm.
+        signed_manifest: The manifest, if known; None reads the config's file or asks the link's peers.
+        signals: Stop the peer; None creates new ones.
+        on_start: Called with the peer once it has joined its swarm.
         on_ready: Called with the swarm link once the peer can be reached.
 
-    Returns:
-        The exit code: 0.
-
     Raises:
-        P2PTrainError: It cannot run or go on; ``exit_code`` says what to exit with.
+        P2PTrainError: The peer cannot run or continue; ``exit_code`` is the process's exit code.
     """
     run_dir = config.run_dir
     await asyncio.to_thread(run_dir.mkdir, parents=True, exist_ok=True)
@@ -76,17 +73,12 @@ async def serve_and_close(
     on_start: Callable[[Peer], None] | None = None,
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
-    """Run the peer's role until it is done or told to stop; then close the peer.
+    """Run the role of a peer that has joined its swarm until it is done or stopped; then close the peer.
 
-    Args:
-        peer: It has met its swarm.
-        config: Its role file.
-        signals: Tell it to stop.
-        on_start: See `run_peer`.
-        on_ready: See `run_peer`.
+    See `run_peer` for the arguments.
 
     Raises:
-        P2PTrainError: It cannot go on.
+        P2PTrainError: The peer cannot continue.
     """
     try:
         peer.network_lost.add_done_callback(lambda lost: signals.stop(f"the network daemon ended: {lost.result()}"))
@@ -120,7 +112,6 @@ async def _take_role(peer: Peer, config: PeerConfig, signals: StopSignals) -> No
 
 @contextlib.asynccontextmanager
 async def _metrics(peer: Peer, port: int) -> AsyncIterator[None]:
-    """Serve this peer's metrics on loopback while the body runs; nothing at port 0."""
     if not port:
         yield
         return
@@ -145,7 +136,7 @@ def _read_manifest(config: PeerConfig, link: SwarmLink | None, identity: Identit
 
 
 def _keep_manifest(signed: SignedManifest, path: Path) -> None:
-    """Keep the manifest beside the checkpoints, which can be exported with it after the swarm is gone."""
+    """Save the manifest beside the checkpoints, so that they can be exported after the swarm is gone."""
     data = signed.to_bytes()
     try:
         if path.is_file() and path.read_bytes() == data:
@@ -158,14 +149,13 @@ def _keep_manifest(signed: SignedManifest, path: Path) -> None:
 
 
 def peer_options(config: PeerConfig, peer_id: str) -> PeerOptions:
-    """Return the options of a peer with this role file."""
     network = Libp2pSettings(**dict(config.network))
     return PeerOptions(
         role="stage" if config.role == "both" else config.role,
         name=config.name or peer_id[-6:],
         device=config.resources.device,
         run_dir=config.run_dir,
-        network=network.changed(direct="off") if config.role == "bootstrap" else network,  # It moves nothing in bulk.
+        network=network.changed(direct="off") if config.role == "bootstrap" else network,  # no bulk transfers
         upload_bandwidth=config.resources.up,
         download_bandwidth=config.resources.down,
         directory=network.directory,
@@ -174,7 +164,7 @@ def peer_options(config: PeerConfig, peer_id: str) -> PeerOptions:
 
 
 async def _serve(peer: Peer, config: PeerConfig, signals: StopSignals) -> None:
-    """A bootstrap peer: it answers until it is told to stop."""
+    """Run a bootstrap peer until it is stopped, or for ``stop_after.minutes``."""
     peer.set_state("serving")
     timeout = config.stop_after.minutes * 60 if config.stop_after.minutes else None
     with contextlib.suppress(TimeoutError):
@@ -191,9 +181,9 @@ async def _train(peer: Peer, config: PeerConfig, signals: StopSignals) -> None:
     bridge = Bridge(loop)
     trainer = await unless_stopped(build_trainer(peer, config, run_dir, bridge), signals)
     if trainer is None:
-        return  # What it began with is on disk.
+        return  # Its initial state is on disk.
     gc.collect()
-    gc.freeze()  # What is loaded now stays. Searching it for garbage stops the event loop for a tenth of a second.
+    gc.freeze()  # Loaded objects stay; their garbage collection would block the event loop.
     done, reason = bridge.begin(trainer.run), ""
     try:
         timeout = config.stop_after.minutes * 60 if config.stop_after.minutes else None

@@ -1,4 +1,4 @@
-"""Tells systemd the state of a service (``Type=notify``, see sd_notify(3)); elsewhere it does nothing."""
+"""Notifications of a service's state to systemd (``Type=notify``, see sd_notify(3)); no-op elsewhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ VARIABLE = "NOTIFY_SOCKET"
 
 
 def notify(state: str) -> bool:
-    """Send a state such as ``READY=1`` or ``STOPPING=1``; True if a service manager took it."""
+    """Send a state such as ``READY=1`` or ``STOPPING=1``; return True if it was sent to a service manager."""
     path = os.environ.get(VARIABLE, "")
     if not path.startswith(("/", "@")):
         return False

@@ -1,4 +1,4 @@
-"""Signals that stop a peer: `StopSignals` for a peer that is a process, `SigtermExit` for one in a script."""
+"""Stop signals: `StopSignals` for a peer process, `SigtermExit` for a peer in a script."""
 
 from __future__ import annotations
 
@@ -17,30 +17,25 @@ FORCED_EXIT_CODE = 130
 
 
 class StopSignals:
-    """SIGINT and SIGTERM ask for a drain; a second one ends the process at once with code 130.
+    """SIGINT and SIGTERM request a drain; a second signal ends the process at once with code 130.
 
-    Attributes:
-        requested: Set when it was asked for.
-        reason: Why.
+    ``requested`` is set when a drain is requested, for ``reason``. ``before_exit`` runs before an immediate exit, to
+    restore the terminal.
     """
 
     def __init__(self, before_exit: Callable[[], None] = lambda: None) -> None:
-        """
-        Args:
-            before_exit: Called right before the process ends at once; to leave a terminal as it was.
-        """
         self.requested = asyncio.Event()
         self.reason = ""
         self._before_exit = before_exit
 
     def install(self) -> None:
-        """Take over both signals on the running loop."""
+        """Handle both signals on the running loop."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
 
     def stop(self, reason: str) -> None:
-        """Ask for a drain for another reason."""
+        """Request a drain for a reason other than a signal."""
         self.reason = self.reason or reason
         self.requested.set()
 
@@ -57,8 +52,8 @@ class StopSignals:
 class SigtermExit:
     """Makes SIGTERM raise `SystemExit` in the main thread, as Ctrl-C raises `KeyboardInterrupt`.
 
-    By default SIGTERM ends the interpreter at once, and no ``with`` or ``finally`` block is closed. Only the first
-    SIGTERM is changed, so a second one ends the process.
+    By default SIGTERM ends the interpreter without closing ``with`` and ``finally`` blocks. Only the first SIGTERM is
+    handled; a second one ends the process.
     """
 
     def __init__(self) -> None:
@@ -66,14 +61,14 @@ class SigtermExit:
         self._is_late = False
 
     def install(self) -> None:
-        """Take over SIGTERM, unless the script handles it, or this is not the main thread, where Python cannot."""
+        """Handle SIGTERM, unless the script does or this is not the main thread, where Python cannot."""
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._on_signal)
 
     @contextlib.contextmanager
     def closing(self) -> Iterator[None]:
-        """Delay a first SIGTERM to the end of the block, and restore the handler."""
+        """Delay a first SIGTERM to the end of the block, and restore the default handler."""
         self._is_closing = True
         try:
             yield

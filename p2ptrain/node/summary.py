@@ -1,4 +1,4 @@
-"""The summary that each peer writes at its end, and that of a whole swarm."""
+"""The summaries of one peer's run and of a whole swarm."""
 
 from __future__ import annotations
 
@@ -27,12 +27,11 @@ class Summary:
     """One peer's run; written to ``summary.json`` in its run directory.
 
     Attributes:
-        stage: That it hosted; None where the model is not cut, or the peer only sent microbatches.
-        tokens: Of this peer's, in committed rounds; where the model is cut, of the microbatches that it sent and all
-            stages accepted.
-        stage_tokens: Of the work that it did for its stage, in committed rounds of the stage.
-        tokens_per_second: ``tokens`` by the seconds of the run.
-        state_digest: In hexadecimal; empty where the peer has no state.
+        stage: The hosted stage; None if it hosted none.
+        tokens: The peer's tokens in committed rounds; in a pipeline, of its microbatches that all stages accepted.
+        stage_tokens: Tokens of its work as a host, in committed rounds of its stage.
+        tokens_per_second: ``tokens`` divided by ``seconds``.
+        state_digest: Hexadecimal; empty if the peer has no state.
     """
 
     peer: str
@@ -56,15 +55,12 @@ class Summary:
 def write_summary(
     peer: Peer, config: PeerConfig, progress: Progress, seconds: float, reason: str, rounds: int = 0
 ) -> None:
-    """Write a peer's summary to its run directory, and to the owner's file.
+    """Write a peer's summary to its run directory, and to the config's ``summary`` file.
 
     Args:
-        peer: Whose run ends.
-        config: Its role file.
-        progress: What it trained.
-        seconds: That the run took.
+        seconds: Duration of the run.
         reason: Why it ends.
-        rounds: That it saw committed where it averages nothing itself.
+        rounds: Committed rounds that it saw, if it averages nothing itself.
     """
     sync, in_stages = peer.synchronizer, peer.manifest.in_stages
     trained = sync.replica.trained_tokens if sync is not None else 0
@@ -95,7 +91,7 @@ def write_summary(
 
 
 def read_summary(path: Path) -> Summary | None:
-    """Return a peer's summary; None if it wrote none or died while writing."""
+    """Return a peer's summary; None if it is missing or cannot be decoded."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Summary)
     except (OSError, msgspec.DecodeError):
@@ -103,23 +99,23 @@ def read_summary(path: Path) -> Summary | None:
 
 
 def to_json(summary: Summary | SwarmSummary) -> bytes:
-    """Return indented JSON; numbers that are not finite become null."""
+    """Return indented JSON; non-finite numbers become null."""
     return msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n"
 
 
 @dataclass(frozen=True)
 class SwarmSummary:
-    """The runs of a swarm's trainers together.
+    """The combined runs of a swarm's trainers.
 
     Attributes:
-        heldout_loss_before: Nats per token before training, mean over trainers; None if nobody measured it.
-        tokens: In committed rounds; in those of all stages, if the model is cut.
-        tokens_per_second: Those by the time of the peer that ran longest.
-        rounds_committed: By the trainer that committed most; ``rounds_aborted`` by the one that aborted most.
-        state_digests: Hexadecimal digest of the state at the end, by peer name; of its stage, if the model is cut.
-        stages: Which stage each peer hosted, by its name; empty if the model is not cut.
-        peers: How many trainers were started.
-        reporting_peers: How many of them ended in good order, so that they are in these numbers.
+        heldout_loss_before: Nats per token before training, mean over trainers; None if no trainer measured it.
+        tokens: In committed rounds; in a pipeline, the minimum over stages.
+        tokens_per_second: ``tokens`` divided by the duration of the longest run, ``seconds``.
+        rounds_committed: The maximum over trainers, as is ``rounds_aborted``.
+        state_digests: Hexadecimal digest of the final state, by peer name; in a pipeline, of its stage's.
+        stages: The hosted stage by peer name; empty if the model is not cut.
+        peers: Number of trainers started.
+        reporting_peers: Number of trainers that ended in good order; only these count here.
     """
 
     heldout_loss_before: float | None
@@ -138,17 +134,12 @@ class SwarmSummary:
 
     @property
     def states(self) -> list[tuple[int, str]]:
-        """The different states at the end, each with its stage; there should be one for each stage."""
+        """The distinct final states as (stage, digest), sorted; one for each stage if its hosts agree."""
         return sorted({(self.stages.get(name, 0), digest) for name, digest in self.state_digests.items()})
 
 
 def combine(summaries: Mapping[str, Summary], peers: int) -> SwarmSummary:
-    """Add up the summaries of trainers, by name.
-
-    Args:
-        summaries: Of the trainers that ended in good order.
-        peers: How many trainers were started.
-    """
+    """Return the summary of ``peers`` started trainers, from the summaries by name of cleanly ended ones."""
     values = list(summaries.values())
     seconds = max((each.seconds for each in values), default=0.0)
     tokens = _committed_tokens(values)
@@ -170,7 +161,7 @@ def combine(summaries: Mapping[str, Summary], peers: int) -> SwarmSummary:
 
 
 def _committed_tokens(values: Sequence[Summary]) -> int:
-    """Return the tokens that count: those of the stage with the fewest, since a token goes through all."""
+    """Return the tokens of the stage with the fewest, since a token passes through all stages."""
     by_stage: Counter[int] = Counter()
     for each in values:
         if each.stage is not None:

@@ -39,10 +39,9 @@ logger = logging.getLogger(__name__)
 class Swarm:
     """One peer of a swarm inside this process; a context manager. Make it with `join` or `create`.
 
-    The ``with`` block leaves the swarm in good order and saves (with a ``run_dir``) however it ends: normally, by an
-    error, by Ctrl-C, or by SIGTERM, which raises `SystemExit` (143) in it. A second SIGTERM ends the process at once.
-    SIGTERM is left alone if the script has a handler of its own, or if the block is not on the main thread; then call
-    `close`.
+    At its end, the ``with`` block leaves the swarm in good order, and saves if there is a ``run_dir``. This holds for
+    errors, Ctrl-C and SIGTERM, too. SIGTERM raises `SystemExit` (143) in the block; a second one ends the process at
+    once. SIGTERM is not handled if the script has its own handler, or off the main thread; then call `close`.
 
     ::
 
@@ -62,7 +61,7 @@ class Swarm:
         resources: contextlib.ExitStack,
         saving: SavePolicy,
     ) -> None:
-        """Not for callers: use `join` or `create`."""
+        """Private: use `join` or `create`."""
         self._saving = saving
         self._sigterm = SigtermExit()
         self._saver: Saver | None = None
@@ -85,22 +84,21 @@ class Swarm:
     ) -> Swarm:
         """Join the swarm that a link names.
 
-        With ``run_dir`` a script that ended in any way, SIGKILL included, goes on where the swarm is when it starts
-        again: `optimizer` restores the newest checkpoint. Checkpoints are written as ``saving`` says, by `save`, and by
-        `close`, which the end of a ``with`` block calls, SIGTERM included.
+        With ``run_dir``, a restarted script resumes with the swarm, even after SIGKILL: `optimizer` restores the newest
+        checkpoint. Checkpoints are written as ``saving`` says, by `save`, and by `close`, which the end of a ``with``
+        block calls.
 
         Args:
             link: ``p2ptrain://…`` from the organizer.
-            run_dir: Where this peer's key and checkpoints are kept; None makes a peer that nobody will recognise next
-                time.
+            run_dir: Folder of this peer's key and checkpoints; None creates a new identity each time.
             name: Shown to other people.
             listen: Multiaddrs to listen on.
-            saving: How often to save in the background, and how many checkpoints to keep; None saves every ten minutes
-                and keeps three.
+            saving: Interval of background saves, and number of checkpoints kept; None saves every ten minutes and
+                keeps three.
 
         Raises:
             LinkError: The link is malformed.
-            BootstrapError: Nobody that the link names answers.
+            BootstrapError: No peer of the link answers.
             ManifestError: The manifest is not the one that the link names.
             IdentityError: The key is unusable or in use.
         """
@@ -117,10 +115,12 @@ class Swarm:
         saving: SavePolicy | None = None,
         directory: str = "",
     ) -> Swarm:
-        """Start a swarm with this peer as its organizer and first member; `link` invites the others.
+        """Start a swarm with this peer as organizer and first member; `link` invites other peers.
 
-        Arguments as for `join`, and ``directory``, where peers find each other: ``https://…`` of a server such as
-        examples/http_directory.py, or empty for their own DHT. The link names it.
+        Args:
+            manifest: The swarm's; for the other arguments see `join`.
+            directory: Where peers find each other: ``https://…`` of a server such as examples/http_directory.py, or
+                empty for their own DHT. The link names it.
 
         Raises:
             IdentityError: The key is unusable or in use.
@@ -165,12 +165,12 @@ class Swarm:
 
     @property
     def manifest(self) -> Manifest:
-        """What the swarm agreed on."""
+        """The swarm's manifest."""
         return self._peer.manifest
 
     @property
     def link(self) -> str:
-        """A swarm link that leads to this peer; give it to others who shall join."""
+        """The swarm link with which others join through this peer."""
         return str(self._peer.link)
 
     @property
@@ -188,25 +188,25 @@ class Swarm:
         tokens_per_step: int | None = None,
         schedule: Callable[[int], float] | None = None,
     ) -> SwarmOptimizer:
-        """Wrap an optimizer so that its steps are shared with the swarm; the model takes on the swarm's state.
+        """Wrap an optimizer so that its steps are shared with the swarm; the model adopts the swarm's state.
 
         Args:
             model: The model whose trainable parameters ``optimizer`` updates; all peers need the same shapes.
             optimizer: Any torch optimizer that needs one gradient a step.
-            clip_norm: Norm limit of each step's gradient, or with ``every = 1`` of the averaged one, which has to be
-                the same on all peers; 0 for none. The manifest's applies to a script only if it is given here.
+            clip_norm: Norm limit of each step's gradient, 0 for none. With ``every = 1`` it limits the averaged
+                gradient, and must be the same on all peers. The manifest's limit applies to a script only if it is
+                given here.
             samples_per_step: Samples in one local batch; None takes the manifest's local batch.
             tokens_per_step: Tokens in one local batch: the weight of a contribution. None takes ``samples_per_step``
                 times the manifest's context; `SwarmOptimizer.count` overrides both batch by batch.
-            schedule: From the round, counted from 0, to the factor of the optimizer's learning rates; the same on all
-                peers. None keeps the rates constant. It takes the place of a torch scheduler, which would count this
-                peer's steps alone; `SwarmOptimizer.scheduler` is for training loops that want to step one.
+            schedule: Maps the round, counted from 0, to the factor of the learning rates; the same on all peers. None
+                keeps the rates constant. It replaces a torch scheduler, which would count this peer's steps alone;
+                `SwarmOptimizer.scheduler` serves training loops that step one.
 
         Raises:
-            UsageError: This swarm has an optimizer already, or ``optimizer`` cannot train the model with a swarm.
-            IncompatibleError: Other peers of the swarm train a model of another shape, or with ``every = 1`` step by
-                another optimizer.
-            CheckpointError: No checkpoint in ``run_dir`` is whole.
+            UsageError: This swarm has an optimizer already, or ``optimizer`` cannot train with a swarm.
+            IncompatibleError: Other peers train a model of another shape, or with ``every = 1`` use another optimizer.
+            CheckpointError: No checkpoint in ``run_dir`` is intact.
         """
         from p2ptrain.training.learning_rate import LearningRates, by_round
         from p2ptrain.training.optimizer import Bridge, SwarmOptimizer
@@ -231,7 +231,7 @@ class Swarm:
 
         wrapped = self._optimizer = self._enter(state, wrap)
         wrapped.samples_per_step = samples
-        # Without its daemon this peer would take itself for a lone survivor, and train on by itself.
+        # Without its daemon, this peer would believe that it is the last survivor, and train alone.
         self._cancel_without_network(bridge)
         self._tell_pace(lambda: Pace(wrapped.loss, wrapped.tokens_per_second, wrapped.tokens_in_round))
         return wrapped
@@ -246,7 +246,7 @@ class Swarm:
         self._thread.loop.call_soon_threadsafe(watch)
 
     def _enter(self, state: SharedState, wrap: Callable[[Synchronizer], SwarmOptimizer]) -> SwarmOptimizer:
-        """Restore the newest checkpoint, take on the swarm's state, and begin to take part."""
+        """Restore the newest checkpoint, adopt the swarm's state, and join its rounds."""
         from p2ptrain.node.roles.training import enter_training
         from p2ptrain.training.checkpoints.files import load_newest_valid
         from p2ptrain.training.checkpoints.saving import Saver, restore_shared
@@ -272,14 +272,13 @@ class Swarm:
         return wrapped
 
     def sampler(self, dataset: Sized, *, seed: int | None = None) -> SwarmSampler:
-        """Share a data set among the peers: a sampler for a `torch.utils.data.DataLoader` over it.
+        """Return a sampler for a `torch.utils.data.DataLoader` that divides a data set among the peers.
+
+        Iterate over it after the call of `optimizer`. `SwarmSampler` documents its guarantees.
 
         Args:
-            dataset: The data set, with the same samples in the same order on all peers.
+            dataset: Has the same samples in the same order on all peers.
             seed: Of the order of samples, the same on all peers; None takes the manifest's.
-
-        Returns:
-            The sampler, which can be iterated once the swarm has its `optimizer`; `SwarmSampler` says what it promises.
 
         Raises:
             ValueError: The data set is empty.
@@ -296,15 +295,12 @@ class Swarm:
         return SwarmSampler(len(dataset), self.manifest.data.seed if seed is None else seed, self.peer_id, read)
 
     def save(self) -> Path:
-        """Write a checkpoint now; call it on the thread that trains.
-
-        Returns:
-            Its folder, in ``checkpoints`` of ``run_dir``.
+        """Write a checkpoint now, on the training thread; return its folder, in ``checkpoints`` of ``run_dir``.
 
         Raises:
             UsageError: The swarm has no ``run_dir``, or no optimizer yet.
-            ResourceError: The disk is full or cannot be written; earlier checkpoints are intact.
-            CheckpointError: The shared state in memory is damaged; the next round mends it.
+            ResourceError: The disk is full or not writable; earlier checkpoints are intact.
+            CheckpointError: The shared state in memory is damaged; the next round repairs it.
         """
         if self._peer.options.run_dir is None:
             raise UsageError("there is nowhere to save: give Swarm.join or Swarm.create a run_dir")
@@ -313,13 +309,13 @@ class Swarm:
         return self._saver.save()
 
     def pipeline(self, *, lora: LoraSpec | None = None) -> PipelineModule:
-        """The swarm's model, which is cut into stages on its hosts, as a module whose forward and backward go there.
+        """Return the swarm's model as a module whose forward and backward run on the hosts of its stages.
 
         Args:
-            lora: The adapters that this script means to train; None if it does not care what its gradients train.
+            lora: The adapters that this script expects to train; None accepts the manifest's.
 
         Raises:
-            UsageError: The swarm's model is not cut into stages, or other adapters are trained; or this peer trains
+            UsageError: The model is not cut into stages, the manifest trains other adapters, or this peer trains
                 already.
         """
         from p2ptrain.pipeline.client.remote_model import PipelineModule
@@ -353,12 +349,12 @@ class Swarm:
         return sender
 
     def close(self) -> None:
-        """Leave the swarm: say goodbye, stop the daemon, and save if there is a ``run_dir``; idempotent."""
+        """Leave the swarm, stop the daemon, and save if there is a ``run_dir``; idempotent."""
         try:
             self._resources.close()
         finally:
             saver, self._saver = self._saver, None
-            if saver is not None:  # After the network has ended: nothing changes the state any more.
+            if saver is not None:  # The network has ended: no round changes the state now.
                 saver.save_last()
             self._peer.identity.close()
 

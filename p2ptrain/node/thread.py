@@ -1,4 +1,4 @@
-"""An event loop on a thread of its own, for programs that are not asynchronous."""
+"""An event loop on its own thread, for synchronous programs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ JOIN_SECONDS = 30.0
 class LoopThread:
     """A uvloop event loop that runs until `stop`.
 
-    The network daemon dies with the thread that started it, so the thread lives as long as the peer. It is a daemon
-    thread: a script that ends without closing its swarm is not kept alive by it.
+    The network daemon dies with the thread that started it, so this thread lives as long as the peer. It is a daemon
+    thread, so a script that does not close its swarm can exit.
     """
 
     def __init__(self, name: str = "p2ptrain-network") -> None:
@@ -52,7 +52,7 @@ class LoopThread:
             raise
 
     def stop(self) -> None:
-        """End the loop, cancel what is left on it, and wait for the thread; idempotent."""
+        """Cancel the loop's tasks, end it, and join the thread; idempotent."""
         if self._thread.is_alive():
             self.loop.call_soon_threadsafe(self._stopped.set)
             self._thread.join(JOIN_SECONDS)

@@ -1,1 +1,1 @@
-"""Pipeline stages: which blocks each has, which hosts a microbatch passes, and who hosts what."""
+"""Pipeline parallelism: partition of a model into stages, routing of microbatches, and placement of hosts."""

@@ -1,4 +1,4 @@
-"""Measurements of a machine before it hosts anything: its memory, its device, its uplink."""
+"""Measurements of a machine before it hosts a stage: free memory, and speed within device and uplink."""
 
 from __future__ import annotations
 
@@ -16,25 +16,21 @@ if TYPE_CHECKING:
     from p2ptrain.pipeline.plan import PipelinePlan
 
 SECONDS = 1.0
-"""Time over which passes are measured; the first, which is not counted, and one more are made in any case."""
+"""Duration of the measurement; a warm-up pass and one timed pass always run."""
 
 
 CGROUPS = Path("/sys/fs/cgroup")
 
 
 def available_memory(cgroups: Path = CGROUPS) -> int:
-    """Bytes that this machine has to spare, or the container that this process runs in if it has a limit.
-
-    Args:
-        cgroups: Where a container's own limit and use are shown, by either version of Linux' control groups.
-    """
+    """Return the machine's available memory in bytes, bounded by its container's limit (control groups 1 or 2)."""
     import psutil
 
     return min([int(psutil.virtual_memory().available), *_left_in_container(cgroups)])
 
 
 def _left_in_container(cgroups: Path) -> list[int]:
-    """Return what its limit leaves, if it has one. Cached files count as used, and are given up first."""
+    """Return the bytes left under the container's limit, if any; inactive file cache counts as free."""
     for folder, limit, used, cached in (
         (cgroups, "memory.max", "memory.current", "inactive_file"),
         (cgroups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -47,18 +43,11 @@ def _left_in_container(cgroups: Path) -> list[int]:
 
 
 def measure_speed(plan: PipelinePlan, device: torch.device, bandwidth: int = 0) -> float:
-    """Tokens per second of a stage times the work of one of its samples, as hosts are compared.
+    """Return a machine's speed as hosts report it: tokens per second of a stage, times the work of a sample.
 
-    It is measured by forward and backward of one block from the middle of the model, with initial values, for which
-    nothing is downloaded.
-
-    Args:
-        plan: The stages.
-        device: Where this machine would compute.
-        bandwidth: What it is willing to send, in bytes per second; 0 for no limit.
-
-    Returns:
-        0 for a model of fewer than three blocks, which has none in the middle.
+    It times forward and backward of a block from the model's middle. The block has initial values, so nothing is
+    downloaded. A model of fewer than three blocks has no such block, and gives 0. ``bandwidth`` is the upload limit in
+    bytes per second, or 0 for none.
     """
     import torch
 
@@ -85,7 +74,7 @@ def measure_speed(plan: PipelinePlan, device: torch.device, bandwidth: int = 0) 
                 break
     tokens = inputs[0] * inputs[1]
     speed = tokens / fastest * plan.work_of(span)
-    if bandwidth:  # An output and a gradient for each input.
+    if bandwidth:  # A host uploads an output and a gradient for each input.
         sent = 2 * payload_bytes(spec.pipeline.codec, inputs)
         speed = min(speed, tokens * bandwidth / sent * plan.work_of(Span(0, plan.num_blocks)) / plan.num_stages)
     return speed

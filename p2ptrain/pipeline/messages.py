@@ -1,6 +1,6 @@
-"""The messages of a pipeline's protocols, the tensors that follow them, and the refusals that they carry.
+"""Messages of the pipeline protocols, with tensor framing and refusals.
 
-A channel takes one microbatch through a stage and all after it (``pipeline.N``)::
+A channel carries one microbatch through a stage and all later stages (``pipeline.N``)::
 
     caller                                      host
       |  HopRequest, inputs, targets              |
@@ -10,8 +10,8 @@ A channel takes one microbatch through a stage and all after it (``pipeline.N``)
       |  ReplyHead, gradient       or Refused     |
       | <---------------------------------------- |
 
-The last host asks a trainer that makes its own loss in the same way (``pipeline.home``), with a `HomeRequest`. All
-other messages are calls: a trainer's to the hosts of its microbatches, and those between hosts of one stage.
+The last host calls a trainer that computes its own loss in the same way (``pipeline.home``, `HomeRequest`). The other
+messages are RPC calls: from a trainer to the hosts of its microbatches, or between hosts of one stage.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     import torch
 
 IDS = "ids"
-"""The codec of token ids: 32-bit integers."""
+"""Codec name of token ids: int32."""
 MAX_STAGES = 256
 MAX_SAMPLES = 1 << 16
 MAX_VALUES = 1 << 40
-"""Of one tensor, and of the tokens of one microbatch."""
+"""Limit on the values of one tensor, and on the tokens of one microbatch."""
 MAX_IDS = 4096
 MAX_WAIT_SECONDS = 60.0
 MAX_REASON_CHARS = 512
@@ -44,13 +44,13 @@ Buffer = bytes | bytearray | memoryview
 Peer = Annotated[str, Meta(max_length=128)]
 Round = Annotated[int, Meta(ge=0, lt=1 << 62)]
 MaybeRound = Annotated[int, Meta(ge=-2, lt=1 << 62)]
-"""Negative before a host, or a trainer, is in any."""
+"""Negative before a host or a trainer has entered a round."""
 StageNumber = Annotated[int, Meta(ge=0, lt=MAX_STAGES)]
 Seconds = Annotated[float, Meta(ge=0.0, le=3600.0)]
 
 
 class MicrobatchId(NamedTuple):
-    """Name of a microbatch: the trainer's ``number``-th of a round."""
+    """Microbatch id; ``number`` is unique per trainer and round."""
 
     trainer: Annotated[str, Meta(min_length=1, max_length=128)]
     round: Round
@@ -64,12 +64,7 @@ class MicrobatchId(NamedTuple):
 
 
 class TensorHead(Message, frozen=True):
-    """A tensor whose bytes follow.
-
-    Attributes:
-        codec: Of `p2ptrain.codecs`, or `IDS`.
-        shape: Of the tensor.
-    """
+    """Codec, `IDS` or one of `p2ptrain.codecs`, and shape of a tensor whose bytes follow."""
 
     codec: Annotated[str, Meta(max_length=16)]
     shape: Annotated[tuple[Annotated[int, Meta(gt=0, le=MAX_VALUES)], ...], Meta(min_length=1, max_length=8)]
@@ -82,18 +77,12 @@ class TensorHead(Message, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes that follow."""
         return payload_bytes(self.codec, self.shape)
 
 
 @dataclass(frozen=True)
 class Payload:
-    """A tensor in the form in which it travels.
-
-    Attributes:
-        codec, shape: As in `TensorHead`.
-        data: Its bytes; empty while they are still to come.
-    """
+    """A tensor in its wire encoding; ``data`` is empty until the bytes arrive."""
 
     codec: str
     shape: tuple[int, ...]
@@ -101,23 +90,22 @@ class Payload:
 
     @property
     def head(self) -> TensorHead:
-        """The message that announces it."""
         return TensorHead(self.codec, self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """The number of its bytes, also of those that are still to come."""
+        """Encoded size, also while ``data`` is empty."""
         return payload_bytes(self.codec, self.shape)
 
 
 def payload_bytes(codec: str, shape: tuple[int, ...]) -> int:
-    """Return how many bytes a payload has."""
+    """Return the encoded size of a tensor in bytes."""
     count = math.prod(shape)
     return 4 * count if codec == IDS else get_codec(codec).encoded_bytes(count)
 
 
 def pack(tensor: torch.Tensor, codec: str) -> Payload:
-    """Encode a CPU tensor: integers as `IDS`, whatever the codec, and others in fp32 by the codec.
+    """Encode a CPU tensor: integers as `IDS`, floats as fp32 with ``codec``.
 
     Raises:
         CodecError: A value is not finite, or too large for the codec.
@@ -131,7 +119,7 @@ def pack(tensor: torch.Tensor, codec: str) -> Payload:
 
 
 def unpack(payload: Payload) -> torch.Tensor:
-    """Return the tensor, int64 or fp32, of a payload whose length and values were checked when it was received."""
+    """Decode a payload to int64 or fp32; the caller has validated its length and values."""
     import torch
 
     if payload.codec == IDS:
@@ -143,25 +131,22 @@ def unpack(payload: Payload) -> torch.Tensor:
 
 
 def check_values(payload: Payload) -> None:
-    """Raise `CodecError` if a value is not finite, without decoding them."""
+    """Raise `CodecError` if a value is not finite; nothing is decoded."""
     if payload.codec != IDS:
         get_codec(payload.codec).validate(payload.data, math.prod(payload.shape))
 
 
-# A microbatch on its way
+# Hops
 
 
 class HopRequest(Message, frozen=True):
-    """A microbatch for a stage; the bytes of inputs and targets follow.
+    """Request to process a microbatch at a stage; the bytes of inputs and targets follow.
 
     Attributes:
-        id: Which microbatch.
-        samples, tokens: How many it has.
-        route: The hosts of the stages after this one that were called before, or are planned; empty names are open.
-        inputs: Of the stage.
-        targets: Of the last stage.
-        requires_grad: Whether gradients are wanted; else the loss alone.
-        goes_home: Whether the model's output goes to the trainer, which makes a loss of it, rather than to the targets.
+        route: Hosts of the later stages, planned or already called; an empty name leaves the choice open.
+        targets: Class indices for the last stage's loss.
+        requires_grad: False for a forward pass alone.
+        goes_home: True if the trainer computes the loss from the model's output; only the targets' shape then counts.
     """
 
     id: MicrobatchId
@@ -180,7 +165,7 @@ class HopRequest(Message, frozen=True):
             raise ValueError("targets that are no class indices")
 
     def to_hop(self, stage: int, inputs: Buffer = b"", targets: Buffer = b"") -> Hop:
-        """Return the hop to a stage, with its tensors or, to look at their shapes, without."""
+        """Return the hop to a stage; without tensors, it suffices for checks of shapes."""
         return Hop(
             self.id, stage, self.samples, self.tokens, self.route,
             Payload(self.inputs.codec, self.inputs.shape, inputs),
@@ -204,7 +189,6 @@ class Hop:
 
     @property
     def request(self) -> HopRequest:
-        """The message that announces it."""
         return HopRequest(
             self.id, self.samples, self.tokens, self.route, self.inputs.head, self.targets.head, self.requires_grad,
             self.goes_home,
@@ -212,12 +196,12 @@ class Hop:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that a host keeps for it: its input, a gradient of the same size, and its targets."""
+        """Host memory for this hop: the input, a gradient of the same size, and the targets."""
         return 2 * self.inputs.num_bytes + self.targets.num_bytes
 
 
 class HomeRequest(Message, frozen=True):
-    """The model's output for a microbatch, whose bytes follow, for the trainer that makes the loss."""
+    """The model's output for a trainer that computes the loss itself; the bytes follow."""
 
     id: MicrobatchId
     requires_grad: bool
@@ -225,13 +209,7 @@ class HomeRequest(Message, frozen=True):
 
 
 class Leg(NamedTuple):
-    """One host's part in a microbatch.
-
-    Attributes:
-        stage: Its stage.
-        host: Its peer id.
-        forward_seconds, backward_seconds: How long its device took.
-    """
+    """One host's part in a microbatch. The times include the wait for its device."""
 
     stage: StageNumber
     host: Peer
@@ -244,9 +222,9 @@ class Reply:
     """A stage's answer to a hop.
 
     Attributes:
-        loss: Mean over the targets, in nats.
-        legs: Of this stage and all after it, in order.
-        gradient: In the stage's inputs; None from the first stage.
+        loss: Mean over the targets, in nats; 0 if the trainer computes the loss.
+        legs: This stage and all later ones, in order.
+        gradient: With respect to the stage's inputs; None from the first stage, or if none is required.
     """
 
     loss: float
@@ -255,24 +233,23 @@ class Reply:
 
     @property
     def head(self) -> ReplyHead:
-        """The message that announces it."""
         return ReplyHead(self.loss, self.legs, self.gradient.head if self.gradient is not None else None)
 
 
 class FromHost(Message, frozen=True, tag=True):
-    """A message of the host, or the trainer, that has a caller's microbatch."""
+    """Base of the messages from a called host, or trainer, to its caller."""
 
 
 class Beat(FromHost, frozen=True, tag="beat"):
-    """It still has the microbatch."""
+    """Keepalive: the host still holds the microbatch."""
 
 
 class Arrived(FromHost, frozen=True, tag="arrived"):
-    """It has all tensors of the request."""
+    """All tensors of the request have arrived."""
 
 
 class News(FromHost, frozen=True, tag="news"):
-    """A host was called though another one was planned, or is through with the forward pass of its stage."""
+    """A host other than the planned one was called, or a host finished its forward pass."""
 
     stage: StageNumber
     host: Peer
@@ -287,63 +264,59 @@ class ReplyHead(FromHost, frozen=True, tag="reply"):
 
 
 class Refused(FromHost, frozen=True, tag="refused"):
-    """The last message of a host that does not take the microbatch through."""
+    """Final message in place of a reply."""
 
     kind: Refusal
     reason: Annotated[str, Meta(max_length=MAX_REASON_CHARS)]
 
     @classmethod
     def of(cls, error: RefusalError) -> Refused:
-        """Return what a caller is told of an error."""
+        """Return the refusal for an error, with its text made printable and shortened."""
         text = "".join(each if each.isprintable() else "?" for each in str(error))
         return cls(error.kind, text[:MAX_REASON_CHARS])
 
 
 class Refusal(Enum):
-    """Why a host refuses."""
+    """Reasons of a refusal."""
 
     FULL = "full"
-    """It has no room now."""
+    """The host has no capacity now."""
     EARLY = "early"
-    """The microbatch's round has not begun there."""
+    """The microbatch's round has not begun at the host."""
     LATE = "late"
-    """The round is over there, or has its samples."""
+    """The round is closed at the host, or has its samples."""
     BEYOND = "beyond"
-    """A stage after it failed."""
+    """A later stage failed."""
     BAD = "bad"
-    """The microbatch does not fit, or does not fit there."""
+    """The microbatch is invalid, or invalid at this host."""
 
 
 class RefusalError(TemporaryError):
-    """A host refuses a microbatch; ``kind`` tells the caller how to go on."""
+    """A host refused a microbatch; ``kind`` selects the caller's reaction."""
 
     kind: Refusal
 
 
 class FullError(RefusalError):
-    """There is no room for another microbatch now; no failure of the host. The message says what is full."""
+    """The host has no capacity now, which is no failure. The message gives the cause."""
 
     kind = Refusal.FULL
 
 
 class BadMicrobatchError(RefusalError):
-    """A microbatch is not for this stage, or holds what no honest peer sends. The message says what."""
+    """A microbatch does not fit this stage, or is invalid. The message names the defect."""
 
     kind = Refusal.BAD
 
 
 class HopFailedError(RefusalError):
-    """No host of a stage took a microbatch through. The message names the stage and the hosts."""
+    """No host of a stage completed a microbatch. The message names the stage and the hosts."""
 
     kind = Refusal.BEYOND
 
 
 class OtherRoundError(RefusalError):
-    """A host is in another round than the microbatch.
-
-    Attributes:
-        is_late: Whether the microbatch's round is over there; else it has not begun.
-    """
+    """A host is in another round. ``is_late``: the microbatch's is closed or full there; else it has not begun."""
 
     def __init__(self, message: str, is_late: bool) -> None:
         super().__init__(message)
@@ -354,30 +327,30 @@ class OtherRoundError(RefusalError):
 # Calls
 
 OwnIds = Annotated[tuple[tuple[Round, Round], ...], Meta(max_length=MAX_IDS)]
-"""Rounds and numbers of microbatches of the trainer that sends them."""
+"""``(round, number)`` of the sender's microbatches."""
 
 
 class SettleRequest(Message, frozen=True):
-    """A trainer tells which of its microbatches are settled, and which are given up (``pipeline.N.settle``)."""
+    """A trainer's report of settled and abandoned microbatches (``pipeline.N.settle``)."""
 
     settled: OwnIds = ()
     abandoned: OwnIds = ()
 
 
 class DoneRequest(Message, frozen=True):
-    """A trainer asks which of its microbatches are in the committed average of a round (``pipeline.N.done``)."""
+    """A trainer's query: which microbatches are in a committed average (``pipeline.N.done``)."""
 
     ids: OwnIds
 
 
 class Answers(Message, frozen=True):
-    """Yes or no for each microbatch of a request: whether it was counted there, or is in the average."""
+    """One answer per microbatch of a request: whether it was counted there, or is in the average."""
 
     answers: Annotated[tuple[bool, ...], Meta(max_length=MAX_IDS)]
 
 
 class RoundRequest(Message, frozen=True):
-    """A peer waits so long for a later round than ``after`` (``pipeline.N.round``)."""
+    """Long poll, up to ``seconds``, for a round later than ``after`` (``pipeline.N.round``)."""
 
     after: MaybeRound
     seconds: Annotated[float, Meta(ge=0.0, le=MAX_WAIT_SECONDS)]
@@ -390,13 +363,13 @@ class RoundReply(Message, frozen=True):
 
 
 class StayRequest(Message, frozen=True):
-    """A host that leaves its stage asks another one to stay that is as far as it (``pipeline.stay``)."""
+    """A departing host's request that another one, which has reached ``round``, stay (``pipeline.stay``)."""
 
     stage: StageNumber
     round: MaybeRound
 
 
 class StayReply(Message, frozen=True):
-    """Says if the host promises to stay."""
+    """The answer: whether the host promises to stay."""
 
     stays: bool

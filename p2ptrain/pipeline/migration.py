@@ -1,15 +1,16 @@
-"""A host that moves to another stage when that helps the pipeline more.
+"""Migration of a host to another stage.
 
-All hosts see the same records and find the same best move (`p2ptrain.pipeline.placement.best_move`). Whom it concerns
-says in its record where it goes, begins to take on that stage, reads what the others say when all have read that, and
-goes on if the move is still the best. Of two that decided on records of different age at least one sees what the other
-said, and of those that see each other the one with the smaller id goes; nobody decides on what may still be taken back.
-So one host after another decides, and the next one does while the first still downloads.
+All hosts see the same records and compute the same best move (`p2ptrain.pipeline.placement.best_move`). A move takes
+these steps:
 
-It takes on the other stage while it serves its own, and leaves only with the promise of another host of that stage to
-stay, which gives none while it is leaving itself. So no stage loses its last host by a move, whatever two hosts do at
-once. Who cannot move for now says so, too: the others choose another one. A record is published as soon as any of this
-changes, and hosts look whenever they have read records.
+1. The host announces the move in its record, and begins to take on the target stage. It still serves its own.
+2. After `SPREADING_SECONDS` it reads all records again, and goes only if the move is still the best. At least one of
+   two hosts with concurrent moves sees the other's. If both do, the smaller id goes.
+3. Another host of its stage promises to stay. A departing host promises nothing, so no stage loses its last host.
+4. The host starts on the target, ends its last round on the old stage, and hands over that round's result.
+
+A host that cannot move says so in its record, and the others choose another one. The next host may decide while the
+first still downloads.
 """
 
 from __future__ import annotations
@@ -31,60 +32,50 @@ from p2ptrain.tasks import Tasks, until_ended
 logger = logging.getLogger(__name__)
 
 SPREADING_SECONDS = 2.0
-"""Time for a host's announcement of a move to reach the others: one that decided just before has announced its own by
-then. A host that takes longer than half of it to announce leaves the others the precedence. For twice as long, no host
-decides on another's announcement, which may still be taken back."""
+"""Propagation time of an announced move. A host that takes over half of it to announce yields to the others. For twice
+as long, no other host decides, since the move may be withdrawn."""
 LEAST_STAY_SECONDS = 90.0
-"""Between two moves of one host: what a stage gains by it has to show first."""
+"""Minimum stay of a host, so that the gain from its last move shows first."""
 PROMISE_SECONDS = 120.0
 HAND_OVER_SECONDS = 10.0
-"""Timeout of a host that leaves, until another one has the last round's result."""
+"""Timeout for another host to take over a departing host's last result."""
 MAX_ASKED = 4
 CALL_SECONDS = 5.0
 
 
 class Records(Protocol):
-    """This peer's record and those of the others; see `p2ptrain.node.presence.Presence`."""
+    """Access to the directory's records; see `p2ptrain.node.presence.Presence`."""
 
     def changed(self) -> None:
-        """Publish soon."""
+        """Publish this peer's record soon."""
 
     async def publish(self) -> bool:
-        """Publish now; return whether anybody took it."""
+        """Publish now; return whether any peer took it."""
 
     async def refresh(self) -> bool:
-        """Update the view from all records now; return whether that could be done."""
+        """Update the view from all records now; return whether that succeeded."""
 
 
 class Stages(Protocol):
-    """The peer's side of a move: makes stages ready, and closes them."""
+    """Preparation and release of this peer's stages."""
 
     async def take_on(self, number: int) -> HostedStage:
-        """Make a stage ready to take part, with its state; nothing is left of it if this fails or is cancelled."""
+        """Prepare a stage with its state; after a failure or cancellation, nothing of it is left."""
 
     async def step_in(self, hosted: HostedStage) -> None:
-        """Start to take part with a stage."""
+        """Start to participate with a prepared stage."""
 
     async def give_up(self, hosted: HostedStage) -> None:
-        """Close what was taken on and is not needed after all."""
+        """Close a prepared stage that is not needed."""
 
     def moved(self, hosted: HostedStage) -> None:
-        """This is hosted now; the stage before it is closed."""
+        """Record the new stage; the previous one is closed."""
 
 
 class StageMigrator:
-    """Hosts a stage, and moves to another one when that is better.
+    """Hosts a stage, and moves to a better one; ``hosted`` is the current stage.
 
-    Args:
-        view: Who hosts what.
-        records: What the view knows that from; they say `next_stage`.
-        rpc: To ask for promises.
-        hosted: What is hosted in the beginning; ready to run.
-        stages: Makes others ready to run.
-        memory: What this peer has for a stage, in bytes; 0 if its owner has chosen the stage, and it may not move.
-
-    Attributes:
-        hosted: What is hosted now.
+    With a ``memory`` of 0, the owner has fixed the stage. Otherwise it is the limit for a stage in bytes.
     """
 
     def __init__(
@@ -110,13 +101,13 @@ class StageMigrator:
 
     @property
     def next_stage(self) -> int | None:
-        """Where this peer goes, or wants to; its own stage while it cannot move; None where that is open."""
+        """The target of a move; the current stage while it cannot move; None while it is free."""
         if self._target is not None:
             return self._target
         return None if self._is_free else self.hosted.number
 
     def stop(self) -> None:
-        """End `run` with the round in progress averaged as it is."""
+        """End `run`; the round in progress is averaged as it is."""
         self._is_stopping = True
         self.hosted.rounds.stop()
         self._has_news.set()
@@ -128,7 +119,7 @@ class StageMigrator:
             self._has_news.set()
 
     async def run(self) -> None:
-        """Host until stopped, or the last round."""
+        """Host until stopped, or until the last round."""
         async with self._tasks:
             self._tasks.keep(self._follow_records, "follow-records")
             hosting = self._tasks.call(self.hosted.run(), f"stage-{self.hosted.number}")
@@ -151,7 +142,7 @@ class StageMigrator:
                 await self._hand_over(self.hosted)
 
     async def _wait(self, hosting: asyncio.Task[None]) -> None:
-        """Until there is news, or nothing binds this host any more, or hosting ends."""
+        """Wait for news, for the end of the minimum stay, or for the end of hosting."""
         bound_seconds = self._bound_until - asyncio.get_running_loop().time()
         seconds = bound_seconds if bound_seconds > 0 else None
         async with Tasks() as tasks:
@@ -159,7 +150,7 @@ class StageMigrator:
             await asyncio.wait({hosting, news}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
 
     def _say(self) -> None:
-        """Publish the record if it says something else now; `Records` bounds how often."""
+        """Publish the record if `next_stage` has changed; `Records` bounds how often."""
         if self.next_stage != self._said:
             self._said = self.next_stage
             self._records.changed()
@@ -167,18 +158,17 @@ class StageMigrator:
     # Deciding
 
     def _bind(self, seconds: float) -> None:
-        """Do not move for so long, and say so."""
+        """Stay for at least ``seconds``, and announce it."""
         self._bound_until = max(self._bound_until, asyncio.get_running_loop().time() + seconds)
         self._say()
 
     @property
     def _is_free(self) -> bool:
-        """True if this host may move now."""
         is_bound = asyncio.get_running_loop().time() < self._bound_until
         return self._memory > 0 and not (is_bound or self._is_stopping or self.hosted.rounds.is_done)
 
     def _best(self, others: Sequence[Host]) -> Move | None:
-        """The best move of all, if it is one of this peer's and nothing is against it."""
+        """Return the best of all moves, if it is this peer's and this peer is free."""
         if not self._is_free:
             return None
         needs, number = self._view.plan.needs, self.hosted.number
@@ -188,12 +178,7 @@ class StageMigrator:
         return move if move is not None and move.peer == own.peer else None
 
     async def _is_agreed(self, move: Move, before: Sequence[Host]) -> bool:
-        """True if a move is still the best once all hosts know of it; the record announces it.
-
-        Args:
-            move: Of this peer.
-            before: The others when it was found.
-        """
+        """Announce a move, found with the hosts ``before``; True if it is still the best once all hosts know of it."""
         loop, looked = asyncio.get_running_loop(), self._looked
         self._said = move.target
         if not await self._records.publish():
@@ -211,12 +196,9 @@ class StageMigrator:
     async def _move(
         self, move: Move, hosting: asyncio.Task[None], before: Sequence[Host] | None = None
     ) -> asyncio.Task[None]:
-        """Take on the other stage, then leave this one; what is hosted afterwards.
+        """Carry out a move, if agreed; return the task that hosts afterwards.
 
-        Args:
-            move: Of this peer.
-            hosting: What it hosts now.
-            before: The others when the move was found, who have to agree; None: it was told to.
+        ``before`` are the other hosts when the move was found; None skips the agreement.
         """
         self._target = move.target
         taking = self._tasks.call(self._stages.take_on(move.target), f"take-on-{move.target}")
@@ -245,14 +227,14 @@ class StageMigrator:
             self._bind(LEAST_STAY_SECONDS if was_leaving else LEAST_PAUSE_SECONDS)
 
     async def _change(self, after: HostedStage, hosting: asyncio.Task[None]) -> asyncio.Task[None]:
-        """Leave the stage for the one that was taken on."""
+        """Switch from the current stage to the prepared one."""
         before = self.hosted
         following = self._tasks.call(after.run(), f"stage-{after.number}")
         try:
             before.rounds.stop()
             await asyncio.wait({hosting})
             await self._hand_over(before)
-        except BaseException:  # This peer ends meanwhile.
+        except BaseException:  # This peer shuts down.
             following.cancel()
             await until_ended(following)
             raise
@@ -264,14 +246,14 @@ class StageMigrator:
         return following
 
     async def _drop(self, taking: asyncio.Task[HostedStage]) -> None:
-        """It is not going to be hosted."""
+        """Cancel a preparation, and close its stage."""
         taking.cancel()
         await until_ended(taking)
         if not taking.cancelled() and taking.exception() is None:
             await self._stages.give_up(taking.result())
 
     async def _promised(self, leaving: HostedStage) -> bool:
-        """True if another host of the stage, that is as far as this one, promises to stay."""
+        """True if another host of the stage, as far as this one, promises to stay."""
         others = self._others_of(leaving.number)
         self._runtime.random.shuffle(others)
         for other in others[:MAX_ASKED]:
@@ -280,7 +262,7 @@ class StageMigrator:
         return False
 
     async def _promises(self, other: str, stage: int, round: int) -> bool:
-        """True if a host of a stage is in that round, or a later one, and promises to stay."""
+        """True if a host has reached that round of the stage, and promises to stay."""
         try:
             request = StayRequest(stage, round)
             return (await self._rpc.call(other, "pipeline.stay", request, StayReply, CALL_SECONDS)).stays
@@ -289,13 +271,13 @@ class StageMigrator:
             return False
 
     def _others_of(self, stage: int) -> list[str]:
-        """Other hosts of a stage, and those that say that they go, which they may take back."""
+        """Return a stage's other hosts, including departing ones, which may still stay."""
         return [host.peer for host in self._view.hosts() if stage in (host.stage, host.leaves)]
 
     async def _hand_over(self, leaving: HostedStage) -> None:
-        """Wait until another host of the stage, that stays, is as far as this one.
+        """Wait until a staying host of the stage has the last round's result.
 
-        This one may have ended its last round alone, or with others that leave, too.
+        This host may have ended that round alone, or with other departing hosts.
         """
         round = leaving.host.ledger.round
         request = RoundRequest(round - 1, HAND_OVER_SECONDS)
@@ -326,6 +308,6 @@ class StageMigrator:
         is_here = request.stage == self.hosted.number and self.hosted.host.ledger.round >= request.round
         stays = is_here and not (self._is_leaving or self._is_stopping)
         if stays:
-            self._target = None  # It may have been about to.
+            self._target = None  # Withdraw its own pending move.
             self._bind(PROMISE_SECONDS)
         return StayReply(stays)

@@ -1,4 +1,4 @@
-"""Cutting a model into stages: a pure function of what its blocks cost, so that all peers find the same stages."""
+"""Partition of a model into stages: pure functions of block costs, so all peers get the same stages."""
 
 from __future__ import annotations
 
@@ -10,31 +10,30 @@ from p2ptrain.models.family import Span
 
 
 def equal_work(work: Sequence[int], num_stages: int) -> tuple[Span, ...]:
-    """Stages of contiguous blocks of which the one with the most work has as little as can be.
+    """Return contiguous stages whose largest work is minimal.
 
-    A stage's work sets the pace of a pipeline in which every stage has as many hosts. Within that, neighbours share
-    their work out as evenly as a cut between them can. Integers alone, so that all machines find the same.
+    The heaviest stage limits a pipeline with equally many hosts per stage. Within that minimum, each cut balances its
+    two neighbours. Integer arithmetic gives the same result on all machines.
 
     Args:
-        work: Of each block, not negative.
-        num_stages: How many stages, each of at least one block.
+        work: Per block, not negative.
 
     Raises:
-        ManifestError: There are fewer blocks than that.
+        ManifestError: ``num_stages`` is not from 1 to the number of blocks.
     """
     if not 1 <= num_stages <= len(work):
         raise ManifestError(
             f"pipeline.stages = {num_stages}: the model has {len(work)} blocks, so 1 to {len(work)} stages"
         )
     least, most = max(work), sum(work)
-    while least < most:  # The least bound that so many stages can keep; greedy filling is optimal for a given bound.
+    while least < most:  # Search for the least feasible bound; greedy filling is optimal for a given bound.
         bound = (least + most) // 2
         if len(_filled(work, bound)) <= num_stages:
             most = bound
         else:
             least = bound + 1
     spans = _filled(work, least)
-    while len(spans) < num_stages:  # Cutting a stage makes none heavier.
+    while len(spans) < num_stages:  # A cut makes no stage heavier.
         heaviest = max(
             (span for span in spans if len(span) > 1), key=lambda span: (sum(work[slice(*span)]), -span.start)
         )
@@ -44,8 +43,8 @@ def equal_work(work: Sequence[int], num_stages: int) -> tuple[Span, ...]:
 
 
 def _evened(work: Sequence[int], spans: list[Span]) -> list[Span]:
-    """The same number of stages, none heavier than the heaviest, with the cuts moved to where neighbours are even."""
-    for _ in range(len(spans)):  # Each pass brings what is over one stage further.
+    """Return as many stages with balanced neighbours; none exceeds the previous maximum."""
+    for _ in range(len(spans)):  # Each pass moves excess work one stage further.
         before = list(spans)
         for left in range(len(spans) - 1):
             both = Span(spans[left].start, spans[left + 1].stop)
@@ -59,14 +58,10 @@ def _evened(work: Sequence[int], spans: list[Span]) -> list[Span]:
 
 
 def within_memory(sizes: Sequence[int], max_bytes: int) -> tuple[Span, ...]:
-    """As few stages of contiguous blocks as can be, none of which needs more than ``max_bytes``.
-
-    Args:
-        sizes: What hosting each block takes, in bytes.
-        max_bytes: What a volunteer has for a stage.
+    """Return the fewest contiguous stages of at most ``max_bytes`` each; ``sizes`` are host memory per block.
 
     Raises:
-        ManifestError: One block alone needs more.
+        ManifestError: One block exceeds ``max_bytes``.
     """
     if max(sizes) > max_bytes:
         largest = max(range(len(sizes)), key=lambda number: sizes[number])
@@ -77,7 +72,7 @@ def within_memory(sizes: Sequence[int], max_bytes: int) -> tuple[Span, ...]:
 
 
 def explicit(cuts: Sequence[int], num_blocks: int) -> tuple[Span, ...]:
-    """The stages that begin at block 0 and at each of ``cuts``.
+    """Return the stages that begin at block 0 and at each of ``cuts``.
 
     Raises:
         ManifestError: The cuts do not ascend within the model.
@@ -91,7 +86,7 @@ def explicit(cuts: Sequence[int], num_blocks: int) -> tuple[Span, ...]:
 
 
 def _filled(work: Sequence[int], bound: int) -> list[Span]:
-    """Stages filled one after another up to ``bound``, which no block exceeds."""
+    """Fill stages greedily up to ``bound``, which no block exceeds."""
     spans, start, load = [], 0, 0
     for number, amount in enumerate(work):
         if load + amount > bound and number > start:
@@ -102,7 +97,7 @@ def _filled(work: Sequence[int], bound: int) -> list[Span]:
 
 
 def _halves(work: Sequence[int], span: Span) -> tuple[Span, Span]:
-    """The cut at which the heavier half is the lightest; the first of equals."""
+    """Return the cut that minimizes the heavier half; the first of equals."""
     sums = [0, *accumulate(work[slice(*span)])]
     cut = min(range(1, len(span)), key=lambda at: (max(sums[at], sums[-1] - sums[at]), at))
     return Span(span.start, span.start + cut), Span(span.start + cut, span.stop)

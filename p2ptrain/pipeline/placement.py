@@ -1,9 +1,10 @@
-"""Placement of hosts on stages: pure functions of the directory's records, each with its reason.
+"""Placement of hosts on stages: pure functions of directory records that return a choice and its reason.
 
-A pipeline is as fast as its slowest stage. So a newcomer goes where it lifts the slowest stages most, and one host at a
-time moves there from where it is needed least. "Better" is meant lexicographically from the slowest stage up (leximin):
-where two stages are equally slow, helping one of them is progress, although the slowest is as slow as before; and as
-every move makes that order better by a margin, moves come to an end.
+The slowest stage limits a pipeline. So a newcomer goes where it raises the slowest stages most. Then one host at a time
+moves from the stage that needs it least.
+
+Placements compare by leximin: lexicographically, by the stages' rates from the slowest up. So raising one of two
+equally slow stages is progress. Each move improves that order by a margin, so moves terminate.
 """
 
 from __future__ import annotations
@@ -16,17 +17,16 @@ from dataclasses import dataclass, replace
 from p2ptrain.errors import ResourceError
 
 MARGIN = 0.05
-"""By how much the slowest stage that a move changes has to gain if it has one host: speeds are measured, and
-measurements differ. In a sum of n they even out, so n hosts have to gain less, by the root of n. (One more of 25 is a
-gain of 4 %.)"""
+"""Relative gain that a move requires of the slower stage it changes, if the target has one host. It absorbs measurement
+noise. Noise averages out over n hosts, so the required gain falls with the square root of n."""
 
 
 @dataclass(frozen=True)
 class StageNeed:
-    """Needs of hosting a stage.
+    """Resources that hosting a stage takes.
 
     Attributes:
-        work: Of one microbatch, forward and backward, in any unit.
+        work: Forward and backward of a fixed amount of data, in any unit.
         memory: Bytes.
     """
 
@@ -39,12 +39,11 @@ class Host:
     """A peer that hosts a stage.
 
     Attributes:
-        peer: Its id.
-        stage: Which.
-        speed: Work per second that it can do.
-        memory: Bytes that it has for a stage.
-        stays: Whether it cannot move for now: it has just moved, or is about to, or has promised to stay.
-        leaves: What it hosts until it is there, if it has said that it goes to ``stage``.
+        stage: Its stage, or the target of its announced move.
+        speed: Work per second.
+        memory: Bytes available for a stage.
+        stays: True if it cannot move now: it has just moved, is about to, or has promised to stay.
+        leaves: The stage that it still hosts during an announced move.
     """
 
     peer: str
@@ -57,7 +56,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Choice:
-    """The stage that a newcomer should host, and why."""
+    """A newcomer's stage, and the reason."""
 
     stage: int
     reason: str
@@ -65,7 +64,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Move:
-    """A host that should leave its stage for another one, and why."""
+    """A host's move to another stage, and the reason."""
 
     peer: str
     source: int
@@ -74,7 +73,7 @@ class Move:
 
 
 def rates(needs: Sequence[StageNeed], hosts: Sequence[Host]) -> list[float]:
-    """Microbatches per second of each stage, if its hosts do nothing else."""
+    """Return each stage's rate, if its hosts do nothing else: their total speed over the stage's work."""
     found = [0.0] * len(needs)
     for host in hosts:
         found[host.stage] += host.speed / needs[host.stage].work
@@ -82,16 +81,10 @@ def rates(needs: Sequence[StageNeed], hosts: Sequence[Host]) -> list[float]:
 
 
 def choose(needs: Sequence[StageNeed], hosts: Sequence[Host], speed: float, memory: int) -> Choice:
-    """Return the stage that a newcomer should host.
-
-    Args:
-        needs: Of each stage.
-        hosts: Those that are there.
-        speed: The newcomer's, in work per second.
-        memory: What it has for a stage, in bytes.
+    """Return the stage for a newcomer with this speed (work per second) and memory (bytes for a stage).
 
     Raises:
-        ResourceError: No stage fits; says what the smallest takes.
+        ResourceError: No stage fits into ``memory``.
     """
     fitting = [stage for stage, need in enumerate(needs) if need.memory <= memory]
     if not fitting:
@@ -111,25 +104,19 @@ def choose(needs: Sequence[StageNeed], hosts: Sequence[Host], speed: float, memo
 
 
 def best_move(needs: Sequence[StageNeed], hosts: Sequence[Host], margin: float = MARGIN) -> Move | None:
-    """The move of one host that helps most; None where none helps by ``margin``.
+    """Return the move of one host that helps most; None if none gains by ``margin`` (see `MARGIN`).
 
-    No stage loses its last host, and all peers that know the same hosts find the same move.
-
-    Args:
-        needs: Of each stage.
-        hosts: Those that are there.
-        margin: By how much the slowest of the stages that the move changes has to gain, relatively, if it has one
-            host; see `MARGIN`.
+    No stage loses its last host. Peers that know the same hosts find the same move.
     """
     now = rates(needs, hosts)
     counts = Counter(host.stage for host in hosts)
     best: tuple[list[float], Host, int] | None = None
     seen = set[tuple[int, float, int]]()
-    for host in sorted(hosts, key=lambda each: (each.speed, each.peer)):  # Of two that help as much, the slower one.
+    for host in sorted(hosts, key=lambda each: (each.speed, each.peer)):  # Ties go to the slower host.
         likeness = (host.stage, host.speed, host.memory)
         if host.stays or counts[host.stage] < 2 or likeness in seen:
             continue
-        seen.add(likeness)  # Of equal hosts the first will do.
+        seen.add(likeness)  # Equal hosts have equal moves.
         left = now[host.stage] - host.speed / needs[host.stage].work
         for target, need in enumerate(needs):
             if target == host.stage or need.memory > host.memory:
@@ -150,16 +137,11 @@ def best_move(needs: Sequence[StageNeed], hosts: Sequence[Host], margin: float =
 
 
 def counted(hosts: Sequence[Host], before: Sequence[Host], peer: str) -> list[Host]:
-    """Hosts as they count for one that has said where it goes, and looks again before it does.
+    """Return the other hosts as they count for ``peer``, which decided on ``before`` and re-checks its announced move.
 
-    Of several that decided without knowing of each other, the one with the smallest id goes: it does without what those
-    with larger ids have said meanwhile, and they take what it said for done. Who had said so when it decided counts in
-    any case: that one may be on its way.
-
-    Args:
-        hosts: The others, now.
-        before: The others when it decided.
-        peer: Its id.
+    If several hosts announce moves concurrently, the smallest id moves first. It ignores concurrent announcements of
+    larger ids, and those hosts count its move as done. An announcement in ``before`` always counts, since that host may
+    already move.
     """
     said = {(host.peer, host.leaves, host.stage) for host in before}
     return [
@@ -171,7 +153,7 @@ def counted(hosts: Sequence[Host], before: Sequence[Host], peer: str) -> list[Ho
 
 
 def _with(now: Sequence[float], stage: int, more: float) -> list[float]:
-    """The stages' rates, slowest first, if one of them had ``more``."""
+    """Return the stages' rates, slowest first, with ``more`` added to one of them."""
     return sorted(rate + more if each == stage else rate for each, rate in enumerate(now))
 
 

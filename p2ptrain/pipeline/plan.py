@@ -1,6 +1,6 @@
-"""The stages of a manifest's model, and the units that are averaged beside them.
+"""The stages of a manifest's model, and its averaging units.
 
-A pure function, without torch, unless adapters are asked for.
+Planning is a pure function. It imports torch only for adapters.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that are averaged by themselves: by the hosts of one stage, or, of tied embeddings, by those of two.
+    """Parameters that are averaged together: by the hosts of one stage, or of two for tied embeddings.
 
     Attributes:
-        number: The stage's; the number of stages for what is tied.
-        stages: Whose hosts average it.
-        names: Its parameters, by the names that their owners use.
-        scale: What its mean has to be multiplied with: every one of its stages counts each token.
+        number: The stage's; for the tied unit, the number of stages.
+        stages: Stages whose hosts average it.
+        names: Parameter names of their owners; see `PipelinePlan.local_names`.
+        scale: Factor for the mean gradient: each of the unit's stages counts every token.
     """
 
     number: int
@@ -44,14 +44,10 @@ class Unit:
 
 
 class PipelinePlan:
-    """The stages of a manifest's model.
-
-    Attributes:
-        manifest: As given.
-        spans: The blocks of each stage.
+    """The stages of a manifest's model; ``spans`` are the blocks of each.
 
     Raises:
-        ManifestError: The model cannot be cut like that.
+        ManifestError: The cuts or weight digests do not fit the model.
         IncompatibleError, UsageError: As `get_family`.
     """
 
@@ -66,7 +62,6 @@ class PipelinePlan:
 
     @property
     def num_stages(self) -> int:
-        """The number of stages."""
         return len(self.spans)
 
     def _spans(self) -> tuple[Span, ...]:
@@ -88,7 +83,6 @@ class PipelinePlan:
 
     @cached_property
     def _adapters(self) -> dict[str, Shape]:
-        """The whole model's adapters, by their names."""
         if self.manifest.lora is None:
             return {}
         from p2ptrain.models.adapters import adapter_shapes
@@ -96,7 +90,6 @@ class PipelinePlan:
         return adapter_shapes(self.manifest.model, self.manifest.lora)
 
     def _adapters_in(self, span: Span) -> tuple[str, ...]:
-        """The adapters around layers of a span."""
         from p2ptrain.models.adapters import adapter_layer
 
         held = stage_shapes(self._blocks, span)
@@ -115,12 +108,12 @@ class PipelinePlan:
 
     @cached_property
     def needs(self) -> tuple[StageNeed, ...]:
-        """The needs of hosting each stage: work of one sample, and memory."""
+        """Work of one sample, and host memory, for each stage."""
         return tuple(StageNeed(self.work_of(span), self._memory(span) + PROCESS_BYTES) for span in self.spans)
 
     @cached_property
     def tied(self) -> Unit | None:
-        """Parameters that hosts of two stages train and keep equal; None where there are none."""
+        """The unit of trained parameters that two stages share; None without any."""
         if self.manifest.lora is not None:
             return None
         holders: dict[str, set[int]] = {}
@@ -137,12 +130,12 @@ class PipelinePlan:
         return Unit(self.num_stages, stages, tuple(sorted(shared)), float(len(stages)))
 
     def shapes(self, unit: Unit) -> dict[str, Shape]:
-        """A unit's parameters, in their order."""
+        """Return the shapes of a unit's parameters, in their order."""
         blocks = {name: shape for block in self._blocks for name, shape in block.shapes.items()}
         return {name: self._adapters.get(name) or blocks[name] for name in unit.names}
 
     def own(self, stage: int) -> Unit:
-        """The unit of a stage's own hosts: its adapters, where there are any."""
+        """Return the unit of one stage alone; with LoRA, its adapters."""
         if self.manifest.lora is not None:
             return Unit(stage, (stage,), self._adapters_in(self.spans[stage]))
         tied = self.tied.names if self.tied is not None else ()
@@ -151,7 +144,7 @@ class PipelinePlan:
         return Unit(stage, (stage,), tuple(name for name in names if ties.get(name, name) not in tied))
 
     def local_names(self, stage: int, unit: Unit) -> dict[str, str]:
-        """A unit's parameters: the owners' names, to those that a stage's module has for them."""
+        """Map a unit's parameter names from the owners' to those in a stage's module."""
         if self.manifest.lora is not None:
             from p2ptrain.models.adapters import local_adapter_name
 
@@ -161,36 +154,36 @@ class PipelinePlan:
         return {name: local[name] for name in unit.names}
 
     def state_bytes(self, stage: int) -> int:
-        """Bytes that a newcomer downloads from other hosts of a stage: what is trained, and AdamW's moments of it."""
+        """Return the size of a newcomer's download: trained parameters and AdamW's moments, in bytes."""
         values = sum(math.prod(shape) for unit in self.units(stage) for shape in self.shapes(unit).values())
         return values * (4 + (2 if self.manifest.pipeline.moments == "8bit" else 8))
 
     def units(self, stage: int) -> tuple[Unit, ...]:
-        """All that a host of a stage averages: what is the stage's own first."""
+        """Return the units that a host of a stage averages, the stage's own first."""
         tied = self.tied
         return (self.own(stage), *([tied] if tied is not None and stage in tied.stages else []))
 
     @property
     def num_blocks(self) -> int:
-        """Of the whole model."""
+        """Blocks of the whole model."""
         return len(self._blocks)
 
     @property
     def inner_shape(self) -> tuple[int, int, int]:
-        """Of what goes from one stage to the next: samples of a microbatch, positions, values."""
+        """Shape of activations between stages: ``[local_batch, positions, hidden]``."""
         spec = self.manifest
         return spec.training.local_batch, self._family.tokens(spec.model), spec.model.hidden
 
     def work_of(self, span: Span) -> float:
-        """Of one sample, in the unit of `needs`."""
+        """Return the work of one sample in a span, in the unit of `needs`."""
         return float(sum(self._family.work(self.manifest.model)[slice(*span)]))
 
     def build(self, stage: int, weights: Path | None = None, jobs: Jobs = untold) -> Stage:
-        """A stage on the CPU, as all its hosts begin with it; arguments and errors as in `build_stage`."""
+        """Return a stage on the CPU in its initial state; arguments and errors as in `build_stage`."""
         return self.build_span(self.spans[stage], weights, jobs)
 
     def build_span(self, span: Span, weights: Path | None = None, jobs: Jobs = untold) -> Stage:
-        """Any span of blocks, as `build` makes it of a stage's."""
+        """Return any span of blocks, built as by `build`."""
         spec = self.manifest
         built = build_stage(spec.model, span, weights, spec.pipeline.quant or None, jobs)
         if spec.lora is not None:
@@ -201,18 +194,18 @@ class PipelinePlan:
 
     @cached_property
     def unit_numbers(self) -> tuple[int, ...]:
-        """Of all that is averaged."""
+        """Numbers of all units."""
         return tuple(range(self.num_stages + (self.tied is not None)))
 
     def swarm_of(self, unit: int) -> bytes:
-        """The swarm in which a unit is averaged: 32 bytes."""
+        """Return the id of the swarm that averages a unit: 32 bytes."""
         return hashlib.sha256(b"p2ptrain unit" + unit.to_bytes(4, "big") + self.manifest.digest).digest()
 
     def check(self, stage: int, inputs: Payload, targets: Payload, samples: int, tokens: int) -> None:
-        """Refuse what no honest peer sends to a stage.
+        """Check a request against the stage.
 
         Raises:
-            ValueError: Shape or codec of the input, the shape of the targets, or the count of tokens, is impossible.
+            ValueError: The input's shape or codec, the targets' shape, or the token count is invalid.
         """
         spec, family, shape = self.manifest.model, self._family, tuple(inputs.shape)
         sample, length = family.inputs(spec), family.tokens(spec)
@@ -233,10 +226,10 @@ class PipelinePlan:
 
     @property
     def num_classes(self) -> int:
-        """The bound that targets are less than."""
+        """Exclusive upper bound of the targets."""
         return self._family.outputs(self.manifest.model)
 
     @property
     def num_ids(self) -> int:
-        """The bound that inputs of the first stage are less than; 0 where they are no ids."""
+        """Exclusive upper bound of the first stage's token ids; 0 if its inputs are not ids."""
         return self.manifest.model.vocabulary if self._family.reads_text else 0

@@ -1,4 +1,4 @@
-"""A peer's view of a pipeline, from the directory's records: the hosts of each stage, and where the stages stand."""
+"""A peer's view of a pipeline, from directory records: the hosts of each stage, and their progress."""
 
 from __future__ import annotations
 
@@ -18,22 +18,16 @@ from p2ptrain.pipeline.routing.router import HostState, Router
 from p2ptrain.runtime import Runtime
 
 UNDECIDED_STATE, DECIDED_STATE = "starting", "syncing"
-"""Of a peer that is going to host a stage: before and after it has chosen which."""
+"""Record states of a future host, before and after it has chosen its stage."""
 SILENT_SECONDS = 15.0
-"""A host that wrote nothing new for so long, while others did, counts as gone for placement and for what a stage is
-through with: three records were missed. Routes and averaging find out by themselves, and need not wait for that."""
+"""Staleness bound, relative to the newest record of any peer: three missed records. Placement and
+`PipelineView.is_over` ignore stale hosts; routing and averaging detect failures themselves."""
 LEAST_PAUSE_SECONDS = 30.0
-"""Between two times that a host says where it goes: it does, or another one went instead."""
+"""Minimum interval between two announced moves of a host."""
 
 
 class PipelineView:
-    """Keeps routes and memberships current; `p2ptrain.node.presence` feeds it.
-
-    Attributes:
-        plan: The stages.
-        here: This peer's own hosts, and where outputs of its own microbatches go.
-        saves: What hosts say of their checkpoints, this peer included.
-    """
+    """Routes and memberships, kept current from records; `p2ptrain.node.presence` feeds it."""
 
     def __init__(self, plan: PipelinePlan, peer_id: str, runtime: Runtime) -> None:
         self.plan = plan
@@ -50,7 +44,6 @@ class PipelineView:
         self._own_sequence = 0
 
     def membership(self, unit: int) -> Membership:
-        """Return the members that average a unit."""
         if unit not in self._memberships:
             made = self._memberships[unit] = Membership(self._peer_id, self._runtime)
             for record, sequence, expires_at in self._records.values():
@@ -58,23 +51,23 @@ class PipelineView:
         return self._memberships[unit]
 
     def new_router(self) -> Router:
-        """A router that is kept current."""
+        """Return a router that follows the records."""
         router = Router(self.plan.num_stages, self._runtime.random)
         self._routers.append(router)
         self._refresh([router])
         return router
 
     def new_caller(self, rpc: Rpc, limits: HopLimits | None = None) -> Caller:
-        """Return a caller that sends microbatches by a router that is kept current."""
+        """Return a caller with a router that follows the records."""
         return Caller(rpc, self.new_router(), self.here, limits)
 
     @property
     def failovers(self) -> int:
-        """Count of hosts that failed with this peer's microbatches."""
+        """Number of hosts that failed with this peer's microbatches."""
         return sum(router.failovers for router in self._routers)
 
     def update(self, records: list[tuple[PeerRecord, int, float]]) -> None:
-        """Take in verified records, with their sequences and the times at which they expire."""
+        """Apply verified records, each with its sequence and expiry time."""
         for record, sequence, expires_at in records:
             known = self._records.get(record.peer)
             if record.peer == self._peer_id or (known is not None and known[1] >= sequence):
@@ -98,26 +91,25 @@ class PipelineView:
         self._updated = asyncio.Event()
 
     async def next_update(self) -> None:
-        """Return when everything was brought up to date the next time."""
+        """Wait for the next `update`."""
         await self._updated.wait()
 
     def _note_departure(self, peer: str) -> None:
-        """Note when a host announced a move; one that does so more often than hosts do keeps nobody from moving."""
+        """Record an announced move; ignore one host's repetitions, which could block all other moves."""
         now = self._runtime.now()
         if now >= self._departures.get(peer, -math.inf) + LEAST_PAUSE_SECONDS:
             self._departures[peer] = now
 
     @property
     def last_departure(self) -> float:
-        """When it was last read of another host that it goes to another stage now; on the runtime's clock."""
+        """Time of another host's last announced move, on the runtime's clock; -inf before the first."""
         return max(self._departures.values(), default=-math.inf)
 
     def hosts(self) -> list[Host]:
         """Return the other hosts, for placement.
 
-        Those that are on their way count where they go, but of those that have not decided yet only the ones with a
-        smaller id: of several that come at a time not all go to the same stage. Who has not been measured counts as of
-        medium speed.
+        A moving or arriving host counts at its destination. Of undecided newcomers only smaller ids count, so that
+        simultaneous newcomers choose different stages. A host without a measurement counts with the median speed.
         """
         found: list[Host] = []
         medium, needs = self.medium_speed(), self.plan.needs
@@ -137,7 +129,7 @@ class PipelineView:
         return found
 
     def is_over(self, round: int, stage: int) -> bool:
-        """True if another stage is through with a round: all its hosts say that theirs is later."""
+        """True if all hosts of another stage report a later round."""
         rounds: dict[int, list[int]] = defaultdict(list)
         for record in self._heard_of():
             for report in record.stages if record.state in ACTIVE_STATES else ():
@@ -146,17 +138,17 @@ class PipelineView:
         return any(min(each) > round for each in rounds.values())
 
     def _heard_of(self) -> list[PeerRecord]:
-        """The records of other peers but for those that fell silent."""
+        """Return the other peers' records, without stale ones."""
         heard_from = max(self._heard.values(), default=0.0) - SILENT_SECONDS
         return [record for record, _, _ in self._records.values() if self._heard[record.peer] >= heard_from]
 
     @property
     def is_measured(self) -> bool:
-        """True if any host has told its speed."""
+        """True if any host reports its speed."""
         return bool(self._speeds())
 
     def medium_speed(self) -> float:
-        """The median of what hosts do, in work per second; 1 before any was measured."""
+        """Return the median reported speed, in work per second; 1 without any report."""
         speeds = self._speeds()
         return statistics.median(speeds) if speeds else 1.0
 
@@ -170,7 +162,7 @@ class PipelineView:
         ]
 
     def refresh_routes(self) -> None:
-        """Update routes to what this peer hosts itself."""
+        """Apply this peer's own hosts to all routes."""
         self._own_sequence += 1
         self._refresh(self._routers)
 
@@ -188,7 +180,7 @@ class PipelineView:
 
 
 def _is_departing(record: PeerRecord) -> bool:
-    """True if a host says that it goes to another stage than the one that it hosts."""
+    """True if a host announces a move to another stage."""
     return bool(record.stages) and record.next_stage not in (None, record.stages[0].unit)
 
 

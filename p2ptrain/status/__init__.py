@@ -1,1 +1,1 @@
-"""Pure functions from peers' records to the views that terminals and the status page show."""
+"""Pure functions that turn peers' records into views for terminals and the status page."""

@@ -1,4 +1,4 @@
-"""The part of a swarm's view that its manifest and its link decide."""
+"""The part of a swarm's view that its manifest and link determine."""
 
 from __future__ import annotations
 
@@ -34,14 +34,10 @@ def swarm_view(signed: SignedManifest, link: SwarmLink, records: Sequence[PeerRe
 
 
 def stage_spans(manifest: Manifest, records: Sequence[PeerRecord] = ()) -> tuple[tuple[int, int], ...]:
-    """Of each stage of a swarm's model: its first block and the one after its last. One stage, if it is not cut.
+    """Return each stage's first block and the one after its last; one span for a model that is not cut.
 
-    Whoever looks need not know the model: of one that this machine does not, stages have no blocks, (0, 0).
-
-    Args:
-        manifest: What the swarm agreed on.
-        records: What peers say now. Where the manifest leaves the number of stages to the model, and this machine does
-            not know that, there are as many as they host.
+    If this machine does not know the model, its stages have no blocks, (0, 0). ``records`` then tell the number of
+    stages, if the manifest leaves it to the model.
 
     Raises:
         ManifestError: The model cannot be cut as the manifest says.
@@ -61,7 +57,7 @@ def stage_spans(manifest: Manifest, records: Sequence[PeerRecord] = ()) -> tuple
 
 
 def what_is_missing(manifest: Manifest) -> str:
-    """Return why a model's stages are shown without their blocks, for people; empty where blocks are known."""
+    """Return why stages are shown without their blocks, for people; empty if blocks are known."""
     if not manifest.in_stages:
         return ""
     from p2ptrain.models import get_family
@@ -74,5 +70,5 @@ def what_is_missing(manifest: Manifest) -> str:
 
 
 def bootstraps(link: SwarmLink) -> list[str]:
-    """Return the ids of the peers that a link names, each once."""
+    """Return the distinct ids of the peers that a link names."""
     return list(dict.fromkeys(address.rpartition("/p2p/")[2] for address in link.addresses))

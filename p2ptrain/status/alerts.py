@@ -1,4 +1,4 @@
-"""Rules that find alerts in what the page shows; all of them are pure."""
+"""Pure rules that derive alerts from the page's views."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from p2ptrain.status.views import Alert, PeerView, RoundView, StageView
 
 MAX_SKEW_SECONDS = 5.0
 RISING_RATIO = 1.05
-"""The loss rises when its median of late is more than this times the median before."""
+"""Ratio of the last window's median loss to the median before, above which the loss rises."""
 FORK_SECONDS = 60.0
-"""Peers of one round on two lineages may be about to meet again; after so long they are said to have split."""
+"""Grace before an alert: peers of one round on two lineages may still merge."""
 MAX_PER_RULE = 20
 RECENT_ROUNDS = 5
-"""Rounds of each peer that decide whether rounds fail; records hold 8."""
+"""Last rounds of each peer that the rule considers; < the rounds in a record."""
 MIN_FAILED_ROUNDS = 2
-"""One failed round is no alert: a peer that is killed breaks the round in progress."""
+"""Failed rounds for an alert; a killed peer breaks only the current round."""
 MAX_REASON_CHARACTERS = 100
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts of more than one look, for rules.
+    """Facts that need more than one look.
 
     Attributes:
-        since: Wall-clock second at which this monitor began to watch.
-        stall_seconds: So long without a committed round is too long.
-        last_commit: Wall-clock second at which a committed round was last heard of; None before the first.
-        losses: Medians of the loss over the window before the last one and over the last; None before there are two.
+        since: Wall-clock second of the monitor's start.
+        stall_seconds: Timeout without a committed round.
+        last_commit: Wall-clock second at which the last commit was seen; None before the first.
+        losses: Median losses of the window before the last and of the last; None without enough of them.
         bootstraps: Ids of the peers that the swarm link names.
         forked_since: Wall-clock second since which peers of one round follow different lineages; None if none do.
-        directory_answers: Whether the last look-up was answered.
+        directory_answers: True if the last lookup was answered.
     """
 
     since: float
@@ -65,7 +65,7 @@ class Scene:
 def find_alerts(
     peers: Sequence[PeerView], stages: Sequence[StageView], rounds: Sequence[RoundView], facts: Facts, now: float
 ) -> list[Alert]:
-    """Return all alerts at ``now``, the worst first, at most `MAX_PER_RULE` of each rule: none hides the others."""
+    """Return all alerts at ``now``, the most severe first; at most `MAX_PER_RULE` a rule, so that none hides others."""
     scene = Scene(peers, stages, rounds, facts, now)
     found = [alert for rule in RULES for alert in islice(rule(scene), MAX_PER_RULE)]
     return sorted(found, key=lambda alert: SEVERITIES.index(alert.severity))
@@ -79,7 +79,7 @@ def _directory(scene: Scene) -> Iterator[Alert]:
 
 def _stages(scene: Scene) -> Iterator[Alert]:
     if all(peer.record.state in ARRIVING for peer in scene.trainers):
-        return  # Nobody is here, or all are about to begin.
+        return  # There is no trainer, or all are starting.
     what = "hosts it" if len(scene.stages) > 1 else "trains"
     for stage in scene.stages:
         if not stage.hosts and stage.syncing:
@@ -148,7 +148,7 @@ def _stall(scene: Scene) -> Iterator[Alert]:
 
 @dataclass(frozen=True)
 class _Trouble:
-    """The last rounds of one peer: how many it reports, how many of these were not committed, and most often why."""
+    """The last rounds of one peer: number reported, number not committed, and the most frequent reason."""
 
     peer: PeerView
     reported: int
@@ -171,7 +171,7 @@ def _most_frequent(reasons: Counter[str]) -> str:
 
 
 def _failure_words(troubles: Sequence[_Trouble]) -> str:
-    """Return how many rounds failed at the peer in the middle of ``troubles``, and the most frequent cause."""
+    """Describe the failed rounds of the median peer in ``troubles``, with the most frequent reason."""
     middle = sorted(troubles, key=lambda each: each.failed / each.reported)[(len(troubles) - 1) // 2]
     reason = _most_frequent(Counter(each.reason for each in troubles))[:MAX_REASON_CHARACTERS]
     words = f"{middle.failed} of the last {middle.reported} were not committed"

@@ -1,4 +1,4 @@
-"""The hosts of each block or stage, in few enough words and cells for templates and scripts."""
+"""Coverage: the hosts of each block or stage, compact enough for templates and scripts."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from p2ptrain.status.stages import TRAINING_ROLES, holds, hosts_stage
 from p2ptrain.status.views import PeerView, Snapshot
 
 MAX_ROWS = 20
-"""Peers drawn block by block; of a larger swarm, those that deserve a look come first."""
+"""Limit of peers drawn block by block; peers in trouble come first."""
 MAX_CELLS = 48
-"""Cells in a row; a deeper model has several blocks in one."""
+"""Limit of cells in a row; in a deeper model, a cell is several blocks."""
 UNUSUAL = ("draining", "paused", "starting", "syncing")
 
 
 @dataclass(frozen=True)
 class StageSummary:
-    """A stage with numbers of peers in place of lists, which are long in a large swarm."""
+    """A `StageView` with counts in place of lists of peers."""
 
     number: int
     blocks: tuple[int, int]
@@ -33,11 +33,7 @@ class StageSummary:
 
 @dataclass(frozen=True)
 class Row:
-    """One peer's row.
-
-    Attributes:
-        cells: By cell: whether the peer holds all blocks in it; by stage, where blocks are not known.
-    """
+    """One peer's row; a cell is True if the peer holds all of its blocks. Cells are stages if blocks are unknown."""
 
     peer: str
     name: str
@@ -47,11 +43,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Coverage:
-    """The picture of one moment.
+    """The coverage at one moment.
 
     Attributes:
-        rows: At most `MAX_ROWS`; ``others``: peers without one that hold blocks, or are about to.
-        states: (role and state, number of peers), the most frequent first.
+        rows: At most `MAX_ROWS`; ``others``: number of further peers that hold blocks, or are about to.
+        states: (state, number of peers), the most frequent first.
     """
 
     stages: tuple[StageSummary, ...]
@@ -63,7 +59,7 @@ class Coverage:
 
 def coverage(snapshot: Snapshot) -> Coverage:
     num_blocks = snapshot.swarm.num_blocks
-    # Who only feeds a pipeline holds nothing, and never will.
+    # In a pipeline, the role ``trainer`` only sends microbatches.
     roles = ("stage",) if len(snapshot.stages) > 1 else TRAINING_ROLES
     trainers = sorted((peer for peer in snapshot.peers if peer.record.role in roles), key=_interest)
     states = Counter(peer.record.state for peer in snapshot.peers)
@@ -80,12 +76,12 @@ def coverage(snapshot: Snapshot) -> Coverage:
 
 
 def urgency(peer: PeerView) -> tuple[bool, bool]:
-    """Return a key that sorts peers in trouble before all others."""
+    """Return a sort key that puts peers in trouble first."""
     return (peer.agrees is not False, peer.record.state not in UNUSUAL)
 
 
 def state_of(peer: PeerView) -> str:
-    """Return a peer's state; ``astray`` for a peer with another digest than the majority."""
+    """Return a peer's state; ``astray`` if its digest differs from the majority's."""
     return "astray" if peer.agrees is False else peer.record.state
 
 

@@ -7,11 +7,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 LAST_SECOND = 253_402_300_799.0
-"""Of the year 9999, after which `datetime` knows none."""
+"""The last second that `datetime` can represent, in the year 9999."""
 
 
 def human_bytes(number: float) -> str:
-    """Bytes in powers of ten with three digits: ``0 B``, ``1.5 kB``, ``12.3 MB``."""
+    """Return bytes in powers of ten with three digits: ``0 B``, ``1.5 kB``, ``12.3 MB``."""
     for unit in ("B", "kB", "MB", "GB"):
         if number < 999.5:
             return f"{number:.0f} {unit}" if unit == "B" or number >= 99.95 else f"{number:.1f} {unit}"
@@ -20,7 +20,7 @@ def human_bytes(number: float) -> str:
 
 
 def human_count(number: float) -> str:
-    """A number with three digits: ``940``, ``12.3k``, ``1.2M``."""
+    """Return a number with three digits: ``940``, ``12.3k``, ``1.2M``."""
     for unit in ("", "k", "M", "B"):
         if number < 999.5:
             return f"{number:.0f}{unit}" if not unit or number >= 99.95 else f"{number:.1f}{unit}"
@@ -29,7 +29,7 @@ def human_count(number: float) -> str:
 
 
 def human_seconds(seconds: float) -> str:
-    """A duration with two digits: ``0.4 s``, ``12 s``, ``3 min``, ``2.5 h``, ``4 days``."""
+    """Return a duration with two digits: ``0.4 s``, ``12 s``, ``3 min``, ``2.5 h``, ``4 days``."""
     if seconds < 90:
         return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
     if seconds < 90 * 60:
@@ -38,7 +38,7 @@ def human_seconds(seconds: float) -> str:
 
 
 def human_latency(seconds: float) -> str:
-    """A duration of which milliseconds matter: ``3.4 ms``, ``34 ms``, ``0.34 s``, then as `human_seconds`."""
+    """Return a duration down to milliseconds: ``3.4 ms``, ``34 ms``, ``0.34 s``, then as `human_seconds`."""
     if seconds < 0.00005:
         return "0 s"
     if seconds < 0.0995:
@@ -52,27 +52,27 @@ def utc(at: float) -> str:
 
 
 def iso(at: float) -> str:
-    """Format a wall-clock second for machines."""
+    """Format a wall-clock second as ISO 8601."""
     return _moment(at).isoformat(timespec="seconds")
 
 
 def _moment(at: float) -> datetime:
-    """Return a wall-clock second, or the nearest that `datetime` knows: peers may claim any."""
+    """Return the UTC time of a wall-clock second, clamped to `datetime`'s range: peers may claim any."""
     return datetime.fromtimestamp(min(max(at, 0.0), LAST_SECOND), UTC)
 
 
 def short_id(peer: str) -> str:
-    """Return the end of a peer id, in which ids differ."""
+    """Return the end of a peer id, where ids differ."""
     return f"…{peer[-8:]}" if len(peer) > 10 else peer
 
 
 def human_loss(loss: float | None) -> str:
-    """A loss in nats: ``2.345``; ``?`` where it is not known."""
+    """Return a loss in nats: ``2.345``; ``?`` if unknown."""
     return "?" if loss is None else f"{loss:.3f}"
 
 
 def human_hash(value: bytes) -> str:
-    """A hash in hexadecimal; empty for zeros, which stand for none."""
+    """Return a hash in hexadecimal; empty for zeros, which mean none."""
     return value.hex() if any(value) else ""
 
 

@@ -1,4 +1,4 @@
-"""The swarm's health in words, with its reasons and main numbers."""
+"""The headline: the swarm's health as text, its reasons, and main numbers."""
 
 from __future__ import annotations
 
@@ -21,22 +21,15 @@ MAX_NAMED_STAGES = 4
 def headline(
     seen: Observation, peers: Sequence[PeerView], stages: Sequence[StageView], alerts: Sequence[Alert]
 ) -> Headline:
-    """Return the page's first lines.
-
-    Args:
-        seen: What the rest is made of.
-        peers: All of them.
-        stages: Of the model.
-        alerts: That hold now.
-    """
+    """Return the page's first lines; ``alerts`` are the current ones."""
     trainers = [peer for peer in peers if peer.record.role in TRAINING_ROLES]
     training = [peer.record for peer in trainers if peer.record.state == "training"]
-    # Medians: a single peer cannot make them up.
+    # Medians, since a single peer cannot forge them.
     losses = [record.loss for record in training if record.loss is not None]
     costs = [record.bytes_sent / record.trained_tokens for record in training if record.trained_tokens]
     hosts = [peer for peer in trainers if peer.hosting]
     health = _health(len(trainers), len(training), alerts)
-    # Who only feeds a pipeline is in no round.
+    # A peer that only sends microbatches is in no round.
     round_ = statistics.median_high([peer.record.round for peer in hosts or trainers]) if trainers else 0
     tokens, needs = tokens_in_round((peer.record for peer in peers), round_, seen.swarm.goal)
     return Headline(
@@ -58,7 +51,7 @@ def headline(
 
 
 def seconds_between(rounds: Sequence[RoundView]) -> float | None:
-    """Return the median time between committed rounds; None before two of them were seen."""
+    """Return the median time between committed rounds; None before two rounds."""
     times = sorted(view.at for view in rounds if view.committed)
     gaps = [later - earlier for earlier, later in pairwise(times)]
     return statistics.median(gaps) if gaps else None
@@ -101,7 +94,7 @@ def _summary(
 
 
 def _listed(numbers: Sequence[str]) -> str:
-    """Return ``stage 2 has`` or ``stages 0, 2 and 3 have``; of many stages only their number."""
+    """Return ``stage 2 has`` or ``stages 0, 2 and 3 have``; only their number if there are many."""
     if len(numbers) == 1:
         return f"stage {numbers[0]} has"
     if len(numbers) > MAX_NAMED_STAGES:

@@ -1,4 +1,4 @@
-"""The progress of a peer and of the round in progress, at one moment."""
+"""The progress of a peer and of its current round."""
 
 from __future__ import annotations
 
@@ -21,14 +21,10 @@ class PeerProgress:
     """One peer at one moment.
 
     Attributes:
-        record: What it publishes; with the counters as of now.
-        phase: What its averaging is doing: ``idle``, ``matchmaking``, ``scatter``, ``reduce``, ``gather``, ``commit``.
-        seconds_to_round: Until it will average next, as the round's leader foresees it, or by how long it took of late;
-            None when that cannot be told.
-        in_round: Tokens for the round in progress, and how many it takes: see `tokens_in_round`.
-        committed, aborted: Rounds.
-        jobs: Long jobs that are going on.
-        is_leaving: Whether it was asked to end.
+        phase: Phase of its averaging: ``idle``, ``matchmaking``, ``scatter``, ``reduce``, ``gather``, ``commit``.
+        seconds_to_round: Until it averages next, by the round leader's forecast or by its last rounds; None if unknown.
+        in_round: Tokens in the current round, and tokens needed; see `tokens_in_round`.
+        is_leaving: True if it was asked to stop.
     """
 
     record: PeerRecord
@@ -65,12 +61,9 @@ def progress_of(peer: Peer, is_leaving: bool) -> PeerProgress:
 
 
 def seconds_to_round(reports: Sequence[RoundReport], rested_since: float | None, now: float) -> float | None:
-    """Return the seconds until a peer averages next, going by its last rounds; None before its first round.
+    """Return the seconds until a peer averages next, by its median compute time; None before its first round.
 
-    Args:
-        reports: Its last rounds.
-        rested_since: When the last one ended.
-        now: By the same clock.
+    ``rested_since`` is the end of its last round, on the clock of ``now``.
     """
     computed = [report.compute_seconds for report in reports if report.compute_seconds > 0]
     if rested_since is None or not computed:
@@ -80,13 +73,12 @@ def seconds_to_round(reports: Sequence[RoundReport], rested_since: float | None,
 
 @dataclass(frozen=True)
 class RoundGoal:
-    """The tokens with which a round is due.
+    """The tokens at which a round is due.
 
     Attributes:
-        tokens: 0 where that cannot be told.
-        is_shared: Whether it is that of all peers together, however many there are; else it is that of a peer on
-            average, and all together need as many times more.
-        sample_tokens: Tokens of a sample, of a model that is cut into stages, whose hosts tell samples; else 0.
+        tokens: 0 if unknown.
+        is_shared: True if ``tokens`` is the total of all peers; False if it is the average of a peer.
+        sample_tokens: Tokens of a sample in a pipeline, whose hosts report samples; else 0.
     """
 
     tokens: int
@@ -95,22 +87,19 @@ class RoundGoal:
 
 
 def round_goal(manifest: Manifest) -> RoundGoal:
-    """Return a swarm's goal: a global batch with ``every = 1``, else the inner steps of a peer on average."""
+    """Return a swarm's goal: the global batch with ``every = 1``, else the average inner steps of a peer."""
     training, is_shared = manifest.training, manifest.training.every == 1
     samples = training.global_batch if is_shared else training.every * training.local_batch
     if manifest.model.family == "custom" or training.fragments > 1:
-        samples = 0  # A script's samples may be of any length; and fragments count what they have, each for itself.
+        samples = 0  # A script's samples have any length; each fragment of a model counts its own tokens.
     context = manifest.model.context
     return RoundGoal(samples * context, is_shared, context if manifest.in_stages else 0)
 
 
 def tokens_in_round(records: Iterable[PeerRecord], number: int, goal: RoundGoal) -> tuple[int, int]:
-    """Return the tokens that peers have for a round, and how many it takes; 0 where that is not known.
+    """Return the peers' tokens for round ``number``, and the tokens needed; 0 if unknown.
 
-    Args:
-        records: Of the peers to be counted.
-        number: The round; of a model that is cut into stages it is the one that most hosts of the first are in.
-        goal: Of the swarm.
+    In a pipeline, the median round of the first stage's hosts takes the place of ``number``.
     """
     if goal.sample_tokens:
         return _tokens_in_first_stage(records, goal)
@@ -120,7 +109,7 @@ def tokens_in_round(records: Iterable[PeerRecord], number: int, goal: RoundGoal)
 
 
 def _tokens_in_first_stage(records: Iterable[PeerRecord], goal: RoundGoal) -> tuple[int, int]:
-    """All stages process the same microbatches, and the hosts of the first one admit them to the round."""
+    """Count the first stage's samples: its hosts admit the microbatches that all stages process."""
     first = [each for record in records if record.state == "training" for each in record.stages if each.unit == 0]
     if not first:
         return 0, 0

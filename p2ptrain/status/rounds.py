@@ -1,7 +1,7 @@
-"""How rounds went: what peers report of each, put together with what certificates prove.
+"""The history of rounds: peers' reports, merged with certificates.
 
-The hosts of a stage average among themselves, so each stage has a `RoundBook`. Round r of a pipeline is committed when
-every stage has committed its round r, and as fast as the stage that took longest.
+The hosts of a stage average among themselves, so each stage has a `RoundBook`. Round r of a pipeline is committed once
+every stage has committed its round r. Its times are those of the slowest stage.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from p2ptrain.status.views import Absence, GroupView, RoundView
 
 MAX_ROUNDS = 48
 OPEN_ROUNDS = MAX_REPORTS + 4
-"""Of the newest rounds so many take in what peers tell; no record goes further back than `MAX_REPORTS`. What was told
-of older ones is dropped, and only how they are shown is kept: thousands of reports of each would take much memory."""
+"""Newest rounds that accept reports; > `MAX_REPORTS`, the rounds in a record. Older rounds keep only their view, since
+the reports of thousands of peers take much memory."""
 MAX_ABSENCES = 20
 MAX_REPORTS_PER_ROUND = 10_000
 EMPTY = bytes(32)
@@ -29,38 +29,34 @@ EMPTY = bytes(32)
 
 @dataclass
 class _Entry:
-    """One round, as far as it is known."""
+    """The reports and the certificate of one round."""
 
     round: int
     at: float
     reports: dict[str, RoundReport] = field(default_factory=dict)
     broken: dict[str, tuple[RoundReport, ...]] = field(default_factory=dict)
-    """By peer: its attempts that broke, as many as it told of at once."""
+    """By peer: its failed attempts, from the record with the most."""
     body: Body | None = None
     is_known: bool = False
-    """Whether it was told that this round is committed."""
+    """True once the round counts as committed."""
     view: RoundView | None = None
-    """None when something was learnt since it was made."""
+    """None if stale."""
     is_closed: bool = False
-    """Whether its reports are dropped, and its view stays as it is."""
+    """True once its reports are dropped; only a certificate changes its view then."""
 
 
 class RoundBook:
-    """The last rounds, as peers report them.
+    """The last rounds of one stage, as peers report them.
 
-    A peer can say what it likes of rounds. So a round counts as committed once most trainers are past it, whatever a
-    single peer says, and what is further ahead is not kept.
+    No single peer's report is trusted. A round counts as committed by the majority of its reports or by a certificate.
+    Reports ahead of the median trainer and of the newest certificate wait.
 
     Attributes:
-        committed: Rounds that were committed since the first look, as far as this book knows; ``aborted``: those in
-            which an attempt of at least one peer broke.
+        committed: Rounds since the first look that are known to be committed; ``aborted``: rounds since then with a
+            failed attempt of at least one peer.
     """
 
     def __init__(self, group_size: int) -> None:
-        """
-        Args:
-            group_size: Of the manifest: how the grid is shaped.
-        """
         self.committed = 0
         self.aborted = 0
         self._cells = Cells(group_size)
@@ -70,20 +66,16 @@ class RoundBook:
         self._first: int | None = None
 
     def learn(self, record: PeerRecord, at: float, median_round: int) -> list[int]:
-        """Take in a peer's reports of its last rounds.
+        """Record a peer's reports of its last rounds; return rounds since the first look newly known as committed.
 
         Args:
-            record: Its newest record.
-            at: Wall-clock second at which it was published.
-            median_round: That most trainers work towards.
-
-        Returns:
-            Rounds after the first look that are now known to be committed and were not before.
+            at: Wall-clock second of the record's publication.
+            median_round: The round that most trainers work towards.
         """
         if record.role != "trainer":
             return []
         if self._first is None:
-            self._first = median_round  # What was before, this monitor did not see.
+            self._first = median_round  # Earlier rounds do not count.
         self._go_back(median_round)
         if self._told.get(record.peer) == record.last_rounds:
             return []
@@ -98,7 +90,7 @@ class RoundBook:
                 broken.setdefault(report.round, []).append(report)
         for report in reversed(record.last_rounds):
             if report.round > horizon - report.committed:
-                skipped = True  # It is learnt when the others are there, too.
+                skipped = True  # Retried once the other peers have reached it.
             elif self._learn_report(record.peer, report, broken.get(report.round, ()), ended):
                 committed.append(report.round)
             ended = max(0.0, ended - report.seconds - report.compute_seconds)
@@ -108,7 +100,7 @@ class RoundBook:
         return sorted(committed)
 
     def _go_back(self, median_round: int) -> None:
-        """Forget rounds of an abandoned history: the swarm began anew from an old checkpoint."""
+        """Drop rounds of an abandoned lineage: the swarm restarted from an old checkpoint."""
         if max(self._entries, default=0) <= median_round + MAX_ROUNDS:
             return
         self._entries = {number: entry for number, entry in self._entries.items() if number < median_round}
@@ -137,11 +129,9 @@ class RoundBook:
         return self._note_commit(entry, at)
 
     def certify(self, body: Body, at: float) -> bool:
-        """Note a result that a majority of its group signed; True if its round was not known to be committed before.
+        """Record a majority-signed result; return True if its round was not known to be committed before.
 
-        Args:
-            body: The result, of a lineage that most trainers follow: anybody can sign a group of its own.
-            at: Wall-clock second of now.
+        The caller passes only lineages that most trainers follow, since any peer can sign for a group of its own.
         """
         entry = self._entries.setdefault(body.round, _Entry(body.round, at))
         entry.body, entry.view = body, _proven(entry.view, body) if entry.is_closed and entry.view else None
@@ -149,7 +139,7 @@ class RoundBook:
         return self._note_commit(entry, at) if entry.reports or entry.is_closed else False
 
     def _note_commit(self, entry: _Entry, at: float) -> bool:
-        """True if a round that counts turns out to be committed, for the first time."""
+        """Return True if a round that counts is newly known to be committed."""
         if entry.is_known or not _is_committed(entry):
             return False
         entry.is_known, entry.at = True, at
@@ -171,13 +161,13 @@ class RoundBook:
                 entry.broken.clear()
 
     def forget_peers(self, present: Iterable[str]) -> None:
-        """Forget the names of absent peers that took part in no round that is still shown."""
+        """Forget absent peers that have no report in an open round."""
         needed = set(present).union(*(entry.reports for entry in self._entries.values()))
         self._names = {peer: name for peer, name in self._names.items() if peer in needed}
         self._told = {peer: told for peer, told in self._told.items() if peer in needed}
 
     def views(self) -> list[RoundView]:
-        """Return all rounds, newest first, but those of which only a certificate is known."""
+        """Return all rounds, newest first, except rounds known only by a certificate."""
         known = [self._entries[number] for number in sorted(self._entries, reverse=True)]
         return [self._view(entry) for entry in known if entry.reports or entry.is_closed]
 
@@ -225,13 +215,9 @@ class RoundBook:
         return found
 
     def groups(self, peers: Sequence[str]) -> list[GroupView]:
-        """Return who averaged with whom in the last certified round, as all members compute it from the head before.
+        """Return the last certified round's groups, by cell of the lowest level; empty if too little is known.
 
-        Args:
-            peers: Ids of the trainers that are there now.
-
-        Returns:
-            One view for each cell of the lowest level; empty when too little is known.
+        They follow from the previous head, as members compute them. ``peers`` are the present trainers.
         """
         newest = max((entry.round for entry in self._entries.values() if entry.body is not None), default=None)
         if newest is None:
@@ -271,19 +257,19 @@ def _absence(report: RoundReport) -> Literal["late", "dropped", "aborted"]:
 
 
 def _median_size(reports: Sequence[RoundReport]) -> tuple[int, int]:
-    """Return the median of the reported group sizes: members and contributors."""
+    """Return the median of the reported group sizes: (members, contributors)."""
     sizes = [(report.members, report.contributors) for report in reports]
     return statistics.median_high([size for size in sizes if size[0]] or sizes)
 
 
 def _is_committed(entry: _Entry) -> bool:
-    """True if a majority signed the round, or most peers that report it say that it is committed."""
+    """True if a certificate or most reporting peers say that the round is committed."""
     committed = sum(report.committed for report in entry.reports.values())
     return entry.body is not None or 2 * committed > len(entry.reports)
 
 
 def _proven(view: RoundView, body: Body) -> RoundView:
-    """Return a view with the certificate's values, which outweigh reports."""
+    """Return a view with the certificate's values, which override reports."""
     return replace(
         view, verified=True, committed=True, members=sum(body.peers), tokens=body.tokens, levels=body.levels,
         contributors=sum(body.peers[index] for index, *_ in body.contributors), lineage=body.lineage.hex(),
@@ -291,18 +277,9 @@ def _proven(view: RoundView, body: Body) -> RoundView:
 
 
 class SwarmRounds:
-    """The last rounds of a swarm with any number of stages.
-
-    Attributes:
-        committed, aborted: Since the first look, as `RoundBook` counts them.
-    """
+    """The last rounds of a swarm with ``num_stages`` stages, 1 for an uncut model; it counts as `RoundBook` does."""
 
     def __init__(self, group_size: int, num_stages: int) -> None:
-        """
-        Args:
-            group_size: Of the manifest.
-            num_stages: 1 where the model is not cut.
-        """
         self.committed = 0
         self.aborted = 0
         self._num_stages = num_stages
@@ -314,12 +291,11 @@ class SwarmRounds:
         self._broken: set[int] = set()
 
     def learn(self, record: PeerRecord, at: float, medians: Mapping[int, int]) -> None:
-        """Take in a peer's reports of its last rounds.
+        """Record a peer's reports of its last rounds.
 
         Args:
-            record: Its newest record.
-            at: Wall-clock second at which it was published.
-            medians: By stage (`WHOLE` where there is one): the round that most of its hosts work towards.
+            at: Wall-clock second of the record's publication.
+            medians: By stage (`WHOLE` if there is one): the round that most of its hosts work towards.
         """
         if self._num_stages == 1:
             self._has_news |= bool(self._books[WHOLE].learn(record, at, medians.get(WHOLE, 0)))
@@ -329,17 +305,13 @@ class SwarmRounds:
             self._books[stage].learn(seen, at, medians.get(stage, 0))
 
     def certify(self, body: Body, at: float) -> bool:
-        """See `RoundBook.certify`; of stages nobody asks for certificates."""
+        """See `RoundBook.certify`; only for a model that is not cut."""
         newly = self._books[WHOLE].certify(body, at)
         self.settle({})
         return newly
 
     def settle(self, medians: Mapping[int, int]) -> bool:
-        """Count the rounds since the last call; True if one of them was committed.
-
-        Args:
-            medians: As for `learn`.
-        """
+        """Count newly committed and aborted rounds; return True if one was committed. ``medians`` as for `learn`."""
         if self._num_stages == 1:
             book, has_news = self._books[WHOLE], self._has_news
             self.committed, self.aborted, self._has_news = book.committed, book.aborted, False
@@ -347,7 +319,7 @@ class SwarmRounds:
         self._hosted = {stage for stage in self._books if stage in medians}
         stages = [medians[stage] for stage in self._hosted]
         if self._first is None and stages:
-            self._first = min(stages)  # What was before, this monitor did not see.
+            self._first = min(stages)  # Earlier rounds do not count.
         views = [view for view in self.views() if self._first is not None and view.round >= self._first]
         done = {view.round for view in views if view.committed} - self._done
         broken = {view.round for view in views if view.broken_tries} - self._broken
@@ -365,7 +337,7 @@ class SwarmRounds:
             book.forget_peers(here)
 
     def views(self) -> list[RoundView]:
-        """Return all rounds, newest first; of several stages only rounds that every hosted stage has reported."""
+        """Return all rounds, newest first; in a pipeline, only up to a round that every hosted stage has reported."""
         if self._num_stages == 1:
             return self._books[WHOLE].views()
         by_stage = {stage: {view.round: view for view in book.views()} for stage, book in self._books.items()}
@@ -378,22 +350,22 @@ class SwarmRounds:
         ]
 
     def groups(self, peers: Sequence[str]) -> list[GroupView]:
-        """See `RoundBook.groups`; empty for several stages."""
+        """See `RoundBook.groups`; empty in a pipeline."""
         return self._books[WHOLE].groups(peers) if self._num_stages == 1 else []
 
 
 def told_of(record: PeerRecord, num_stages: int) -> int | None:
-    """Return the stage whose rounds a host reports; None where it reports none."""
+    """Return the stage whose rounds a host reports; None if it reports none."""
     own = [stage for stage in reports_of(record, num_stages) if stage.unit < num_stages]
-    if len(own) > 1:  # Such as while it moves.
+    if len(own) > 1:  # For instance during a migration.
         own = [stage for stage in own if (stage.lineage, stage.round) == (record.lineage, record.round)]
     return own[0].unit if own else None
 
 
 def merged(stages: Mapping[int, RoundView]) -> RoundView:
-    """Merge the views of one round of a pipeline, by stage, at least one.
+    """Return one view of a pipeline's round, from the views of at least one stage.
 
-    The times are those of the stage that averaged longest: the others waited for it.
+    The times are those of the slowest stage, since the other stages wait for it.
     """
     views = list(stages.values())
     slowest = max(views, key=lambda view: view.seconds)

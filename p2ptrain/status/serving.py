@@ -1,9 +1,8 @@
-"""What a swarm serves: totals of its peers, differenced over time, into rates and percentiles.
+"""Serving totals of a swarm over time, with rates and percentiles.
 
-Peers send totals since they started (`p2ptrain.network.records.serving`). Adding up those of whoever is there would
-fall when somebody leaves; so what each total grew by from one record to the next is added up instead. A peer that
-starts again begins at 0, which is a new count and no loss. A peer that was not there at the last look is believed from
-then on only: what it served before may have been counted already.
+Peers publish totals since their start (`p2ptrain.network.records.serving`). The sum of these would fall when a peer
+leaves. So `ServingBook` adds up each total's growth from record to record. A restarted peer counts from 0 again. A peer
+that was absent at the last look counts from then on, since its earlier totals may be counted already.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from p2ptrain.network.records.sighting import Sighting
 from p2ptrain.status.views import Percentiles, ServingView
 
 WINDOW_SECONDS = 60.0
-"""Over which rates and percentiles of the present are taken."""
+"""Window of current rates and percentiles."""
 MAX_TOKENS_PER_SECOND = 1e6
 MAX_PROMPT_TOKENS_PER_SECOND = 1e7
 MAX_REQUESTS_PER_SECOND = 1e5
-"""Of one peer; who says more is not counted."""
+"""Limits for one peer; greater growth is not counted."""
 SLACK_SECONDS = 5.0
-"""By which two records may be further apart than they say."""
+"""Tolerance in the time between two records."""
 NONE = ServingTotals()
 
 
 class Amount(NamedTuple):
-    """A total within a number of seconds; totals and seconds add up, so that rates average correctly."""
+    """A total and its duration; both add up, so that rates average correctly."""
 
     total: float
     seconds: float
@@ -41,8 +40,8 @@ class Told:
     """One peer's report.
 
     Attributes:
-        started_at: Wall-clock second at which it started, from which its totals count.
-        at: Wall-clock second at which it published this.
+        started_at: Wall-clock second of the peer's start, from which its totals count.
+        at: Wall-clock second of the report's publication.
     """
 
     started_at: float
@@ -52,11 +51,11 @@ class Told:
 
 @dataclass(frozen=True)
 class Served:
-    """The totals of a swarm, as far as they are known.
+    """The known totals of a swarm.
 
     Attributes:
-        totals: Since the monitor began to watch.
-        recent: Of that, in the last ``seconds``; 0 before the second look.
+        totals: Since the monitor's start.
+        recent: Part of ``totals`` from the last ``seconds``, which are 0 before the second look.
     """
 
     totals: ServingTotals = NONE
@@ -68,7 +67,7 @@ NOTHING = Served()
 
 
 def told(seen: Sighting, known: Told | None = None) -> Told:
-    """Return a peer's report; where its record has none, ``known`` stays."""
+    """Return a peer's report; a record without totals keeps the known ones of the same process."""
     record = seen.record
     if record.serving is not None:
         return Told(record.started_at, seen.at, record.serving.totals)
@@ -77,7 +76,7 @@ def told(seen: Sighting, known: Told | None = None) -> Told:
 
 
 def growth(before: Told, after: Told) -> ServingTotals | None:
-    """Return the difference between two reports of a peer; None where it is not credible."""
+    """Return the growth between two reports of a peer; None if it is not credible."""
     grown = after.totals if after.started_at != before.started_at else after.totals.since(before.totals)
     seconds = max(0.0, after.at - before.at) + SLACK_SECONDS
     if (
@@ -91,11 +90,7 @@ def growth(before: Told, after: Told) -> ServingTotals | None:
 
 
 class ServingBook:
-    """Adds up what peers served, from look to look.
-
-    Attributes:
-        rejected: How often a peer's totals were not counted, for what they say.
-    """
+    """Sum of the served totals over successive looks; ``rejected`` counts reports with growth that is not credible."""
 
     def __init__(self) -> None:
         self.rejected = 0
@@ -105,7 +100,7 @@ class ServingBook:
         self._point: tuple[float, ServingTotals] | None = None
 
     def learn(self, sightings: Sequence[Sighting], now: float) -> None:
-        """Take in all records of a look at second ``now``."""
+        """Add the growth in the records of a look at second ``now``."""
         present: dict[str, Told] = {}
         for seen in sightings:
             record = seen.record
@@ -118,7 +113,7 @@ class ServingBook:
             if known is not None and grown is None:
                 self.rejected += 1
                 if known.started_at == new.started_at and new.totals.since(known.totals) is None:
-                    new = replace(new, totals=known.totals)  # Nobody gains by counting down and up again.
+                    new = replace(new, totals=known.totals)  # Counting down and up again adds nothing.
             elif grown is not None and grown != NONE:
                 self._totals += grown
             present[record.peer] = new
@@ -135,11 +130,9 @@ class ServingBook:
         return Served(after, after.since(before) or NONE, last - first)
 
     def take_point(self, now: float, sessions: int | None) -> tuple[dict[str, float | Amount], dict[str, Latencies]]:
-        """Return values for the history since the last call: by series, and by kind of latency.
+        """Return history values since the last call: by series, and by kind of latency.
 
-        Args:
-            now: Wall-clock second.
-            sessions: That are open; None where no peer serves.
+        ``sessions`` is the number of open sessions; None if no peer serves.
         """
         before, self._point = self._point, (now, self._totals)
         if before is None or now <= before[0]:
@@ -160,18 +153,13 @@ class ServingBook:
 
 
 def since_their_start(records: Sequence[PeerRecord]) -> Served:
-    """Return the totals since each peer's start, where there is only one look."""
+    """Return the totals since each peer's start, for a single look."""
     totals = sum((record.serving.totals for record in records if record.serving is not None), NONE)
     return Served(totals, totals)
 
 
 def serving_view(records: Sequence[PeerRecord], served: Served) -> ServingView:
-    """Return the view of what the swarm serves.
-
-    Args:
-        records: Of all peers.
-        served: What they served.
-    """
+    """Return the view of the swarm's serving, from the records of all peers."""
     reports = [record.serving for record in records if record.serving is not None]
     recent = served.recent
     is_known = bool(reports) and served.seconds > 0

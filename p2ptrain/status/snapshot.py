@@ -1,4 +1,4 @@
-"""From records to a snapshot of the swarm, by pure functions."""
+"""Pure functions from records to a snapshot of the swarm."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from p2ptrain.status.views import Alert, GroupView, HostedView, PeerView, Rates,
 
 EMPTY = bytes(32)
 Place = tuple[int, bytes, int]
-"""A stage, a lineage, a round: all peers at one place should hold one state."""
+"""Stage, lineage, round: all peers at one place should hold the same state."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,10 @@ class Observation:
 
     Attributes:
         sightings: The newest record of each peer.
-        rates: By peer id; what is missing counts as 0.
+        rates: By peer id; 0 for a missing peer.
         rounds: Newest first.
-        tokens_per_second: Of the swarm, in committed rounds.
-        committed, aborted: Rounds since the monitor began to watch.
-        facts: What takes more than one look to know.
-        served: What all peers served.
+        tokens_per_second: The swarm's, in committed rounds.
+        committed, aborted: Rounds since the monitor's start.
     """
 
     swarm: SwarmView
@@ -72,9 +70,8 @@ def peer_views(
     """Return one view for each peer, ordered by name, then id.
 
     Args:
-        sightings: Of each peer one.
-        rates: By peer id; what is missing counts as 0.
-        spans: By stage: its first block and the one after its last; one where the model is not cut.
+        rates: By peer id; 0 for a missing peer.
+        spans: By stage: its first block and the one after its last; one span for a model that is not cut.
         now: Wall-clock second.
     """
     majority = majority_digests([each.record for each in sightings], len(spans))
@@ -89,7 +86,7 @@ def majority_digests(records: Sequence[PeerRecord], num_stages: int = 1) -> dict
         for unit, round_, lineage, digest, _ in positions(record, num_stages):
             if digest != EMPTY:
                 reported.setdefault((unit, lineage, round_), Counter())[digest] += 1
-    # Of as many, the smaller digest: the same for everybody who looks.
+    # The smaller digest wins a tie, so that all observers agree.
     return {
         place: min(digests, key=lambda digest: (-digests[digest], digest))
         for place, digests in reported.items()

@@ -1,8 +1,7 @@
-"""The stages of a model: which peers stand where in each, who hosts it, how fast it is, and what a loss would break.
+"""The stages of a model: their hosts, speeds, and the risk of losing a host.
 
-A model that is not cut is one stage, which every trainer holds. The stages of one that is cut are averaged each by its
-own hosts, with rounds, a lineage and a digest of its own: what two peers hold is only ever compared within one stage.
-Pure functions of what peers publish.
+A model that is not cut is one stage, which every trainer holds. In a pipeline, each stage's hosts average among
+themselves, with their own rounds, lineage and digest. So states are compared only within one stage.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from p2ptrain.status.views import PeerView, StageView
 HOSTING = ("training", "serving", "paused")
 ARRIVING = ("starting", "syncing")
 TRAINING_ROLES = ("trainer", "stage")
-"""Who takes part in training: holds the model or a part of it, or sends microbatches through others."""
+"""Roles that hold the model or a part of it, or send microbatches."""
 WHOLE = -1
-"""Stands for the number of a stage where the model is not cut."""
+"""Stage number of a model that is not cut."""
 
 
 class Position(NamedTuple):
-    """A peer's position in one lineage; ``unit`` is the stage's number, or that of shared embeddings."""
+    """A peer's position in one lineage; ``unit`` is the stage's number, or that of the shared embeddings."""
 
     unit: int
     round: int
@@ -37,7 +36,7 @@ def reports_of(record: PeerRecord, num_stages: int) -> list[StageReport]:
 
 
 def positions(record: PeerRecord, num_stages: int) -> list[Position]:
-    """Return a peer's position in everything that it averages; empty for peers that do not average."""
+    """Return a peer's position in each lineage that it averages; empty for peers that do not average."""
     if record.role not in TRAINING_ROLES:
         return []
     if num_stages == 1:
@@ -49,7 +48,7 @@ def positions(record: PeerRecord, num_stages: int) -> list[Position]:
 
 
 def joined(spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Return spans of blocks in order, with adjacent ones joined."""
+    """Return spans of blocks in order, with adjacent and overlapping spans merged."""
     found: list[tuple[int, int]] = []
     for low, high in sorted(spans):
         if found and low <= found[-1][1]:
@@ -60,7 +59,7 @@ def joined(spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 def hosts_stage(peer: PeerView, number: int) -> bool:
-    """True if a peer has the state of a stage; its blocks need not be known."""
+    """True if a peer has the state of a stage; also for unknown blocks."""
     return any(each.report.unit == number and any(each.report.digest) for each in peer.hosting)
 
 
@@ -70,11 +69,9 @@ def holds(peer: PeerView, span: tuple[int, int]) -> bool:
 
 
 def stage_views(spans: Sequence[tuple[int, int]], peers: Sequence[PeerView]) -> list[StageView]:
-    """Return the hosts of each stage of the model, and the risk of losing one.
+    """Return a view of each stage, with its hosts and the risk of losing one.
 
-    Args:
-        spans: By stage: its first block and the one after its last.
-        peers: All of them.
+    ``spans`` has, by stage, its first block and the one after its last.
     """
     hosting = [peer for peer in peers if peer.record.state in HOSTING]
     hosts = [

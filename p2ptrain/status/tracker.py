@@ -1,4 +1,4 @@
-"""A swarm over time: rates, rounds, trends, arrivals and departures; without any I/O."""
+"""A swarm over time: rates, rounds, trends, arrivals and departures; without I/O."""
 
 from __future__ import annotations
 
@@ -19,28 +19,23 @@ from p2ptrain.status.views import Event, Rates, SwarmView
 RATE_SECONDS = 15.0
 STALL_SECONDS = 600.0
 TREND_SECONDS = 600.0
-"""The loss of the last ten minutes is compared with that of the ten before."""
+"""Window of the loss trend; the loss is compared with the window before."""
 MIN_TREND_POINTS = 20
 GATHER_SECONDS = 10.0
-"""Peers publish every five seconds: so long after the first one all have told of a host that failed."""
+"""Window that merges failovers into one event; > the publication interval, so that all senders have reported."""
 
 
 class SwarmTracker:
-    """One swarm, from look to look.
-
-    Attributes:
-        serving: What all peers served.
-    """
+    """One swarm over successive looks."""
 
     def __init__(
         self, swarm: SwarmView, since: float, bootstraps: Sequence[str] = (), stall_seconds: float = STALL_SECONDS
     ) -> None:
         """
         Args:
-            swarm: What the swarm agreed on.
             since: Wall-clock second of now.
             bootstraps: Ids of the peers that the swarm link names.
-            stall_seconds: So long without a committed round is too long.
+            stall_seconds: Timeout without a committed round.
         """
         self.serving = ServingBook()
         self._swarm = swarm
@@ -66,10 +61,9 @@ class SwarmTracker:
         return [each.record for each in self._sightings.values() if each.record.role in TRAINING_ROLES]
 
     def take_in(self, look: Look) -> list[Event]:
-        """Compare the records of a look with those of the look before.
+        """Compare a look with the look before; return joins, departures and failovers.
 
-        Returns:
-            Who joined and who left, and hosts that failed; nothing of the first look that was answered.
+        The first look that was answered yields no events.
         """
         self._look, now, before = look, look.at, self._sightings
         if look.sightings is None:
@@ -88,7 +82,7 @@ class SwarmTracker:
         self._rates = {peer: rates for peer, rates in self._rates.items() if peer in self._sightings}
         self._rounds.forget_peers(self._sightings)
         self.serving.learn(look.sightings, now)
-        if len(medians) >= self._num_stages:  # A token counts when all stages have counted it.
+        if len(medians) >= self._num_stages:  # A token counts once all stages have counted it.
             self._tokens.update(now, min(tokens for _, tokens in medians.values()))
         losses = [each.loss for each in self.trainers if each.loss is not None and each.state == "training"]
         if losses:
@@ -104,7 +98,7 @@ class SwarmTracker:
         ]
 
     def _take_in_failovers(self, before: Mapping[str, Sighting], now: float) -> list[Event]:
-        """Make one event of all failovers within a while: every sender reports a host's death with its next record."""
+        """Return one event for all failovers within a window: each sender's next record reports a host's failure."""
         for peer, each in self._sightings.items():
             if (known := before.get(peer)) is None:
                 continue
@@ -121,14 +115,14 @@ class SwarmTracker:
 
     @property
     def majority_lineage(self) -> bytes:
-        """The lineage of most trainers; empty where nobody has a state, and for stages, which have several."""
+        """The lineage of most trainers; empty without any state, and in a pipeline, which has one for each stage."""
         if self._num_stages > 1:
             return b""
         lineages = Counter(record.lineage for record in self.trainers if record.digest != EMPTY)
         return lineages.most_common(1)[0][0] if lineages else b""
 
     def certify(self, body: Body, now: float) -> None:
-        """Take in a result of that lineage that a majority of its group signed."""
+        """Record a majority-signed result of the majority lineage."""
         if self._rounds.certify(body, now):
             self._last_commit = now
 
@@ -180,10 +174,10 @@ class SwarmTracker:
 
 
 class TokenRate:
-    """Tokens in committed rounds over time, so that every peer's share is in it once.
+    """Tokens per second in committed rounds; each peer's tokens count once.
 
-    The average is taken over the last 15 s, and always over a whole number of rounds, at least one: whatever rounds
-    last, it neither jumps nor drops to 0 between them.
+    The rate covers a whole number of rounds: at least one, and about `RATE_SECONDS` if rounds are shorter. So it
+    neither jumps nor drops to 0 between rounds.
     """
 
     def __init__(self) -> None:
@@ -191,18 +185,18 @@ class TokenRate:
         self._tokens: int | None = None
 
     def update(self, now: float, tokens: int) -> None:
-        """Learn how many tokens the swarm's rounds have at time ``now``, in seconds of any clock."""
+        """Record the total of the swarm's committed tokens at time ``now``, in seconds of any clock."""
         if self._tokens is not None and tokens < self._tokens:
-            self._commits.clear()  # The lineage that was ahead is gone.
+            self._commits.clear()  # The leading lineage was lost.
         if tokens > self._tokens if self._tokens is not None else not tokens:
-            self._commits.append((now, tokens))  # Not at a first look in the middle of some later round.
+            self._commits.append((now, tokens))  # A first look at a later round may be in its middle.
         self._tokens = tokens
         while len(self._commits) > 2 and self._commits[-1][0] - self._commits[1][0] >= RATE_SECONDS:
             self._commits.popleft()
 
     @property
     def tokens_per_second(self) -> float | None:
-        """None before a round was seen from its start to its end."""
+        """The rate; None before one whole round was seen."""
         if len(self._commits) < 2:
             return None
         (first, before), (last, after) = self._commits[0], self._commits[-1]
@@ -212,7 +206,7 @@ class TokenRate:
 def median_positions(records: Sequence[PeerRecord], num_stages: int) -> dict[int, tuple[int, int]]:
     """Return the median round of each stage's peers, and the median tokens of their lineages.
 
-    However many newcomers there are, only peers that train count, where there are any.
+    Only training peers count if there are any, so that newcomers do not move the median.
     """
     places: dict[int, list[tuple[bool, int, int]]] = {}
     for record in records:

@@ -15,18 +15,16 @@ from p2ptrain.status.progress import RoundGoal
 Severity = Literal["info", "warning", "critical"]
 Health = Literal["healthy", "degraded", "stopped", "empty"]
 PRIVATE = frozenset({"addresses"})
-"""Fields that `plain` leaves out: peers need addresses, visitors of a page in the web have no business with them."""
+"""Fields that `plain` leaves out: a public page does not show peers' addresses."""
 
 
 @dataclass(frozen=True)
 class HostedView:
-    """A peer's report of one stage that it hosts, or of embeddings that it averages beside it.
+    """A peer's report of one stage that it hosts, or of the shared embeddings.
 
     Attributes:
-        report: As in its record.
-        blocks: First block of the stage and the one after its last; equal for what is shared, and where the model's
-            blocks are not known.
-        agrees: Whether its state is that of most hosts of the stage, lineage and round; None where nobody else has one.
+        blocks: First block and the one after the last; equal for shared embeddings and unknown blocks.
+        agrees: True if its state matches most hosts at this stage, lineage and round; None without other hosts there.
     """
 
     report: StageReport
@@ -36,7 +34,7 @@ class HostedView:
 
 @dataclass(frozen=True)
 class Percentiles:
-    """Seconds that 50 %, 95 % and 99 % of requests did not exceed; None where nothing was measured."""
+    """Latencies in seconds that 50 %, 95 % and 99 % of requests did not exceed; None if nothing was measured."""
 
     p50: float | None
     p95: float | None
@@ -45,10 +43,7 @@ class Percentiles:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a peer sends and receives, in bytes per second, and the tokens per second that it generates for others.
-
-    The last one is None where it does not serve.
-    """
+    """A peer's bytes per second, and generated tokens per second served to others; None if it does not serve."""
 
     sent_per_second: float = 0.0
     received_per_second: float = 0.0
@@ -57,19 +52,17 @@ class Rates:
 
 @dataclass(frozen=True)
 class PeerView:
-    """One peer: its record, which is checked for shape and signature, not for truth, and what follows from it.
+    """One peer: its record and derived values; the record's shape and signature are verified, not its truth.
 
     Attributes:
-        name: Of the record, or the end of its id.
-        last_seen: Wall-clock second at which it published the record.
-        spans: First block that it hosts and the one after its last, for each run of blocks; empty when it hosts none,
-            or they are not known.
-        stages: Numbers of the stages that it hosts, of a model that is cut into several.
-        hosting: What it says of each of them, and of what it averages beside them.
-        agrees: Whether its state is that of most peers of its lineage and round; None where nobody else has one. In a
-            pipeline, of most hosts of the same stage, for all that it hosts.
-        first_token: From a request's arrival to its first token, since the peer started; ``token``: from one token to
-            the next.
+        name: The record's, or the end of the peer's id.
+        last_seen: Wall-clock second of the record's publication.
+        spans: First block and the one after the last, for each run of hosted blocks; empty if none is hosted or known.
+        stages: Numbers of the hosted stages, in a pipeline.
+        hosting: Reports of these stages, and of shared embeddings.
+        agrees: True if its state matches most peers at its lineage and round; None without other peers there. In a
+            pipeline, all hosted states have to match.
+        first_token: From request to first token, since the peer's start; ``token``: between tokens.
     """
 
     record: PeerRecord
@@ -86,18 +79,18 @@ class PeerView:
 
 @dataclass(frozen=True)
 class StageView:
-    """One stage of the model and who hosts it.
+    """One stage of the model and its hosts.
 
     Attributes:
-        blocks: First block and the one after the last; equal where they are not known.
+        blocks: First block and the one after the last; equal if unknown.
         hosts: Peers that hold all of it and take part in rounds.
         syncing: Peers that are about to.
-        waiting: Passes in the queues of all hosts together.
-        tokens_per_second: Of all hosts together.
-        load: The slowest stage's speed by this one's, which is how much of it is used when nothing but stages limits
-            the pipeline: 1 for the slowest; None where there is no other stage, or not all speeds are known.
-        is_bottleneck: Whether it is the slowest of several stages.
-        risk: What happens when one more host is lost; empty when nothing does.
+        waiting: Passes in the queues of all hosts.
+        tokens_per_second: Sum over hosts.
+        load: The slowest stage's speed divided by this stage's: its utilization if only stages limit the pipeline; 1
+            for the slowest. None for a single stage, or if a speed is unknown.
+        is_bottleneck: True if it has no host, or is the slowest of several stages.
+        risk: Consequence of losing one more host; empty if there is none.
     """
 
     number: int
@@ -116,7 +109,8 @@ class Absence:
     """One peer whose work is not in a round.
 
     Attributes:
-        kind: ``late`` (it waits for the next round), ``dropped`` (it is lost), ``aborted`` (its attempt broke).
+        kind: ``late`` (its work waits for the next round), ``dropped`` (its work is lost), ``aborted`` (its attempt
+            failed).
     """
 
     peer: str
@@ -127,23 +121,22 @@ class Absence:
 
 @dataclass(frozen=True)
 class RoundView:
-    """How one round went.
+    """One round's result and course.
 
     Attributes:
         round: Counted from 0.
-        committed: Whether a peer reports it committed, or a certificate says so.
-        verified: Whether this monitor holds a certificate with signatures of a majority.
-        at: Wall-clock second at which it was first reported.
-        seconds: From the start of matchmaking to its end, median over peers; and what that and the time before it were
-            spent on.
-        members: Peers in it, by the certificate or the median report; ``contributors``: whose work counts.
-        tokens: That count in it; None where it is not known.
-        levels: Of the tree in which it was averaged; 1 for one group.
-        agrees: Whether all who applied it report one state digest; None when fewer than two do.
+        committed: True if most reporting peers or a certificate say so.
+        verified: True if this monitor holds a majority-signed certificate.
+        at: Wall-clock second at which it became known as committed; before that, of its first report.
+        seconds: From the start of matchmaking to the end; ``compute_seconds`` come before. All are medians over peers.
+        members: Peers in it, by certificate or median report; ``contributors``: members whose work counts.
+        tokens: Tokens that count; None if unknown.
+        levels: Levels of the averaging tree; 1 for one group.
+        agrees: True if all peers that applied it report one digest; None for fewer than two peers.
         digests: State digests in hexadecimal, each with the number of peers that report it.
         absences: Peers that missed it, at most 20.
-        broken_tries: Attempts of a peer that broke, the median over those with any; ``broken_peers``: how many these
-            are; ``broken_reason``: what most of them say.
+        broken_tries: Failed attempts of a peer, median over the ``broken_peers`` with any; ``broken_reason``: the most
+            frequent reason.
     """
 
     round: int
@@ -181,13 +174,7 @@ class GroupView:
 
 @dataclass(frozen=True)
 class Alert:
-    """A problem for the operator.
-
-    Attributes:
-        rule: Which rule found it.
-        subject: What it is about (a peer id, a stage); empty when it is the swarm.
-        text: One line for people.
-    """
+    """A problem for the operator, found by ``rule``; ``subject`` is a peer id, a stage, or empty for the swarm."""
 
     rule: str
     severity: Severity
@@ -197,11 +184,7 @@ class Alert:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened, with one line for people.
-
-    Attributes:
-        kind: ``joined``, ``left``, ``failover``, ``alert`` or ``cleared``.
-    """
+    """An event with one line for people; ``kind`` is ``joined``, ``left``, ``failover``, ``alert`` or ``cleared``."""
 
     at: float
     kind: str
@@ -214,14 +197,13 @@ class Headline:
     """The swarm's health in words, and its main numbers.
 
     Attributes:
-        reasons: One line each, the worst first.
+        reasons: One line each, the most severe first.
         loss: Median over training peers; None before the first batch.
-        tokens_per_second: That committed rounds contain; None before two of them were seen.
-        round_tokens: That peers have for the round in progress; ``round_needs``: with how many it is due, 0 where that
-            is not known.
-        round_seconds: Median from one committed round to the next.
-        committed, aborted: Rounds since this monitor began to watch.
-        bytes_per_token: Sent for each token that counts, the median over training peers; None before there is any.
+        tokens_per_second: In committed rounds; None before two of them were seen.
+        round_tokens: Peers' tokens for the current round; ``round_needs``: tokens at which it is due, 0 if unknown.
+        round_seconds: Median time between committed rounds.
+        committed, aborted: Rounds since the monitor's start.
+        bytes_per_token: Bytes sent for each token that counts, median over training peers; None before the first.
     """
 
     health: Health
@@ -245,13 +227,12 @@ class ServingView:
     """The serving of all peers together, as they report it.
 
     Attributes:
-        peers: That serve.
-        sessions: Generations that are open now.
-        tokens_per_second: Generated in the last minute; ``prompt_tokens_per_second``: that came in. None where no peer
-            serves, or before it is known.
-        first_token: In the last minute, from a request's arrival to its first token; ``token``: from one token to the
-            next.
-        totals: Since the monitor began to watch. Latencies have a count for each of ``bounds``, in seconds, and above.
+        peers: Number of peers that serve.
+        sessions: Open generations.
+        tokens_per_second: Generated in the last minute; ``prompt_tokens_per_second``: received. None if no peer serves,
+            or if unknown.
+        first_token: In the last minute, from request to first token; ``token``: between tokens.
+        totals: Since the monitor's start. Latencies have a count for each of ``bounds``, in seconds, and above.
     """
 
     peers: int
@@ -266,18 +247,18 @@ class ServingView:
 
 @dataclass(frozen=True)
 class SwarmView:
-    """What the swarm agreed on, and how to join it.
+    """The manifest's view of a swarm, and how to join it.
 
     Attributes:
-        digest: Of the manifest, in hexadecimal.
-        command: That joins it.
+        digest: The manifest's, in hexadecimal.
+        command: The command that joins it.
         signer: The organizer's id.
         manifest: By section: names and values.
-        num_blocks: Of the model; 0 where it is not known.
-        group_size: Peers that average together at most.
-        spans: Of each stage: its first block and the one after its last; one for a model that is not cut.
+        num_blocks: 0 if unknown.
+        group_size: Limit of peers that average together.
+        spans: By stage: its first block and the one after its last; one span for a model that is not cut.
         goal: When a round is due.
-        missing: Why the model's blocks are not known, and what to do; empty where they are.
+        missing: Why the model's blocks are unknown, and what to do; empty if they are known.
     """
 
     name: str
@@ -300,8 +281,8 @@ class Snapshot:
 
     Attributes:
         at: Wall-clock second.
-        rejected: Records dropped for what they say, since the start.
-        directory_answers: Whether the last look-up was answered; the rest is as of the last one that was.
+        rejected: Invalid records and reports since the start.
+        directory_answers: True if the last lookup was answered; else the rest is as of the last answered one.
     """
 
     at: float
@@ -319,14 +300,14 @@ class Snapshot:
 
 @cache
 def fields_of(kind: type) -> dict[str, Any]:
-    """Return the types of the fields that `plain` shows, by name; empty for other types than views."""
+    """Return the types of the fields that `plain` shows, by name; empty if the type is not a view."""
     if not (is_dataclass(kind) or issubclass(kind, msgspec.Struct)):
         return {}
     return {name: hint for name, hint in get_type_hints(kind).items() if name not in PRIVATE}
 
 
 def plain(value: Any) -> Any:
-    """For ``json.dumps(…, default=plain)``: a view as a dict without what is `PRIVATE`, bytes in hexadecimal."""
+    """Return a view without `PRIVATE` fields as a dict, or bytes in hexadecimal; a ``default`` for ``json.dumps``."""
     if isinstance(value, bytes):
         return value.hex()
     return {name: getattr(value, name) for name in fields_of(value.__class__)}

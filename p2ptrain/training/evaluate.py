@@ -1,4 +1,4 @@
-"""Held-out loss: the same windows in the same order for every peer, so that losses can be compared."""
+"""Held-out loss on the same windows in the same order for every peer, so that losses are comparable."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from p2ptrain.progress import Advance
 from p2ptrain.training.data.windows import permute
 
 LossFunction = Callable[[nn.Module, torch.Tensor], torch.Tensor]
-"""The model and token ids ``[batch, context + 1]`` (int64) to the mean loss in nats per token, a scalar."""
+"""Returns the mean loss in nats per token, a scalar, of the model on token ids ``[batch, context + 1]`` (int64)."""
 
 _VISITING_ORDER = (1, 2, 3, 4)
 
@@ -28,8 +28,8 @@ class Evaluation:
 
     Attributes:
         loss: Mean negative log-likelihood in nats per token.
-        num_windows: Windows that were read; fewer than asked for if time ran out.
-        num_tokens: Tokens that were predicted.
+        num_windows: Windows read; fewer than asked for after a timeout.
+        num_tokens: Tokens predicted.
     """
 
     loss: float
@@ -38,7 +38,7 @@ class Evaluation:
 
 
 def language_model_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy of the next token, computed in fp32 whatever the model's type.
+    """Return the mean cross-entropy of the next token, computed in fp32 for any dtype of the model.
 
     Args:
         model: Token ids ``[batch, context]`` to logits ``[batch, context, vocab]``.
@@ -59,23 +59,20 @@ def held_out_loss(
     max_seconds: float | None = None,
     advance: Advance = lambda done, total: None,
 ) -> Evaluation:
-    """Measure the model on a fixed subset of held-out text.
+    """Measure the model on a fixed subset of held-out text; raise `ValueError` if that is shorter than one window.
 
-    The windows are spread evenly over the text and visited in a fixed shuffled order, so that stopping early still
-    measures a fair sample. No gradients are kept, and each module is left in the mode that it was in.
+    Windows of ``context`` tokens are spread evenly over the text and visited in a fixed shuffled order, so an early
+    stop still gives a fair sample. Each module's mode is restored afterwards.
 
     Args:
         model: Measured in eval mode, on the device of its first parameter.
         tokens: Held-out tokens, ``[num_tokens]``, at least ``context + 1``.
         context: Tokens per window.
-        max_windows: Windows to read at most.
+        max_windows: Limit of windows to read.
         batch_size: Windows per forward pass.
-        loss_function: How the loss of a batch is computed; the default suits causal language models.
-        max_seconds: Stop after the first batch that ends later than this; None reads all windows.
-        advance: Told how many windows are read, and of how many.
-
-    Raises:
-        ValueError: The text is shorter than one window.
+        loss_function: The default suits causal language models.
+        max_seconds: Timeout, checked after each batch; None for none.
+        advance: Receives windows read, and their total.
     """
     available = (len(tokens) - 1) // context
     if available < 1:

@@ -1,4 +1,4 @@
-"""Gradients as torch leaves them: dense, or sparse where an embedding was made with ``sparse=True``."""
+"""Gradients as torch leaves them: dense, or sparse for embeddings with ``sparse=True``."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 def is_sparse(gradient: Tensor) -> bool:
-    """True if a gradient is stored as some of its values."""
+    """True if a gradient is in a sparse layout."""
     return gradient.layout != torch.strided
 
 
 def gradient_values(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the memory that holds the gradients' values, each value once; of sparse gradients, those that are stored.
+    """Return the memory of the gradients' values, each value once; of sparse gradients, the stored values.
 
     Coalesces sparse gradients in place.
     """
@@ -30,10 +30,10 @@ def gradient_values(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def clip_gradients(parameters: list[Tensor], max_norm: float) -> float:
-    """Scale gradients in place to a norm of ``max_norm`` over all of them, if it is larger; return the norm before.
+    """Scale gradients in place to a total norm of at most ``max_norm``; return the norm before.
 
-    As `torch.nn.utils.clip_grad_norm_`, which does not take sparse gradients. Waits once for the device. Gradients of a
-    norm that is not finite are of no use afterwards.
+    As `torch.nn.utils.clip_grad_norm_`, but also for sparse gradients. Synchronises once with the device. If the norm
+    is not finite, the gradients are useless afterwards.
     """
     values = gradient_values(parameters)
     if not any(parameter.grad is not None and is_sparse(parameter.grad) for parameter in parameters):

@@ -1,7 +1,7 @@
-"""Learning rates as pure functions of the swarm's step, so that every peer and every resumed run has the same.
+"""Learning rates as pure functions of the swarm's step, equal on every peer and after every restart.
 
-The swarm's step is the round with ``every = 1``, and the number of inner steps up to here, over all rounds of the
-lineage, with ``every = H``. A peer that joins late, replays rounds or starts again has the rates of the others.
+With ``every = 1`` the swarm's step is the round. With ``every = H`` it is the number of inner steps so far, over all
+rounds of the lineage.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from p2ptrain.errors import UsageError
 from p2ptrain.manifest import TrainingSpec
 
 Schedule = Callable[[int], float]
-"""From the swarm's step to the factor of the learning rate."""
+"""Maps the swarm's step to a factor of the learning rate."""
 Shape = Literal["constant", "cosine"]
-"""Of a schedule after its warm-up."""
+"""The form of a schedule after its warm-up."""
 
 
 def learning_rate_factor(
@@ -31,20 +31,14 @@ def learning_rate_factor(
     total_steps: int = 0,
     final_factor: float = 0.1,
 ) -> float:
-    """What to multiply the base learning rate with at an optimizer step.
+    """Return the factor of the base learning rate after ``step`` optimizer steps.
 
     Linear warm-up from ``1 / warmup_steps`` to 1, then constant, or half a cosine down to ``final_factor``
-    (Loshchilov and Hutter, *SGDR*, 2017, equation 5, without restarts).
-
-    Args:
-        step: Optimizer steps taken before this one, from 0.
-        warmup_steps: Steps of warm-up; 0 for none.
-        schedule: What follows the warm-up.
-        total_steps: The step at which the cosine ends; later steps stay at ``final_factor``.
-        final_factor: Where the cosine ends.
+    (Loshchilov and Hutter, *SGDR*, 2017, equation 5, without restarts). The cosine ends at ``total_steps``; later steps
+    stay at ``final_factor``.
 
     Raises:
-        ValueError: ``step`` is negative, or a cosine is asked for that ends before its warm-up does.
+        ValueError: ``step`` is negative, or a cosine would end before its warm-up.
     """
     if step < 0:
         raise ValueError(f"step must not be negative, but is {step}")
@@ -61,7 +55,7 @@ def learning_rate_factor(
 def _sine(angle: float) -> float:
     """Return the sine of an angle from -pi / 2 to pi / 2, to 1e-15.
 
-    Each operation is IEEE's, so that peers get the same bits. C libraries' own sines differ in the last one.
+    IEEE operations give all peers the same bits; C libraries' sines differ in the last one.
     """
     term = total = angle
     for count in range(2, 24, 2):
@@ -71,7 +65,7 @@ def _sine(angle: float) -> float:
 
 
 def manifest_schedule(spec: TrainingSpec) -> Schedule:
-    """Return the schedule that a manifest asks for: warm-up, then constant, or a cosine that ends with the run."""
+    """Return the manifest's schedule: warm-up, then constant, or a cosine to the end of the run."""
     return partial(
         learning_rate_factor, warmup_steps=spec.warmup_steps, schedule=spec.schedule,
         total_steps=spec.rounds * spec.steps_per_round, final_factor=spec.final_rate,
@@ -79,22 +73,17 @@ def manifest_schedule(spec: TrainingSpec) -> Schedule:
 
 
 def by_round(schedule: Schedule, steps_per_round: int) -> Schedule:
-    """Return ``schedule``, which takes rounds, as one that takes the swarm's steps."""
     return lambda step: schedule(step // steps_per_round)
 
 
 class LearningRates:
-    """Sets the rates of an optimizer's groups to base rate times factor, and notices when other code changes them.
+    """Sets the rates of an optimizer's groups to base rate times factor, and detects changes by other code.
 
-    The base rates are the rates of the groups when this object is made. Groups without a rate are left alone.
+    The base rates are those of the groups when this object is made; without a schedule they stay. Groups without a rate
+    are left alone.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule | None = None) -> None:
-        """
-        Args:
-            optimizer: Whose groups.
-            schedule: From the swarm's step to the factor; None keeps the base rates.
-        """
         self._optimizer = optimizer
         self._schedule = schedule
         self._base = self.current()
@@ -102,31 +91,25 @@ class LearningRates:
 
     @property
     def are_scheduled(self) -> bool:
-        """True if a schedule sets the rates; False if they are constant."""
         return self._schedule is not None
 
     def current(self) -> list[float | None]:
-        """The rates of the groups now."""
         return [None if "lr" not in group else float(group["lr"]) for group in self._optimizer.param_groups]
 
     def sample(self) -> list[float | None]:
-        """Return the factors of some of the swarm's steps, six digits each, by which peers compare schedules."""
+        """Return the factors at some of the swarm's steps, to six digits; peers compare schedules by them."""
         if self._schedule is None:
             return []
         factors: list[float | None] = []
         for step in (0, 1, 10, 100, 1000):
             try:
                 factors.append(float(f"{float(self._schedule(step)):.6g}"))
-            except (ArithmeticError, LookupError, ValueError):  # A schedule that ends before.
+            except (ArithmeticError, LookupError, ValueError):  # The schedule ends earlier.
                 factors.append(None)
         return factors
 
     def set(self, step: int) -> None:
-        """Set the rates of one of the swarm's steps.
-
-        Raises:
-            UsageError: The schedule returned no finite number of at least 0.
-        """
+        """Set the rates of one of the swarm's steps; raise `UsageError` if the factor is negative or not finite."""
         factor = 1.0 if self._schedule is None else float(self._schedule(step))
         if not 0 <= factor < math.inf:
             raise UsageError(f"the schedule returned {factor:g} for step {step}: return a finite factor of at least 0")
@@ -136,7 +119,7 @@ class LearningRates:
         self._last = self.current()
 
     def change(self) -> str:
-        """Describe what other code changed since the last call of this or of `set`; empty if nothing changed."""
+        """Describe a change by other code since the last call of this or of `set`; empty for none."""
         before, self._last = self._last, self.current()
         for number, (old, new) in enumerate(zip(before, self._last, strict=False)):
             if old != new:
@@ -145,19 +128,14 @@ class LearningRates:
 
 
 class SwarmScheduler(LRScheduler):
-    """The swarm's schedule in the form of a torch scheduler, for training loops that want one.
+    """The swarm's schedule as a torch scheduler, for training loops that require one.
 
-    `step` counts nothing: it sets the rates of the round in progress.
+    `step` counts nothing: it sets the rates of ``swarm_step()``. The state dict is empty, because the rates follow from
+    that step.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, rates: LearningRates, swarm_step: Callable[[], int]) -> None:
-        """
-        Args:
-            optimizer: What the training loop takes for the optimizer.
-            rates: Of it.
-            swarm_step: Returns the swarm's step.
-        """
-        # Not torch's own: that one wraps `optimizer.step` and writes `initial_lr` into the groups.
+        # torch's own __init__ is not called: it wraps `optimizer.step` and writes `initial_lr` into the groups.
         self.optimizer = optimizer
         self.base_lrs = [rate or 0.0 for rate in rates.current()]
         self._rates = rates
@@ -166,26 +144,21 @@ class SwarmScheduler(LRScheduler):
         self.step()
 
     def step(self, epoch: int | None = None) -> None:
-        """Set the rates of the swarm's step; ``epoch`` is ignored."""
         self._step_count += 1
         self.last_epoch = self._swarm_step()
         if self._rates.are_scheduled:
             self._rates.set(self.last_epoch)
 
     def get_last_lr(self) -> list[float | torch.Tensor]:
-        """The rates of the groups now."""
         return [rate or 0.0 for rate in self._rates.current()]
 
     def get_lr(self) -> list[float | torch.Tensor]:
-        """The same."""
         return self.get_last_lr()
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the round says it all."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the rates of the swarm's step, whatever is loaded."""
         self.step()
 
 

@@ -1,12 +1,12 @@
-"""The live model's side of a synchronisation: what a peer did, and how it takes on what the swarm made of it.
+"""The live model's side of a synchronisation: the pending local work, and the update of the live values.
 
-What is contributed is counted by fragment: a step adds its tokens to every fragment's pending ones, and a contribution
-to a fragment is worth 1 / P of them (P: how many fragments there are). So a token counts once when all have had their
-turn, and a fragment that missed its turn weighs as much more in the next.
+A step adds its tokens to the pending ones of each of the P fragments. A contribution to a fragment weighs 1 / P of its
+pending tokens. So a token counts once after all fragments' turns, and a fragment that missed its turn weighs more in
+the next.
 
-With overlap (``training.overlap_steps``) training goes on while a contribution is under way. When the result has been
-applied to the shared state, the live values become ``mixing * live + (1 - mixing) * shared`` (Streaming DiLoCo, arXiv
-2501.18512, algorithm 2); what was done since the contribution was read is still to be contributed.
+With overlap (``training.overlap_steps``) training continues while a contribution is averaged. After the result the
+live values become ``mixing * live + (1 - mixing) * shared`` (Streaming DiLoCo, arXiv 2501.18512, algorithm 2). Work
+since the contribution was read stays pending.
 """
 
 from __future__ import annotations
@@ -27,13 +27,16 @@ logger = logging.getLogger(__name__)
 
 
 class LocalWork:
-    """Implements `p2ptrain.training.sync.contribution.Contribution`.
+    """The local work since the last contribution; implements `p2ptrain.training.sync.contribution.Contribution`.
+
+    It contributes gradients if ``accumulate`` (``every = 1``), else pseudo-gradients. ``mixing`` is None without
+    overlap. ``inner``, the optimizer of local steps, is None if its state is shared.
 
     Attributes:
-        pending: By fragment: tokens whose work on it is not contributed yet.
+        pending: By fragment: tokens of work not contributed yet.
         samples: Samples read since the last contribution.
         steps: Local batches since the last contribution; with overlap, since the last one was read.
-        rest: Keeps the training thread and the synchronising side apart.
+        rest: The lock between the training thread and the synchronising side.
     """
 
     def __init__(
@@ -44,14 +47,6 @@ class LocalWork:
         mixing: float | None = None,
         inner: torch.optim.Optimizer | None = None,
     ) -> None:
-        """
-        Args:
-            module: The live model.
-            state: What it shares with the swarm.
-            accumulate: Whether gradients are contributed (``every = 1``) rather than pseudo-gradients.
-            mixing: With overlap: how much of the live values stays when a result is applied; None without overlap.
-            inner: The optimizer of local steps, whose state is this peer's own; None if there is none.
-        """
         self.module = module
         self.state = state
         self.pending = [0] * len(state.fragments)
@@ -60,26 +55,22 @@ class LocalWork:
         self.rest = Rest()
         self._mixing = mixing
         self._inner = inner
-        # Most optimizers have no state before their first step; some could not make it again.
+        # Kept for optimizers that have state before their first step, and cannot recreate it.
         self._first_state = {key: copy.deepcopy(value) for key, value in inner.state.items()} if inner else {}
         size = state.layout.num_parameters
         self.accumulated = torch.zeros(size, dtype=torch.float32) if accumulate else None
 
     @property
     def tokens(self) -> int:
-        """See `Contribution.tokens`."""
         return sum(self.pending) // len(self.pending)
 
     def tokens_of(self, fragment: Fragment) -> int:
-        """See `Contribution.tokens_of`."""
         return self.pending[fragment.index] // len(self.pending)
 
     def at_rest(self) -> AbstractAsyncContextManager[None]:
-        """See `Contribution.at_rest`."""
         return self.rest.held()
 
     def add_step(self, samples: int, tokens: int) -> None:
-        """Count one local batch."""
         self.samples += samples
         self.steps += 1
         self.pending = [pending + tokens for pending in self.pending]
@@ -95,7 +86,7 @@ class LocalWork:
                 part.add_(gradient.to("cpu", torch.float32).reshape(-1).mul(float(tokens)))
 
     def collect(self, out: torch.Tensor, fragment: Fragment | None = None) -> None:
-        """Start minus now; for accumulated gradients, their token-weighted mean (and start minus now for buffers)."""
+        """Write shared minus live values; with accumulated gradients, their weighted mean in the parameters' part."""
         fragment = fragment or self.state.fragments.whole
         fragment.layout.read(self.module, out)
         torch.sub(self._shared(fragment), out, out=out)
@@ -109,7 +100,6 @@ class LocalWork:
         fragment: Fragment | None = None,
         counted: tuple[int, int] = (0, 0),
     ) -> None:
-        """See `Contribution.adopt`."""
         affected = range(len(self.pending)) if fragment is None else [fragment.index]
         fragment = fragment or self.state.fragments.whole
         target = self._shared(fragment)
@@ -133,22 +123,21 @@ class LocalWork:
             if self.accumulated is not None:
                 self.accumulated.zero_()
         if self._mixing is None and (contributed or carry is None or len(self.pending) > 1):
-            self.steps = 0  # A carried fragment's turn comes again when its turn comes.
+            self.steps = 0  # A carried fragment waits for its next turn.
 
     def begin_anew(self) -> None:
-        """See `Contribution.begin_anew`."""
         self.adopt(False, None)
         if self._inner is not None:
             self._inner.state.clear()
             self._inner.state.update({key: copy.deepcopy(value) for key, value in self._first_state.items()})
 
     def mend_buffers(self) -> None:
-        """Set the live buffers from the shared state if a value of theirs is not finite, as a bad batch leaves them."""
+        """Restore the live buffers from the shared state if a bad batch left a value that is not finite."""
         if not all(bool(buffer.isfinite().all()) for buffer in self.module.buffers()):
             self.state.layout.write(self.state.vector, self.module, kind="buffer")
 
     def to_save(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Return the counts and tensors of the work that waits; empty if nothing waits."""
+        """Return the counts and tensors of the pending work; empty if there is none."""
         if not any(self.pending) and not self._mixing:
             return {}, {}
         live = self.state.layout.new_vector()
@@ -157,7 +146,7 @@ class LocalWork:
         return {"pending": list(self.pending), "samples": self.samples, "steps": self.steps}, tensors
 
     def restore(self, counts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> bool:
-        """Take up what `to_save` gave, at the same shared state; False, and nothing changed, if it does not fit."""
+        """Load the output of `to_save` at the same shared state; return False, changing nothing, if it does not fit."""
         live, accumulated = tensors["live"], tensors.get("accumulated")
         fits = live.shape == self.state.vector.shape and len(counts["pending"]) == len(self.pending)
         if self.accumulated is not None:
@@ -172,14 +161,13 @@ class LocalWork:
         return True
 
     def _mixed(self, shared: torch.Tensor, fragment: Fragment) -> torch.Tensor:
-        """The live values, moved towards the shared ones."""
         assert self._mixing is not None
         live = torch.empty(fragment.num_values, dtype=torch.float32)
         fragment.layout.read(self.module, live)
         return live.sub_(shared).mul_(self._mixing).add_(shared)
 
     def _shared(self, fragment: Fragment) -> torch.Tensor:
-        """The shared state's values of a fragment; not to be changed."""
+        """Return the shared state's values of a fragment; the caller must not change them."""
         if fragment.num_values == self.state.layout.num_values:
             return self.state.vector
         values = torch.empty(fragment.num_values, dtype=torch.float32)

@@ -26,13 +26,13 @@ logger = logging.getLogger(__name__)
 
 EVALUATION_SECONDS = 20.0
 GLANCE_SECONDS = 10.0
-"""Between two short looks at the held-out loss; they take less than a fiftieth of the time, or are further apart."""
+"""Least interval of short held-out measurements; longer if they would take over 1/50 of the time."""
 GLANCE_WINDOWS = 16
 
 
 @dataclass
 class Progress:
-    """What the loop did so far; read by other threads, written by the loop alone."""
+    """The loop's progress; only the loop writes it, other threads may read it."""
 
     loss: float | None = None
     tokens: int = 0
@@ -43,14 +43,14 @@ class Progress:
 
 
 class Trainer:
-    """Trains until it is stopped, the manifest's rounds are done, or an error ends it.
+    """Trains until it is stopped, the swarm reaches ``max_rounds`` (0 for never), or an error ends it.
+
+    ``optimizer`` wraps AdamW on ``module``; ``saver`` has restored it. ``peer`` is this peer's id, and selects its
+    samples. ``evaluate`` enables the held-out loss.
 
     Attributes:
-        progress: What it did so far.
-        optimizer: Shared with the swarm.
-        saver: Writes checkpoints.
-        is_saving: True while one is being written; from any thread.
-        is_saved: True once the last one is written.
+        is_saving: True while a checkpoint is written; safe from any thread.
+        is_saved: True once the final checkpoint is written.
         unsaved: Why the last checkpoint was not written; None if it was.
     """
 
@@ -68,20 +68,6 @@ class Trainer:
         evaluate: bool = True,
         jobs: Jobs = untold,
     ) -> None:
-        """
-        Args:
-            module: The live model, on its device.
-            optimizer: Shared with the swarm, around AdamW on ``module``.
-            synchronizer: What ``optimizer`` synchronises with.
-            manifest: Batch sizes and schedule.
-            corpus: The text.
-            peer: This peer's id: decides which samples it reads.
-            metrics: Gets a line per round and every few seconds.
-            saver: Writes checkpoints; it has restored the optimizer.
-            max_rounds: Stop when the swarm has reached this round; 0 for never.
-            evaluate: Whether to measure held-out loss at the beginning and the end.
-            jobs: Told how far that is.
-        """
         self.progress = Progress()
         self.optimizer = optimizer
         self._module = module
@@ -108,21 +94,16 @@ class Trainer:
         optimizer.on_pause = self._on_pause
 
     def stop(self, seconds: float | None = None) -> None:
-        """Ask the loop to end after its current step; from any thread.
+        """Ask the loop to end after its current step; safe from any thread.
 
-        Args:
-            seconds: The time that is left for that, to contribute, to save and to measure; None for any.
+        ``seconds`` is the time left to contribute, save and measure; None for no limit.
         """
         if seconds is not None:
             self._deadline = time.monotonic() + seconds
         self._stop.set()
 
     def run(self) -> Progress:
-        """The loop; runs on the training thread.
-
-        Raises:
-            P2PTrainError: Something that training cannot go on with.
-        """
+        """Train on the calling thread; raise `P2PTrainError` if training cannot continue."""
         if self._evaluate:
             self.progress.held_out_loss_before = self._held_out()
         started, last_report, tokens_before = time.monotonic(), time.monotonic(), 0
@@ -157,7 +138,7 @@ class Trainer:
     def _train_step(self) -> torch.Tensor:
         head = self._synchronizer.head
         if head.round != self._round:
-            self._round, self._index = head.round, self.optimizer.samples_in_round  # Samples that were carried over.
+            self._round, self._index = head.round, self.optimizer.samples_in_round  # Samples carried over.
         size = self._spec.local_batch
         batch = self._sampler.batch(head.samples, self._synchronizer.place, self._peer, head.round, self._index, size)
         self._index += size
@@ -207,7 +188,7 @@ class Trainer:
         return not self._stop.wait(PAUSE_SECONDS)
 
     def _finish(self) -> None:
-        """Hand in what is not contributed yet, save, and measure the shared state."""
+        """Contribute the pending work, save, and measure the shared state."""
         try:
             if self.optimizer.is_under_way:
                 self._write_round(self.optimizer.synchronize())
@@ -230,13 +211,13 @@ class Trainer:
             self.progress.held_out_loss_after = self._held_out(seconds)
 
     def _seconds_to_measure(self) -> float:
-        """The seconds for the last held-out loss: at most half of what a drain leaves."""
+        """Return the timeout of the last held-out measurement: at most half of the drain's remaining time."""
         if self._deadline is None:
             return EVALUATION_SECONDS
         return min(EVALUATION_SECONDS, (self._deadline - time.monotonic()) / 2)
 
     def _is_left_alone(self) -> bool:
-        """Whether the others of the last round are gone: a round without them, right before the end, is only a fork."""
+        """True if the other peers of the last round are gone: a round without them would only fork the lineage."""
         return len(self._synchronizer.head.members) > 1 and not self._synchronizer.sees_others()
 
     def _held_out(self, seconds: float = EVALUATION_SECONDS) -> float:
@@ -248,7 +229,7 @@ class Trainer:
         return evaluation.loss
 
     def _glance(self) -> None:
-        """Measure the held-out loss on a few windows, always the same, for people who watch the training."""
+        """Measure the held-out loss on a few fixed windows, for monitoring."""
         started = time.monotonic()
         size = min(GLANCE_WINDOWS, self._spec.local_batch)
         self._write_held_out(
@@ -270,7 +251,7 @@ class Trainer:
         try:
             self.saver.save()
         except (ResourceError, CheckpointError) as error:
-            # A damaged state is found again, and healed, at the next synchronisation: training goes on.
+            # Training continues: the next synchronisation detects and repairs a damaged state.
             self.progress.note, self.unsaved = str(error), error
             logger.error("%s", error)
         finally:

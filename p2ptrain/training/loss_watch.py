@@ -1,4 +1,4 @@
-"""The loss of a training loop that somebody else wrote, as far as its model tells it."""
+"""The loss of a script's own training loop, read from its model's outputs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 
 class LossWatch:
-    """Follows the ``loss`` of a model's outputs, as the models of transformers have it, by a forward hook.
+    """Reads the ``loss`` of a model's outputs, as the models of transformers have it, by a forward hook.
 
-    Outputs without a loss, and those of a forward without gradients, are passed over.
+    Outputs without a loss, and forward passes without gradients, are ignored.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -26,11 +26,11 @@ class LossWatch:
         value = loss.detach().reshape(())
         self._total = value if self._total is None else self._total + value
         self._count += 1
-        # transformers' Trainer has each microbatch divide its sum by the tokens of all of them.
+        # In transformers' Trainer each microbatch's sum is divided by the tokens of all microbatches.
         self._are_parts = kwargs.get("num_items_in_batch") is not None
 
     def take(self) -> Tensor | None:
-        """Return the loss of the microbatches since the last call, on the model's device; None if there was none."""
+        """Return the loss of the microbatches since the last call, on the model's device; None for none."""
         total, count = self._total, self._count
         self._total, self._count = None, 0
         if total is None or self._are_parts:

@@ -1,7 +1,6 @@
 """Metrics as JSON lines: one object a line, readable while it is written, bounded in size.
 
-Metrics are not worth a training run: when the disk is full the writer warns once, drops lines, and goes on by itself
-when there is space again.
+A full disk never stops training: the writer warns once, drops lines, and resumes when there is space.
 """
 
 from __future__ import annotations
@@ -20,12 +19,9 @@ logger = logging.getLogger(__name__)
 
 
 class MetricsWriter:
-    """Appends to ``path``; at ``max_bytes`` the file becomes ``path`` + ``.1`` (one old file is kept).
+    """Appends to ``path``; at ``max_bytes`` the file is renamed to ``path`` + ``.1`` (one old file is kept).
 
-    Args:
-        path: The file; its folder is created as needed.
-        max_bytes: Size at which the file is put aside.
-        clock: Wall-clock time in seconds, written as ``time``.
+    ``clock`` gives the wall-clock time in seconds, written as ``time``. The folder of ``path`` is created as needed.
     """
 
     def __init__(self, path: Path, *, max_bytes: int = 64 << 20, clock: Callable[[], float] = time.time) -> None:
@@ -36,10 +32,9 @@ class MetricsWriter:
         self._failed = False
 
     def write(self, kind: str, **values: Any) -> bool:
-        """Append one line: ``time``, ``kind`` and ``values`` (JSON types; numbers that are not finite become null).
+        """Append a line with ``time``, ``kind`` and ``values``; return False if that fails.
 
-        Returns:
-            False if it could not be written; the first failure in a row is logged.
+        Values are JSON types; numbers that are not finite become null. The first failure in a row is logged.
         """
         record = {"time": self._clock(), "kind": kind, **values}
         line = json.dumps(_finite(record), separators=(",", ":"), default=str).encode() + b"\n"
@@ -54,7 +49,6 @@ class MetricsWriter:
         return True
 
     def close(self) -> None:
-        """Close the file; a later `write` opens it again."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -78,17 +72,13 @@ class MetricsWriter:
             self._append(line)
             return
         if size and os.pread(self._file, 1, size - 1) != b"\n":
-            line = b"\n" + line  # the line before was torn by a crash or a full disk
+            line = b"\n" + line  # A crash or a full disk tore the previous line.
         if os.write(self._file, line) != len(line):
             raise OSError("the disk is full")
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a metrics file, oldest first; lines that are torn or are no objects are left out.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-    """
+    """Yield the records of a metrics file, oldest first; skip torn lines and lines that hold no object."""
     with path.open("rb") as lines:
         for line in lines:
             try:

@@ -1,8 +1,8 @@
-"""Who may touch the live model: the training thread, or, between two of its steps, the side that synchronises.
+"""The lock on the live model, between the training thread and the event loop's side of a round.
 
-When a round runs under compute (``training.overlap_steps``), the event loop's side needs the model for two moments: to
-read the contribution, and to apply the result. It asks for them with `Rest.held`, and the training thread grants them
-where a step ends. Without overlap the training thread waits for the whole round, and the model is at rest anyway.
+When a round runs under compute (``training.overlap_steps``), the event loop's side needs the model twice: to read the
+contribution, and to apply the result. It asks with `Rest.held`, and the training thread grants at the end of a step.
+Without overlap the training thread waits for the whole round, so the model is free.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from contextlib import asynccontextmanager
 from p2ptrain.errors import TemporaryError
 
 LOOK_SECONDS = 1.0
-"""Between two looks at whether the other side still exists."""
+"""Poll interval for the end of the other side."""
 
 
 class Rest:
-    """Hands the live model back and forth; at rest until `resume`."""
+    """The lock on the live model; the training thread takes it with `resume`."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -31,7 +31,7 @@ class Rest:
     # --- the training thread's side
 
     def park(self) -> None:
-        """The training thread leaves the model alone; who waits for it gets it."""
+        """Release the model, and grant it to a waiting `held`."""
         with self._changed:
             self._training = False
             if self._waiting is not None:
@@ -40,13 +40,10 @@ class Rest:
                 loop.call_soon_threadsafe(_grant, future)
 
     def resume(self, is_over: Callable[[], bool]) -> None:
-        """The training thread takes the model, as soon as the other side does not hold it.
-
-        Args:
-            is_over: Whether the other side has ended, so that it will not give the model back.
+        """Take the model; wait while it is held or reserved.
 
         Raises:
-            TemporaryError: It has.
+            TemporaryError: The event loop's side has ended (``is_over``) without releasing it.
         """
         with self._changed:
             while self._held or self._reserved:
@@ -55,12 +52,12 @@ class Rest:
             self._training = True
 
     def reserve(self) -> None:
-        """Give the model to the next `held`; while the training thread is parked."""
+        """Give the model to the next `held`; call while the training thread is parked."""
         with self._changed:
             self._reserved = True
 
     def end_reservation(self) -> None:
-        """Take back what `reserve` gave, if nobody came for it; from any thread."""
+        """Cancel `reserve` if no `held` came; safe from any thread."""
         with self._changed:
             self._reserved = False
             self._changed.notify_all()
@@ -69,7 +66,7 @@ class Rest:
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[None]:
-        """Keep the model still; waits for the end of the step that is being computed."""
+        """Hold the model; waits for the end of the current step."""
         await self._take()
         try:
             yield

@@ -1,11 +1,12 @@
 """`SwarmOptimizer`: an ordinary ``torch.optim.Optimizer`` whose steps are shared with the swarm.
 
-With ``every = H`` each `SwarmOptimizer.step` is an inner step. When the swarm's peers have done H of them on average
-(`p2ptrain.averaging.timing.local_steps`), the pseudo-gradient (start of the round minus now) is averaged and the outer
-step applied (DiLoCo, arXiv 2311.08105). With P fragments this happens every H / P steps, to one fragment at a time
-(Streaming DiLoCo, arXiv 2501.18512). With ``every = 1`` each call adds one local batch's gradient to an accumulator
-that ``zero_grad`` does not touch; when the swarm's global batch is full, the mean gradient is averaged and the wrapped
-optimizer steps once, the same everywhere.
+With ``every = H`` each `SwarmOptimizer.step` is an inner step. A round is due after H steps per peer on average
+(`p2ptrain.averaging.timing.local_steps`). The swarm then averages the pseudo-gradient (start of the round minus now)
+and applies the outer step (DiLoCo, arXiv 2311.08105). With P fragments this happens every H / P steps, to one fragment
+at a time (Streaming DiLoCo, arXiv 2501.18512).
+
+With ``every = 1`` each call adds a local batch's gradient to an accumulator that ``zero_grad`` does not touch. When the
+global batch is full, the swarm averages the gradient, and the wrapped optimizer takes the same step on all peers.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ from p2ptrain.training.sync.synchronizer import RoundResult, Synchronizer
 logger = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 1.0
-"""Between two attempts of a swarm that is below its minimum of peers."""
+"""Retry interval while the swarm is below its minimum of peers."""
 MARK_SECONDS = 1.0
 PACE_SECONDS = 15.0
-"""The time over which tokens per second are counted."""
+"""Window of the tokens-per-second measurement."""
 USE_SCHEDULE = (
     "give Swarm.optimizer a schedule=lambda round: factor in place of a scheduler of this peer; opt.scheduler() is for"
     " training loops that want to step one"
@@ -51,7 +52,7 @@ T = TypeVar("T")
 
 
 class Bridge:
-    """Runs coroutines on the network's event loop for the training thread, which waits for them now or later."""
+    """Runs coroutines on the network's event loop for the training thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -60,7 +61,7 @@ class Bridge:
         self._ended = threading.Event()
 
     def begin(self, work: Callable[[], object]) -> asyncio.Future[None]:
-        """Run ``work`` on a thread of its own, which may outlive the loop; return its end, with the error it raised."""
+        """Run ``work`` on a daemon thread, which may outlive the loop; return a future of its end or error."""
         done: asyncio.Future[None] = self._loop.create_future()
 
         def finish(error: BaseException | None) -> None:
@@ -82,52 +83,44 @@ class Bridge:
         return done
 
     def cancel(self, reason: str = "the swarm is closing") -> None:
-        """End what is under way and refuse more, from any thread; ``reason`` is what waiting for it raises."""
+        """Cancel pending coroutines and refuse new ones, both with ``reason``; safe from any thread."""
         self._over = self._over or reason
         self._ended.set()
         for future in list(self._under_way):
             future.cancel()
 
     def rest(self, seconds: float) -> None:
-        """Let the calling thread wait, but not beyond `cancel`."""
+        """Sleep on the calling thread; `cancel` ends the sleep."""
         self._ended.wait(seconds)
 
     def is_over(self) -> bool:
-        """Whether nothing runs here any more."""
+        """True after `cancel`, or once the loop is closed."""
         return bool(self._over) or self._loop.is_closed()
 
     def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The coroutine's result; an interrupt of the waiting thread cancels it.
-
-        Raises:
-            TemporaryError: The network was closed meanwhile.
-        """
+        """Return the coroutine's result, or raise `TemporaryError` if the network closes; an interrupt cancels it."""
         return self.finish(self.start(coroutine))
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Let the coroutine run; `finish` gives its result.
-
-        Raises:
-            TemporaryError: The network is closed.
-        """
+        """Start the coroutine, whose result `finish` returns; raise `TemporaryError` if the network is closed."""
         if self.is_over():
             coroutine.close()
             raise TemporaryError(f"{self._over or 'the swarm is closed'}: call Swarm.join again to go on")
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         self._under_way.add(future)
         future.add_done_callback(self._under_way.discard)
-        if self.is_over():  # It was cancelled just before there was something to cancel.
+        if self.is_over():  # `cancel` ran before the future was registered.
             future.cancel()
         return future
 
     def tell(self, callback: Callable[..., object], *values: object) -> None:
-        """Call ``callback`` on the event loop soon; not at all once the network is closed."""
+        """Call ``callback`` on the event loop soon; do nothing once the network is closed."""
         if not self.is_over():
-            with contextlib.suppress(RuntimeError):  # It was closed just now.
+            with contextlib.suppress(RuntimeError):  # The loop was closed after the check.
                 self._loop.call_soon_threadsafe(callback, *values)
 
     def finish(self, future: Future[T]) -> T:
-        """Wait for what `start` gave; as `wait`."""
+        """Wait for a future of `start`, as `wait` does."""
         try:
             while True:
                 try:
@@ -145,18 +138,20 @@ class Bridge:
 class SwarmOptimizer(torch.optim.Optimizer):
     """Wraps a torch optimizer so that its steps are shared; made by `Swarm.optimizer`.
 
-    Its parameter groups are those of the wrapped optimizer. Their learning rates follow the swarm's schedule.
+    Its parameter groups are those of the wrapped optimizer. Their learning rates follow the swarm's schedule, or are
+    constant if ``rates`` is None. ``clip_norm`` limits the gradient's norm in each inner step (``every = H``), 0 for
+    none; with ``every = 1`` the shared stepper clips. `count` overrides the sizes of one local batch.
 
     Attributes:
         inner: The wrapped optimizer.
-        last_result: The last synchronisation; None before the first.
+        last_result: The last synchronisation's result; None before the first.
         total_steps: Local batches of this peer, those before a restart included.
-        loss: Of a recent batch, for whoever watches the swarm: the closure's, or what the caller sets, or what the
-            model's outputs tell as their ``loss`` (transformers' models do); None if unknown.
-        samples_per_step: Samples in one local batch, unless `count` says otherwise.
-        on_step: Called at the end of each `step`, on its thread; the model and the shared state stand still meanwhile.
-        on_pause: Called by `step` with the result of each synchronisation that found the swarm below its minimum of
-            peers, where the manifest says that it pauses then. It waits a little, and says whether to go on waiting.
+        loss: Loss of a recent batch, for monitoring: from the closure, the caller, or the model's outputs.
+        samples_per_step: Samples in one local batch.
+        on_step: Called on the training thread at the end of each `step`; model and shared state do not change
+            meanwhile.
+        on_pause: Called by `step` with each result below the swarm's minimum of peers, if the manifest pauses then. It
+            sleeps a while, and returns True to wait longer.
     """
 
     def __init__(
@@ -170,18 +165,6 @@ class SwarmOptimizer(torch.optim.Optimizer):
         clip_norm: float = 0.0,
         rates: LearningRates | None = None,
     ) -> None:
-        """
-        Args:
-            module: The live model that ``inner`` updates.
-            inner: The wrapped optimizer.
-            synchronizer: This peer's side of synchronisation; its state belongs to ``module``.
-            bridge: To the network's event loop.
-            spec: ``every`` and ``local_batch``.
-            tokens_per_step: Tokens in one local batch, unless `count` says otherwise.
-            clip_norm: Gradient norm limit of every inner step (``every = H``); 0 for none.
-                With ``every = 1`` the shared state's stepper clips.
-            rates: Learning rates of ``inner`` by the swarm's step; None for constant ones.
-        """
         super().__init__(inner.param_groups, inner.defaults)
         self._are_groups_final = True
         self.inner = inner
@@ -218,17 +201,14 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
     @property
     def round(self) -> int:
-        """The round in progress."""
         return self._synchronizer.head.round
 
     @property
     def committed(self) -> bool:
-        """Whether the last synchronisation applied a certified round."""
         return self.last_result is not None and self.last_result.committed
 
     @property
     def work(self) -> LocalWork:
-        """What this peer did and has not contributed yet."""
         return self._work
 
     @property
@@ -238,37 +218,34 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
     @property
     def dropped_batches(self) -> int:
-        """Batches that do not count, because their gradient was not finite."""
+        """Number of batches dropped because their gradient was not finite."""
         return self._dropped.total
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a round goes on under compute."""
+        """True if a round runs under compute."""
         return self._flight is not None
 
     @property
     def steps_in_round(self) -> int:
-        """Local steps for the round in progress, without those that wait from earlier ones."""
+        """Local steps of the round in progress, without those pending from earlier ones."""
         return max(0, self._work.steps - self._first_step)
 
     @property
     def samples_in_round(self) -> int:
-        """Samples counted since this peer last contributed."""
         return self._work.samples
 
     @property
     def tokens_in_round(self) -> int:
-        """Tokens counted since this peer last contributed."""
         return self._work.tokens
 
     @property
     def total_tokens(self) -> int:
-        """Tokens counted since this optimizer was made."""
         return self._total_tokens
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens counted per second of late, waiting for rounds included; from any thread."""
+        """Recent tokens per second, round waits included; safe from any thread."""
         since, before = self._marks[0]
         seconds = time.monotonic() - since
         return (self._total_tokens - before) / seconds if seconds >= MARK_SECONDS else 0.0
@@ -281,7 +258,6 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
     @property
     def loss(self) -> float | None:
-        """See the class."""
         return self._loss
 
     @loss.setter
@@ -289,7 +265,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._loss, self._is_loss_set = value, value is not None
 
     def _see_loss(self, told: Any, now: float) -> None:
-        """Take note of a batch's loss. Reading it from a GPU waits for the GPU: at most every `MARK_SECONDS`."""
+        """Record a batch's loss; from a GPU at most every `MARK_SECONDS`, because reading it waits for the GPU."""
         observed = self._loss_watch.take()
         loss = observed if told is None and not self._is_loss_set else told
         is_near = not isinstance(loss, torch.Tensor) or loss.device.type == "cpu"
@@ -298,11 +274,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
             self._loss_seen_at = now
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: peers share what was there when the swarm's optimizer was made.
-
-        Raises:
-            UsageError: Always.
-        """
+        """Raise `UsageError`: peers share the parameters of the time when this optimizer was made."""
         if getattr(self, "_are_groups_final", False):
             raise UsageError(
                 "a swarm's optimizer takes no more parameters: add the group to the torch optimizer before"
@@ -310,24 +282,22 @@ class SwarmOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def count(self, samples: int, tokens: int) -> None:
-        """Say how large the next local batch is, where it differs from the manifest's."""
+        """Set the size of the next local batch, if it differs from the default."""
         if samples < 1 or tokens < 1:
             raise ValueError(f"a batch has at least one sample and token, not {samples} and {tokens}")
         self._counted = (samples, tokens)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Count one local batch; synchronise when the round is due. Returns the closure's loss, if there is one.
+        """Count one local batch, and synchronise when the round is due; return the closure's loss, if any.
 
-        Waits for other peers as long as the swarm is below its minimum, if the manifest says so. With
-        ``overlap_steps`` a round is begun here and goes on while the caller computes; its result is applied in a later
-        call.
-
-        A batch whose gradient is not finite is dropped: it takes no step and does not count.
+        If the manifest pauses below the minimum of peers, the call waits for more peers. With ``overlap_steps`` a due
+        round starts here and runs while the caller computes; a later call applies its result. A batch whose gradient is
+        not finite takes no step and does not count.
 
         Raises:
             TemporaryError: The swarm was closed, or its network ended.
-            DivergedError: Too many batches in a row were dropped, or contributions of this peer.
-            UsageError: With ``every = 1``: something else than the swarm's schedule changed a learning rate.
+            DivergedError: Too many batches or contributions of this peer were dropped in a row.
+            UsageError: With ``every = 1``: other code than the swarm's schedule changed a learning rate.
         """
         loss = None
         if closure is not None:
@@ -354,7 +324,6 @@ class SwarmOptimizer(torch.optim.Optimizer):
         return loss
 
     def _trained(self) -> list[torch.Tensor]:
-        """The parameters whose gradients a step uses."""
         if self._every == 1:
             return [parameter for _, parameter in self._synchronizer.state.layout.parameters_of(self._module)]
         return [parameter for group in self.param_groups for parameter in group["params"]]
@@ -370,7 +339,6 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self.total_steps += 1
 
     def _drop_batch(self) -> None:
-        """Leave out a batch whose gradient is not finite; after several in a row begin anew from the shared state."""
         self._dropped.note(self.round)
         self._work.mend_buffers()
         if self._dropped.in_a_row == DROPS_TO_BEGIN_ANEW:
@@ -381,15 +349,11 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
     @property
     def _swarm_step(self) -> int:
-        """The step that the learning rate follows; see `p2ptrain.training.learning_rate`.
-
-        A peer that does more steps in a round than the manifest's stays at the last one of the round.
-        """
+        """The step that the learning rate follows; steps beyond the manifest's stay at the round's last step."""
         round_ = self.round + int(self.is_under_way)
         return round_ * self._steps_per_round + min(self._work.steps, self._steps_per_round - 1)
 
     def _follow_schedule(self) -> None:
-        """Set the learning rates of the swarm's step; refuse or report rates that something else has set."""
         if change := self._rates.change():
             if self._every == 1:
                 raise UsageError(f"{change}, and with every = 1 all peers need the rate of the round: {USE_SCHEDULE}")
@@ -401,7 +365,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
             self._rates.set(self._swarm_step)
 
     def scheduler(self) -> SwarmScheduler:
-        """Return the swarm's schedule as a torch scheduler, for training loops that want to step one."""
+        """Return the swarm's schedule as a torch scheduler, for training loops that step one."""
         return SwarmScheduler(self, self._rates, lambda: self._swarm_step)
 
     def _synchronize_when_enough(self) -> None:
@@ -412,7 +376,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
             result = self.synchronize()
 
     def _take_off(self) -> None:
-        """Begin a round that goes on under compute; returns once the contribution has been read."""
+        """Start a round under compute; return once it has read the contribution."""
         self._check_layout()
         self._work.steps = 0
         self._work.rest.reserve()
@@ -425,7 +389,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
             raise
 
     def _look_after_flight(self) -> None:
-        """Let the round that is under way, if there is one, have the model; wait for it once that is due."""
+        """Lend the model to a round under compute; wait for its result once it is due."""
         if self._flight is None:
             return
         self._work.rest.park()
@@ -447,7 +411,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         return self._bridge.wait(self._synchronizer.report(self._work.samples, batch_samples, batch_seconds))
 
     def synchronize(self) -> RoundResult:
-        """Contribute what there is to the round in progress now, or has been already, and wait for its result.
+        """Contribute the pending work now, or finish a round under compute; return the result.
 
         Raises:
             TemporaryError: The swarm was closed, or its network ended.
@@ -465,7 +429,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         steps = 0 if self._overlap_steps else self._work.steps
         if self.last_result.committed or self._work.steps == 0:
             self._first_step = steps
-        else:  # The next attempt is due after a part of a round's steps.
+        else:  # Retry after a part of a round's steps.
             self._first_step = self._work.steps + max(1, self._steps_per_round // 4) - self._steps_per_round
         if self._every > 1:
             self._bridge.tell(self._synchronizer.note_steps, self.steps_in_round)
@@ -476,7 +440,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         check_layout_is_kept(self._module, (entry.name for entry in entries))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the live gradients; what is accumulated for the global batch stays."""
+        """Clear the live gradients, but not those accumulated for the global batch."""
         self.inner.zero_grad(set_to_none)
 
     def load_inner_state(self, state: dict[Any, Any]) -> None:
@@ -484,20 +448,20 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self.load_state_dict({**self.inner.state_dict(), "state": state})
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state, and what is not contributed yet."""
+        """Return the wrapped optimizer's state, and the counts and gradients not contributed yet."""
         own = {"pending": list(self._work.pending), "samples": self._work.samples, "steps": self._work.steps}
         values: dict[str, Any] = dict(self.inner.state_dict())
         values["p2ptrain"] = {**own, "accumulated": self._work.accumulated}
         return values
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave, or a plain state of the wrapped optimizer."""
+        """Load the output of `state_dict`, or a plain state of the wrapped optimizer."""
         values = dict(state_dict)
         own = values.pop("p2ptrain", None)
         self.inner.load_state_dict(values)
         self.param_groups = self.inner.param_groups
         self.state = self.inner.state
-        self._rates.change()  # The saved rates are no change that somebody made.
+        self._rates.change()  # Loaded rates do not count as a change by other code.
         if own is not None:
             self._work.pending, self._work.samples, self._work.steps = own["pending"], own["samples"], own["steps"]
             if self._work.accumulated is not None and own["accumulated"] is not None:

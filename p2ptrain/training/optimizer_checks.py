@@ -1,4 +1,4 @@
-"""What a script may wrap with `Swarm.optimizer`: refusals of what cannot work, and the rule that all peers step by."""
+"""Checks of the model and optimizer given to `Swarm.optimizer`, and the step rule that all peers must share."""
 
 from __future__ import annotations
 
@@ -13,23 +13,11 @@ from torch import nn
 from p2ptrain.errors import UsageError
 
 _NOT_ARITHMETIC = frozenset({"params", "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable"})
-"""Keys of a parameter group that do not change what a step computes."""
+"""Keys of a parameter group that do not change the result of a step."""
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, every: int) -> list[str]:
-    """Refuse an optimizer that cannot train the model with the swarm.
-
-    Args:
-        model: Whose parameters are shared.
-        optimizer: What is to be wrapped.
-        every: The manifest's.
-
-    Returns:
-        What is odd but works, for the log.
-
-    Raises:
-        UsageError: It cannot work.
-    """
+    """Raise `UsageError` for an optimizer that cannot train the model with the swarm; return warnings for the log."""
     name = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"Swarm.optimizer wraps a torch.optim.Optimizer, not {name}")
@@ -67,11 +55,9 @@ def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> lis
 
 
 def check_layout_is_kept(model: nn.Module, names: Iterable[str]) -> None:
-    """Raise `UsageError` if other parameters are trainable than when the swarm's optimizer was made.
+    """Raise `UsageError` if the set of trainable parameters has changed since ``Swarm.optimizer``.
 
-    Args:
-        model: The live model.
-        names: The trainable parameters of that time, without what `torch.compile` adds.
+    ``names`` are the trainable parameters of that time, without the prefix of `torch.compile`.
     """
     now = {n.replace("_orig_mod.", "") for n, p in model.named_parameters() if p.requires_grad}
     if changed := now.symmetric_difference(names):
@@ -84,10 +70,10 @@ def check_layout_is_kept(model: nn.Module, names: Iterable[str]) -> None:
 def step_rule(
     model: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float, schedule: Sequence[float | None] = ()
 ) -> str:
-    """Describe the step on an averaged gradient (``every = 1``), which all peers have to take alike.
+    """Describe the step on an averaged gradient (``every = 1``), which all peers must take alike.
 
-    Two descriptions are equal if the optimizers are of one class, with the same hyperparameters for the same
-    parameters, clip alike, and ``schedule``, factors of the learning rate at some rounds, is the same.
+    Two descriptions are equal if class, hyperparameters per parameter, ``clip_norm`` and ``schedule`` (factors of the
+    learning rate at some rounds) are equal.
     """
     names = {id(parameter): name.replace("_orig_mod.", "") for name, parameter in model.named_parameters()}
     groups = []
@@ -100,7 +86,7 @@ def step_rule(
 
 
 def differences(ours: str, theirs: str) -> str:
-    """Name up to three settings that differ between two descriptions by `step_rule`, as ``key here / there``."""
+    """Name up to three settings that differ between two descriptions by `step_rule`."""
     try:
         mine, others = _leaves(json.loads(ours or "{}")), _leaves(json.loads(theirs or "{}"))
     except (ValueError, RecursionError):

@@ -1,1 +1,1 @@
-"""All-reduce of one roster: its streams, its attempts, and the bandwidth that shapes both."""
+"""All-reduce of one roster: streams, attempts, and the measured bandwidth that shapes both."""

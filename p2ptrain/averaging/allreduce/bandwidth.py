@@ -1,12 +1,10 @@
-"""How fast each member sends, as the others saw it, and what follows: whose share is how large, who sends fewer bits.
+"""Measured send rates of the members, and the share sizes and part codecs that follow from them.
 
-What a peer declares is not relied on: every owner measures how fast each other member's part arrives, its computer's
-speed included, and its next tickets tell. The median of what all others saw counts, so that a few that lie move
-nobody's share. A ticket's own limit can only lower it.
-
-A ticket tells of up to 64 peers, 9 bytes each: the start of the peer id's SHA-256 and a rate with four significant
-bits, ``(8 + code % 8) << code // 8`` bytes per second. Rates are then rounded up to a ladder of three quarters, in
-whole numbers: every member must come to the same shares, and noise must not move them from round to round.
+Every owner measures how fast parts arrive, the sender's compute included, and reports this in its next tickets. The
+lower median of the other members' reports counts, so that a few liars cannot move a share. A declared rate can only
+lower it. A ticket reports up to 64 peers in 9 bytes each: the start of the peer id's SHA-256, and a rate code that
+means ``(8 + code % 8) << code // 8`` bytes per second. Rates are rounded up to a ladder of powers of 3/4 in integer
+arithmetic: all members compute the same shares, and noise does not move them.
 """
 
 from __future__ import annotations
@@ -23,19 +21,17 @@ from p2ptrain.averaging.timing.deadlines import SLACK
 from p2ptrain.averaging.vector.partition import share_weights, split_shares
 from p2ptrain.codecs import Codec
 
-MIN_BYTES = 64 * 1024
-"""Smaller parts say nothing about a link: they are there at once."""
-LONG_SECONDS = 1.0
-"""Unless they take this long: then it is not the latency that was measured, even if hardly anything came."""
+MIN_BYTES = 64 * 1024  # smaller parts measure no link: they arrive at once
+LONG_SECONDS = 1.0  # but they count if they take this long, which latency does not explain
 MIN_SECONDS = 0.001
 MAX_RATE = 1 << 40
 MAX_PEERS = 512
 KEPT = 5
 TAG_BYTES = 8
 MAX_TOLD = 64
-LATE = 0.25
-RECOVERY = 1.25
-MAX_SMALL_PARTS = 32
+LATE = 0.25  # factor on the rate of an owner that was late
+RECOVERY = 1.25  # the factor recovers by this much in each round in time; 1 at most
+MAX_SMALL_PARTS = 32  # unmeasurable parts in a row after which a peer's rate is forgotten
 
 
 @dataclass
@@ -46,20 +42,18 @@ class _Seen:
 
 
 class Speeds:
-    """The last rates at which other peers' parts arrived here; bounded.
+    """The last rates at which other peers' parts arrived here; bounded by `MAX_PEERS`.
 
-    How fast a peer receives and reduces does not show in what it sends. So an owner that kept the others waiting counts
-    as slower than it sends from then on, and recovers with every round in which it does not.
+    A send rate does not show how fast a peer receives and reduces. A late owner therefore counts as slower for a while.
     """
 
     def __init__(self) -> None:
         self._seen: OrderedDict[str, _Seen] = OrderedDict()
 
     def observe(self, peer: str, num_bytes: int, seconds: float, num_streams: int) -> None:
-        """Note that so many bytes came from a peer, which sent to ``num_streams`` members at once.
+        """Record a transfer from a peer that sent to ``num_streams`` members at once.
 
-        A peer that sends too little to be measured, because it was slow once, is forgotten after a while, and has to
-        show anew how slow it is: it may have a better link now.
+        A slow peer may come to send too little to be measured. It is then forgotten: its link may have improved.
         """
         if num_bytes < MIN_BYTES and seconds < LONG_SECONDS:
             if peer in self._seen:
@@ -75,17 +69,17 @@ class Speeds:
             self._seen.popitem(last=False)
 
     def was_late(self, peer: str) -> None:
-        """Note that the others waited for a peer's share in vain."""
+        """Lower the rate of a peer whose share or signature timed out."""
         if peer in self._seen:
             self._seen[peer].factor *= LATE
 
     def was_in_time(self, peer: str) -> None:
-        """Note that a peer did its part in a round."""
+        """Let a peer's rate recover after a round in which it contributed."""
         if peer in self._seen:
             self._seen[peer].factor = min(1.0, self._seen[peer].factor * RECOVERY)
 
     def told(self) -> bytes:
-        """What a ticket says of the peers seen last."""
+        """Return the rates that a ticket reports: those of the last `MAX_TOLD` peers."""
         latest = list(self._seen.items())[-MAX_TOLD:]
         entries = [_tag(peer) + bytes([_code(statistics.median(s.rates) * s.factor)]) for peer, s in latest]
         return b"".join(sorted(entries))
@@ -102,17 +96,12 @@ def _code(rate: float) -> int:
 
 
 def _parse(told: bytes) -> dict[bytes, int]:
-    """Rates by tag; of what is no whole entry nothing is taken."""
     entries = [told[at : at + TAG_BYTES + 1] for at in range(0, len(told) - TAG_BYTES, TAG_BYTES + 1)]
     return {entry[:TAG_BYTES]: (8 + entry[-1] % 8) << entry[-1] // 8 for entry in entries}
 
 
 def agreed_rates(tickets: Sequence[Ticket]) -> list[int]:
-    """The rate of each ticket's peer in bytes per second; the same for whoever computes it from the same tickets.
-
-    Returns:
-        At least 1 each; all 1 when nothing is known of anybody.
-    """
+    """Return the rate of each ticket's peer in bytes per second, at least 1; unknown peers get the median."""
     told = {ticket.peer: _parse(ticket.rates) for ticket in tickets}
     rates = []
     for ticket in tickets:
@@ -124,14 +113,14 @@ def agreed_rates(tickets: Sequence[Ticket]) -> list[int]:
 
 
 def _measured(peer: str, told: dict[str, dict[bytes, int]]) -> int:
-    """The median of what the other members say of a peer's rate; 0 if nobody says anything."""
+    """Return the lower median of the other members' reports about a peer; 0 without any."""
     tag = _tag(peer)
     seen = sorted(rates[tag] for other, rates in told.items() if other != peer and tag in rates)
     return seen[(len(seen) - 1) // 2] if seen else 0
 
 
 def owner_rates(tickets: Sequence[Ticket], rates: Sequence[int]) -> list[float]:
-    """Rates for `p2ptrain.averaging.vector.partition`: 0 for members that cannot be dialled, unless none can."""
+    """Return the rates for `p2ptrain.averaging.vector.partition`: 0 for unreachable members, unless all are."""
     reachable = [ticket.reachable for ticket in tickets]
     return [float(rate) if able or not any(reachable) else 0.0 for rate, able in zip(rates, reachable, strict=True)]
 
@@ -139,14 +128,14 @@ def owner_rates(tickets: Sequence[Ticket], rates: Sequence[int]) -> list[float]:
 def plan_shares(
     tickets: Sequence[Ticket], num_values: int, block_size: int
 ) -> tuple[list[int], list[Fraction], tuple[int, ...]]:
-    """Who owns what of a vector: the members' rates, their weights, and the offsets at which their shares meet."""
+    """Return the members' rates, their weights, and the offsets between their shares."""
     rates = agreed_rates(tickets)
     weights = share_weights(owner_rates(tickets, rates))
     return rates, weights, (0, *(high for _, high in split_shares(num_values, weights, block_size)))
 
 
 def _on_ladder(rate: int, fastest: int) -> int:
-    """``rate`` rounded up to ``fastest`` times a power of 3/4, each rounded down to a whole number."""
+    """Return ``rate`` rounded up to ``fastest`` times a power of 3/4, each step rounded down to an integer."""
     step = max(fastest, rate)
     while step * 3 // 4 >= max(rate, 1):
         step = step * 3 // 4
@@ -162,19 +151,16 @@ def part_codec(
     num_values: int,
     grace_seconds: float,
 ) -> Codec:
-    """How a member encodes its own parts: like the mean, unless it is so slow that the others would not wait for it.
+    """Return a member's codec for its own parts: the mean's, or a smaller one if the others would time out on it.
 
-    The others wait for a fifth longer than they take themselves, and the grace period, of which half is left for what
-    varies. Who needs more sends its parts in fewer bits: error feedback keeps the rest for later rounds.
+    The others wait for `SLACK` more than their own transfer time, and for the grace period, half of which is kept for
+    jitter. A slower member sends its parts in fewer bits; error feedback carries the loss to later rounds.
 
     Args:
-        codec: The codec of the swarm; one that loses nothing is kept, since then nobody wants less.
-        smaller: Codecs to choose from, with less and less bytes.
-        rates: Of the members; see `agreed_rates`.
+        codec: The swarm's codec. A lossless one is always kept.
+        smaller: Alternatives, in order of decreasing size.
         weights: The members' shares; see `plan_shares`.
-        index: Which member.
         num_values: Length of the vector.
-        grace_seconds: The grace period.
     """
     if not codec.lossy or len(rates) < 2:
         return codec

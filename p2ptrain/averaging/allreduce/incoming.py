@@ -1,7 +1,6 @@
-"""The streams that others open to a member: their parts come in, the mean of its share and signatures go out.
+"""The streams that other members open: their parts come in; the own share's mean and signatures go out.
 
-Nothing is decided here but whether a message is well-formed: what came is left where `AllReduceSession` finds it, and
-what is owed is sent once the session has it. `p2ptrain.averaging.allreduce.outgoing` is the other side.
+This side only checks that messages are well-formed; `AllReduceSession` decides what to reply.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from p2ptrain.averaging.allreduce.session import AllReduceSession
 
 MAX_QUESTIONS = 256
-"""What one member may ask beside its stream: checks because of others' complaints, and what owners stated."""
+"""Requests that a member may make beside its main stream: checks after complaints, and owners' statements."""
 
 
 class IncomingStreams:
@@ -77,12 +76,10 @@ class IncomingStreams:
             if work.done():
                 work.result()
             else:
-                # Cancelling the work first would end the stream without a word, and the other member would blame
-                # this one for that.
+                # Cancelling the work first would end the stream without `GaveUp`: the member would blame this one.
                 await channel.interrupt(session.given_up.result(), GAVE_UP)
 
     async def _answer(self, channel: Channel, member: Member, question: Request) -> None:
-        """Answer what another member asks beside its stream."""
         session = self._session
         self._questions[member.index] += 1
         if self._questions[member.index] > MAX_QUESTIONS:
@@ -108,13 +105,13 @@ class IncomingStreams:
             await channel.send(Signature(attempt.body.body_hash, proof))
             await session.is_certified.wait()
             await asyncio.wait({channel.lost}, timeout=FORWARD_SECONDS)
-        if not channel.lost.done():  # It waits for signatures still: perhaps it cannot reach those that gave theirs.
+        if not channel.lost.done():  # It still waits for signatures: it may be unable to reach their authors.
             await channel.send(session.signatures())
 
-    # What may be large is in no frame that waits for signatures: streams that are cut then leave frames in cycles.
+    # No coroutine that waits for signatures holds large buffers: cancelled streams leave frames in reference cycles.
 
     async def _take_part(self, channel: Channel, member: Member, request: Bring, source: Source | None) -> None:
-        """Receive a member's part of the own share, and what is said about it."""
+        """Receive a member's part of the own share, and verify its commitment and origin."""
         session = self._session
         try:
             check = session.share.new_check(self._codec_of_part(request.codec))
@@ -158,11 +155,7 @@ class IncomingStreams:
             session.observer.part_arrived(channel.remote, arrived, loop.time() - began, len(session.others))
 
     async def _trace(self, channel: Channel, source: Source, part: memoryview, codec: Codec) -> None:
-        """Let a delegate show where some chunks of its part come from.
-
-        Raises:
-            IntegrityError: They are not of its group's result.
-        """
+        """Check the origin of random chunks of a delegate's part; raise `IntegrityError` if it is wrong."""
         context, attempt, index = self._session.context, self._session.attempt, self._session.own.index
         count, seconds = attempt.num_chunks(index), context.spec.round_seconds
         chunks = context.runtime.random.sample(range(count), min(context.spec.spot_checks, count, MAX_CHUNKS))
@@ -175,23 +168,23 @@ class IncomingStreams:
         await context.runtime.offload(source.check, attempt.bounds[index], spans, shown, part, codec)
 
     async def _give_mean(self, channel: Channel, member: Member) -> None:
-        """Tell a member the own mask, and send it the own share's mean."""
+        """Send a member the own mask, then the own share's mean."""
         session = self._session
         mask = await asyncio.shield(session.own_mask)
         refusal = session.share.refused.get(member.index, "")
         await channel.send(Mask(tuple(sorted(mask)), refusal[:MAX_REFUSAL_LENGTH]))
         mean = await asyncio.shield(session.own_mean)
-        await channel.send(MeanFollows())  # Before it, the owner can still say that it gave up.
+        await channel.send(MeanFollows())  # Until then the owner can still send `GaveUp`.
         await mean.send(channel)
 
     async def close(self, linger_seconds: float) -> None:
-        """End the streams, after the others had so much time to fetch mean and signature."""
+        """Close the streams, after up to ``linger_seconds`` in which the others fetch mean and signature."""
         session = self._session
         if linger_seconds:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(linger_seconds):
                     await self._serve_everybody()
-        if not session.given_up.done():  # A member that is not through yet hears that it is over, and nobody's fault.
+        if not session.given_up.done():  # Waiting members learn that the attempt is over, without blame.
             session.given_up.set_result(GaveUp())
         if self._served:
             await asyncio.wait(list(self._served.values()), timeout=FORWARD_SECONDS)
@@ -203,7 +196,7 @@ class IncomingStreams:
         session.share.forget()
 
     async def _serve_everybody(self) -> None:
-        """Wait until all others came and went; an owner of nothing may be done before another's stream is there."""
+        """Wait until every other member was served. A member without a share may be done before they open streams."""
         session = self._session
         while any(member.incoming is None and not member.lost for member in session.others):
             session.attempt.changed.clear()

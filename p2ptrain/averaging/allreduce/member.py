@@ -1,4 +1,4 @@
-"""What this peer knows of one member of a group, and how it tells a slow member from one that is gone."""
+"""State of the members of a group in one attempt, and detection of silent members."""
 
 from __future__ import annotations
 
@@ -20,35 +20,30 @@ if TYPE_CHECKING:
     from p2ptrain.averaging.allreduce.session import AllReduceSession
 
 ALLREDUCE = "allreduce"
-"""The name that members open streams for."""
 OPEN_TIMEOUT_SECONDS = 10.0
 
 
 @dataclass(eq=False)
 class Member:
-    """One member, this peer included: what it has said, and how its two streams stand.
+    """One member of the roster, this peer included: its messages and the state of its two streams.
 
     Attributes:
-        index: Its place in the roster.
-        ticket: Its ticket.
-        size: Values in its share; 0 if it owns none.
-        mask: As an owner: whose parts it holds completely.
-        arrived_at: As an owner: when it had this peer's part, in the loop's time.
-        refused_us: As an owner: why it left this peer's part out; empty if it did not.
-        refusal: Why this peer left its part out; empty if it did not.
-        outgoing: The stream that this peer opened to it.
-        incoming: The stream that it opened.
-        is_opening: True while no stream to it stands.
-        has_mean: True once nothing but signatures is missing on ``outgoing``.
-        is_through: True once nothing is missing there.
-        lost: Why ``outgoing`` broke; empty if it did not.
-        is_silent: True if its stream stood and said nothing for long.
-        was_cut_short: True if ``outgoing`` ended while this peer's part was on its way: perhaps that took too long.
-        blames: Whom it blames, once it has given up.
-        contradiction: That it signed another result; only where no third member could have told it.
-        accusation: What others proved it guilty of.
+        size: Number of values in its share; 0 if it owns none.
+        mask: As an owner: indices of the members whose parts it holds completely.
+        arrived_at: As an owner: loop time at which it acknowledged this peer's part.
+        refused_us: As an owner: why it refused this peer's part; empty if it did not.
+        refusal: Why this peer refused its part; empty if it did not.
+        outgoing: The stream that this peer opened to it; ``lost`` says why it broke.
+        incoming: The stream that it opened to this peer.
+        has_mean: True once only signatures are pending on ``outgoing``.
+        is_through: True once ``outgoing`` is complete.
+        is_silent: True if its open stream hit the silence timeout.
+        was_cut_short: True if ``outgoing`` broke before the part was acknowledged; the transfer may have been too slow.
+        blames: Indices of the members that it blames; None unless it gave up.
+        contradiction: That it signed another result; set only in a group of two.
+        accusation: Fault of which evidence convicts it.
         is_checked: As an owner: True once its share passed this peer's checks.
-        is_clear: True once it said that its own checks passed.
+        is_clear: True once it reported that its own checks passed.
     """
 
     index: int
@@ -74,36 +69,30 @@ class Member:
 
     @property
     def peer(self) -> str:
-        """Its id."""
         return self.ticket.peer
 
     @property
     def gave_up(self) -> bool:
-        """True once it said so."""
         return self.blames is not None
 
     @property
     def last_heard(self) -> float:
-        """When it was last heard, in the loop's time: what it says on one stream may wait for data on the other."""
+        """Loop time of its last message on either stream; one may be idle while data flow on the other."""
         return max((each.last_heard for each in (self.outgoing, self.incoming) if each is not None), default=-math.inf)
 
 
 class Trouble(StrEnum):
-    """How a member kept an attempt from its end."""
+    """How a member made an attempt fail."""
 
-    LATE = "late"
-    """It stood still, or was late with its contribution: it may be alive, but slow."""
-    SLOW = "slow"
-    """It was late with its share's mean or a signature."""
-    FAULT = "fault"
-    """Its share did not pass a check."""
-    BROKE = "broke"
-    """Its stream broke, or it said something malformed."""
+    LATE = "late"  # silent, or late with its contribution: possibly alive, but slow
+    SLOW = "slow"  # late with its share's mean or with a signature
+    FAULT = "fault"  # its share failed a check
+    BROKE = "broke"  # its stream broke, or it sent a malformed message
 
 
 @dataclass(frozen=True)
 class Blame:
-    """One member that kept an attempt from its end."""
+    """A member that made an attempt fail."""
 
     peer: str
     trouble: Trouble
@@ -111,7 +100,7 @@ class Blame:
 
 
 class Liveness:
-    """Opens streams to members, and takes them for silent when they are."""
+    """Opens streams to members, and detects silent ones."""
 
     def __init__(self, session: AllReduceSession) -> None:
         self._session = session
@@ -119,11 +108,7 @@ class Liveness:
 
     @contextlib.asynccontextmanager
     async def open(self, member: Member, request: Request, expected_bytes: int = 0) -> AsyncIterator[Channel]:
-        """Open a stream to a member, which says several times in a grace period that it lives.
-
-        Raises:
-            See `Rpc.open`.
-        """
+        """Open a stream to a member, which must send several keepalives in a grace period; see `Rpc.open`."""
         loop, began = asyncio.get_running_loop(), asyncio.get_running_loop().time()
         async with self._session.context.rpc.open(
             member.peer, ALLREDUCE, request, OPEN_TIMEOUT_SECONDS, expected_bytes=expected_bytes
@@ -133,10 +118,10 @@ class Liveness:
             yield channel
 
     def _silent_at(self, member: Member, seconds: float, last_heard: float) -> float:
-        """Return when a member counts as silent that was last heard then on the stream that this one opened.
+        """Return when a member counts as silent if it was last heard at ``last_heard`` on the outgoing stream.
 
-        Where no majority would be left, this member is rather cut off itself. Then it takes its time, because what the
-        rest ends alone is another lineage.
+        If the remaining members are no majority, this peer has probably lost its own link. It then waits for the
+        channel's longer timeout: members that finish the round without the others fork the lineage.
         """
         members = self._session.members
         left = len(members) - sum(self._is_quiet(each, seconds) for each in members)
@@ -145,10 +130,10 @@ class Liveness:
         return max(last_heard, member.last_heard) + seconds
 
     def _is_quiet(self, member: Member, seconds: float) -> bool:
-        """Return True if a member is gone, or was not heard for about as long as counts as silence."""
+        """Return True if a member is lost, or was silent for nearly the silence timeout."""
         if member is self._session.own or member.is_through or member.gave_up:
             return False
-        if member.lost:  # Perhaps it cannot be reached, and opened a stream itself.
+        if member.lost:  # It may be unreachable, but have opened a stream itself.
             return member.is_silent or member.incoming is None or member.incoming.lost.done()
         if member.outgoing is None:
             return False
@@ -156,9 +141,9 @@ class Liveness:
         return quiet >= seconds - beat_seconds(self._grace_seconds)
 
     def note_silent(self, member: Member) -> None:
-        """Take down that a member fell silent, and those others that did so at the same time, within about a beat.
+        """Record that a member fell silent, and every other one that did within about a keepalive interval.
 
-        Members freeze together where they share a machine or a link, and each would otherwise break an attempt.
+        Members that share a machine or a link freeze together. Each of them would otherwise break a separate attempt.
         """
         member.is_silent = True
         seconds = silence_seconds(self._grace_seconds)

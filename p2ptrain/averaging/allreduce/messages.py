@@ -1,7 +1,6 @@
-"""What members of a group say to each other in one attempt; `p2ptrain.averaging.allreduce.session` says when.
+"""Messages between the members of a group in one attempt; `p2ptrain.averaging.allreduce.session` has their order.
 
-Bulk data goes between these messages: a part after `Bring`, a mean after `MeanFollows`, and what `Shown` and `Opening`
-announce.
+Bulk data follow some of them: a part after `Bring`, a mean after `MeanFollows`, an answer after `Shown` or `Opens`.
 """
 
 from __future__ import annotations
@@ -16,31 +15,23 @@ from p2ptrain.averaging.verification.opening import MAX_CHUNKS
 from p2ptrain.network.schema import Hash, Message
 
 MAX_REFUSAL_LENGTH = 120
-GAVE_UP = "gave up"
-"""What a member is refused with, in place of `GaveUp`, in the middle of a mean, or when the other one has gone."""
-Index = Annotated[int, Meta(ge=0, lt=MAX_MEMBERS)]
-"""A member's place in the roster."""
+GAVE_UP = "gave up"  # refusal reason instead of `GaveUp`, in the middle of a mean or after the session ended
+Index = Annotated[int, Meta(ge=0, lt=MAX_MEMBERS)]  # into the roster
 Indices = Annotated[tuple[Index, ...], Meta(max_length=MAX_MEMBERS)]
 Chunks = Annotated[tuple[Count, ...], Meta(max_length=MAX_CHUNKS)]
 SomeChunks = Annotated[tuple[Count, ...], Meta(min_length=1, max_length=MAX_CHUNKS)]
 
 
 class Request(Message, frozen=True, tag=True):
-    """What a member opens a stream with.
-
-    Attributes:
-        group: The roster's id.
-    """
+    """Request that opens a stream; ``group`` is `Roster.group_id`."""
 
     group: Hash
 
 
 class Bring(Request, frozen=True, tag="bring"):
-    """The member's own stream, once an attempt; its part of the owner's share follows.
+    """Open the member's main stream, once an attempt; its encoded part of the owner's share follows.
 
-    Attributes:
-        codec: How the part is encoded.
-        credential: Above level 0: the certificate of the result that the member brings.
+    Above level 0, ``credential`` is the certificate of the group result that the delegate brings.
     """
 
     codec: Name
@@ -48,57 +39,55 @@ class Bring(Request, frozen=True, tag="bring"):
 
 
 class AskChunks(Request, frozen=True, tag="chunks"):
-    """Open these chunks, which you did not show to me or to another member."""
+    """Request to open chunks that the owner did not show to the sender or to another member."""
 
     chunks: SomeChunks
 
 
 class AskStatements(Request, frozen=True, tag="statements"):
-    """Show what owners stated to you."""
+    """Request for the statements that owners sent to the receiver."""
 
 
 class FromContributor(Message, frozen=True, tag=True):
-    """What the member that opened a stream says on it."""
+    """Message from the member that opened the stream."""
 
 
 class Committed(FromContributor, frozen=True, tag="committed"):
-    """What the member signs about its part, after it."""
+    """Signed commitment to the part just sent."""
 
     commitment: Commitment
 
 
 class Shown(FromContributor, frozen=True, tag="shown"):
-    """The answer to `Trace` follows, this long."""
+    """Header of the answer to `Trace`; the data follow."""
 
     num_bytes: Count
 
 
 class Check(FromContributor, frozen=True, tag="check"):
-    """Open these chunks of your mean; none if they are few."""
+    """Spot check: open these chunks of the mean; none if the member drew none."""
 
     chunks: Chunks
 
 
 class FromOwner(Message, frozen=True, tag=True):
-    """What the member that a stream was opened to says on it."""
+    """Message from the member to which the stream was opened."""
 
 
 class Trace(FromOwner, frozen=True, tag="trace"):
-    """Show what these chunks of your part come from."""
+    """Request for the origin of these chunks of the contributor's part."""
 
     chunks: SomeChunks
 
 
 class Arrived(FromOwner, frozen=True, tag="arrived"):
-    """Your part is here: it may have been on its way for long after it was written."""
+    """Acknowledgement of the complete part; the sender's last write may return long before."""
 
 
 class Mask(FromOwner, frozen=True, tag="mask"):
-    """Whose parts the owner holds completely.
+    """Members whose parts the owner holds completely.
 
-    Attributes:
-        contributors: Those.
-        refusal: Why yours is not among them; empty if it is, or was only late.
+    ``refusal`` is empty if the receiver's part is among them, or was only late.
     """
 
     contributors: Indices
@@ -106,51 +95,46 @@ class Mask(FromOwner, frozen=True, tag="mask"):
 
 
 class MeanFollows(FromOwner, frozen=True, tag="mean"):
-    """The mean of the owner's share follows."""
+    """Header of the owner's mean, which follows."""
 
 
 class Stated(FromOwner, frozen=True, tag="stated"):
-    """What the owner signs about its mean."""
+    """The owner's signed statement about its mean."""
 
     statement: Statement
 
 
 class Opens(FromOwner, frozen=True, tag="opens"):
-    """The answer to `Check` or `AskChunks` follows, this long."""
+    """Header of the answer to `Check` or `AskChunks`; the data follow."""
 
     num_bytes: Count
 
 
 class Clear(FromOwner, frozen=True, tag="clear"):
-    """All spot checks of this member passed."""
+    """All spot checks of the sender passed."""
 
 
 class Signature(FromOwner, frozen=True, tag="signature"):
-    """The member's signature of the result whose hash this is."""
+    """The sender's signature of the result whose hash is ``body``."""
 
     body: Hash
     proof: Proof
 
 
 class Signatures(FromOwner, frozen=True, tag="signatures"):
-    """All signatures of the result that the member has: (who, signature)."""
+    """All (peer, signature) pairs of the result that the sender holds."""
 
     proofs: Annotated[tuple[tuple[Name, Proof], ...], Meta(max_length=MAX_MEMBERS)]
 
 
 class Statements(FromOwner, frozen=True, tag="statements"):
-    """What owners stated to the member."""
+    """Statements that owners sent to the sender."""
 
     statements: Annotated[tuple[Statement, ...], Meta(max_length=MAX_MEMBERS)]
 
 
 class GaveUp(FromOwner, frozen=True, tag="gave up"):
-    """The member gave the attempt up; sent in place of what it owes.
-
-    Attributes:
-        blamed: Whom it blames.
-        complaints: (owner, chunk) of what it could not check.
-    """
+    """Abort message, sent instead of the pending reply; complaints are (owner, chunk) that it could not check."""
 
     blamed: Indices = ()
     complaints: Annotated[tuple[tuple[Index, Count], ...], Meta(max_length=MAX_CHUNKS)] = ()

@@ -1,4 +1,4 @@
-"""The stream that a member opens to an owner: its part goes out, the mean and signatures come back."""
+"""The stream that a member opens to another one: its part goes out, the mean and signatures come back."""
 
 from __future__ import annotations
 
@@ -34,23 +34,17 @@ if TYPE_CHECKING:
     from p2ptrain.averaging.allreduce.session import AllReduceSession
 
 BAD_ANSWER, BAD_SIGNATURE, ANOTHER_RESULT = "bad answer", "bad signature", "another result"
-"""What is counted against a member: a malformed mask or mean, a signature that is none, one for something else."""
+"""Refusal counters: malformed mask or mean, invalid signature, signature of another result."""
 
 M = TypeVar("M", bound=FromOwner)
 
 
 class GaveUpError(Exception):
-    """The other member gave the attempt up, which is taken down."""
+    """The other member gave up; the session has recorded it."""
 
 
 class OutgoingStream:
-    """One member's stream to another one.
-
-    Attributes:
-        member: The other one.
-        task: What talks to it, once it is started.
-        channel: The stream, once it stands.
-    """
+    """This member's stream to another one; ``channel`` is unset until it is open."""
 
     def __init__(self, session: AllReduceSession, member: Member) -> None:
         self.member = member
@@ -60,11 +54,10 @@ class OutgoingStream:
         self._codec: Codec | None = None
 
     def start(self) -> None:
-        """Open the stream, and take part on it until all is said."""
+        """Open the stream, and run the protocol on it in a task."""
         self.task = self._session.tasks.start(self._run(), f"allreduce-{self.member.index}")
 
     def cancel(self) -> None:
-        """End the stream at once."""
         if self.task is not None:
             self.task.cancel()
 
@@ -106,11 +99,11 @@ class OutgoingStream:
             session.context.rpc.count_refusal(member.peer, BAD_ANSWER)
 
     async def hear(self, *kinds: type[M]) -> M:
-        """Return the owner's next message, which is of one of these kinds.
+        """Return the owner's next message, of one of these kinds.
 
         Raises:
             GaveUpError: The owner gave up instead.
-            ProtocolError: It is of another kind.
+            ProtocolError: The message is of another kind.
             PeerError, DeadlineError: See `Channel.receive`.
         """
         message = await self.channel.receive(FromOwner, self.seconds_left())
@@ -122,11 +115,10 @@ class OutgoingStream:
         return message
 
     def seconds_left(self) -> float:
-        """Return the time until the attempt's deadline."""
         return self._session.deadline - asyncio.get_running_loop().time()
 
     async def _average(self) -> bool:
-        """Send the own part of the owner's share, and receive its mask and its mean; return True if that is right."""
+        """Send the part, and receive mask and mean; return True if the mean passed its checks."""
         session, member, attempt = self._session, self.member, self._session.attempt
         await self._send_part()
         message = await self.hear(Arrived, Trace)
@@ -163,14 +155,13 @@ class OutgoingStream:
             )
             await session.verifier.part_sent(self, check)
         except PeerError:
-            with contextlib.suppress(PeerError, DeadlineError):  # Perhaps it has said why it ended the stream.
+            with contextlib.suppress(PeerError, DeadlineError):  # The owner may have sent `GaveUp` before.
                 message = await self.channel.receive(FromOwner, 0.0)
                 if isinstance(message, GaveUp):
                     session.note_gave_up(self.member, message)
             raise
 
     async def _show_origin(self, trace: Trace) -> None:
-        """Show an owner what chunks of the part that it received come from."""
         session, attempt, peer = self._session, self._session.attempt, self.member.peer
         origin = session.contribution.origin
         if origin is None or not attempt.audited:
@@ -193,7 +184,7 @@ class OutgoingStream:
         return contributors
 
     async def _receive_list(self) -> None:
-        """Receive a share's mean that is the list of the parts: its length depends on how many contributed."""
+        """Receive a mean that lists the parts; its length depends on the number of contributors."""
         session, attempt, index = self._session, self._session.attempt, self.member.index
         await self.until(lambda: attempt.contributors is not None)
         codec = attempt.mean_codec_of(index)
@@ -209,7 +200,7 @@ class OutgoingStream:
         attempt.add_mean(index, mean, digest)
 
     async def _fetch_signatures(self) -> None:
-        """Receive the member's signature of the result; and those that it passes on, should they be needed."""
+        """Receive the member's signature, and the others that it holds if a majority is still missing."""
         session, attempt, peer = self._session, self._session.attempt, self.member.peer
         message = await self.hear(Clear, Signature, Signatures)
         if isinstance(message, Clear):
@@ -223,7 +214,7 @@ class OutgoingStream:
         assert attempt.body is not None
         if message.body != attempt.body.body_hash:
             session.context.rpc.count_refusal(peer, ANOTHER_RESULT)
-            if len(session.members) == 2:  # No third member can have told them different things.
+            if len(session.members) == 2:  # No third member can have caused the difference.
                 self.member.contradiction = f"peer {peer[-8:]} signed {ANOTHER_RESULT}"
                 session.changed()
             await session.verifier.other_result(self.member)
@@ -237,11 +228,7 @@ class OutgoingStream:
             session.note_signatures(await self.hear(Signatures))
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        """Wait until something holds.
-
-        Raises:
-            DeadlineError: The attempt's deadline passed.
-        """
+        """Wait until ``holds()``; raise `DeadlineError` at the attempt's deadline."""
         attempt = self._session.attempt
         try:
             async with asyncio.timeout(self.seconds_left()):

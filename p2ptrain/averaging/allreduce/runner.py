@@ -1,4 +1,4 @@
-"""One peer's attempts at averaging in one group: prepare, run, recover what broke, remember who was at fault."""
+"""One peer's attempts in its groups: prepare, run, recover, and record the members at fault."""
 
 from __future__ import annotations
 
@@ -39,20 +39,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ROUNDS_REMEMBERED = 16
-ROSTER_WAIT_SECONDS = 5.0
-"""How long another member's stream waits for this peer to learn of the group."""
-MAX_REQUEST_BYTES = 1 << 20
-"""A delegate's request holds the certificate of the result that it brings."""
+ROSTER_WAIT_SECONDS = 5.0  # how long another member's stream waits for this peer to learn the roster
+MAX_REQUEST_BYTES = 1 << 20  # a delegate's request holds the certificate of its group's result
 
 
 class Attempts:
-    """Runs this peer's attempts, and answers the other members of their groups.
-
-    Attributes:
-        on_phase: Called with each new phase of an attempt.
-        speeds: How fast others send.
-        evidence: Against owners that falsified a mean.
-    """
+    """Runs this peer's attempts, and serves the streams of the other members."""
 
     def __init__(
         self,
@@ -63,7 +55,7 @@ class Attempts:
         own_work: OwnWork,
         sizes: Sequence[int],
     ) -> None:
-        """See `p2ptrain.averaging.averager.Averager`, whose arguments these are."""
+        """See `p2ptrain.averaging.averager.Averager`; ``sizes`` are the lengths of its parts."""
         self._context = context
         self._membership = membership
         self._matchmaker = matchmaker
@@ -73,7 +65,7 @@ class Attempts:
         self.on_phase: Callable[[str], None] = lambda phase: None
         self.speeds = Speeds()
         self.evidence = EvidenceStore(context, self._rules_of, membership, self._on_conviction)
-        if context.spec.spot_checks:  # Without checks nobody signs what could convict it.
+        if context.spec.spot_checks:  # Without checks no member signs anything that could convict it.
             self.evidence.serve()
             matchmaker.on_misled(self.evidence.show)
         self._slow_checkers: set[str] = set()
@@ -83,18 +75,16 @@ class Attempts:
         context.rpc.serve_channel(ALLREDUCE, Request, self._serve, max_request_bytes=MAX_REQUEST_BYTES)
 
     async def close(self) -> None:
-        """End everything that was started here."""
+        """Close all sessions and background tasks."""
         await self.evidence.close()
         await self._sessions.close()
 
     def prepare(self, roster: Roster, head: Head, vector: torch.Tensor, origin: Origin | None) -> AllReduceSession:
-        """Get ready for an attempt; the others may open their streams from now on.
+        """Return the session of a new attempt; the other members may open their streams from now on.
 
         Args:
-            roster: Who takes part.
-            head: Whose round it is.
-            vector: This peer's contribution, fp32, as long as all of its round; must not change until this is over.
-            origin: Above level 0: what it comes from.
+            vector: This peer's contribution, fp32, as long as the round's vector; must not change until `run` returns.
+            origin: Above level 0: the group result from which the vector was decoded.
         """
         tickets, context, level = roster.tickets, self._context, roster.tickets[0].level
         codec, num_values = codec_at(self._history.codec_of(head.round), level), vector.numel()
@@ -111,7 +101,6 @@ class Attempts:
         return session
 
     def _rules_of(self, share: Slice) -> Rules:
-        """Return the arithmetic of the attempt that a share is of."""
         codec, size = self._history.codec_of(share.round), self._sizes[share.round % len(self._sizes)]
         return Rules(self._context.swarm, self._context.spec, codec_at(codec, share.level), size)
 
@@ -119,11 +108,7 @@ class Attempts:
         return self._durations.setdefault(level, deque(maxlen=ROUNDS_REMEMBERED))
 
     async def run(self, session: AllReduceSession) -> tuple[Certificate | None, SessionResult]:
-        """Run one attempt to a certificate, and recover it when it breaks; no certificate when it is given up.
-
-        Raises:
-            UnencodableError: The vector does not fit the codec.
-        """
+        """Run one attempt, and recover it if it breaks; raise `UnencodableError` if the codec rejects the vector."""
         attempt, loop = session.attempt, asyncio.get_running_loop()
         durations, started = self._durations_of(attempt.roster.tickets[0].level), loop.time()
         certificate = None
@@ -134,7 +119,7 @@ class Attempts:
                 durations.append(loop.time() - started)
             else:
                 if isinstance(result.failure, LateError):
-                    durations.clear()  # Perhaps all have become slower: no deadline but the manifest's holds.
+                    durations.clear()  # All members may be slower now: only the manifest's deadline holds.
                 certificate = await self._recover(attempt, result, loop.time() - started)
             self._judge(result, certificate)
         finally:
@@ -142,12 +127,12 @@ class Attempts:
         return certificate, result
 
     async def _recover(self, attempt: Attempt, result: SessionResult, seconds: float) -> Certificate | None:
-        """Complete a broken attempt from what other members hold, or give it up."""
+        """Complete a broken attempt from the other members' state, or give it up."""
         logger.info("round %d: attempt failed: %s", attempt.head.round, result.failure)
         if result.is_proven:
             self._blame(result)
         if result.evidence:
-            with contextlib.suppress(IntegrityError):  # Too large to be shown to others, in a very large group.
+            with contextlib.suppress(IntegrityError):  # In a very large group it may exceed the size limit.
                 await self.evidence.add(result.evidence)
         certificate = await self._settlements.settle(attempt, seconds, result.silent)
         blamed = {blame.peer for blame in result.blamed}
@@ -155,7 +140,7 @@ class Attempts:
             self._matchmaker.lost(peer)
             self._membership.suspect(peer, attempt.fell_silent[peer])
         if certificate is None:
-            if not result.is_proven:  # Or was it only that this peer asked when the others had gone on?
+            if not result.is_proven:  # Blame for late checks counts only if recovery failed, too.
                 self._blame(result)
             if not attempt.withholds:
                 self._own_work.give_up_on(attempt.head)
@@ -174,12 +159,12 @@ class Attempts:
                     self._membership.suspect(blame.peer, blame.reason)
                     self.speeds.was_late(blame.peer)
                 case Trouble.FAULT:
-                    self._membership.broke_with(blame.peer, blame.reason)  # Whoever put the group together.
+                    self._membership.broke_with(blame.peer, blame.reason)  # No leader can cause this.
                 case Trouble.BROKE:
                     self._membership.broke_with(blame.peer, blame.reason, self._matchmaker.last_leader)
 
     def _judge(self, result: SessionResult, certificate: Certificate | None) -> None:
-        """Remember with whom a round came to its end, and who sent what had to be refused."""
+        """Record the members that completed the round, and those whose contributions were refused."""
         for peer, reason in result.refused.items():
             self._membership.broke_with(peer, reason)
         if certificate is not None:
@@ -190,22 +175,19 @@ class Attempts:
                 self._membership.finished_with(body.members[index])
                 self.speeds.was_in_time(body.members[index])
 
-    # --- as a session's observer ----------------------------------------------------------------------------------
+    # --- `Observer` of the sessions -------------------------------------------------------------------------------
 
     def phase_entered(self, phase: str) -> None:
-        """See `Observer`."""
         self.on_phase(phase)
 
     def part_arrived(self, peer: str, num_bytes: int, seconds: float, senders: int) -> None:
-        """See `Observer`."""
         self.speeds.observe(peer, num_bytes, seconds, senders)
 
     def evidence_found(self, evidence: bytes) -> None:
-        """See `Observer`."""
         self.evidence.add_soon(evidence)
 
     def _on_conviction(self, peer: str, fault: str) -> None:
-        """Go on without a peer that was proved to have falsified a mean."""
+        """Exclude a peer that falsified a mean, and fail the running attempts with it."""
         logger.warning("peer %s is kept out from now on: there is evidence against it: %s", peer[-8:], fault)
         self._matchmaker.abandon(peer)
         for session in self._sessions:
@@ -228,11 +210,7 @@ class Attempts:
         await session.serve(channel, request, source)
 
     def _check_credential(self, attempt: Attempt, peer: str, raw: bytes) -> Source:
-        """The result that a delegate's ticket speaks of, which it holds and may bring here.
-
-        Raises:
-            IntegrityError, ProtocolError: It does not, or may not.
-        """
+        """Return a delegate's group result; raise `IntegrityError` unless its certificate and ticket agree."""
         roster = attempt.roster
         index = roster.index_of(peer)
         if index < 0 or not raw:
@@ -253,7 +231,7 @@ class Attempts:
 
 
 class Sessions:
-    """Sessions by group, from the roster until the others have fetched what they need."""
+    """Sessions by group, from the roster until the other members have fetched what they need."""
 
     def __init__(self, own_id: str) -> None:
         self._own_id = own_id
@@ -265,20 +243,18 @@ class Sessions:
         return iter(list(self._running.values()))
 
     def add(self, session: AllReduceSession) -> None:
-        """Let the others open their streams from now on, until some time after `leave`."""
+        """Let the other members open their streams, until some time after `leave`."""
         self._running[session.attempt.roster.group_id] = session
         self._arrived.set()
         self._arrived = asyncio.Event()
 
     async def find(self, group: bytes, is_over: Callable[[bytes], bool]) -> AllReduceSession:
-        """Return the session of a group; wait a while for one that is not known yet.
+        """Return the session of a group; wait up to `ROSTER_WAIT_SECONDS` for one that is unknown.
 
-        Args:
-            group: The roster's id.
-            is_over: True if this peer was in it, so that waiting is of no use.
+        It does not wait for a group that this peer has left, by ``is_over``.
 
         Raises:
-            PeerRefusedError: This peer is not in that group, or not any more.
+            PeerRefusedError: This peer is not in that group, or has left it.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ROSTER_WAIT_SECONDS):
@@ -299,7 +275,6 @@ class Sessions:
             self._running.pop(session.attempt.roster.group_id, None)
 
     async def close(self) -> None:
-        """End all of them."""
         running = list(self._running.values())
         await self._lingering.close()
         for session in running:

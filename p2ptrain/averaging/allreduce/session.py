@@ -1,32 +1,30 @@
 """All-reduce of one group in one attempt: scatter, agree on contributors, reduce once, gather, check, sign.
 
-Every member i owns the share ``[bounds[i], bounds[i+1])`` of the vector and opens one stream to every other member j
-(`p2ptrain.averaging.allreduce.messages` has the messages):
+Member i owns the share ``[bounds[i], bounds[i+1])`` of the vector, and opens one stream to every other member j
+(messages: `p2ptrain.averaging.allreduce.messages`):
 
 ====================  ==================================================================================
-i → j                 `Bring`, i's encoded part of j's share, and i's signature of it
-j → i, i → j          above level 0: which chunks of it j wants traced, and what they come from
-j → i                 `Arrived`: what was written may still have been on its way for long
+i → j                 `Bring`, i's encoded part of j's share, and `Committed` if there are spot checks
+j → i, i → j          above level 0: `Trace` of some chunks, and `Shown` with their origin
+j → i                 `Arrived`: the part is complete
 j → i                 `Mask`: the members whose part j holds completely
-j → i                 `MeanFollows`, the encoded mean of j's share, and j's signature of it
-i → j, j → i          which chunks of the share i wants to check, and what others sent for them (see `SpotChecks`);
-                      or all signatures, if a majority has signed before i asks
+j → i                 `MeanFollows`, the encoded mean of j's share, and `Stated` if there are spot checks
+i → j, j → i          `Check` of some chunks, and `Opens` with what others sent for them (see `SpotChecks`);
+                      or `Signatures`, if a majority has signed before i asks
 j → i                 `Clear`, once all checks of j's passed
-j → i                 `Signature` of the result, once j holds the mean of every share; later all that j has
+j → i                 `Signature` of the result, once j holds the mean of every share; later `Signatures`
 ====================  ==================================================================================
 
-The contributors are the intersection of all owners' masks: incomplete at one owner counts nowhere. An owner closes its
-mask when every part is there, or when a quorum is and the rest had time enough (`p2ptrain.averaging.timing.deadlines`);
-by the same rule members wait for masks and means. The owner encodes its mean once and decodes those bytes like
-everybody else. (Moshpit SGD, arXiv 2103.03239, section 3; the certificate is ours.) Sparse parts are not encoded again:
-their list is the mean. A slow member may encode its own parts with another codec than the mean's
-(`p2ptrain.averaging.commit.encodings`).
+The contributors are the intersection of all owners' masks: a part that is incomplete at one owner counts nowhere. An
+owner closes its mask when all parts are complete, or when a quorum is and the rest timed out
+(`p2ptrain.averaging.timing.deadlines`). Members wait for masks and means by the same rule. The owner encodes its mean
+once, and decodes the same bytes as every other member. (Moshpit SGD, arXiv 2103.03239, section 3; the certificate is
+ours.) Sparse parts are not encoded again: their list is the mean. A slow member may encode its own parts with another
+codec than the mean's (`p2ptrain.averaging.commit.encodings`).
 
-Members that no stream can be opened to own no share. What two of them cannot tell each other, owners pass on.
-
-An attempt that fails names the members at fault. What this member holds at that point stays in its `Attempt`, from
-which other members can still complete theirs (`p2ptrain.averaging.commit.recovery`). A member that gives up sends
-`GaveUp` in place of what it owes; the others come to their own conclusion, or blame it.
+Unreachable members own no share. Owners forward the signatures that two such members cannot exchange. A member that
+gives up blames the members at fault: it sends `GaveUp` instead of its pending messages. Its data stay in its `Attempt`,
+from which others can still complete theirs (`p2ptrain.averaging.commit.recovery`).
 """
 
 from __future__ import annotations
@@ -58,20 +56,18 @@ from p2ptrain.tasks import Tasks, to_its_end, until_ended
 if TYPE_CHECKING:
     import torch
 
-LINGER_SECONDS = 2.0
-"""How long a member that has committed lets the others fetch its mean and signature."""
-OUT_OF_PROPORTION = "out of proportion"
-"""What a refusal at the closing of a mask is counted as."""
+LINGER_SECONDS = 2.0  # how long a member serves its mean and signature after its commit
+OUT_OF_PROPORTION = "out of proportion"  # refusal counter: contributions that the closing of a mask excludes
 
 
 @dataclass(frozen=True)
 class Contribution:
-    """What one member brings to an attempt.
+    """One member's input to an attempt.
 
     Attributes:
         vector: fp32, shape ``[bounds[-1]]``; must not change until the session's `run` returns.
-        codec: How its parts are encoded.
-        origin: Above level 0: what the vector comes from.
+        codec: Codec of its parts.
+        origin: Above level 0: the group result from which the vector was decoded.
     """
 
     vector: torch.Tensor
@@ -80,36 +76,33 @@ class Contribution:
 
 
 class Observer(Protocol):
-    """Hears of what happens in a session."""
+    """Callbacks of a session."""
 
     def phase_entered(self, phase: str) -> None:
         """A phase begins: reduce, gather or commit."""
 
     def part_arrived(self, peer: str, num_bytes: int, seconds: float, senders: int) -> None:
-        """A part came, wholly or not, while so many members sent at the same time."""
+        """A part's transfer ended, complete or not; its sender sent to ``senders`` members at once."""
 
     def evidence_found(self, evidence: bytes) -> None:
-        """An owner falsified its mean, and this proves it; perhaps after the session's `run`."""
+        """There is evidence that an owner falsified its mean; maybe after the session's `run`."""
 
 
 @dataclass(frozen=True)
 class SessionResult:
-    """How an attempt ended for one member.
+    """Outcome of an attempt for one member.
 
     Attributes:
-        certificate: Of the result; None if the attempt failed.
-        failure: Why it did; None if it did not.
-        blamed: The members that kept it from its end.
-        is_proven: False if members are blamed for checks that came late: others may have gone on in time.
-        silent: Members that no answer can be expected of.
-        refused: By member: why its contribution was refused, or that it signed something else.
-        refusal: Why this member's contribution was refused, by itself or by most owners; empty if it was not. One
-            hostile owner may refuse anybody: that keeps a contribution out of one round, but is not believed.
+        blamed: Members that made it fail.
+        is_proven: False if members are blamed for late checks: others may have received theirs in time.
+        silent: Peers that cannot be expected to answer.
+        refused: By peer: why its contribution was refused, or that it signed another result.
+        refusal: Why this member or most owners refused its contribution; empty if they did not. One hostile owner can
+            keep a contribution out of a round, but is not believed.
         evidence: Against an owner that falsified its mean; empty without one.
-        sent_parts: By share: the encoded parts that this member sent, for error feedback; under a sparse codec that of
-            its own share too.
-        exact_mean: The mean of the own share before encoding; None if that lost nothing.
-        contribution: What this member brought.
+        sent_parts: By share: this member's encoded parts, for error feedback; its own share's only if the codec is
+            sparse.
+        exact_mean: The own share's mean before encoding; None if the codec lost nothing.
     """
 
     certificate: Certificate | None
@@ -136,14 +129,7 @@ class AllReduceSession:
         observer: Observer,
         slow_checkers: set[str],
     ) -> None:
-        """
-        Args:
-            context: This peer.
-            attempt: The roster, and where to leave what is learnt.
-            contribution: What this member brings.
-            observer: Hears of what happens.
-            slow_checkers: Peers whose checks took too long in an earlier attempt; kept up to date here.
-        """
+        """``attempt`` keeps what the session learns; it updates ``slow_checkers``, the peers whose checks timed out."""
         loop = asyncio.get_running_loop()
         self.context = context
         self.attempt = attempt
@@ -178,7 +164,7 @@ class AllReduceSession:
     def _own_share(self) -> OwnShare:
         attempt, spec = self.attempt, self.context.spec
         low, high = attempt.bounds[self.own.index : self.own.index + 2]
-        # Sparse parts are so few that all members see all of them, and hold them against what they sent.
+        # All members see all of the few sparse parts, and compare their own with what they sent.
         attempt.audited = spec.spot_checks > 0 and len(self.members) > 1 and not attempt.codec.sparse
         return OwnShare(
             dense_codec(attempt.codec).part(low, high), spec, self.contribution.vector[low:high], self.own.index,
@@ -186,13 +172,10 @@ class AllReduceSession:
             chunk=attempt.chunk, audited=attempt.audited,
         )  # fmt: skip
 
-    # --- the life of an attempt -----------------------------------------------------------------------------------
+    # --- phases ---------------------------------------------------------------------------------------------------
 
     async def run(self) -> SessionResult:
-        """Take part until a majority has signed, or until that cannot happen any more.
-
-        The contribution is not read any more when this returns.
-        """
+        """Take part until a majority has signed or the attempt failed; the contribution is not read afterwards."""
         loop = asyncio.get_running_loop()
         self.began, certificate, failure = loop.time(), None, None
         self.deadline = self.began + self.attempt.seconds
@@ -211,13 +194,12 @@ class AllReduceSession:
         return self._result(certificate, failure)
 
     def _scatter(self) -> None:
-        """Send the own parts to their owners, and collect those of the own share."""
         for stream in self._outgoing:
             stream.start()
         self._closing_mask = self.tasks.start(self._close_mask(), "mask")
 
     async def _close_mask(self) -> None:
-        """As an owner: decide which parts count, all or those of a quorum and of others that came soon after it."""
+        """As an owner: decide which parts count: all, or a quorum and others within a timeout after it."""
         try:
             await self.context.runtime.offload(self.share.measure_own)
         except CodecError as error:
@@ -250,13 +232,13 @@ class AllReduceSession:
         self.changed()
 
     async def _agree(self) -> None:
-        """Wait for all owners' masks; what each of them holds is averaged."""
+        """Wait for all owners' masks; the contributors are their intersection."""
         while waiting := [member for member in self.owners if member.mask is None]:
             self.fail_if_lost(waiting)
             if self.own.mask is not None:
                 in_time = self.own.mask | self.share.refused.keys()
                 late = [member for member in waiting if member.index not in in_time]
-                if late:  # A member whose part was late will not be in time with its share's mean.
+                if late:  # Their means would be late, too.
                     raise LateError("scatter: a part did not come in time", self.ids(late), as_owners=False)
             await self.wait_for(waiting, min(map(self._mask_is_due, waiting)))
         agreed = frozenset.intersection(*(member.mask for member in self.owners if member.mask is not None))
@@ -265,10 +247,9 @@ class AllReduceSession:
         self.attempt.contributors = tuple(sorted(agreed))
 
     def _mask_is_due(self, owner: Member) -> float:
-        """Return until when another owner's mask may take.
+        """Return the deadline for another owner's mask, which closes at about the same time as this member's.
 
-        The owner needs this member's part, which should be there soon after a quorum of the owners has its own. It
-        closes its mask about when this member does.
+        The owner also needs this member's part, which should arrive soon after a quorum of owners acknowledged theirs.
         """
         arrivals = sorted(each.arrived_at for each in self.others if each.arrived_at is not None)
         needed = quorum_of_others(len(self.other_owners), self.context.spec.quorum)
@@ -278,7 +259,7 @@ class AllReduceSession:
         return self.patience_ends(self.began, max(self._mask_closed_at, arrived_at))
 
     async def _reduce(self) -> None:
-        """As an owner: average the parts and encode the mean once; streams send each piece as soon as it is there."""
+        """As an owner: average the parts and encode the mean once; streams send each piece as soon as it is ready."""
         self._enter("reduce")
         attempt, runtime = self.attempt, self.context.runtime
         if not self.own.size:
@@ -294,7 +275,6 @@ class AllReduceSession:
         attempt.add_mean(self.own.index, mean.data, await self.verifier.state(mean.data))
 
     async def _gather(self) -> None:
-        """Wait for the other owners' means."""
         self._enter("gather")
         loop = asyncio.get_running_loop()
         began, until = loop.time(), math.inf
@@ -302,14 +282,14 @@ class AllReduceSession:
             self.fail_if_lost(waiting)
             here = [member for member in self.other_owners if member not in waiting]
             if until == math.inf and len(here) >= quorum_of_others(len(self.other_owners), self.context.spec.quorum):
-                usual = loop.time() - began  # For the longest share that is here; a longer one takes longer.
+                usual = loop.time() - began  # For the longest mean that arrived; a longer one takes longer.
                 longest = max((member.size for member in here), default=1)
                 usual *= max(1.0, max(member.size for member in waiting) / longest)
                 until = self.patience_ends(began, began + usual)
             await self.wait_for(waiting, until)
 
     async def _sign(self) -> None:
-        """Sign the result, unless a majority did before this member's checks were through."""
+        """Sign the result, unless a majority signed before this member's checks passed."""
         self._enter("commit")
         self.attempt.make_result(self.context.signer)
         if await self.verifier.may_sign():
@@ -325,7 +305,7 @@ class AllReduceSession:
                 if member.contradiction:
                     raise AttemptFailedError(f"{attempt.phase}: {member.contradiction}")
             missing = [member for member in self.members if member.peer not in attempt.proofs]
-            # A member that cannot be reached may still give its signature to one that can.
+            # An unreachable member may still send its signature to a reachable one.
             gone = [m for m in missing if m.gave_up or (m.ticket.reachable and m.lost)]
             if len(self.members) - len(gone) < attempt.roster.majority:
                 self.fail_if_lost(gone)
@@ -347,7 +327,7 @@ class AllReduceSession:
                 trouble = Trouble.LATE
             blamed[peer] = Blame(peer, trouble, str(failure))
         sent_parts, exact_mean, contribution = self.sent_parts, self._exact_mean, self.contribution
-        self.sent_parts, self._exact_mean = {}, None  # They are large, and the session lingers.
+        self.sent_parts, self._exact_mean = {}, None  # Release large buffers: the session lingers.
         return SessionResult(
             certificate,
             failure,
@@ -368,46 +348,44 @@ class AllReduceSession:
             return self.own.refused_us or refusals[0]
         return ""
 
-    # --- what streams and checks tell -----------------------------------------------------------------------------
+    # --- for streams and checks -----------------------------------------------------------------------------------
 
     @property
     def other_owners(self) -> list[Member]:
-        """The other members that own a share."""
         return [member for member in self.owners if member is not self.own]
 
     def ids(self, members: Iterable[Member]) -> tuple[str, ...]:
-        """Return the peers of members, this one left out, in the order of the roster."""
+        """Return the ids of members in roster order, without this one."""
         return tuple(m.peer for m in sorted(members, key=lambda member: member.index) if m is not self.own)
 
     def changed(self) -> None:
-        """Let all that wait for something look again."""
+        """Wake all tasks that wait for a change."""
         self.attempt.changed.set()
 
     def refuse(self, peer: str, reason: str) -> None:
-        """Do without a peer's part, if it is a member."""
+        """Exclude a peer's part, if it is a member."""
         index = self.attempt.roster.index_of(peer)
         if index >= 0:
             self.members[index].refusal = f"peer {peer[-8:]} {reason}"
             self.changed()
 
     def note_gave_up(self, member: Member, message: GaveUp) -> None:
-        """Take down whom a member blames that gave up, and what it could not check."""
+        """Record a member's `GaveUp`: whom it blames, and its complaints."""
         if not member.gave_up:
             self.verifier.note_complaints(message.complaints)
         member.blames = frozenset(index for index in message.blamed if index < len(self.members))
         self.changed()
 
     def note_signatures(self, message: Signatures) -> None:
-        """Take in signatures that another member passes on; those that are none are left out."""
+        """Keep the valid signatures among those that another member forwards."""
         self.attempt.pass_on(message.proofs, self.context.signer)
         self.changed()
 
     def signatures(self) -> Signatures:
-        """Return all signatures of the result that this member has."""
         return Signatures(tuple(sorted(self.attempt.proofs.items())))
 
     def accuse(self, peer: str, fault: str) -> None:
-        """Give up if it is not too late: ``peer`` was proved to have falsified a mean."""
+        """Fail the attempt, if it is still running: evidence convicts ``peer`` of a false mean."""
         index = self.attempt.roster.index_of(peer)
         if index >= 0:
             self.members[index].accusation = fault
@@ -415,7 +393,7 @@ class AllReduceSession:
             self.changed()
 
     def fail_if_lost(self, needed: Collection[Member]) -> None:
-        """Raise `AttemptFailedError` if one of these members is lost or gave up, most did, or this one cannot go on."""
+        """Raise `AttemptFailedError` if a needed member is lost or gave up, most gave up, or this one failed."""
         phase = self.attempt.phase
         if self.unencodable:
             raise UnencodableError(f"the local update cannot be encoded: {self.unencodable}")
@@ -435,11 +413,7 @@ class AllReduceSession:
             raise LateError(f"{phase}: {'most others' if most_did else 'a member'} gave up", self.ids(late))
 
     async def wait_for(self, waiting: Collection[Member], until: float = math.inf) -> None:
-        """Wait until something changes.
-
-        Raises:
-            LateError: Nothing did by ``until``, in the loop's time, or the attempt's deadline passed.
-        """
+        """Wait for a change; raise `LateError` after ``until``, in loop time, or the attempt's deadline."""
         self.attempt.changed.clear()
         try:
             async with asyncio.timeout_at(min(until, self.deadline)):
@@ -449,12 +423,9 @@ class AllReduceSession:
             raise LateError(f"{self.attempt.phase}: others took too long", self.ids(late)) from None
 
     def patience_ends(self, since: float, quorum_at: float, share: float = 1.0) -> float:
-        """Return until when the rest may take, all in the loop's time; infinite without a quorum.
+        """Return the deadline for the rest after a quorum at ``quorum_at``, in loop time; infinite without a quorum.
 
-        Args:
-            since: When the wait began.
-            quorum_at: When a quorum was there.
-            share: Of the time that the rest is given.
+        The wait began at ``since``; ``share`` is the fraction of the usual timeout.
         """
         if quorum_at == math.inf:
             return math.inf
@@ -466,24 +437,18 @@ class AllReduceSession:
         self.changed()
 
     def on_defect(self, error: Exception) -> None:
-        """End the attempt: a background task of this member failed."""
+        """Fail the attempt because a background task of this member failed."""
         self._defect = f"a part of this peer failed ({error!r}): see the log"
         self.changed()
 
-    # --- ends -----------------------------------------------------------------------------------------------------
+    # --- serve and close ------------------------------------------------------------------------------------------
 
     async def serve(self, channel: Channel, request: Request, source: Source | None = None) -> None:
-        """Handle another member's stream.
-
-        Args:
-            channel: The stream.
-            request: What it was opened with.
-            source: Above level 0: what the member brings.
-        """
+        """Serve another member's stream; above level 0, ``source`` is the group result that it brings."""
         await self._incoming.serve(channel, request, source)
 
     def _give_up(self, suspects: Sequence[str]) -> None:
-        """Tell the other members that this one has given up, and whom it blames."""
+        """Send `GaveUp` to the other members, with the members that this one blames."""
         self.attempt.withholds = self.own.size > 0 and not self.own_mean.done()
         if not self.given_up.done():
             blamed = tuple(self.attempt.roster.index_of(peer) for peer in suspects)
@@ -492,8 +457,8 @@ class AllReduceSession:
     async def _stop_sending(self) -> None:
         """End the streams that this member opened.
 
-        Those on which all has been said end in order, so that their connections can be used again; and so do those of a
-        round that was certified before some members had signed, if those sign soon.
+        A complete stream ends in order, so that its connection can be reused. After a certificate, this also holds for
+        a stream that only waits for signatures, if they arrive soon.
         """
         if self._closing_mask is not None:
             self._closing_mask.cancel()
@@ -507,7 +472,7 @@ class AllReduceSession:
         self._outgoing = [stream for stream in self._outgoing if stream not in cut]
 
     async def close(self, *, linger: bool) -> None:
-        """End all streams; with ``linger``, first let the others fetch mean and signature for a bounded time."""
+        """End all streams; with ``linger``, first serve mean and signature for up to `LINGER_SECONDS`."""
         await self._stop_sending()
         await self._incoming.close(LINGER_SECONDS if linger else 0.0)
         left = [stream.task for stream in self._outgoing if stream.task is not None]
@@ -517,4 +482,4 @@ class AllReduceSession:
                 task.cancel()
         await until_ended(*left)
         self._outgoing = []
-        self.contribution = replace(self.contribution, origin=None)  # It is large, and streams refer to the session.
+        self.contribution = replace(self.contribution, origin=None)  # Release it: streams refer to the session.

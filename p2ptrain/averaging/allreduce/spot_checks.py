@@ -1,7 +1,7 @@
-"""How a session makes sure that means are right before it signs them: not at all, or by spot checks.
+"""Verification of means before a session signs them: none (`Verifier`), or spot checks (`SpotChecks`).
 
-`p2ptrain.averaging.verification.audit` says what for. A member signs once its own checks passed, and once the others'
-have or had time enough. What an owner does not show to one member, the others ask for before they sign.
+`p2ptrain.averaging.verification.audit` explains the checks. A member signs after its own checks passed, and after the
+others' passed or timed out. The others check any chunk that an owner did not show to one member before they sign.
 """
 
 from __future__ import annotations
@@ -54,70 +54,58 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Complaint = tuple[int, int]
-"""(owner, chunk) that the owner did not show."""
-CLEAR_SHARE = 0.9
-"""Share of the usual patience for the others' checks; so that a slow member, with the signatures, costs no more."""
-ANSWER_SHARE = 0.75
-"""The same for an owner's answer; < `CLEAR_SHARE`, so that a complaint is there before the others sign."""
-REASON_SECONDS = 1.0
-"""How long a member waits to learn why another gave up that it still needed."""
+Complaint = tuple[int, int]  # (owner, chunk) that the owner did not show
+CLEAR_SHARE = 0.9  # fraction of the usual timeout for the others' checks; the rest is left for their signatures
+ANSWER_SHARE = 0.75  # the same for an owner's answer; < `CLEAR_SHARE`: complaints arrive before the others sign
+REASON_SECONDS = 1.0  # how long to wait for the reason why a needed owner gave up
 RETRY_SECONDS = 0.3
 
 
 class Verifier:
-    """Trusts the owners: the manifest says so, or means are lists of parts, or nobody else is there.
-
-    Attributes:
-        evidence: Against an owner that falsified its mean; empty without one.
-    """
+    """Trusts the owners: spot checks are off, the codec is sparse, or the group has one member."""
 
     def __init__(self, session: AllReduceSession) -> None:
         self._session = session
-        self.evidence = b""
+        self.evidence = b""  # against an owner that falsified its mean
 
     # As a contributor, on an outgoing stream.
 
     def new_check(self, codec: Codec) -> RangeCheck:
-        """Return what inspects a part of this member's while it is encoded in ``codec``."""
+        """Return the check that a part passes through while this member encodes it in ``codec``."""
         return RangeCheck(codec, self._session.context.spec)
 
     async def part_sent(self, stream: OutgoingStream, check: RangeCheck) -> None:
-        """Sign the part that ``check`` saw, if parts are signed."""
+        """Send the commitment to the part that ``check`` saw, if parts are signed."""
 
     async def mean_received(self, stream: OutgoingStream, tree: SumTree) -> bool:
-        """Check an owner's mean, whose tree this is; return True if it passed."""
+        """Check an owner's mean, whose chunks form ``tree``; return True if it passed."""
         return True
 
     # As an owner, on an incoming stream.
 
     async def part_received(self, channel: Channel, sender: Member, codec: str, check: PartCheck) -> SumTree | None:
-        """Hold a part against what its sender signs; return the tree over its chunks, if there is one.
-
-        Raises:
-            IntegrityError: The sender signs something else.
-        """
+        """Return the tree of a part's chunks, if parts are signed; raise `IntegrityError` on a false commitment."""
         return None
 
     async def state(self, mean: Buffer) -> bytes:
-        """Return the hash that names the own share's mean, having signed it if means are."""
+        """Return the hash that names the own share's mean, after signing a statement if means are signed."""
         attempt, own = self._session.attempt, self._session.own
         codec = attempt.mean_codec_of(own.index)
         return await self._session.context.runtime.offload(mean_root, codec, mean, own.size, attempt.chunk)
 
     async def mean_sent(self, channel: Channel) -> bool:
-        """Answer a check; return False if a majority had signed, so that signatures answered it."""
+        """Answer a check; return False if the answer was a majority's signatures."""
         return True
 
     async def before_signature(self, channel: Channel) -> None:
-        """Say that the own checks passed, once they have, if members wait for that."""
+        """Send `Clear` once the own checks passed, if members wait for it."""
 
     async def open_chunks(self, channel: Channel, chunks: Sequence[int]) -> bool:
-        """Answer a question for chunks of the own share; return False if signatures answered it."""
+        """Open chunks of the own share; return False if the answer was a majority's signatures."""
         return True
 
     def heard(self) -> Statements:
-        """Return what owners stated to this member."""
+        """Return the statements that owners sent to this member."""
         return Statements(())
 
     # The decision.
@@ -126,7 +114,7 @@ class Verifier:
         """Return True once all checks passed; False if a majority signed before.
 
         Raises:
-            AttemptFailedError: A check did not pass, or an owner was lost.
+            AttemptFailedError: A check failed, or an owner was lost.
         """
         return True
 
@@ -134,35 +122,31 @@ class Verifier:
         """Raise `AttemptFailedError` if there is evidence against an owner."""
 
     async def other_result(self, member: Member) -> None:
-        """Look into why a member signed another result."""
+        """Find out why a member signed another result."""
 
     def faulty(self) -> Collection[Member]:
-        """Return the owners whose shares did not pass."""
+        """Return the owners whose shares failed a check."""
         return ()
 
     def note_clear(self, member: Member) -> None:
-        """Take down that a member's checks passed."""
+        """Record that a member's checks passed."""
 
     def note_complaints(self, complaints: Sequence[Complaint]) -> None:
-        """Take down what a member could not check that gave up."""
+        """Record the chunks that a member could not check before it gave up."""
 
     def complaints(self) -> tuple[Complaint, ...]:
-        """Return what this member could not check."""
+        """Return the chunks that this member could not check."""
         return ()
 
     async def stop(self) -> None:
-        """Look into nothing more, and read this member's contribution no more: it may change from now on."""
+        """Stop all checks, and stop reading the own contribution, which may change from now on."""
 
 
 class SpotChecks(Verifier):
-    """Checks some chunks of every share, and answers for those of its own."""
+    """Checks random chunks of the other shares, and answers for the own share."""
 
     def __init__(self, session: AllReduceSession, slow_checkers: set[str]) -> None:
-        """
-        Args:
-            session: Whose checks these are.
-            slow_checkers: Peers whose checks took too long in an earlier attempt, and are not waited for.
-        """
+        """``slow_checkers`` are peers whose checks timed out in an earlier attempt; they are not waited for."""
         super().__init__(session)
         context = session.context
         self.audit = Audit(
@@ -180,30 +164,27 @@ class SpotChecks(Verifier):
 
     @property
     def _waits_for_clear(self) -> bool:
-        """True if members wait for each other's checks; of two, both have to sign anyway."""
+        """True if members wait for each other's checks; in a group of two both must sign anyway."""
         return len(self._session.members) > 2
 
     # --- as a contributor -----------------------------------------------------------------------------------------
 
     def new_check(self, codec: Codec) -> RangeCheck:
-        """See `Verifier`."""
         return self.audit.new_check(codec)
 
     async def part_sent(self, stream: OutgoingStream, check: RangeCheck) -> None:
-        """See `Verifier`."""
         assert isinstance(check, PartCheck)
         codec = self._session.contribution.codec.name
         await stream.channel.send(Committed(await self.audit.commit(stream.member.index, codec, check)))
 
     async def mean_received(self, stream: OutgoingStream, tree: SumTree) -> bool:
-        """See `Verifier`."""
         session, owner = self._session, stream.member
         stated = await stream.hear(Stated)
         try:
             self.audit.hear(owner.index, stated.statement, tree)
         except IntegrityError as error:
             raise ProtocolError(owner.peer, str(error)) from error
-        # No mean that is still on its way shares the link with what checks take.
+        # Checks start after the last mean arrived, and do not share the link with it.
         await stream.until(lambda: session.attempt.body is not None)
         chunks = self.audit.draw(owner.index, self._num_checkers(owner))
         await stream.channel.send(Check(tuple(chunks)))
@@ -212,26 +193,19 @@ class SpotChecks(Verifier):
         except PeerSilentError:
             raise
         except (PeerLostError, PeerRefusedError):
-            await asyncio.sleep(RETRY_SECONDS)  # If it gave up, why is on its way.
+            await asyncio.sleep(RETRY_SECONDS)  # If the owner gave up, its reason is in transit.
             owner.is_checked = await self._ask_again(owner, chunks)
         session.changed()
         return owner.is_checked
 
     async def _examine(self, owner: Member, chunks: Sequence[int], channel: Channel) -> bool:
-        """Receive an owner's answer to a check, and judge it.
-
-        Returns:
-            True if all is right. False also if the owner has given up, or says that a majority has signed.
-
-        Raises:
-            PeerLostError, PeerRefusedError: It does not answer, for whatever reason.
-        """
+        """Receive and judge an owner's answer; False if it is wrong, or the owner gave up or sent signatures."""
         if not chunks:
             return True
         session = self._session
         now = asyncio.get_running_loop().time()
         seconds = session.patience_ends(session.began, now) - now
-        # Of two members nobody signs before the other, so that a slow link may take its time.
+        # In a group of two, no member signs before the other: a slow link may take longer.
         seconds = ANSWER_SHARE * seconds if self._waits_for_clear else seconds + now - session.began
         try:
             match await channel.receive(FromOwner, seconds):
@@ -258,7 +232,7 @@ class SpotChecks(Verifier):
         return False
 
     async def _ask_again(self, owner: Member, chunks: Sequence[int]) -> bool:
-        """Check on a new stream what an owner did not show, to this member or another one; return True if it passed."""
+        """Check, on a new stream, chunks that an owner did not show; return True if they passed."""
         request = AskChunks(self._session.attempt.roster.group_id, tuple(chunks))
         try:
             async with self._session.liveness.open(owner, request) as channel:
@@ -268,7 +242,7 @@ class SpotChecks(Verifier):
             return False
 
     async def other_result(self, member: Member) -> None:
-        """See `Verifier`; perhaps an owner told that member something else than this one."""
+        """Compare statements with a member: an owner may have sent it another one."""
         context, limit = self._session.context, len(self._session.members) * MAX_STATEMENT_BYTES
         try:
             async with self._session.liveness.open(
@@ -285,12 +259,10 @@ class SpotChecks(Verifier):
     # --- as an owner ----------------------------------------------------------------------------------------------
 
     async def part_received(self, channel: Channel, sender: Member, codec: str, check: PartCheck) -> SumTree | None:
-        """See `Verifier`."""
         committed = await channel.receive(Committed, self._session.context.spec.round_seconds)
         return await self.audit.admit(sender.index, codec, check, committed.commitment)
 
     async def state(self, mean: Buffer) -> bytes:
-        """See `Verifier`."""
         attempt, own = self._session.attempt, self._session.own
         assert attempt.contributors is not None
         codec = attempt.mean_codec_of(own.index)
@@ -299,14 +271,10 @@ class SpotChecks(Verifier):
         return tree.root[0]
 
     async def mean_sent(self, channel: Channel) -> bool:
-        """See `Verifier`.
-
-        A slow member may hold its last mean long after a majority signed. All that it needs then are the signatures,
-        while this member is still there.
-        """
+        """Answer a check; once a majority has signed, send the signatures instead: a slow member needs no more."""
         session = self._session
         await channel.send(Stated(await asyncio.shield(self.audit.statement)))
-        # Cancelling it would end the channel, on which a farewell may have to go: it ends with the channel.
+        # It ends with the channel: cancelling it would end the channel before a `GaveUp`.
         asking = session.tasks.call(channel.receive(Check, session.context.spec.round_seconds), "asking")
         asking.add_done_callback(lambda task: task.cancelled() or task.exception())
         async with Tasks() as tasks:
@@ -320,7 +288,6 @@ class SpotChecks(Verifier):
         return False
 
     async def open_chunks(self, channel: Channel, chunks: Sequence[int]) -> bool:
-        """See `Verifier`."""
         if self._session.is_certified.is_set():
             await channel.send(self._session.signatures())
             return False
@@ -330,26 +297,24 @@ class SpotChecks(Verifier):
         return True
 
     async def before_signature(self, channel: Channel) -> None:
-        """See `Verifier`."""
         if self._waits_for_clear:
             await self._is_clear.wait()
             await channel.send(Clear())
 
     def heard(self) -> Statements:
-        """See `Verifier`."""
         return Statements(self.audit.heard_statements())
 
-    # --- what is found --------------------------------------------------------------------------------------------
+    # --- findings -------------------------------------------------------------------------------------------------
 
     def _find_fault(self, owner: Member, chunks: Sequence[int], reason: str, *, late: bool) -> None:
-        """Take down that chunks of an owner's share did not pass, and tell the others which, should this be the end."""
+        """Record that an owner's share failed; the others learn the chunks if the attempt fails."""
         self._faults.setdefault(owner, (reason, late))
         self._session.attempt.disputed = True
         self._complaints += [(owner.index, chunk) for chunk in chunks][: self._max_complaints - len(self._complaints)]
         self._session.changed()
 
     def _find_guilty(self, error: FalseMeanError, chunks: Sequence[int]) -> None:
-        """Take down evidence against an owner, and the chunks that showed it, if any did."""
+        """Record evidence against an owner, and the chunks that proved it, if any."""
         if not self.evidence:
             self.evidence = error.evidence
             self._session.observer.evidence_found(error.evidence)
@@ -359,21 +324,18 @@ class SpotChecks(Verifier):
 
     @property
     def _max_complaints(self) -> int:
-        """Chunks that one member may ask the others to look at: those that it draws of one share at the most."""
+        """Maximum number of complaints per member: the chunks that it may draw of one share."""
         return min(self._session.context.spec.spot_checks, MAX_CHUNKS)
 
     def faulty(self) -> Collection[Member]:
-        """See `Verifier`."""
         return self._faults.keys()
 
     def note_clear(self, member: Member) -> None:
-        """See `Verifier`."""
         member.is_clear = True
         self._slow_checkers.discard(member.peer)
         self._session.changed()
 
     def note_complaints(self, complaints: Sequence[Complaint]) -> None:
-        """See `Verifier`."""
         members, own = self._session.members, self._session.own
         for owner, chunk in complaints[: self._max_complaints]:
             if owner < len(members) and owner != own.index and chunk < self._session.attempt.num_chunks(owner):
@@ -381,20 +343,18 @@ class SpotChecks(Verifier):
         self._session.attempt.disputed |= bool(complaints)
 
     def complaints(self) -> tuple[Complaint, ...]:
-        """See `Verifier`."""
         return tuple(self._complaints)
 
     # --- the decision ---------------------------------------------------------------------------------------------
 
     async def may_sign(self) -> bool:
-        """See `Verifier`."""
         await self._pass_checks()
         if self._waits_for_clear:
             await self._wait_for_clear()
         return self._session.attempt.certificate() is None
 
     async def _pass_checks(self) -> None:
-        """Wait until this member's checks of the others' shares passed, or a majority has signed without."""
+        """Wait until this member's checks passed, or a majority signed without it."""
         session, loop = self._session, asyncio.get_running_loop()
         owners, until = session.other_owners, math.inf
         while waiting := [owner for owner in owners if not owner.is_checked]:
@@ -405,7 +365,7 @@ class SpotChecks(Verifier):
             if certified:
                 return
             session.fail_if_lost(waiting)
-            if any(owner.gave_up for owner in waiting):  # Perhaps for a reason that is on its way.
+            if any(owner.gave_up for owner in waiting):  # Its reason may be in transit.
                 until = min(until, loop.time() + REASON_SECONDS)
             elif until == math.inf:
                 passed = len(owners) - len(waiting)
@@ -414,7 +374,7 @@ class SpotChecks(Verifier):
             await session.wait_for(waiting, until)
 
     async def _wait_for_clear(self) -> None:
-        """Wait for the other contributors' checks, unless most are through for long, and look into complaints."""
+        """Wait for the other contributors' checks, with a timeout once half passed; check others' complaints, too."""
         session, loop = self._session, asyncio.get_running_loop()
         attempt, until = session.attempt, math.inf
         counted = [member for member in session.others if member.index in (attempt.contributors or ())]
@@ -424,7 +384,7 @@ class SpotChecks(Verifier):
             if attempt.certificate() is not None:
                 return
             session.fail_if_lost([])
-            looking = self._num_looking > 0  # What is looked into has a deadline of its own.
+            looking = self._num_looking > 0  # A check after a complaint has its own timeout.
             waiting = [m for m in counted if not (m.is_clear or m.gave_up or self._is_excused(m))]
             if not waiting and not looking:
                 return
@@ -438,7 +398,7 @@ class SpotChecks(Verifier):
                 await session.wait_for([], patience)
 
     def _is_excused(self, member: Member) -> bool:
-        """True if a member's checks are not waited for: lost, too late the last time, or too slow to own a share."""
+        """True if a member's checks are not waited for: lost, late the last time, or too slow to own a share."""
         is_slow = member.ticket.reachable and not member.size
         return bool(member.lost) or member.peer in self._slow_checkers or is_slow
 
@@ -448,7 +408,7 @@ class SpotChecks(Verifier):
         return sum(each is own or (each is not owner and not self._is_excused(each)) for each in members)
 
     def _fail_on_faults(self) -> None:
-        """Raise `AttemptFailedError` if a check failed, unless it was only late, and a majority signed without it."""
+        """Raise `AttemptFailedError` if a check failed; a timeout counts only until a majority has signed."""
         attempt = self._session.attempt
         for owner, (fault, late) in sorted(self._faults.items(), key=lambda found: (found[1][1], found[0].index)):
             if not (late and attempt.certificate() is not None):
@@ -456,7 +416,7 @@ class SpotChecks(Verifier):
                 raise (LateError if late else AttemptFailedError)(message, (owner.peer,))
 
     def _look_into_complaints(self) -> None:
-        """Begin to check what owners did not show to others; fail like `_fail_on_faults`."""
+        """Start to check the chunks of others' complaints; fail like `_fail_on_faults`."""
         self._fail_on_faults()
         while self._others_complaints:
             index, chunk = self._others_complaints.pop()
@@ -471,11 +431,9 @@ class SpotChecks(Verifier):
         self._session.changed()
 
     def fail_on_evidence(self) -> None:
-        """See `Verifier`."""
         if self.evidence:
             self._fail_on_faults()
 
     async def stop(self) -> None:
-        """See `Verifier`."""
         self.audit.stop_reading()
         await self._looking.close()

@@ -1,1 +1,1 @@
-"""What members of a group sign: heads, rosters, results and their certificates."""
+"""Signed values of a group: heads, rosters, results and their certificates."""

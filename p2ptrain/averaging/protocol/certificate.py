@@ -1,9 +1,9 @@
-"""Tickets, rosters, results and their certificates: what members sign, and when it binds.
+"""Tickets, rosters, results and their certificates.
 
-A *ticket* is a peer's signed wish to average one round. A *roster* is the list of tickets that a leader put together.
-The roster's members reduce, and each that holds the whole result signs its *body*. A body with the signatures of a
-majority of the roster is a *certificate*: only certificates advance a round, and a roster can have at most one, because
-two majorities of one roster share a member and a member signs one body per roster.
+A *ticket* is a peer's signed request to average one round. A *roster* is the list of tickets that a leader assembled.
+The roster's members reduce, and each member that holds the whole result signs its *body*. A body signed by a majority
+of the roster is a *certificate*. Only certificates advance a round. A roster has at most one: two majorities of it
+share a member, and a member signs one body per roster.
 """
 
 from __future__ import annotations
@@ -40,26 +40,23 @@ Level = Annotated[int, Meta(ge=0, lt=MAX_LEVELS)]
 
 @dataclass(frozen=True)
 class Ticket(Signed):
-    """One peer's readiness to average one round, signed by it.
+    """One peer's signed request to average one round.
 
     Attributes:
-        peer: Who.
-        round: The round that it wants to close.
-        lineage: The lineage of its head, 32 bytes.
         digest: The digest of its state, 32 bytes.
         layout: Fingerprint of codec, codec version and parameter layout, 32 bytes; members must agree.
         tokens: The weight of its contribution.
         samples: Samples that it read in this round.
-        bandwidth: What it is willing to send in bytes per second; 0 for no limit.
-        reachable: Whether others can open streams to it; who cannot be reached owns no share.
-        rates: How fast others sent to it lately; see `p2ptrain.averaging.allreduce.bandwidth`.
-        nonce: Makes every attempt of a peer distinct, 16 bytes.
-        sees: Trainers that the peer knows of, itself included; their median is what the next head counts.
-        present: Peers that its head counts.
-        level: Of the tree (`p2ptrain.averaging.grouping.cells`); above 0 a delegate brings the result of a group of the
-            level below, whose tokens and most samples of a peer are the ticket's.
+        bandwidth: Declared limit on its send rate in bytes per second; 0 for none.
+        reachable: True if others can open streams to it; otherwise it owns no share.
+        rates: Measured send rates of other peers; see `p2ptrain.averaging.allreduce.bandwidth`.
+        nonce: Makes every attempt distinct, 16 bytes.
+        sees: Trainers that the peer knows, itself included; the next head uses the members' median.
+        present: Number of peers that its head counts.
+        level: Tree level (`p2ptrain.averaging.grouping.cells`). Above 0, a delegate brings the result of a group of the
+            level below, and ``tokens`` and ``samples`` are those of this result.
         child: That result's `Body.body_hash`, 32 bytes; empty on level 0.
-        peers: Peers for whom the ticket speaks: 1 on level 0.
+        peers: Number of peers that the ticket represents; 1 on level 0.
     """
 
     CONTEXT: ClassVar[bytes] = b"p2ptrain ticket"
@@ -88,65 +85,59 @@ class Ticket(Signed):
 
     @property
     def author(self) -> str:
-        """The peer."""
         return self.peer
 
     def check_weight(self, max_weight: float) -> None:
         """Raise `IntegrityError` if the ticket claims more tokens or samples than the manifest allows a peer."""
         if self.tokens > max_weight * self.peers:
             raise IntegrityError(f"a ticket claims a weight of more than {max_weight:g} tokens for each peer")
-        if self.samples > max_weight:  # Or one ticket could push the data position out of every head's range.
+        if self.samples > max_weight:  # Otherwise the data position could exceed a head's range.
             raise IntegrityError(f"a ticket claims more than {max_weight:g} samples")
 
 
 @dataclass(frozen=True)
 class Roster:
-    """The members of one attempt at averaging one round, in the order in which everybody reduces."""
+    """The members of one attempt at a round, in the order of reduction."""
 
     tickets: tuple[Ticket, ...]
 
     @cached_property
     def members(self) -> tuple[str, ...]:
-        """The peers, in roster order."""
         return tuple(ticket.peer for ticket in self.tickets)
 
     @property
     def majority(self) -> int:
-        """Signatures that make a certificate: more than half of the members."""
+        """Number of signatures that make a certificate: more than half of the members."""
         return len(self.tickets) // 2 + 1
 
     @cached_property
     def group_id(self) -> bytes:
-        """32 bytes that name this attempt: a hash of all tickets, nonces included."""
+        """Id of this attempt, 32 bytes: a hash of all tickets, nonces included."""
         unsigned = [to_wire(replace(ticket, proof=b"")) for ticket in self.tickets]
         return hashlib.sha256(b"p2ptrain roster" + canonical_bytes(unsigned)).digest()
 
     def index_of(self, peer: str) -> int:
-        """The position of a member; -1 for others."""
+        """Return the index of a member; -1 for other peers."""
         return self.members.index(peer) if peer in self.members else -1
 
 
 @dataclass(frozen=True)
 class Body:
-    """What a roster's members agree that the result is.
+    """The result that a roster's members agree on.
 
     Attributes:
         swarm: The manifest's digest, 32 bytes.
-        round: The round that this closes.
         lineage: The lineage that it extends, 32 bytes.
-        tokens_before: That lineage's tokens before this round.
+        tokens_before: The lineage's tokens before this round.
         samples_before: Its data position before this round.
-        group_id: The roster's name, 32 bytes.
-        members: The roster, in order.
         contributors: (index in the roster, tokens, samples) of each member whose contribution is in the mean.
         codec: Name and version of the codec, such as ``int8/1``.
         bounds: ``len(members) + 1`` offsets into the vector; member i owns ``[bounds[i], bounds[i+1])``.
-        hashes: Root of `p2ptrain.averaging.vector.reduce.mean_tree` of each share; `EMPTY_HASH` for an empty one.
-        present: Peers that the swarm has, by the members' median count: how the next round's tree is shaped.
-        level: Of the tree on which this roster averaged.
-        levels: That the tree has; only a result of the last one ends the round.
-        peers: By member: peers for whom it spoke; all 1 on level 0.
-        children: By member: the result of the level below that it brought, 32 bytes each; empty on level 0.
+        hashes: `p2ptrain.averaging.vector.reduce.mean_root` of each share; `EMPTY_HASH` for an empty one.
+        present: Number of peers in the swarm, by the members' median; it shapes the next round's tree.
+        levels: Number of the tree's levels; only a result of the last one ends the round.
+        peers: By member: number of peers that it represents; all 1 on level 0.
+        children: By member: `body_hash` of the lower level's result that it brought, 32 bytes; empty on level 0.
     """
 
     swarm: Hash
@@ -167,7 +158,7 @@ class Body:
     children: tuple[Hash, ...] = ()
 
     def check(self) -> None:
-        """Raise `IntegrityError` unless the fields fit together."""
+        """Raise `IntegrityError` unless the fields are consistent."""
         size, indices = len(self.members), [index for index, *_ in self.contributors]
         if not (
             len(set(self.members)) == size
@@ -190,7 +181,7 @@ class Body:
 
     @cached_property
     def body_hash(self) -> bytes:
-        """32 bytes that members sign."""
+        """Hash that members sign by `vote`, 32 bytes."""
         return hashlib.sha256(b"p2ptrain result" + self.to_bytes()).digest()
 
     @cached_property
@@ -200,33 +191,26 @@ class Body:
 
     @property
     def tokens(self) -> int:
-        """Tokens that contributed to this round."""
         return sum(tokens for _, tokens, _ in self.contributors)
 
     @property
     def next_samples(self) -> int:
-        """The data position after this round: every peer's stride advances as far as the fastest one read."""
+        """Data position after this round: it advances by `most_samples` for every peer."""
         return self.samples_before + sum(self.peers) * self.most_samples
 
     @property
     def most_samples(self) -> int:
-        """What the fastest contributor read."""
         return max((samples for *_, samples in self.contributors), default=0)
 
     @property
     def is_last(self) -> bool:
-        """Whether this result ends the round: it is of the tree's last level."""
+        """True if this result is of the tree's last level, and so ends the round."""
         return self.level == self.levels - 1
 
     def next_head(self, digest: bytes, certificate: bytes) -> Head:
-        """The head after this result.
+        """Return the head after this result; raise `IntegrityError` unless it is of the tree's last level.
 
-        Args:
-            digest: Of the state with this result applied, 32 bytes.
-            certificate: In wire form.
-
-        Raises:
-            IntegrityError: The result is one of a part of the swarm only.
+        ``digest`` is that of the state with this result applied, 32 bytes; ``certificate`` is in wire form.
         """
         if not self.is_last:
             raise IntegrityError("a result of a part of the swarm does not end a round")
@@ -243,11 +227,7 @@ class Body:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Body:
-        """Return what `to_bytes` packed; the signatures are the certificate's business.
-
-        Raises:
-            IntegrityError: It is malformed.
-        """
+        """Parse the output of `to_bytes`; raise `IntegrityError` if it is malformed or not canonical."""
         body = from_bytes(cls, data)
         body.check()
         if body.to_bytes() != data:
@@ -257,23 +237,17 @@ class Body:
 
 @dataclass(frozen=True)
 class Certificate:
-    """A body with the signatures of a majority of its roster.
-
-    Attributes:
-        body: The result.
-        proofs: (who, signature).
-    """
+    """A body with (peer, signature) pairs of a majority of its roster."""
 
     body: Body
     proofs: Annotated[tuple[tuple[Name, Proof], ...], Meta(max_length=MAX_MEMBERS)]
 
     def to_bytes(self) -> bytes:
-        """Return the wire form."""
         return to_bytes(self)
 
     @classmethod
     def from_bytes(cls, data: bytes, swarm: bytes, verifier: Signer) -> Certificate:
-        """Parse and verify.
+        """Parse and verify the wire form.
 
         Raises:
             IntegrityError: It is malformed, of another swarm, or lacks valid signatures of a majority.
@@ -295,5 +269,5 @@ class Certificate:
 
 
 def vote(body_hash: bytes) -> bytes:
-    """The message that a member signs for a body."""
+    """Return the message that a member signs for a body."""
     return b"p2ptrain vote" + body_hash

@@ -1,4 +1,4 @@
-"""Asks a peer for certificates alone, without results and codecs, which `p2ptrain.averaging.commit.round_log` needs."""
+"""Fetches a peer's chain of certificates, without results and codecs (`p2ptrain.averaging.commit.round_log`)."""
 
 from __future__ import annotations
 
@@ -18,19 +18,14 @@ CALL_TIMEOUT_SECONDS = 12.0
 
 
 class AskChain(Message, frozen=True):
-    """Ask for the certificates from a lineage on.
-
-    Attributes:
-        lineage: Where the chain begins.
-        proofs: Whether certificates will do whose results are gone.
-    """
+    """Request for the certificates that follow a lineage; with ``proofs``, also those whose results are gone."""
 
     lineage: Annotated[bytes, Meta(max_length=32)]
     proofs: bool = False
 
 
 class Chain(Message, frozen=True):
-    """Certificates in wire form, each of which follows from the one before."""
+    """Certificates in wire form, each of which extends the one before."""
 
     certificates: Annotated[tuple[bytes, ...], Meta(max_length=1 << 16)]
 

@@ -1,4 +1,4 @@
-"""Where a lineage stands: the facts that every holder of one certificate shares."""
+"""The head of a lineage: the facts that all holders of one certificate share."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ class Head:
 
     Attributes:
         round: Rounds committed since the lineage began; also the number of the round in progress.
-        lineage: 32 bytes; a hash chain over the bodies of all its certificates.
-        tokens: Tokens that contributed to it, over all rounds; the lineage with more of them wins.
-        samples: Position in the data up to which the lineage has handed out samples.
+        lineage: Hash chain over the bodies of all its certificates, 32 bytes.
+        tokens: Tokens that contributed to it in all rounds; the lineage with more tokens wins.
+        samples: Data position up to which the lineage has handed out samples.
         digest: Merkle root of parameters, buffers and shared optimizer state at the start of the round, 32 bytes.
-        members: The roster of the round that led here, in roster order; empty at the start, and where that was one of
-            delegates.
-        certificate: That round's certificate in wire form; empty at the start.
-        present: Peers that the swarm counted in that round; 0 at the start.
+        members: Roster of the round before, in order; empty at the start, and after a roster of delegates.
+        certificate: Certificate of the round before, in wire form; empty at the start.
+        present: Number of peers that the round before counted; 0 at the start.
     """
 
     round: Count
@@ -38,14 +37,14 @@ class Head:
     present: Present = 0
 
     def without_proof(self) -> Head:
-        """This head without members and certificate, for messages that need not prove it."""
+        """Return this head without members and certificate, for messages that need not prove it."""
         return Head(self.round, self.lineage, self.tokens, self.samples, self.digest, present=self.present)
 
     def outranks(self, other: Head) -> bool:
-        """The lineage rule: more tokens win; then more rounds; then the smaller hash, so that all agree."""
+        """True if this lineage wins: by more tokens, then by more rounds, then by the smaller hash."""
         return (self.tokens, self.round, other.lineage) > (other.tokens, other.round, self.lineage)
 
 
 def genesis(swarm: bytes, digest: bytes) -> Head:
-    """The head of a lineage in which nothing happened yet, for initial state with this digest."""
+    """Return the head of a new lineage, whose initial state has this digest."""
     return Head(0, hashlib.sha256(b"p2ptrain genesis" + swarm + digest).digest(), 0, 0, digest)

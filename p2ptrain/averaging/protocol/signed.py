@@ -1,4 +1,4 @@
-"""Values that their author signs, and the bounds of what they are made of."""
+"""Values that their author signs, and the bounds of their fields."""
 
 from __future__ import annotations
 
@@ -14,37 +14,30 @@ from p2ptrain.signing import Signer
 
 MAX_MEMBERS = 256
 MAX_COUNT = (1 << 62) - 1
-MAX_PRESENT = 1 << 16
-"""Peers that a swarm counts at most: enough for any, and few enough that the shape of a tree is computed in no time."""
+MAX_PRESENT = 1 << 16  # bound on the peers of a swarm; keeps the computation of a tree's shape short
 MAX_PROOF_BYTES = 2048
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Present = Annotated[int, Meta(ge=0, le=MAX_PRESENT)]
 Positive = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
-Name = Annotated[str, Meta(max_length=128)]
-"""A peer's id, or a codec's name."""
-Proof = Annotated[bytes, Meta(max_length=MAX_PROOF_BYTES)]
-"""A signature, or empty before the value is signed."""
+Name = Annotated[str, Meta(max_length=128)]  # a peer's id, or a codec's name
+Proof = Annotated[bytes, Meta(max_length=MAX_PROOF_BYTES)]  # a signature; empty before the value is signed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Signed:
-    """A value with a field ``proof``, its author's signature of all other fields and of the swarm's digest."""
+    """A value whose ``proof`` is its author's signature of all other fields and of the swarm's digest."""
 
     CONTEXT: ClassVar[bytes]
-    """Keeps a signature from being valid for a value of another kind."""
+    """Domain separator: a signature is only valid for values of this type."""
     proof: Proof = b""
 
     @property
     def author(self) -> str:
-        """The id of the peer that signs."""
+        """Id of the peer that signs."""
         raise NotImplementedError
 
     def message(self, swarm: bytes) -> bytes:
-        """Return the bytes that the author signs.
-
-        Args:
-            swarm: The manifest's digest, 32 bytes.
-        """
+        """Return the bytes that the author signs; ``swarm`` is the manifest's digest, 32 bytes."""
         return self.CONTEXT + swarm + canonical_bytes(to_wire(self) | {"proof": b""})
 
     def signed(self, swarm: bytes, signer: Signer) -> Self:

@@ -1,1 +1,1 @@
-"""When a round is due, how long to wait, and signs of life."""
+"""Due times of rounds, timeouts, and keepalives."""

@@ -1,9 +1,8 @@
-"""How long to wait: for the rest once most are there, for an attempt, and for a sign of life. Pure decisions.
+"""Timeouts: for the rest after a quorum, for an attempt, and for keepalives. Pure functions.
 
-Absolute times cannot be right for both a laptop on a phone's hotspot and a rack: what is usual is learnt from the swarm
-itself. The quorum of a round says how long its transfers take on these links today, and the rest may take the grace
-period and a fifth of that longer; so a peer at a tenth of the others' speed costs them no more. An attempt as a whole
-may take as long as the last ones did, with a margin that follows their scatter; the manifest only bounds it.
+No fixed timeout fits both a phone's hotspot and a rack. The time until a quorum shows how long transfers take today:
+the rest may take a fifth longer, and the grace period. An attempt's deadline follows the durations of the last ones and
+their scatter; the manifest bounds it.
 """
 
 from __future__ import annotations
@@ -14,42 +13,36 @@ from collections.abc import Sequence
 
 from p2ptrain.manifest import AveragingSpec
 
-SLACK = 0.2
-"""Share of the time until the quorum that the rest may take longer."""
+SLACK = 0.2  # extra time for the rest, as a fraction of the time until the quorum
 MIN_HISTORY = 3
-SCATTERS = 6.0
-"""Median absolute deviations beyond the median; 4 standard deviations where times are normally distributed."""
+SCATTERS = 6.0  # median absolute deviations above the median; 4 standard deviations of a normal distribution
 
-FORWARD_SECONDS = 0.5
-"""How long signatures and certificates may take to spread before a member does without them."""
-SILENCE_SHARE = 0.5
-"""Of the grace period, that a member of an attempt may miss beats before the others go on without it."""
+FORWARD_SECONDS = 0.5  # timeout for signatures and certificates to spread
+SILENCE_SHARE = 0.5  # silence timeout of a member in an attempt, as a fraction of the grace period
 LEADER_SHARE, LEAST_LEADER_SECONDS = 0.75, 1.5
-"""The same for a leader that collects tickets, and the least: slow peers lead, too. Less than a grace period, so that
-another group can be formed within it, and more than `SILENCE_SHARE`, because nothing else is lost meanwhile."""
+"""The same for a leader that collects tickets, and the minimum, because slow peers lead, too. < 1, so that another
+group can form within the grace period; > `SILENCE_SHARE`, because this wait delays nothing else."""
 
 BEATS_PER_GRACE = 8
 LEAST_BEAT_SECONDS, MOST_BEAT_SECONDS = 0.1, 0.5
 LEAST_QUIET_SECONDS = 0.5
-ROUND_TRIPS = 4.0
-"""A beat may be late by so many round trips: lost pieces of data are sent again after a few."""
-LATENESSES = 3.0
-"""And by so many times what the latest one was late by, where the link or the machine is slow at all times."""
+ROUND_TRIPS = 4.0  # round trips by which a keepalive may be late: a few retransmissions
+LATENESSES = 3.0  # the same in multiples of the peer's largest lateness, for slow links and machines
 
 
 def quorum_of_others(others: int, quorum: float) -> int:
-    """How many of the other members make a quorum.
+    """Return how many of the other members make a quorum; at least 1 if there are others.
 
-    The member that waits does not count itself: its own part is there at once, and says nothing about the links.
-    At least one, or whoever waits for a single other would give it nothing but the grace period.
+    The waiting member does not count itself: its own part is there at once, and does not measure a link.
     """
     return min(others, max(1, math.ceil(quorum * others)))
 
 
 def least_mask(members: int, quorum: float) -> int:
-    """How many contributions an honest owner of a share counts at least, in a roster of so many members.
+    """Return the minimum number of contributions in an honest owner's mask, in a roster of ``members``.
 
-    Its own and those of a quorum; of them it may have refused a minority. Who counts fewer would decide a round alone.
+    It has the own part and those of a quorum, less a refused minority. An owner with fewer would decide the round
+    alone.
     """
     if members < 3:
         return 1
@@ -57,17 +50,15 @@ def least_mask(members: int, quorum: float) -> int:
 
 
 def patience_seconds(seconds_until_quorum: float, grace_seconds: float) -> float:
-    """How long the rest may take once a quorum was there after ``seconds_until_quorum``."""
+    """Return the timeout for the rest after a quorum took ``seconds_until_quorum``."""
     return grace_seconds + SLACK * seconds_until_quorum
 
 
 def attempt_seconds(history: Sequence[float], spec: AveragingSpec) -> float:
-    """How long one attempt may take: median + 6 · MAD of the last ones and at least twice the median, with grace.
+    """Return the deadline of an attempt: max(2 · median, median + 6 · MAD) of the last ones, plus two grace periods.
 
-    Args:
-        history: Seconds that the last attempts took that came to their end; too few say nothing.
-        spec: Its ``round_seconds`` is the upper bound, and its ``grace_seconds`` are added twice: the masks wait for
-            one grace period, the means for another.
+    Masks wait for one grace period, and means for another. ``spec.round_seconds`` is the upper bound, and the result if
+    ``history``, the seconds of the last successful attempts, has fewer than `MIN_HISTORY`.
     """
     if len(history) < MIN_HISTORY:
         return spec.round_seconds
@@ -78,49 +69,38 @@ def attempt_seconds(history: Sequence[float], spec: AveragingSpec) -> float:
 
 
 def beat_seconds(grace_seconds: float) -> float:
-    """How often a peer that others wait for says that it is at it (`p2ptrain.averaging.timing.keepalive`)."""
+    """Return the keepalive interval of a peer that others wait for (`p2ptrain.averaging.timing.keepalive`)."""
     return min(MOST_BEAT_SECONDS, max(LEAST_BEAT_SECONDS, grace_seconds / BEATS_PER_GRACE))
 
 
 def quiet_seconds(
     grace_seconds: float, allowance_seconds: float, round_trip_seconds: float, latest_seconds: float
 ) -> float:
-    """How long after a beat the next one may come before the peer counts as quiet.
+    """Return the keepalive timeout, from one keepalive to the next.
 
     Args:
-        grace_seconds: The swarm's; says when the next one is due.
-        allowance_seconds: How late it may be in any case: a part of the time that others wait.
-        round_trip_seconds: To the peer, as it was measured.
-        latest_seconds: What its latest beat so far was late by.
+        allowance_seconds: Minimum tolerated lateness: a fraction of the time that others wait.
+        round_trip_seconds: To the peer, as measured.
+        latest_seconds: The peer's largest lateness so far.
     """
     late = max(allowance_seconds, LEAST_QUIET_SECONDS, ROUND_TRIPS * round_trip_seconds, LATENESSES * latest_seconds)
     return beat_seconds(grace_seconds) + late
 
 
 def silence_seconds(grace_seconds: float, round_trip_seconds: float = 0.0) -> float:
-    """How long a member of an attempt may be silent before the others go on without it; less than a grace period.
-
-    Args:
-        grace_seconds: The swarm's.
-        round_trip_seconds: To the member, as it was measured; 0 where it was not.
-    """
+    """Return the silence timeout of a member in an attempt; ``round_trip_seconds`` is 0 if it was not measured."""
     return quiet_seconds(grace_seconds, SILENCE_SHARE * grace_seconds, round_trip_seconds, 0.0)
 
 
 def leader_allowance_seconds(grace_seconds: float) -> float:
-    """How late a beat of a leader may be; see `quiet_seconds`."""
+    """Return how late a leader's keepalive may be; see `quiet_seconds`."""
     return max(LEADER_SHARE * grace_seconds, LEAST_LEADER_SECONDS) - beat_seconds(grace_seconds)
 
 
 def leader_dial_seconds(grace_seconds: float, usual_seconds: float | None, most_seconds: float) -> float:
-    """How long a dial of a leader may take before the next one is asked.
+    """Return the timeout of a dial of a leader: its keepalive timeout, at most ``most_seconds``.
 
-    As long as the leader may be silent later. A dial of an unknown peer may take longer: its link may be slow.
-
-    Args:
-        grace_seconds: The swarm's.
-        usual_seconds: What dials of this leader take; None where that is unknown.
-        most_seconds: Upper bound.
+    ``usual_seconds`` is the usual duration of its dials. An unknown leader has None, and gets ``most_seconds``.
     """
     if usual_seconds is None:
         return most_seconds

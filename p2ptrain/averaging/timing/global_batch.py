@@ -1,14 +1,10 @@
-"""Filling the global batch of a round (``every = 1``): who has how much, and who should begin another local batch.
+"""The global batch of a round (``every = 1``): its progress, and which peers start another local batch.
 
-A round's batch is full when the samples that all peers have reported reach the target. Peers compute in whole local
-batches, so if each went on until it is told to stop, everybody would have a batch too many in hand: three peers that
-need one each would make five. So the leader, which every peer tells of each batch, foresees when the batches in
-progress will be done: a peer that could only add to a batch which is full by then waits for the others instead. One
-that is overdue is foreseen to need as long again as it is late, so that nobody waits for a slow or dead peer for long.
-
-Batches in progress take now more, now less time than the last ones. A peer that waits in vain loses a moment; a batch
-too many makes the step more expensive for all. So a peer begins one only if the others are foreseen to need `PATIENCE`
-times as long.
+The batch is full when the samples of all peers reach the target. Peers compute whole local batches, and would end with
+one too many each if they continued until they are told to stop. The leader therefore predicts from their reports when
+the batches in progress end. A peer starts another batch only if the others are predicted to need `PATIENCE` times as
+long: a surplus batch makes the step more expensive for all peers, and a needless wait costs a moment. An overdue peer
+is predicted to need as long again as it is late, so that a slow or dead peer does not delay the others long.
 """
 
 from __future__ import annotations
@@ -21,18 +17,16 @@ from dataclasses import dataclass, replace
 MAX_REPORTS = 4096
 LONGEST_BATCH_SECONDS = 86400.0
 PATIENCE = 2.0
-HOLD_SECONDS = 8.0
-"""Those that hold samples say so every few seconds."""
+HOLD_SECONDS = 8.0  # timeout of held samples; holders report every few seconds
 
 
 @dataclass(frozen=True)
 class Goal:
-    """With what a round is due.
+    """The condition on which a round is due.
 
     Attributes:
-        samples: Of all peers together, the global batch (``every = 1``); 0 without one.
-        steps: Local steps that trainers do on average (``every = H``, see `p2ptrain.averaging.timing.local_steps`); 0
-            without.
+        samples: Global batch of all peers (``every = 1``); 0 without one.
+        steps: Average local steps of a trainer (``every = H``, see `p2ptrain.averaging.timing.local_steps`); 0 without.
     """
 
     samples: int = 0
@@ -44,13 +38,12 @@ NO_GOAL = Goal()
 
 @dataclass(frozen=True)
 class Report:
-    """How far a peer is in a round.
+    """A peer's progress in a round.
 
     Attributes:
-        samples: Samples that it has for this round.
-        batch_samples: Of which in its last local batch; 0 from who does not compute in batches of its own.
-        batch_seconds: How long that took.
-        reported_at: When it said so, on the leader's clock.
+        batch_samples: Samples of its last local batch; 0 for a peer without batches of its own.
+        batch_seconds: Duration of that batch.
+        reported_at: Time of the report, on the leader's clock.
     """
 
     samples: int
@@ -60,11 +53,9 @@ class Report:
 
 
 class GlobalBatch:
-    """What the peers of one round have reported.
+    """Reports of the peers of one round; ``target`` is 0 without a global batch.
 
-    Args:
-        target: Samples that fill the batch; 0 without a global batch.
-        pace: Seconds that each peer's local batches take, as far as it is known from other rounds; is kept current.
+    ``pace`` has the seconds of a local batch by peer, known from other rounds, and is updated here.
     """
 
     def __init__(self, target: int, pace: dict[str, float] | None = None) -> None:
@@ -77,21 +68,19 @@ class GlobalBatch:
 
     @property
     def peers(self) -> Collection[str]:
-        """Those that reported."""
         return self._reports.keys()
 
     @property
     def missing(self) -> int:
-        """Samples that are still needed; at most 0 when it is full."""
+        """Samples that are still needed; at most 0 when the batch is full."""
         return self.target - sum(report.samples for report in self._reports.values())
 
     @property
     def is_full(self) -> bool:
-        """Whether the samples reported by all peers fill the batch."""
         return self.target > 0 and self.missing <= 0
 
     def report(self, peer: str, report: Report) -> None:
-        """Take in what a peer says; a later report replaces an earlier one."""
+        """Record a peer's report; it replaces an earlier one."""
         if peer in self._reports or len(self._reports) < MAX_REPORTS:
             self._reports[peer] = report
             if report.batch_samples:
@@ -100,21 +89,17 @@ class GlobalBatch:
                 self._pace[peer] = report.batch_seconds
 
     def hand_in(self, peer: str, samples: int) -> None:
-        """Note that a peer handed in what it has, and computes nothing more for this round."""
+        """Record that a peer handed in its samples, and computes no more for this round."""
         before = self._reports.get(peer, Report(0, 0, 0.0, 0.0))
         self.report(peer, replace(before, samples=samples))
         self._idle.add(peer)
 
     def grant(self, peer: str, held: int, wanted: int, now: float) -> int:
-        """Of the samples that a peer is asked to take on, how many there is room for in this round.
+        """Return how many of the ``wanted`` samples a peer may take on, besides those ``held`` for this round, done or
+        not.
 
-        What a peer holds that says nothing any more is given to others: it may have died with it.
-
-        Args:
-            peer: Which.
-            held: Samples that it has taken on for this round before, done or not.
-            wanted: Samples that others would like it to take on.
-            now: The leader's time.
+        Samples of a peer that stopped reporting are granted to others: it may have died with them. ``now`` is the
+        leader's time.
         """
         self._held.pop(peer, None)
         others = {*self._held, *self._reports}.difference([peer])
@@ -134,12 +119,9 @@ class GlobalBatch:
         return report.samples if report is not None else 0
 
     def should_begin(self, peer: str, expected: Collection[str], now: float) -> bool:
-        """Whether a peer that reported should compute another local batch; notes what it is going to do.
+        """True if a peer that reported should start another local batch; records the decision.
 
-        Args:
-            peer: Which one.
-            expected: The peers that are presumed to compute for this round.
-            now: The leader's time.
+        ``expected`` peers are presumed to compute for this round; ``now`` is the leader's time.
         """
         own = self._reports.get(peer)
         if own is None or not self.target or not own.batch_samples:
@@ -153,9 +135,9 @@ class GlobalBatch:
         return True
 
     def _foresee(self, peer: str, until: float, now: float) -> int:
-        """Samples that a peer which computes now will have added by then."""
+        """Return the samples that a computing peer is predicted to add by ``until``."""
         report = self._reports.get(peer)
-        if report is None:  # It began with the first of the others, who may have reported often since then.
+        if report is None:  # Assume that it began with the first of the others.
             others = [one for one in self._reports.values() if one.batch_samples]
             began = self._began
             samples = min(one.batch_samples for one in others)

@@ -1,10 +1,8 @@
-"""Keepalives from a peer that others wait for: a leader that collects tickets, a delegate that stands for its cell.
+"""Keepalives from a peer that others wait for: a leader that collects tickets, or the delegate of a cell.
 
-A channel's own heartbeats detect a lost peer after 10 seconds. That is right for a transfer, and too late where the
-groups of the level above go on after a grace period. So the peer that is waited for sends several keepalives in a grace
-period. It counts as quiet once they fail to come for longer than its link and the grace period explain. Being quiet
-proves nothing: a member goes on listening to a quiet delegate while it turns to the next one (`first_result`). A false
-alarm costs a message or two.
+A channel's own heartbeat is too slow here: the groups of the level above go on after a grace period. The awaited peer
+therefore sends several keepalives in a grace period, and counts as quiet when they are later than its link explains. A
+quiet peer may be alive: a member still listens to it while it tries the next one (`first_result`).
 """
 
 from __future__ import annotations
@@ -26,34 +24,29 @@ T = TypeVar("T")
 
 
 class Keepalive(Message, frozen=True):
-    """Wait for my answer. Each protocol with such answers derives its own from this and from its tagged base.
+    """Extends the wait for an answer; each protocol derives its own from this and from its tagged base.
 
-    Attributes:
-        joined: Whether the sender is in a group, so that no other peer could take its place.
+    ``joined`` means that the sender is in a group, so that no other peer could replace it.
     """
 
     joined: bool = False
 
 
 class KeepaliveStatus:
-    """Whether this peer has joined a group, as its keepalives say.
-
-    Attributes:
-        joined: See `Keepalive`.
-    """
+    """The content of this peer's keepalives; see `Keepalive`."""
 
     def __init__(self) -> None:
         self.joined = False
         self._changed: asyncio.Future[None] | None = None
 
     def set(self, joined: bool) -> None:
-        """Have a keepalive sent to all that wait, at once."""
+        """Update the status, and send a keepalive to all waiting peers at once."""
         self.joined = joined
         if self._changed is not None and not self._changed.done():
             self._changed.set_result(None)
 
     def changed(self) -> asyncio.Future[None]:
-        """Return a future that is done when this is set the next time."""
+        """Return a future that is done at the next `set`."""
         if self._changed is None or self._changed.done():
             self._changed = asyncio.get_running_loop().create_future()
         return self._changed
@@ -66,11 +59,7 @@ async def beat_until(
     keepalive: type[Keepalive],
     status: KeepaliveStatus,
 ) -> None:
-    """Send keepalives, the first at once, until ``end`` is done, or the other side is gone.
-
-    Raises:
-        PeerLostError, PeerRefusedError, DeadlineError: See `Channel.send`.
-    """
+    """Send keepalives, the first at once, until ``end`` is done or the channel is lost; raises like `Channel.send`."""
     while not (end.done() or channel.lost.done()):
         await channel.send(keepalive(status.joined))
         waiting: set[asyncio.Future[Any]] = {end, channel.lost, status.changed()}
@@ -79,12 +68,11 @@ async def beat_until(
 
 @dataclass(frozen=True)
 class Patience:
-    """How long to wait for an answer.
+    """Timeouts of the wait for an answer.
 
     Attributes:
-        seconds: Deadline for the answer.
-        grace_seconds: The swarm's; says how often keepalives come.
-        allowance_seconds: How late a keepalive may be however fast the link is.
+        seconds: Deadline of the answer.
+        allowance_seconds: Minimum tolerated lateness of a keepalive.
         round_trip_seconds: Measured when the channel was opened.
     """
 
@@ -101,20 +89,18 @@ async def answer_after_beats(
     max_bytes: int,
     on_quiet: Callable[[], None] | None = None,
 ) -> T:
-    """Return the first message that is no keepalive.
+    """Return the first message that is no keepalive; keepalives extend the wait up to the deadline.
 
-    A peer that joined a group does not count as quiet before its channel does: its keepalives compete with the data
-    that it sends, and no other peer could take its place.
+    A peer that joined a group is not quiet before its channel is lost: its keepalives compete with its data, and no
+    other peer could replace it.
 
     Args:
-        channel: To the peer that is waited for.
-        schema: The tagged base of its answers and of its keepalive.
-        patience: How long to wait.
+        schema: The tagged base of the answers and of their keepalive.
         max_bytes: A longer answer is a `ProtocolError`.
-        on_quiet: Called each time keepalives fail to come; None to give up then.
+        on_quiet: Called whenever keepalives time out; None to fail then.
 
     Raises:
-        DeadlineError: No answer in time, or the peer fell quiet and ``on_quiet`` is None.
+        DeadlineError: No answer by the deadline, or the peer fell quiet and ``on_quiet`` is None.
         PeerLostError, PeerRefusedError, ProtocolError: See `Channel.receive`.
     """
     loop, grace = asyncio.get_running_loop(), patience.grace_seconds
@@ -129,7 +115,7 @@ async def answer_after_beats(
         except DeadlineError:
             if loop.time() >= deadline:
                 raise
-            if loop.time() > until + LATE_SECONDS:  # This process was stopped itself: the messages are still unread.
+            if loop.time() > until + LATE_SECONDS:  # This process was suspended: messages are still unread.
                 heard = loop.time()
                 continue
             if on_quiet is None:
@@ -148,17 +134,12 @@ async def answer_after_beats(
 async def first_result(
     tries: Iterable[Callable[[Callable[[], None]], Coroutine[Any, Any, T]]], on_failure: Callable[[Exception], bool]
 ) -> T | None:
-    """Return the first result of several tries; the next one starts when all before it have failed or fallen quiet.
+    """Return the first result of several tries, or None; the next starts once all before it have failed or fallen
+    quiet.
 
     Args:
-        tries: By order of preference; each takes a function to call when it is quiet.
-        on_failure: Called with the error of a failed try; returns False to give all of them up.
-
-    Returns:
-        None when all failed.
-
-    Raises:
-        Exception: The error for which ``on_failure`` returned False.
+        tries: In order of preference; each takes a callback that reports it as quiet.
+        on_failure: Called with the error of a failed try; returns False to raise it and give up all tries.
     """
     left, quiet, stirred = deque(tries), dict[int, None](), asyncio.Event()
     running: dict[asyncio.Task[T], int] = {}

@@ -1,12 +1,9 @@
-"""When a round of local steps closes (``every = H``): the swarm's steps reach H for each trainer.
+"""Closing time of a round of local steps (``every = H``): the trainers' steps reach H per trainer.
 
-A round's goal is shared: H steps times the number of trainers. A fast peer does more of them, a slow one fewer, and
-their tokens weigh the contributions. Every trainer tells the round's leader how far it is; the leader foresees when all
-together reach the goal, and tells that instant as seconds from now. Each peer steps until then, so all of them come to
-the group at the same time and none waits for the slowest.
-
-The instant is moved to the end of a step of the slowest peer, where that is near: a peer of few, long steps would
-otherwise wait for the rest of the round, or the others for the rest of its step.
+A fast peer does more steps than a slow one, and contributions are weighted by their tokens. The leader predicts from
+the trainers' reports when they reach H together, and announces this time as seconds from now. All peers step until
+then, and do not wait for the slowest. If a step of the slowest peer ends near this time, the round closes with it:
+otherwise a peer with few, long steps would wait for the rest of the round, or the others for the rest of its step.
 """
 
 from __future__ import annotations
@@ -16,30 +13,25 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 MOST_ROUNDS = 4.0
-"""A round closes when a peer has done so many times H steps, though the swarm is not there yet: a model that trains
-alone for longer drifts away from the others. At speeds of 1 : 1 : 8 the fast peer does 2.4 times H."""
+"""Upper bound on a peer's steps in units of H, after which the round closes: a model that trains alone for longer
+drifts. At speeds of 1 : 1 : 8 the fast peer does 2.4 H."""
 SILENT_SECONDS = 30.0
-"""A trainer whose last report is older, or that has not reported for so long, counts no more. Longer than two reports
-of `p2ptrain.averaging.grouping.round_position.MOST_PROBE_SECONDS` each; until then the trainer counts as one that goes
-on."""
-LEAST_STEP_SECONDS = 1e-3
-"""Shortest step that a report may claim: a rate of steps stays finite."""
-ALIGNED = 1 / 3
-"""By how much of its length a round is made longer or shorter to end with a step of the slowest peer."""
+"""Report timeout, after which a trainer no longer counts; > 2 report intervals of at most
+`p2ptrain.averaging.grouping.round_position.MOST_PROBE_SECONDS`."""
+LEAST_STEP_SECONDS = 1e-3  # lower bound on the step of a report: rates stay finite
+ALIGNED = 1 / 3  # maximum shift of the closing time to the end of a step, as a fraction of the round
 
-STEADY = 0.5
-"""By how much more the round may differ once peers were told: they stop, or begin another step, relying on it."""
+STEADY = 0.5  # additional tolerance, relative to the first, once peers rely on an announced time
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """How far a trainer is in a round.
+    """A trainer's progress in a round.
 
     Attributes:
-        steps: Local steps that it has done for this round.
-        seconds: How long one takes; 0 if it has not done any.
+        seconds: Duration of a step; 0 before the first.
         age: Seconds since the step in progress began.
-        heard_at: When it said so, on the leader's clock.
+        heard_at: Time of the report, on the leader's clock.
         is_stepping: False if it waits for the end of the round.
     """
 
@@ -50,34 +42,34 @@ class StepReport:
     is_stepping: bool
 
     def paced(self, seconds: float) -> StepReport:
-        """This report, with a pace from earlier rounds if it has none."""
+        """Return this report, with a pace from earlier rounds if it has none."""
         return self if self.seconds else StepReport(self.steps, seconds, self.age, self.heard_at, self.is_stepping)
 
     @property
     def step_seconds(self) -> float:
-        """How long its step in progress is foreseen to take: one that is late needs as long again as it is late."""
+        """Predicted duration of the step in progress: a late one needs as long again as it is late."""
         return max(LEAST_STEP_SECONDS, self.seconds + 2 * max(0.0, self.age - self.seconds))
 
     def steps_at(self, now: float) -> float:
-        """Steps at a later time, in fractions."""
+        """Return the steps, in fractions, at a later time."""
         if not self.is_stepping:
             return self.steps
         return self.steps + (self.age + now - self.heard_at) / self.step_seconds
 
     def ends_at(self, number: int) -> float:
-        """When it is foreseen to have done so many steps, at least one more than now."""
+        """Return the predicted end of step ``number``, which must be later than `steps`."""
         return self.heard_at - self.age + (number - self.steps) * self.step_seconds
 
 
 @dataclass
 class Closing:
-    """Reports of one round's trainers, and when the round closes.
+    """Reports of one round's trainers, and the predicted closing time.
 
     Attributes:
-        steps: H, the steps that trainers do on average; 0 for a round without local steps.
-        began: When the round began, on the leader's clock.
-        pace: By peer: seconds of a step, as far as they are known from other rounds; is kept current.
-        at: When the round closes; None where that cannot be told.
+        steps: H, the average steps of a trainer; 0 for a round without local steps.
+        began: Start of the round, on the leader's clock.
+        pace: By peer: seconds of a step, known from other rounds; updated here.
+        at: Closing time of the round; None if unknown.
     """
 
     steps: int = 0
@@ -89,27 +81,26 @@ class Closing:
 
     @property
     def peers(self) -> Collection[str]:
-        """Peers that reported."""
         return self._reports.keys()
 
     def report(self, peer: str, report: StepReport, max_reports: int) -> None:
-        """Take in what a peer says; a later report replaces an earlier one."""
+        """Record a peer's report; it replaces an earlier one."""
         if peer in self._reports or len(self._reports) < max_reports:
             self._reports[peer] = report
             if report.seconds and (peer in self.pace or len(self.pace) < max_reports):
                 self.pace[peer] = report.seconds
 
     def hand_in(self, peer: str, now: float) -> None:
-        """Record that a peer handed in its contribution: it does no more steps for this round."""
+        """Record that a peer handed in its contribution, and does no more steps for this round."""
         before = self._reports.get(peer, StepReport(0, 0.0, 0.0, now, False))
         self._reports[peer] = StepReport(before.steps, before.seconds, 0.0, now, False)
 
     def is_due(self, now: float) -> bool:
-        """Whether the round should close now, by the last `foresee`."""
+        """True if the round should close now, by the last `foresee`."""
         return self.at is not None and now >= self.at
 
     def foresee(self, trainers: Collection[str], now: float) -> None:
-        """Set `at` from what the trainers of this round, as the leader knows them, have reported."""
+        """Set `at` from the reports of this round's trainers."""
         self.at = self._foreseen(trainers, now) if self.steps and len(trainers) > 1 else None
 
     def _foreseen(self, trainers: Collection[str], now: float) -> float | None:
@@ -122,16 +113,16 @@ class Closing:
         if not known:
             return None
         done = [report.steps_at(now) for report in known.values()]
-        unknown = len(fresh) - len(known)  # They began with the others, and report soon.
+        unknown = len(fresh) - len(known)  # Assume that they began with the others.
         wanted = self.steps * len(fresh) - sum(done) - unknown * statistics.median(done)
-        # Those that wait do so because of what they were told: that must not put the end off.
+        # Waiting peers count at their full rate: they wait because of `at`, and must not delay it.
         rate = sum(1 / report.step_seconds for report in known.values()) + unknown / usual
         most = MOST_ROUNDS * self.steps
         to_most = [max(0.0, most - report.steps_at(now)) * report.step_seconds for report in known.values()]
         return max(now, self._aligned(now + min([wanted / rate, *to_most]), known, now))
 
     def _aligned(self, at: float, known: dict[str, StepReport], now: float) -> float:
-        """The end of a step of the slowest peer that has one near enough; as long as it stays near, of the same one."""
+        """Return the end of a step of the slowest peer near ``at``; keep the last choice while it stays near."""
         tolerance = ALIGNED * (at - self.began)
         if self._last_step is not None and self.at is not None:
             peer, number = self._last_step
@@ -152,16 +143,10 @@ class Closing:
         return at
 
     def absentees(self, expected: Collection[str], behind: Collection[str], now: float, patience: float) -> set[str]:
-        """Expected peers that will not come in time if the round closes now, so that nobody need wait for them.
+        """Return the expected peers that will miss the group if the round closes now; they are not waited for.
 
-        Their step in progress lasts longer than that, or they are in the step that they began in an earlier round. What
-        they do counts in the round in which they end it.
-
-        Args:
-            expected: For whom the leader would wait.
-            behind: Those that were not in the last round, and are in an earlier one by their records.
-            now: The leader's time.
-            patience: Seconds that the others would wait.
+        Their step in progress takes longer than ``patience`` seconds, or began in an earlier round: it counts in the
+        round in which it ends. Peers ``behind`` missed the last round, and are in an earlier one by their records.
         """
 
         def is_absent(peer: str) -> bool:

@@ -1,1 +1,1 @@
-"""Spot checks of what members reduce, and evidence against those that lie."""
+"""Spot checks of means, and evidence against owners that falsify them."""

@@ -1,18 +1,18 @@
-"""Spot checks of one attempt: what each member commits to, opens to others, and checks before it signs.
+"""Spot checks of one attempt: commitments and openings of each member, and its checks before it signs.
 
-Without them an owner could encode anything as the mean of its share, and all would sign. With them, the members check
-``averaging.spot_checks`` chunks of every share between them, drawn at random after its owner has stated what the mean
-is. If a fraction ``f`` of a share's chunks is false and the honest members draw ``k`` chunks, the owner is found with a
-probability of ``1 - (1 - f)**k`` in each round; and however it spreads its lies over rounds, it must expect to be found
-before they add up to the k-th part of one share. What follows:
+Without them an owner could encode anything as its share's mean, and all members would sign it. With them, the members
+together check ``averaging.spot_checks`` random chunks of every share, drawn after its owner has stated the mean. If a
+fraction ``f`` of a share's chunks is false and the honest members draw ``k`` chunks, they catch the owner with
+probability ``1 - (1 - f)**k`` per round. However an owner spreads false chunks over rounds, it must expect detection
+before they add up to the k-th part of one share. A checked chunk has one of three outcomes:
 
 ==================  ====================================================================================================
-it is right         the member says so (*clear*), and signs once the others have, or had time enough
-it is false         the member has evidence (`p2ptrain.averaging.verification.opening`): the attempt ends, the owner is
-                    out for good
-it is not shown     the member complains: it names the chunk, does not sign, and the others ask for that chunk before
-                    they do. So an owner cannot get around a check by being silent to whoever asks the wrong question,
-                    and a member that complains for nothing costs the others a few checks
+right               the member sends `Clear`, and signs once the others' checks passed or timed out
+false               the member has evidence (`p2ptrain.averaging.verification.opening`): the attempt fails, and the
+                    owner is excluded for good
+not shown           the member does not sign, and complains about the chunk; the others check this chunk before they
+                    sign. An owner thus cannot avoid checks by silence towards some members, and a false complaint
+                    costs the others only a few checks
 ==================  ====================================================================================================
 """
 
@@ -50,18 +50,11 @@ from p2ptrain.signing import Signer
 if TYPE_CHECKING:
     import torch
 
-OVERHEAD_BYTES = 4096
-"""More than signature, names and framing of one contributor take in an answer."""
+OVERHEAD_BYTES = 4096  # bound on the signature, names and framing of one contributor in an answer
 
 
 class FalseMeanError(IntegrityError):
-    """An owner stands by a mean that is not that of the parts.
-
-    Args:
-        owner: Its place in the roster.
-        message: What it did.
-        evidence: For anybody; see `p2ptrain.averaging.verification.opening.verify_evidence`.
-    """
+    """The owner with this index signed a mean that does not follow from the parts; ``evidence`` convinces any peer."""
 
     def __init__(self, owner: int, message: str, evidence: bytes) -> None:
         super().__init__(message)
@@ -70,20 +63,11 @@ class FalseMeanError(IntegrityError):
 
 
 class Audit:
-    """One member's side of the spot checks in one attempt; owner and checker at once."""
+    """One member's side of the spot checks in one attempt, as owner (`statement` is its own) and as checker."""
 
     def __init__(self, attempt: Attempt, share: OwnShare, index: int, runtime: Runtime, signer: Signer,
                  spec: AveragingSpec, vector: torch.Tensor) -> None:  # fmt: skip
-        """
-        Args:
-            attempt: The roster and the means.
-            share: What came for the own share.
-            index: This member's place in the roster.
-            runtime: For arithmetic and chance.
-            signer: Signs commitments, statements and openings.
-            spec: The rule, and how much is checked.
-            vector: This member's contribution.
-        """
+        """``share`` and ``index`` are of this member as an owner; ``vector`` is its contribution."""
         self._attempt = attempt
         self._share = share
         self._index = index
@@ -97,12 +81,11 @@ class Audit:
         self._heard: dict[int, Statement] = {}
         self._readable = True
         self.statement: asyncio.Future[Statement] = asyncio.get_running_loop().create_future()
-        """Of this member as an owner."""
 
     # --- as a contributor -----------------------------------------------------------------------------------------
 
     def new_check(self, codec: Codec) -> PartCheck:
-        """What prepares the commitment to a part of this member's while it is encoded in ``codec``."""
+        """Return the check that prepares the commitment to a part while it is encoded in ``codec``."""
         measured = len(self._attempt.roster.tickets) >= MIN_FOR_MEDIAN
         return PartCheck(codec, self._rules.spec, self._chunk, measured=measured, hashed=True)
 
@@ -120,11 +103,7 @@ class Audit:
     # --- as an owner ----------------------------------------------------------------------------------------------
 
     async def admit(self, sender: int, codec: str, check: PartCheck, said: Commitment) -> SumTree:
-        """Take in another member's commitment to the part that ``check`` saw.
-
-        Raises:
-            IntegrityError: It is to something else.
-        """
+        """Keep the commitment to a checked part, and return the part's tree; raise `IntegrityError` if it differs."""
 
         def verify() -> SumTree:
             tree, ticket = SumTree(check.leaves), self._attempt.roster.tickets[sender]
@@ -140,7 +119,7 @@ class Audit:
         return await self._runtime.offload(verify)
 
     async def state(self, contributors: Sequence[int], tree: SumTree) -> None:
-        """Sign that the own share's mean has this tree; from now on chunks are opened."""
+        """Sign that the own share's mean has this tree; `answer` waits for this."""
 
         def sign() -> Statement:
             own = self._attempt.roster.tickets[self._index]
@@ -155,22 +134,17 @@ class Audit:
             self.statement.set_result(statement)
 
     async def answer(self, chunks: Sequence[int]) -> bytes:
-        """Open chunks of the own share.
-
-        Raises:
-            IntegrityError: There are no such chunks, or the own part is not to be read any more.
-        """
+        """Return the signed openings of chunks of the own share; raise `IntegrityError` if that is impossible."""
         if max(chunks) >= self._attempt.num_chunks(self._index):
             raise IntegrityError("asks for chunks that are not there")
         async with asyncio.timeout(self._rules.spec.round_seconds):
             statement = await asyncio.shield(self.statement)
         if not self._readable or not self._share.parts.keys() >= self._needed():
             raise IntegrityError("this attempt is over here")
-        # It reads the contribution. The state thread, in the order of the calls, fills that anew for the next round.
+        # It reads the contribution on the state thread, which refills that for the next round after this call.
         return await self._runtime.compute(self._open, statement, chunks)
 
     def _needed(self) -> set[int]:
-        """Members whose parts an opening shows."""
         return {self._attempt.roster.index_of(each.sender) for each in self._stated} - {self._index}
 
     def _open(self, statement: Statement, chunks: Sequence[int]) -> bytes:
@@ -194,17 +168,15 @@ class Audit:
         return to_bytes(Answer(Opened(statement, tuple(self._stated), tuple(keys), proof), tuple(openings)))
 
     def stop_reading(self) -> None:
-        """Open nothing more: the own part may change from now on."""
+        """Open no more chunks: the contribution may change from now on."""
         self._readable = False
 
     # --- as a checker ---------------------------------------------------------------------------------------------
 
     def draw(self, owner: int, checkers: int) -> list[int]:
-        """The chunks of a share that this member checks; nobody else can tell which.
+        """Return random chunks of an owner's share for this member to check; no other member can predict them.
 
-        Args:
-            owner: Whose share.
-            checkers: How many members check it in time, this one included: those on slow links only look on.
+        ``checkers`` is the number of members that check this share in time, this one included.
         """
         count = self._attempt.num_chunks(owner)
         each, rest = divmod(self._rules.spec.spot_checks, checkers)
@@ -212,17 +184,13 @@ class Audit:
         return random.sample(range(count), min(each + (random.random() * checkers < rest), count, MAX_CHUNKS))
 
     def max_answer_bytes(self, owner: int, num_chunks: int) -> int:
-        """More than an honest answer takes."""
+        """Return an upper bound on the size of an honest answer."""
         contributors, count = len(self._attempt.roster.tickets), self._attempt.num_chunks(owner)
         largest = 4 * min(self._chunk, self._attempt.size(owner)) + NODE.size * count.bit_length() + 64
         return OVERHEAD_BYTES * (contributors + 1) + num_chunks * contributors * largest
 
     def hear(self, owner: int, said: Statement, tree: SumTree) -> None:
-        """Take in an owner's statement about the mean that came, over which this is the tree.
-
-        Raises:
-            IntegrityError: It is about something else, or not signed.
-        """
+        """Keep an owner's statement about the mean with this tree; raise `IntegrityError` if it is about another."""
         said.verify(self._attempt.swarm, self._signer)
         if said.share != self._slice(owner) or said.root != tree.root[0]:
             raise IntegrityError("speaks of another mean than it sent")
@@ -230,15 +198,15 @@ class Audit:
         self._heard[owner] = said
 
     def heard_statements(self) -> tuple[Statement, ...]:
-        """Return what owners stated to this member."""
+        """Return the statements that owners sent to this member."""
         return tuple(self._heard.values())
 
     def compare(self, others: Sequence[Statement]) -> None:
-        """Hold what another member heard against what this one did.
+        """Compare the statements that another member received with this member's.
 
         Raises:
-            FalseMeanError: An owner stated two means, and this proves it.
-            IntegrityError: A statement is not signed.
+            FalseMeanError: An owner stated two means of one share.
+            IntegrityError: A signature is invalid.
         """
         heard = {each.share: each for each in self._heard.values()}
         for said in others:
@@ -248,11 +216,11 @@ class Audit:
                 raise FalseMeanError(owner, TWO_MEANS, to_bytes(TwoMeans(heard[said.share], said)))
 
     async def check(self, owner: int, chunks: Sequence[int], answer: bytes | bytearray | memoryview) -> None:
-        """Check what an owner opened of its share.
+        """Check an owner's answer.
 
         Raises:
-            FalseMeanError: A chunk of the mean is false, and this proves it.
-            IntegrityError: The answer is not one to this question.
+            FalseMeanError: A chunk of the mean is false.
+            IntegrityError: The answer does not match the question.
         """
         await self._runtime.offload(self._check, owner, chunks, answer)
 
@@ -280,7 +248,7 @@ class Audit:
                 evidence = FalseChunk(opened, position, openings[position], piece, tree.proof(chunk))
                 raise FalseMeanError(owner, fault, to_bytes(evidence))
 
-    # --- what they share ------------------------------------------------------------------------------------------
+    # --- helpers --------------------------------------------------------------------------------------------------
 
     @property
     def _chunk(self) -> int:

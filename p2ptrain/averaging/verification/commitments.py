@@ -1,11 +1,9 @@
-"""What members sign about a share so that others can check slices of it: senders sign parts, owners sign means.
+"""Signatures that make a share verifiable: senders sign their parts, owners sign their means.
 
-Each contributor to a share signs a `Commitment` to the part that it sent: to each chunk of it, and to its norm. The
-owner signs a `Statement`, which names the mean and the commitments from which it was made. So an owner cannot show one
-set of parts to one member and another set to the next.
-
-The owner's own part need not be hashed. The owner hears the others' parts first and may choose its own as it likes, so
-a later hash would bind it to nothing. The rule bounds it: the statement covers its energies, like everybody's.
+A `Commitment` covers every chunk of a part, and the part's norm. A `Statement` covers the mean and the commitments
+behind it, so that an owner cannot show different parts to different members. The owner's own part is not hashed: the
+owner receives the other parts first, so a later hash would not bind it. The rule bounds its influence, since the
+statement covers its energies.
 """
 
 from __future__ import annotations
@@ -24,22 +22,15 @@ from p2ptrain.manifest import canonical_bytes
 from p2ptrain.network.schema import Hash, to_wire
 from p2ptrain.signing import Signer
 
-MAX_STATEMENT_BYTES = MAX_PROOF_BYTES + 512
-"""More than one takes on the wire."""
+MAX_STATEMENT_BYTES = MAX_PROOF_BYTES + 512  # bound on a statement in wire form
 Energy = Annotated[float, Meta(ge=0.0)]
 
 
 @dataclass(frozen=True)
 class Slice:
-    """One share of one attempt.
+    """One share ``[low, high)`` of the vector in one attempt; ``group`` is `Roster.group_id`.
 
-    Attributes:
-        round: Of that attempt. With its level, it says what the vector is and how it is encoded.
-        level: In the tree of groups.
-        group: The roster's id.
-        owner: Whose share.
-        low: Its first value in the vector.
-        high: The value after its last.
+    ``round`` and ``level``, of the tree, determine the vector and its codec.
     """
 
     round: Count
@@ -56,14 +47,12 @@ class Slice:
 
 @dataclass(frozen=True)
 class Commitment(Signed):
-    """What one member contributes to a share.
+    """One member's commitment to its part of a share.
 
     Attributes:
-        share: Which.
-        sender: Who signs; the owner does not, since its statement covers its own part.
-        codec: The name of the codec in which the part travels; empty for the owner's own part.
-        tokens: The weight that the sender asks for.
-        root: Of the `SumTree` over the part's chunks. The owner's leaves have no hashes, only energies.
+        sender: Signs it, unless it is the owner: the owner's statement covers its own part.
+        codec: Name of the part's codec; empty for the owner's own part.
+        root: Of the `SumTree` over the part's chunks. The owner's leaves have energies, but no hashes.
     """
 
     CONTEXT: ClassVar[bytes] = b"p2ptrain part"
@@ -79,11 +68,10 @@ class Commitment(Signed):
 
     @property
     def author(self) -> str:
-        """The sender."""
         return self.sender
 
     def verify(self, swarm: bytes, verifier: Signer) -> None:
-        """Raise `IntegrityError` unless the sender signed this, or is the owner, whose statement says so."""
+        """Raise `IntegrityError` unless the sender signed this; an owner must have neither signature nor codec."""
         if self.sender != self.share.owner:
             super().verify(swarm, verifier)
         elif self.proof or self.codec:
@@ -92,10 +80,9 @@ class Commitment(Signed):
 
 @dataclass(frozen=True)
 class Statement(Signed):
-    """What an owner says that the mean of its share is, and from what it was made.
+    """An owner's claim about its share's mean.
 
     Attributes:
-        share: Which.
         root: Hash at the root of the `SumTree` over the encoded mean's chunks, all energies zero.
         parts: `digest_of` the contributors' commitments.
     """
@@ -107,21 +94,20 @@ class Statement(Signed):
 
     @property
     def author(self) -> str:
-        """The share's owner."""
         return self.share.owner
 
     def differs(self, other: Statement) -> bool:
-        """True if the owner states another mean of the same share in ``other``."""
+        """True if ``other`` claims another mean, or other parts, of the same share."""
         return self.share == other.share and (self.root, self.parts) != (other.root, other.parts)
 
 
 def digest_of(commitments: Sequence[Commitment]) -> bytes:
-    """Return what a statement says of the commitments, in the order of the roster; 32 bytes."""
+    """Return the digest of commitments in roster order, 32 bytes."""
     return hashlib.sha256(canonical_bytes([to_wire(each) for each in commitments])).digest()
 
 
 def verify_commitments(commitments: Sequence[Commitment], statement: Statement, swarm: bytes, verifier: Signer) -> None:
-    """Raise `IntegrityError` unless the statement is made of these commitments, and each is signed by its sender."""
+    """Raise `IntegrityError` unless the statement is about these commitments, and each is valid."""
     if digest_of(commitments) != statement.parts:
         raise IntegrityError("these are not the commitments that the owner spoke of")
     senders = {each.sender for each in commitments}

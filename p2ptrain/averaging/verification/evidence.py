@@ -1,12 +1,9 @@
-"""Evidence against owners that falsified a mean: kept, shown to whoever asks, and brought to whoever should know.
+"""Evidence against owners that falsified a mean: kept, served, and spread to other trainers.
 
-Evidence convinces anybody (`p2ptrain.averaging.verification.opening.verify_evidence`), so nobody's word is taken for
-it, and whoever has it may pass it on. A peer that finds or receives some brings it to all trainers that it knows; and
-each asks the members of its groups now and then.
-
+Evidence convinces every peer (`p2ptrain.averaging.verification.opening.verify_evidence`), so any peer may forward it.
 The cost of liars is bounded: a piece has at most `MAX_EVIDENCE_BYTES`, one is received and verified at a time, and a
-peer that brought some that convicts nobody is not listened to any more. It is useless to convict identities of one's
-own in numbers: what is kept of each beyond the last few is its name.
+peer that brings invalid evidence is ignored from then on. Mass convictions of own identities gain nothing: beyond
+`MAX_KEPT_BYTES`, only names are kept.
 """
 
 from __future__ import annotations
@@ -34,28 +31,27 @@ CALL_SECONDS = 5.0
 TRANSFER_SECONDS = 30.0
 ASK_AGAIN_SECONDS = 600.0
 MAX_KEPT_BYTES = 2 * MAX_EVIDENCE_BYTES
-MAX_TOLD = 64
-"""Peers that evidence is brought to."""
+MAX_TOLD = 64  # number of peers that new evidence is offered to
 MAX_LISTED = 64
 Size = Annotated[int, Meta(ge=1, le=MAX_EVIDENCE_BYTES)]
 
 
 class Question(Message, frozen=True, tag=True):
-    """What a peer opens a stream with."""
+    """Request that opens a stream."""
 
 
 class List(Question, frozen=True, tag="list"):
-    """Whom can you convict?"""
+    """Request for the peers that the receiver can convict."""
 
 
 class Get(Question, frozen=True, tag="get"):
-    """Send what convicts this peer."""
+    """Request for the evidence against a peer."""
 
     accused: Name
 
 
 class Offer(Question, frozen=True, tag="offer"):
-    """Here is what convicts a peer, this long; it follows if it is wanted."""
+    """Offer of evidence of this size, which follows if it is wanted."""
 
     accused: Name
     num_bytes: Size
@@ -68,22 +64,22 @@ class Listed(Message, frozen=True):
 
 
 class Sends(Message, frozen=True):
-    """The evidence follows, this long."""
+    """Header of the evidence, which follows."""
 
     num_bytes: Size
 
 
 class Wanted(Message, frozen=True):
-    """Tells whether an offer is wanted."""
+    """Answer to an `Offer`."""
 
     is_wanted: bool
 
 
 class EvidenceStore:
-    """What this peer can prove about others.
+    """The evidence that this peer holds against others.
 
     Attributes:
-        convicted: By peer, the oldest first: the evidence; empty where only the name is kept.
+        convicted: Evidence by peer, the oldest first; empty where only the name is kept.
     """
 
     def __init__(
@@ -93,13 +89,7 @@ class EvidenceStore:
         membership: Membership,
         on_conviction: Callable[[str, str], None],
     ) -> None:
-        """
-        Args:
-            context: This peer.
-            rules_of: What the swarm agreed on for an attempt.
-            membership: Keeps convicted peers out.
-            on_conviction: Called once for each peer, with what it did.
-        """
+        """``on_conviction`` is called once for each convicted peer, with its fault."""
         self._context = context
         self._rpc = context.rpc
         self._rules_of = rules_of
@@ -112,15 +102,11 @@ class EvidenceStore:
         self._tasks = Tasks()
 
     def serve(self) -> None:
-        """Show others what is known here, and take in what they bring."""
+        """Serve this peer's evidence to others, and receive theirs."""
         self._rpc.serve_channel("evidence", Question, self._serve)
 
     async def add(self, evidence: bytes) -> str:
-        """Take in evidence, and bring it to the others if it is news; returns whom it convicts.
-
-        Raises:
-            IntegrityError: Nobody.
-        """
+        """Verify evidence, and offer it if it is new; return the convicted peer, or raise `IntegrityError`."""
         peer, fault = await self._context.runtime.offload(
             verify_evidence, evidence, self._context.swarm, self._rules_of, self._context.signer
         )
@@ -134,7 +120,7 @@ class EvidenceStore:
         return peer
 
     def add_soon(self, evidence: bytes) -> None:
-        """As `add`, without waiting for it."""
+        """Run `add` in the background."""
 
         async def add() -> None:
             await self.add(evidence)
@@ -142,7 +128,7 @@ class EvidenceStore:
         self._start(add())
 
     def show(self, to: str, accused: str) -> None:
-        """Bring a peer what is known here about another one, if anything is."""
+        """Offer a peer the evidence against another one, if there is any."""
         if evidence := self.convicted.get(accused):
             self._start(self._offer(to, accused, evidence))
 
@@ -157,7 +143,7 @@ class EvidenceStore:
             self.convicted.popitem(last=False)
 
     def ask(self, peers: Iterable[str]) -> None:
-        """Learn what peers can prove, unless they were asked lately."""
+        """Fetch evidence from peers that were not asked lately."""
         now = asyncio.get_running_loop().time()
         for peer in peers:
             if now >= self._ask_again_at.get(peer, now) and len(self._ask_again_at) < MAX_KNOWN_PEERS:
@@ -174,7 +160,6 @@ class EvidenceStore:
         self._tasks.start(run(), "evidence")
 
     async def close(self) -> None:
-        """End everything that was started."""
         await self._tasks.close()
 
     async def _offer(self, to: str, accused: str, evidence: bytes) -> None:
@@ -196,7 +181,7 @@ class EvidenceStore:
         return accused not in self.convicted and accused != self._rpc.peer_id and source not in self._liars
 
     async def _receive(self, channel: Channel, num_bytes: int) -> None:
-        """Receive and verify evidence; a peer that brings none that convicts is not listened to again."""
+        """Receive and verify evidence; ignore the sender from now on if it is invalid."""
         try:
             async with self._receiving:
                 await self.add(bytes(await channel.receive_bytes(num_bytes, TRANSFER_SECONDS)))

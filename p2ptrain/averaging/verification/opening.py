@@ -1,10 +1,9 @@
-"""Showing and judging one chunk of a share: what the contributors sent for it, and whether the mean follows from that.
+"""Opening of a chunk of a share, and judgement of its mean.
 
-An owner *opens* chunks on demand. With a `Statement`, the commitments that it speaks of, and the chunk of the mean, an
-opening shows either that the mean is right there or that the owner lied; and shows it to anybody (`verify_evidence`),
-because the parts are signed by who sent them, and everything else by the owner.
-
-A mean is computed again from the same bytes by the same fixed arithmetic, so it has to be the same to the bit.
+An owner *opens* chunks on demand: it shows the contributors' encoded parts of them. With the `Statement`, its
+commitments and the chunk of the mean, an opening proves to any peer that the mean is right, or that the owner lied
+(`verify_evidence`). The senders signed the parts, and the owner all the rest. A mean is recomputed from the same bytes
+with deterministic arithmetic, so it must be identical to the bit.
 """
 
 from __future__ import annotations
@@ -40,25 +39,22 @@ from p2ptrain.signing import Signer
 if TYPE_CHECKING:
     import torch
 
-MAX_CHUNKS = 64
-"""Chunks that one member may have opened of one share at a time."""
+MAX_CHUNKS = 64  # chunks of one share that a member may have opened at a time
 MAX_EVIDENCE_BYTES = 32 << 20
 TWO_MEANS = "it stated two means of its share"
 VALUE_BYTES = 4
 
-Key = tuple[Count, Hash]
-"""A chunk, and the hash of the owner's own values in it."""
+Key = tuple[Count, Hash]  # a chunk's number, and the hash of the owner's own values in it
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What all peers of a swarm know of a round on a level of the tree, and the arithmetic of a share follows from.
+    """The swarm's agreement about a round on a tree level; it determines the arithmetic of a share.
 
     Attributes:
         swarm: The manifest's digest, 32 bytes.
-        spec: The rule and the limits.
-        codec: Of the round's vectors.
-        num_values: Their length.
+        codec: Codec of the round's vectors.
+        num_values: Length of the vectors.
     """
 
     swarm: bytes
@@ -67,17 +63,17 @@ class Rules:
     num_values: int
 
     def num_chunks(self, size: int) -> int:
-        """Chunks of a share of ``size`` values."""
+        """Return the number of chunks of a share of ``size`` values."""
         return num_chunks(size, chunk_values(self.codec))
 
     def span(self, low: int, high: int, chunk: int) -> tuple[int, int]:
-        """First value of a share's chunk and the value after its last, counted from the share's first."""
+        """Return a chunk's span from the share's first value; raise `IntegrityError` if there is no such chunk."""
         if not 0 <= chunk < self.num_chunks(high - low):
             raise IntegrityError(f"there is no chunk {chunk} in a share of {high - low} values")
         return chunk_span(0, high - low, chunk, chunk_values(self.codec))
 
     def codecs_of(self, low: int, high: int) -> tuple[Codec, dict[str, Codec]]:
-        """How values of the vector are encoded in the mean, and by name: how they may be in a part."""
+        """Return the mean's codec of ``[low, high)``, and parts' by name; raise `IntegrityError` within a block."""
         try:
             allowed = (self.codec, *smaller_codecs(self.codec, self.num_values))
             return self.codec.part(low, high), {codec.name: codec.part(low, high) for codec in allowed}
@@ -85,23 +81,22 @@ class Rules:
             raise IntegrityError(f"a share is cut within blocks: {error}") from error
 
 
-RulesOf = Callable[[Slice], Rules]
-"""The rules for the attempt that a share is of."""
+RulesOf = Callable[[Slice], Rules]  # returns the rules of the attempt to which a share belongs
 
 
 def keys_message(swarm: bytes, statement: Statement, keys: Sequence[Key]) -> bytes:
-    """Return what an owner signs with an answer, so that nobody else can make up its own values."""
+    """Return the message that an owner signs with an answer; it authenticates the owner's own values."""
     said = hashlib.sha256(statement.message(swarm)).digest()
     return b"p2ptrain opening" + swarm + said + canonical_bytes([list(key) for key in keys])
 
 
 class Opening(Message, frozen=True):
-    """One chunk of a share.
+    """The opening of one chunk of a share.
 
     Attributes:
-        own: The owner's values, fp32; empty if it contributed nothing.
-        own_proof: Their way to the root that the owner spoke of.
-        parts: Of each other contributor, in order: the encoded chunk, and its way to the root that its sender signed.
+        own: The owner's values, fp32; empty if it did not contribute.
+        own_proof: Proof of their energy, up to the root in the owner's commitment.
+        parts: Of each other contributor, in order: the encoded chunk, and its proof up to the signed root.
     """
 
     own: bytes
@@ -110,12 +105,10 @@ class Opening(Message, frozen=True):
 
 
 class Opened(Message, frozen=True):
-    """All that an owner signs about the chunks that it opens.
+    """Everything that an owner signs about the chunks that it opens.
 
     Attributes:
-        statement: Of the mean.
-        commitments: Of its contributors, in the order of the roster.
-        keys: The chunks.
+        commitments: Of the contributors, in roster order.
         proof: The owner's signature of `keys_message`.
     """
 
@@ -125,7 +118,7 @@ class Opened(Message, frozen=True):
     proof: Proof
 
     def verify(self, rules: Rules, verifier: Signer) -> None:
-        """Raise `IntegrityError` unless everything is signed by whom it must be."""
+        """Raise `IntegrityError` unless all signatures are valid and the share fits the vector."""
         share = self.statement.share
         self.statement.verify(rules.swarm, verifier)
         if share.high > rules.num_values:
@@ -136,12 +129,7 @@ class Opened(Message, frozen=True):
 
 
 class Answer(Message, frozen=True):
-    """An owner's answer to a check.
-
-    Attributes:
-        opened: What it stands by.
-        openings: One of each chunk.
-    """
+    """An owner's answer to a check: one opening of each chunk of ``opened``."""
 
     opened: Opened
     openings: Annotated[tuple[Opening, ...], Meta(min_length=1, max_length=MAX_CHUNKS)]
@@ -152,11 +140,11 @@ class Answer(Message, frozen=True):
 
 
 class Evidence(Message, frozen=True, tag=True):
-    """What convicts an owner, whoever shows it."""
+    """Transferable proof that an owner cheated."""
 
 
 class TwoMeans(Evidence, frozen=True, tag="two means"):
-    """Two statements of an owner about one share."""
+    """Two conflicting statements of an owner about one share."""
 
     first: Statement
     second: Statement
@@ -165,12 +153,7 @@ class TwoMeans(Evidence, frozen=True, tag="two means"):
 class FalseChunk(Evidence, frozen=True, tag="false chunk"):
     """A chunk of a mean that does not follow from the parts.
 
-    Attributes:
-        opened: What the owner stands by.
-        position: Of the chunk among those that were opened.
-        opening: Of that chunk.
-        mean: Its encoded mean.
-        mean_proof: The way of that to the root in the statement.
+    ``position`` is the index of its key in ``opened``; ``mean_proof`` leads to the root in the statement.
     """
 
     opened: Opened
@@ -187,19 +170,15 @@ class FalseChunk(Evidence, frozen=True, tag="false chunk"):
 def verify_evidence(
     data: bytes | bytearray | memoryview, swarm: bytes, rules_of: RulesOf, verifier: Signer
 ) -> tuple[str, str]:
-    """Whether a piece of evidence convicts an owner; needs nothing but what every peer of the swarm knows.
+    """Return an owner and its fault, if the evidence proves it from facts that every peer of the swarm knows.
 
     Args:
-        data: Its wire form.
+        data: Wire form of the evidence.
         swarm: The manifest's digest, 32 bytes.
-        rules_of: The arithmetic of the attempt that a share is of. Its round and level are part of what was signed.
-        verifier: Checks signatures.
-
-    Returns:
-        The owner, and what it did.
+        rules_of: Returns the rules of an attempt; the owner signed its round and level.
 
     Raises:
-        IntegrityError: It convicts nobody.
+        IntegrityError: It convicts no owner.
     """
     if len(data) > MAX_EVIDENCE_BYTES:
         raise IntegrityError("evidence is too large")
@@ -212,7 +191,7 @@ def verify_evidence(
         return evidence.first.author, TWO_MEANS
     assert isinstance(evidence, FalseChunk)
     statement, share = evidence.opened.statement, evidence.opened.statement.share
-    statement.verify(swarm, verifier)  # Before its round and level are believed.
+    statement.verify(swarm, verifier)  # Before its round and level are used.
     rules = rules_of(share)
     evidence.opened.verify(rules, verifier)
     chunk, mean = evidence.opened.keys[evidence.position][0], evidence.mean
@@ -226,17 +205,13 @@ def verify_evidence(
 
 
 def judge(opened: Opened, position: int, opening: Opening, mean: bytes | memoryview, rules: Rules) -> str:
-    """What is wrong with a chunk of the mean that an owner stands by; empty if nothing.
+    """Return the fault in a chunk of the mean that an owner signed; empty if it is right.
 
-    Args:
-        opened: What the owner stands by, verified.
-        position: Which of the keys.
-        opening: Of that chunk.
-        mean: The chunk's encoded mean; the caller knows that it is what the owner spoke of.
-        rules: The swarm's.
+    The caller has verified ``opened``, and that ``mean``, the encoded chunk, is in the statement's tree. ``position``
+    is the index of the chunk's key in ``opened``.
 
     Raises:
-        IntegrityError: The opening is not of what was committed to, so nothing can be said.
+        IntegrityError: The opening does not match the commitments, and so proves nothing.
     """
     share, chunk = opened.statement.share, opened.keys[position][0]
     low, high = rules.span(share.low, share.high, chunk)
@@ -272,7 +247,7 @@ def judge(opened: Opened, position: int, opening: Opening, mean: bytes | memoryv
 def _judge_own(values: torch.Tensor, energy: float | None, limit: float, rules: Rules) -> str:
     from p2ptrain.codecs.norms import sums_of_squares
 
-    if not float(values.abs().amax()) <= limit:  # Not a number is not.
+    if not float(values.abs().amax()) <= limit:  # True for NaN, too.
         return "counted a part of its own that has to be refused"
     if energy is not None and sums_of_squares(values, chunk_values(rules.codec)) != [energy]:
         return "misstated the norm of its own part"
@@ -283,7 +258,7 @@ def _judge_mean(
     commitments: Sequence[Commitment], own: torch.Tensor | None, own_index: int, held: dict[int, tuple[Codec, bytes]],
     mean: bytes | memoryview, codec: Codec, rules: Rules, size: int,
 ) -> str:  # fmt: skip
-    """Compute the mean again, and compare."""
+    """Recompute the mean, and compare."""
     import torch
 
     indices = list(range(len(commitments)))
@@ -309,7 +284,7 @@ def _judge_mean(
 def _parts_of(
     opened: Opened, position: int, opening: Opening, count: int, size: int
 ) -> tuple[tuple[torch.Tensor, float] | None, dict[int, tuple[bytes, float]]]:
-    """Return the owner's values and energy, and by position the other contributors' encoded chunks and energies."""
+    """Verify an opening's proofs; return the owner's (values, energy), and by position the others' (chunk, energy)."""
     import torch
 
     chunk, own_hash = opened.keys[position]

@@ -41,11 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """List, verify or export.
+    """List, verify or export checkpoints.
 
     Raises:
-        CheckpointError: There is none, or one is torn or tampered with.
-        UsageError: OUTPUT is missing, or there where it does not belong.
+        CheckpointError: There is no checkpoint, or one is torn or tampered with.
+        UsageError: OUTPUT is missing, or given to another action than export.
     """
     if (arguments.action == "export") != (arguments.output is not None):
         raise UsageError("'export' takes PATH and OUTPUT, the others PATH alone; see 'p2ptrain checkpoint --help'")
@@ -73,12 +73,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def find_checkpoints(path: Path) -> list[Path]:
-    """Return the checkpoints at a path: itself, or those in it or in its folder ``checkpoints``, oldest first.
+    """Return the checkpoint at a path, or those in it or in its folder ``checkpoints``, oldest first.
 
-    Torn and tampered ones are among them: whoever verifies must not pass over them.
+    Includes torn and tampered checkpoints, so that ``verify`` finds them.
 
     Raises:
-        CheckpointError: There is none.
+        CheckpointError: There is no checkpoint.
+        ConfigError: The path does not exist.
     """
     if not path.exists():
         raise ConfigError(f"{path} is not there: give a peer's run directory, or a checkpoint's folder")
@@ -98,7 +99,6 @@ def find_checkpoints(path: Path) -> list[Path]:
 
 
 def _name(path: Path) -> str:
-    """Return a checkpoint's name, with its stage if it has one."""
     from p2ptrain.cli.stage_checkpoints import is_of_stage
 
     return f"{path.parent.name}/{path.name}" if is_of_stage(path) else path.name
@@ -123,11 +123,11 @@ def _list(paths: list[Path]) -> None:
 
 
 def _find_manifest(checkpoint: LoadedCheckpoint, given: Path | None) -> Manifest:
-    """Return the manifest of the checkpoint's swarm, from a file or from the folders above the checkpoint."""
+    """Return the manifest of the checkpoint's swarm, from ``given`` or from the folders above the checkpoint."""
     from p2ptrain.manifest import SIGNED_FILE, SignedManifest
     from p2ptrain.network.identity import Identity
 
-    # CHECKPOINT, checkpoints, the peer's run directory, and the folder of a whole swarm or of an organizer.
+    # The folder `checkpoints`, the peer's run directory, and the folder of a whole swarm or of an organizer.
     above = [folder / SIGNED_FILE for folder in list(checkpoint.path.absolute().parents)[:3]]
     found = [given] if given is not None else [file for file in above if file.is_file()]
     if not found:

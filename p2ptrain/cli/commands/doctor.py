@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the checks and print them; 7 if a required one fails."""
+    """Run and print the checks; return 7 if a required one fails, else 0."""
     from dataclasses import asdict
 
     from p2ptrain.cli.checks import all_checks

@@ -15,7 +15,7 @@ from typing import Any
 from p2ptrain.errors import UsageError
 
 AMONG_STRANGERS = {"averaging.spot_checks": 4}
-"""Where not the default: that is for machines of one person, as with 'p2ptrain up'."""
+"""Settings for mutually untrusted peers; the defaults suit one person's machines, as with 'p2ptrain up'."""
 
 COMMON = frozenset(
     {
@@ -25,7 +25,7 @@ COMMON = frozenset(
         "model.channels", "model.classes", "averaging.codec", "averaging.min_peers", "averaging.spot_checks",
     }
 )  # fmt: skip
-"""The settings that most organizers change."""
+"""Settings that are written without ``--all``."""
 
 _HEADER = """\
 # What the peers of this swarm agree on. Edit it, then run: p2ptrain seed {directory}
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the two files.
 
     Raises:
-        UsageError: One of them exists already.
+        UsageError: A file exists already, or the options do not go together.
     """
     from p2ptrain.cli.manifests import KEY_FILE, RUN_FILE, load_manifest, parse_settings, public_paths
     from p2ptrain.cli.toml import commented_toml
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     if manifest.in_stages:
         from p2ptrain.pipeline.plan import PipelinePlan
 
-        PipelinePlan(manifest).units(0)  # says what does not go together
+        PipelinePlan(manifest).units(0)  # Refuses settings that do not go together.
     run_file, key_file = directory / RUN_FILE, directory / KEY_FILE
     for path in (run_file, key_file):
         if path.exists():
@@ -94,7 +94,7 @@ def _of_model(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the settings of --model and --lora.
 
     Raises:
-        UsageError: --context stands alone.
+        UsageError: --context is given without --model.
     """
     overrides: dict[str, Any] = {}
     if arguments.lora is not None:

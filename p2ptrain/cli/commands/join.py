@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 LOG_LEVEL = "info"
 _MOMENTS = {"average": 0, "nesterov": 1, "adam": 2}
-"""By outer optimizer: shared values for each parameter, beside the parameter itself; all of them are fp32."""
+"""fp32 values of shared optimizer state per parameter, by outer optimizer."""
 _SPARE_DISK_BYTES = 200_000_000
 
 
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show, ask, check, and train."""
+    """Describe the swarm, ask for consent, check the machine, and run the peer."""
     from p2ptrain.cli.running import confirm, default_run_dir, run_async, run_configured_peer
     from p2ptrain.config import PeerConfig
     from p2ptrain.network.link import SwarmLink
@@ -78,10 +78,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def in_pipeline(arguments: argparse.Namespace, manifest: Manifest) -> dict[str, object]:
-    """Return the part that --role and --stage give the peer in this swarm.
+    """Return the configuration of --role and --stage for this swarm.
 
     Raises:
-        UsageError: They mean nothing there.
+        UsageError: The options do not apply to this swarm.
     """
     from p2ptrain.errors import UsageError
 
@@ -99,10 +99,10 @@ def in_pipeline(arguments: argparse.Namespace, manifest: Manifest) -> dict[str, 
 
 
 def _has_room(arguments: argparse.Namespace, manifest: Manifest) -> bool:
-    """True if a stage fits into this machine; else print that the peer hosts none.
+    """True if a stage fits into this machine's memory; else print that the peer hosts none.
 
     Raises:
-        ConfigError: --max-memory is no size.
+        ConfigError: --max-memory is invalid.
     """
     from p2ptrain.config import parse_size
     from p2ptrain.pipeline.measure import available_memory
@@ -129,11 +129,11 @@ async def _fetch(link: SwarmLink) -> SignedManifest:
 
 
 def check_compatible(manifest: Manifest) -> None:
-    """Refuse a swarm that this version cannot take part in.
+    """Check that this version can join the swarm.
 
     Raises:
-        IncompatibleError: Its protocol, model family, codec or rule is not known here; says what to do.
-        UsageError: It trains a custom model, which only its own script can build.
+        IncompatibleError: The protocol, model family, codec or rule is unknown; the message names the remedy.
+        UsageError: The swarm trains a custom model, which only its own script can build.
     """
     from p2ptrain.manifest import PROTOCOL_VERSION
     from p2ptrain.models import check_reads_text
@@ -149,7 +149,7 @@ def check_compatible(manifest: Manifest) -> None:
 
 
 def describe(signed: SignedManifest, config: PeerConfig) -> str:
-    """Explain to the owner what joining downloads, runs and exposes."""
+    """Return lines about what joining downloads, runs and exposes."""
     from p2ptrain.models import estimate_memory_bytes, num_parameters
     from p2ptrain.status.formats import human_bytes, human_count
 
@@ -227,7 +227,7 @@ def _describe_stages(signed: SignedManifest, config: PeerConfig) -> str:
 
 
 def _least_stage(manifest: Manifest, config: PeerConfig) -> tuple[int, int]:
-    """Return the bytes of memory and of state of the stage to be hosted; of the smallest if that is open."""
+    """Return the bytes of memory and of state of the stage to host; of the smallest one if none is chosen."""
     from p2ptrain.models.registry import PROCESS_BYTES
     from p2ptrain.pipeline.plan import PipelinePlan
 
@@ -239,11 +239,11 @@ def _least_stage(manifest: Manifest, config: PeerConfig) -> tuple[int, int]:
 
 
 def check_machine(manifest: Manifest, config: PeerConfig) -> None:
-    """Refuse what this machine has no room for, before anything is downloaded.
+    """Check memory, disk and local files before anything is downloaded.
 
     Raises:
-        ResourceError: Memory or disk will not do; says how much is missing.
-        ConfigError: The swarm's text, or the model that it begins with, is at a path that is not here.
+        ResourceError: Memory or disk space is too small; the message names both amounts.
+        ConfigError: The swarm's data or pretrained model is at a path that does not exist here.
     """
     import shutil
 
@@ -264,7 +264,7 @@ def check_machine(manifest: Manifest, config: PeerConfig) -> None:
             " close other programs, or use a larger machine"
         )
     config.run_dir.mkdir(parents=True, exist_ok=True)
-    # A checkpoint is written beside the ones that are kept before the oldest is removed.
+    # A new checkpoint is complete before the oldest is removed.
     disk = (config.checkpoints.keep_last + 1) * checkpoint + _SPARE_DISK_BYTES
     free = shutil.disk_usage(config.run_dir).free
     if disk > free:

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until interrupted.
+    """Serve the page until interrupted.
 
     Raises:
         UsageError: An option is out of range.
@@ -55,5 +55,5 @@ def _is_web_address(url: str) -> bool:
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # A port that is no number, or half an IPv6 address.
+    except ValueError:  # The port is not a number, or an IPv6 address is incomplete.
         return False

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_peer_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options that ``peer`` and ``join`` share."""
+    """Add the options that ``peer`` and ``join`` share."""
     parser.add_argument("--name", help="a name for people, shown in the status")
     parser.add_argument(
         "--weights", type=Path, metavar="DIR", help="the pretrained model, if this machine has it already"
@@ -42,7 +42,7 @@ def add_peer_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def peer_overrides(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the values of `add_peer_arguments`' options by configuration key; None where not given."""
+    """Return the options of `add_peer_arguments` by configuration key; None for an option that is not given."""
     return {
         "name": arguments.name,
         "weights": arguments.weights,
@@ -61,7 +61,6 @@ def peer_overrides(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the peer and return its exit code."""
     from p2ptrain.cli.logs import configure_logging
     from p2ptrain.cli.running import run_configured_peer
     from p2ptrain.config import PeerConfig

@@ -16,10 +16,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the page and say where it is.
+    """Write the page and print its path.
 
     Raises:
-        ConfigError: There are no metrics in the directory.
+        ConfigError: The directory holds no metrics.
     """
     from p2ptrain.cli.manifests import write_atomically
     from p2ptrain.monitor.report.page import render

@@ -35,10 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Sign, serve, and print the link.
+    """Sign the manifest, run the bootstrap peer, and print the link.
 
     Raises:
-        ConfigError: DIR is not what ``init`` wrote.
+        ConfigError: DIR lacks a file that ``init`` writes.
     """
     from p2ptrain.cli.manifests import KEY_FILE, RUN_FILE, load_manifest, public_paths, sign_manifest
     from p2ptrain.cli.running import run_configured_peer
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
             "network.listen": arguments.listen or ["/ip4/0.0.0.0/tcp/31337"],
             "network.announce": arguments.announce,
             "network.relay": arguments.relay,
-            # A relay has to learn from others that it can be reached: one that only claims so cuts its streams.
+            # A relay must detect its reachability: with an assumed one, it cuts its streams.
             "network.auto_nat": arguments.relay,
             "network.nat_port_map": arguments.nat_port_map,
             "network.directory": arguments.directory,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from p2ptrain.status.views import Snapshot
 
 ANY_WIDTH = 10_000
-"""Where output is no terminal: nothing is wrapped."""
+"""Line width without a terminal; wide enough that no line is wrapped."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +53,7 @@ async def _show(link: SwarmLink, *, as_json: bool, watch: bool) -> None:
 
 
 def json_of(snapshot: Snapshot) -> str:
-    """Return the output of ``status --json``: parts of ``/api/v1/snapshot``, and the peers' addresses."""
+    """Return the output of ``status --json``: parts of ``/api/v1/snapshot``, with the peers' addresses."""
     from p2ptrain.status.views import plain
 
     headline = snapshot.headline
@@ -71,12 +71,7 @@ def json_of(snapshot: Snapshot) -> str:
 
 
 def rendered(snapshot: Snapshot, width: int | None = None) -> str:
-    """Return the output of ``status``.
-
-    Args:
-        snapshot: As the status page shows the swarm.
-        width: Of the terminal; None: that of standard output, or any width where that is none.
-    """
+    """Return the output of ``status``; a ``width`` of None takes the terminal's, or no limit without one."""
     from p2ptrain.cli.screen.lines import counted, health, reasons, serving_parts
     from p2ptrain.cli.screen.stages import risk_lines, stage_lines
     from p2ptrain.cli.screen.table import peer_row, plain_table, printable
@@ -89,11 +84,11 @@ def rendered(snapshot: Snapshot, width: int | None = None) -> str:
     lines += [line.plain for line in reasons(headline, width or ANY_WIDTH, len(headline.reasons))]
     if len(stages) > 1:
         lines += [line.plain for line in stage_lines(stages, width)]
-        if not any(stage.risk for stage in stages):  # Else it is among the reasons.
+        if not any(stage.risk for stage in stages):  # Risks are among the reasons already.
             lines += risk_lines(stages, width)
         lines += [*([printable(missing)] if missing else []), ""]
     records = [peer.record for peer in snapshot.peers]
-    # One look knows no rates: these are totals and percentiles since each peer started.
+    # A single snapshot has no rates: these are totals and percentiles since each peer's start.
     if served := serving_parts(serving_view(records, since_their_start(records))):
         lines.append("serving: " + ", ".join(served))
     return "\n".join([*lines, plain_table([peer_row(peer, len(stages)) for peer in snapshot.peers], width)])

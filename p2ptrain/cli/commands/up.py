@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         UsageError: An option is out of range.
-        P2PTrainError: The swarm did not come up, or no trainer ended in good order.
+        P2PTrainError: The swarm did not start, or every trainer failed.
     """
     if arguments.peers < 1:
         raise UsageError(f"--peers {arguments.peers}: a swarm has at least 1 trainer")
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_writable(path: Path) -> None:
-    """Raise now, not after the training, if a file cannot be written."""
+    """Raise `UsageError` before the training if the summary cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise UsageError(f"--summary {path}: a file cannot be written there; choose another path")

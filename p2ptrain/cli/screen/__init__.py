@@ -1,1 +1,1 @@
-"""The terminal drawings of commands."""
+"""Terminal output of commands."""

@@ -1,4 +1,4 @@
-"""A bar on the terminal for one long job at a time; nothing elsewhere."""
+"""A progress bar on a terminal for one long job at a time."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from p2ptrain.progress import Advance
 
 PATIENCE_SECONDS = 0.3
-"""Until the first bar: what is faster needs none."""
+"""Delay of the first drawing; a faster job shows no bar."""
 REDRAW_SECONDS = 0.1
 
 
 @contextlib.contextmanager
 def bars(name: str, unit: str = "bytes") -> Iterator[Advance]:
-    """Show a job on standard error while it goes on; implements `p2ptrain.progress.Jobs`, for one thread."""
+    """Show a job on standard error if that is a terminal; implements `p2ptrain.progress.Jobs` for one thread."""
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return

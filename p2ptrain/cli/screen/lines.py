@@ -1,7 +1,7 @@
-"""The lines that terminals show of a swarm, of a peer and of long jobs: pure functions of what is known.
+"""Terminal lines about a swarm, a peer and long jobs, as pure functions.
 
-Whatever strangers say becomes `Text` without control characters, so that it can neither command a terminal nor pose as
-markup. Every line fits into the width asked for: what says least is left out first.
+Text of other peers becomes `Text` without control characters, so that it can inject neither escape sequences nor
+markup. Every line fits its width: the least important parts are dropped first.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Part = str | Text
 
 
 def line(label: str, parts: Iterable[Part], width: int) -> Text:
-    """Return a label, and as many of the parts as fit; the first one is cut if it must be, empty ones are left out."""
+    """Return a label and as many of the non-empty parts as fit; the first part is truncated if necessary."""
     built = Text().append(label.ljust(LABEL_CHARS) if label else "", "dim")
     start = built.cell_len
     for part in parts:
@@ -53,19 +53,19 @@ def line(label: str, parts: Iterable[Part], width: int) -> Text:
 
 
 def title_line(parts: Sequence[str], width: int) -> Text:
-    """Return a title in a rule across the terminal, its first part in bold."""
+    """Return a title line, padded with a rule to ``width``; its first part is bold."""
     text = line("", [Text(f"── {printable(parts[0])}", "bold"), *parts[1:]], width)
     rest = width - text.cell_len - 1
     return text.append(f" {'─' * rest}", "dim") if rest > 0 else text
 
 
 def bar(done: float, total: float, width: int, pulse: float = 0.0) -> Text:
-    """A bar of ``width`` characters, which can be told apart without colours; with no total one part of it moves on.
+    """Return a progress bar that is legible without colours; with an unknown total, one that moves.
 
     Args:
-        done, total: Of anything; total 0 where it is not known.
-        width: Of the line that it is in.
-        pulse: Seconds, for the part that moves.
+        total: In the unit of ``done``; 0 if unknown.
+        width: Width of the line that holds the bar; the bar takes about a quarter of it.
+        pulse: Seconds, which position the moving part.
     """
     length = min(MAX_BAR_CHARS, max(6, width // 4))
     if total <= 0:
@@ -90,13 +90,12 @@ def counted(number: int, what: str, plural: str = "") -> str:
 
 
 def health(headline: Headline) -> Text:
-    """Return a swarm's health in the words of the status page."""
     word = Text().append(headline.health.capitalize(), HEALTH_STYLES[headline.health])
     return word.append(f": {printable(headline.summary)}")
 
 
 def reasons(headline: Headline, width: int, most: int = MAX_REASONS) -> list[Text]:
-    """Return the reasons of a bad health, the worst first."""
+    """Return lines about the first ``most`` reasons for the health, worst first, and the number of the rest."""
     lines = []
     for reason in headline.reasons[:most]:
         wrapped = textwrap.wrap(printable(reason), max(10, width - 2), max_lines=MAX_REASON_LINES, placeholder=" …")
@@ -108,13 +107,7 @@ def reasons(headline: Headline, width: int, most: int = MAX_REASONS) -> list[Tex
 
 
 def swarm_lines(snapshot: Snapshot, width: int, *, with_progress: bool = True) -> list[Text]:
-    """Return a swarm at one moment: health, coverage, the round in progress, speed, traffic.
-
-    Args:
-        snapshot: As the status page shows it.
-        width: Characters in a line.
-        with_progress: Whether to say how far the round in progress is.
-    """
+    """Return lines about a swarm: health, coverage, the round and its progress, speed, traffic."""
     headline = snapshot.headline
     lines = [line("", [health(headline)], width), *reasons(headline, width)]
     if len(snapshot.stages) > 1:
@@ -139,7 +132,6 @@ def swarm_lines(snapshot: Snapshot, width: int, *, with_progress: bool = True) -
 
 
 def serving_parts(served: ServingView) -> list[str]:
-    """Return the totals of serving in words; empty where nobody serves."""
     if not served.peers:
         return []
     rate, totals = served.tokens_per_second, served.totals
@@ -165,7 +157,7 @@ def _round_parts(in_round: tuple[int, int], width: int) -> list[Part]:
 
 
 def model_line(stage: StageView, width: int) -> Text:
-    """Return the replicas of a model that is not cut."""
+    """Return a line about the replicas of a model without stages."""
     first, end = stage.blocks
     num_hosts = len(stage.hosts)
     cell = "·" if not num_hosts else "▂" if num_hosts == 1 else "█"
@@ -178,7 +170,6 @@ def model_line(stage: StageView, width: int) -> Text:
 
 
 def traffic_line(records: Sequence[PeerRecord], rates: Sequence[Rates], reached: str, width: int) -> Text:
-    """Return the bytes that peers moved in all, and per second."""
     sent, received = sum(each.bytes_sent for each in records), sum(each.bytes_received for each in records)
     up, down = sum(each.sent_per_second for each in rates), sum(each.received_per_second for each in rates)
     return line("traffic", [
@@ -192,14 +183,11 @@ def traffic_line(records: Sequence[PeerRecord], rates: Sequence[Rates], reached:
 
 
 def peer_lines(progress: PeerProgress, seconds: float, swarm: str, snapshot: Snapshot | None, width: int) -> list[Text]:
-    """Return a peer at one moment: state, contribution, traffic, and the health of its swarm.
+    """Return lines about a peer: state, contribution, traffic, and the health of its swarm.
 
     Args:
-        progress: The peer.
-        seconds: Since it was started.
-        swarm: The swarm's name.
-        snapshot: The swarm, as this peer sees it; None before that is known.
-        width: Characters in a line.
+        seconds: Time since the peer's start.
+        snapshot: The swarm as this peer sees it; None before the first snapshot.
     """
     record = progress.record
     lines = [title_line([f"{clipped(record.name, max(8, width // 3))} in {swarm}", human_time(seconds)], width)]
@@ -246,7 +234,7 @@ def _hosted_line(peer: str, report: StageReport, snapshot: Snapshot, width: int)
 
 
 def _cover(stages: Sequence[StageView]) -> str:
-    """Return how many peers hold the model, or the stage with the fewest hosts."""
+    """Return the number of replicas, or of hosts of the stage with the fewest."""
     if len(stages) == 1:
         return counted(len(stages[0].hosts), "replica")
     weakest = min(stages, key=lambda stage: (len(stage.hosts), stage.number))
@@ -293,7 +281,6 @@ def job_lines(jobs: Sequence[Job], width: int) -> list[Text]:
 
 
 def job_line(job: Job, width: int) -> Text:
-    """Return a bar, the amount done, and the time left at this pace."""
     amount = human_bytes if job.unit == "bytes" else human_count
     of = ""
     if job.unit and job.done:

@@ -1,4 +1,4 @@
-"""The output of ``p2ptrain up``: a live table on a terminal, one line for each new round elsewhere."""
+"""The output of ``p2ptrain up``: a live table on a terminal, a line for new rounds elsewhere."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _FOOTER = "Ctrl-C ends it in good order, twice at once"
 
 
 def stop_on_signals(end_at_once: Callable[[], None]) -> asyncio.Event:
-    """Take over SIGINT and SIGTERM: the first sets the event that is returned, the second calls ``end_at_once``."""
+    """Handle SIGINT and SIGTERM: the first signal sets the returned event, later ones call ``end_at_once``."""
     stop = asyncio.Event()
 
     def on_signal() -> None:
@@ -48,14 +48,14 @@ def stop_on_signals(end_at_once: Callable[[], None]) -> asyncio.Event:
 
 @dataclass(frozen=True)
 class Goal:
-    """The end of a run: after so many minutes, or so many committed rounds; 0 for no such limit."""
+    """The limits of a run in minutes and committed rounds; 0 for no limit."""
 
     minutes: float = 0.0
     rounds: int = 0
 
 
 class SwarmScreen:
-    """Shows a swarm on a stream; a context manager, so that a terminal is left as it was."""
+    """A context manager that shows a swarm on a stream."""
 
     def __init__(self, stream: TextIO, goal: Goal) -> None:
         self._stream = stream
@@ -98,15 +98,12 @@ class SwarmScreen:
             self.say(_DRAINING)
 
     async def follow(self, link: SwarmLink, run_dir: Path, trainers: list[Child]) -> None:
-        """Keep showing the swarm's records until cancelled; a directory that does not answer is asked again.
-
-        The time that is shown counts from here.
-        """
+        """Show the swarm until cancelled, and retry while the directory does not answer; starts the shown time."""
         self._started = time.monotonic()
         if self._screen is None:
             self.say(f"starting {len(trainers)} trainer{'s' if len(trainers) != 1 else ''}")
         self.show(None, trainers)
-        # It takes seconds, in which signals have to be answered.
+        # Imports take seconds: in a thread they leave the event loop to signals.
         for module in ("p2ptrain.node.observe", "p2ptrain.cli.screen.looking"):
             await asyncio.to_thread(import_module, module)
         from p2ptrain.cli.screen.looking import Looking
@@ -126,12 +123,7 @@ class SwarmScreen:
                 await asyncio.sleep(_REFRESH_SECONDS)
 
     def show(self, snapshot: Snapshot | None, trainers: list[Child]) -> None:
-        """Show a swarm, and say once of each trainer that it has ended.
-
-        Args:
-            snapshot: As the status page shows it; None before it is known.
-            trainers: Processes.
-        """
+        """Show a snapshot (None before the first one), and report the end of each trainer once."""
         for child in trainers:
             if child.exit_code is not None and child.name not in self._ended:
                 self._ended.add(child.name)
@@ -171,7 +163,7 @@ class SwarmScreen:
         return f"{self._elapsed()}{minutes}  round {self._shown_rounds}{rounds}"
 
     def _table_rows(self, snapshot: Snapshot | None, trainers: list[Child]) -> list[tuple[str, ...]]:
-        """Return other peers, then ours; a child keeps its last numbers when it has ended."""
+        """Return the rows of other peers, then of the children; an ended child keeps its last numbers."""
         children = {child.name: child for child in trainers}
         if snapshot is not None and snapshot.peers:
             rows = [(peer.record.name, peer_row(peer, len(snapshot.stages))) for peer in snapshot.peers]
@@ -192,9 +184,9 @@ class SwarmScreen:
 
 
 def newest_held_out_loss(run_dir: Path, trainers: Iterable[Child]) -> float | None:
-    """Return the newest held-out loss of a running trainer, in nats; None if none was measured.
+    """Return the newest held-out loss of the running trainers, in nats; None without a measurement.
 
-    Those that have ended do not count: they may be far behind.
+    Trainers that have ended may be far behind and are ignored.
     """
     running = [child.name for child in trainers if child.exit_code is None]
     found = [_held_out_loss(run_dir / name / "metrics.jsonl") for name in running]
@@ -202,7 +194,7 @@ def newest_held_out_loss(run_dir: Path, trainers: Iterable[Child]) -> float | No
 
 
 def _held_out_loss(path: Path) -> tuple[int, float] | None:
-    """Return the round and loss of the newest measurement near the end of a file of metrics."""
+    """Return the round and loss of the newest measurement in the tail of a metrics file."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _METRICS_TAIL_BYTES))
@@ -215,5 +207,5 @@ def _held_out_loss(path: Path) -> tuple[int, float] | None:
                 values = json.loads(line)
                 return int(values["round"]), float(values["loss"])
             except (ValueError, KeyError, TypeError):
-                continue  # cut off at the beginning of the tail or while it is written, or not finite
+                continue  # The line is cut off by the tail or by a write in progress, or not finite.
     return None

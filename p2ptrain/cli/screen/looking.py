@@ -1,4 +1,4 @@
-"""A swarm for terminals, with the same snapshots as the status page."""
+"""Snapshots of a swarm for terminals, the same as those of the status page."""
 
 from __future__ import annotations
 
@@ -20,12 +20,7 @@ if TYPE_CHECKING:
 
 class Looking:
     def __init__(self, source: Callable[[], Awaitable[Look]], signed: SignedManifest, link: SwarmLink) -> None:
-        """
-        Args:
-            source: Such as `p2ptrain.node.observe.Observer.look`.
-            signed: What the swarm agreed on.
-            link: The swarm's.
-        """
+        """Observe a swarm through ``source``, such as `p2ptrain.node.observe.Observer.look`."""
         self._source = source
         self._signed = signed
         self._link = link
@@ -37,20 +32,20 @@ class Looking:
         if tracker is None:
             swarm = swarm_view(self._signed, self._link, [each.record for each in look.sightings or ()])
             tracker = SwarmTracker(swarm, look.at, bootstraps(self._link))
-            self._tracker = tracker if look.sightings is not None else None  # Stages may have to be counted.
+            self._tracker = tracker if look.sightings is not None else None  # The stages may come from the records.
         tracker.take_in(look)
         return await asyncio.to_thread(build_snapshot, tracker.observation(), look.at)
 
 
 class OwnView:
-    """The swarm as one of its peers knows it, without asking anybody."""
+    """A source of looks from the records that a peer already holds, without network queries."""
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
         self._seen: dict[str, Sighting] = {}
 
     async def __call__(self) -> Look:
-        """Return this peer as of now, and the other peers' records with the time at which it learnt them."""
+        """Return this peer's current record and the other peers' records, each with the time of its first sighting."""
         peer, now, before = self._peer, self._peer.runtime.now(), self._seen
         rejected = peer.presence.reader.rejected
         if not peer.presence.directory_answers:

@@ -28,24 +28,18 @@ logger = logging.getLogger(__name__)
 REFRESH_SECONDS = 0.5
 LOOK_SECONDS = 2.0
 LOOK_SHARE = 50
-"""Looking at the swarm takes less than a fiftieth of the time, however large the swarm is."""
+"""The pause after a snapshot is at least this many times its duration."""
 FOOTER, LAST_FOOTER = "Ctrl-C leaves, twice at once", "Ctrl-C ends it at once"
 
 
 class PeerScreen:
-    """Shows one peer, before it is there and until it has ended; use it as an asynchronous context manager.
+    """An asynchronous context manager that shows one peer, from before its start until after its end.
 
     Attributes:
-        screen: Where.
-        signals: Tell the peer to stop, and leave the terminal as it was before the process ends at once.
+        signals: Stop signals for the peer; they restore the terminal before an immediate exit.
     """
 
     def __init__(self, name: str, screen: Screen) -> None:
-        """
-        Args:
-            name: The peer's, for people.
-            screen: Where.
-        """
         self.screen = screen
         self.signals = StopSignals(screen.leave)
         self._name = name
@@ -56,7 +50,7 @@ class PeerScreen:
         self._tasks = Tasks()
 
     def follow(self, peer: Peer) -> None:
-        """Show this peer from now on; call it on the event loop."""
+        """Show this peer from now on; must run on the event loop."""
         self._peer = peer
         self._tasks.keep(lambda: self._look(peer), "the look at the swarm")
 
@@ -78,7 +72,6 @@ class PeerScreen:
             await asyncio.sleep(REFRESH_SECONDS)
 
     async def _look(self, peer: Peer) -> None:
-        """Keep making snapshots of the swarm."""
         looking = Looking(OwnView(peer), peer.signed, peer.link)
         while True:
             started = time.monotonic()
@@ -104,7 +97,7 @@ class PeerScreen:
 
 
 def view_for(name: str, log_format: str) -> PeerScreen | None:
-    """Return a view on standard error; None where only log lines belong there."""
+    """Return a view on standard error; None if it takes only log lines."""
     if log_format == "json" or not Screen.can_draw(sys.stderr):
         return None
     return PeerScreen(name, Screen(sys.stderr))

@@ -18,16 +18,16 @@ from p2ptrain.cli.screen.table import printable
 
 
 class Screen:
-    """Draws on a terminal; a context manager. Nothing is drawn before it is entered, and what was last drawn stays.
+    """A context manager that draws on a terminal and leaves the last drawing there.
 
-    The cursor is never hidden and no other screen is used, so that a process that is killed leaves nothing to mend.
+    It neither hides the cursor nor uses the alternate screen, so a killed process leaves the terminal usable.
     """
 
     def __init__(self, stream: TextIO, is_transient: bool = False) -> None:
         """
         Args:
-            stream: For which `can_draw` is true.
-            is_transient: Whether to clear what was last drawn at the end.
+            stream: A stream for which `can_draw` is True.
+            is_transient: True to clear the last drawing at the end.
         """
         self._stream = stream
         self._console = _console(stream)
@@ -40,19 +40,17 @@ class Screen:
 
     @staticmethod
     def can_draw(stream: TextIO) -> bool:
-        """True if lines can be changed there: not on a pipe, a dumb terminal, or one that another process uses."""
+        """True if lines can be redrawn: not on a pipe, a dumb terminal, or in a background process."""
         if not stream.isatty() or os.environ.get("TERM", "dumb") == "":
             return False
         return _console(stream).is_interactive and _is_in_foreground(stream)
 
     @property
     def width(self) -> int:
-        """Characters in a line."""
         return self._console.width
 
     @property
     def height(self) -> int:
-        """Lines that can be drawn."""
         return max(1, self._console.height - 1)
 
     def __enter__(self) -> Screen:
@@ -70,19 +68,18 @@ class Screen:
         self.leave()
 
     def leave(self) -> None:
-        """Stop drawing, with the cursor below the drawing; idempotent."""
+        """Stop drawing, with the cursor below the last drawing; idempotent."""
         if self._handlers:
             logging.getLogger().handlers[:] = self._handlers
             self._handlers = []
         self._live.stop()
 
     def draw(self, lines: Sequence[Text], footer: str = "") -> None:
-        """Show these lines in place of those before; what is too much for the terminal is cut off.
+        """Replace the drawing; lines beyond `height` are cut off.
 
         Args:
-            lines: Made for `width`.
-            footer: The last line, which should be short: a terminal writes ``^C`` behind it. Behind a full line that
-                would begin a new one, and the next lines would be drawn in the wrong place.
+            lines: Lines of at most `width` characters.
+            footer: A short last line. The terminal writes ``^C`` behind it, which must not wrap and shift the drawing.
         """
         shown = [*lines[: self.height - bool(footer)], *([Text(footer, "dim")] if footer else [])]
         drawn = (self.width, [line.markup for line in shown])
@@ -94,7 +91,7 @@ class Screen:
         self._live.update(Group(*shown), refresh=True)
 
     def say(self, text: str) -> None:
-        """Print text above what is drawn; a terminal wraps long lines, so that they can be copied whole."""
+        """Print text above the drawing; the terminal wraps long lines, so that they can be copied whole."""
         plain = "\n".join(map(printable, text.split("\n")))
         self._console.print(Text(plain), soft_wrap=True)
 
@@ -119,7 +116,7 @@ def _console(stream: TextIO) -> Console:
 
 
 def _is_in_foreground(stream: TextIO) -> bool:
-    """True if this process has the terminal, or if that cannot be known."""
+    """True if this process is in the terminal's foreground, or if that is unknown."""
     try:
         return os.tcgetpgrp(stream.fileno()) == os.getpgrp()
     except (OSError, io.UnsupportedOperation):

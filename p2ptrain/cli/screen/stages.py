@@ -1,4 +1,4 @@
-"""The stages of a model on a terminal: who hosts each, what is in their queues, and which one sets the pace."""
+"""The stages of a model on a terminal: hosts, queues, load, bottleneck and risks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REMARKS = {"no host": "bold red", "one host": "yellow", "bottleneck": "bold yel
 
 
 def stage_row(stage: StageView) -> tuple[str, ...]:
-    """One stage as text, in the order of `COLUMNS`; the last cell is what is remarkable about it."""
+    """Return the cells of a stage, in the order of `COLUMNS`; the last one holds remarks."""
     first, end = stage.blocks
     on_the_way = f"+{len(stage.syncing)}" if stage.syncing else ""
     remarks = [
@@ -40,12 +40,11 @@ def stage_row(stage: StageView) -> tuple[str, ...]:
 
 
 def stage_lines(stages: Sequence[StageView], width: int | None, most: int | None = None) -> list[Text]:
-    """A header and a line for each stage.
+    """Return a header and a line for each stage.
 
     Args:
-        stages: All of them.
-        width: Characters in a line; columns that say least are left out until the rest fits. None: all are shown.
-        most: Lines for stages; where there are more, those that need hosts most are shown. None: all are shown.
+        width: Line width in characters; the least important columns are dropped to fit. None keeps all columns.
+        most: Limit of stages; those that need hosts most are kept. None keeps all stages.
     """
     from rich.text import Text
 
@@ -79,7 +78,7 @@ def _urgency(stage: StageView) -> tuple[int, bool, float, int]:
 
 
 def risk_lines(stages: Sequence[StageView], width: int | None) -> list[str]:
-    """What the loss of one host would break, stage by stage; one line where it breaks nothing."""
+    """Return lines about the stages that the loss of one host would break; one line if there are none."""
     risks = [f"! {printable(stage.risk)}" for stage in stages if stage.risk]
     if not risks:
         return ["losing any one host breaks nothing"]

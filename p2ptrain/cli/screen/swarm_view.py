@@ -1,4 +1,4 @@
-"""What ``status --watch`` shows: a swarm and its peers, drawn again as they change; one block a change elsewhere."""
+"""The output of ``status --watch``: a live view on a terminal, one block of text per change elsewhere."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _STATE = COLUMNS.index("state")
 
 
 async def watch_swarm(observer: Observer, link: SwarmLink) -> None:
-    """Keep showing a swarm on standard output until cancelled.
+    """Show a swarm on standard output until cancelled.
 
     Raises:
-        BootstrapError: The swarm's directory does not answer at the first look.
+        BootstrapError: The directory does not answer the first query.
     """
     await observer.peers()
     looking = Looking(observer.look, observer.peer.signed, link)
@@ -54,7 +54,7 @@ async def watch_swarm(observer: Observer, link: SwarmLink) -> None:
 
 
 def frame(snapshot: Snapshot, width: int, height: int) -> list[Text]:
-    """The lines of a terminal, one less than ``height``, for a footer."""
+    """Return the lines of a terminal, with one line left for a footer."""
     lines = [title_line([f"swarm {snapshot.swarm.name}", counted(len(snapshot.peers), "peer")], width)]
     lines += swarm_lines(snapshot, width)
     room = max(2, height - len(lines) - len(("blank", "header", "rule", "footer")))
@@ -62,7 +62,7 @@ def frame(snapshot: Snapshot, width: int, height: int) -> list[Text]:
 
 
 def peer_rows(snapshot: Snapshot, room: int) -> list[tuple[str, ...]]:
-    """A row for each peer by name; where there is not room for all, first those that deserve a look."""
+    """Return a row for each peer, by name; the most urgent first if there are more than ``room``."""
     rows = []
     for peer in snapshot.peers if len(snapshot.peers) <= room else sorted(snapshot.peers, key=urgency):
         row = peer_row(peer, len(snapshot.stages))
@@ -71,14 +71,14 @@ def peer_rows(snapshot: Snapshot, room: int) -> list[tuple[str, ...]]:
 
 
 def block(snapshot: Snapshot) -> str:
-    """The same as plain text, with all peers, the time, and an empty line at its end."""
+    """Return a snapshot as plain text, with all peers, the time, and an empty line at the end."""
     lines = [line.plain for line in swarm_lines(snapshot, PLAIN_WIDTH, with_progress=False)]
     title = f"swarm {snapshot.swarm.name}: {counted(len(snapshot.peers), 'peer')}, {utc(snapshot.at)}"
     return "\n".join([title, *lines, plain_table(peer_rows(snapshot, len(snapshot.peers))), ""])
 
 
 def what_changes(snapshot: Snapshot) -> str:
-    """What a new block is worth: health, coverage, who is there, states, rounds. Traffic and speed always change."""
+    """Return a key that changes with health, hosts, peers, states and rounds, but not with traffic and speed."""
     headline = snapshot.headline
     stages = [(stage.hosts, stage.syncing) for stage in snapshot.stages]
     peers = [(peer.record.peer, peer.record.state, peer.record.round) for peer in snapshot.peers]

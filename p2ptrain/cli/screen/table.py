@@ -1,4 +1,4 @@
-"""How peers look on a terminal: the rows of ``status`` and ``up``."""
+"""The table of peers on a terminal, in ``status`` and ``up``."""
 
 from __future__ import annotations
 
@@ -20,18 +20,13 @@ _RIGHT = {"round", "tokens/s", "loss", "given", "group", "sent", "received"}
 _LEAVE_OUT_FIRST = ("given", "reached", "received", "group", "sent", "digest", "tokens/s")
 _MAX_NAME_CHARS = 24
 FEEDS = "feeds"
-"""In place of a stage: it hosts none, and sends microbatches through all."""
+"""The ``stage`` cell of a trainer that hosts no stage and sends microbatches through all."""
 
 
 def peer_row(peer: PeerView, num_stages: int = 1) -> tuple[str, ...]:
-    """One peer as text, in the order of `COLUMNS`; what a bootstrap peer has not is left out.
-
-    Args:
-        peer: As the status page shows it.
-        num_stages: Into which the swarm's model is cut.
-    """
+    """Return the cells of a peer, in the order of `COLUMNS`; empty where a value does not apply."""
     record = peer.record
-    # Who only sends microbatches through a pipeline is in no round.
+    # A trainer without a stage of the pipeline takes part in no round.
     trains = record.role != "bootstrap" if num_stages == 1 else bool(peer.stages)
     last = record.last_rounds[-1] if record.last_rounds else None
     return (
@@ -51,16 +46,16 @@ def peer_row(peer: PeerView, num_stages: int = 1) -> tuple[str, ...]:
 
 
 def _shown_columns(rows: Sequence[Sequence[str]]) -> list[int]:
-    """Those of `COLUMNS` that are there at all: stages only where a model is cut."""
+    """Return the indices of `COLUMNS`, without that of the stage if no row has one."""
     stage = COLUMNS.index("stage")
     return [index for index in range(len(COLUMNS)) if index != stage or any(row[stage] for row in rows)]
 
 
 def fit_columns(rows: Sequence[Sequence[str]], width: int) -> list[tuple[str, ...]]:
-    """The header and rows made by `peer_row`, made to fit in lines of ``width`` characters.
+    """Return a header and the rows of `peer_row`, fitted to ``width`` terminal columns.
 
-    Long names are cut, and columns are left out, those first that say least, until the rest fits with two characters
-    between columns. What is left of a line of fewer than 40 characters may still be too long.
+    Long names are truncated. The least important columns are dropped until the rest fits, with two characters between
+    columns. Below 40 columns the result may still be too long.
     """
     from rich.cells import cell_len
 
@@ -75,7 +70,7 @@ def fit_columns(rows: Sequence[Sequence[str]], width: int) -> list[tuple[str, ..
 
 
 def clipped(text: str, width: int) -> str:
-    """Text from a stranger in at most ``width`` columns of a terminal, with an ellipsis where some is left out."""
+    """Return printable text of at most ``width`` terminal columns, with an ellipsis if truncated."""
     from rich.cells import cell_len, set_cell_size
 
     text = printable(text)
@@ -83,7 +78,7 @@ def clipped(text: str, width: int) -> str:
 
 
 def plain_table(rows: Iterable[Sequence[str]], width: int | None = None) -> str:
-    """Rows made by `peer_row` as aligned text without colours or lines; ``width`` None keeps all columns."""
+    """Return the rows of `peer_row` as aligned text without colours or rules; a ``width`` of None keeps all columns."""
     from rich.cells import cell_len
 
     rows = list(rows)
@@ -102,7 +97,7 @@ def plain_table(rows: Iterable[Sequence[str]], width: int | None = None) -> str:
 
 
 def table_lines(rows: Sequence[Sequence[str]], width: int, most: int) -> list[Text]:
-    """The same for a terminal: a header, a rule, at most ``most`` lines of rows, and how many there are more."""
+    """Return the table for a terminal: a header, a rule, at most ``most`` lines, and the number of omitted rows."""
     from rich.text import Text
 
     shown = rows if len(rows) <= most else rows[: max(0, most - 1)]
@@ -114,19 +109,19 @@ def table_lines(rows: Sequence[Sequence[str]], width: int, most: int) -> list[Te
 
 
 def printable(text: str) -> str:
-    """Text from a stranger without control characters, which could command the terminal."""
+    """Return text with unprintable characters replaced, so that it holds no escape sequences."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def rounds_line(rounds: Sequence[RoundView], peers: Sequence[PeerView], state: str) -> str:
-    """One line about the rounds that were committed since the last line; of several, it counts the peers of the worst.
+    """Return one line about newly committed rounds, with the peer count of the worst one.
 
     Args:
-        rounds: In order, at least one.
-        peers: All of them.
+        rounds: Ascending, at least one.
+        peers: All peers, for their digests.
         state: The result of `present_state`.
     """
-    # A view names the round that was worked on, counted from 0; people count the rounds that are done.
+    # Rounds are numbered from 0; the line shows the number of completed rounds.
     first, last = rounds[0].round + 1, rounds[-1].round + 1
     fewest = min(rounds, key=lambda view: view.contributors / max(view.members, 1))
     seconds = sum(view.seconds for view in rounds) / len(rounds)
@@ -151,7 +146,6 @@ def rounds_line(rounds: Sequence[RoundView], peers: Sequence[PeerView], state: s
 
 
 def present_state(headline: Headline, held_out: float | None) -> str:
-    """How a swarm is doing: the training loss, the held-out loss and the speed, as far as they are known."""
     rate = headline.tokens_per_second
     return "  ".join(
         [
@@ -163,7 +157,7 @@ def present_state(headline: Headline, held_out: float | None) -> str:
 
 
 def human_time(seconds: float) -> str:
-    """Minutes and seconds: ``0:07``, ``12:34``; with hours where there are any: ``1:02:03``."""
+    """Return ``0:07``, ``12:34`` or ``1:02:03``."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -16,7 +16,7 @@ STD = 0.02
 
 
 class GPT2(Family):
-    """Decoders with learned positions; every key/value head serves one query head."""
+    """Decoders with learned positions and one key/value head per query head."""
 
     name = "gpt2"
     lookups = frozenset({"transformer.wte.weight", "transformer.wpe.weight"})
@@ -61,7 +61,7 @@ class GPT2(Family):
         return GPT2Stage(spec, span, spec.layers + 2)
 
     def initial_std(self, spec: ModelSpec, name: str, shape: Shape) -> float | None:
-        """0.02, ``1 / sqrt(2 * layers)`` of that for what writes to the residual stream (section 2.3); no biases."""
+        """Return 0.02, over ``sqrt(2 * layers)`` for writes to the residual stream (section 2.3); 0 for biases."""
         if name.endswith(".bias"):
             return 0.0
         if len(shape) == 1:

@@ -1,4 +1,4 @@
-"""Stages of the GPT-2 family. Operations and their order are those of transformers' implementation, names too."""
+"""Stages of the GPT-2 family, with the names, operations and order of operations of transformers' implementation."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _Layer(nn.Module):
 
 
 class _Body(nn.Module):
-    """What is there of it depends on the span."""
+    """Its modules depend on the span."""
 
     wte: Embedding
     wpe: Embedding

@@ -1,4 +1,4 @@
-"""Parts of which families are made: linear layers, normalisation, rotary positions and attention.
+"""Building blocks of families: linear layers, normalisation, rotary positions and attention.
 
 Shapes: ``B`` sequences of ``T`` tokens, ``H`` heads of width ``D``.
 """
@@ -14,7 +14,7 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 class Affine(nn.Module):
-    """A linear layer whose weight is ``[inputs, outputs]``, as GPT-2's files have it."""
+    """A linear layer whose weight is ``[inputs, outputs]``, as in GPT-2's files."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -28,13 +28,10 @@ class Affine(nn.Module):
 
 
 class Embedding(nn.Embedding):
-    """A table of embeddings that can be the head as well."""
+    """An embedding table that can also be the head."""
 
     def reset_parameters(self) -> None:
-        """Leave the values as they are: `p2ptrain.models.building` sets them.
-
-        On the meta device torch draws normal values in Python, and imports its compiler for that.
-        """
+        """Keep the values: on the meta device torch would draw normal values in Python, and import its compiler."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[..., width]`` to ``[..., entries]``."""
@@ -57,14 +54,9 @@ class RMSNorm(nn.Module):
 
 
 def rotation(length: int, width: int, theta: float, like: torch.Tensor, first: int = 0) -> Rotation:
-    """Rotary position embeddings (Su et al., *RoFormer*, 2021) for the positions ``first`` to ``first + length - 1``.
+    """Return rotary position embeddings (Su et al., *RoFormer*, 2021) for ``first`` to ``first + length - 1``.
 
-    Args:
-        length: Positions.
-        width: ``D``, even.
-        theta: The base of the wavelengths.
-        like: On the device and of the type of what is asked for.
-        first: The first position.
+    ``width`` is ``D`` (even), ``theta`` the base of the wavelengths; ``like`` determines device and type.
     """
     speeds = 1.0 / theta ** (torch.arange(0, width, 2, dtype=torch.float32, device=like.device) / width)
     positions = torch.arange(first, first + length, dtype=torch.float32, device=like.device)
@@ -73,7 +65,7 @@ def rotation(length: int, width: int, theta: float, like: torch.Tensor, first: i
 
 
 def rotate(heads: torch.Tensor, by: Rotation) -> torch.Tensor:
-    """Turn queries or keys ``[B, H, T, D]`` by their positions: value ``i`` is paired with value ``i + D / 2``."""
+    """Rotate queries or keys ``[B, H, T, D]`` by their positions: value ``i`` is paired with value ``i + D / 2``."""
     cosines, sines = by
     half = heads.shape[-1] // 2
     turned = torch.cat((-heads[..., half:], heads[..., :half]), dim=-1)
@@ -81,15 +73,11 @@ def rotate(heads: torch.Tensor, by: Rotation) -> torch.Tensor:
 
 
 def attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, is_causal: bool) -> torch.Tensor:
-    """Scaled dot-product attention; each of fewer key/value heads serves as many query heads.
+    """Scaled dot-product attention, ``[B, T, H * D]``; a key/value head serves ``H / H_kv`` query heads.
 
     Args:
         queries: ``[B, H, T, D]``, of the last ``T`` positions.
         keys, values: ``[B, H_kv, S, D]``, of all ``S`` positions; ``H_kv`` divides ``H``.
-        is_causal: Whether a token sees itself and those before it alone.
-
-    Returns:
-        ``[B, T, H * D]``.
     """
     grouped = queries.shape[1] != keys.shape[1]
     seen, (new, known) = None, (queries.shape[2], keys.shape[2])

@@ -1,4 +1,4 @@
-"""The Llama family (Touvron et al., *LLaMA*, 2023), SmolLM2 and kin among it: names, shapes, initial values, export."""
+"""The Llama family (Touvron et al., *LLaMA*, 2023), with SmolLM2: names, shapes, initial values, export."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ class Llama(Family):
         return LlamaStage(spec, span, spec.layers + 2)
 
     def initial_std(self, spec: ModelSpec, name: str, shape: Shape) -> float | None:
-        """0.02 for embeddings, ``fan_in ** -0.5`` for linear layers, less for those that write to the residual stream.
+        """Return 0.02 for embeddings and head, ``fan_in ** -0.5`` for other linear layers.
 
-        The last is GPT-2's ``1 / sqrt(2 * layers)`` (Radford et al., 2019, section 2.3).
+        Writes to the residual stream have GPT-2's factor ``1 / sqrt(2 * layers)`` (Radford et al., 2019, section 2.3).
         """
         if len(shape) == 1:
             return None

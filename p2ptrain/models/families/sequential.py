@@ -1,4 +1,4 @@
-"""Stages of an ``nn.Sequential`` of the user's own: its children are the blocks."""
+"""Stages of a user's ``nn.Sequential``: its children are the blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from p2ptrain.models.stage import WHOLE, Stage, StageContext
 
 
 class SequentialStage(Stage):
-    """A span of a module's children, which it shares with that module."""
+    """A span of a module's children, shared with that module."""
 
     def __init__(self, module: nn.Sequential, span: Span) -> None:
         check_span(span, sequential_blocks(module))
@@ -29,11 +29,7 @@ class SequentialStage(Stage):
 
 
 def sequential_blocks(module: nn.Sequential) -> Sequence[Block]:
-    """What a module's children hold.
-
-    Raises:
-        UsageError: Two of them share a parameter: hosts of different stages could not keep it equal.
-    """
+    """Return a module's children as blocks; raises `UsageError` if two share a parameter."""
     blocks, owners = [], dict[int, str]()
     for number, child in enumerate(module):
         shapes = {}

@@ -16,7 +16,7 @@ STD = 0.02
 
 
 class ViT(Family):
-    """Encoders over the patches of an image; a token of its own is classified."""
+    """Encoders over the patches of an image; a class token is classified."""
 
     name = "vit"
     only_settings = ("hidden_act", "qkv_bias")
@@ -111,7 +111,7 @@ class ViT(Family):
         return (spec.channels, spec.image_size, spec.image_size)
 
     def work(self, spec: ModelSpec) -> Sequence[int]:
-        """As for all families; the token that is classified is no patch, and it alone is classified."""
+        """Adjust the base's counts: the class token is no patch, and the head reads it alone."""
         first, *layers, last = super().work(spec)
         tokens = self.tokens(spec)
         return [first // tokens * (tokens - 1), *layers, last // tokens]

@@ -1,4 +1,4 @@
-"""Stages of vision transformers. Names are those of transformers' files."""
+"""Stages of vision transformers, with the names of transformers' files."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class _Encoder(nn.Module):
 
 
 class _Body(nn.Module):
-    """What is there of it depends on the span."""
+    """Its modules depend on the span."""
 
     embeddings: _Embeddings
     encoder: _Encoder

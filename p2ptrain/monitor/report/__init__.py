@@ -1,1 +1,1 @@
-"""The page of a finished run, and the files that it is made from."""
+"""The HTML report of a finished run."""

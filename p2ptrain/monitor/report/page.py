@@ -1,4 +1,4 @@
-"""One self-contained HTML page of a finished run: loss, rounds, contributions."""
+"""The self-contained HTML page of a finished run: loss, rounds, contributions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ def render(run: Run) -> str:
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
-    """Return the main numbers, by name."""
     found = {str(index): peer.summary for index, peer in enumerate(run.peers) if peer.summary is not None}
     whole = combine(found, len(run.peers))
     before, after = formats.human_loss(whole.heldout_loss_before), formats.human_loss(whole.heldout_loss_after)
@@ -64,7 +63,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
 
 
 def charts(run: Run) -> list[tuple[str, str]]:
-    """Return headings and SVG markup."""
+    """Return pairs of heading and SVG markup."""
     start = run.started
 
     def of(kind: str, name: str, committed_only: bool = False) -> list[Series]:
@@ -108,7 +107,7 @@ def peer_row(peer: PeerRun) -> dict[str, Any]:
 
 
 def troubles(run: Run) -> list[tuple[float, str, str, str]]:
-    """Return rounds without a peer's work: seconds since the start, peer, round and reason."""
+    """Return rounds without a peer's contribution: seconds since the start, peer, round and reason."""
     found: list[tuple[Line, PeerRun]] = [
         (line, peer) for peer in run.peers for line in peer.of_kind("round") if line.values.get("reason")
     ]
@@ -120,13 +119,13 @@ def troubles(run: Run) -> list[tuple[float, str, str, str]]:
 
 
 def _state(peer: PeerRun) -> str:
-    """Return a peer's last digest in hexadecimal; empty if it is not known."""
+    """Return a peer's last digest in hexadecimal; empty if unknown."""
     digest = peer.summary.state_digest if peer.summary is not None else _of_last_round(peer, "digest")
     return digest if isinstance(digest, str) else ""
 
 
 def _stage(peer: PeerRun) -> int | None:
-    """Return the stage that a peer hosted; None if it held the whole model, or nothing."""
+    """Return the stage that a peer hosted; None if it hosted none."""
     stage = peer.summary.stage if peer.summary is not None else _of_last_round(peer, "stage")
     return stage if type(stage) is int else None
 
@@ -137,7 +136,7 @@ def _of_last_round(peer: PeerRun, name: str) -> Any:
 
 
 def _agreement(num_states: int, num_stages: int) -> str:
-    """Compare hosts of one stage with each other only."""
+    """Return whether digests agree, as text; only hosts of the same stage are compared."""
     if num_stages < 2:
         return "equal everywhere" if num_states == 1 else f"{num_states} different ones"
     return "equal in each stage" if num_states == num_stages else f"{num_states} different ones in {num_stages} stages"

@@ -1,4 +1,4 @@
-"""The files of a finished run: metrics and summaries of its peers, and the manifest."""
+"""Readers of a finished run's files: metrics and summaries of its peers, and the manifest."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_PEERS = 256
 
 @dataclass(frozen=True)
 class Line:
-    """One line of metrics: wall-clock second, kind (``step``, ``round``, ``held_out``), and the rest."""
+    """One line of metrics: wall-clock seconds, kind (``step``, ``round``, ``held_out``), and the other values."""
 
     time: float
     kind: str
@@ -36,11 +36,7 @@ class Line:
 
 @dataclass(frozen=True)
 class PeerRun:
-    """One peer's part of a run.
-
-    Attributes:
-        summary: None if it did not end in good order.
-    """
+    """One peer's part of a run; ``summary`` is None unless the peer ended in good order."""
 
     name: str
     lines: tuple[Line, ...]
@@ -55,8 +51,8 @@ class Run:
     """A whole run; times are wall-clock seconds.
 
     Attributes:
-        manifest: None where it was not kept.
-        skipped: Lines that could not be read.
+        manifest: None if its file is missing or invalid.
+        skipped: Number of unreadable lines.
     """
 
     directory: Path
@@ -74,10 +70,10 @@ class Run:
 
 
 def read_run(directory: Path, verifier: Signer) -> Run:
-    """Read the run directory of ``up``, or of one peer.
+    """Return the run in the run directory of ``up`` or of one peer.
 
     Raises:
-        ConfigError: There are no metrics in it.
+        ConfigError: The directory does not exist, or holds no metrics.
     """
     if not directory.is_dir():
         raise ConfigError(f"{directory} is not a directory: give the run directory that 'p2ptrain up' or 'join' names")
@@ -96,7 +92,7 @@ def read_run(directory: Path, verifier: Signer) -> Run:
 
 
 def read_lines(path: Path) -> tuple[list[Line], int]:
-    """Return the lines of a file of metrics and of its predecessor, and how many could not be read."""
+    """Return the lines of a metrics file and its rotated predecessor (``.1``), and the number of unreadable lines."""
     lines, skipped = [], 0
     for part in (path.with_name(path.name + ".1"), path):
         for text in _texts(part):

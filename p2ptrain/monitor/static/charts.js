@@ -1,4 +1,4 @@
-// Series over an hour, a day or a week, fetched again while the page is looked at; see plot.js for how they are drawn.
+// Series over an hour, a day or a week, refreshed while the page is visible; plot.js draws them.
 
 import { byId, el, fetchJson, setText, show } from "./dom.js";
 import { bytes, count, duration, latency } from "./formats.js";
@@ -31,7 +31,7 @@ const CHARTS = [
     lines: [["sent_per_second", "sent", "--accent"], ["received_per_second", "received", "--matchmaking", [4, 3]]],
   },
 ];
-// The same for what peers serve. Percentiles of each step are made from the counts of all peers in it.
+// Charts of serving. Percentiles of a step come from the counts of all peers in it.
 const percentiles = (kind) => [
   [`${kind}_p50`, "half within", "--accent"], [`${kind}_p95`, "95 %", "--matchmaking", [4, 3]],
   [`${kind}_p99`, "99 %", "--bad", [2, 3]],
@@ -99,7 +99,7 @@ async function refresh(view) {
         fetchJson(`/api/v1/series?window=${view.window}`), fetchJson(`/api/v1/events?limit=300&since=${since}`),
         fetchJson("/api/v1/rounds?limit=500"),
       ]);
-      if (asked !== view.asked) return; // Another window was chosen meanwhile.
+      if (asked !== view.asked) return; // The user chose another window meanwhile.
       view.data = { ...data, events, rounds: rounds.filter(({ at, committed }) => committed && at >= since) };
       draw(view);
     }
@@ -128,7 +128,7 @@ function draw({ data, charts, serving, window: span }) {
   }
 }
 
-// The values under the cursor, or else the newest.
+// The values under the cursor, else the newest.
 function showValues({ values, unit }, columns, index) {
   columns.forEach((column, line) => {
     const value = index === null ? column.findLast((each) => each !== null) : column[index];

@@ -1,4 +1,4 @@
-// Copy buttons. Plain http has no clipboard API: there the text is selected and the old command tried.
+// Copy buttons. Plain http has no clipboard API: fall back to a selection and document.execCommand.
 
 import { byId, setText } from "./dom.js";
 

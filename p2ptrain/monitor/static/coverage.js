@@ -1,4 +1,4 @@
-// Stages across, peers down, a cell per block.
+// The coverage table: a column per stage, a row per peer, a cell per block.
 
 import { byId, el, peerLink, setText, show, svg } from "./dom.js";
 import { count } from "./formats.js";
@@ -23,7 +23,7 @@ export function showCoverage({ stages, states, rows, others }) {
 function stageBox(stage, isCut) {
   const [first, end] = stage.blocks;
   const blocks = end === first ? "" : end - first === 1 ? `block ${first}` : `blocks ${first}–${end - 1}`;
-  const isSlowest = stage.is_bottleneck && stage.hosts > 0; // Of one without hosts there is worse to say.
+  const isSlowest = stage.is_bottleneck && stage.hosts > 0; // A stage without hosts has a worse remark.
   const waiting = isCut ? `, ${stage.waiting} waiting` : "";
   const syncing = stage.syncing ? `, ${stage.syncing} on the way` : "";
   return el(

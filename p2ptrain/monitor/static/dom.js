@@ -1,4 +1,4 @@
-// Elements made from text: nothing that a peer says is ever parsed as markup.
+// Elements built from text: text of peers is never parsed as markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -16,7 +16,7 @@ export const el = (tag, attributes = {}, ...children) => filled(document.createE
 export const svg = (tag, attributes = {}, ...children) =>
   filled(document.createElementNS(SVG, tag), attributes, children);
 
-// Text is only set when it changes, so that selections and screen readers are left alone.
+// Sets text only when it changes, so that selections and screen readers are not disturbed.
 export function setText(element, text) {
   if (element.textContent !== String(text)) element.textContent = text;
 }

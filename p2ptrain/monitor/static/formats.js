@@ -1,4 +1,4 @@
-// Numbers as people read them: the same as p2ptrain/status/formats.py writes.
+// Number formats, the same as in p2ptrain/status/formats.py.
 
 function scaled(number, units, last, gap) {
   for (const unit of units) {
@@ -17,7 +17,7 @@ export function duration(seconds) {
   return seconds < 48 * 3600 ? `${(seconds / 3600).toFixed(1)} h` : `${(seconds / 86400).toFixed(0)} days`;
 }
 
-// Shorter than `duration` is exact: 3.4 ms, 34 ms, 0.34 s.
+// Finer than `duration`: 3.4 ms, 34 ms, 0.34 s.
 export function latency(seconds) {
   if (seconds < 0.00005) return "0 s";
   if (seconds < 0.0995) return `${(1000 * seconds).toFixed(seconds < 0.00995 ? 1 : 0)} ms`;

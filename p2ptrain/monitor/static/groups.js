@@ -1,4 +1,4 @@
-// Who averaged with whom: asked for again whenever another round is certified.
+// Groups of the last certified round; fetched after each new certificate.
 
 import { byId, el, fetchJson, peerLink, show, svg } from "./dom.js";
 import { plural, shortId } from "./formats.js";
@@ -13,14 +13,14 @@ export function startGroups() {
     try {
       draw((await fetchJson("/api/v1/groups")).groups);
     } catch {
-      shown = null; // The next snapshot tries again.
+      shown = null; // The next snapshot retries.
     }
   };
 }
 
 function draw(groups) {
   const place = byId("group-grid");
-  if (place.contains(document.activeElement) || place.querySelector("details[open]")) return; // Somebody reads it.
+  if (place.contains(document.activeElement) || place.querySelector("details[open]")) return; // The user reads it.
   const total = groups.reduce((sum, { members }) => sum + members.length, 0);
   const named = total <= Number(place.dataset.named);
   show(byId("no-groups"), groups.length === 0);

@@ -1,4 +1,4 @@
-// Health in words, alerts, and the numbers that everybody asks for first.
+// Health, alerts, and the main numbers.
 
 import { byId, el, setText, show } from "./dom.js";
 import { bytes, count, duration, orDash } from "./formats.js";

@@ -1,4 +1,4 @@
-// Contributions and events, fetched again twice a minute.
+// Contributions and events, refreshed twice a minute.
 
 import { byId, el, fetchJson, peerLink, show } from "./dom.js";
 import { count, duration, iso, utc } from "./formats.js";
@@ -15,7 +15,7 @@ export function startLists() {
       showLeaders(leaders);
       showEvents(events);
     } catch {
-      // The line at the top says that the connection is lost.
+      // The connection status at the top reports it.
     }
   }, EVERY_MILLISECONDS);
 }

@@ -1,10 +1,10 @@
-// The stream of snapshots, and the words that say whether it flows.
+// The stream of snapshots, and its connection status.
 
 import { byId } from "./dom.js";
 import { utc } from "./formats.js";
 
 const REFUSED_MILLISECONDS = 15_000;
-const SILENT_MILLISECONDS = 45_000; // The server says something at least every 15 s.
+const SILENT_MILLISECONDS = 45_000; // > the heartbeat interval of the server, 15 s
 
 export function listen(onSnapshot) {
   let newest = null;
@@ -45,7 +45,7 @@ export function listen(onSnapshot) {
     });
     source.addEventListener("error", () => {
       lost();
-      // The browser tries again by itself, unless the server refused.
+      // The browser retries unless the server refused.
       if (source.readyState === EventSource.CLOSED) {
         clearTimeout(silence);
         setTimeout(open, REFUSED_MILLISECONDS);

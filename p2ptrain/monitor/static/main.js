@@ -1,4 +1,4 @@
-// Makes the page live. It is complete without this: each part only takes over what the server rendered.
+// Makes the page live: each part takes over its section of the rendered page.
 
 import { startCopying } from "./copy.js";
 import { startCharts } from "./charts.js";

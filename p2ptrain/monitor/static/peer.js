@@ -1,4 +1,4 @@
-// Keeps the numbers of one peer's page fresh.
+// Refreshes the numbers of a peer's page.
 
 import { byId, setText } from "./dom.js";
 import { bytes, count, latency, orDash, utc } from "./formats.js";
@@ -45,7 +45,7 @@ function showFacts(facts) {
   for (const element of document.querySelectorAll("[data-fact]")) {
     const name = element.dataset.fact;
     const value = name.split(".").reduce((within, part) => within?.[part], facts);
-    if (value === undefined) continue; // It does not serve any more: what it did stays.
+    if (value === undefined) continue; // The peer stopped serving: keep the last numbers.
     setText(element, FORMATS[name] ? FORMATS[name](value) : value);
   }
   place.className = "connection live";

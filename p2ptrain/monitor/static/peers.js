@@ -1,4 +1,4 @@
-// The table of peers: search, sort, and only the rows in view, so that thousands scroll smoothly.
+// The table of peers: search, sort, and virtual scrolling, for thousands of rows.
 
 import { byId, el, fetchJson, setText, show } from "./dom.js";
 import { ago, bytes, count, duration, orDash, plural, shortId } from "./formats.js";
@@ -6,8 +6,8 @@ import { ago, bytes, count, duration, orDash, plural, shortId } from "./formats.
 const FEW = 300;
 const FEW_MILLISECONDS = 5_000;
 const MANY_MILLISECONDS = 15_000;
-const OVERSCAN = 8; // Rows above and below the region, which is 0.7 screens high at most.
-const STRIDE = 4; // Rows to scroll before others are drawn.
+const OVERSCAN = 8; // Rows drawn above and below the region, which is at most 0.7 screens high.
+const STRIDE = 4; // Rows to scroll before a redraw.
 const NUMBERS = new Set([
   "round", "loss", "tokens_per_second", "sent_per_second", "received_per_second", "trained_tokens", "trained_rounds",
   "served_per_second", "started_at", "last_seen",
@@ -61,17 +61,17 @@ export function startPeers() {
     try {
       if (!document.hidden) {
         take(view, await fetchJson("/api/v1/peers/table"));
-        byId("found").setAttribute("aria-live", "off"); // Only answers to a search are read out.
+        byId("found").setAttribute("aria-live", "off"); // Screen readers announce only search results.
         arrange();
       }
     } catch {
-      // The line at the top says that the connection is lost.
+      // The connection status at the top reports it.
     }
-    clearTimeout(timer); // Another may have ended meanwhile.
+    clearTimeout(timer); // Another fetch may have set it meanwhile.
     timer = setTimeout(refresh, view.all.length > FEW ? MANY_MILLISECONDS : FEW_MILLISECONDS);
   };
   refresh();
-  return (total) => { // In a small swarm, who comes or goes is shown at once.
+  return (total) => { // A small swarm shows joins and leaves at once.
     if (view.at && total <= FEW && total !== view.all.length) refresh();
   };
 }
@@ -88,14 +88,14 @@ function take(view, { at, columns, rows }) {
 
 function choose(view) {
   const wanted = byId("search-text").value.trim().toLowerCase();
-  // Who started last is up for the shortest time.
+  // The latest start is the shortest uptime.
   const sign = view.down === (view.key === "started_at") ? 1 : -1;
   const value = (row) => (view.key === "spans" ? 4096 * (row.spans[0]?.[0] ?? 0) + (row.spans.at(-1)?.[1] ?? 0) : row[view.key]);
   view.rows = view.all.filter((row) => row.words.includes(wanted));
   view.rows.sort((first, second) => {
     const [a, b] = [value(first), value(second)];
     if (a === b) return first.peer < second.peer ? -1 : 1;
-    if (a === null || b === null) return a === null ? 1 : -1; // What is missing comes last, either way.
+    if (a === null || b === null) return a === null ? 1 : -1; // Missing values come last in both directions.
     return sign * (typeof a === "string" ? a.localeCompare(b) : a - b);
   });
   const found = view.rows.length;
@@ -135,7 +135,7 @@ function draw(view) {
   place(body, [spacers[0], ...elements, spacers[1]]);
 }
 
-// Columns only grow, so that they do not jump while rows come and go.
+// Columns only grow, so that they do not jump while rows change.
 function measure(view) {
   const cells = [...byId("peer-table").tHead.rows[0].cells];
   const widths = cells.map((cell) => cell.offsetWidth);
@@ -146,7 +146,7 @@ function measure(view) {
   });
 }
 
-// Puts children in order, moves only those that must be, and gives the focus back to one that lost it by moving.
+// Reorders children with few moves, and restores the focus if a move lost it.
 function place(body, children) {
   const focused = body.contains(document.activeElement) ? document.activeElement : null;
   const wanted = new Set(children);

@@ -4,7 +4,7 @@
 
 const HEIGHT = 176;
 const MAX_ROUND_MARKS = 200;
-const MAX_GAP_STEPS = 6; // After so many steps without a value, the line breaks.
+const MAX_GAP_STEPS = 6; // A longer gap breaks the line.
 const sync = "p2ptrain";
 
 export function makePlot(chart, data, columns, onCursor) {
@@ -15,7 +15,7 @@ export function makePlot(chart, data, columns, onCursor) {
     font: "12px system-ui, sans-serif",
   };
   const order = chart.lines.map((_, index) => index);
-  if (chart.stacked) order.reverse(); // The tallest first, so that the others lie on it.
+  if (chart.stacked) order.reverse(); // Tallest first, so that the others are drawn over it.
   const { at, values } = withGaps(data, chart.stacked ? cumulative(columns) : columns);
   const series = order.map((index) => line(chart, colour(chart.lines[index][2]), chart.lines[index][3]));
   const options = {

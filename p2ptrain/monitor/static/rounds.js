@@ -1,9 +1,9 @@
-// The last rounds: how long each took and on what, who took part, who missed it and why.
+// The last rounds: durations by phase, members, absentees and reasons.
 
 import { byId, el, peerLink, setText, show, svg } from "./dom.js";
 import { ago, count, duration, iso, orDash, plural, utc } from "./formats.js";
 
-const rowsByRound = new Map(); // round -> {key, row}; rows stay while nothing changes, and so do opened details.
+const rowsByRound = new Map(); // round -> {key, row}; unchanged rows and their open details stay.
 
 export function showRounds(rounds, now) {
   show(byId("no-rounds"), rounds.length === 0);

@@ -1,4 +1,4 @@
-// What peers serve: the numbers of now. Their charts are drawn with the others, in charts.js.
+// Current numbers of serving; charts.js draws their charts.
 
 import { byId, setText, show } from "./dom.js";
 import { count, latency, orDash } from "./formats.js";

@@ -1,1 +1,1 @@
-"""The one transfer of verified chunks: from several sources at once, resumable, and rationed by those that serve."""
+"""Transfer of verified chunks from several sources in parallel: resumable, and rate-limited by the servers."""

@@ -1,7 +1,7 @@
-"""Fetches chunks from several sources at once; the target verifies each one.
+"""Fetches chunks from several sources in parallel; the target verifies each chunk.
 
-There is no deadline: a fetch goes on while its sources send at a least rate. `p2ptrain.network.chunks.pool` decides
-which source is asked for which chunks. Chunks go through buffers of their own: only verified bytes touch the target.
+A fetch has no deadline, but each source must keep a minimum rate. `chunks.pool` assigns chunks to sources. Chunks
+arrive in separate buffers, so only verified bytes reach the target.
 """
 
 from __future__ import annotations
@@ -37,29 +37,28 @@ logger = logging.getLogger(__name__)
 
 RUNS_ASKED_AHEAD = 2
 CHECKS_BEHIND = 3
-"""Chunks that may wait for their verification while the next one arrives."""
+"""Most chunks in verification while the next one arrives."""
 FIRST_RETRY_SECONDS = 0.25
 REPLACE_SECONDS = 60.0
-"""Between two times that the slowest source gives its place to one that was not asked yet."""
+"""Interval between replacements of the slowest source by an untried one."""
 LOOK_SECONDS = 2.0
-"""Between two looks for further sources."""
+"""Interval between searches for further sources."""
 CLOSE_SECONDS = 0.1
-"""For channels to close well once all is there, so that their connections can be used again."""
+"""Grace period for channels to close after the last chunk, so that their connections can be reused."""
 
 
 class BadContentError(IntegrityError):
-    """A chunk that matches its hash is refused: no source is to blame."""
+    """The target refused a chunk that matches its hash: no source is at fault."""
 
 
 class Target(Protocol):
-    """The receiver of chunks. It verifies and keeps them, and outlives a fetch that fails.
+    """The receiver of chunks: it verifies and keeps them, and can continue after a failed fetch.
 
     Attributes:
-        done: By chunk: 1 once it is there; empty until it is known which chunks there are.
-        is_complete: Whether all is there.
-        most_bytes: Of a chunk on the wire.
-        expected_bytes: About what will come in all; what a transport is told.
-        asks_at_once: Whether chunks are asked for before a source has described what it has.
+        done: 1 for each chunk that is in place; empty until the number of chunks is known.
+        most_bytes: Largest chunk on the wire.
+        expected_bytes: Estimate of all bytes on the wire, for the transport.
+        asks_at_once: True to request chunks before the source sends its description.
     """
 
     @property
@@ -81,24 +80,24 @@ class Target(Protocol):
         """Return the size of a chunk on the wire."""
 
     async def agree(self, channel: Channel, options: FetchOptions) -> int:
-        """Receive a source's description, and check it; return how many bytes of chunks came with it.
+        """Receive and check a source's description; return the bytes of chunks that came with it.
 
         Raises:
-            IntegrityError, ProtocolError, IncompatibleError: The source is of no use.
-            TemporaryError: It is of no use now.
+            IntegrityError, ProtocolError, IncompatibleError: The source is unusable.
+            TemporaryError: The source is unusable for now.
         """
 
     async def put(self, source: PeerId, index: int, received: memoryview) -> int:
-        """Verify a chunk and keep it; return how many bytes of it count.
+        """Verify and keep a chunk; return the bytes to credit to the source.
 
         Raises:
-            IntegrityError: The source lied.
-            TemporaryError: The chunk is of no use now.
+            IntegrityError: The chunk is wrong.
+            TemporaryError: The chunk is unusable for now.
             BadContentError, ResourceError: The fetch cannot succeed.
         """
 
     async def wait_for_turn(self) -> None:
-        """Return once nothing more urgent needs the link; called before chunks are asked for."""
+        """Return once no more urgent traffic needs the link; called before each request."""
 
 
 @dataclass(frozen=True)
@@ -106,36 +105,30 @@ class FetchOptions:
     """Deadlines and bounds of a fetch."""
 
     open_seconds: float = 10.0
-    """Dialling a source; and hearing its description."""
+    """Timeout for opening a channel to a source; targets also use it for the description."""
     least: LeastRate = LEAST_RATE
-    """The least rate of a source; slower ones count as stalled."""
+    """Minimum rate of a source; a slower one counts as stalled."""
     max_sources: int = 4
-    """Asked at the same time."""
     attempts: int = 3
-    """Failures in a row after which a source is given up."""
+    """Limit of a source's consecutive failures."""
     first_span: int = 1
-    """Chunks that a source is asked for at first."""
+    """Length of a source's first run, in chunks."""
     waits: bool = False
-    """Whether sources may wait until they know of what is asked for."""
+    """See `Open.waits`."""
     plan: Mapping[PeerId, Sequence[int]] = field(default_factory=dict)
-    """Which source is asked for which chunks; empty where any may send any."""
+    """The chunks of each source; empty if any source may send any chunk."""
 
 
 @dataclass(frozen=True)
 class FetchReport:
-    """The outcome of a fetch.
-
-    Attributes:
-        bytes_from: Verified bytes by source.
-        faults: Why sources were given up.
-    """
+    """The verified bytes and the last fault of each source."""
 
     bytes_from: dict[PeerId, int]
     faults: dict[PeerId, P2PTrainError]
 
     @property
     def liars(self) -> list[PeerId]:
-        """Sources that sent what their hashes do not vouch for."""
+        """The sources with an integrity or protocol fault."""
         return [peer for peer, fault in self.faults.items() if isinstance(fault, IntegrityError | ProtocolError)]
 
 
@@ -147,23 +140,20 @@ async def fetch(
     find_sources: Callable[[], Sequence[PeerId]],
     options: FetchOptions | None = None,
 ) -> FetchReport:
-    """Fetch the chunks that ``target`` lacks, in parallel, until it has all.
+    """Fetch the missing chunks of ``target`` in parallel.
 
     Args:
-        rpc: To reach sources; lies are counted in its ``refusals``.
-        name: Under which `p2ptrain.network.chunks.server.ChunkServer` serves them.
-        key: Of what is fetched.
-        target: Filled as chunks arrive, also when this raises.
-        find_sources: The peers to be asked, in order of preference; called again and again, since peers come and go.
-        options: Deadlines and bounds.
+        name: Name of the sources' `ChunkServer`.
+        target: Filled as chunks arrive, even if this raises.
+        find_sources: Returns peers to ask, in order of preference; called repeatedly.
 
     Raises:
-        IncompatibleError: No source is left, and one holds something else.
-        IntegrityError: No source is left, and one lied; or the content itself is bad.
-        PeerRefusedError: No source is left; all refuse.
+        IncompatibleError: No source is left, and one was incompatible.
+        IntegrityError: No source is left, and one sent wrong data; or the content itself is bad.
+        PeerRefusedError: No source is left, and all refused.
         PeerLostError: No source is left.
-        DeadlineError: No source is left, and one sent too little.
-        ResourceError: There is no memory or no disk for it.
+        DeadlineError: No source is left, and one was too slow.
+        ResourceError: There is not enough memory or disk.
     """
     transfer = _Fetch(rpc, name, key, target, find_sources, options or FetchOptions())
     await transfer.run()
@@ -171,7 +161,7 @@ async def fetch(
 
 
 class _Fetch:
-    """One fetch: a pool of chunks, and one task a source that empties it."""
+    """One fetch: a pool of chunks, and one task per source."""
 
     def __init__(
         self,
@@ -205,7 +195,6 @@ class _Fetch:
         return FetchReport(dict(self._bytes_from), faults)
 
     async def run(self) -> None:
-        """Return when all is there; see `fetch` for what is raised."""
         async with Tasks() as tasks:
             while not self._target.is_complete and self._start_sources(tasks):
                 with contextlib.suppress(TimeoutError):
@@ -218,7 +207,7 @@ class _Fetch:
             raise self._verdict()
 
     def _start_sources(self, tasks: Tasks) -> bool:
-        """Ask further peers where there is room for them; return whether any is being asked."""
+        """Start further sources, up to the limit; return True if any source is running."""
         found = [source for source in self._find_sources() if source != self._rpc.peer_id]
         fresh = [source for source in found if source not in self._tasks]
         running = [source for source, task in self._tasks.items() if not task.done()]
@@ -234,7 +223,7 @@ class _Fetch:
         return bool(running)
 
     def _rest_slowest(self, running: list[PeerId]) -> None:
-        """Now and then, replace the source that sent least of late by one that was not asked yet."""
+        """Every `REPLACE_SECONDS`, stop the source that sent least in the interval, for an untried one."""
         now = asyncio.get_running_loop().time()
         if now < self._replace_at:
             return
@@ -246,7 +235,7 @@ class _Fetch:
         self._replace_at, self._before = now + REPLACE_SECONDS, Counter(self._bytes_from)
 
     def _verdict(self) -> P2PTrainError:
-        """Return the most telling of the sources' faults, with all of them in its message."""
+        """Return the most specific of the sources' faults, with all faults in its message."""
         faults = list(self.report().faults.values())
         if not faults:
             return PeerLostError("?", f"no other peer has the {self._name}: wait for one, or start from a checkpoint")
@@ -267,7 +256,6 @@ class _Fetch:
     # --- one source -----------------------------------------------------------------------------------------------
 
     async def _use(self, source: PeerId) -> None:
-        """Take chunks from one source until all is there or it is given up; then its fault says why."""
         attempts = 0
         try:
             while not self._target.is_complete:
@@ -281,7 +269,7 @@ class _Fetch:
                     await self._converse(source, run)
                     continue
                 except (BadContentError, ResourceError):
-                    raise  # It is not the source's fault.
+                    raise  # not the source's fault
                 except (ProtocolError, IntegrityError, IncompatibleError) as error:
                     self._rpc.count_refusal(source, f"bad {self._name}")
                     logger.warning("%s: gave up peer %s: %s", self._name, source[-8:], error)
@@ -300,7 +288,7 @@ class _Fetch:
                 await asyncio.sleep(FIRST_RETRY_SECONDS * 2**attempts * (1 + random))
         finally:
             self._pool.leave(source)
-            # When this was the last source, the waiting main task has to see that it is done.
+            # Wake the main task after this one has ended, because this may be the last source.
             asyncio.get_running_loop().call_soon(self._notify)
 
     async def _converse(self, source: PeerId, run: list[int]) -> None:
@@ -321,13 +309,7 @@ class _Fetch:
             self._receiving.discard(source)
 
     async def _ask(self, channel: Channel, asked: deque[list[int]], run: list[int] | None = None) -> bool:
-        """Ask ahead; False once the source was told that nothing more will be asked.
-
-        Args:
-            channel: To the source.
-            asked: The runs that are due; grows.
-            run: The first to ask for; taken from the pool already.
-        """
+        """Request runs, ``run`` first, up to `RUNS_ASKED_AHEAD` in ``asked``; False once no chunks are left."""
         await self._target.wait_for_turn()
         while len(asked) < RUNS_ASKED_AHEAD:
             if not (run := run or self._pool.take(channel.remote)):
@@ -339,7 +321,7 @@ class _Fetch:
         return True
 
     async def _pull(self, channel: Channel, asked: deque[list[int]], asking: bool) -> None:
-        """Receive into one buffer while others are verified."""
+        """Receive chunks into one buffer while the target verifies others."""
         loop, target = asyncio.get_running_loop(), self._target
         buffers = deque(memoryview(bytearray(target.most_bytes)) for _ in range(CHECKS_BEHIND + 1))
         checks: deque[asyncio.Task[None]] = deque()

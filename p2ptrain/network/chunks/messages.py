@@ -1,13 +1,13 @@
-"""Messages of a chunk transfer, which has one channel a source::
+"""Messages of a chunk transfer, which has one channel per source::
 
     receiver                                     source
-      | Open{key}                                  |
-      | Ask{chunks}, Ask{chunks} (asked ahead) ->  |
+      | Open{key} ->                               |
+      | Ask{chunks}, Ask{chunks} (pipelined) ->    |
       |        <- a description, if there is one   |
       |        <- chunk, chunk, …                  |
-      | Enough ->                                  |  ends the channel once all is sent
+      | Enough ->                                  |  closes the channel once all chunks are sent
 
-Chunks travel as bulk buffers, in the order asked for.
+Chunks are bulk buffers in the order of the requests.
 """
 
 from __future__ import annotations
@@ -19,36 +19,30 @@ from msgspec import Meta
 from p2ptrain.network.schema import Message
 
 MAX_ASKED = 16
-"""Chunks that one `Ask` may name."""
 MAX_CHUNKS = 1 << 32
 
 
 class Open(Message, frozen=True):
-    """Open a transfer.
-
-    Attributes:
-        key: Which of the things that are served under this name.
-        waits: Whether the source may wait until it knows of it.
-    """
+    """Request for the supply of a key; if ``waits``, the source may wait until it has the key."""
 
     key: Annotated[bytes, Meta(max_length=64)] = b""
     waits: bool = False
 
 
 class FromReceiver(Message, frozen=True, tag=True):
-    """A message that follows `Open`."""
+    """A message after `Open`."""
 
 
 class Ask(FromReceiver, frozen=True, tag="ask"):
-    """Ask for chunks by their numbers."""
+    """Request for chunks, by index."""
 
     chunks: Annotated[list[Annotated[int, Meta(ge=0, lt=MAX_CHUNKS)]], Meta(min_length=1, max_length=MAX_ASKED)]
 
 
 class Enough(FromReceiver, frozen=True, tag="enough"):
-    """Nothing more will be asked for."""
+    """End of the requests."""
 
 
 def service(name: str) -> str:
-    """Return the name of the channels that chunks of this name come by."""
+    """Return the RPC service name for a chunk server's name."""
     return f"chunks.{name}"

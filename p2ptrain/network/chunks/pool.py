@@ -1,13 +1,10 @@
-"""Which source of a fetch is asked for which chunks next: bookkeeping alone, no network and no clock.
+"""Assignment of a fetch's chunks to its sources, without network or clock.
 
-Sources *take* runs of chunks from one pool. A quick source gets longer runs, and all get shorter ones towards the end,
-so that they finish together. When nothing is left to take, a source *steals* what another still owes: the chunk comes
-from whoever is first. A source that is lost *gives back* what it owes.
+Sources take runs of chunks from one pool. Fast sources get longer runs, and all runs shrink towards the end so that
+sources finish together. From an empty pool a source steals chunks that another still owes; the first delivery counts.
+A lost source gives its chunks back.
 
-A plan assigns chunks to sources instead. Then nothing is stolen, and the chunks of a source that leaves go to the first
-one that is left.
-
-What is done is kept by the target, as a flag a chunk; the pool only reads it.
+With a plan, chunks are assigned to sources and never stolen. The first remaining source gets those of one that leaves.
 """
 
 from __future__ import annotations
@@ -20,37 +17,28 @@ from p2ptrain.network.chunks.messages import MAX_ASKED
 from p2ptrain.network.transport import PeerId
 
 STOLEN_CHUNKS = 2
-"""Most chunks stolen at once."""
 MAX_HOLDERS = 2
-"""Most sources that may owe the same chunk."""
+"""Most sources that owe the same chunk."""
 QUICK_RUN_SECONDS = 1.0
-"""A source that delivers a run faster gets a longer one next."""
+"""A source that delivers a run faster gets longer runs."""
 SLOW_RUN_SECONDS = 3.0
-"""A source that takes longer gets a shorter one."""
+"""A source that delivers a run slower gets shorter runs; > `QUICK_RUN_SECONDS`."""
 
 
 @dataclass
 class _Share:
-    """One source's part in the fetch.
-
-    Attributes:
-        span: The length of its next run.
-        owed: Chunks that it was asked for and that are not in place, in the order of asking.
-    """
+    """A source's next run length and requested chunks, in the order of the requests."""
 
     span: int
     owed: list[int] = field(default_factory=list)
 
 
 class ChunkPool:
-    """The chunks that are not there yet, and who owes which; empty until `fill`.
+    """The missing chunks, and the sources that owe them; empty until `fill`.
 
     Args:
-        first_span: The length of a source's first run.
-        plan: By source: the chunks that it is asked for; empty for a pool that all share.
-
-    Attributes:
-        is_filled: Whether it is known which chunks there are.
+        first_span: The length of a source's first run, in chunks.
+        plan: The chunks of each source; empty for a pool that all sources share.
     """
 
     def __init__(self, first_span: int = 1, plan: Mapping[PeerId, Sequence[int]] | None = None) -> None:
@@ -63,26 +51,21 @@ class ChunkPool:
         self.is_filled = False
 
     def fill(self, done: bytes | bytearray) -> None:
-        """Begin with all chunks that are not done.
-
-        Args:
-            done: For each chunk, 1 once it is in place; read again whenever that matters.
-        """
+        """Fill the pool with all chunks whose flag is 0, and keep a reference to the flags."""
         self._done, self.is_filled = done, True
         planned = {index for chunks in self._plan.values() for index in chunks}
         self._pending = deque(index for index, is_done in enumerate(done) if not is_done and index not in planned)
 
     def join(self, source: PeerId) -> None:
-        """Let one more source take."""
         self._shares[source] = _Share(self._first_span)
 
     def leave(self, source: PeerId) -> None:
-        """Let a source that gave back what it owed take no more."""
+        """Remove a source that owes nothing; its planned chunks return to the pool."""
         self._shares.pop(source, None)
         self._pending.extend(self._plan.pop(source, ()))
 
     def take(self, source: PeerId) -> list[int]:
-        """Return the next run of chunks to ask ``source`` for; empty for none."""
+        """Return the next run of chunks for ``source``; empty if it gets none."""
         share = self._shares[source]
         if planned := self._plan.get(source):
             run = self._next(planned, MAX_ASKED)
@@ -96,7 +79,6 @@ class ChunkPool:
         return run
 
     def _limit(self, share: _Share) -> int:
-        """Smaller and smaller towards the end, so that all sources finish together."""
         if len(self._shares) == 1:
             return share.span
         return min(share.span, max(1, len(self._pending) // (2 * len(self._shares))))
@@ -109,13 +91,12 @@ class ChunkPool:
         return run
 
     def settle(self, source: PeerId, index: int) -> None:
-        """Note that ``source`` delivered a chunk; also one that it did not owe."""
+        """Record that ``source`` delivered a chunk, owed or not."""
         share = self._shares[source]
         if index in share.owed:
             share.owed.remove(index)
 
     def adapt(self, source: PeerId, seconds: float) -> None:
-        """Fit the length of the next runs to how long the last one of ``source`` took."""
         share = self._shares[source]
         if seconds < QUICK_RUN_SECONDS:
             share.span = min(2 * share.span, MAX_ASKED)
@@ -123,7 +104,10 @@ class ChunkPool:
             share.span = max(1, share.span // 2)
 
     def give_back(self, source: PeerId) -> bool:
-        """Take over what ``source`` owes and nobody else does; whether there is any of that. It begins anew."""
+        """Return a source's owed chunks to the pool and reset its run length; True if chunks returned.
+
+        Chunks that another source also owes do not return.
+        """
         share = self._shares[source]
         held = {index for other in self._shares.values() if other is not share for index in other.owed}
         lost = [index for index in share.owed if not self._done[index] and index not in held]
@@ -139,5 +123,5 @@ class ChunkPool:
             if share is not thief:
                 owed = [index for index in share.owed if holders[index] < MAX_HOLDERS and not self._done[index]]
                 best = max(best, owed, key=len)
-        # From its end: what was asked for last arrives last.
+        # Steal from the end: chunks requested last arrive last.
         return best[-min(thief.span, STOLEN_CHUNKS) :] if best else []

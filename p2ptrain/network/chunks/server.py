@@ -1,4 +1,4 @@
-"""Serves chunks to several receivers at once, no more and no faster than this peer wants."""
+"""Serves chunks to several receivers, within limits on transfers and bandwidth."""
 
 from __future__ import annotations
 
@@ -17,44 +17,32 @@ from p2ptrain.network.transport import PeerId
 
 
 class Supply(Protocol):
-    """The chunks of one transfer.
-
-    Attributes:
-        num_chunks: How many there are.
-    """
+    """The chunks of one transfer."""
 
     num_chunks: int
 
     async def describe(self) -> Message | None:
-        """Return what the receiver hears before any chunk; None for nothing."""
+        """Return the message that precedes the chunks; None for no message."""
 
     async def read(self, index: int) -> bytes | bytearray | memoryview:
-        """Return a chunk once it is there; it does not change before the next call."""
+        """Return a chunk once it is available; the buffer is valid until the next call."""
 
 
 @dataclass(frozen=True)
 class Ration:
-    """Bounds on what transfers cost the peer that serves them."""
+    """Limits on the transfers that a peer serves."""
 
     transfers: int = 8
-    """Served at once; more are refused."""
+    """Most parallel transfers; the server refuses more."""
     transfers_per_peer: int = 2
-    """Of which for one peer."""
     idle_seconds: float = 120.0
-    """Timeout of a receiver that asks for nothing."""
+    """Timeout for a receiver's next request."""
     bytes_per_second: float = 0.0
-    """Upload of all transfers together; 0 for no limit."""
+    """Upload limit of all transfers together; 0 for none."""
 
 
 class ChunkServer:
-    """Serves chunks under a name.
-
-    Args:
-        rpc: Receivers come by it.
-        name: Of what is served, such as ``state``.
-        find: Returns the supply that is asked for; raises a `P2PTrainError` to refuse.
-        ration: What this may cost.
-    """
+    """Serves chunks under a name; ``find`` returns the requested supply, or raises a `P2PTrainError` to refuse."""
 
     def __init__(
         self, rpc: Rpc, name: str, find: Callable[[Open], Awaitable[Supply]], ration: Ration | None = None
@@ -66,7 +54,6 @@ class ChunkServer:
         rpc.serve_channel(service(name), Open, self._serve, max_request_bytes=1024)
 
     def is_serving(self) -> bool:
-        """True if a transfer is under way."""
         return self._active.total() > 0
 
     async def _serve(self, channel: Channel, request: Open) -> None:
@@ -84,7 +71,7 @@ class ChunkServer:
     async def _converse(self, channel: Channel, supply: Supply) -> None:
         if (description := await supply.describe()) is not None:
             await channel.send(description)
-        chunks_left = 4 * supply.num_chunks + MAX_ASKED  # More than any honest receiver needs.
+        chunks_left = 4 * supply.num_chunks + MAX_ASKED  # upper bound for an honest receiver
         while True:
             try:
                 request = await channel.receive(FromReceiver, self._ration.idle_seconds, 1024)
@@ -101,7 +88,7 @@ class ChunkServer:
                     return
 
     async def _send(self, channel: Channel, data: memoryview) -> None:
-        """Send a chunk, in pieces of a second each where there is a limit, so that the receiver sees it coming."""
+        """Send a chunk; under a bandwidth limit, in pieces of one second so that the receiver sees progress."""
         rate = self._ration.bytes_per_second
         piece = max(1, int(rate)) if rate else len(data)
         for start in range(0, len(data), piece):

@@ -1,1 +1,1 @@
-"""Transport and directory on a p2pd daemon, and direct connections beside it."""
+"""Transport and directory on a p2pd daemon, and direct connections that bypass it."""

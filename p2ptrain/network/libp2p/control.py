@@ -1,10 +1,7 @@
-"""Speaks to a p2pd daemon over its control socket: identify, dial, open and serve raw streams.
+"""Client of a p2pd daemon's control socket: identify, dial, open and serve raw streams.
 
-The protocol is the libp2p daemon's: varint-prefixed protobuf messages on a Unix socket, one connection per request.
-After STREAM_OPEN the connection *is* the stream. hivemind's own client does the same, but leaks the connection when a
-request fails or is cancelled, and cannot bound buffers. Its messages are used here; its multiaddr only for
-Unix sockets, which py-multiaddr writes without their leading slash: hivemind's encodes ``/p2p`` parts wrongly, so that
-relayed addresses could not be dialled.
+The protocol has varint-prefixed protobuf messages on a Unix socket, and one connection per request. After STREAM_OPEN
+the connection carries the stream. hivemind's client leaks connections of failed requests, and cannot bound buffers.
 Source: https://github.com/libp2p/go-libp2p-daemon/blob/master/specs/CONTROL.md
 """
 
@@ -27,7 +24,7 @@ from p2ptrain.tasks import Tasks
 
 MAX_CONTROL_MESSAGE_BYTES = 4 << 20
 MAX_REFUSAL_CHARACTERS = 8192
-"""A refused dial takes about 200 for each address."""
+"""Longest kept error message; a failed dial has one line per address."""
 
 logger = logging.getLogger(__name__)
 
@@ -35,19 +32,17 @@ StreamCallback = Callable[[str, SocketStream], Awaitable[None]]
 
 
 class DaemonRefusal(Exception):
-    """The daemon answered a request with an error; its words are the message."""
+    """The daemon answered a request with an error, which is the message."""
 
 
 class DaemonGone(Exception):
-    """The daemon's control socket does not answer: it has stopped."""
+    """The daemon's control socket is closed, or sends invalid messages."""
 
 
 class DaemonControl:
-    """Requests to one daemon. Callers put a deadline around every call; cancelling one closes its connection.
+    """Requests to one daemon; ``own_socket`` accepts incoming streams.
 
-    Args:
-        daemon_socket: Where the daemon listens.
-        own_socket: Where this object will listen for streams that others open to us.
+    Callers set timeouts. Cancelling a call closes its connection.
     """
 
     def __init__(self, daemon_socket: Path, own_socket: Path) -> None:
@@ -59,39 +54,37 @@ class DaemonControl:
         self._handlers: dict[str, StreamCallback] = {}
 
     async def hold(self) -> None:
-        """Keep the daemon running until `close` or this process's end: it leaves with its last such connection."""
+        """Keep the daemon running until `close` or this process's end; it exits with its last such connection."""
         self._held = await self._connection()
         await _send(self._held, p2pd_pb2.Request(type=p2pd_pb2.Request.PERSISTENT_CONN_UPGRADE))
         await _response(self._held)
 
     async def identify(self) -> tuple[str, list[str]]:
-        """The daemon's peer id and the multiaddrs at which it believes it can be dialled (without ``/p2p``)."""
+        """Return the daemon's peer id and its own view of its multiaddrs (without ``/p2p``)."""
         response = await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY))
         return PeerID(response.identify.id).to_base58(), _texts(response.identify.addrs)
 
     async def connect(self, peer: str, addresses: Sequence[str]) -> None:
-        """Dial ``peer`` at ``addresses`` (with or without ``/p2p/<peer>`` at their end)."""
+        """Dial ``peer``; a final ``/p2p/<peer>`` of an address is optional."""
         raw = [Multiaddr(address.removesuffix(f"/p2p/{peer}")).to_bytes() for address in addresses]
         connect = p2pd_pb2.ConnectRequest(peer=_peer_bytes(peer), addrs=raw)
         await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=connect))
 
     async def disconnect(self, peer: str) -> None:
-        """Close all connections with ``peer``."""
         disconnect = p2pd_pb2.DisconnectRequest(peer=_peer_bytes(peer))
         await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.DISCONNECT, disconnect=disconnect))
 
     async def connected_peers(self) -> list[str]:
-        """The ids of the peers that the daemon has a connection with."""
         response = await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS))
         return [PeerID(info.id).to_base58() for info in response.peers]
 
     async def connections(self) -> list[tuple[str, str]]:
-        """For each of the daemon's connections, the remote's id and multiaddr."""
+        """Return the remote's id and multiaddr of each connection."""
         response = await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS))
         return [(PeerID(info.id).to_base58(), address) for info in response.peers for address in _texts(info.addrs)]
 
     async def open_stream(self, peer: str, protocol: str) -> SocketStream:
-        """Open a stream to ``peer``; the daemon looks for its addresses and dials it if need be."""
+        """Open a stream to ``peer``; the daemon looks up and dials the peer if necessary."""
         stream_open = p2pd_pb2.StreamOpenRequest(peer=_peer_bytes(peer), proto=[protocol])
         socket = await self._connection()
         try:
@@ -103,17 +96,18 @@ class DaemonControl:
         return socket
 
     async def serve_stream(self, protocol: str, callback: StreamCallback) -> None:
-        """Call ``callback(remote peer id, stream)`` in a task for every stream that is opened to us."""
+        """Call ``callback(remote peer id, stream)`` in a task for every incoming stream of ``protocol``."""
         if self._server is None:
             loop = asyncio.get_running_loop()
             self._server = await loop.create_unix_server(lambda: SocketStream(self._connected), self._own_socket)
         self._handlers[protocol] = callback
+        # py-multiaddr drops the leading slash of Unix sockets; hivemind's multiaddr encodes ``/p2p`` parts wrongly.
         address = HivemindMultiaddr(f"/unix{self._own_socket}").to_bytes()
         handler = p2pd_pb2.StreamHandlerRequest(addr=address, proto=[protocol], balanced=False)
         await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=handler))
 
     def close(self) -> None:
-        """Accept no more streams, and let the daemon go; idempotent."""
+        """Stop accepting streams and release the daemon; idempotent."""
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -156,7 +150,7 @@ def _texts(addresses: Sequence[bytes]) -> list[str]:
     for raw in addresses:
         try:
             texts.append(str(Multiaddr(raw)))
-        except Exception as error:  # whatever py-multiaddr's codecs raise for a transport that they do not know
+        except Exception as error:  # py-multiaddr's codecs raise many kinds for unknown transports
             logger.debug("address %s ignored: %r", raw.hex(), error)
     return texts
 

@@ -1,14 +1,14 @@
-"""Starts, watches and ends the libp2p daemon (p2pd, which hivemind ships).
+"""Starts, watches and stops the libp2p daemon (p2pd, which hivemind ships).
 
-The daemon must not outlive its owner, however that ends:
+The daemon must not outlive its owner, even if the owner is killed:
 
-* ``setpriv --pdeathsig KILL`` makes the kernel kill it together with the *thread* that started it. So start it on a
-  thread that lives as long as the peer does: the event loop's.
-* It leaves by itself when the last persistent control connection closes, or when none is opened within `IDLE_SECONDS`.
-* Forked children (data-loader workers) inherit the sockets to the daemon and would keep it and our streams alive;
-  `SocketDirectory` closes them in every child, and the sockets do not survive an exec.
+* ``setpriv --pdeathsig KILL`` makes the kernel kill the daemon with the *thread* that started it. So the caller starts
+  it on the event loop's thread.
+* The daemon exits when the last persistent control connection closes, or if none opens within `IDLE_SECONDS`.
+* Forked children (data-loader workers) inherit sockets that would keep the daemon alive. A fork hook replaces the
+  sockets of every `SocketDirectory` in the child; an exec closes them.
 
-The daemon reads its key from a pipe, so no copy of the key lies in a file that a kill could leave behind.
+The daemon reads its key from a pipe, so that a kill leaves no key file behind.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 30
 ASK_SECONDS = 0.5
-"""Between two questions to the kernel whether the daemon has ended; asyncio is told at once, as a rule."""
+"""Interval between polls of the daemon's exit status, in case asyncio misses SIGCHLD."""
 START_ATTEMPTS = 3
 KEY_SOURCE = "/proc/self/fd/0"
 MAX_UNARY_BYTES = 16 << 20
-"""Largest directory message; hivemind's default of 4 MiB is less than a full key of records."""
+"""Largest directory message; hivemind's default of 4 MiB is less than all records of a full key."""
 
 
 class SocketDirectory:
-    """A private folder for the daemon's sockets, whose connections forked children lose.
+    """A private, locked folder for the daemon's sockets; forked children lose their connections.
 
-    It is locked while in use; folders that killed owners left behind are removed when the next one is made.
+    The constructor removes unlocked folders of killed owners.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class SocketDirectory:
         self.forget_lock()
 
     def forget_lock(self) -> None:
-        """Close the lock, in a forked child or at the end."""
+        """Close the lock file without removing the folder."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -88,8 +88,7 @@ _directories: set[SocketDirectory] = set()
 def _after_fork() -> None:
     """Replace every inherited descriptor of a daemon socket by ``/dev/null``.
 
-    Replaced rather than closed: the parent's objects are in this process too, and closing one of them later must not
-    hit a file that got the same number.
+    Closing it would free its number: an inherited socket object could later close an unrelated file of that number.
     """
     if not _directories:
         return
@@ -142,17 +141,16 @@ class Daemon:
         timeout_seconds: float,
         environment: Mapping[str, str],
     ) -> Daemon:
-        """Start a daemon, trying again when it does not come up, and wait until it answers.
+        """Start a daemon, with retries, and wait until it is ready.
 
         Args:
-            arguments: p2pd's own (``-hostAddrs=…``), without its control socket and its key.
+            arguments: p2pd's arguments (``-hostAddrs=…``), without its control socket and its key.
             key: The private key in libp2p's format.
-            listen: The multiaddrs that it is to listen at; a port among them that is taken is found before the start.
-            timeout_seconds: For each of the attempts.
-            environment: Variables to set for it.
+            listen: The multiaddrs to listen at; their ports are checked first.
+            timeout_seconds: For each attempt.
 
         Raises:
-            ResourceError: The daemon is missing, a port is taken, or it failed three times; says why.
+            ResourceError: The daemon is missing, a port is taken, or `START_ATTEMPTS` attempts failed.
         """
         check_ports_free(listen)
         binary = _binary()
@@ -193,7 +191,7 @@ class Daemon:
                 stderr=asyncio.subprocess.STDOUT,
                 env={**os.environ, "GOLOG_LOG_LEVEL": "error", "GOLOG_LOG_FMT": "nocolor", **environment},
                 limit=1 << 16,
-                start_new_session=True,  # Ctrl-C at a terminal is for the peer, which still needs its daemon to drain
+                start_new_session=True,  # Ctrl-C must not reach the daemon, which the peer needs to drain
             )
             assert process.stdout is not None
             log.follow(process.stdout)
@@ -228,11 +226,11 @@ class Daemon:
         self._tasks.start(wait(), "p2pd-watcher")
 
     def expect_end(self) -> None:
-        """From now on the daemon's end is not a loss."""
+        """Stop reporting the daemon's exit as a loss."""
         self._stopping = True
 
     async def stop(self) -> None:
-        """End the daemon, wait for it, and remove its sockets; idempotent."""
+        """Stop the daemon, wait for its exit, and remove its sockets; idempotent."""
         self.expect_end()
         await _end(self._process, self._log)
         await self._tasks.join()
@@ -240,7 +238,7 @@ class Daemon:
 
 
 def _pipe_with(data: bytes) -> int:
-    """Return the read end of a pipe that holds ``data``, which must fit into a pipe's buffer (64 KiB)."""
+    """Return the read end of a pipe that holds ``data``, at most 64 KiB (a pipe's buffer)."""
     source, sink = os.pipe()
     try:
         os.write(sink, data)
@@ -256,7 +254,7 @@ class _StartFailed(Exception):
 
 
 class _Output:
-    """Follows what the daemon prints: when it is up, and its last lines."""
+    """Reads the daemon's output: its ready line, and its last lines for error messages."""
 
     def __init__(self) -> None:
         self.ready = asyncio.Event()
@@ -308,10 +306,9 @@ async def _end(process: asyncio.subprocess.Process | None, log: _Output) -> None
 
 
 async def _ended(process: asyncio.subprocess.Process) -> int:
-    """Wait for the end of a process; returns its exit status, or minus the signal that ended it.
+    """Wait for the end of a process; return its exit status, or minus the signal that ended it.
 
-    asyncio learns of the end by SIGCHLD, whose handler other libraries may take away (Lightning does): so the kernel is
-    asked, too.
+    asyncio relies on SIGCHLD, whose handler other libraries may replace (Lightning does). So this polls the kernel too.
     """
     async with Tasks() as tasks:
         waiting = tasks.call(process.wait(), "p2pd-end")
@@ -323,10 +320,10 @@ async def _ended(process: asyncio.subprocess.Process) -> int:
 
 
 def _status_of(process_id: int) -> int | None:
-    """Return the status of a child that has ended, and leave it to be reaped; None while it runs."""
+    """Return the exit status of an ended child without reaping it; None while it runs."""
     try:
         ended = os.waitid(os.P_PID, process_id, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # Reaped just now.
+    except ChildProcessError:  # already reaped
         return 0
     if ended is None:
         return None
@@ -343,13 +340,9 @@ def _binary() -> str:
 
 
 def check_ports_free(listen: Sequence[str]) -> None:
-    """Check that the explicit ports among the multiaddrs can be listened on.
+    """Raise `ResourceError` if a fixed port of the multiaddrs is taken, or not allowed.
 
-    Done before the daemon starts, because it listens with SO_REUSEPORT: two daemons of one user would share a port, and
-    each lose a part of its connections.
-
-    Raises:
-        ResourceError: One is taken, or not ours to take; names it.
+    The daemon listens with SO_REUSEPORT, so two daemons of one user would share a port and its connections.
     """
     for address in listen:
         found = re.match(r"/ip([46])/([^/]+)/(tcp|udp)/(\d+)(/|$)", address)

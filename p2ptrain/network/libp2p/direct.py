@@ -1,22 +1,22 @@
-"""Direct connections: encrypted records over TCP from process to process, for streams that carry much.
+"""Direct connections: encrypted TCP between two peers' processes, for streams with much data.
 
-Bytes between two daemons pass through the sockets of four processes; a direct connection leaves the daemons out. Peers
-agree on one over a stream between their daemons, which authenticates both::
+A direct connection saves the copies through both daemons. Peers negotiate it over a stream between their daemons, which
+authenticates both::
 
     dialler                                                    listener
       | over the daemons: Ask(protocol, key)                     |
       | -------------------------------------------------------> |  `DirectListener.offer`
-      |                 Offer(port, key), or an ERROR |
+      |                           Offer(port, key), or an ERROR  |
       | <------------------------------------------------------- |
       | TCP to an address of the connection between the daemons  |
       | name, READY -------------------------------------> READY |
       | START, and the stream begins                             |
 
-Name and keys are derived from the two ends' keys for this connection (`p2ptrain.network.libp2p.direct_records`). If no
-connection comes about, `DirectConnections.open` returns None, and does so at once for some time.
+`direct_records.agree` derives the connection's name and keys. After a failed attempt `DirectConnections.open` returns
+None, and backs off from the peer.
 
-A connection carries one stream at a time. After a stream that ended in order it is kept for a minute: the listener
-sends READY again, and START begins the next stream. ``docs/explanation/security.md`` has the security argument.
+A connection carries one stream at a time. After an orderly end both sides keep it as a spare: the listener sends READY
+again, and START begins the next stream. ``docs/explanation/security.md`` has the security argument.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 OFFERS = "/p2ptrain/direct/2"
-"""The name of the streams over which offers are asked for."""
+"""Protocol name of the streams for offers."""
 
 ASKING_SECONDS = 5.0
-"""Deadline for a peer to ask, and to take the answer."""
+"""Timeout for serving one request for an offer."""
 MAX_ASKING = 64
 MAX_ASKING_PER_PEER = 4
 
 DIAL_SECONDS = 3.0
-"""Deadline for a connection that is ready; the daemons carry the stream otherwise."""
+"""Timeout for a whole attempt; the daemons carry the stream after it."""
 TCP_SECONDS = 1.0
-"""A filtered port does not answer; one retransmission fits in, if only just."""
+"""Timeout of a TCP connection, for filtered ports; < `DIAL_SECONDS`."""
 READY_SECONDS = 1.0
-"""Deadline for the listener to be through with the last stream; a new connection is dialled otherwise."""
+"""Timeout for READY on a spare connection; the peer dials a new one after it."""
 MAX_HOSTS = 2
 MAX_SPARES = 32
 FIRST_REST_SECONDS = 30.0
@@ -67,35 +67,29 @@ MAX_RESTS = 1024
 
 
 PublicKey = Annotated[bytes, Meta(min_length=32, max_length=32)]
-"""Of X25519, made for one connection."""
+"""An ephemeral X25519 key, for one connection."""
 
 
 class Ask(Message, frozen=True):
-    """Request for an offer to open streams of a protocol."""
+    """Request for an `Offer`."""
 
     protocol: Annotated[str, Meta(max_length=128)]
     key: PublicKey
 
 
 class Offer(Message, frozen=True):
-    """Permission to connect to a port once, within `DirectLimits.offer_seconds`."""
+    """Permission for one connection to a port, within `DirectLimits.offer_seconds`."""
 
     port: Port
     key: PublicKey
 
 
 class DirectConnections:
-    """Dials peers directly, and listens for those that do.
+    """Dials peers directly, and accepts direct connections.
 
     Args:
-        own_id: This peer's id.
-        control: Reaches peers over the daemon.
         on_stream: Called with peer, protocol and connection when a peer begins a stream.
-        served: The protocols that peers may open streams for.
-        limits: Bounds.
-
-    Attributes:
-        num_dialled: Connections made so far.
+        served: The protocols for which peers may open streams.
     """
 
     def __init__(
@@ -120,20 +114,20 @@ class DirectConnections:
 
     @property
     def refusals(self) -> Counter[str]:
-        """How often something was refused at the port, by cause."""
+        """Refused direct connections, by cause."""
         return self._listener.refusals if self._listener is not None else Counter()
 
     @property
     def port(self) -> int:
-        """Where this peer listens; 0 if nowhere."""
+        """The listener's port; 0 without a listener."""
         return self._listener.port if self._listener is not None else 0
 
     async def start(self, hosts: Sequence[str], port: int) -> None:
-        """Listen at a port of ``hosts`` (IP addresses; if there are any), and answer peers that ask for offers.
+        """Listen at a port of ``hosts`` (IP addresses; empty for no listener), and serve requests for offers.
 
         Raises:
-            ResourceError: The port is taken.
-            DaemonGone, DaemonRefusal: The daemon does not take part.
+            ResourceError: The port is taken, or an address is not this machine's.
+            DaemonGone, DaemonRefusal: The daemon fails or refuses.
         """
         if hosts:
             self._listener = DirectListener(self._own_id, hosts, port, self._on_stream, self._limits)
@@ -150,7 +144,7 @@ class DirectConnections:
     # Dialling
 
     async def open(self, peer: PeerId, protocol: str, timeout_seconds: float) -> SealedSocket | None:
-        """A connection whose other end runs the handler of ``protocol``; None where there is none to be had in time."""
+        """Return a connection to the peer's handler of ``protocol``; None if no direct one is possible in time."""
         loop, key = asyncio.get_running_loop(), (peer, protocol)
         deadline = loop.time() + min(DIAL_SECONDS, timeout_seconds)
         spare, timer = self._spares.pop(key, (None, None))
@@ -166,7 +160,7 @@ class DirectConnections:
         return None if loop.time() < until else await self._dial(peer, protocol, deadline - loop.time())
 
     def _take_back(self, key: tuple[PeerId, str], connection: SealedSocket) -> bool:
-        """Keep a connection on which a stream has ended for the next one; False if there is no need for it."""
+        """Keep a connection as a spare for the next stream; False if it is not needed."""
         if self._closed or key in self._spares or len(self._spares) >= MAX_SPARES:
             return False
         timer = asyncio.get_running_loop().call_later(self._limits.spare_seconds, self._drop, key)
@@ -179,12 +173,12 @@ class DirectConnections:
         connection.abort()
 
     async def _dial(self, peer: PeerId, protocol: str, timeout_seconds: float) -> SealedSocket | None:
-        """A stream on a new connection; None, and the peer rests, when there is none to be had."""
+        """Return a stream on a new connection; None on failure, which starts a backoff."""
         try:
             async with asyncio.timeout(timeout_seconds):
                 hosts = await self._hosts_of(peer)
                 if not hosts:
-                    return None  # a relay is between, for now, or there is no connection yet
+                    return None  # connected only over a relay, or not yet
                 connection = await self._connect(hosts, peer, protocol)
         except (PeerError, OSError, EOFError, TimeoutError, DaemonGone, DaemonRefusal) as error:
             self._rest(peer, error.reason if isinstance(error, PeerError) else str(error) or "no answer in time")
@@ -194,16 +188,15 @@ class DirectConnections:
         return connection
 
     async def _hosts_of(self, peer: PeerId) -> list[str]:
-        """The IP addresses at which the daemon is connected with ``peer`` now, the nearest first.
+        """Return the IP addresses of the daemon's connections with ``peer``, nearest first.
 
-        No others are dialled, so that a peer cannot have this one knock at doors of third parties.
+        Other addresses are untrusted: with them a peer could make this one dial third parties.
         """
         ways = [address for remote, address in await self._control.connections() if remote == peer]
         near = sorted((address for address in ways if host_of(address)), key=scope, reverse=True)
         return list(dict.fromkeys(map(host_of, near)))[:MAX_HOSTS]
 
     async def _connect(self, hosts: Sequence[str], peer: PeerId, protocol: str) -> SealedSocket:
-        """Ask for an offer, and dial ``hosts`` in turn."""
         private = X25519PrivateKey.generate()
         own_key = private.public_key().public_bytes_raw()
         offer = await self._ask(peer, Ask(protocol, own_key))
@@ -211,7 +204,7 @@ class DirectConnections:
             name, sealing, opening = agree(private, offer.key, self._own_id, peer, protocol, own_key, offer.key)
         except ValueError as error:
             raise ProtocolError(peer, "sent a key that is none") from error
-        # All hosts get the same first bytes, and only one that answers gets more: no nonce is used for two records.
+        # All hosts get the same first record, and only one gets later ones. So no nonce encrypts two records.
         hello, refusal = name + sealing.mark(Kind.READY), ""
         for host in hosts:
             connection = SealedSocket(sealing, opening, partial(self._take_back, (peer, protocol)))
@@ -231,7 +224,7 @@ class DirectConnections:
             stream.abort()
 
     def _rest(self, peer: PeerId, reason: str) -> None:
-        """Leave a peer to the daemons for a while, and for longer every time."""
+        """Start or double the backoff of direct dials to a peer."""
         _, before = self._rests.pop(peer, (0.0, FIRST_REST_SECONDS / 2))
         seconds = min(2 * before, LONGEST_REST_SECONDS)
         while len(self._rests) >= MAX_RESTS:
@@ -242,7 +235,6 @@ class DirectConnections:
     # Answering
 
     async def _answer(self, peer: PeerId, stream: SocketStream) -> None:
-        """A peer asks for an offer."""
         if self._closed or self._asking[peer] >= MAX_ASKING_PER_PEER or self._asking.total() >= MAX_ASKING:
             stream.abort()
             return
@@ -250,7 +242,7 @@ class DirectConnections:
         try:
             async with asyncio.timeout(ASKING_SECONDS):
                 await stream.write(self._answer_to(peer, await _receive(stream, peer, Ask)))
-                await stream.read(1)  # until the asker ends the stream: closing first could lose the answer
+                await stream.read(1)  # wait until the asker closes: closing first could lose the answer
         except (OSError, EOFError, TimeoutError, PeerError) as error:
             logger.debug("peer %s asked for no offer: %r", peer[-8:], error)
         finally:
@@ -276,7 +268,7 @@ async def _tcp(connection: SealedSocket, host: str, port: int) -> None:
 
 
 async def _begin(connection: SealedSocket, hello: bytes = b"") -> SealedSocket:
-    """Begin a stream once the other end is ready; ends the connection when it raises."""
+    """Begin a stream once the listener is READY; abort the connection on failure."""
     try:
         if hello:
             await SocketStream.write(connection, hello)
@@ -293,7 +285,7 @@ def _message(message: Message) -> bytes:
 
 
 async def _receive(stream: SocketStream, peer: PeerId, schema: type[T]) -> T:
-    """Return one message; raises `PeerRefusedError` for an ERROR, and `ProtocolError` for anything else."""
+    """Return one message; raise `PeerRefusedError` for an ERROR, and `ProtocolError` for anything else."""
     length, kind = frames.FRAME.unpack(await stream.read(frames.FRAME.size))
     if kind not in (frames.Kind.MESSAGE, frames.Kind.ERROR) or length > frames.MAX_REASON_BYTES:
         raise ProtocolError(peer, f"sent a frame of kind {kind} and {length} bytes where an offer was due")

@@ -1,4 +1,4 @@
-"""The answering half of direct connections: a TCP port that lets in only peers that were made an offer.
+"""The listener for direct connections: a TCP port for peers that hold an offer.
 
 ::
 
@@ -6,8 +6,8 @@
                   of an offer, shows    ▲     for a while              │
                   that its key is known └────── if it ended in order ──┘
 
-An `Offer` is good for one connection within a few seconds. Any other connection is closed and counted; until its first
-37 bytes are right, it costs a socket and a task. `DirectLimits` bounds both kinds.
+An `Offer` is valid for one connection within `DirectLimits.offer_seconds`. The listener closes and counts all other
+connections. `DirectLimits` bounds connections before and after their first record is verified.
 """
 
 from __future__ import annotations
@@ -32,26 +32,25 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DirectLimits:
-    """What other peers, and strangers, may use of the port for direct connections."""
+    """Limits on direct connections from authenticated peers and unknown hosts."""
 
     offer_seconds: float = 10.0
-    """How long an offer is good for."""
     handshake_seconds: float = 5.0
-    """From the TCP connection to the first record."""
+    """Timeout from the TCP connection to the first record."""
     spare_seconds: float = 60.0
-    """How long a connection without a stream is kept by whoever dialled it; half as long again by the listener."""
+    """Time that the dialler keeps an idle connection; the listener keeps it 1.5 times as long."""
     handshakes: int = 128
-    """Connections at a time that have not shown a key."""
+    """Most parallel connections without a verified first record."""
     handshakes_per_host: int = 8
-    """The same from one IP address."""
+    """Limit of `handshakes` per IP address."""
     connections: int = 128
-    """Accepted connections at a time, and offers that are good."""
+    """Most accepted connections and valid offers together."""
     connections_per_peer: int = 8
-    """The same for one peer."""
+    """Limit of `connections` per peer."""
 
 
 class OfferRefusedError(Exception):
-    """No offer is made to a peer; the message says why."""
+    """The listener makes no offer to a peer."""
 
 
 @dataclass(frozen=True)
@@ -64,18 +63,12 @@ class _Offer:
 
 
 class DirectListener:
-    """Listens, and hands over the streams that peers with an offer begin.
+    """Accepts connections of peers with an offer, and hands over their streams.
 
     Args:
-        own_id: This peer's id.
         hosts: IP addresses to listen at.
-        port: The same for all of them; 0 takes any free one.
+        port: Common to all hosts; 0 takes any free one.
         on_stream: Called with peer, protocol and connection when a dialler begins a stream.
-        limits: Bounds.
-
-    Attributes:
-        port: Where it listens.
-        refusals: How often something was refused, by cause.
     """
 
     def __init__(
@@ -100,14 +93,13 @@ class DirectListener:
             self._tasks.keep(partial(self._accept, one), "direct-accept")
 
     def offer(self, peer: PeerId, protocol: str, key: bytes) -> bytes:
-        """Let ``peer``, whose public key for this is ``key``, connect and open streams of ``protocol``.
+        """Allow ``peer`` one connection for streams of ``protocol``.
 
-        Returns:
-            This peer's public key for it.
+        ``key`` is the peer's ephemeral public key. The result is this peer's ephemeral public key.
 
         Raises:
             OfferRefusedError: There are too many connections.
-            ValueError: The key is none.
+            ValueError: The key is invalid.
         """
         now = asyncio.get_running_loop().time()
         for name in [name for name, offer in self._offers.items() if offer.expires_at <= now]:
@@ -123,7 +115,7 @@ class DirectListener:
         return own_key
 
     async def close(self) -> None:
-        """Stop listening and end all connections; idempotent."""
+        """Stop listening and close all connections; idempotent."""
         await self._tasks.close()
         for one in self._sockets:
             one.close()
@@ -133,7 +125,7 @@ class DirectListener:
         while True:
             try:
                 connection, address = await loop.sock_accept(listening)
-            except OSError as error:  # no file descriptors left, or the dialler gave up
+            except OSError as error:  # no free file descriptor, or the dialler gave up
                 self._refuse("not accepted", error)
                 await asyncio.sleep(0.1)
                 continue
@@ -147,7 +139,6 @@ class DirectListener:
             self._tasks.start(self._serve(connection, host), "direct-connection")
 
     async def _serve(self, connection: socket.socket, host: str) -> None:
-        """One connection, from its beginning to its end."""
         offer = None
         try:
             async with asyncio.timeout(self._limits.handshake_seconds):
@@ -168,7 +159,7 @@ class DirectListener:
                 _uncount(self._connections, offer.peer)
 
     async def _hello(self, connection: socket.socket) -> bytes:
-        """Read a dialler's first bytes and nothing more; less if they begin with no name."""
+        """Read a dialler's first `HELLO_BYTES`; only the first bytes if they hold no known name."""
         hello = b""
         while len(hello) < NAME_BYTES or (hello[:NAME_BYTES] in self._offers and len(hello) < HELLO_BYTES):
             more = await asyncio.get_running_loop().sock_recv(connection, HELLO_BYTES - len(hello))
@@ -178,7 +169,7 @@ class DirectListener:
         return hello
 
     def _claim(self, hello: bytes) -> _Offer | None:
-        """The offer that a dialler shows the key of, which is good no more; None, and counted, if there is none."""
+        """Remove and return the offer whose key the dialler has proved to hold; None, and a refusal, without one."""
         name, record = hello[:NAME_BYTES], hello[NAME_BYTES:]
         offer = self._offers.get(name)
         if offer is None:
@@ -192,7 +183,7 @@ class DirectListener:
         return None
 
     async def _carry_all(self, connection: socket.socket, offer: _Offer) -> None:
-        """One stream after the other, until the connection ends or none begins."""
+        """Serve streams one after the other, until the connection ends or stays idle for too long."""
         rested = asyncio.Event()
 
         def take_back(_: SealedSocket) -> bool:
@@ -201,7 +192,7 @@ class DirectListener:
 
         stream = SealedSocket(offer.sealing, offer.opening, take_back)
         try:
-            # What this returns is another object on uvloop, which names its own protocol.
+            # Ignore the result: uvloop returns another protocol object.
             await asyncio.get_running_loop().connect_accepted_socket(lambda: stream, connection)
             while not stream.is_closing:
                 await stream.mark(Kind.READY)
@@ -229,11 +220,7 @@ def _uncount(counter: Counter[str], key: str) -> None:
 
 
 def _listen(hosts: Sequence[str], port: int) -> list[socket.socket]:
-    """Sockets at one port of all ``hosts``.
-
-    Raises:
-        ResourceError: The port is taken, or an address is not this machine's.
-    """
+    """Return listening sockets at one port of all ``hosts``; raise `ResourceError` on failure."""
     sockets: list[socket.socket] = []
     try:
         for host in hosts:

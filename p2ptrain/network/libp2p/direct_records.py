@@ -1,13 +1,13 @@
-"""Encrypted records over TCP between two peers: key schedule, record format, and the socket that speaks it.
+"""Encrypted records over TCP between two peers: key schedule, record format, and socket.
 
-As in TLS, a record is a piece of a stream that is encrypted and authenticated by itself::
+As in TLS, each record of a stream is encrypted and authenticated separately::
 
     u32 length (big endian) | u8 kind | length bytes, encrypted with AES-256-GCM | 16 bytes of tag
     `------- authenticated -------'
 
-Each direction of a connection has a key of its own, and a record's number in its direction is the nonce. So a record
-that was changed, left out, repeated, moved or sent back to its sender fails authentication, and the connection ends.
-`docs/explanation/security.md` describes the protocol, its limits and what it defends against.
+Each direction has its own key, and the nonce is the record's number in its direction. So a modified, dropped, repeated,
+reordered or reflected record fails authentication, and the connection ends.
+`docs/explanation/security.md` describes the protocol, its limits and its threat model.
 """
 
 from __future__ import annotations
@@ -33,37 +33,34 @@ KEY_BYTES, NAME_BYTES, NONCE_BYTES, TAG_BYTES = 32, 16, 12, 16
 HEADER = struct.Struct(">IB")
 OVERHEAD_BYTES = HEADER.size + TAG_BYTES
 HELLO_BYTES = NAME_BYTES + OVERHEAD_BYTES
-"""A dialler's first bytes: the connection's name, and READY."""
+"""The dialler's first bytes: the connection's name, and READY."""
 RECORD_BYTES = 256 * 1024
-"""The longest plaintext of a record: what a bulk frame of `p2ptrain.network.rpc` carries."""
+"""Longest plaintext of a record: the payload of one bulk frame of `p2ptrain.network.rpc`."""
 SEALED_BYTES = RECORD_BYTES + 1024
-"""Buffer for records that are being sent: the header of a bulk frame and its payload."""
+"""Send buffer: the header of a bulk frame and its payload."""
 BUFFER_BYTES = 2 * SEALED_BYTES
-"""Buffer for received records; with room for one it would be full, and reading paused, at the end of each."""
+"""Receive buffer; with room for one record only, reading would pause after each."""
 RECORDS_PER_KEY = 1 << 16
-"""At most 16 GiB, or 2^30 blocks, which leaves an attacker an advantage of 2^-69 over chance."""
+"""Records until the key changes: at most 2^30 AES blocks, which leave an attacker an advantage of 2^-69."""
 
 
 class Kind(IntEnum):
     """The kinds of records. All but DATA are empty."""
 
     READY = 1
-    """The sender knows the keys, and has finished the last stream."""
+    """The sender has the keys, and has finished the last stream."""
     START = 2
     """The dialler begins a stream."""
     DATA = 3
     END = 4
-    """The sender has sent everything, and closes the connection."""
+    """The sender has sent all data, and closes the connection."""
 
 
 def agree(own: X25519PrivateKey, remote_key: bytes, *transcript: str | bytes) -> tuple[bytes, Cipher, Cipher]:
-    """Derive the secrets of a connection from both ends' keys and everything that was agreed on.
-
-    Returns:
-        The connection's name, the cipher of the dialler's records, and that of the listener's.
+    """Derive a connection's name and the ciphers of the dialler's and the listener's records.
 
     Raises:
-        ValueError: ``remote_key`` is no public key, or one that leads to a known secret.
+        ValueError: ``remote_key`` is no X25519 public key, or leads to an all-zero secret.
     """
     shared = own.exchange(X25519PublicKey.from_public_bytes(remote_key))
     fields = (each.encode() if isinstance(each, str) else each for each in transcript)
@@ -73,7 +70,7 @@ def agree(own: X25519PrivateKey, remote_key: bytes, *transcript: str | bytes) ->
 
 
 class Cipher:
-    """The key of one direction: seals records at one end, and opens them at the other in the same order."""
+    """The cipher of one direction; both ends process records in the same order."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -81,7 +78,7 @@ class Cipher:
         self._num_records = 0
 
     def seal(self, kind: Kind, data: Buffer, into: memoryview) -> int:
-        """Write the next record to the start of ``into``; return its length."""
+        """Encrypt the next record into the start of ``into``; return its length."""
         end = OVERHEAD_BYTES + len(data)
         into[: HEADER.size] = header = HEADER.pack(len(data), kind)
         self._aead.encrypt_into(self._nonce, data, header, into[HEADER.size : end])
@@ -89,22 +86,21 @@ class Cipher:
         return end
 
     def mark(self, kind: Kind) -> bytes:
-        """Return the next record, which is empty."""
+        """Return the next record, with empty plaintext."""
         record = bytearray(OVERHEAD_BYTES)
         self.seal(kind, b"", memoryview(record))
         return bytes(record)
 
     def open(self, record: Buffer, into: Buffer) -> None:
-        """Decrypt the next record into ``into``, which is as long as its plaintext.
+        """Decrypt the next record into ``into``, whose length must be the plaintext's.
 
-        Raises:
-            InvalidTag: This is not the record that the other end sent next; ``into`` holds garbage.
+        Raises `InvalidTag` if the record is not authentic or not the next one; ``into`` then holds garbage.
         """
         self._aead.decrypt_into(self._nonce, record[HEADER.size :], record[: HEADER.size], into)
         self._advance()
 
     def opens(self, kind: Kind, record: bytes) -> bool:
-        """True if ``record`` is the next one, empty and of this kind."""
+        """True if ``record`` is the authentic next one, empty and of this kind."""
         try:
             self.open(record, bytearray())
         except InvalidTag:
@@ -123,15 +119,12 @@ class Cipher:
 
 
 class SealedSocket(SocketStream):
-    """A `SocketStream` whose bytes travel in records, and that tells a connection that was cut from one that ended.
+    """A `SocketStream` over encrypted records, which distinguishes an orderly end from a cut connection.
 
-    Reading raises `OSError` where a connection was cut or a record is not authentic. A write that fails or is cancelled
-    ends the connection.
+    Reading raises `OSError` if the connection was cut or a record is not authentic. A failed or cancelled write aborts
+    the connection.
 
-    Args:
-        sealing: For what this end sends.
-        opening: For what the other end sends.
-        on_rest: Takes the connection back when a stream on it has ended in order; returns whether it does.
+    After a stream's orderly end ``on_rest`` takes the connection back; it returns True if it keeps it.
     """
 
     _cut = ConnectionResetError
@@ -148,7 +141,7 @@ class SealedSocket(SocketStream):
         self._over: Exception | None = None
 
     def rest(self) -> bool:
-        """Give the connection back after a stream has ended in order; False if it has to end, too."""
+        """Give the connection back after a stream's orderly end; False if the caller must close it."""
         return not self.is_closing and self._on_rest(self)
 
     async def write(self, *parts: Buffer) -> None:
@@ -164,7 +157,6 @@ class SealedSocket(SocketStream):
             await self._send(self._sealed[:end])
 
     async def mark(self, kind: Kind) -> None:
-        """Send an empty record."""
         async with self._writing:
             await self._send(self._sealing.mark(kind))
 
@@ -172,7 +164,7 @@ class SealedSocket(SocketStream):
         try:
             await super().write(records)
         except BaseException:
-            self.abort()  # after a cancellation the event loop may still hold the buffer
+            self.abort()  # the event loop may still hold the buffer after a cancellation
             raise
 
     async def close(self) -> None:
@@ -180,7 +172,7 @@ class SealedSocket(SocketStream):
         await super().close()
 
     async def read_into(self, view: memoryview) -> None:
-        """As `SocketStream.read_into`; where it raises, ``view`` may hold bytes that nobody sent."""
+        """As `SocketStream.read_into`; after an error ``view`` may hold garbage."""
         while len(view):
             if not len(self._unread):
                 data = await self._next(Kind.DATA, view)
@@ -193,13 +185,13 @@ class SealedSocket(SocketStream):
             view, self._unread = view[length:], self._unread[length:]
 
     async def expect(self, kind: Kind) -> None:
-        """Read the next record, which is an empty one of this kind; raises as `read_into` does."""
+        """Read the next record, which must be empty and of this kind; raise as `read_into`."""
         if len(self._unread):
             raise self._broken("a stream went on after its end")
         await self._next(kind, self._spare)
 
     async def _next(self, due: Kind, view: memoryview) -> memoryview:
-        """Return the data of the next record; it is at the start of ``view`` if it fits in there."""
+        """Return the data of the next record: at the start of ``view`` if it fits, else in the spare buffer."""
         if self._over is not None:
             raise self._over
         length, kind = HEADER.unpack(await self.peek(HEADER.size))
@@ -226,4 +218,4 @@ class SealedSocket(SocketStream):
 
     def eof_received(self) -> bool:
         super().eof_received()
-        return False  # there is no half of a connection
+        return False  # no half-open connections

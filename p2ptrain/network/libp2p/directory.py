@@ -1,12 +1,10 @@
-"""`Directory` on a DHT: hivemind's ``DHTNode`` on the daemon that the transport owns.
+"""`Directory` on a DHT: hivemind's ``DHTNode`` on the transport's daemon.
 
-Every value is a sealed record (`p2ptrain.network.records.record`) under (key, peer id). Each node checks records when
-it is asked to store them and again when it reads them (`DHTRecordGuard`), so a forged, foreign, oversized or too
-long-lived record neither spreads nor is believed.
+Every value is a sealed record under (key, peer id). Nodes validate records when they store and when they read them
+(`DHTRecordGuard`).
 
-Peers that start together can miss each other's bootstrap and form several DHTs (hivemind issue 624); a partition does
-the same. So joining is never finished: a task here goes on pinging the bootstrap peers that it does not know, often
-while the routing table is empty and now and then later. The same pings measure how far this machine's clock is off.
+Simultaneous starts (hivemind issue 624) and partitions can leave several DHTs. So a background task keeps pinging
+bootstrap and remembered peers, more often while the routing table is empty. The pings also measure clock skew.
 """
 
 from __future__ import annotations
@@ -48,11 +46,7 @@ MAX_REMEMBERED_PEERS = 64
 
 
 class DHTRecordGuard(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no types
-    """Decides which records this node stores and believes.
-
-    Attributes:
-        refused: How many were refused.
-    """
+    """hivemind's record validator, on a `RecordGuard`."""
 
     def __init__(self, guard: RecordGuard) -> None:
         self.refused = 0
@@ -60,7 +54,7 @@ class DHTRecordGuard(RecordValidatorBase):  # type: ignore[misc]  # hivemind has
         self._guard = guard
 
     def validate(self, record: DHTRecord) -> bool:
-        """True if the peer that the subkey names sealed the record, and it is bounded in size, life and number."""
+        """True if the subkey's peer sealed the record, it is within its bounds, and its key has room."""
         try:
             subkey = self._check(record)
         except (IntegrityError, ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
@@ -88,11 +82,7 @@ class DHTRecordGuard(RecordValidatorBase):  # type: ignore[misc]  # hivemind has
 
 
 class Libp2pDirectory(Directory):
-    """Publishes and looks up records in the swarm's DHT. Create one with `start`.
-
-    Attributes:
-        guard: Counts refused records.
-    """
+    """Publishes and looks up records in the swarm's DHT. Create one with `start`."""
 
     def __init__(self, options: DirectoryOptions, p2p: Any, node: Any, guard: DHTRecordGuard) -> None:
         assert isinstance(options.transport, Libp2pTransport)
@@ -112,17 +102,17 @@ class Libp2pDirectory(Directory):
 
     @classmethod
     async def start(cls, options: DirectoryOptions) -> Libp2pDirectory:
-        """Take part in the swarm's DHT; returns after one attempt to join, and goes on trying in the background.
+        """Start a DHT node; attempt to join once, and retry in the background.
 
         Raises:
-            ConfigError: The transport is of another kind, and has no daemon.
-            ResourceError: The transport's daemon does not answer.
+            ConfigError: The transport is not `Libp2pTransport`.
+            ResourceError: The transport's daemon fails.
         """
         transport, runtime = options.transport, options.runtime
         if not isinstance(transport, Libp2pTransport):
             raise ConfigError("the DHT needs the libp2p transport: set network.directory to one of another kind")
-        # hivemind asks a module-level function for the time. One process is one peer, so it may ask our runtime: then
-        # a peer whose clock is off by hours, and who knows, neither drops everybody's records nor publishes dead ones.
+        # hivemind gets the time from a module-level function. Replace it by the runtime's corrected clock, so that a
+        # machine with a wrong clock neither drops valid records nor publishes expired ones. One process is one peer.
         for module in (timed_storage, hivemind_node, hivemind_protocol):
             module.get_dht_time = runtime.now
         guard = DHTRecordGuard(RecordGuard(options.swarm, options.verifier, runtime.now))
@@ -135,17 +125,17 @@ class Libp2pDirectory(Directory):
                     client_mode=options.client_mode,
                     record_validator=guard,
                     wait_timeout=RPC_SECONDS,
-                    # A cached set of records hides peers that came later.
+                    # A cached set of records would hide newer peers.
                     cache_locally=False,
                     cache_nearest=0,
                     cache_on_store=False,
                     cache_refresh_before_expiry=0,
                     reuse_get_requests=False,
-                    # Peers that did not answer are asked again soon: hivemind's doubling penalty outlasts a pause.
+                    # Constant backoff: hivemind's exponential backoff would outlast a peer's pause.
                     blacklist_time=2 * RPC_SECONDS,
                     backoff_rate=1.0,
                 )
-        except Exception as error:  # hivemind raises many kinds, all of them about the daemon here
+        except Exception as error:  # hivemind raises many kinds; here all concern the daemon
             if p2p is not None:
                 await p2p.shutdown()
             raise ResourceError(f"the network daemon does not take the directory ({error!r}): try again") from error
@@ -159,14 +149,14 @@ class Libp2pDirectory(Directory):
 
     @property
     def num_neighbours(self) -> int:
-        """The peers in the routing table; 0 means that nobody else can be asked."""
+        """The number of peers in the routing table."""
         return len(self._node.protocol.routing_table.uid_to_peer_id)
 
     @property
     def clock_skew_seconds(self) -> float | None:
-        """See `Directory.clock_skew_seconds`: the median of its peers' clocks, to about half a round trip.
+        """Median skew against other peers' clocks; its error is about half a round trip.
 
-        None before the first peer answered, and for the swarm's first peer, whose clock is the swarm's.
+        None before the first answer, and without bootstrap peers: the first peer's clock is the swarm's.
         """
         return statistics.median(self._skews.values()) if self._skews and self._bootstrap else None
 
@@ -176,7 +166,7 @@ class Libp2pDirectory(Directory):
                 stored = await self._node.store(
                     key, value, float(expires_at), subkey=subkey, exclude_self=self._node.protocol.client_mode
                 )
-        except Exception as error:  # whatever hivemind raises: not stored, and the caller publishes again anyway
+        except Exception as error:  # hivemind raises many kinds; the caller publishes again anyway
             logger.debug("publishing %s failed: %r", key, error)
             return False
         return bool(stored)
@@ -185,7 +175,7 @@ class Libp2pDirectory(Directory):
         try:
             async with asyncio.timeout(timeout_seconds):
                 found = await self._node.get(key, latest=True)
-        except Exception as error:  # whatever hivemind raises: nobody could be asked
+        except Exception as error:  # hivemind raises many kinds; no peer could be asked
             logger.debug("looking up %s failed: %r", key, error)
             return None
         if self._bootstrap and not self.num_neighbours:
@@ -206,7 +196,7 @@ class Libp2pDirectory(Directory):
             return
         self._is_closed = True
         await self._tasks.close()
-        with contextlib.suppress(Exception):  # the daemon may be gone; there is nothing left to keep
+        with contextlib.suppress(Exception):  # the daemon may be gone
             async with asyncio.timeout(1):
                 await self._node.shutdown()
         await self._p2p.shutdown()
@@ -222,14 +212,14 @@ class Libp2pDirectory(Directory):
                 self._remembered.popitem(last=False)
             try:
                 await self._join()
-            except Exception as error:  # the next attempt may go better
+            except Exception as error:  # the loop retries
                 logger.debug("joining failed: %r", error)
 
     async def _join(self) -> None:
-        """Meet the bootstrap peers and those known from before, and their neighbours near this peer's place."""
+        """Ping bootstrap and remembered peers, then look for the nodes nearest to this one."""
         num_before = self.num_neighbours
         candidates = [*self._bootstrap, *(peer for peer in self._remembered if peer not in self._bootstrap)]
-        if num_before:  # in the DHT: look after it at little cost
+        if num_before:  # joined already: ping only a few
             self._runtime.random.shuffle(candidates)
             candidates = candidates[:8]
         with contextlib.suppress(TimeoutError):
@@ -241,7 +231,7 @@ class Libp2pDirectory(Directory):
             logger.info("joined the directory with %d neighbours", self.num_neighbours)
 
     async def _meet(self, peer: str) -> None:
-        """Ping a peer: both learn of each other, and this one learns the difference of their clocks."""
+        """Ping a peer to update both routing tables and to measure the clock skew."""
         protocol, peer_id = self._node.protocol, PeerID.from_base58(peer)
         try:
             if peer in self._bootstrap and peer_id not in protocol.routing_table:
@@ -253,7 +243,7 @@ class Libp2pDirectory(Directory):
         except PeerError as error:
             logger.debug("directory: %s", error)
             return
-        except Exception as error:  # hivemind's errors of all kinds: no answer
+        except Exception as error:  # hivemind raises many kinds; the peer did not answer
             logger.debug("directory: peer %s did not answer: %r", peer[-8:], error)
             return
         if response.dht_time:
@@ -266,10 +256,9 @@ class Libp2pDirectory(Directory):
 
 
 class _PendingCalls(dict[Any, Any]):
-    """hivemind's pending unary calls, without those that were given up.
+    """hivemind's pending unary calls, without cancelled ones.
 
-    An answer that arrives just as its call is cancelled would otherwise raise in hivemind's reader task, and with that
-    task all later calls would hang.
+    Otherwise an answer to a call just cancelled would raise in hivemind's reader task, and all later calls would hang.
     """
 
     def __contains__(self, call: object) -> bool:
@@ -278,12 +267,12 @@ class _PendingCalls(dict[Any, Any]):
 
 
 async def _attach(transport: Libp2pTransport) -> Any:
-    """A hivemind ``P2P`` on the transport's daemon, with its socket in the daemon's folder."""
+    """Return a hivemind ``P2P`` on the transport's daemon, with its socket in the daemon's folder."""
     attached: Any = type("AttachedP2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{transport.daemon.directory}/"})
     p2p = await attached.replicate(Multiaddr(f"/unix{transport.daemon.control_socket}"))
     control = p2p._client.control
     control._pending_calls = _PendingCalls()
     for task in (control._read_task, control._write_task):
-        # They fail when the daemon dies, which the transport notices and tells; nobody else asks for their exception.
+        # Retrieve the exception: these tasks fail when the daemon dies, which the transport reports.
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return p2p

@@ -1,9 +1,8 @@
-"""Lets parts of hivemind be imported without the rest of it.
+"""Lazy imports of hivemind's packages.
 
-hivemind's packages import all that they have: its averager, optimizer and servers, and with them SciPy and torch. This
-package uses its DHT node, its daemon and their messages. So its package modules are put in place here without running
-their code, which takes seconds and 200 MB less. A name that is asked of one is taken from the part that defines it, and
-the package's own code runs only for a name that no part is known to define.
+hivemind's ``__init__`` modules import its averager, optimizer, SciPy and torch, but p2ptrain uses only DHT and daemon.
+So `put_in_place` installs the packages without running their code. A package resolves names from the submodules that
+define them, and runs its own code only for an unknown name.
 """
 
 from __future__ import annotations
@@ -19,11 +18,7 @@ PACKAGES = ("hivemind", "hivemind.dht", "hivemind.utils")
 
 
 def put_in_place(name: str) -> None:
-    """Make ``import name.part`` import that part alone; without effect once the package is imported.
-
-    Args:
-        name: A package, installed or not.
-    """
+    """Make ``import name.part`` import only that part; no effect if the package is already imported."""
     spec = None if name in sys.modules else importlib.util.find_spec(name)
     if spec is None or spec.loader is None or spec.origin is None:
         return
@@ -31,10 +26,10 @@ def put_in_place(name: str) -> None:
     homes = _homes(name, Path(spec.origin))
 
     def get(attribute: str) -> Any:
-        if attribute.startswith("__"):  # What asks all modules for such names does not want this one.
+        if attribute.startswith("__"):  # for code that inspects all modules
             raise AttributeError(f"module {name!r} has no attribute {attribute!r}")
         part = sys.modules.get(f"{name}.{attribute}")
-        if part is not None:  # It is being imported, and asked for by another part.
+        if part is not None:  # a circular import
             return part
         if attribute in homes:
             home, original = homes[attribute]
@@ -53,7 +48,7 @@ def put_in_place(name: str) -> None:
 
 
 def _homes(name: str, source: Path) -> dict[str, tuple[str, str]]:
-    """Return where a package takes its names from: by name the module below the package, and the name there."""
+    """Return, for each name that a package imports from its submodules, the module and the name there."""
     found = {}
     for statement in ast.parse(source.read_bytes()).body:
         if isinstance(statement, ast.ImportFrom) and (statement.module or "").startswith(f"{name}."):

@@ -1,4 +1,4 @@
-"""One stream on one socket, to the daemon or to the peer, with its errors mapped to this package's."""
+"""A `Stream` on one socket, to the daemon or to the peer."""
 
 from __future__ import annotations
 
@@ -11,16 +11,12 @@ from p2ptrain.network.libp2p.socket_stream import SocketStream
 from p2ptrain.network.transport import PeerId, Stream
 
 CLOSE_SECONDS = 5.0
-"""How long `Stream.close` tries to hand over what was written."""
 
 
 class PeerStream(Stream):
-    """A stream that is one socket.
+    """A stream on one socket; it maps socket errors to `PeerLostError`.
 
-    Args:
-        remote: Who is at the other end, as whoever made the socket has found out.
-        socket: Carries nothing but this stream.
-        on_end: Called once this end has closed it.
+    ``on_end`` is called after this end has closed the stream, possibly repeatedly.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""How a peer's libp2p daemon is set up: checked settings, and the command line that they mean for p2pd."""
+"""Validated settings of the libp2p transport, and p2pd's command line for them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from p2ptrain.network.reachability import host_of
 
 
 class Libp2pSettings(NetworkSection):
-    """A role file's section ``network``, with what only code changes."""
+    """A role file's section ``network``, with further settings that only code changes."""
 
     find_peers: bool = True
-    """Ask other daemons for the addresses of peers, and dial those that it hears of; without that, only what
-    `Libp2pTransport.connect` was told is dialled."""
+    """True to look up peers' addresses at other daemons; otherwise only addresses of `Libp2pTransport.connect` are
+    dialled."""
     startup_timeout_seconds: float = 15.0
-    """For each of three attempts to start the daemon."""
+    """Timeout of each attempt."""
     max_streams: int = 1024
-    """Incoming streams at a time; more are refused."""
+    """Most parallel incoming streams; the transport refuses more."""
     direct_from_bytes: int = 2 << 20
-    """How much a stream must be expected to carry to go past the daemon: what a connection costs beyond a stream
-    between the daemons is what 2 or 3 MB cost less, and other streams use it afterwards."""
+    """Least ``expected_bytes`` of a stream for a direct connection; from about 2 MB on it repays its setup."""
 
     @model_validator(mode="before")
     @classmethod
@@ -38,18 +37,18 @@ class Libp2pSettings(NetworkSection):
         return values
 
     def changed(self, **changes: Any) -> Self:
-        """A checked copy."""
+        """Return a validated copy with changes."""
         return type(self)(**{**dict(self), **changes})
 
     @property
     def direct_hosts(self) -> tuple[str, ...]:
-        """The IP addresses to listen at for direct connections: the daemon's, unless others cannot dial them anyway."""
+        """The daemon's IP addresses, for direct connections; empty if direct is off or the peer is private."""
         if self.direct == "off" or self.force_reachability == "private":
             return ()
         return tuple(dict.fromkeys(filter(None, map(host_of, self.listen))))
 
     def daemon_arguments(self) -> list[str]:
-        """p2pd's command line for these settings, without its sockets and its key."""
+        """Return p2pd's arguments, without its sockets and its key."""
         switches = {
             "connManager": True,
             "dhtServer": self.find_peers,
@@ -59,7 +58,7 @@ class Libp2pSettings(NetworkSection):
             "relay": True,
             "relayService": self.relay,
             "autoRelay": bool(self.trusted_relays),
-            # Discovery waits for minutes before it takes the relays that it was given.
+            # Discovery would delay the use of trusted relays by minutes.
             "relayDiscovery": False,
         }
         arguments = [f"-{name}={int(value)}" for name, value in switches.items()]
@@ -78,7 +77,7 @@ class Libp2pSettings(NetworkSection):
         return arguments
 
     def daemon_environment(self) -> dict[str, str]:
-        """Variables of p2pd's environment for these settings."""
-        # With one thread, of its two relay services the one that carries starts last and answers: see
+        """Return p2pd's additional environment variables."""
+        # p2pd starts two relay services. With one thread the one with generous limits starts last, and serves; see
         # `p2ptrain.node.nat.relaying`.
         return {"GOMAXPROCS": "1"} if self.relay else {}

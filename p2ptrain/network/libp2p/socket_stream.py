@@ -1,8 +1,7 @@
-"""A socket, to the daemon or to a peer, that reads straight into the buffer where the bytes belong.
+"""A socket that receives bulk data directly into the reader's buffer.
 
-asyncio's `StreamReader` copies every byte three times more, and moves all that it holds whenever more arrives; with
-bulk data that is most of what the event loop does. This protocol gives the kernel the reader's own buffer while
-somebody waits for bulk data, and a small one of its own otherwise.
+asyncio's `StreamReader` copies each byte several times, which would dominate the event loop. This protocol gives the
+kernel the reader's buffer while a reader waits for bulk data, and an internal buffer otherwise.
 """
 
 from __future__ import annotations
@@ -12,22 +11,17 @@ from collections.abc import Callable
 from typing import cast
 
 BUFFER_BYTES = 64 * 1024
-"""Read ahead of the reader; then the daemon, and with it the remote, is held back."""
+"""Size of the internal buffer; reading pauses while it is full."""
 
 
 class SocketStream(asyncio.BufferedProtocol):
-    """Exact reads and back-pressured writes. One task may read at a time; several may write.
+    """Exact reads and writes with back-pressure. One task may read at a time; several may write.
 
-    Args:
-        on_connected: Called once with this object when a server accepted the connection.
-        buffer_bytes: Read ahead of the reader; then the other end is held back.
-
-    Attributes:
-        num_arrived: Bytes that the daemon, or the peer itself, handed over so far.
+    ``on_connected`` is called with this object once it is connected.
     """
 
     _cut: type[Exception] = EOFError
-    """What reading raises at the end of the socket."""
+    """The error of reads after EOF."""
 
     def __init__(
         self, on_connected: Callable[[SocketStream], None] | None = None, buffer_bytes: int = BUFFER_BYTES
@@ -48,21 +42,20 @@ class SocketStream(asyncio.BufferedProtocol):
 
     @property
     def is_closing(self) -> bool:
-        """Whether nothing can be written any more."""
         return self._transport is None or self._transport.is_closing()
 
     async def read(self, num_bytes: int) -> bytes:
-        """Return exactly ``num_bytes`` bytes; see `read_into`."""
+        """Return exactly ``num_bytes`` bytes; raise as `read_into`."""
         whole = bytearray(num_bytes)
         await self.read_into(memoryview(whole))
         return bytes(whole)
 
     async def read_into(self, view: memoryview) -> None:
-        """Fill ``view``, which nobody else may use until this returns or raises.
+        """Fill ``view``; the caller must not use it meanwhile.
 
         Raises:
             EOFError: The stream ended first.
-            OSError: It broke.
+            OSError: The connection broke.
         """
         ready = min(len(view), self._end - self._start)
         view[:ready] = self._buffer[self._start : self._start + ready]
@@ -79,9 +72,9 @@ class SocketStream(asyncio.BufferedProtocol):
             self._target = self._arrival = None
 
     async def peek(self, num_bytes: int) -> memoryview:
-        """Return the next bytes, at most half of the buffer, which stay unread until they are consumed.
+        """Return the next bytes without consuming them; at most half of the buffer's size.
 
-        Raises as `read_into`; nothing is lost when it is cancelled.
+        Raises as `read_into`; cancellation loses no data.
         """
         while self._end - self._start < num_bytes:
             if self._ended is not None:
@@ -94,7 +87,7 @@ class SocketStream(asyncio.BufferedProtocol):
         return self._buffer[self._start : self._start + num_bytes]
 
     def consume(self, num_bytes: int) -> None:
-        """Drop the next bytes, which have arrived."""
+        """Drop the next ``num_bytes`` bytes of the buffer, and resume reading if it has room."""
         self._start += num_bytes
         if self._start == self._end:
             self._start = self._end = 0
@@ -104,44 +97,39 @@ class SocketStream(asyncio.BufferedProtocol):
             self._transport.resume_reading()
 
     async def write(self, *parts: bytes | bytearray | memoryview) -> None:
-        """Write all of ``parts`` at once; they are not referenced any more when this returns.
-
-        Raises:
-            OSError: The stream broke.
-        """
+        """Write ``parts``, which the caller may reuse when this returns; raise `OSError` on a broken connection."""
         if self._transport is None or self.is_closing:
             raise BrokenPipeError("the stream is closed")
         self._transport.writelines(parts)
         await self.drain()
 
     async def drain(self) -> None:
-        """Wait until the system has taken all that was written; raises `OSError` when the stream broke."""
+        """Wait until the kernel has taken all written data; raise `OSError` if the connection broke."""
         while not self._writable.is_set():
             await self._writable.wait()
         if self._gone.done():
             raise BrokenPipeError("the stream is closed")
 
     async def close(self) -> None:
-        """Hand over what is written and end the stream; raises `OSError` when it broke before."""
+        """Drain and close the connection; raise `OSError` if it broke first."""
         await self.drain()
         assert self._transport is not None
         self._transport.close()
         await self.wait_gone()
 
     async def wait_gone(self) -> None:
-        """Return when the connection has ended."""
         await asyncio.shield(self._gone)
 
     def abort(self) -> None:
-        """End the stream at once; idempotent."""
+        """End the connection at once; idempotent."""
         if self._transport is not None:
             self._transport.abort()
 
-    # What the event loop calls
+    # asyncio.BufferedProtocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
-        # `write` may return only once nothing of the caller's buffer is referenced any more: uvloop does not copy.
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's does not inherit from it
+        # uvloop does not copy, so `write` may return only when the caller's buffer is no longer referenced.
         self._transport.set_write_buffer_limits(high=0, low=0)
         if self._on_connected is not None:
             self._on_connected(self)
@@ -154,7 +142,7 @@ class SocketStream(asyncio.BufferedProtocol):
 
     def eof_received(self) -> bool:
         self._end_reading(self._cut("the stream ended"))
-        return True  # What is being written may still arrive.
+        return True  # keep writing
 
     def _end_reading(self, error: BaseException) -> None:
         if self._ended is None:
@@ -172,7 +160,7 @@ class SocketStream(asyncio.BufferedProtocol):
         if self._target is not None and len(self._target):
             return self._target
         if self._end == len(self._buffer):
-            # There is room at the front, or reading would be paused.
+            # The front has room, or reading would be paused.
             left = self._end - self._start
             self._buffer[:left] = self._buffer[self._start : self._end]
             self._start, self._end = 0, left

@@ -1,12 +1,10 @@
-"""`Transport` on libp2p: raw streams through a p2pd daemon of our own.
+"""`Transport` on libp2p: raw streams through this peer's own p2pd daemon.
 
-The daemon does encryption, dialling, NAT traversal and relays; each stream is one Unix socket to it
-(`p2ptrain.network.libp2p.peer_stream`), and `p2ptrain.network.libp2p.settings` says how it is started. Streams that
-carry much go past the daemon where `p2ptrain.network.libp2p.direct` finds a way. What the daemon or the operating
-system raise is mapped to this package's errors here (`_mapped`) and in the streams, and nowhere else.
+The daemon does encryption, dialling, NAT traversal and relaying; each stream is one Unix socket to it. Streams with
+much data bypass the daemon where possible (`direct`). This module and `peer_stream` map errors of the daemon and the
+operating system to `p2ptrain.errors`.
 
-Note on ends of streams: a stream that ends says nothing about completeness, there is no half-close, and what is still
-under way when a side closes may be lost. The layer above marks ends and waits for them.
+Data in flight when a side closes may be lost. The layer above marks ends and waits for them.
 """
 
 from __future__ import annotations
@@ -36,10 +34,10 @@ __all__ = ["Libp2pSettings", "Libp2pTransport", "Reachability"]
 logger = logging.getLogger(__name__)
 
 REQUEST_SECONDS = 5.0
-"""Deadline of requests that the daemon answers by itself."""
+"""Timeout of requests that the daemon answers without other peers."""
 
 REDIAL_SECONDS = 5.0
-"""Pause between attempts to reach the bootstrap peers while there is no connection at all."""
+"""Interval and timeout of dials to the bootstrap peers while no peer is connected."""
 
 Reachability = Literal["direct", "relay", "unknown"]
 
@@ -47,12 +45,8 @@ Reachability = Literal["direct", "relay", "unknown"]
 class Libp2pTransport(Transport):
     """Streams through a daemon that this object owns.
 
-    When the daemon dies all streams break, `open` raises, `lost` is set and the callback of `on_lost` runs: the owner
-    then closes this transport and starts another, or ends with the reason.
-
-    Attributes:
-        lost: Set when the daemon ended by itself; ``lost_reason`` says how.
-        direct: Connections without the daemon.
+    If the daemon dies, all streams break, `open` raises, and this object sets ``lost`` and calls the `on_lost`
+    callback. The owner then closes it and may start another.
     """
 
     def __init__(self, daemon: Daemon, control: DaemonControl, settings: Libp2pSettings, peer_id: PeerId) -> None:
@@ -73,12 +67,12 @@ class Libp2pTransport(Transport):
 
     @classmethod
     async def start(cls, identity: Identity, settings: Libp2pSettings | None = None) -> Libp2pTransport:
-        """Start a daemon with this identity. Bootstrap peers are dialled in the background, as often as it takes.
+        """Start a daemon with this identity, and dial bootstrap peers in the background with retries.
 
-        Call it on the thread that the peer lives on: the daemon dies with the thread that started it.
+        The daemon dies with the calling thread.
 
         Raises:
-            ResourceError: The daemon does not start, or a port is taken; says why.
+            ResourceError: The daemon does not start, or a port is taken.
         """
         settings = settings or Libp2pSettings()
         daemon = await Daemon.start(
@@ -122,7 +116,6 @@ class Libp2pTransport(Transport):
         return self.direct.refusals.total()
 
     def on_lost(self, callback: Callable[[str], None]) -> None:
-        """Have ``callback(reason)`` called on the event loop when the daemon ends by itself; at once if it has."""
         self._on_lost = callback
         if self.lost.is_set():
             callback(self.lost_reason)
@@ -191,30 +184,21 @@ class Libp2pTransport(Transport):
             raise PeerUnreachableError(next(iter(by_peer)), f"none of its addresses answers ({_first_line(reason)})")
 
     async def connected_peers(self) -> list[PeerId]:
-        """The peers that there is a connection with now.
-
-        Raises:
-            TemporaryError: The daemon does not answer.
-        """
+        """Return the connected peers; raise `TemporaryError` if the daemon does not answer."""
         with self._mapped_to_temporary():
             async with asyncio.timeout(REQUEST_SECONDS):
                 return await self.control.connected_peers()
 
     async def connections(self) -> list[tuple[PeerId, str]]:
-        """The peers that there are connections with now, and for each connection the remote multiaddr.
-
-        Raises:
-            TemporaryError: The daemon does not answer.
-        """
+        """Return the remote peer and multiaddr of each connection; raise as `connected_peers`."""
         with self._mapped_to_temporary():
             async with asyncio.timeout(REQUEST_SECONDS):
                 return await self.control.connections()
 
     async def reserved_relays(self) -> set[PeerId]:
-        """The relays at which the daemon has a place; it tells only of relays with a public address.
+        """Return the relays with a reservation of the daemon; raise as `connected_peers`.
 
-        Raises:
-            TemporaryError: The daemon does not answer.
+        The daemon reports only relays with public addresses.
         """
         with self._mapped_to_temporary():
             async with asyncio.timeout(REQUEST_SECONDS):
@@ -223,37 +207,29 @@ class Libp2pTransport(Transport):
         return {relay.rpartition("/p2p/")[2] for relay in circuits}
 
     async def disconnect(self, peer: PeerId) -> None:
-        """Close all connections with ``peer``, for instance to try again to reach it without a relay.
-
-        Raises:
-            TemporaryError: The daemon does not answer.
-        """
+        """Close all connections with ``peer``; raise as `connected_peers`."""
         with self._mapped_to_temporary():
             async with asyncio.timeout(REQUEST_SECONDS):
                 await self.control.disconnect(peer)
 
     async def addresses(self) -> list[str]:
-        """As `Transport.addresses`, the most widely useful first: public, relayed, private, loopback.
-
-        Raises:
-            TemporaryError: The daemon does not answer.
-        """
+        """As `Transport.addresses`, sorted by `Scope`; raise as `connected_peers`."""
         with self._mapped_to_temporary():
             async with asyncio.timeout(REQUEST_SECONDS):
                 _, found = await self.control.identify()
                 connected = set(await self.control.connected_peers())
         if self.settings.force_reachability == "private":
-            # The daemon reserves a place at its relays within 0.1 s, but tells only of relays with public addresses.
+            # The daemon reserves a slot at its relays at once, but reports only relays with public addresses.
             relays = [relay for relay in self.settings.trusted_relays if check_peer_address(relay) in connected]
             found += [f"{relay}/p2p-circuit" for relay in relays]
         return [f"{address}/p2p/{self._peer_id}" for address in sorted(dict.fromkeys(found), key=scope)]
 
     async def reachability(self) -> Reachability:
-        """Whether others can reach this peer, as far as the daemon's own addresses tell.
+        """Return how other peers can reach this one, judged by the daemon's own addresses.
 
-        ``relay`` when it is reached through one; ``direct`` when it has a public or an announced address, or listens on
-        loopback alone (a swarm on one machine); otherwise, and while a private peer has no relay yet, ``unknown``:
-        only another peer can tell, by dialling back.
+        * ``relay``: the peer has a relayed address.
+        * ``direct``: it has a public or an announced address, or listens on loopback only (a swarm on one machine).
+        * ``unknown``: otherwise, and for a private peer without a relay. Only a dial-back by another peer can tell.
         """
         addresses = await self.addresses()
         if any("/p2p-circuit" in address for address in addresses):
@@ -278,7 +254,7 @@ class Libp2pTransport(Transport):
         self.daemon.expect_end()
         self.control.close()
         await self.daemon.stop()
-        await asyncio.sleep(0)  # lets the aborted sockets close
+        await asyncio.sleep(0)  # let the aborted sockets close
 
     def _accept_direct(self, peer: PeerId, protocol: str, socket: SocketStream) -> None:
         self._accept[protocol](peer, socket)
@@ -298,7 +274,7 @@ class Libp2pTransport(Transport):
             self._on_lost(reason)
 
     async def _keep_connected(self) -> None:
-        """Dial the bootstrap peers now, and again whenever there is no connection with anybody."""
+        """Dial the bootstrap peers now, and again whenever no peer is connected."""
         while True:
             try:
                 if not await self.connected_peers():
@@ -309,7 +285,7 @@ class Libp2pTransport(Transport):
 
     @contextlib.contextmanager
     def _mapped(self, peer: PeerId) -> Iterator[None]:
-        """Turn what the daemon and the system raise into a PeerUnreachableError about ``peer``."""
+        """Map errors of the daemon and the operating system to `PeerUnreachableError`."""
         try:
             yield
         except DaemonRefusal as error:

@@ -1,6 +1,6 @@
-"""Finds out from the daemon's refusals that other peers answer at the addresses of the one that was dialled.
+"""Detects from the daemon's refusals that another peer answers at a dialled peer's addresses.
 
-The daemon names the other peer only in the first refusal. Later ones say "dial backoff", so the first is remembered.
+The daemon names the other peer only in the first refusal; later ones report "dial backoff".
 """
 
 from __future__ import annotations
@@ -16,20 +16,15 @@ _BACKOFF = "dial backoff"
 
 
 class WrongPeers:
-    """By dialled peer: its addresses, and the peers that answered there."""
+    """Remembers which other peers answered at the addresses of dialled peers."""
 
     def __init__(self) -> None:
         self._seen: OrderedDict[str, dict[str, str]] = OrderedDict()
 
     def holder(self, peer: str, refusal: str) -> str | None:
-        """Return the id of the peer that answered in place of ``peer``.
+        """Return the peer that answered in place of ``peer``; None unless all tried addresses belong to other peers.
 
-        Args:
-            peer: The dialled peer's id.
-            refusal: The daemon's words, with one line for each address that it tried.
-
-        Returns:
-            None unless another peer answers at every address that was tried: ``peer`` may answer at the others.
+        ``refusal`` is the daemon's error message, with one line per tried address.
         """
         seen = self._seen.pop(peer, {})
         holders: list[str | None] = []

@@ -1,1 +1,1 @@
-"""What peers publish about themselves: signed, bounded, checked."""
+"""Signed, bounded records that peers publish about themselves."""

@@ -1,4 +1,4 @@
-"""Which records a directory of any kind stores and believes."""
+"""Validation of records, common to all directories."""
 
 from __future__ import annotations
 
@@ -11,19 +11,14 @@ from p2ptrain.network.records.record import open_record
 from p2ptrain.signing import Signer
 
 MAX_LIFETIME_SECONDS = 600.0
-"""Records that claim to live longer are refused; it also bounds how far a publisher's clock may be ahead."""
+"""Longest accepted time to expiry; also bounds how far a publisher's clock may be ahead."""
 MAX_SUBKEYS = 4096
-"""Peers under one key."""
 MAX_KEYS = 65536
 _VERIFIED_CACHE = 16384
 
 
 class RecordGuard:
-    """Checks sealed records of one swarm; verifies the signature of each distinct one once.
-
-    Attributes:
-        refused: How many were refused.
-    """
+    """Checks sealed records of one swarm, with a cache of verified signatures. The caller counts ``refused``."""
 
     def __init__(self, swarm: bytes, verifier: Signer, now: Callable[[], float]) -> None:
         self.refused = 0
@@ -33,11 +28,7 @@ class RecordGuard:
         self._verified: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
 
     def check(self, value: bytes) -> tuple[str, float]:
-        """Return the peer that sealed a record, and when it expires.
-
-        Raises:
-            IntegrityError: It is malformed, too large, of another swarm, not signed, or claims to live too long.
-        """
+        """Return a record's signer and expiry; raise `IntegrityError` if the record is invalid or lives too long."""
         fingerprint = hashlib.sha256(value).digest()
         if fingerprint in self._verified:
             self._verified.move_to_end(fingerprint)

@@ -1,10 +1,8 @@
-"""Records of peers in the directory, signed and bounded.
+"""Signed, bounded records of peers in the directory.
 
-A sealed record is canonical msgpack ``[body, proof]``; the body holds version, kind, swarm, peer, sequence, expiry and
-payload, and the proof is the peer's signature over all of it. So a record cannot be passed off as another peer's,
-another kind's or another swarm's, and neither its lifetime nor its order can be changed.
-
-What is in a payload still comes from a stranger: `p2ptrain.network.schema` holds it against `PeerRecord`.
+A sealed record is canonical msgpack ``[body, proof]``. The body holds version, kind, swarm, peer, sequence, expiry and
+payload; the proof is the peer's signature over the body. The payload stays untrusted: `PeerRecord.from_payload`
+validates it.
 """
 
 from __future__ import annotations
@@ -48,13 +46,12 @@ _BODY_KEYS = {"version", "kind", "swarm", "peer", "sequence", "expires_at", "pay
 
 @dataclass(frozen=True)
 class OpenedRecord:
-    """The content of a sealed record, after its signature was checked.
+    """The content of a sealed record with a valid signature.
 
     Attributes:
-        peer: Who signed it.
-        payload: Plain msgpack values; not checked any further.
+        payload: Plain msgpack values, not validated.
         sequence: Grows with each record of this peer and kind.
-        expires_at: Wall-clock second (since the epoch) after which it means nothing.
+        expires_at: In seconds since the epoch.
     """
 
     peer: str
@@ -74,15 +71,14 @@ def seal_record(
     """Sign a payload as this peer's record.
 
     Args:
-        kind: What the payload is, at most 64 characters; readers ask for the same.
+        kind: 1 to 64 characters.
         swarm: The manifest's digest, 32 bytes.
         payload: Plain msgpack values with str keys.
         sequence: Larger than in this peer's earlier records of this kind, and less than 2**63.
-        expires_at: Wall-clock second at which it stops being valid.
-        signer: This peer's key.
+        expires_at: Expiry, in seconds since the epoch.
 
     Raises:
-        ValueError: The record would be larger than 16 KiB, or an argument is out of range.
+        ValueError: The record is larger than `MAX_RECORD_BYTES`, or an argument is out of range.
     """
     if not 0 < len(kind) <= MAX_KIND_CHARS or len(swarm) != 32 or not 0 <= sequence < 1 << 63:
         raise ValueError("kind has 1 to 64 characters, swarm 32 bytes, and sequence is in [0, 2**63)")
@@ -104,16 +100,15 @@ def seal_record(
 
 
 def open_record(data: bytes, kind: str | None, swarm: bytes, verifier: Signer) -> OpenedRecord:
-    """Check a sealed record and return what it says. The caller compares ``expires_at`` with its clock.
+    """Verify a sealed record and return its content. The caller compares ``expires_at`` with its clock.
 
     Args:
-        data: The result of `seal_record`, from anywhere.
-        kind: The kind that is wanted; None takes any (for those who only store records).
+        kind: The expected kind; None accepts any.
         swarm: The manifest's digest, 32 bytes.
-        verifier: Any signer of this swarm's kind of key.
+        verifier: Any signer with the swarm's type of key.
 
     Raises:
-        IntegrityError: It is oversized, malformed, of another kind or swarm, or not signed by the peer it names.
+        IntegrityError: The record is oversized, malformed, of another kind or swarm, or not signed by its peer.
     """
     if len(data) > MAX_RECORD_BYTES:
         raise IntegrityError(f"a record of {len(data)} bytes is larger than {MAX_RECORD_BYTES}: ignored")
@@ -146,17 +141,17 @@ def _unpack(data: object) -> Any:
 
 @dataclass(frozen=True)
 class RoundReport:
-    """How one round went for one peer.
+    """A peer's report of one round.
 
     Attributes:
-        reason: Why it was not committed, or why this peer's work is not in it; else empty. At most 200 characters.
+        reason: Why the round was not committed, or why it lacks this peer's contribution; else empty.
         seconds: From the start of matchmaking to the end of the round.
-        members: Peers in the group.
         contributors: Peers whose contribution counted.
-        contributed: Whether this peer's did.
-        digest: Of the state with the round applied, 32 bytes; zeros when it was not committed.
-        compute_seconds: From the end of the round before to the start of matchmaking: training, and waiting for others.
-        matchmaking_seconds: Of ``seconds``, until the group stood; ``transfer_seconds``: from then to the certificate.
+        contributed: True if this peer's contribution counted.
+        digest: Of the state after the round, 32 bytes; zeros if the round was not committed.
+        compute_seconds: From the end of the previous round to the start of matchmaking: training and waiting.
+        matchmaking_seconds: The part of ``seconds`` until the group was complete.
+        transfer_seconds: The part of ``seconds`` from then to the certificate.
     """
 
     round: Count
@@ -173,19 +168,21 @@ class RoundReport:
 
 
 class StageReport(msgspec.Struct, frozen=True, array_like=True):
-    """A peer's report of one stage that it hosts, or of embeddings that it averages beside it.
+    """A peer's report of one hosted stage, or of shared embeddings that it averages beside a stage.
 
-    It travels without names, which would be half of its bytes: with 64 stages a record has no room for more.
+    Encoded as an array, so that `MAX_STAGES` reports fit into a record.
 
     Attributes:
-        unit: The stage's number; the number of stages for embeddings that the first and the last one share.
-        round: The round that it is working towards.
-        lineage: Head of its chain of certificates, 32 bytes; ``digest``: of its state, 32 bytes.
-        lineage_tokens: Tokens that the lineage's rounds were trained on.
-        tokens_per_second: What it can do, forward and backward; 0 before it was measured.
-        waiting: Passes in its queue.
+        unit: The stage's number; the number of stages for embeddings that the first and the last stage share.
+        round: The round in progress.
+        lineage: Head of the stage's chain of certificates, 32 bytes.
+        digest: Of the stage's state, 32 bytes.
+        lineage_tokens: Tokens of all the lineage's rounds.
+        tokens_per_second: Throughput of forward and backward passes; 0 before the first measurement.
+        waiting: Passes in the queue.
         samples: Settled in this round.
-        saved_round: The last that it has a checkpoint of; 0 for none. ``saved_digest``: of the state in it, 32 bytes.
+        saved_round: Round of the last checkpoint; 0 for none.
+        saved_digest: Of the state in that checkpoint, 32 bytes.
     """
 
     unit: Count
@@ -206,29 +203,28 @@ StageReports = Annotated[tuple[StageReport, ...], Meta(max_length=MAX_STAGES)]
 
 @dataclass(frozen=True)
 class PeerRecord:
-    """A peer's record about itself, from which all others know it.
+    """A peer's record about itself.
 
     Attributes:
-        peer: Its id. Not in the payload: it comes from the signature.
-        name: Chosen by its owner; at most 64 characters.
-        version: Of the software; ``protocol`` is the wire protocol's.
-        round: The round that it is working towards.
-        lineage: Head of its chain of certificates, 32 bytes; ``digest``: of its state, 32 bytes.
-        lineage_tokens: Tokens that the lineage's rounds were trained on; ``round_tokens``: in the current round, here.
-        loss: Of the last batches, in nats; None before the first.
-        addresses: Multiaddrs at which it can be dialled.
-        started_at: Wall-clock second at which it started.
-        last_rounds: How its last rounds went, oldest first, at most 8.
-        direct_refusals: What it refused at its port for direct connections since it began to listen there.
-        trained_tokens: Tokens of this peer's that count in committed rounds, since it started; ``trained_rounds``: in
-            how many.
-        diverged: Whether its loss is not a finite number any more.
-        clock_skew_seconds: How far its machine's clock is ahead of the swarm's; it goes by the swarm's.
-        note: One line for people, at most 200 characters.
-        stages: What it hosts of a pipeline; empty where peers train the whole model.
-        failovers: How often a host failed to which it sent microbatches, so that it went to others.
-        next_stage: The stage that it is going to host; its own while it cannot move; None where that is open.
-        serving: What it served since it started; None where it does not serve.
+        peer: The signer's id; not in the payload.
+        protocol: Version of the wire protocol.
+        round: The round in progress.
+        lineage: Head of the peer's chain of certificates, 32 bytes.
+        digest: Of the peer's state, 32 bytes.
+        lineage_tokens: Tokens of all the lineage's rounds.
+        round_tokens: This peer's tokens in the current round.
+        loss: Of the last batches, in nats; None before the first batch.
+        addresses: Multiaddrs.
+        started_at: In seconds since the epoch.
+        last_rounds: Reports of the last rounds, oldest first.
+        direct_refusals: Refused direct connections since the listener started.
+        trained_tokens: This peer's tokens in committed rounds, since it started.
+        trained_rounds: Committed rounds with its contribution, since it started.
+        diverged: True if the loss is no longer finite.
+        clock_skew_seconds: The machine's clock minus the swarm's; the peer uses the swarm's.
+        stages: Hosted pipeline stages; empty if peers train the whole model.
+        failovers: Failovers of this peer's microbatches from a failed host to another.
+        next_stage: The stage that it hosts next; its own while it cannot move; None if undecided.
     """
 
     peer: str
@@ -268,11 +264,11 @@ class PeerRecord:
 
     @property
     def label(self) -> str:
-        """The name, or the end of the id where there is none."""
+        """The name, or the end of the id if the name is empty."""
         return self.name or self.peer[-8:]
 
     def of_unit(self, unit: int) -> PeerRecord | None:
-        """Return this record as one of a stage's own swarm (see `StageReport`); None where it hosts another stage."""
+        """Return this record as a trainer's record of one unit (see `StageReport.unit`); None if it lacks the unit."""
         for stage in self.stages:
             if stage.unit == unit:
                 return replace(
@@ -282,7 +278,7 @@ class PeerRecord:
         return None
 
     def to_payload(self) -> dict[str, Any]:
-        """Return plain values for `seal_record`: text cut to its bounds, numbers that are not finite as 0 or None."""
+        """Return plain values for `seal_record`, cut to their bounds, with non-finite numbers as 0 or None."""
         diverged = self.diverged or (self.loss is not None and not math.isfinite(self.loss))
         within = replace(
             self,
@@ -303,15 +299,7 @@ class PeerRecord:
 
     @classmethod
     def from_payload(cls, peer: str, payload: dict[str, Any]) -> PeerRecord:
-        """Return a peer's record.
-
-        Args:
-            peer: Who signed it (`OpenedRecord.peer`).
-            payload: The result of `to_payload`, from the network.
-
-        Raises:
-            IntegrityError: A field is missing, of the wrong type, too long or out of range.
-        """
+        """Return the record of an untrusted payload; raise `IntegrityError` if it is malformed."""
         try:
             return from_wire(cls, {**payload, "peer": peer})
         except IntegrityError as error:

@@ -1,8 +1,7 @@
-"""A peer's totals of served requests since it started, with latencies that can be added up.
+"""A peer's totals of served requests, with latencies as mergeable histograms.
 
-Percentiles of several peers, or of several minutes, do not average. So a peer sends how many of its latencies fell
-between fixed bounds, and whoever reads adds the counts of all and takes percentiles of the sum. There are eight bounds
-for each power of ten, so that a percentile is off by a third at most.
+Percentiles of several peers or intervals do not average, but histograms add up. The buckets have eight bounds per
+decade, so a percentile within them is off by a third at most.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from msgspec import Meta
 from p2ptrain.network.schema import Amount
 
 BOUNDS = tuple(float(f"{10 ** (step / 8):.3g}") for step in range(-24, 25))
-"""Upper bounds of all counts but the last, in seconds, from 1 ms to 1,000 s; what is above has the last one."""
+"""Upper bounds of the buckets, in seconds, from 1 ms to 1,000 s; one more bucket holds longer latencies."""
 MAX_TOTAL = 1 << 48
-"""A million tokens per second for nine years."""
+"""Bound of all counters; a million tokens per second take nine years to reach it."""
 MAX_SESSIONS = 1_000_000
 NO_COUNTS = (0,) * (len(BOUNDS) + 1)
 Total = Annotated[int, Meta(ge=0, le=MAX_TOTAL)]
 _TOLERANCE = 1e-3
-"""Of sums in floating point."""
+"""Relative tolerance for sums in floating point."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,8 @@ class Latencies:
     """A histogram of latencies.
 
     Attributes:
-        counts: Up to each of `BOUNDS` and above the one before; the last one is of what is above all of them.
-        seconds: The sum of all.
+        counts: Per bucket: up to each of `BOUNDS`, and above the last.
+        seconds: The sum of all samples.
     """
 
     counts: Annotated[tuple[Total, ...], Meta(min_length=len(BOUNDS) + 1, max_length=len(BOUNDS) + 1)] = NO_COUNTS
@@ -60,7 +59,7 @@ class Latencies:
         return Latencies(counts, self.seconds + other.seconds)
 
     def since(self, before: Latencies) -> Latencies | None:
-        """Return the difference to ``before``; None where something became less."""
+        """Return the difference to ``before``; None if a counter decreased."""
         counts = tuple(mine - its for mine, its in zip(self.counts, before.counts, strict=True))
         seconds = self.seconds - before.seconds
         if min(counts) < 0 or seconds < -_TOLERANCE * before.seconds:
@@ -68,10 +67,10 @@ class Latencies:
         return Latencies(counts, max(0.0, seconds))
 
     def quantile(self, share: float) -> float | None:
-        """Return the latency that a share of samples did not exceed, in seconds; None without samples.
+        """Return a quantile in seconds; None without samples.
 
-        Within the bounds between which it lies it is interpolated as if logarithms were spread evenly there. Above all
-        bounds it is the last one.
+        The quantile is interpolated logarithmically within its bucket, and linearly within the first. Above the last
+        bound it is that bound.
         """
         rank, below = share * self.total, 0
         if not self.total:
@@ -86,23 +85,18 @@ class Latencies:
 
 
 def cumulative(counts: Sequence[int]) -> list[tuple[str, float]]:
-    """Return buckets as Prometheus has them: under each of `BOUNDS`, the count of samples up to it.
-
-    Args:
-        counts: As `Latencies.counts`.
-    """
+    """Return `Latencies.counts` as Prometheus buckets: pairs of an upper bound and a cumulative count."""
     return list(zip([*map(str, BOUNDS), "+Inf"], accumulate(counts), strict=True))
 
 
 @dataclass(frozen=True)
 class ServingTotals:
-    """Totals since some moment.
+    """Totals of served requests over some time.
 
     Attributes:
-        requests: That were accepted, ``failed_requests`` among them.
-        generated_tokens: That went out; ``prompt_tokens``: that came in.
-        first_token: For each request that got one, the time from its arrival to its first token.
-        token: For each further token, the time since the one before.
+        requests: Accepted requests, failed ones included.
+        first_token: Times from a request's arrival to its first token.
+        token: Times between consecutive tokens of a request.
     """
 
     requests: Total = 0
@@ -120,7 +114,7 @@ class ServingTotals:
         )  # fmt: skip
 
     def since(self, before: ServingTotals) -> ServingTotals | None:
-        """Return the difference to ``before``; None where something became less."""
+        """Return the difference to ``before``; None if a counter decreased."""
         first_token, token = self.first_token.since(before.first_token), self.token.since(before.token)
         if first_token is None or token is None:
             return None
@@ -135,12 +129,7 @@ class ServingTotals:
 
 @dataclass(frozen=True)
 class ServingReport:
-    """A serving peer's part of its record.
-
-    Attributes:
-        sessions: Generations that are open now.
-        totals: Since it started.
-    """
+    """A serving peer's open sessions (generations), and its totals since it started."""
 
     sessions: Annotated[int, Meta(ge=0, le=MAX_SESSIONS)]
     totals: ServingTotals
@@ -151,7 +140,7 @@ class ServingReport:
         _expect(totals.first_token.total <= totals.requests, "more first tokens than requests")
         _expect(totals.token.total <= totals.generated_tokens, "more tokens were timed than generated")
         for latencies in (totals.first_token, totals.token):
-            # A sum that its own counts rule out would only bend the mean.
+            # A sum outside the bounds that its counts imply would distort the mean.
             counts, exceeds = latencies.counts, latencies.counts[-1]
             least = math.fsum(count * low for count, low in zip(counts, (0.0, *BOUNDS), strict=True))
             most = math.inf if exceeds else math.fsum(map(mul, counts, BOUNDS))

@@ -1,4 +1,4 @@
-"""Records with the time at which they were published."""
+"""Records with their publication times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from p2ptrain.network.records.record import PeerRecord
 
 @dataclass(frozen=True)
 class Sighting:
-    """A peer's record and when it was published, in seconds since the epoch."""
+    """A peer's record and its publication time, in seconds since the epoch."""
 
     record: PeerRecord
     at: float
@@ -18,12 +18,11 @@ class Sighting:
 
 @dataclass(frozen=True)
 class Look:
-    """The records of a swarm at one moment.
+    """The records of a swarm at one moment, in seconds since the epoch.
 
     Attributes:
-        at: Wall-clock second.
-        sightings: One for each peer; None when the directory did not answer.
-        rejected: Records dropped for what they say, since the first look.
+        sightings: One per peer; None if the directory did not answer.
+        rejected: Invalid records dropped since the first look.
     """
 
     at: float

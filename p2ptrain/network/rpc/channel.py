@@ -1,14 +1,13 @@
-"""A conversation between two peers over one stream: frames, heartbeats, end marks, deadlines.
+"""A two-way conversation between peers over one stream: frames, heartbeats, end marks, deadlines.
 
-A `Channel` owns its `Stream`. What it does itself is to send, to hand the owner what came, and to end in one of the
-ways that there are. The rest is in modules of their own::
+A `Channel` owns its `Stream`. It sends, hands received data to its owner, and ends the conversation::
 
     stream ──▶ FrameReader ──▶ Inbox ──▶ Channel.receive, receive_bytes
                frame_reader    inbox
     stream ◀── Channel.send, send_bytes
-    Heartbeat: PING after a while without writes, the end after a silence that no live peer keeps
+    Heartbeat: PING after a time without writes; the channel fails after a silence timeout
 
-Frames are described in `p2ptrain.network.rpc.frames`.
+`p2ptrain.network.rpc.frames` has the wire format.
 """
 
 from __future__ import annotations
@@ -30,30 +29,32 @@ from p2ptrain.tasks import Tasks
 T = TypeVar("T")
 
 SEND_FRAME_BYTES = 256 * 1024
-"""The bulk frames written here: short enough to keep cancellation prompt, long enough to cost nothing."""
+"""Size of the bulk frames written here: short for prompt cancellation, long for low overhead."""
 
 
 @dataclass(frozen=True)
 class ChannelLimits:
-    """Times and sizes that bound one channel."""
+    """Timeouts and sizes that bound one channel."""
 
     ping_seconds: float = 3.0
-    """A PING is written when nothing else was for this long."""
+    """Time without writes before a PING; < silence_seconds."""
     silence_seconds: float = 10.0
-    """A peer from which nothing came for this long is lost."""
+    """Keepalive timeout: a peer silent for this long is lost."""
     send_seconds: float = 60.0
-    """How long a peer that is alive may take to make room for one more frame."""
+    """Timeout for a live peer to make room for one more frame."""
     linger_seconds: float = 5.0
-    """How long `Channel.close` waits for what it wrote to arrive."""
+    """Timeout of `Channel.close` for its last bytes to arrive."""
     inbox_bytes: int = 256 * 1024
-    """What is read ahead of the owner."""
+    """Bound on the data read ahead of the owner."""
 
 
 class Channel:
-    """Messages and bulk buffers in both directions; made by `p2ptrain.network.rpc.client.Rpc`.
+    """Messages and bulk buffers in both directions; created by `p2ptrain.network.rpc.client.Rpc`.
 
-    One task receives at a time; several may send. After any error but a `DeadlineError` of `receive`, and after a
-    cancellation inside any method, the channel is dead and every later call raises what killed it.
+    One task receives at a time; several may send. Any error kills the channel, except a `DeadlineError` of `receive`.
+    Cancellation inside any method kills it too. Every later call then raises the error that killed it: `PeerLostError`
+    (the stream ended, or the peer was silent), `PeerRefusedError` (``reason`` says why), `ProtocolError` or
+    `DeadlineError`.
     """
 
     def __init__(self, stream: Stream, limits: ChannelLimits, traffic: Traffic) -> None:
@@ -80,36 +81,28 @@ class Channel:
 
     @property
     def remote(self) -> PeerId:
-        """The authenticated id of the peer at the other end."""
         return self._stream.remote
 
     @property
     def lost(self) -> asyncio.Future[None]:
-        """Done when the remote has ended the channel or is lost; never carries an exception."""
+        """Done once the remote has ended the channel or is lost; never carries an exception."""
         return self._settled
 
     # Sending
 
     async def send(self, message: object) -> None:
-        """Send one message, of any schema.
+        """Send one message of any schema.
 
         Raises:
-            ValueError: It is too long, or holds what msgpack cannot encode.
-            PeerLostError, PeerRefusedError, ProtocolError: What ended the channel.
-            DeadlineError: The peer is alive but takes nothing more.
+            ValueError: It is too long, or msgpack cannot encode it.
+            DeadlineError: The peer is alive but does not read.
         """
         await self._write(frame(Kind.MESSAGE, pack(message)))
 
     async def send_bytes(self, data: Buffer, *, more: bool = False) -> None:
-        """Send one bulk buffer of any length without copying it; it must not change until this returns.
+        """Send one bulk buffer of any length without a copy; it must not change until this returns.
 
-        Args:
-            data: The buffer.
-            more: Whether the buffer goes on with the next call; ``data`` is not empty then.
-
-        Raises:
-            PeerLostError, PeerRefusedError, ProtocolError: What ended the channel.
-            DeadlineError: The peer is alive but takes nothing more.
+        ``more`` is True if the next call continues the same buffer; ``data`` must not be empty then. Raises as `send`.
         """
         view = memoryview(data).cast("B")
         last = max(0, len(view) - 1) // SEND_FRAME_BYTES
@@ -124,7 +117,7 @@ class Channel:
             raise self._failure
         num_bytes, is_written = sum(map(len, parts)), False
         try:
-            # Before the lock, so that heartbeats go out meanwhile, and before the deadline, which is the remote's.
+            # Outside the lock, so heartbeats continue; outside the deadline, which bounds the remote only.
             await self._traffic.up.take(num_bytes)
             async with asyncio.timeout(self._limits.send_seconds), self._write_lock:
                 if self._last_word is None:
@@ -137,7 +130,7 @@ class Channel:
         except TimeoutError:
             self._fail(DeadlineError(f"peer {self.remote[-8:]} took nothing for {self._limits.send_seconds:g} s"))
         except P2PTrainError as error:
-            # The reason for which the remote closed may still be on its way to the reader.
+            # The remote's ERROR frame may still be in flight to the reader.
             await self._let_reader_finish()
             self._fail(error)
         except BaseException:
@@ -145,7 +138,7 @@ class Channel:
             raise
         if self._failure is not None:
             raise self._failure
-        if not is_written:  # Nothing follows the last word, so that the stream can rest.
+        if not is_written:  # No frame may follow the last one, so that the stream can be reused.
             raise PeerLostError(self.remote, "the channel has ended")
 
     async def _let_reader_finish(self) -> None:
@@ -158,15 +151,11 @@ class Channel:
         """Return the next message.
 
         Args:
-            schema: Of the message, or of all that may come; see `p2ptrain.network.schema`.
-            timeout_seconds: Deadline for the message.
-            max_bytes: A longer one is a `ProtocolError`.
+            schema: Schema of the message, or a union of the accepted ones; see `p2ptrain.network.schema`.
 
         Raises:
-            DeadlineError: None came in time; the channel stays usable.
-            PeerLostError: The stream ended, or the peer was silent for too long.
-            PeerRefusedError: The peer refused; ``reason`` says why.
-            ProtocolError: It is longer than ``max_bytes``, does not fit the schema, or is bulk data.
+            DeadlineError: No message in time; the channel stays usable.
+            ProtocolError: The message exceeds ``max_bytes``, does not fit the schema, or is bulk data.
         """
         if not self._inbox:
             await self._wait(timeout_seconds, "a message", message_bytes=max_bytes)
@@ -188,16 +177,13 @@ class Channel:
         """Return the next bulk buffer, which must have exactly ``num_bytes`` bytes.
 
         Args:
-            num_bytes: The only length that is accepted.
-            timeout_seconds: Deadline for the whole buffer; the channel is dead when it passes.
-            into: Where to put it (writable, ``num_bytes`` long); a new bytearray when None. Holds a part of the data,
-                or none, when this raises.
-            on_progress: Called with the number of bytes in place whenever more came; it must not raise.
+            timeout_seconds: Deadline for the whole buffer; a miss kills the channel.
+            into: Writable destination of ``num_bytes``, or None for a new bytearray. It may be partly filled on error.
+            on_progress: Called with the number of bytes in place after each arrival; it must not raise.
 
         Raises:
-            DeadlineError: It did not all come in time.
-            PeerLostError, PeerRefusedError: As `receive`.
-            ProtocolError: It has another length, or a message came instead.
+            DeadlineError: The buffer was not complete in time.
+            ProtocolError: The buffer has another length, or a message came instead.
         """
         result: bytearray | memoryview = bytearray(num_bytes) if into is None else into
         view = memoryview(result).cast("B")
@@ -221,7 +207,7 @@ class Channel:
     async def _wait(
         self, timeout_seconds: float, what: str, *, message_bytes: int = 0, sink: Sink | None = None
     ) -> None:
-        """Wait until something arrived for the owner, or the channel ended; raises what had ended it before."""
+        """Wait until data arrived for the owner or the channel ended; raises if it had ended before."""
         if self._failure is not None:
             raise self._failure
         try:
@@ -234,7 +220,7 @@ class Channel:
             raise
 
     async def _read(self) -> None:
-        """The reader task: read what the remote sends until its last frame, and see to how it ended."""
+        """Read all frames of the remote up to its last one, then settle the channel (the reader task)."""
         try:
             if await self._frames.read_all() == Kind.END:
                 await self._on_end()
@@ -255,30 +241,27 @@ class Channel:
                     await self._stream.write(ACK)
                     self._traffic.sent += len(ACK)
             except PeerLostError:
-                pass  # It closed and did not wait for the answer, as it may.
+                pass  # The remote may close without waiting for the ACK.
         self._failure = self._failure or PeerLostError(self.remote, "ended the channel early")
         self._settle()
 
     # Heartbeat
 
     def beat(self, seconds: float) -> None:
-        """Write a PING whenever nothing else was written for this time, instead of `ChannelLimits.ping_seconds`."""
+        """Set the time without writes before a PING, instead of `ChannelLimits.ping_seconds`."""
         self._heartbeat.set_ping(seconds)
 
     def expect_beats(self, silence_seconds: float, silent_at: Callable[[float], float]) -> None:
-        """Take the remote, which must `beat` more often, for lost sooner than `ChannelLimits.silence_seconds` says.
+        """Set a shorter keepalive timeout than `ChannelLimits.silence_seconds`; a timeout raises `PeerSilentError`.
 
-        After that every call raises `PeerSilentError`.
-
-        Args:
-            silence_seconds: The shortest silence that counts.
-            silent_at: When the remote counts as silent, by when it was last heard on this channel; in loop time.
+        ``silence_seconds`` is its lower bound; the remote must `beat` more often. ``silent_at`` maps the time of the
+        last sign of life to the timeout, both in loop time.
         """
         self._heartbeat.set_silence(silence_seconds, silent_at)
 
     @property
     def last_heard(self) -> float:
-        """When the last sign of life of the remote came, in the loop's time."""
+        """Loop time of the last sign of life of the remote."""
         return self._heartbeat.last_heard()
 
     def _on_silence(self) -> None:
@@ -302,7 +285,6 @@ class Channel:
     # Ends
 
     def _settle(self) -> None:
-        """The remote will say nothing more: let whoever waits for it know, and stop the heartbeat."""
         self._heartbeat.stop()
         if not self._settled.done():
             self._settled.set_result(None)
@@ -312,12 +294,12 @@ class Channel:
         self._fail(PeerLostError(self.remote, f"this end of the channel failed ({error!r}): see the log"))
 
     def _fail(self, error: P2PTrainError) -> P2PTrainError:
-        """Kill the channel; returns what killed it, which is ``error`` unless something did before."""
-        # What the remote sent before it ended may turn out to be wrong when it is looked at.
+        """Kill the channel; returns the first error, or a `ProtocolError` that followed the remote's end."""
+        # The owner may find a malformed message in the queue after the remote has ended.
         if self._failure is None or (self._remote_ended and isinstance(error, ProtocolError)):
             self._failure = error
         self._settle()
-        if not isinstance(error, ProtocolError):  # `refuse` tells the remote what it did wrong.
+        if not isinstance(error, ProtocolError):  # `refuse` still needs the stream to send the reason.
             self._stream.abort()
         for task in (self._reader, self._ping):
             if task is not None and task is not asyncio.current_task():
@@ -332,33 +314,25 @@ class Channel:
         self._stream.abort()
 
     async def abort_and_wait(self) -> None:
-        """`abort`, and return when no task of this channel is left."""
         self.abort()
         await self._stop()
 
     async def refuse(self, reason: str) -> None:
-        """Tell the remote why nothing more will come, and end the channel as `close` does."""
+        """Send a refusal with ``reason``, and end the channel as `close` does."""
         await self._finish(error_frame(reason))
 
     async def close(self, last: object | None = None) -> None:
-        """End the channel once the remote has all that was sent, or after `ChannelLimits.linger_seconds`.
+        """End the channel once the remote has received all data, or after `ChannelLimits.linger_seconds`.
 
-        Idempotent; never raises for the network's sake.
-
-        Args:
-            last: One more message, which travels with the end mark.
-
-        Raises:
-            ValueError: ``last`` is too long, or holds what msgpack cannot encode.
+        Idempotent; raises no network errors. ``last`` is a last message, sent together with the end mark; `ValueError`
+        as for `send`.
         """
         await self._finish(END if last is None else frame(Kind.MESSAGE, pack(last)) + END)
 
     async def interrupt(self, last: object, reason: str) -> None:
-        """As `close` with a last message, while another task still sends or receives.
+        """Close with a last message while another task still sends or receives.
 
-        Args:
-            last: The message.
-            reason: What the remote is refused with instead where a bulk buffer is half sent.
+        A half-sent bulk buffer turns the message into a refusal with ``reason``.
         """
         await self._finish(frame(Kind.MESSAGE, pack(last)) + END, error_frame(reason))
 
@@ -391,7 +365,6 @@ class Channel:
         await self._stop()
 
     async def _stop(self) -> None:
-        """Wait for the helper tasks, which are cancelled, to be gone."""
         tasks = [task for task in (self._reader, self._ping) if task is not None and not task.done()]
         if tasks:
             await asyncio.wait(tasks)

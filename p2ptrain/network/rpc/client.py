@@ -1,8 +1,7 @@
-"""Requests, replies and channels between peers, on any `Transport`.
+"""Calls between peers: requests, replies and channels on any `Transport`.
 
-One protocol is served; each stream names what it wants in a header of two frames, ``{protocol, swarm, name}`` and
-the request. The first is small, so that a peer of another version, another swarm, or one that asks for a name unknown
-here is told so before anything else is read::
+Each stream opens with two frames: the header ``{protocol, swarm, name}``, then the request. The server checks the
+small header before it reads the request, and refuses another version, another swarm or an unknown name::
 
     caller                               server
       | {protocol, swarm, name}, request   |
@@ -12,8 +11,7 @@ here is told so before anything else is read::
       |             ACK                    |
       | ---------------------------------> |
 
-`Rpc` is what the rest of the package uses. The calling half is here; the answering half, with what bounds the cost of
-strangers, is `p2ptrain.network.rpc.server`.
+`Rpc` is the interface for the rest of the package. `p2ptrain.network.rpc.server` answers.
 """
 
 from __future__ import annotations
@@ -49,21 +47,13 @@ T = TypeVar("T")
 
 PROTOCOL = "/p2ptrain/rpc"
 MAX_DIALS_REMEMBERED = 1024
-"""Peers of which it is known how long a dial takes; the latest ones."""
+"""Bound on the peers with a recorded dial time; the oldest record is dropped."""
 
 
 class Rpc:
-    """Calls other peers by name, and answers them.
+    """RPC endpoint of one peer: calls other peers by name and answers their calls.
 
-    Attributes:
-        runtime: This peer's time and chance.
-
-    Args:
-        transport: Carries the streams; stays the caller's to close.
-        runtime: This peer's time and chance.
-        swarm: The manifest digest; peers of other swarms are refused.
-        limits: What strangers may use of this peer.
-        protocol: The version this peer speaks.
+    The caller closes ``transport``. ``swarm`` is the manifest digest (32 bytes); peers of other swarms are refused.
     """
 
     def __init__(
@@ -88,50 +78,42 @@ class Rpc:
         self._dial_seconds: dict[PeerId, float] = {}
 
     def scoped(self, scope: str) -> Rpc:
-        """The same peer, calling and answering names of a scope: for parts of which a peer has several.
-
-        Start, move and close the `Rpc` that it was made of.
-        """
+        """Return a view that prefixes every name with ``scope``; only the original may be started, moved or closed."""
         view = copy.copy(self)
         view._scope = f"{self._scope}{scope}/"
         return view
 
     @property
     def peer_id(self) -> PeerId:
-        """This peer's own id."""
         return self._root._transport.peer_id
 
     @property
     def swarm(self) -> bytes:
-        """The manifest digest, 32 bytes."""
         return self._swarm
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes of all frames written so far."""
         return self._traffic.sent
 
     @property
     def bytes_received(self) -> int:
-        """Bytes of all frames read so far."""
         return self._traffic.received
 
     @property
     def refusals(self) -> Counter[tuple[PeerId, str]]:
-        """How often each peer was refused, by cause; a bounded number of peers, the rest under ``"others"``."""
+        """Refusals by (peer, cause). The number of peers is bounded; the rest count under ``"others"``."""
         return self._server.refusals
 
     @property
     def num_inbound(self) -> int:
-        """Streams that are being served now."""
         return self._server.num_inbound
 
     def is_talking_with(self, peer: PeerId) -> bool:
-        """Whether a stream with a peer is open now, in either direction."""
+        """True if a stream with ``peer`` is open now, in either direction."""
         return self._outbound[peer] > 0 or self._server.is_serving(peer)
 
     def dial_seconds(self, peer: PeerId) -> float | None:
-        """Return how long the last dial of a peer took, doubled for each failure since; None if unknown."""
+        """Return the time of the last dial of ``peer``, doubled for each failure since; None if unknown."""
         return self._dial_seconds.get(peer)
 
     def _note_dial(self, peer: PeerId, seconds: float | None) -> None:
@@ -144,30 +126,25 @@ class Rpc:
                 del self._dial_seconds[next(iter(self._dial_seconds))]
 
     async def start(self) -> None:
-        """Begin to answer; call it after the first names are served."""
+        """Start to accept streams; call it after the first `serve`."""
         await self._transport.serve(PROTOCOL, self._server.on_stream)
 
     async def move(self, transport: Transport) -> None:
-        """Go on with another transport of the same peer; the old one is closed, and with it all streams have ended."""
+        """Switch to another transport of the same peer. The old one must be closed, so all its streams have ended."""
         self._transport = transport
         await self.start()
 
     async def close(self) -> None:
-        """Refuse new streams, cancel the handlers that run, and wait until they are gone; idempotent."""
+        """Refuse new streams, cancel the running handlers, and wait for them; idempotent."""
         await self._server.close()
 
     # Answering
 
     def serve(self, name: str, request: type[T], handler: RequestHandler[T], *, max_request_bytes: int = 65536) -> None:
-        """Answer calls of ``name`` with what ``handler(peer, request)`` returns.
+        """Answer calls of ``name`` with the result of ``handler(peer, request)``, which may have any schema.
 
-        A handler that raises a `P2PTrainError` refuses with its message. It is cancelled when the caller is gone.
-
-        Args:
-            name: What callers ask for.
-            request: The schema of requests (`p2ptrain.network.schema`); others are refused.
-            handler: Returns the reply, of any schema.
-            max_request_bytes: A longer request is refused.
+        Requests must fit the schema ``request`` (`p2ptrain.network.schema`) and the size limit. A `P2PTrainError` from
+        the handler refuses the call with its message. Losing the caller cancels the handler.
         """
         self._server.serve(self._scope + name, request, handler, max_request_bytes)
 
@@ -176,16 +153,16 @@ class Rpc:
     ) -> None:
         """Run ``handler(channel, request)`` for each channel opened for ``name``; the channel closes when it returns.
 
-        A handler that raises a `P2PTrainError` refuses with its message. Arguments as of `serve`.
+        A `P2PTrainError` from the handler refuses the channel with its message. Other arguments as for `serve`.
         """
         self._server.serve_channel(self._scope + name, request, handler, max_request_bytes)
 
     def withdraw(self, name: str) -> None:
-        """Answer for ``name``, and for all of a scope of that name, no more; what is being served goes on."""
+        """Stop serving ``name`` and every name in a scope ``name``; running handlers continue."""
         self._server.withdraw(self._scope + name)
 
     def count_refusal(self, peer: PeerId, cause: str) -> None:
-        """Count that ``peer`` was refused for ``cause`` (a short fixed text, not what the peer sent)."""
+        """Count one refusal of ``peer``. ``cause`` is a short fixed text, never text from the peer."""
         self._server.count_refusal(peer, cause)
 
     # Calling
@@ -200,21 +177,17 @@ class Rpc:
         *,
         max_reply_bytes: int = 1 << 20,
     ) -> T:
-        """Send one request and return the reply.
+        """Send one request and return the reply. A call to this peer itself goes straight to its own handler.
 
         Args:
-            peer: Whom to ask; this peer itself is answered by its own handler.
-            name: What is asked for.
-            request: Of the schema that ``name`` is served for.
-            reply: The schema of the reply.
-            timeout_seconds: Deadline for dialling, request and reply together.
-            max_reply_bytes: A longer reply is a `ProtocolError`.
+            request: An instance of the schema that ``name`` is served for.
+            timeout_seconds: Deadline for dial, request and reply together.
 
         Raises:
-            PeerUnreachableError: It cannot be dialled.
-            PeerRefusedError: It says no, and why.
-            PeerLostError: It died, or went silent, before it replied.
-            ProtocolError: Its reply does not fit the schema or is too long.
+            PeerUnreachableError: The dial failed.
+            PeerRefusedError: The peer refused, with a reason.
+            PeerLostError: The peer was lost before it replied.
+            ProtocolError: The reply does not fit the schema or is too long.
             DeadlineError: No reply in time.
         """
         if peer == self.peer_id:
@@ -230,20 +203,14 @@ class Rpc:
     def open(
         self, peer: PeerId, name: str, request: object, timeout_seconds: float, *, expected_bytes: int = 0
     ) -> AbstractAsyncContextManager[Channel]:
-        """Open a channel to ``peer`` for ``name``; it is closed at the end of the block, or aborted by an exception.
+        """Open a channel to another peer for ``name``; the end of the block closes it, an exception aborts it.
 
-        Whether the peer accepts shows at the first receive, or when it refuses while something is sent.
-
-        Args:
-            peer: Another peer.
-            name: What the channel is for.
-            request: The first message, part of the header.
-            timeout_seconds: Deadline for dialling and sending the request.
-            expected_bytes: About how many bytes will go over it, both ways together; see `Transport.open`.
+        ``request`` is the first message. ``timeout_seconds`` bounds dialling and sending it. A refusal appears at the
+        first receive, or during a send. ``expected_bytes`` estimates the traffic in both directions; see
+        `Transport.open`.
 
         Raises:
-            ValueError: ``peer`` is this peer itself.
-            PeerUnreachableError, PeerLostError: It cannot be dialled, or the stream ended at once.
+            PeerUnreachableError, PeerLostError: The dial failed, or the stream ended at once.
             DeadlineError: The request could not be sent in time.
         """
         if peer == self.peer_id:

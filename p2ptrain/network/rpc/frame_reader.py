@@ -1,8 +1,8 @@
 """The reading half of a channel: takes frames off the stream, checks them, and hands them to the inbox.
 
-It reads as far ahead as the `Inbox` has room, so that a refusal or a heartbeat is seen whatever the owner is doing,
-and then stops, which holds the sender back. What nobody waits for is read in pieces, and a long message only once its
-owner asks for it, so nobody can fill this peer's memory by announcing a large frame.
+It reads ahead while the `Inbox` has room, so refusals and heartbeats arrive while the owner is busy. A full inbox
+holds the sender back. Unrequested bulk data is read in pieces, and a long message only once its owner asks for it. A
+peer that announces a large frame therefore cannot exhaust memory.
 """
 
 from __future__ import annotations
@@ -23,22 +23,13 @@ from p2ptrain.network.rpc.rates import Traffic
 from p2ptrain.network.transport import Stream
 
 PIECE_BYTES = 64 * 1024
-"""What nobody waits for is read in pieces of this size."""
+"""Piece size for data without a waiting owner."""
 
 EAGER_MESSAGE_BYTES = 64 * 1024
-"""Longer messages are not read off the stream before the owner asks for them."""
+"""A longer message stays on the stream until the owner asks for it."""
 
 
 class FrameReader:
-    """Reads one stream to its end.
-
-    Args:
-        stream: Where frames come from.
-        inbox: Where messages and bulk data go.
-        heartbeat: Is told what was heard, and when this side does not read.
-        traffic: Counts what was read, and says how fast this peer may.
-    """
-
     def __init__(self, stream: Stream, inbox: Inbox, heartbeat: Heartbeat, traffic: Traffic) -> None:
         self._stream = stream
         self._inbox = inbox
@@ -47,12 +38,12 @@ class FrameReader:
         self._remote = stream.remote
 
     async def read_all(self) -> Kind:
-        """Read until the remote's last frame, which is returned: END or ACK.
+        """Read until the remote's last frame and return its kind, END or ACK.
 
         Raises:
-            PeerLostError: The stream ended without one.
+            PeerLostError: The stream ended without a last frame.
             PeerRefusedError: The peer refused; ``reason`` says why.
-            ProtocolError: A frame is malformed, too long, or not what the owner waits for.
+            ProtocolError: A frame is malformed, too long, or unexpected by the owner.
         """
         while True:
             kind = await self._read_frame()
@@ -60,7 +51,6 @@ class FrameReader:
                 return kind
 
     async def _read_frame(self) -> Kind:
-        """Take one frame off the stream and return its kind."""
         length, kind = FRAME.unpack(await self._read(FRAME.size))
         if kind == Kind.MESSAGE:
             await self._read_message(length)
@@ -106,14 +96,14 @@ class FrameReader:
                 return
 
     async def _read_into(self, sink: Sink, size: int, kind: int) -> None:
-        """Read a piece of bulk data to where its owner wants it, without a copy."""
+        """Read a piece of bulk data straight into its owner's buffer."""
         await self._stream.read_into(sink.room(size))
         await self._on_read(size)
         sink.advance(size, kind)
         self._inbox.release_sink()
 
     async def _wait_for_room(self, size: int, *, if_wanted: bool = False) -> None:
-        """Hold the sender back while the owner has enough to read, or until it asks for a long message."""
+        """Hold the sender back until the inbox has room, or until the owner asks for a long message."""
         if not self._inbox.has_room(size, if_wanted=if_wanted):
             self._heartbeat.pause()
             await self._inbox.wait_for_room(size, if_wanted=if_wanted)
@@ -125,10 +115,10 @@ class FrameReader:
         return data
 
     async def _on_read(self, num_bytes: int) -> None:
-        """Note that something came, and hold the sender back where this peer's rate is capped."""
+        """Record a read, and delay the next one to keep the download limit."""
         self._heartbeat.heard()
         self._traffic.received += num_bytes
-        if num_bytes > FRAME.size:  # heartbeats do not wait
+        if num_bytes > FRAME.size:  # heartbeats are exempt
             self._heartbeat.pause()
             await self._traffic.down.take(num_bytes)
             self._heartbeat.resume()

@@ -1,9 +1,9 @@
-"""The frames that peers exchange over a stream, and the messages inside them.
+"""The wire format: frames on a stream, and the messages inside them.
 
-Wire format: frames of ``u32 length (big endian) | u8 kind | payload``. A bulk buffer is any number of BULK frames and
-one BULK_END, so that its length is checked exactly. END is the last frame of whoever closes, and is answered by ACK, so
-that the closing side knows that all it wrote has arrived before it lets go of the stream.
-ERROR refuses; its payload is a `Refusal`. A message is a msgpack map with text keys.
+A frame is ``u32 length (big endian) | u8 kind | payload``. A bulk buffer is any number of BULK frames and one BULK_END,
+so the receiver can check its length. END is the last frame of the closing side. The other side answers it with ACK,
+which confirms that all data arrived. ERROR refuses; its payload is a `Refusal`. A message is a msgpack map with text
+keys.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from p2ptrain.network.transport import PeerId
 T = TypeVar("T")
 
 MAX_FRAME_BYTES = 1 << 20
-"""The longest payload of a BULK frame, and of any message unless its receiver asks for more."""
+"""The longest payload of a BULK frame."""
 
 MAX_MESSAGE_BYTES = 16 << 20
-"""The longest message; its receiver must ask for that much."""
+"""The longest message; the receiver must ask for that much."""
 
 MAX_REASON_CHARACTERS = 512
 MAX_REASON_BYTES = 4 * MAX_REASON_CHARACTERS + 32
@@ -36,8 +36,6 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Kind(IntEnum):
-    """What a frame is."""
-
     MESSAGE = 1
     BULK = 2
     BULK_END = 3
@@ -48,13 +46,13 @@ class Kind(IntEnum):
 
 
 class Refusal(Message, frozen=True):
-    """Why nothing more will come, in words for people."""
+    """Payload of an ERROR frame: the reason, as text for people."""
 
     reason: Annotated[str, Meta(max_length=MAX_REASON_CHARACTERS)]
 
 
 def pack(message: object) -> bytes:
-    """Encode one message; raises `ValueError` when it is too long or holds what msgpack cannot encode."""
+    """Return one message encoded; raises `ValueError` if it is too long or msgpack cannot encode it."""
     try:
         data: bytes = msgpack.packb(to_wire(message), use_bin_type=True)
     except (TypeError, OverflowError) as error:
@@ -65,10 +63,9 @@ def pack(message: object) -> bytes:
 
 
 def unpack(data: Buffer, peer: PeerId, schema: type[T]) -> T:
-    """Return the message of this schema that ``peer`` sent.
+    """Return a message from ``peer``, decoded as ``schema``.
 
-    Raises:
-        ProtocolError: It is not a msgpack map with text keys, or it does not fit the schema.
+    Raises `ProtocolError` if it is not a msgpack map with text keys, or does not fit the schema.
     """
     try:
         values = msgpack.unpackb(data, raw=False)
@@ -83,7 +80,6 @@ def unpack(data: Buffer, peer: PeerId, schema: type[T]) -> T:
 
 
 def frame(kind: Kind, payload: bytes = b"") -> bytes:
-    """One whole frame."""
     return FRAME.pack(len(payload), kind) + payload
 
 
@@ -93,6 +89,6 @@ ACK = frame(Kind.ACK)
 
 
 def error_frame(reason: str) -> bytes:
-    """The frame that refuses, for a reason that is cut to what fits and printable."""
+    """Return an ERROR frame; the reason is truncated and made printable."""
     text = "".join(each if each.isprintable() else " " for each in reason[:MAX_REASON_CHARACTERS])
     return frame(Kind.ERROR, pack(Refusal(text)))

@@ -1,7 +1,7 @@
-"""A channel's heartbeat: when to say something, and when the other side has been silent for too long.
+"""A channel's heartbeat: sends keepalives, and detects a silent remote.
 
-What counts as silence is decided here alone. It is none when this process was stopped itself, when this side chose not
-to read (`Heartbeat.pause`), or when bytes arrived that nobody has read yet, as with a frame that takes long to arrive.
+Silence does not count while this process was suspended, while this side does not read (`Heartbeat.pause`), or while
+unread bytes arrive, as in a long frame.
 """
 
 from __future__ import annotations
@@ -12,25 +12,21 @@ from collections.abc import Callable
 from p2ptrain.network.transport import Stream
 
 LATE_SECONDS = 1.0
-"""A timer that runs this late says that this process was stopped meanwhile."""
+"""A timer this late means that the process was suspended; silence then starts anew."""
 LATE_SHARE = 0.25
-"""The same as a share of the silence that ends the channel, where that is less."""
+"""The same bound as a share of the silence timeout; the smaller one applies."""
 LOOKS = 8
-"""Bytes that arrived but were not read yet are looked for so many times in a silence."""
+"""Number of checks for unread bytes within one silence timeout."""
 
 
 class Heartbeat:
-    """Runs two callbacks off one timer, from its making until `stop`.
+    """Keepalive timer of one stream: runs two callbacks from its creation until `stop`.
 
     Args:
-        stream: Whose arriving bytes are a sign of life.
-        ping_seconds: ``ping`` is called when nothing was written for this long.
-        silence_seconds: ``silent`` is called, once, when nothing was heard for this long.
-        ping: Has a PING written; must not block or raise.
-        silent: Ends the channel.
-
-    Attributes:
-        silence_seconds: As it counts now.
+        ping_seconds: Time without writes before ``ping``.
+        silence_seconds: Silence timeout before ``silent``; a lower bound after `set_silence`.
+        ping: Starts to write a PING; must not block or raise.
+        silent: Ends the channel; called once.
     """
 
     def __init__(
@@ -57,34 +53,30 @@ class Heartbeat:
         self._timer = self._loop.call_at(self._due, self._tick)
 
     def heard(self) -> None:
-        """Note that something was read."""
         self._last_heard = self._loop.time()
         self._num_arrived = self._stream.num_arrived
 
     def wrote(self) -> None:
-        """Note that something is written."""
         self._last_write = self._loop.time()
 
     def pause(self) -> None:
-        """This side does not read for now: what it does not hear is its own doing."""
+        """Suspend the silence timeout while this side does not read."""
         self._paused = True
 
     def resume(self) -> None:
-        """This side reads again; silence counts from now."""
+        """Restart the silence timeout from now."""
         self._paused = False
         self.heard()
 
     def set_ping(self, seconds: float) -> None:
-        """Call ``ping`` after this time without writes from now on."""
+        """Set the time without writes before ``ping``."""
         self._ping_seconds = seconds
         self._reschedule()
 
     def set_silence(self, seconds: float, silent_at: Callable[[float], float]) -> None:
-        """Call ``silent`` sooner from now on.
+        """Set a shorter silence timeout, with ``seconds`` as its lower bound.
 
-        Args:
-            seconds: The shortest silence that counts.
-            silent_at: When the other side counts as silent, by when it was last heard on this stream; in loop time.
+        ``silent_at`` maps the time of the last sign of life to the timeout; both in loop time.
         """
         self.silence_seconds = seconds
         self._silent_at = silent_at
@@ -92,11 +84,11 @@ class Heartbeat:
         self._reschedule()
 
     def stop(self) -> None:
-        """Call nothing any more; idempotent."""
+        """Stop all callbacks; idempotent."""
         self._timer.cancel()
 
     def last_heard(self) -> float:
-        """When the last sign of life came, in the loop's time: now if bytes arrived since this was last looked for."""
+        """Return the loop time of the last sign of life; newly arrived bytes and a pause count as now."""
         if self._paused or self._stream.num_arrived > self._num_arrived:
             self.heard()
         return self._last_heard
@@ -109,17 +101,16 @@ class Heartbeat:
             self._silent()
             return
         if now >= self._last_write + self._ping_seconds:
-            self._last_write = now  # A blocked writer is not asked again and again.
+            self._last_write = now  # A blocked writer gets one request per ping interval.
             self._ping()
         self._schedule(now)
 
     def _reschedule(self) -> None:
-        if not self._timer.cancelled():  # Else this was stopped.
+        if not self._timer.cancelled():  # Not after `stop`.
             self._timer.cancel()
             self._schedule(self._loop.time())
 
     def _schedule(self, now: float) -> None:
-        """Set the timer for whatever is due first."""
         look_at = min(self._silent_at(self._last_heard), now + self.silence_seconds / LOOKS)
         self._due = max(now, min(self._last_write + self._ping_seconds, look_at))
         self._timer = self._loop.call_at(self._due, self._tick)

@@ -1,10 +1,8 @@
-"""What a channel has read and its owner has not received yet: bounded, so that a slow owner holds the sender back.
+"""Bounded queue between a channel's reader task and its owner; a slow owner holds the sender back.
 
-Two tasks meet here. The *reader* (`p2ptrain.network.rpc.frame_reader`) puts in what it takes off the stream; the
-*owner* (`p2ptrain.network.rpc.channel`) takes it out. An owner that waits for a bulk buffer leaves a `Sink`, and the
-reader then reads straight into the buffer, without a copy and without a queue between.
-
-Nothing here knows of time or of streams: each side waits on a future that the other side resolves.
+The reader (`p2ptrain.network.rpc.frame_reader`) puts items in, the owner (`p2ptrain.network.rpc.channel`) takes them
+out. An owner that waits for a bulk buffer leaves a `Sink`, and the reader fills that buffer directly, without a copy.
+The inbox has no timeouts and no streams: each side waits on a future that the other side resolves.
 """
 
 from __future__ import annotations
@@ -18,24 +16,18 @@ from p2ptrain.network.rpc.frames import Buffer, Kind
 from p2ptrain.network.transport import PeerId
 
 _ITEM_BYTES = 128
-"""What one item costs besides its payload, so that a flood of tiny frames is bounded too."""
+"""Overhead charged per item, which also bounds a flood of tiny frames."""
 
 
 def too_long(remote: PeerId, num_bytes: int, limit_bytes: int) -> ProtocolError:
-    """The error for a frame of more bytes than are allowed."""
+    """Return the error for a frame longer than allowed."""
     return ProtocolError(remote, f"sent a frame of {num_bytes} bytes where {limit_bytes} are allowed")
 
 
 class Sink:
-    """Where one bulk buffer goes while its owner waits for it.
+    """Destination of one bulk buffer while its owner waits for it; only data of exactly its length is accepted.
 
-    Args:
-        remote: Who sends it.
-        view: Where its bytes belong; its length is the only one that is accepted.
-        on_progress: Called with the number of bytes in place whenever more came.
-
-    Attributes:
-        complete: Whether the whole buffer is in place.
+    ``on_progress`` is called with the number of bytes in place after each arrival.
     """
 
     __slots__ = ("_filled", "_on_progress", "_remote", "_view", "complete")
@@ -48,18 +40,14 @@ class Sink:
         self._filled = 0
 
     def room(self, num_bytes: int) -> memoryview:
-        """Where the next ``num_bytes`` belong; raises `ProtocolError` when they are too many."""
+        """Return the place of the next ``num_bytes``; raises `ProtocolError` if they exceed the buffer."""
         end = self._filled + num_bytes
         if end > len(self._view):
             raise self._wrong_length()
         return self._view[self._filled : end]
 
     def advance(self, num_bytes: int, kind: int) -> None:
-        """Note that the next ``num_bytes``, from a frame of ``kind``, are in place.
-
-        Raises:
-            ProtocolError: They were the last, and the buffer is not full.
-        """
+        """Count ``num_bytes`` more as in place; raises `ProtocolError` if the data ended before the buffer is full."""
         self._filled += num_bytes
         if self._on_progress is not None:
             self._on_progress(self._filled)
@@ -68,7 +56,7 @@ class Sink:
         self.complete = kind == Kind.BULK_END
 
     def take(self, kind: int, payload: Buffer) -> None:
-        """Copy the payload of one frame to its place; raises `ProtocolError` when it does not belong there."""
+        """Copy the payload of one frame into place; raises `ProtocolError` if it does not fit."""
         if kind == Kind.MESSAGE:
             raise ProtocolError(self._remote, "sent a message where bulk data was due")
         self.room(len(payload))[:] = payload
@@ -79,16 +67,10 @@ class Sink:
 
 
 class Inbox:
-    """Messages and pieces of bulk data, in the order in which they came.
+    """Queue of messages and pieces of bulk data, in order of arrival.
 
-    Args:
-        remote: Who sends them.
-        max_bytes: What is held at the most, save for one item that is longer by itself.
-
-    Attributes:
-        num_bytes: What is held now.
-        sink: Where the bulk data goes that the owner waits for; None while it waits for none.
-        wanted_bytes: The longest message that the owner waits for; 0 while it waits for none.
+    It holds up to ``max_bytes``, or a single longer item. While the owner waits, ``sink`` is its bulk destination, and
+    ``wanted_bytes`` the longest message that it accepts (0 for none).
     """
 
     def __init__(self, remote: PeerId, max_bytes: int) -> None:
@@ -108,7 +90,7 @@ class Inbox:
     # The owner's side
 
     def pop_message(self, max_bytes: int) -> bytes:
-        """Take out the first item, which must be a message of up to ``max_bytes``; raises `ProtocolError`."""
+        """Return the first item; raises `ProtocolError` if it is bulk data or longer than ``max_bytes``."""
         kind, payload = self._pop()
         if kind != Kind.MESSAGE:
             raise ProtocolError(self._remote, "sent bulk data where a message was due")
@@ -117,19 +99,15 @@ class Inbox:
         return payload
 
     def pour(self, sink: Sink) -> None:
-        """Move what is here into ``sink`` until that is complete, or nothing is left; raises `ProtocolError`."""
+        """Move queued items into ``sink`` until it is complete or the queue is empty; raises `ProtocolError`."""
         while self._items and not sink.complete:
             sink.take(*self._pop())
 
     async def wait(self, *, message_bytes: int = 0, sink: Sink | None = None) -> None:
-        """Return when something came for the owner, or `wake_owner` was called; wakes a reader that waits for it.
+        """Wait for an item, a complete ``sink``, or `wake_owner`; wakes a waiting reader.
 
-        Args:
-            message_bytes: The longest message that the owner waits for, if it waits for one.
-            sink: Where bulk data goes, if it waits for that; returns when it is complete.
-
-        Raises:
-            ValueError: Another task waits already.
+        ``message_bytes`` is the longest accepted message, 0 for none. Raises `ValueError` if another task waits
+        already.
         """
         if self._arrival is not None:
             raise ValueError("only one task may receive from a channel at a time")
@@ -143,12 +121,11 @@ class Inbox:
             self._arrival = None
 
     def wake_owner(self) -> None:
-        """Let the owner look again: something came, or nothing more will."""
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)
 
     def close(self) -> None:
-        """Nobody will receive any more: what comes from now on is dropped, and holds nobody back."""
+        """Drop all further items without holding the sender back; the owner receives no more."""
         self._closed = True
 
     def _pop(self) -> tuple[int, bytes]:
@@ -161,11 +138,11 @@ class Inbox:
 
     @property
     def holds_back(self) -> bool:
-        """Whether the reader waits for room."""
+        """True if the reader waits for room."""
         return self._room is not None
 
     def has_room(self, num_bytes: int, *, if_wanted: bool = False) -> bool:
-        """Whether ``num_bytes`` more may be read; with ``if_wanted``, only once the owner waits for a message."""
+        """True if ``num_bytes`` more may be read; with ``if_wanted``, only while the owner waits for a message."""
         if self._closed:
             return True
         if self._items and self.num_bytes + num_bytes > self._max_bytes:
@@ -182,12 +159,11 @@ class Inbox:
                 self._room = None
 
     def wake_reader(self) -> None:
-        """Let the reader look again whether there is room."""
         if self._room is not None and not self._room.done():
             self._room.set_result(None)
 
     def put(self, kind: int, payload: bytes) -> None:
-        """Hand over the payload of one frame, to where the owner waits for it; raises `ProtocolError`."""
+        """Deliver the payload of one frame to the sink or the queue; raises `ProtocolError`."""
         if self.sink is not None:
             self.sink.take(kind, payload)
             self.release_sink()
@@ -197,7 +173,7 @@ class Inbox:
             self.wake_owner()
 
     def release_sink(self) -> None:
-        """Give the owner its buffer back if that is complete."""
+        """Wake the owner if its sink is complete."""
         if self.sink is not None and self.sink.complete:
             self.sink = None
             self.wake_owner()

@@ -1,4 +1,4 @@
-"""Bulk transfers without a deadline: as long as bytes come at a least rate, they may take any time."""
+"""Bulk receives with a minimum rate instead of a deadline."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ NEVER_SECONDS = 1e9
 
 @dataclass(frozen=True)
 class LeastRate:
-    """What a sender has to deliver, judged over a window.
-
-    The defaults are what a channel's own deadline for one frame (`ChannelLimits.send_seconds`) amounts to.
-    """
+    """Minimum rate of a sender over a window; by default about one bulk frame per `ChannelLimits.send_seconds`."""
 
     bytes_per_second: float = 4096.0
     window_seconds: float = 60.0
@@ -28,17 +25,9 @@ LEAST_RATE = LeastRate()
 async def receive_steadily(
     channel: Channel, num_bytes: int, into: memoryview | None = None, rate: LeastRate = LEAST_RATE
 ) -> bytearray | memoryview:
-    """`Channel.receive_bytes`, with a least rate in place of the deadline.
+    """Return the next bulk buffer, as `Channel.receive_bytes`, with a minimum rate in place of the deadline.
 
-    Args:
-        channel: Where from.
-        num_bytes: The only length that is accepted.
-        into: Where to put it; see `Channel.receive_bytes`.
-        rate: What has to arrive in each window, unless the rest of the buffer does.
-
-    Raises:
-        DeadlineError: Less arrived in a window; the channel is dead.
-        PeerLostError, PeerRefusedError, ProtocolError: See `Channel.receive_bytes`.
+    Raises `DeadlineError` if less arrived in a window; the channel is dead then.
     """
     loop = asyncio.get_running_loop()
     mark = 0

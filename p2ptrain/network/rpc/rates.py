@@ -1,8 +1,8 @@
-"""Bandwidth that a peer is allowed to use: one `RateLimit` for all channels in one direction.
+"""Rate limits for the bandwidth of a peer: one `RateLimit` per direction, shared by all channels.
 
-A token bucket in the form of the virtual scheduling algorithm (GCRA, ITU-T I.371): it keeps the time at which all that
-was let through so far would be through at the given rate, and holds back whoever comes more than a burst before that.
-Who comes first goes first; what waits is one frame or piece per channel, so channels take turns.
+The limit is a token bucket in its virtual scheduling form (GCRA, ITU-T I.371). It tracks the time at which all
+admitted bytes would have passed at the given rate. A transfer ahead of that by more than a burst waits. The order is
+first come, first served, with one frame or piece per channel, so channels take turns.
 """
 
 from __future__ import annotations
@@ -10,15 +10,11 @@ from __future__ import annotations
 import asyncio
 
 BURST_SECONDS = 0.2
-"""How far the allowed average may be run ahead of."""
+"""How far traffic may run ahead of the average rate."""
 
 
 class RateLimit:
-    """Holds senders or receivers back to a rate.
-
-    Args:
-        bytes_per_second: What is allowed on average; 0 sets no limit.
-    """
+    """Delays senders or receivers to keep an average rate; 0 sets no limit."""
 
     def __init__(self, bytes_per_second: int = 0) -> None:
         if bytes_per_second < 0:
@@ -27,7 +23,7 @@ class RateLimit:
         self._through_at = 0.0
 
     async def take(self, num_bytes: int) -> None:
-        """Wait until ``num_bytes`` more may pass; what was taken stays taken when the wait is cancelled."""
+        """Wait until ``num_bytes`` more may pass; a cancelled wait still consumes them."""
         if not self._bytes_per_second:
             return
         now = asyncio.get_running_loop().time()
@@ -38,7 +34,7 @@ class RateLimit:
 
 
 class Traffic:
-    """Bytes of all frames that a peer wrote and read, headers included, and how fast it may write and read them."""
+    """Byte counts and rate limits of a peer's frames in both directions; counts include frame headers."""
 
     def __init__(self, up: RateLimit | None = None, down: RateLimit | None = None) -> None:
         self.sent = 0

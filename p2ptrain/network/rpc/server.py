@@ -1,11 +1,10 @@
-"""The answering half of `p2ptrain.network.rpc.client`: what becomes of a stream that another peer opened.
+"""The answering half of `p2ptrain.network.rpc.client`: admits, checks and dispatches incoming streams.
 
-A stream goes through `RpcServer.on_stream`: it is admitted or not, its header and request are read, and the handler of
-the name that it asks for runs. Whatever does not fit is refused with a reason, which the peer is told if that costs
-little, and counted by peer and cause.
+`RpcServer.on_stream` admits a stream, reads its header and request, and runs the handler of the requested name. It
+refuses any other stream with a reason, and counts refusals by peer and cause.
 
-What strangers can cost is bounded: streams per peer and in all, time and bytes until the request is there, and after
-that whatever the handler's own deadlines allow.
+The cost of remote peers is bounded: streams per peer and in total, and time and bytes until the request is complete.
+After that the handler's own deadlines hold.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ MAX_COUNTED_REFUSALS = 4096
 MAX_CONCURRENT_REFUSALS = 64
 
 OTHER_PROTOCOL = "protocol "
-"""How the refusal of a peer of another version starts; what it says on is which."""
+"""Start of the refusal of another protocol version; the version follows."""
 OTHER_SWARM = "another swarm"
-"""How the refusal of a peer with another manifest starts."""
+"""Start of the refusal of a peer with another manifest."""
 NOT_SERVED = "is not served by this peer"
-"""How the refusal of a name that is not known here ends."""
+"""End of the refusal of an unknown name."""
 
 T = TypeVar("T")
 RequestHandler = Callable[[PeerId, T], Awaitable[object]]
@@ -47,14 +46,9 @@ ChannelHandler = Callable[[Channel, T], Awaitable[None]]
 
 
 class Header(Message, frozen=True):
-    """What every stream begins with.
+    """The first frame of every stream: protocol version and manifest digest of the caller, and the requested name.
 
-    Attributes:
-        protocol: The version that the caller speaks.
-        swarm: The digest of its manifest.
-        name: What it asks for.
-
-    Another version may leave some of them out: its caller still learns that it speaks another protocol.
+    Every field has a default, so a caller of another version is refused as such even if it omits some.
     """
 
     protocol: Annotated[int, Meta(ge=-1, le=1 << 31)] = -1
@@ -64,18 +58,18 @@ class Header(Message, frozen=True):
 
 @dataclass(frozen=True)
 class RpcLimits:
-    """What other peers may use of this one."""
+    """Bounds on the resources that other peers may use."""
 
     inbound_streams: int = 1024
-    """Streams served at once, from all peers."""
+    """Streams served at once, in total."""
     inbound_streams_per_peer: int = 64
     """Streams served at once for one peer."""
     header_seconds: float = 10.0
-    """Time for a new stream to deliver its header and request."""
+    """Timeout for a new stream to deliver its header and request."""
     up_bytes_per_second: int = 0
-    """What all channels together may send, heartbeats apart; 0 sets no limit."""
+    """Upload limit of all channels together, heartbeats exempt; 0 sets no limit."""
     down_bytes_per_second: int = 0
-    """What all channels together may receive; 0 sets no limit. It holds the senders back."""
+    """Download limit of all channels together, by backpressure; 0 sets no limit."""
     channel: ChannelLimits = field(default_factory=ChannelLimits)
 
 
@@ -87,7 +81,7 @@ class _Service:
 
 
 class _RefusalError(Exception):
-    """An incoming stream is refused: ``cause`` is counted, ``reason`` is told to the peer."""
+    """Refusal of an incoming stream: ``cause`` is counted, ``reason`` is sent to the peer."""
 
     def __init__(self, cause: str, reason: str) -> None:
         super().__init__(reason)
@@ -96,17 +90,7 @@ class _RefusalError(Exception):
 
 
 class RpcServer:
-    """Handlers by name, and the streams that they are serving.
-
-    Attributes:
-        refusals: How often each peer was refused, by cause; a bounded number of peers, the rest under ``"others"``.
-
-    Args:
-        swarm: The manifest digest; peers of other swarms are refused.
-        protocol: The version this peer speaks.
-        limits: What strangers may use of this peer.
-        traffic: Counts what goes over the wire.
-    """
+    """Registry of handlers by name, and of the streams being served; `Rpc` documents the shared methods."""
 
     def __init__(self, swarm: bytes, protocol: int, limits: RpcLimits, traffic: Traffic) -> None:
         self.refusals: Counter[tuple[PeerId, str]] = Counter()
@@ -123,15 +107,12 @@ class RpcServer:
 
     @property
     def num_inbound(self) -> int:
-        """Streams that are being served now."""
         return self._inbound.total()
 
     def is_serving(self, peer: PeerId) -> bool:
-        """Whether a stream of this peer is being served now."""
         return self._inbound[peer] > 0
 
     async def close(self) -> None:
-        """Refuse new streams, cancel the handlers that run, and wait until they are gone; idempotent."""
         self._closed = True
         tasks = [task for task in self._inbound_tasks if task is not asyncio.current_task()]
         for task in tasks:
@@ -140,8 +121,6 @@ class RpcServer:
             await asyncio.wait(tasks)
 
     def serve(self, name: str, request: type[T], handler: RequestHandler[T], max_request_bytes: int) -> None:
-        """See `p2ptrain.network.rpc.client.Rpc.serve`."""
-
         async def answer(channel: Channel, asked: T) -> None:
             async with _until(channel.lost):
                 reply = await handler(channel.remote, asked)
@@ -151,18 +130,15 @@ class RpcServer:
         self._services[name] = _Service(request, answer, max_request_bytes)
 
     def serve_channel(self, name: str, request: type[T], handler: ChannelHandler[T], max_request_bytes: int) -> None:
-        """See `p2ptrain.network.rpc.client.Rpc.serve_channel`."""
         self._services[name] = _Service(request, handler, max_request_bytes)
 
     def withdraw(self, name: str) -> None:
-        """Answer for a name, and for all of a scope of that name, no more; what is being served goes on."""
         gone = [known for known in self._services if known == name or known.startswith(f"{name}/")]
         for known in gone:
             del self._services[known]
             self._local.pop(known, None)
 
     def count_refusal(self, peer: PeerId, cause: str) -> None:
-        """Count that ``peer`` was refused for ``cause`` (a short fixed text, not what the peer sent)."""
         key = (peer, cause)
         if key not in self.refusals and len(self.refusals) >= MAX_COUNTED_REFUSALS:
             key = ("others", cause)
@@ -188,7 +164,7 @@ class RpcServer:
             raise PeerRefusedError(own_id, "internal error") from error
 
     async def on_stream(self, stream: Stream) -> None:
-        """Serve or refuse one stream, to its end; what `Transport.serve` takes."""
+        """Serve or refuse one stream until it ends; the handler for `Transport.serve`."""
         peer = stream.remote
         task = asyncio.current_task()
         assert task is not None
@@ -254,7 +230,7 @@ class RpcServer:
         return await stream.read(length) if length else b""
 
     async def _refuse_stream(self, stream: Stream, refusal: _RefusalError) -> None:
-        """Say why, if that costs little, and end the stream."""
+        """Count the refusal, send the reason unless many refusals run already, and end the stream."""
         self.count_refusal(stream.remote, refusal.cause)
         logger.debug("refused a stream of peer %s: %s", stream.remote[-8:], refusal.reason)
         if self._refusing >= MAX_CONCURRENT_REFUSALS:
@@ -266,7 +242,7 @@ class RpcServer:
                 data = error_frame(refusal.reason)
                 await stream.write(data)
                 self._traffic.sent += len(data)
-                # Closing while the peer still writes could lose the reason: read until it has seen it.
+                # Closing while the peer still writes could lose the reason: read until the peer ends the stream.
                 for _ in range(MAX_FRAME_BYTES // PIECE_BYTES):
                     await stream.read(PIECE_BYTES)
         except (TimeoutError, PeerLostError):
@@ -286,7 +262,7 @@ class RpcServer:
                 await channel.refuse(_reason(error))
         except Exception as error:
             if isinstance(error, TimeoutError) and channel.lost.done():
-                return  # `_until` cancelled the handler of a caller that is gone.
+                return  # `_until` cancelled the handler because the caller is lost.
             logger.exception("a handler failed, peer %s", peer[-8:])
             self.count_refusal(peer, "internal error")
             await channel.refuse("internal error")
@@ -300,7 +276,7 @@ def _reason(error: P2PTrainError) -> str:
 
 @asynccontextmanager
 async def _until(lost: asyncio.Future[None]) -> AsyncIterator[None]:
-    """Cancel the block when ``lost`` is done before it; `TimeoutError` is raised then."""
+    """Cancel the block with `TimeoutError` when ``lost`` completes."""
     running = True
     scope = asyncio.timeout(None)
 

@@ -1,4 +1,4 @@
-"""A whole network in one process and in virtual time, deterministic from a seed; see `simulate`."""
+"""A deterministic network of many peers in one process, in virtual time, from a seed; see `simulate`."""
 
 from __future__ import annotations
 

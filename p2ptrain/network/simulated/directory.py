@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from p2ptrain.network.simulated.network import SimulatedNetwork, SimulatedPeer
 
 Verify = Callable[[str, str, bytes], bool]
-"""Whether a value may be stored under (key, subkey)."""
+"""True if a value may be stored under (key, subkey)."""
 
 MAX_VALUE_BYTES = 64 * 1024
 REQUEST_SECONDS = (0.010, 0.100)
@@ -20,13 +20,13 @@ PROPAGATION_SECONDS = (0.0, 0.300)
 
 
 class Store:
-    """What the peers on one side of a partition hold together: per subkey the versions that were stored, by expiry."""
+    """Records shared by the peers on one side of a partition: the stored versions per subkey, by expiry."""
 
     def __init__(self) -> None:
         self._versions: dict[str, dict[str, list[tuple[float, Entry]]]] = {}
 
     def put(self, key: str, subkey: str, entry: Entry, visible_at: float) -> bool:
-        """Store a version that lookups see from ``visible_at`` (loop time); False when a later one is there."""
+        """Store a version visible from loop time ``visible_at``; False if another version expires no earlier."""
         versions = self._versions.setdefault(key, {}).setdefault(subkey, [])
         if versions and versions[-1][1].expires_at >= entry.expires_at:
             return versions[-1][1] == entry
@@ -34,7 +34,7 @@ class Store:
         return True
 
     def get(self, key: str, loop_time: float, wall_time: float) -> dict[str, Entry]:
-        """The latest visible version of each subkey that has not expired at ``wall_time``."""
+        """Return the latest visible version of each subkey that has not expired at ``wall_time``."""
         found: dict[str, Entry] = {}
         for subkey, versions in self._versions.get(key, {}).items():
             visible = [version for version in versions if version[0] <= loop_time]
@@ -45,13 +45,12 @@ class Store:
         return found
 
     def copy(self) -> Store:
-        """An independent store with the same content."""
         copy = Store()
         copy.merge(self)
         return copy
 
     def merge(self, other: Store) -> None:
-        """Take what ``other`` has and this has not."""
+        """Add the records of ``other``."""
         for key, subkeys in other._versions.items():
             for subkey, versions in subkeys.items():
                 for visible_at, entry in versions:
@@ -59,11 +58,9 @@ class Store:
 
 
 class SimulatedDirectory(Directory):
-    """One peer's access to the store of its side of the network; made by `SimulatedNetwork.add_peer`.
+    """One peer's access to the store of its side of the network; created by `SimulatedNetwork.add_peer`.
 
-    Attributes:
-        delay_seconds: What each request takes longer.
-        failing: Whether requests get no answer.
+    Each request takes ``delay_seconds`` longer; while ``failing`` is True, no request gets an answer.
     """
 
     def __init__(self, network: SimulatedNetwork, peer: SimulatedPeer, verify: Verify | None) -> None:
@@ -90,7 +87,7 @@ class SimulatedDirectory(Directory):
         return stored
 
     async def look_up(self, key: str, timeout_seconds: float) -> dict[str, Entry] | None:
-        """See `Directory.look_up`; what has expired by this peer's own clock is left out."""
+        """See `Directory.look_up`; this peer's own clock decides the expiry."""
         if not await self._request(timeout_seconds):
             return None
         network = self._network
@@ -102,7 +99,7 @@ class SimulatedDirectory(Directory):
         self._closed = True
 
     async def _request(self, timeout_seconds: float) -> bool:
-        """Wait as long as a request takes; False when it gets no answer."""
+        """Wait for the duration of a request; False if it gets no answer."""
         if self._closed or not self._peer.alive:
             return False
         duration = self._network.random.uniform(*REQUEST_SECONDS) + self.delay_seconds

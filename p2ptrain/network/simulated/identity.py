@@ -1,4 +1,4 @@
-"""Identities that cost nothing: signatures that only work inside one simulated network."""
+"""Cheap identities, whose signatures are valid only inside one simulated network."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ _ALPHABET = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 
 
 class SimulatedSigner(Signer):
-    """Signs with a keyed hash; all signers of one network know each other's keys through ``keyring``.
+    """Signs with a keyed hash; the signers of one network share their keys by peer id through ``keyring``.
 
-    Args:
-        seed: The network's seed.
-        name: The peer's name; the same name and seed give the same identity.
-        keyring: Keys by peer id, shared by the network; this signer adds its own.
+    The network's seed and the name determine the identity.
     """
 
     def __init__(self, seed: int | str, name: str, keyring: dict[str, bytes]) -> None:
@@ -27,15 +24,14 @@ class SimulatedSigner(Signer):
 
     @property
     def peer_id(self) -> str:
-        """The base58 peer id of this key."""
         return self._peer_id
 
     def sign(self, message: bytes) -> bytes:
-        """A keyed hash of ``message``, 32 bytes."""
+        """Return a keyed hash of ``message``, 32 bytes."""
         return hashlib.blake2b(message, key=self._key, digest_size=32).digest()
 
     def verify(self, peer_id: str, message: bytes, proof: bytes) -> bool:
-        """Whether the peer of this network with that id signed ``message``."""
+        """True if the peer of this network with that id signed ``message``."""
         key = self._keyring.get(peer_id)
         if key is None or not isinstance(proof, bytes):
             return False

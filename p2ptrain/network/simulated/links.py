@@ -1,4 +1,4 @@
-"""How fast bytes travel in a simulated network: latency, loss, and links that streams share fairly."""
+"""The speed of a simulated network: latency, loss, and links that streams share fairly."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from contextvars import Context
 from dataclasses import dataclass
 
 QUANTUM_BYTES = 64 * 1024
-"""Streams take turns on a link in units of this size at most."""
+"""Upper bound of a stream's turn on a link."""
 QUANTUM_SECONDS = 0.02
-"""What a slow link carries in this time makes a smaller unit: real links take turns by packets."""
+"""Bound of a turn on a slow link; real links take turns by packets."""
 PACKET_BYTES = 1500
 
 _SMALL_BYTES = 4096
@@ -22,36 +22,35 @@ _MAX_RETRANSMISSIONS = 8
 
 @dataclass(frozen=True)
 class LinkModel:
-    """What the network between peers is like.
+    """The network between peers: latencies, loss, rates and buffers.
 
-    Latencies are one way. A pair's is drawn once, from its own seed, so that it does not depend on who talks when.
+    Latencies are one way. Each pair draws its latency once from its own seed, independent of the order of dials.
     """
 
     latency_seconds: tuple[float, float] = (0.005, 0.080)
-    """Bounds of the uniform distribution from which each pair's latency is drawn."""
+    """Bounds of the uniform distribution of the pairs' latencies."""
     latency: Callable[[random.Random], float] | None = None
-    """Draws a pair's latency instead, where given."""
+    """Draws a pair's latency instead, if set."""
     jitter: float = 0.1
-    """Each piece of data takes up to this share of the latency longer."""
+    """Largest random delay of a piece of data, as a share of the latency."""
     loss: float = 0.0
-    """Probability that a piece of data (at most 64 KiB) is lost and sent again."""
+    """Probability that a piece of data (at most 64 KiB) is lost and retransmitted."""
     retransmit_seconds: float = 0.2
-    """Delay of the first retransmission; each further one takes twice as long."""
+    """Delay of the first retransmission; it doubles with each further one."""
     up_bytes_per_second: float | None = 12.5e6
-    """Uplink of a peer that is given none; None: unlimited."""
+    """Default uplink of a peer; None sets no limit."""
     down_bytes_per_second: float | None = 12.5e6
-    """Downlink of a peer that is given none; None: unlimited."""
+    """Default downlink of a peer; None sets no limit."""
     buffer_bytes: int = 1 << 20
-    """What a stream holds in one direction that was written but not read, before its writer blocks."""
+    """Unread data of a stream in one direction before its writer blocks."""
     dead_seconds: float = 40.0
-    """After so long without a connection the streams across it end at both sides."""
+    """Time without a connection before the streams across it end at both sides."""
 
     def draw_latency(self, generator: random.Random) -> float:
-        """One pair's latency in seconds."""
         return self.latency(generator) if self.latency else generator.uniform(*self.latency_seconds)
 
     def draw_delay(self, latency_seconds: float, generator: random.Random) -> float:
-        """How long one piece of data is on its way, in seconds."""
+        """Return the travel time of one piece of data in seconds."""
         delay = latency_seconds * (1.0 + self.jitter * generator.random())
         if self.loss:
             pause = self.retransmit_seconds
@@ -64,14 +63,9 @@ class LinkModel:
 
 
 class Link:
-    """One peer's uplink or downlink: streams take turns, one piece each.
+    """One peer's uplink or downlink; streams take turns, one piece each. Without a rate it is unlimited.
 
-    Pieces that are small and find the link idle pass at once; what they take is charged to those after them.
-
-    Args:
-        loop: The virtual-time loop.
-        context: The network's own context, in which callbacks run.
-        bytes_per_second: The rate; None: unlimited.
+    Small pieces pass an idle link at once; later pieces pay for their time. Callbacks run in ``context``.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, context: Context, bytes_per_second: float | None) -> None:
@@ -83,7 +77,7 @@ class Link:
         self._busy = False
 
     def send(self, flow: int, num_bytes: int, then: Callable[[], None]) -> None:
-        """Call ``then`` when ``num_bytes`` of stream ``flow`` have passed, in order within the stream."""
+        """Call ``then`` once ``num_bytes`` of stream ``flow`` have passed, in order within the stream."""
         if self.bytes_per_second is None:
             then()
             return
@@ -98,13 +92,13 @@ class Link:
 
     @property
     def quantum_bytes(self) -> int:
-        """In units of this size streams take turns here."""
+        """Bytes per turn of a stream."""
         if self.bytes_per_second is None:
             return QUANTUM_BYTES
         return min(QUANTUM_BYTES, max(PACKET_BYTES, int(QUANTUM_SECONDS * self.bytes_per_second)))
 
     def drop(self, flow: int) -> None:
-        """Forget what stream ``flow`` has queued here and is not on its way."""
+        """Drop the queued pieces of stream ``flow``, except the one in transit."""
         self._flows.pop(flow, None)
 
     def _start_next(self) -> None:
@@ -116,7 +110,7 @@ class Link:
         queue = self._flows.pop(flow)
         num_bytes, then = queue.popleft()
         if queue:
-            self._flows[flow] = queue  # at the end: the others take their turns first
+            self._flows[flow] = queue  # at the end, behind the other streams
         self._free_at = max(self._free_at, self._loop.time()) + num_bytes / self.bytes_per_second
         self._loop.call_at(self._free_at, self._finish, then, context=self._context)
 

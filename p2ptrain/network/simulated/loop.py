@@ -1,11 +1,11 @@
-"""An asyncio event loop whose time jumps: nothing waits, everything replays.
+"""A deterministic asyncio event loop in virtual time.
 
-When no callback is ready, time moves to the next timer at once. Callbacks run in the order in which they were
-scheduled, timers in the order of their times and then of their creation, and tasks hash by their creation, so that even
-a set of tasks (`asyncio.TaskGroup` keeps one) is walked in the same order in every run.
+When no callback is ready, time jumps to the next timer. Callbacks run in the order of scheduling, timers by time and
+then by creation. Tasks hash by creation number, so even a set of tasks (as in `asyncio.TaskGroup`) has the same order
+in every run.
 
-Each callback may have an *owner*, a context variable that tasks inherit. A frozen owner's callbacks are kept until it
-is thawed (a stopped process), a buried owner's are dropped (a killed one).
+A callback may have an *owner*, a context variable that tasks inherit. The loop keeps the callbacks of a frozen owner
+until a thaw (a stopped process), and drops those of a buried owner (a killed process).
 """
 
 from __future__ import annotations
@@ -25,26 +25,24 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 MAX_REAP_ROUNDS = 100
-"""How often a task that is to end is cancelled before it counts as one that never will."""
+"""Cancellations of a task before it counts as one that never ends."""
 
 current_owner: ContextVar[object | None] = ContextVar("current_owner", default=None)
-"""The simulated process that the running code belongs to."""
+"""Simulated process of the running code."""
 
 
 class SimulationError(Exception):
-    """A simulation cannot go on, or left something behind; the message says what."""
+    """The simulation cannot continue, or left tasks or streams behind."""
 
 
 class SimulationDeadlock(SimulationError):
-    """Nothing is ready, no timer is set, and the simulation has not ended."""
+    """No callback is ready, no timer is set, and the simulation has not ended."""
 
 
 class VirtualHandle(asyncio.TimerHandle):
-    """A scheduled callback, cheaper to make than asyncio's own."""
-
     __slots__ = ()
 
-    def __init__(  # the base class's is skipped on purpose: it only adds debugging aids, and time
+    def __init__(  # skips the base class's on purpose: that only adds slow debugging aids
         self, when: float, callback: Callable[..., object], args: tuple[Any, ...], context: Context | None
     ) -> None:
         self._when = when
@@ -56,18 +54,17 @@ class VirtualHandle(asyncio.TimerHandle):
         self._source_traceback = None
 
     def cancel(self) -> None:
-        """Keep the callback from running."""
         self._cancelled = True
         self._callback = _nothing
         self._args = ()
 
 
 def _nothing() -> None:
-    """What a cancelled handle refers to, so that it keeps nothing alive."""
+    """Callback of a cancelled handle, so that the handle keeps nothing alive."""
 
 
 class VirtualTask(asyncio.Task[Any]):
-    """A task that hashes by its number, and belongs to a simulated process."""
+    """A task that hashes by its creation number and belongs to a simulated process."""
 
     number = 0
     owner: object | None = None
@@ -77,14 +74,10 @@ class VirtualTask(asyncio.Task[Any]):
 
 
 class VirtualTimeLoop(asyncio.AbstractEventLoop):
-    """The event loop of one simulation.
-
-    Args:
-        max_seconds: Virtual time at which the simulation is given up.
-        max_callbacks: Callbacks after which it is given up.
+    """Event loop of one simulation, limited in virtual time and callbacks.
 
     Attributes:
-        errors: Contexts of exceptions that nobody caught, as `asyncio.AbstractEventLoop.call_exception_handler` gets.
+        errors: Contexts of uncaught exceptions, as passed to `asyncio.AbstractEventLoop.call_exception_handler`.
     """
 
     def __init__(self, *, max_seconds: float = 7 * 86400.0, max_callbacks: int = 100_000_000) -> None:
@@ -106,19 +99,17 @@ class VirtualTimeLoop(asyncio.AbstractEventLoop):
 
     @classmethod
     def create(cls, *, max_seconds: float = 7 * 86400.0, max_callbacks: int = 100_000_000) -> Self:
-        """Make one; asyncio's methods for sockets, signals, threads and processes are left out on purpose."""
+        """Return a new loop; methods for sockets, signals, threads and processes are not implemented on purpose."""
         return cls(max_seconds=max_seconds, max_callbacks=max_callbacks)
 
-    # What asyncio needs
+    # The interface for asyncio
 
     def time(self) -> float:
-        """Virtual seconds since the start."""
         return self._now
 
     def call_soon(
         self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        """As asyncio's."""
         handle = VirtualHandle(0.0, callback, args, context)
         self._ready.append(handle)
         return handle
@@ -126,7 +117,7 @@ class VirtualTimeLoop(asyncio.AbstractEventLoop):
     def call_soon_threadsafe(
         self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        """Refused: a thread would break the replay."""
+        """Raise `SimulationError`: threads are not deterministic."""
         raise SimulationError("threads cannot be simulated: run the work inline")
 
     def run_in_executor(self, executor: object, func: Callable[[Unpack[Ts]], T], *args: *Ts) -> asyncio.Future[T]:
@@ -141,7 +132,6 @@ class VirtualTimeLoop(asyncio.AbstractEventLoop):
     def call_at(
         self, when: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        """As asyncio's, in virtual time."""
         handle = VirtualHandle(when, callback, args, context)
         heappush(self._timers, (when, next(self._numbers), handle))
         return handle
@@ -149,14 +139,13 @@ class VirtualTimeLoop(asyncio.AbstractEventLoop):
     def call_later(
         self, delay: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        """As asyncio's, in virtual time. A delay too short to change the time is as long as the least change of it."""
+        """As asyncio's, in virtual time. A positive delay moves time by one representable step at least."""
         when = self._now + delay
         if when == self._now and delay > 0:
             when = math.nextafter(when, math.inf)
         return self.call_at(when, callback, *args, context=context)
 
     def create_future(self) -> asyncio.Future[Any]:
-        """As asyncio's."""
         return asyncio.Future(loop=self)
 
     def create_task(
@@ -166,7 +155,6 @@ class VirtualTimeLoop(asyncio.AbstractEventLoop):
         name: object = None,
         context: Context | None = None,
     ) -> asyncio.Task[T]:
-        """As asyncio's; the task belongs to the owner of its context."""
         number = next(self._numbers)
         task = VirtualTask.__new__(VirtualTask)
         task.number = number
@@ -178,37 +166,32 @@ class VirtualTimeLoop(asyncio.AbstractEventLoop):
         return task
 
     def get_debug(self) -> bool:
-        """Always false."""
         return False
 
     def is_running(self) -> bool:
-        """As asyncio's."""
         return self._running
 
     def is_closed(self) -> bool:
-        """As asyncio's."""
         return self._closed
 
     def close(self) -> None:
-        """Drop all that is scheduled; idempotent."""
+        """Drop all scheduled callbacks; idempotent."""
         self._closed = True
         self._ready.clear()
         self._timers.clear()
         self._frozen.clear()
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Keep what nobody caught in ``errors``."""
         self.errors.append(context)
 
     def default_exception_handler(self, context: dict[str, Any]) -> None:
-        """As `call_exception_handler`."""
         self.errors.append(context)
 
     async def shutdown_asyncgens(self) -> None:
-        """Nothing to do: generators are closed when they are collected."""
+        """Do nothing: garbage collection closes the generators."""
 
     async def shutdown_default_executor(self) -> None:
-        """Nothing to do: there is no executor."""
+        """Do nothing: there is no executor."""
 
     # Running
 
@@ -278,11 +261,10 @@ class VirtualTimeLoop(asyncio.AbstractEventLoop):
         self._owned = True
 
     def is_frozen(self, owner: object) -> bool:
-        """Whether `freeze` holds."""
         return owner in self._frozen
 
     def thaw(self, owner: object) -> None:
-        """Run what ``owner`` missed, in order, and what comes."""
+        """Run ``owner``'s kept callbacks, in order, and all later ones."""
         self._ready.extend(self._frozen.pop(owner, ()))
 
     def bury(self, owner: object) -> None:
@@ -292,7 +274,7 @@ class VirtualTimeLoop(asyncio.AbstractEventLoop):
         self._owned = True
 
     def pending_tasks(self, owner: object = None) -> list[VirtualTask]:
-        """The tasks that are not done, of ``owner`` or of all, in the order of their creation."""
+        """Return the unfinished tasks, of ``owner`` or of all, in the order of their creation."""
         tasks = [task for reference in self._tasks if (task := reference()) is not None and not task.done()]
         return [task for task in tasks if owner is None or task.owner is owner]
 
@@ -301,7 +283,7 @@ class VirtualTimeLoop(asyncio.AbstractEventLoop):
         self._tasks_before_sweep = 2 * len(self._tasks) + 1024
 
     def describe_tasks(self) -> str:
-        """The pending tasks and where each waits, for an error message."""
+        """Return the pending tasks and where each waits, for an error message."""
         tasks = self.pending_tasks()
         lines = [f"{task.get_name()} of {task.owner or 'nobody'}: {_where(task)}" for task in tasks[:20]]
         return f"{len(tasks)} tasks are pending" + "".join(f"\n  {line}" for line in lines)

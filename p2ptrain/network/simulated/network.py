@@ -1,4 +1,4 @@
-"""A network of simulated peers in one process, with every fault at the call of a method.
+"""A network of simulated peers in one process; each fault is one method call.
 
 ::
 
@@ -9,7 +9,7 @@
 
     simulate(main, seed=7)
 
-All that happens follows from the seed; `SimulatedNetwork.trace` holds it, for comparison between runs.
+The seed determines every event; `SimulatedNetwork.trace` records them, for comparison between runs.
 """
 
 from __future__ import annotations
@@ -38,22 +38,20 @@ EPOCH_SECONDS = 1.7e9
 
 @dataclass(frozen=True)
 class PeerOptions:
-    """What distinguishes one peer's machine; None takes what the `LinkModel` says."""
+    """Properties of one peer's machine; None selects the default of the `LinkModel`."""
 
     up_bytes_per_second: float | None = None
     down_bytes_per_second: float | None = None
     skew_seconds: float = 0.0
     """Added to its wall clock."""
     latency_seconds: float = 0.0
-    """Added to the latency of all its streams, one way."""
+    """Added to the one-way latency of all its streams."""
 
 
 class SimulatedPeer:
-    """One simulated process; made by `SimulatedNetwork.add_peer`, and dead for good after `SimulatedNetwork.crash`.
+    """One simulated process; created by `SimulatedNetwork.add_peer`, dead after `SimulatedNetwork.crash`.
 
-    Attributes:
-        transport, directory, runtime, signer: What a real peer's protocol code is given.
-        alive: False once it crashed.
+    Its transport, directory, runtime and signer are the dependencies of a real peer's protocol code.
     """
 
     def __init__(self, network: SimulatedNetwork, name: str, incarnation: int, options: PeerOptions) -> None:
@@ -80,16 +78,16 @@ class SimulatedPeer:
         self._context.run(current_owner.set, self)
 
     def spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run ``coroutine`` as a task of this peer: it stalls and dies with it, and so do the tasks it starts."""
+        """Run ``coroutine`` as a task of this peer; it and its child tasks stall and die with the peer."""
         return self._network.loop.create_task(coroutine, context=self._context.copy())
 
     @property
     def frozen(self) -> bool:
-        """Whether none of its code runs now."""
+        """True while the peer is stalled."""
         return self._network.loop.is_frozen(self)
 
     async def close(self) -> None:
-        """Leave in good order: end streams and handlers. Tasks that were spawned are their starter's to end."""
+        """End streams and handlers in good order; spawned tasks are not ended."""
         await self.transport.close()
         await self.directory.close()
 
@@ -98,17 +96,11 @@ class SimulatedPeer:
 
 
 class SimulatedNetwork:
-    """Peers, the links between them, and the faults that befall them; made by `simulate`.
-
-    Args:
-        loop: The virtual-time loop that runs all of it.
-        seed: What every random decision follows from.
-        model: What the links are like.
-        verify: Which directory records are stored; None: all.
+    """Peers, the links between them, and their faults; created by `simulate`.
 
     Attributes:
         peers: The current incarnation of each peer by name, crashed ones included.
-        trace: ``(time, event, details…)`` of all that happened.
+        trace: ``(time, event, details…)`` of all events.
     """
 
     def __init__(
@@ -145,7 +137,7 @@ class SimulatedNetwork:
         skew_seconds: float = 0.0,
         latency_seconds: float = 0.0,
     ) -> SimulatedPeer:
-        """Start a new peer; ``name`` decides its identity. The options are those of `PeerOptions`."""
+        """Start a new peer; ``name`` and the seed determine its identity. Options as in `PeerOptions`."""
         if name in self.peers:
             raise ValueError(f"there is a peer {name!r} already: restart it instead")
         options = PeerOptions(up_bytes_per_second, down_bytes_per_second, skew_seconds, latency_seconds)
@@ -159,20 +151,20 @@ class SimulatedNetwork:
         return peer
 
     def restart(self, peer: SimulatedPeer) -> SimulatedPeer:
-        """Start ``peer`` again, after a crash, with the same identity; returns its new incarnation."""
+        """Start a crashed ``peer`` again with the same identity; returns its new incarnation."""
         if self.peers[peer.name].alive:
             raise ValueError(f"{peer.name} is alive: crash it first")
         return self._start(peer.name, self.peers[peer.name].incarnation + 1, peer.options)
 
     @property
     def alive(self) -> list[SimulatedPeer]:
-        """The peers that have not crashed, in the order in which they were added."""
+        """The peers that have not crashed, in order of addition."""
         return [peer for peer in self.peers.values() if peer.alive]
 
     # Faults
 
     def crash(self, peer: SimulatedPeer) -> None:
-        """Like SIGKILL: its tasks are cancelled, all its streams end, dials to it are refused."""
+        """Like SIGKILL: cancel its tasks, end its streams, and refuse dials to it."""
         if not peer.alive:
             return
         self.record("crash", peer.name)
@@ -182,7 +174,7 @@ class SimulatedNetwork:
         self._reap(peer, 0)
 
     def _reap(self, peer: SimulatedPeer, rounds: int) -> None:
-        """Cancel the peer's tasks again and again, so that none gets to wait for anything at its end."""
+        """Cancel the peer's tasks repeatedly, so that none waits in its cleanup."""
         tasks = self.loop.pending_tasks(peer)
         if not tasks:
             self.loop.bury(peer)
@@ -196,7 +188,7 @@ class SimulatedNetwork:
             self.loop.call_soon(self._reap, peer, rounds + 1, context=self.context)
 
     def stall(self, peer: SimulatedPeer, seconds: float | None = None) -> None:
-        """Like SIGSTOP: dials to it succeed and its buffers fill, but none of its code runs until it is resumed."""
+        """Like SIGSTOP: dials succeed and buffers fill, but none of its code runs until `resume`."""
         if not peer.alive:
             return
         self.record("stall", peer.name, seconds)
@@ -205,41 +197,38 @@ class SimulatedNetwork:
             self.loop.call_later(seconds, self.resume, peer, context=self.context)
 
     def resume(self, peer: SimulatedPeer) -> None:
-        """Like SIGCONT."""
         if peer.alive:
             self.record("resume", peer.name)
             self.loop.thaw(peer)
 
     def partition(self, *groups: Iterable[SimulatedPeer]) -> None:
-        """Let only peers of the same group reach each other; peers in none form one group of their own."""
+        """Isolate groups of peers from each other; the remaining peers form one group."""
         self._groups = {peer.name: number for number, group in enumerate(groups, 1) for peer in group}
         self.record("partition", *sorted(self._groups.items()))
         self._rewire()
 
     def heal(self) -> None:
-        """End the partition; peers whose cable is cut stay away."""
+        """End the partition; cut cables stay cut."""
         self._groups = {}
         self.record("heal")
         self._rewire()
 
     def cut(self, peer: SimulatedPeer) -> None:
-        """Pull its cable: silence in both directions, no end of streams before `LinkModel.dead_seconds`."""
+        """Pull the peer's cable: silence in both directions; streams end after `LinkModel.dead_seconds`."""
         self._cut[peer.name] = None
         self.record("cut", peer.name)
         self._rewire()
 
     def mend(self, peer: SimulatedPeer) -> None:
-        """Plug its cable in again."""
         self._cut.pop(peer.name, None)
         self.record("mend", peer.name)
         self._rewire()
 
     def set_latency(self, first: SimulatedPeer, second: SimulatedPeer, seconds: float) -> None:
-        """Set the one-way latency between two peers, in both directions."""
         self._latencies[first.name, second.name] = self._latencies[second.name, first.name] = seconds
 
     def _rewire(self) -> None:
-        """Bring stores and streams in line with who can reach whom now."""
+        """Bring stores and streams in line with the current connectivity."""
         before, self._sides = self._sides, {}
         stores: dict[str, Store] = {}
         sources: set[tuple[str, str]] = set()
@@ -271,10 +260,9 @@ class SimulatedNetwork:
             one.reset()
             other.reset()
 
-    # What streams, transports and directories ask
+    # Called by streams, transports and directories
 
     def record(self, event: str, *details: object) -> None:
-        """Add to the trace."""
         self.trace.append((self.loop.time(), event, *details))
 
     def wall_time(self) -> float:
@@ -282,11 +270,9 @@ class SimulatedNetwork:
         return EPOCH_SECONDS + self.loop.time()
 
     def connected(self, first: Endpoint, second: Endpoint) -> bool:
-        """Whether bytes get from one to the other now."""
         return self._sides[first.name] == self._sides[second.name]
 
     def latency(self, first: Endpoint, second: Endpoint) -> float:
-        """One way, in seconds."""
         key = (first.name, second.name)
         latency = self._latencies.get(key)
         if latency is None:
@@ -297,16 +283,14 @@ class SimulatedNetwork:
         return latency
 
     def isolated(self, peer: SimulatedPeer) -> bool:
-        """Whether other peers are alive, and this one can reach none of them."""
+        """True if other peers are alive, and this one can reach none of them."""
         others = [other for other in self.alive if other is not peer]
         return bool(others) and not any(self.connected(peer, other) for other in others)
 
     def store_of(self, peer: SimulatedPeer) -> Store:
-        """The directory's store on the peer's side of the network."""
         return self._stores[self._sides[peer.name]]
 
     def forget(self, stream: int, end: Endpoint) -> None:
-        """One end of the stream is over; `Medium.forget`."""
         entry = self._streams.get(stream)
         if entry is None:
             return
@@ -321,7 +305,7 @@ class SimulatedNetwork:
     def dial(
         self, caller: SimulatedPeer, peer_id: PeerId, protocol: str, answer: asyncio.Future[SimulatedStream | None]
     ) -> None:
-        """Set ``answer`` after a round trip: the caller's end of a new stream, or None when it is refused."""
+        """Set ``answer`` after a round trip, to the caller's end of a new stream, or None for a refusal."""
         target = self._by_id.get(peer_id)
         self.record("dial", caller.name, target.name if target else "?", protocol)
         delay = self.latency(caller, target) if target is not None and target is not caller else 0.0
@@ -337,7 +321,7 @@ class SimulatedNetwork:
     ) -> None:
         target = self._by_id.get(peer_id)
         if not caller.alive or answer.done() or (target is not None and not self.connected(caller, target)):
-            return  # Nothing answers: the dial times out.
+            return  # No answer: the dial times out.
         stream: SimulatedStream | None = None
         if target is not None and target is not caller and target.alive and target.transport.serves(protocol):
             number = self._num_streams = self._num_streams + 1
@@ -355,7 +339,7 @@ class SimulatedNetwork:
             stream.abort()
 
     async def ping(self, caller: SimulatedPeer, peer_id: PeerId, timeout_seconds: float) -> bool:
-        """Whether a connection to the peer stands within the time."""
+        """True if a connection to the peer succeeds within the timeout."""
         target = self._by_id.get(peer_id)
         if target is None or not target.alive:
             return False
@@ -367,7 +351,7 @@ class SimulatedNetwork:
         return round_trip <= timeout_seconds and target.alive
 
     def leftovers(self) -> str:
-        """Streams that a living peer left open, for an error message; empty when there are none."""
+        """Return the open streams of living peers, for an error message; empty if there are none."""
         lines = [
             f"stream {number} to {far.name} is open at {near.name}"
             for number, (first, one, second, other) in self._streams.items()

@@ -1,4 +1,4 @@
-"""Running one simulation from its seed to its end, and checking that nothing is left of it."""
+"""Runs one simulation from its seed to its end, and checks that it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -28,25 +28,23 @@ def simulate(
     max_callbacks: int = 100_000_000,
     settle_seconds: float = 1.0,
 ) -> T:
-    """Run ``main(network)`` in virtual time to its end, and check that nothing is left of it.
+    """Run ``main(network)`` in virtual time and return its result; check that it leaves nothing behind.
 
     Args:
-        main: The simulation; starts its peers and ends all that it started.
-        seed: What every random decision follows from.
-        model: What the links are like.
-        verify: Which directory records are stored; None: all.
-        max_seconds: Virtual time at which the simulation is given up.
-        max_callbacks: Callbacks after which it is given up.
-        settle_seconds: Virtual time after ``main`` in which what is ending may end.
+        main: Starts the peers, and ends everything that it started.
+        seed: Seed of every random decision.
+        verify: Accepts or refuses directory records; None accepts all.
+        max_seconds: Limit on virtual time.
+        settle_seconds: Grace period in virtual time after ``main``, for tasks and streams that are ending.
 
     Raises:
-        SimulationDeadlock: Everything waits for ever.
+        SimulationDeadlock: All tasks wait forever.
         SimulationError: A limit was reached, an exception was lost, or tasks or streams were left behind.
     """
     loop = VirtualTimeLoop.create(max_seconds=max_seconds, max_callbacks=max_callbacks)
     thresholds = gc.get_threshold()
-    gc.set_threshold(100_000, 20, 20)  # The trace and thousands of tasks are alive: collecting often finds nothing.
-    gc.freeze()  # Nor does it among what was there before, such as all of torch.
+    gc.set_threshold(100_000, 20, 20)  # The trace and thousands of tasks stay alive: frequent collection is useless.
+    gc.freeze()  # Exclude all earlier objects, such as torch's, from collection.
     try:
         network = SimulatedNetwork(loop, seed, model, verify)
 
@@ -65,7 +63,7 @@ def simulate(
 
 @contextlib.contextmanager
 def _watched(loop: VirtualTimeLoop) -> Iterator[None]:
-    """Count a background task that a defect ended as a lost exception, though its owner goes on."""
+    """Record a background task that died of a defect as a lost exception, even if its owner continues."""
     handler = logging.Handler(logging.ERROR)
 
     def emit(record: logging.LogRecord) -> None:
@@ -98,7 +96,7 @@ async def _settle(network: SimulatedNetwork, settle_seconds: float) -> None:
 
 
 def _clean_up(loop: VirtualTimeLoop) -> None:
-    """Cancel what a failed simulation left, so that the interpreter has nothing to complain about."""
+    """Cancel the tasks of a failed simulation, so that the interpreter reports no pending tasks."""
     for peer in {task.owner: None for task in loop.pending_tasks()}:
         loop.thaw(peer)
     try:
@@ -110,6 +108,6 @@ def _clean_up(loop: VirtualTimeLoop) -> None:
                 task.cancel()
             loop.run_until_complete(asyncio.sleep(0))
     except SimulationError:
-        pass  # The first failure is what matters.
+        pass  # The first failure is reported.
     finally:
         loop.close()

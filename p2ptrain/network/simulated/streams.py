@@ -1,8 +1,8 @@
-"""Streams between simulated peers: ordered bytes with latency, back-pressure, and every way to end.
+"""Streams between simulated peers: ordered bytes with latency, backpressure, and every kind of end.
 
-Data of a stream waits its turn on the sender's uplink, is on its way for the latency, waits its turn on the receiver's
-downlink, and lies in a buffer until it is read. What was written and not read is bounded; a writer beyond that blocks.
-While the peers are not connected, data that is on its way is held, and goes on when they are again.
+Data queues on the sender's uplink, travels for the latency, queues on the receiver's downlink, and waits in a buffer
+for the reader. The unread data is bounded; beyond the bound the writer blocks. While the peers are disconnected, data
+in flight is held; it continues once they reconnect.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from p2ptrain.network.transport import PeerId, Stream
 
 
 class Endpoint(Protocol):
-    """What a stream knows of the peer at one of its ends."""
+    """A stream's view of the peer at one of its ends."""
 
     name: str
     peer_id: PeerId
@@ -29,7 +29,7 @@ class Endpoint(Protocol):
 
 
 class Medium(Protocol):
-    """What a stream knows of the network."""
+    """A stream's view of the network."""
 
     context: Context
     model: LinkModel
@@ -40,16 +40,16 @@ class Medium(Protocol):
         """The virtual-time loop."""
 
     def connected(self, first: Endpoint, second: Endpoint) -> bool:
-        """Whether bytes get from one to the other now."""
+        """True if bytes can travel between the two peers now."""
 
     def latency(self, first: Endpoint, second: Endpoint) -> float:
-        """One way, in seconds."""
+        """One-way latency in seconds."""
 
     def record(self, event: str, *details: object) -> None:
-        """Add to the trace."""
+        """Append an event to the trace."""
 
     def forget(self, stream: int, end: Endpoint) -> None:
-        """One end of the stream is over."""
+        """Release the stream at one end."""
 
 
 class Pipe:
@@ -76,7 +76,7 @@ class Pipe:
 
     @property
     def full(self) -> bool:
-        """Whether a writer must wait; a reader that waits for more than the buffer holds gets it."""
+        """True if a writer must wait; a reader that waits for more than the buffer holds raises the bound."""
         return self.undelivered_bytes > max(self.medium.model.buffer_bytes, self._wanted_bytes)
 
     def put(self, data: bytes) -> None:
@@ -86,33 +86,33 @@ class Pipe:
         self.source.uplink.send(self.flow, len(data), lambda: self._leave(data))
 
     def end(self) -> None:
-        """Let the reader see the end after all that was put."""
+        """Queue the end of the stream behind all sent data."""
         if not self._ending:
             self._ending = True
             self.source.uplink.send(self.flow, 0, lambda: self._leave(None))
 
     def cut_short(self) -> None:
-        """Drop what has not left the source, and let the reader see the end after the rest."""
+        """Drop the data still at the source; the end follows the data in flight."""
         self.source.uplink.drop(self.flow)
         self._ending = True
         self._leave(None)
 
     def end_now(self) -> None:
-        """Let the reader see the end at once: its own side gave up the connection."""
+        """End the stream at once, because the reader's own side gave up the connection."""
         self._ending = True
         self._in_flight.clear()
         self._num_held = 0
         self._arrive_end()
 
     def discard(self) -> None:
-        """Nobody reads any more: drop what is here and what comes."""
+        """Drop all received data and all later data."""
         self._discarding = True
         self._consume(len(self.buffer))
         self.buffer.clear()
         self.wake()
 
     async def wait_for_room(self) -> None:
-        """Block while `full`, unless woken; the caller checks why."""
+        """Block while `full`, or until `wake`; the caller checks the cause."""
         waiter = self.medium.loop.create_future()
         self._writers.append(waiter)
         try:
@@ -122,7 +122,7 @@ class Pipe:
                 self._writers.remove(waiter)
 
     async def wait_for_data(self, num_bytes: int) -> None:
-        """Block until something arrived or ended, letting the writer send at least ``num_bytes`` in all."""
+        """Block until data or the end arrived; the writer may send at least ``num_bytes`` in all."""
         self._wanted_bytes = num_bytes
         self._reader = self.medium.loop.create_future()
         if self._writers and not self.full:
@@ -134,7 +134,6 @@ class Pipe:
             self._wanted_bytes = 0
 
     def take(self, num_bytes: int) -> bytes:
-        """Remove ``num_bytes`` from the buffer."""
         if num_bytes == len(self.buffer):
             data = bytes(self.buffer)
             self.buffer.clear()
@@ -145,13 +144,12 @@ class Pipe:
         return data
 
     def release_held(self) -> None:
-        """The peers are connected again: what was held goes on."""
+        """Resume delivery of the held data after a reconnect."""
         num_held, self._num_held = self._num_held, 0
         for _ in range(num_held):
             self._schedule_arrival()
 
     def wake(self) -> None:
-        """Let all that wait at this pipe look again."""
         self._wake_reader()
         self._wake_writers()
 
@@ -213,8 +211,6 @@ class Pipe:
 
 
 class SimulatedStream(Stream):
-    """One end of a stream between two simulated peers; see `Stream`."""
-
     def __init__(self, outgoing: Pipe, incoming: Pipe) -> None:
         self._out = outgoing
         self._in = incoming
@@ -223,29 +219,26 @@ class SimulatedStream(Stream):
 
     @property
     def remote(self) -> PeerId:
-        """The id of the peer at the other end."""
         return self._in.source.peer_id
 
     @property
     def num_arrived(self) -> int:
-        """See `Stream.num_arrived`."""
         return self._in.num_arrived
 
     @property
     def number(self) -> int:
-        """Numbers the streams of a network."""
+        """The stream's number within its network."""
         return self._out.flow
 
     @property
     def over(self) -> bool:
-        """Whether this end was closed or aborted."""
+        """True if this end was closed or aborted."""
         return self._over
 
     def _lost(self, what: str) -> PeerLostError:
         return PeerLostError(self.remote, "the stream was closed at this end" if self._over else what)
 
     async def write(self, *parts: bytes | bytearray | memoryview) -> None:
-        """See `Stream.write`."""
         for part in parts:
             await self._write(memoryview(part).cast("B"))
 
@@ -262,7 +255,6 @@ class SimulatedStream(Stream):
                     raise self._lost("the stream ended while something was written")
 
     async def read(self, num_bytes: int) -> bytes:
-        """See `Stream.read`."""
         incoming = self._in
         while self._over or len(incoming.buffer) < num_bytes:
             if self._over or incoming.ended:
@@ -271,13 +263,12 @@ class SimulatedStream(Stream):
         return incoming.take(num_bytes)
 
     async def close(self) -> None:
-        """See `Stream.close`; what was written is still delivered while this peer lives."""
+        """See `Stream.close`; written data is still delivered while this peer lives."""
         if not self._over:
             self._finish()
             self._out.end()
 
     def abort(self) -> None:
-        """See `Stream.abort`."""
         if not self._over:
             self._finish()
             self._out.cut_short()
@@ -289,18 +280,17 @@ class SimulatedStream(Stream):
         self._out.medium.forget(self.number, self._out.source)
 
     def reset(self) -> None:
-        """The connection timed out: this end sees the end of the stream."""
+        """End this side of the stream after a connection timeout."""
         self._in.end_now()
         self._out.wake()
 
     def reconnect(self) -> None:
-        """What was held on its way to this end goes on."""
         self._in.release_held()
 
 
 def stream_pair(
     medium: Medium, number: int, first: Endpoint, second: Endpoint
 ) -> tuple[SimulatedStream, SimulatedStream]:
-    """The two ends of a new stream, at ``first`` and at ``second``."""
+    """Return the two ends of a new stream, at ``first`` and at ``second``."""
     there, back = Pipe(medium, number, first, second), Pipe(medium, number, second, first)
     return SimulatedStream(there, back), SimulatedStream(back, there)

@@ -1,4 +1,4 @@
-"""The `Transport` of a simulated peer: dials with latency, and tasks that the peer owns."""
+"""The `Transport` of a simulated peer: dials with latency, and handler tasks that the peer owns."""
 
 from __future__ import annotations
 
@@ -18,13 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class SimulatedTransport(Transport):
-    """Streams of one simulated peer; made by `SimulatedNetwork.add_peer`.
-
-    Args:
-        network: What carries the streams.
-        peer: The peer that this is the transport of.
-        spawn: Starts a task that belongs to the peer.
-    """
+    """Streams of one simulated peer; created by `SimulatedNetwork.add_peer`. ``spawn`` starts a task of the peer."""
 
     def __init__(
         self,
@@ -42,12 +36,11 @@ class SimulatedTransport(Transport):
 
     @property
     def peer_id(self) -> PeerId:
-        """This peer's own id."""
         return self._peer.peer_id
 
     @property
     def num_streams(self) -> int:
-        """Streams of which this end is open."""
+        """Number of streams with an open end at this peer."""
         return sum(not stream.over for stream in self._streams.values())
 
     async def open(self, peer: PeerId, protocol: str, timeout_seconds: float, *, expected_bytes: int = 0) -> Stream:
@@ -73,17 +66,15 @@ class SimulatedTransport(Transport):
 
     @staticmethod
     def _give_up(answer: asyncio.Future[SimulatedStream | None]) -> None:
-        """Nobody waits for the dial any more: end the stream if there is one; the network ends a later one."""
+        """Abort the stream of an abandoned dial; the network aborts a later one."""
         stream = answer.result() if answer.done() and not answer.cancelled() else None
         if stream is not None:
             stream.abort()
 
     async def serve(self, protocol: str, handler: StreamHandler) -> None:
-        """See `Transport.serve`."""
         self._handlers[protocol] = handler
 
     async def connect(self, addresses: Sequence[str], timeout_seconds: float) -> PeerId:
-        """See `Transport.connect`."""
         deadline = self._network.loop.time() + timeout_seconds
         for address in addresses:
             peer = address.rpartition("/p2p/")[2]
@@ -93,11 +84,9 @@ class SimulatedTransport(Transport):
         raise PeerUnreachableError("?", f"none of {len(addresses)} addresses answered within {timeout_seconds:g} s")
 
     async def addresses(self) -> list[str]:
-        """See `Transport.addresses`."""
         return [self._peer.address]
 
     async def close(self) -> None:
-        """See `Transport.close`."""
         self._closed = True
         self._handlers.clear()
         tasks = [task for task in self._serving.values() if task is not asyncio.current_task()]
@@ -108,30 +97,28 @@ class SimulatedTransport(Transport):
         for stream in list(self._streams.values()):
             stream.abort()
 
-    # What the network tells
+    # Called by the network
 
     def serves(self, protocol: str) -> bool:
-        """Whether a dial for ``protocol`` succeeds."""
         return protocol in self._handlers and not self._closed
 
     def attach(self, stream: SimulatedStream) -> None:
-        """A stream that has this peer at one end is there."""
+        """Register a stream with this peer at one end."""
         self._streams[stream.number] = stream
 
     def accept(self, stream: SimulatedStream, protocol: str) -> None:
-        """Serve an incoming stream."""
         self.attach(stream)
         self._serving[stream.number] = self._spawn(self._handle(self._handlers[protocol], stream))
 
     def kill(self) -> None:
-        """The process is gone: no stream works any more, and the remotes see their ends."""
+        """End all streams as if the process died; the remotes see their ends."""
         self._closed = True
         self._handlers.clear()
         for stream in list(self._streams.values()):
             stream.abort()
 
     def detach(self, number: int) -> None:
-        """This peer's end of the stream is over."""
+        """Remove a stream whose end at this peer is closed."""
         self._streams.pop(number, None)
 
     async def _handle(self, handler: StreamHandler, stream: SimulatedStream) -> None:

@@ -1,1 +1,1 @@
-"""How others reach this peer, directly or through a relay."""
+"""NAT traversal: reachability probes, relays and hole punching."""

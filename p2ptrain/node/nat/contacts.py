@@ -1,8 +1,7 @@
-"""Connections that a private peer keeps with all trainers: others open streams to it over these, without a relay.
+"""Connections from a private peer to all trainers; other peers open streams to it over these, without a relay.
 
-Those with other private peers begin at a relay; they are opened anew now and then until a hole is punched, and so is
-one with a peer that could be dialled but came through a relay first (`p2ptrain.node.nat.punching`); always in moments
-in which nothing is under way over them.
+A relayed connection is closed and redialled while it is idle, at most `MAX_ATTEMPTS` times, so that the daemons retry
+hole punching (`p2ptrain.node.nat.punching`).
 """
 
 from __future__ import annotations
@@ -30,17 +29,11 @@ MAX_CONTACTS = 64
 MAX_KNOWN_ADDRESSES = 64
 KNOWN_FILE = "known_peers.json"
 CONTACT_PAUSE_SECONDS = 20.0
-"""How long a peer that did not answer is left alone."""
+"""Pause before a retry of a peer that did not answer."""
 
 
 class Contacts:
-    """Connects to trainers, which cannot easily do it themselves.
-
-    Args:
-        transport: Returns the transport of now.
-        rpc: Knows what is under way.
-        membership: Who is there.
-    """
+    """Keeps connections from a private peer to the trainers."""
 
     def __init__(self, transport: Callable[[], Libp2pTransport], rpc: Rpc, membership: Membership) -> None:
         self._transport = transport
@@ -48,10 +41,10 @@ class Contacts:
         self._membership = membership
         self._punching = HolePunching(rpc.peer_id)
         self._left_alone: dict[str, float] = {}
-        """Until when, by peer."""
+        """By peer: the earliest time of the next attempt."""
 
     async def keep(self) -> None:
-        """Connect to trainers that this peer is not connected to, for as many as there may be connections.
+        """Connect to trainers without a connection, up to `MAX_CONTACTS`; redial relayed connections that are due.
 
         Raises:
             TemporaryError: The daemon does not answer.
@@ -89,7 +82,7 @@ class Contacts:
 
 
 def dialable(addresses: Sequence[str]) -> list[str]:
-    """Addresses from another peer's record that may be dialled from here; malformed ones and loopback are left out."""
+    """Return the addresses of another peer's record that this peer may dial: well-formed ones, without loopback."""
     found = []
     for address in addresses:
         try:
@@ -102,7 +95,7 @@ def dialable(addresses: Sequence[str]) -> list[str]:
 
 
 def known_addresses(run_dir: Path) -> list[str]:
-    """Addresses of peers met in earlier runs, so that a swarm can be joined while its bootstrap is down."""
+    """Return peer addresses from earlier runs, with which a peer can join while the swarm's bootstrap is down."""
     try:
         values = json.loads((run_dir / KNOWN_FILE).read_text())
     except (OSError, ValueError):
@@ -111,7 +104,7 @@ def known_addresses(run_dir: Path) -> list[str]:
 
 
 def remember_addresses(run_dir: Path, records: Iterable[PeerRecord]) -> None:
-    """Keep the addresses of these peers, if there are any, for the next start."""
+    """Save up to two addresses of each peer for the next start; without any, keep the old file."""
     addresses = [address for record in records for address in record.addresses[:2]]
     if not addresses:
         return

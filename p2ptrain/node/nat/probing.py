@@ -1,8 +1,8 @@
-"""Asking others whether they can dial this peer, and telling them the same: both sides of the RPC ``reach.probe``.
+"""Reachability probes: caller and server of the RPC ``reach.probe``.
 
-Who asks names ports. Who is asked dials them at the address that the asking connection comes from, and never at one
-that the caller names, so nobody can point this peer's dials at a third party. What the reports amount to is decided by
-`p2ptrain.network.reachability.judge`.
+The caller names ports. The server dials them at the source address of the caller's connection, never at an address
+that the caller names. So no caller can direct this peer's dials at a third party.
+`p2ptrain.network.reachability.judge` evaluates the reports.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 PROBE = "reach.probe"
 PROBE_SECONDS = 2 * ANSWER_SECONDS
 CONTACT_SECONDS = 5.0
-"""Deadline for dialling another peer."""
+"""Timeout of a dial to another peer."""
 NUM_ASKED = 3
 MAX_PROBES_PER_PEER = 10
 MAX_PROBES = 200
@@ -46,13 +46,13 @@ PROBE_WINDOW_SECONDS = 60.0
 
 
 class ProbeRequest(Message, frozen=True):
-    """Asks to be dialled at these ports."""
+    """Request to be dialled at these ports."""
 
     ports: Annotated[tuple[Port, ...], Meta(max_length=MAX_PROBED_PORTS)]
 
 
 class ProbeReply(Message, frozen=True):
-    """The fields of `ProbeReport`, as the peer that was asked sends them."""
+    """The asked peer's answer; see `ProbeReport`."""
 
     observed: Annotated[str, Meta(max_length=64)]
     reachable: Annotated[tuple[Port, ...], Meta(max_length=MAX_PROBED_PORTS)]
@@ -64,11 +64,11 @@ class ProbeReply(Message, frozen=True):
 
 
 class ProbeServer:
-    """Tells callers whether this peer can dial them, and whether it relays."""
+    """Tells callers whether this peer can dial them, and whether this peer relays."""
 
     def __init__(self, rpc: Rpc, transport: Callable[[], Libp2pTransport]) -> None:
         self.is_relay = False
-        """Whether this peer says that it relays."""
+        """True if this peer announces itself as a relay."""
         self._transport = transport
         self._asked: Counter[str] = Counter()
         self._window_ends = 0.0
@@ -79,7 +79,7 @@ class ProbeServer:
         transport = self._transport()
         observed = await self._observed(transport, peer)
         reachable: tuple[int, ...] = ()
-        # Dialling one's own loopback for a stranger would show it what listens there.
+        # A dial to loopback would show a stranger which ports of this machine are open.
         if observed and scope(as_multiaddr(observed)) is not Scope.LOOPBACK:
             answers = await together("probe", (speaks_libp2p(observed, port) for port in request.ports))
             reachable = tuple(port for port, answer in zip(request.ports, answers, strict=True) if answer)
@@ -100,15 +100,12 @@ class ProbeServer:
 
 
 async def ask_back(rpc: Rpc, transport: Libp2pTransport, addresses: Sequence[str]) -> list[ProbeReport]:
-    """Have up to `NUM_ASKED` of the peers at ``addresses`` dial back; a clear success ends it early.
+    """Ask up to `NUM_ASKED` peers to dial back; return the reports of the peers that answered.
+
+    A success at a public address ends the search. The peers dial the TCP ports of ``transport``.
 
     Args:
-        rpc: To ask them.
-        transport: To reach them, at any of their addresses; its own ports are what they dial.
-        addresses: Multiaddrs that end in ``/p2p/<id>``; those of this peer are left out.
-
-    Returns:
-        What those say that answered.
+        addresses: Multiaddrs that end in ``/p2p/<id>``; this peer's own are skipped.
     """
     by_peer: dict[str, list[str]] = {}
     for address in addresses:
@@ -143,5 +140,5 @@ async def _ask_one(
 
 
 def as_multiaddr(host: str) -> str:
-    """The multiaddr of an IP address."""
+    """Return the multiaddr of an IP address."""
     return f"/ip{6 if ':' in host else 4}/{host}"

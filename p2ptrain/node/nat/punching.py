@@ -1,14 +1,14 @@
-"""When to open a relayed connection anew, so that the daemons find a way without the relay.
+"""Schedule of hole punching: when to redial a relayed connection.
 
-Two private peers meet at a relay. The daemon of the one that was dialled then tries once to reach the other directly
-(DCUtR, https://github.com/libp2p/specs/blob/master/relay/DCUtR.md): both dial at the same moment, and each gateway
-takes what comes for an answer. That needs the address that its gateway gives it, and a daemon believes only what four
-others have seen. Peers that have just joined try too early, and what stays relayed would stay so for ever.
+Two private peers meet at a relay. The dialled peer's daemon then tries once to connect directly (DCUtR,
+https://github.com/libp2p/specs/blob/master/relay/DCUtR.md). Both daemons dial at the same moment, and each gateway
+takes the incoming packets for an answer. For this a daemon needs its external address, which it trusts once four other
+peers have observed it. Peers that have just joined try too early, and their daemons do not retry.
 
-A peer that can be dialled may open a stream to a private one before that one has dialled it: the daemons then take the
-relay, see that they are connected, and would stay with it. Only the private peer can change that; it does so at once.
+A dialable peer may open a stream to a private peer before the private peer has dialled it. The daemons then use the
+relay, and would keep doing so. Only the private peer can change that; it redials at once.
 
-The decision is here, the closing and dialling in `p2ptrain.node.nat.contacts`.
+This module only decides; `p2ptrain.node.nat.contacts` closes and dials.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 FIRST_PAUSE_SECONDS = 8.0
-"""How long a relayed connection is kept before the first attempt; each later pause is twice as long."""
+"""Pause before the first attempt; each later pause is twice as long."""
 MAX_ATTEMPTS = 4
 _LONGEST_MEMORY_SECONDS = 600.0
 
@@ -30,11 +30,7 @@ class _Attempts:
 
 
 class HolePunching:
-    """Remembers which peers are reached only through a relay, and how often that was tried to change.
-
-    Args:
-        own_id: This peer; of two private ones the one with the smaller id opens anew.
-    """
+    """Redial attempts for relayed peers; of two private peers, the one with the smaller id redials."""
 
     def __init__(self, own_id: str) -> None:
         self._own_id = own_id
@@ -43,12 +39,12 @@ class HolePunching:
     def due(
         self, connections: Mapping[str, Collection[str]], now: float, *, dialable: Collection[str] = ()
     ) -> list[str]:
-        """The peers whose connections should be opened anew now.
+        """Return the peers to redial now.
 
         Args:
             connections: By peer: the remote multiaddrs of all its connections.
-            now: Seconds, on any clock that does not jump.
-            dialable: The peers that can be reached without a relay, by what they say themselves.
+            now: Seconds on a monotonic clock.
+            dialable: Peers that announce direct reachability.
         """
         found = []
         for peer, addresses in connections.items():
@@ -67,7 +63,7 @@ class HolePunching:
         return found
 
     def tried(self, peer: str, now: float) -> None:
-        """Note that a peer's connection was opened anew."""
+        """Record a redial of a peer."""
         attempts = self._attempts.get(peer)
         if attempts is not None:
             attempts.made += 1

@@ -1,16 +1,16 @@
-"""How others reach this peer: directly, through a relay of the swarm, or only while it is connected to them.
+"""Reachability of this peer: direct, through a relay, or only over connections that it opens.
 
 ::
 
     ask up to 3 known peers to dial back
-      | one gets through ──────────▶ direct (announcing the address that it used, if we did not know it)
-      | nobody does, relays known ─▶ start the daemon again as a private one that keeps places at the relays,
-      |                              let each relay carry more than a default relay would ──▶ relay
-      | nobody does, no relay ─────▶ outbound only: looks for a relay now and then
+      | one succeeds ────────▶ direct (announce the observed address if the daemon does not know it)
+      | none, relays known ──▶ restart the daemon as private, with reservations at the relays;
+      |                        test that each relay carries more than a default relay ──▶ relay
+      | none, no relay ──────▶ outbound only: search for a relay with backoff
 
-How others are asked is in `p2ptrain.node.nat.probing`, how a relay proves itself in `p2ptrain.node.nat.relaying`. A
-private peer also connects to all trainers itself (`p2ptrain.node.nat.contacts`). Two private peers meet at a relay, and
-their daemons then try to punch a hole, again if need be (`p2ptrain.node.nat.punching`).
+`p2ptrain.node.nat.probing` asks the peers, `p2ptrain.node.nat.relaying` tests relays. A private peer also connects to
+all trainers (`p2ptrain.node.nat.contacts`). Two private peers meet at a relay, and their daemons then try hole punching
+(`p2ptrain.node.nat.punching`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 MAX_RELAYS = 3
 WATCH_SECONDS = 2.0
 LOST_SECONDS = 6.0
-"""How long there may be no place at any relay before others are looked for."""
+"""Grace without a reservation at any relay, before the search for others."""
 FIRST_SEARCH_PAUSE_SECONDS = 10.0
 LONGEST_SEARCH_PAUSE_SECONDS = 300.0
 
@@ -46,7 +46,7 @@ OUTBOUND_NOTE = "cannot be dialled, and no relay is known: reached only by peers
 
 @dataclass
 class Standing:
-    """A peer's reachability, for its record."""
+    """A peer's reachability, as its record shows it."""
 
     reachability: Reachability = "unknown"
     addresses: tuple[str, ...] = ()
@@ -54,7 +54,7 @@ class Standing:
 
 
 class FixedReach:
-    """How a peer is reached whose transport is not libp2p: at the addresses that the transport tells."""
+    """Reachability of a peer whose transport is not libp2p: direct, at the transport's addresses."""
 
     is_outbound_only = False
 
@@ -63,11 +63,9 @@ class FixedReach:
         self._transport = transport
 
     async def settle(self) -> None:
-        """Ask the transport."""
         self.standing = Standing("direct", tuple(await self._transport.addresses()))
 
     async def watch(self, on_change: Callable[[], None]) -> None:
-        """Ask again and again."""
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             before = self.standing
@@ -78,7 +76,7 @@ class FixedReach:
 
 @dataclass
 class _Search:
-    """The schedule of the search for relays."""
+    """Backoff of the search for relays, or of a relay's self-test."""
 
     lost_since: float | None = None
     next_at: float = 0.0
@@ -86,18 +84,11 @@ class _Search:
 
 
 class Reach:
-    """Finds out how this peer is reached and keeps it so.
+    """Determines and maintains this peer's reachability.
 
     Args:
-        settings: How its daemon listens; asking is skipped where these say the answer already.
-        rpc: Serves and asks.
-        transport: Returns the transport of now.
-        move: Starts the daemon again with other settings.
-        membership: Who is there.
-        runtime: For proving relays.
-
-    Attributes:
-        standing: The result.
+        settings: The daemon's settings; they may decide the reachability without probes (see `asks`).
+        move: Restarts the daemon with other settings.
     """
 
     def __init__(
@@ -126,21 +117,19 @@ class Reach:
 
     @property
     def is_outbound_only(self) -> bool:
-        """True if others reach this peer only over connections that it opened."""
+        """True if other peers reach this peer only over connections that it opened."""
         return self._verdict in ("relay", "unknown") and self.standing.reachability == "unknown"
 
     @property
     def asks(self) -> bool:
-        """True if reachability is open: not for loopback swarms, for relays, or where the owner stated it."""
+        """True if probes decide: not for loopback swarms or relays, nor where the owner stated the reachability."""
         settings = self._settings
         outside = any(scope(address) is not Scope.LOOPBACK for address in settings.listen)
         said = settings.announce or settings.force_reachability is not None
         return settings.auto_nat and outside and not said and not settings.relay
 
     async def settle(self) -> None:
-        """Find out, and start the daemon again if it has to listen or announce differently.
-
-        Takes a fraction of a second where this peer can be dialled.
+        """Determine the reachability; restart the daemon if it has to listen or announce differently.
 
         Raises:
             ResourceError: The daemon does not start again.
@@ -157,7 +146,7 @@ class Reach:
         await self.refresh()
 
     async def refresh(self) -> bool:
-        """Update `standing`; True if it changed."""
+        """Update `standing`; return True if it changed."""
         transport = self._transport()
         addresses = await transport.addresses()
         reachability: Reachability
@@ -174,7 +163,7 @@ class Reach:
         return self.standing != before
 
     async def watch(self, on_change: Callable[[], None]) -> None:
-        """Runs for as long as the peer: keeps a private peer connected, and replaces relays that are gone."""
+        """Until cancelled, keep a private peer connected, replace its lost relays, and retry a relay's self-test."""
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             is_private = self._verdict in ("relay", "unknown")
@@ -192,7 +181,7 @@ class Reach:
             except (TemporaryError, PeerError) as error:
                 logger.debug("looking after this peer's reachability: %s", error)
 
-    # Finding out
+    # Probes
 
     async def _be_direct(self, report: ProbeReport, reason: str) -> None:
         self._verdict = "direct"
@@ -201,7 +190,7 @@ class Reach:
         own = await transport.addresses()
         if scope(as_multiaddr(report.observed)) is not Scope.PUBLIC or report.observed in map(host_of, own):
             return
-        # Its gateway forwards the port, and the daemon cannot know the address outside.
+        # The gateway forwards the port; the daemon does not know its external address.
         port = report.reachable[0]
         inside = [address.partition("/p2p/")[0] for address in own if scope(address) is Scope.PRIVATE]
         outside = f"{as_multiaddr(report.observed)}/tcp/{port}"
@@ -209,7 +198,7 @@ class Reach:
         await self._move(transport.settings.changed(listen=listen, announce=(outside, *inside)))
 
     async def _be_private(self, reports: Sequence[ProbeReport], reason: str) -> None:
-        """Take the relays among those that reported, and those that the owner named."""
+        """Restart as a private peer with up to `MAX_RELAYS` relays: configured ones, then reporting relays."""
         transport = self._transport()
         routes = {check_peer_address(address): address for address in self._settings.trusted_relays}
         for remote, address in await transport.connections():
@@ -235,19 +224,19 @@ class Reach:
     # Relays
 
     async def _live_relays(self) -> set[str]:
-        """Return the proven relays at which this peer has a place now, as far as its daemon knows."""
+        """Return the tested relays at which this peer has a reservation, as far as its daemon knows."""
         transport = self._transport()
         connected = set(await transport.connected_peers())
         reserved = await transport.reserved_relays()
         return {
             peer
             for peer, address in ((check_peer_address(address), address) for address in self._proven)
-            # The daemon does not tell of places at relays without a public address.
+            # The daemon does not list reservations at relays without a public address.
             if peer in connected and (peer in reserved or scope(address) is not Scope.PUBLIC)
         }
 
     async def _prove(self, relays: Sequence[str]) -> tuple[str, ...]:
-        """Return those of ``relays`` that carry data to this peer."""
+        """Return the relays that carry data to this peer."""
         proven = []
         async with carrier(self._runtime, self._rpc.swarm) as stranger:
             self._carrier = stranger.peer_id
@@ -266,7 +255,7 @@ class Reach:
         return tuple(proven)
 
     async def _be_relay(self, attempts: int) -> None:
-        """Restart the daemon until it carries data, at most ``attempts`` times."""
+        """Restart the daemon until it relays data, at most ``attempts`` times."""
         for _ in range(attempts):
             reason = await why_no_relay(self._transport(), self._runtime, self._rpc.swarm)
             if not reason:
@@ -278,7 +267,7 @@ class Reach:
         logger.warning("this peer does not relay for others yet: %s; it goes on trying", reason)
 
     async def _try_again_to_relay(self) -> None:
-        """Retry with backoff, since each attempt breaks this peer's streams."""
+        """Repeat the self-test with backoff, since each attempt breaks this peer's streams."""
         search, now = self._search, asyncio.get_running_loop().time()
         if now >= search.next_at:
             await self._be_relay(1)
@@ -286,7 +275,7 @@ class Reach:
             search.pause_seconds = min(2 * search.pause_seconds, LONGEST_SEARCH_PAUSE_SECONDS)
 
     async def _keep_relays(self) -> None:
-        """Look for relays, with backoff, while there is no place at any."""
+        """Search for relays with backoff while this peer has no reservation."""
         search, now = self._search, asyncio.get_running_loop().time()
         if self._proven and await self._live_relays():
             self._search = replace(search, lost_since=None, pause_seconds=FIRST_SEARCH_PAUSE_SECONDS)
@@ -311,5 +300,4 @@ class Reach:
 
 
 def _relay_of(address: str) -> str:
-    """Return the relay's id in a circuit address."""
     return address.partition("/p2p-circuit")[0].rpartition("/p2p/")[2]

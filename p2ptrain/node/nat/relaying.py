@@ -1,12 +1,12 @@
-"""Proving that a relay carries more than a trickle, for peers that use one and for peers that are one.
+"""Tests that a relay carries more than libp2p's default limit; peers test their relays, and relays test themselves.
 
-The daemon runs two relay services that compete for one protocol name: one with the generous limits that it was given,
-which starts once the daemon knows itself to be public, and one with libp2p's default limits (128 KiB a connection),
-which starts at once. The one that starts last answers. So a relay is told that it is public (in a swarm of private
-peers it may never find out), and has one thread: the generous service was the last in 32 of 32 starts then, busy
-machine or not, and in 0 to 2 of 10 with more threads. One thread carries 180 MB/s. As this is nowhere promised, a relay
-tries itself and is started again until it carries, and a private peer tries the relays that it is about to announce.
-Source: https://github.com/learning-at-home/go-libp2p-daemon (``relay.go``, ``EnableRelayV2`` in ``daemon.go``)
+The daemon runs two relay services under one protocol name. The service with the configured, generous limits starts
+once the daemon knows that it is public. The service with libp2p's default limits (128 KiB a connection) starts at once.
+The service that starts last answers.
+
+So a relay is declared public, and its daemon has one thread: then the generous service starts last. Nothing guarantees
+this order. A relay therefore tests itself and restarts until it passes. A private peer tests relays before it announces
+them. Source: https://github.com/learning-at-home/go-libp2p-daemon (``relay.go``, ``EnableRelayV2`` in ``daemon.go``)
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ logger = logging.getLogger(__name__)
 
 CARRY = "reach.carry"
 CARRIED_BYTES = 512 * 1024
-"""What a relay has to carry each way before it is believed; libp2p's default relays cut after 128 KiB."""
+"""Bytes that a relay has to carry each way; > the 128 KiB at which libp2p's default relays cut a connection."""
 PROOF_SECONDS = 8.0
 DIAL_SECONDS = 5.0
 RETRY_SECONDS = 0.2
 RELAY_ATTEMPTS = 10
-"""Nearly always the first is enough; one takes about a second."""
+"""Limit of self-tests at start; nearly always the first one passes."""
 
 
 def relay_settings(settings: Libp2pSettings) -> Libp2pSettings:
-    """Return ``settings``; a relay's with those that let it carry data."""
+    """Return the settings; a relay's declare it public, unless they force a reachability."""
     if settings.relay and settings.force_reachability is None:
         return settings.changed(force_reachability="public")
     return settings
@@ -47,7 +47,7 @@ def relay_settings(settings: Libp2pSettings) -> Libp2pSettings:
 
 @asynccontextmanager
 async def _stranger(runtime: Runtime, swarm: bytes, **settings: Any) -> AsyncIterator[tuple[Libp2pTransport, Rpc]]:
-    """Start a daemon of this process with a new key."""
+    """Start an additional daemon with an ephemeral key, for the block."""
     with await asyncio.to_thread(Identity.ephemeral) as identity:
         bare = {"listen": (), "direct": "off"}
         transport = await Libp2pTransport.start(identity, Libp2pSettings(**{**bare, **settings}))
@@ -60,7 +60,7 @@ async def _stranger(runtime: Runtime, swarm: bytes, **settings: Any) -> AsyncIte
 
 
 def serve_carry(rpc: Rpc, is_carrier: Callable[[str], bool]) -> None:
-    """Send back what a carrier sends through a relay."""
+    """Serve `CARRY`: echo the bytes that a carrier sends through a relay."""
 
     async def carry(channel: Channel, request: Nothing) -> None:
         if not is_carrier(channel.remote):
@@ -74,7 +74,7 @@ def serve_carry(rpc: Rpc, is_carrier: Callable[[str], bool]) -> None:
 
 
 class Carrier:
-    """A stranger that reaches a peer through relays. Make it with `carrier`."""
+    """A test peer that reaches another peer through relays. Make it with `carrier`."""
 
     def __init__(self, transport: Libp2pTransport, rpc: Rpc) -> None:
         self.peer_id = transport.peer_id
@@ -82,7 +82,7 @@ class Carrier:
         self._rpc = rpc
 
     async def why_not(self, relay: str, peer: str) -> str:
-        """Return why the relay at an address does not carry `CARRIED_BYTES` to ``peer`` and back; else empty."""
+        """Return why the relay does not carry `CARRIED_BYTES` to ``peer`` and back; empty if it does."""
         try:
             async with asyncio.timeout(PROOF_SECONDS):
                 await self._carry(relay, peer)
@@ -93,15 +93,15 @@ class Carrier:
             await self._transport.disconnect(peer)
 
     async def _carry(self, relay: str, peer: str) -> None:
-        """Send and get back `CARRIED_BYTES`, trying until it went over a relay; the caller sets a deadline.
+        """Echo `CARRIED_BYTES` over a relayed stream; retry until there is one. The caller sets a deadline.
 
-        A daemon on the same machine may be dialled directly, too, and a new stream takes the shortest way; one that was
-        opened before stays where it is.
+        Daemons on one machine may also connect directly, and a new stream takes the shortest path. An open stream keeps
+        its path.
         """
         while True:
             try:
                 await self._transport.connect([f"{relay}/p2p-circuit/p2p/{peer}"], DIAL_SECONDS)
-            except PeerError:  # the peer has no place there yet
+            except PeerError:  # The peer has no reservation there yet.
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
             async with self._rpc.open(peer, CARRY, Nothing(), DIAL_SECONDS) as channel:
@@ -119,13 +119,13 @@ class Carrier:
 
 @asynccontextmanager
 async def carrier(runtime: Runtime, swarm: bytes) -> AsyncIterator[Carrier]:
-    """A `Carrier` for as long as the block runs."""
+    """Yield a `Carrier`, closed at the end of the block."""
     async with _stranger(runtime, swarm, find_peers=False) as (transport, rpc):
         yield Carrier(transport, rpc)
 
 
 async def why_no_relay(transport: Libp2pTransport, runtime: Runtime, swarm: bytes) -> str:
-    """Return why this peer's own daemon does not carry data between two strangers; empty when it does.
+    """Return why this peer's daemon does not relay data between two test peers; empty if it does.
 
     Raises:
         ResourceError: No further daemon can be started.
@@ -134,7 +134,7 @@ async def why_no_relay(transport: Libp2pTransport, runtime: Runtime, swarm: byte
     if not near:
         return "it listens at no TCP address"
     private = {
-        "listen": ("/ip4/127.0.0.1/tcp/0",),  # a daemon that listens nowhere takes ten seconds to get a place
+        "listen": ("/ip4/127.0.0.1/tcp/0",),  # without a listener, the reservation takes longer than `PROOF_SECONDS`
         "announce": (f"{near}/p2p-circuit",),
         "trusted_relays": (near,),
         "force_reachability": "private",
@@ -150,7 +150,7 @@ async def why_no_relay(transport: Libp2pTransport, runtime: Runtime, swarm: byte
 
 
 async def _address_here(transport: Libp2pTransport) -> str:
-    """Return the address at which this machine dials a daemon; announced addresses may not lead back to it."""
+    """Return the address at which this machine dials the daemon; announced addresses may not lead back to it."""
     fixed = [
         address for address in transport.settings.listen if tcp_ports([address]) and not address.endswith("/tcp/0")
     ]

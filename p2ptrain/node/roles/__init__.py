@@ -1,1 +1,1 @@
-"""The roles of a peer: it trains, hosts stages, sends microbatches, or helps."""
+"""The training roles of a peer: trainer, stage host, sender of microbatches."""

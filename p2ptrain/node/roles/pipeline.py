@@ -1,4 +1,4 @@
-"""A peer of a swarm whose model is cut into stages: it hosts one, or sends microbatches through all, or both."""
+"""A peer of a swarm whose model is cut into stages: it hosts a stage, sends microbatches, or both."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LINGER_SECONDS = 20.0
-"""After the last round hosts go on answering trainers that measure the result."""
+"""After the last round, hosts serve trainers that evaluate the result, at most this long."""
 MAX_CHOICES = 6
 SPREADING_SECONDS = 1.5
-"""How long a record may take to be seen by everybody."""
+"""Bound on the propagation of a record to all peers."""
 QUIET_SECONDS = 4.0
-"""If nobody asked for so long, they have."""
+"""Idle time after which a host takes the evaluation to be done; < `LINGER_SECONDS`."""
 
 
 async def take_part(peer: Peer, config: PeerConfig, signals: StopSignals) -> None:
-    """Host, feed, or both, until told to stop, the rounds are done, or as long as the config says; then drain.
+    """Host, send, or both, until stopped, until the last round, or for ``stop_after.minutes``; then drain.
 
     Raises:
         ManifestError: The model cannot be cut as the manifest says.
         ResourceError: No stage fits into this machine.
-        ConfigError: There is no such stage, or the text cannot be read.
-        TemporaryError: Microbatches do not come through.
+        ConfigError: The configured stage does not exist, or the text cannot be read.
+        TemporaryError: Microbatches keep failing.
     """
     from p2ptrain.training.loop import Progress
 
@@ -58,14 +58,14 @@ async def take_part(peer: Peer, config: PeerConfig, signals: StopSignals) -> Non
 
         torch.set_num_threads(config.resources.threads)
     plan = PipelinePlan(peer.manifest)
-    await asyncio.to_thread(lambda: plan.needs)  # Adapters are looked up in the model, which takes a while.
+    await asyncio.to_thread(lambda: plan.needs)  # The search for adapters in the model is slow.
     view = PipelineView(plan, peer.identity.peer_id, peer.runtime)
     peer.presence.listeners.append(view.update)
     peer.activity = replace(peer.activity, failovers=lambda: view.failovers)
     await peer.presence.refresh()
     parties = await unless_stopped(_start(peer, config, view), signals)
     if parties is None:
-        return  # What it began with is on disk.
+        return  # Its initial state is on disk.
     migrator, feeding = parties
     peer.set_state("training")
     if migrator is not None:
@@ -126,10 +126,10 @@ async def _start_hosting(peer: Peer, config: PeerConfig, view: PipelineView) -> 
 
 
 async def _choose_stage(peer: Peer, config: PeerConfig, view: PipelineView, memory: int) -> Choice:
-    """The stage that the config names, or the one that needs this peer most.
+    """Return the configured stage, or the stage that needs this peer most.
 
     Raises:
-        ConfigError: There is no such stage.
+        ConfigError: The configured stage does not exist.
         ResourceError: No stage fits.
     """
     plan = view.plan
@@ -139,7 +139,7 @@ async def _choose_stage(peer: Peer, config: PeerConfig, view: PipelineView, memo
         )
     if config.pipeline.stage >= 0:
         need = plan.needs[config.pipeline.stage].memory
-        if config.resources.max_memory and need > memory:  # Else its owner knows what it has to spare.
+        if config.resources.max_memory and need > memory:  # Without a limit, the owner's choice of a stage counts.
             raise ResourceError(
                 f"stage {config.pipeline.stage} takes about {need / 1e9:.1f} GB, and the limit is {memory / 1e9:.1f}"
                 " GB: raise --max-memory, or let the peer choose a stage"
@@ -152,7 +152,7 @@ async def _choose_stage(peer: Peer, config: PeerConfig, view: PipelineView, memo
         choice = choose(plan.needs, view.hosts(), speed, memory)
         if choice.stage == before.stage:
             break
-        # Others that come now should see it, and this peer what they want.
+        # Other newcomers have to see this choice, and this peer theirs.
         peer.intended = (StageReport(choice.stage, 0, EMPTY_HASH, EMPTY_HASH, 0),)
         await peer.presence.publish()
         await asyncio.sleep(SPREADING_SECONDS * peer.runtime.random.uniform(1.0, 1.5))
@@ -163,7 +163,7 @@ async def _choose_stage(peer: Peer, config: PeerConfig, view: PipelineView, memo
 
 
 async def _speed(peer: Peer, config: PeerConfig, view: PipelineView) -> float:
-    """This machine's, beside the speeds of hosts that are there; as a medium one's where none was measured yet."""
+    """Return this machine's speed in the hosts' unit; the hosts' median if none was measured yet."""
     from p2ptrain.node.roles.trainer import choose_device
     from p2ptrain.pipeline.measure import measure_speed
 
@@ -182,27 +182,27 @@ async def _host(migrator: StageMigrator, save: Callable[[HostedStage], Awaitable
     await migrator.run()
     hosted = migrator.hosted
     await save(hosted)
-    if hosted.rounds.is_done:  # Trainers may measure what came of it.
+    if hosted.rounds.is_done:  # Trainers may evaluate the result.
         loop = asyncio.get_running_loop()
         deadline = loop.time() + LINGER_SECONDS
         left = QUIET_SECONDS
         while left > 0:
             await asyncio.sleep(left)
             quiet = QUIET_SECONDS - hosted.host.seconds_idle
-            # Other hosts are to tell of their last checkpoint, and to hear of this one's.
+            # Hosts still exchange reports of their last checkpoints.
             left = min(deadline - loop.time(), max(quiet, 1.0 if hosted.saves.missing() else 0.0))
         if missing := hosted.saves.missing():
             logger.warning("the last checkpoint is not complete: %s", missing)
 
 
-# Feeding
+# Sending
 
 
 async def start_sender(peer: Peer, view: PipelineView) -> MicrobatchSender:
-    """What sends microbatches; it is closed with the peer."""
+    """Return a started sender of microbatches; `Peer.close` closes it."""
     from p2ptrain.pipeline.client.sender import MicrobatchSender
 
-    # Numbers of a former life of this peer may still be known to hosts.
+    # Hosts may still know microbatch numbers of this peer's previous process.
     sender = MicrobatchSender(view.new_caller(peer.rpc), int(peer.runtime.now() * 1000))
     await sender.start()
     peer.on_close(sender.close)

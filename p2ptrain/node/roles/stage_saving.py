@@ -1,4 +1,4 @@
-"""What a host of a stage keeps on its disk: written after rounds, read at its start."""
+"""Checkpoints of a hosted stage: saved after rounds, restored at the host's start."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def _folder(config: PeerConfig, hosted: HostedStage, unit: int) -> Path:
 async def save_and_tell(
     peer: Peer, config: PeerConfig, hosted: HostedStage, *, is_last: bool = False
 ) -> ResourceError | CheckpointError | None:
-    """Write what this peer hosts to disk, and say so in its record; return why something was not written.
+    """Save a hosted stage's units and publish the saves; return the first error, if any.
 
-    After the last round nothing changes the state any more: then a pool thread writes it, since the thread that applies
-    rounds may wait for a stuck device.
+    The last save runs on a pool thread, since a stuck device may block the thread that applies rounds. No round
+    changes the state then.
     """
     run = peer.runtime.offload if is_last else peer.runtime.compute
     saves, failed = await run(_save, config, hosted)
@@ -41,7 +41,7 @@ async def save_and_tell(
 
 
 def _save(config: PeerConfig, hosted: HostedStage) -> tuple[list[Save], dict[int, ResourceError | CheckpointError]]:
-    """What was written, but what was there already; what cannot be written is said, and training goes on."""
+    """Return the new saves, without unchanged units, and by unit the errors; errors do not stop training."""
     from p2ptrain.pipeline.checkpoints.saving import Save
     from p2ptrain.training.checkpoints.files import save_checkpoint
 
@@ -67,7 +67,7 @@ def _save(config: PeerConfig, hosted: HostedStage) -> tuple[list[Save], dict[int
 
 
 def restore_stage(config: PeerConfig, hosted: HostedStage) -> list[Save]:
-    """Take up the newest checkpoint of what this peer hosts, if there is one; which they are."""
+    """Restore each unit's newest checkpoint, if there is one; return the restored saves."""
     from p2ptrain.pipeline.checkpoints.saving import Save
     from p2ptrain.training.checkpoints.files import load_newest_valid
     from p2ptrain.training.checkpoints.saving import restore_shared

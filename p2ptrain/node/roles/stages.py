@@ -1,4 +1,4 @@
-"""The stages that a peer hosts: made ready with their state, saved and shown after each round."""
+"""The stages that a peer hosts: built with their state, saved and published after each round."""
 
 from __future__ import annotations
 
@@ -22,19 +22,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WRITING_SECONDS = 10.0
-"""How long a checkpoint that is being written when the peer ends may take."""
+"""Timeout of a checkpoint that is being written when the peer closes."""
 
 
 class Stages:
-    """Makes stages ready on a peer; see `p2ptrain.pipeline.migration.Stages`."""
+    """Builds and publishes the stages of a peer; see `p2ptrain.pipeline.migration.Stages`."""
 
     def __init__(self, peer: Peer, config: PeerConfig, view: PipelineView) -> None:
-        """
-        Args:
-            peer: Whose they are.
-            config: Its owner's.
-            view: Who hosts what.
-        """
         self._peer = peer
         self._config = config
         self._view = view
@@ -42,7 +36,7 @@ class Stages:
         peer.on_close(lambda: self._saves.close(WRITING_SECONDS))
 
     async def take_on(self, number: int) -> HostedStage:
-        """A stage with its state: the others', or this machine's last checkpoint of it."""
+        """Return a stage with its state, from other hosts or from this machine's last checkpoint."""
         peer, config, view = self._peer, self._config, self._view
         from p2ptrain.pipeline.stage.compute import StageCompute
         from p2ptrain.pipeline.stage.device import Device
@@ -70,12 +64,12 @@ class Stages:
         return hosted
 
     async def step_in(self, hosted: HostedStage) -> None:
-        """Have the others wait for this peer, and send it microbatches."""
+        """Join the stage's rounds and accept microbatches, and announce it to the other peers."""
         hosted.participate()
         await together("step-in", (step_in(self._peer.presence, unit.synchronizer) for unit in hosted.units))
 
     async def give_up(self, hosted: HostedStage) -> None:
-        """Close a stage that this peer does not host after all, and show it no more."""
+        """Close a stage that this peer does not host after all, and remove it from the record."""
         peer = self._peer
         peer.hosted = [other for other in peer.hosted if other is not hosted]
         if peer.hosted:
@@ -84,14 +78,14 @@ class Stages:
         await hosted.close()
 
     def moved(self, hosted: HostedStage) -> None:
-        """Show the stage that this peer has moved to."""
+        """Publish the stage that this peer has moved to."""
         self._peer.hosted = [hosted]
         self._peer.synchronizer = hosted.units[0].synchronizer
         self._peer.presence.changed()
 
 
 def last_round(peer: Peer, config: PeerConfig, now: int) -> int:
-    """The round at which this peer leaves; 0 for never."""
+    """Return the round at which this peer leaves; 0 for never."""
     stop = config.stop_after
     limits = [stop.at_round, peer.manifest.training.rounds, now + stop.rounds if stop.rounds else 0]
     return min(filter(None, limits), default=0)
@@ -106,9 +100,9 @@ def _build(peer: Peer, config: PeerConfig, plan: PipelinePlan, stage: int) -> An
 
 
 class _Rounds:
-    """What a host does after each round: say so, save, publish.
+    """A host's work after each round: log, save, publish.
 
-    It is gone with its stage: who owns the saves that are under way is `Stages`.
+    `Stages` owns the saves in progress, since they may outlive a stage.
     """
 
     def __init__(self, peer: Peer, config: PeerConfig, saves: Tasks) -> None:
@@ -139,9 +133,9 @@ class _Rounds:
         self._peer.presence.changed()
 
     def round_began(self, hosted: HostedStage, round: int) -> None:
-        """Save, if it is time; all hosts save at the same rounds, so that their checkpoints go together.
+        """Save if a checkpoint is due. All hosts save at the same rounds, so that their checkpoints match.
 
-        The last one is saved by `p2ptrain.node.roles.pipeline`.
+        `p2ptrain.node.roles.pipeline` saves after the last round.
         """
         every = self._config.checkpoints.every_rounds
         is_idle = self._saving is None or self._saving.done()

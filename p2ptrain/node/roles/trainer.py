@@ -1,4 +1,4 @@
-"""Build the trainer of a peer that trains the manifest's own model: data, model, state, checkpoint, optimizer."""
+"""Construction of a trainer of the manifest's own model: data, model, state, checkpoint, optimizer."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ logger = logging.getLogger(__name__)
 
 
 async def build_trainer(peer: Peer, config: PeerConfig, run_dir: Path, bridge: Bridge) -> Trainer:
-    """Prepare everything that training needs, restore the newest checkpoint, and take on the swarm's state.
+    """Return a trainer with its model and data, restored from the newest checkpoint and up to date with the swarm.
 
     Raises:
-        ResourceError: The model does not fit the memory cap, or the device is missing.
+        ResourceError: The model exceeds the memory limit, or the device is missing.
         ConfigError: The text cannot be read.
-        IncompatibleError: The others train a model of another shape.
+        IncompatibleError: The other peers train a model of another shape.
     """
     from p2ptrain.training.checkpoints.files import load_newest_valid
     from p2ptrain.training.checkpoints.save_policy import SavePolicy
@@ -61,10 +61,10 @@ async def build_trainer(peer: Peer, config: PeerConfig, run_dir: Path, bridge: B
 
 
 def choose_device(config: PeerConfig) -> torch.device:
-    """Where to compute, as the config says; sets the number of threads, too.
+    """Return the config's device; set the number of threads, too.
 
     Raises:
-        ResourceError: The device is not there.
+        ResourceError: The device is missing.
     """
     import torch
 

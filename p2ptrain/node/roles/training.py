@@ -1,4 +1,4 @@
-"""What every training peer does before its first step: take on the swarm's state."""
+"""Entry of a training peer: it adopts the swarm's state before its first step."""
 
 from __future__ import annotations
 
@@ -18,19 +18,15 @@ logger = logging.getLogger(__name__)
 SETTLE_SECONDS = 20.0
 PAUSE_SECONDS = 0.5
 SPREADING_SECONDS = 1.0
-"""How long a record may take to be seen by everybody."""
+"""Bound on the propagation of a record to all peers."""
 WAITING = "waiting for a peer that holds the state"
 
 
 async def enter_training(peer: Peer, work: Contribution | None = None) -> None:
-    """Take on the best state that the swarm has, then let the others wait for this peer.
-
-    Args:
-        peer: It has a synchronizer.
-        work: The live model, which follows the state; None if nothing is to follow it.
+    """Adopt the best state in the swarm, then join its rounds; ``work``, the live model, follows the state.
 
     Raises:
-        IncompatibleError: The other peers train a model of another shape, or step by another rule.
+        IncompatibleError: The other peers train a model of another shape, or use another step rule.
     """
     synchronizer = peer.synchronizer
     assert synchronizer is not None
@@ -42,11 +38,11 @@ async def enter_training(peer: Peer, work: Contribution | None = None) -> None:
         raise IncompatibleError(f"{reason}: build the model that the swarm's manifest describes")
     peer.set_state("training")
     await step_in(peer.presence, synchronizer)
-    peer.remember_peers()  # Also for the start after a crash, which leaves no time for it.
+    peer.remember_peers()  # A crash would leave no time for it.
 
 
 def why_incompatible(membership: Membership, synchronizer: Synchronizer) -> str:
-    """Why no peer that trains has a state that fits this model; empty when one has, or nobody trains."""
+    """Return why no trainer's state fits this model; empty if one fits, or if there is no trainer."""
     trainers = [record.peer for record in membership.records() if record.state in ACTIVE_STATES]
     if any(trainer not in synchronizer.catch_up.incompatible for trainer in trainers):
         return ""
@@ -58,9 +54,9 @@ async def find_the_others(
 ) -> None:
     """Follow the swarm until no trainer is ahead, or for `SETTLE_SECONDS`.
 
-    A peer that sees nobody train looks again once its own record has spread: of two peers that start together at least
-    one then knows the other. A peer with nothing but a part of the swarm's state waits without a deadline: the state
-    lives on in checkpoints of peers that are down.
+    A peer that sees no trainer looks again once its own record has propagated. So of two peers that start together, at
+    least one sees the other. A peer with only a part of the swarm's state waits without a deadline: peers that are down
+    may hold the state in their checkpoints.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + SETTLE_SECONDS
@@ -71,7 +67,7 @@ async def find_the_others(
             await _wait_for_a_source(membership, synchronizer)
             deadline = loop.time() + SETTLE_SECONDS
             continue
-        if not answers:  # That nobody could be asked does not mean that nobody is there.
+        if not answers:  # Without an answer, it is unknown whether other peers are there.
             await asyncio.sleep(PAUSE_SECONDS)
             continue
         followed = await synchronizer.catch_up.follow_swarm(work)
@@ -81,7 +77,7 @@ async def find_the_others(
             await presence.publish()
             await asyncio.sleep(SPREADING_SECONDS)
             continue
-        # Who is some rounds behind catches up for good when the others begin to wait for it.
+        # A peer that stays a few rounds behind catches up once the other peers wait for it.
         is_behind = any(record.round > synchronizer.head.round for record in trainers)
         if followed or not is_behind or why_incompatible(membership, synchronizer):
             return
@@ -89,7 +85,7 @@ async def find_the_others(
 
 
 async def _wait_for_a_source(membership: Membership, synchronizer: Synchronizer) -> None:
-    """Wait until a peer is there that trains; its records come in meanwhile."""
+    """Wait until a trainer is there; `Presence` updates the membership meanwhile."""
     logger.warning(
         "no peer that holds the swarm's state is there, and only a part of it is here: waiting until one is back"
         " (to begin anew without it, start in an empty run directory)"
@@ -100,7 +96,7 @@ async def _wait_for_a_source(membership: Membership, synchronizer: Synchronizer)
 
 
 async def step_in(presence: Presence, synchronizer: Synchronizer) -> None:
-    """Tell everybody that this peer trains now, those that are about to train in person, lest both train alone."""
+    """Announce that this peer trains: by record, and directly to starting peers, so that two do not train alone."""
     await presence.publish()
     await presence.refresh()
     await synchronizer.averager.matchmaker.announce()

@@ -1,1 +1,1 @@
-"""Checkpoints of stages: which belong together, and how they become one model."""
+"""Stage checkpoints: agreement on complete rounds, and joining into one model."""

@@ -1,7 +1,7 @@
-"""Joining checkpoints of stages to one model: a pure function that chooses them, or says why it cannot.
+"""Joining of stage checkpoints to one model: a pure function that selects them, or explains its failure.
 
-One complete list (`p2ptrain.training.checkpoints.stage_list`) says which states belong together, whoever's checkpoint
-it lies beside; so any checkpoint of another stage with the digest that it names will do, its own list or none.
+A complete list (`p2ptrain.training.checkpoints.stage_list`) names the states that belong together. Any checkpoint with
+a listed digest fits, with a list of its own or none.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ from p2ptrain.training.checkpoints.stage_list import StageList
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint of one stage, as it describes itself.
+    """A checkpoint of one stage, saved at the start of ``round``, as it describes itself.
 
     Attributes:
-        name: Of the stage's folder.
-        path: Its own.
-        round: At the start of which it was saved.
+        name: Name of the stage's folder.
         digest: Of its state, 32 bytes.
-        listed: The list beside it; None where it has none, or one of another swarm.
+        listed: The list beside it; None if there is none, or one of another swarm.
     """
 
     name: str
@@ -36,12 +34,11 @@ class Found:
 
 @dataclass(frozen=True)
 class Joined:
-    """Checkpoints that make one model.
+    """Checkpoints that form one model, all saved at the start of ``round``.
 
     Attributes:
-        round: At the start of which all of them were saved.
-        paths: By the name of the stage's folder: copies of its state, any of which will do.
-        is_complete: Whether hosts agreed on it; else nothing but the round says that they belong together.
+        paths: By stage folder: interchangeable copies of its state.
+        is_complete: True if hosts agreed on the digests; False if only the round connects them.
     """
 
     round: int
@@ -50,15 +47,14 @@ class Joined:
 
 
 def join(found: Sequence[Found], names: Sequence[str], by_round: bool = False) -> Joined:
-    """The newest round of which all stages are there, and belong together.
+    """Return the newest round with matching checkpoints of all stages.
 
     Args:
-        found: What there is, whole or not.
-        names: Of the folders of all that a model is made of.
-        by_round: Go by rounds alone, for a run that ended before any checkpoint was complete.
+        names: Folders of all parts of the model.
+        by_round: Match by round alone, for a finished run without a complete checkpoint.
 
     Raises:
-        CheckpointError: There is no such round; says what is missing and what to do.
+        CheckpointError: No round qualifies; the message names the missing part and the remedy.
     """
     there: dict[tuple[str, int, bytes], list[Path]] = defaultdict(list)
     digests: dict[tuple[str, int], set[bytes]] = defaultdict(set)
@@ -90,7 +86,7 @@ def join(found: Sequence[Found], names: Sequence[str], by_round: bool = False) -
 
 
 def _why_not(listed: StageList, digests: Mapping[tuple[str, int], set[bytes]], names: Sequence[str]) -> str:
-    """Describe what of a complete round is not there."""
+    """Describe the missing part of a complete round."""
     for name in names:
         others = digests.get((name, listed.round), set())
         if listed.digests[name] in others:

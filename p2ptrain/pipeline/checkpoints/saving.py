@@ -1,9 +1,8 @@
-"""Checkpoints of stages: what each host saves, and which of them belong together.
+"""Saved checkpoints of stages, and the hosts' agreement on complete ones.
 
-Rounds are numbered alike in all stages, so checkpoints of one round are one model's, unless the swarm was split when
-they were made. What tells is the digests of their states, which hosts say in their records: a checkpoint is *complete*
-once more than half of the hosts of every stage that save anything have said that they saved its round, with the same
-digest. A complete one gets a list of all digests beside it.
+Round numbers agree across stages. So checkpoints of one round form one model, unless the swarm was split. Hosts publish
+the digests of their saved states in their records. A checkpoint is *complete* once, for every stage, more than half of
+the saving hosts report its round with the same digest. A complete checkpoint gets a list of all digests beside it.
 """
 
 from __future__ import annotations
@@ -27,30 +26,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_ROUNDS = 8
-"""As many saves of a host are remembered for each stage."""
+"""Remembered saves per host and unit."""
 TIED_FOLDER = "tied"
-"""Of what two stages share, beside those of stages, in a run directory's folder of checkpoints."""
+"""Folder of tied parameters, beside those of stages, in a run's checkpoint folder."""
 
 
 def stage_folder(stage: int) -> str:
-    """The folder of a stage."""
     return f"stage-{stage}"
 
 
 def unit_folder(unit: int, num_stages: int) -> str:
-    """The folder of a unit; see `p2ptrain.pipeline.plan.Unit`."""
+    """Return the folder of a unit; see `p2ptrain.pipeline.plan.Unit`."""
     return stage_folder(unit) if unit < num_stages else TIED_FOLDER
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """One round's checkpoints, as the hosts of all stages tell.
-
-    Attributes:
-        round: Which one.
-        digests: Of each stage's state, as far as its hosts agree; by unit, see `p2ptrain.pipeline.plan.Unit`.
-        missing: Why there is none, for people, of the others.
-    """
+    """The hosts' agreement on one round: majority digests by unit, and for each other unit the reason in words."""
 
     round: int
     digests: Mapping[int, bytes]
@@ -58,18 +50,17 @@ class Agreement:
 
     @property
     def is_complete(self) -> bool:
-        """True if every stage has its digest."""
         return not self.missing
 
 
 class Saves:
-    """All hosts' saves. A host's last record says which stages it has; older ones add earlier rounds."""
+    """All hosts' saves. A host's newest record determines its units; its older records add earlier rounds."""
 
     def __init__(self) -> None:
         self._told: dict[int, dict[str, dict[int, bytes]]] = {}
 
     def tell(self, peer: str, reports: Iterable[StageReport]) -> None:
-        """Take over the saves that a host's record tells."""
+        """Apply the saves in a host's record."""
         saved = {report.unit: report for report in reports if report.saved_round > 0}
         for unit in self._told:
             if unit not in saved:
@@ -78,7 +69,7 @@ class Saves:
             self.note(peer, unit, report.saved_round, report.saved_digest)
 
     def note(self, peer: str, unit: int, round: int, digest: bytes) -> None:
-        """A host saved a round of a stage."""
+        """Record a host's save."""
         rounds = self._told.setdefault(unit, {}).setdefault(peer, {})
         rounds.pop(round, None)
         rounds[round] = digest
@@ -86,17 +77,17 @@ class Saves:
             del rounds[next(iter(rounds))]
 
     def forget(self, peer: str, unit: int) -> None:
-        """A host has nothing saved of a stage any more."""
+        """Remove a host's saves of a unit."""
         self._told.get(unit, {}).pop(peer, None)
 
     def keep_only(self, peers: Iterable[str]) -> None:
-        """Forget those who are gone, so that the others decide."""
+        """Remove the saves of all other peers, so that departed hosts have no vote."""
         kept = set(peers)
         for unit, hosts in self._told.items():
             self._told[unit] = {peer: rounds for peer, rounds in hosts.items() if peer in kept}
 
     def agreement(self, units: Iterable[int], round: int) -> Agreement:
-        """Return what is known of a round."""
+        """Return the hosts' agreement on a round."""
         digests: dict[int, bytes] = {}
         missing: dict[int, str] = {}
         for unit in units:
@@ -112,14 +103,7 @@ class Saves:
 
 @dataclass(frozen=True)
 class Save:
-    """One checkpoint of a unit.
-
-    Attributes:
-        unit: Of what; see `p2ptrain.pipeline.plan.Unit`.
-        round: At the start of which round.
-        digest: Of its state, 32 bytes.
-        path: Its folder.
-    """
+    """One checkpoint of a unit, saved at the start of ``round``; ``digest`` has 32 bytes."""
 
     unit: int
     round: int
@@ -128,13 +112,7 @@ class Save:
 
 
 class StageSaves:
-    """The saves of one hosted stage, and of what it averages besides.
-
-    Args:
-        plan: All stages.
-        told: What all hosts say of theirs, this peer included.
-        peer_id: This peer's.
-    """
+    """This peer's saves of one hosted stage, and of its tied unit; ``told`` are all hosts' saves."""
 
     def __init__(self, plan: PipelinePlan, told: Saves, peer_id: str) -> None:
         self._plan = plan
@@ -144,28 +122,27 @@ class StageSaves:
         self._waiting: dict[tuple[int, int], Save] = {}
         self._writing = asyncio.Lock()
         self.disk = threading.Lock()
-        """Held by the thread that writes a checkpoint: a periodic save may be under way when the last one begins."""
+        """Held by the thread that writes a checkpoint: a periodic save may overlap the final one."""
 
     def note(self, save: Save) -> None:
-        """It is on disk."""
+        """Record a save that is on disk."""
         self._newest[save.unit] = save
         self._waiting.pop((save.unit, save.round), None)
         self._waiting[save.unit, save.round] = save
-        while len(self._waiting) > 2 * MAX_ROUNDS:  # Others remember no more either; a host has two units at most.
+        while len(self._waiting) > 2 * MAX_ROUNDS:  # Other hosts remember no more; a host has at most two units.
             del self._waiting[next(iter(self._waiting))]
         self._told.note(self._peer_id, save.unit, save.round, save.digest)
 
     def failed(self, unit: int) -> None:
-        """A round could not be saved: others are not to wait for it."""
+        """Withdraw a unit's saves after a failed one, so that other hosts do not wait for it."""
         self._newest.pop(unit, None)
         self._told.forget(self._peer_id, unit)
 
     def newest(self, unit: int) -> Save | None:
-        """The last one of a unit."""
         return self._newest.get(unit)
 
     def missing(self) -> str:
-        """Describe why the last round is not complete, for people; empty if it is."""
+        """Describe why the newest save is incomplete, for people; empty if it is complete."""
         for save in self._newest.values():
             if self._waiting.get((save.unit, save.round)) is save:
                 found = self._told.agreement(self._plan.unit_numbers, save.round)
@@ -174,7 +151,7 @@ class StageSaves:
         return ""
 
     async def complete(self) -> None:
-        """Write the lists of those checkpoints of which all stages are known by now."""
+        """Write the list beside each checkpoint that is complete by now."""
         async with self._writing:
             for key, save in list(self._waiting.items()):
                 found = self._told.agreement(self._plan.unit_numbers, save.round)
@@ -189,13 +166,13 @@ class StageSaves:
         try:
             await asyncio.to_thread(write_stage_list, save.path, listed)
         except ResourceError as error:
-            if save.path.is_dir():  # Else newer ones have taken its place.
+            if save.path.is_dir():  # Otherwise, newer saves have replaced it.
                 logger.warning("%s", error)
         else:
             logger.info("%s/%s is complete: all stages saved it", save.path.parent.name, save.path.name)
 
     def forget(self) -> None:
-        """This peer hosts the stage no more."""
+        """Withdraw all saves: this peer no longer hosts the stage."""
         for unit in self._newest:
             self._told.forget(self._peer_id, unit)
         self._newest.clear()

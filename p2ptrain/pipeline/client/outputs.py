@@ -1,7 +1,7 @@
-"""Where the model's outputs come home to a trainer that makes a loss of them itself.
+"""Model outputs for a trainer that computes the loss itself.
 
-The last host sends the output, and waits for its gradient. If it dies meanwhile another one sends the output again, and
-gets the same gradient; so the trainer sees each microbatch's output once.
+The last host sends the output, and waits for the gradient. If that host dies, a substitute sends the output again, and
+gets the same gradient. So the trainer sees each microbatch's output once.
 """
 
 from __future__ import annotations
@@ -35,15 +35,7 @@ RECEIVE_SECONDS = 120.0
 
 
 class ExpectedOutput:
-    """The model's output for one microbatch, which is to come.
-
-    Args:
-        shape: Of the output.
-        runtime: Decodes it.
-
-    Attributes:
-        output: Resolves with the output, fp32.
-    """
+    """The pending output of one microbatch; ``output`` resolves with it in fp32."""
 
     def __init__(self, shape: tuple[int, ...], runtime: Runtime) -> None:
         loop = asyncio.get_running_loop()
@@ -53,20 +45,20 @@ class ExpectedOutput:
         self._runtime = runtime
 
     def give(self, gradient: torch.Tensor) -> None:
-        """The gradient of the loss in the output; fp32, of its shape."""
+        """Set the gradient of the loss with respect to the output: fp32, of the same shape."""
         if not self._gradient.done():
             self._gradient.set_result(gradient)
 
     def check(self, output: TensorHead | Payload) -> None:
-        """Raise `BadMicrobatchError` if an output of another shape comes."""
+        """Raise `BadMicrobatchError` if an output has another shape."""
         if output.shape != self._shape:
             raise BadMicrobatchError(f"an output of {list(output.shape)}, where {list(self._shape)} was to come")
 
     async def take(self, output: Payload, requires_grad: bool) -> Payload | None:
-        """Take the output; return its gradient, if that is wanted.
+        """Accept the output; return its gradient, if required.
 
         Raises:
-            BadMicrobatchError: It has another shape, or values that are not finite.
+            BadMicrobatchError: The shape differs, or output or gradient cannot be encoded in the codec.
         """
         self.check(output)
         try:
@@ -82,7 +74,7 @@ class ExpectedOutput:
 
 
 def serve_outputs(rpc: Rpc, expected: Mapping[MicrobatchId, ExpectedOutput]) -> None:
-    """Take the outputs that hosts send to this trainer, if they are expected."""
+    """Accept the expected outputs that hosts send to this trainer, and return their gradients."""
 
     async def serve(channel: Channel, request: HomeRequest) -> None:
         head = request.output

@@ -1,4 +1,4 @@
-"""A model of which this process holds nothing, as a torch module: forward and backward go through the swarm.
+"""A torch module whose forward and backward run on the swarm's hosts.
 
 ::
 
@@ -7,8 +7,8 @@
         logits = model(tokens[:, :-1])
         cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
 
-There is no optimizer to step: the hosts step once the swarm's global batch is full. The gradients of a call count with
-the call's tokens as weight, so a loss has to be a mean over them.
+There is no optimizer to step: hosts step once the swarm's global batch is full. A call's gradients are weighted by its
+tokens, so the loss must be a mean over them.
 """
 
 from __future__ import annotations
@@ -26,16 +26,7 @@ from p2ptrain.training.optimizer import Bridge
 
 
 class PipelineModule(nn.Module):
-    """The whole model, on the swarm's hosts.
-
-    Args:
-        sender: Sends microbatches.
-        plan: The model's stages.
-        bridge: To the network's event loop.
-
-    Attributes:
-        loss: Of the last backward, for whoever watches; set by the caller, None if unknown.
-    """
+    """The whole model, on the swarm's hosts. The caller may set ``loss`` to that of the last backward."""
 
     def __init__(self, sender: MicrobatchSender, plan: PipelinePlan, bridge: Bridge) -> None:
         super().__init__()
@@ -43,7 +34,7 @@ class PipelineModule(nn.Module):
         self._sender = sender
         self._plan = plan
         self._bridge = bridge
-        self._anchor = torch.zeros((), requires_grad=True)  # So that autograd calls backward, though no input can.
+        self._anchor = torch.zeros((), requires_grad=True)  # Makes autograd call backward: ids have no gradient.
 
     @property
     def round(self) -> int:
@@ -51,14 +42,14 @@ class PipelineModule(nn.Module):
         return self._sender.round
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The model's output for a microbatch, fp32 on the CPU.
+        """Return the model's output for a microbatch, fp32 on the CPU.
 
         Args:
-            inputs: Token ids ``[samples, length]``, of up to the model's context.
+            inputs: Token ids ``[samples, length]``, up to the model's context.
 
         Raises:
-            UsageError: They are not that.
-            TemporaryError: They did not come through, however often they were sent.
+            UsageError: The inputs have another shape or type.
+            TemporaryError: The microbatch failed after all retries.
         """
         tokens = inputs.detach().cpu()
         spec = self._plan.manifest.model
@@ -81,7 +72,7 @@ class PipelineModule(nn.Module):
 
 
 class _Through(torch.autograd.Function):
-    """The output that came through the swarm; its gradient goes back the same way."""
+    """The swarm's output, whose backward sends the gradient to the swarm."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, output: torch.Tensor, opened: Opened, bridge: Bridge) -> torch.Tensor:

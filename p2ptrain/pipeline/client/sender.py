@@ -1,8 +1,8 @@
-"""A trainer's side of the pipeline: it sends microbatches, and settles those that come through.
+"""A trainer's side of the pipeline: sends microbatches, and settles the completed ones.
 
-A microbatch is *accepted* once every host on its trail has been told that its reply came, and *done* once the committed
-round of every stage has it; those hosts are asked after the round. What fails on the way is given up wherever it is
-known, and sent again under another number: a number counts at most once on each stage.
+A microbatch is *accepted* once every host on its trail knows that the reply arrived. It is *done* once the committed
+round of every stage contains it; the trainer asks those hosts after the round. A failed microbatch is given up at all
+hosts that know it, and resent under a new number. A number counts at most once per stage.
 """
 
 from __future__ import annotations
@@ -47,34 +47,27 @@ WATCH_SECONDS = 10.0
 TELL_SECONDS = 8.0
 LOOK_SECONDS = 0.25
 FULL_SECONDS = 3.0
-"""Timeout of the next round, after which the one in progress is tried again: it may have room."""
+"""Timeout of the next round, after which the full one is retried: it may have room again."""
 ROOM_SECONDS = 12.0
-"""Timeout of a first host that takes a dead one's place, while it says that the round has its samples: longer than the
-leader keeps room for a silent one (`p2ptrain.averaging.timing.global_batch.HOLD_SECONDS`)."""
+"""Timeout for a substitute first host to find room in a full round; >
+`p2ptrain.averaging.timing.global_batch.HOLD_SECONDS`."""
 NO_HOST_SECONDS = 120.0
-"""Timeout of a stage without a host."""
+"""Timeout of a stage without a host, and of the first round."""
 DONE_PAUSES_SECONDS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
-"""Before each time that a host is asked what is done."""
+"""Backoff before each query for done microbatches."""
 STUCK_SECONDS = 900.0
-"""Timeout of a round that takes no more samples; > what averaging with any usual manifest takes."""
+"""Timeout of a round that takes no more samples; > the duration of averaging with usual manifests."""
 
 T = TypeVar("T")
 
 
 class LostError(TemporaryError):
-    """A microbatch came through, but one of its hosts was gone before it was settled there; its data are not resent."""
+    """A microbatch completed, but a host was lost before it settled there; its data are not resent."""
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """A microbatch that every stage has counted.
-
-    Attributes:
-        id: Which.
-        loss: Mean over its targets, in nats.
-        legs: Who did what, stage by stage.
-        sends: How often it was sent until it came through.
-    """
+    """A microbatch that every stage has counted; ``loss`` is the mean over its targets in nats."""
 
     id: MicrobatchId
     loss: float
@@ -84,23 +77,17 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Opened:
-    """A microbatch that is through with its forward.
-
-    Attributes:
-        id: Which.
-        waiting: Has its output.
-        task: Ends when it is accepted.
-    """
+    """A microbatch after its forward pass: ``waiting`` holds the output, ``task`` ends when it is accepted."""
 
     id: MicrobatchId
     waiting: ExpectedOutput
     task: asyncio.Task[Accepted]
 
     async def backward(self, gradient: torch.Tensor) -> Accepted:
-        """Take the gradient of the loss in the output back through all stages.
+        """Send the gradient of the loss with respect to the output back through all stages.
 
         Raises:
-            TemporaryError: It did not come through; nothing of it counts, or (`LostError`) not everywhere.
+            TemporaryError: It failed; nothing of it counts, or (`LostError`) not in all stages.
         """
         self.waiting.give(gradient)
         return await self.task
@@ -108,7 +95,7 @@ class Opened:
 
 @dataclass
 class Tally:
-    """Counts of a trainer's microbatches, by their fate."""
+    """Counts of a trainer's microbatches, by outcome."""
 
     accepted: int = 0
     done: int = 0
@@ -118,16 +105,11 @@ class Tally:
 
 
 class MicrobatchSender:
-    """Sends microbatches.
+    """Sends a trainer's microbatches, and follows the rounds.
 
     Args:
-        caller: Sends them to the first stage, and knows all hosts.
-        first_number: Of its microbatches; larger than any that this peer has used in the round before a restart.
-        on_done: Called with each microbatch that the committed rounds of all stages have.
-
-    Attributes:
-        round: The round in progress, as far as it is known; -1 before.
-        tally: What became of what was sent.
+        first_number: First microbatch number; above all that this peer used in the round before a restart.
+        on_done: Called with each microbatch that the committed rounds of all stages contain.
     """
 
     def __init__(
@@ -151,21 +133,21 @@ class MicrobatchSender:
         serve_outputs(self._rpc, caller.here.outputs)
 
     async def start(self) -> None:
-        """Begin to watch the rounds."""
+        """Start to follow the rounds."""
         self._tasks.keep(self._watch, "watch-round")
 
     async def close(self) -> None:
-        """End what was started here."""
+        """Stop all tasks of this sender."""
         await self._tasks.close()
 
     # Sending
 
     async def send(self, inputs: Payload, targets: Payload, samples: int, tokens: int) -> Accepted:
-        """Take a microbatch through all stages, in the round in progress or, if that has its samples, in the next.
+        """Send a microbatch through all stages, in the round in progress or, if that is full, a later one.
 
         Raises:
-            TemporaryError: It did not come through, however often it was sent; or a stage has no host.
-            LostError: See there.
+            TemporaryError: All retries failed, or a stage has no host.
+            LostError: A host was lost before the microbatch settled there.
         """
 
         async def attempt(id: MicrobatchId, sends: int) -> Accepted:
@@ -174,19 +156,15 @@ class MicrobatchSender:
         return await self._until_through(attempt)
 
     async def open(self, inputs: Payload, samples: int, tokens: int, shape: Shape, *, requires_grad: bool) -> Opened:
-        """Take a microbatch forward; the model's output comes home, and the loss is the caller's.
+        """Run a microbatch forward; return its output, for a loss that the caller computes.
 
-        Args:
-            inputs: Of the first stage.
-            samples: How many it has.
-            tokens: Its weight.
-            shape: Of the output.
-            requires_grad: Whether `Opened.backward` will be called. If not in time, hosts give it up.
+        With ``requires_grad`` the caller must call `Opened.backward`, or hosts give the microbatch up. ``tokens`` is
+        its weight.
 
         Raises:
-            TemporaryError: It did not come through.
+            TemporaryError: All retries failed, or a stage has no host.
         """
-        targets = Payload(IDS, (samples, tokens // samples), bytes(4 * tokens))  # What is said of them is their shape.
+        targets = Payload(IDS, (samples, tokens // samples), bytes(4 * tokens))  # Hosts use only their shape.
 
         async def attempt(id: MicrobatchId, sends: int) -> Opened:
             waiting = ExpectedOutput(shape, self._rpc.runtime)
@@ -207,24 +185,19 @@ class MicrobatchSender:
         return await self._until_through(attempt)
 
     async def evaluate(self, inputs: Payload, targets: Payload, samples: int, tokens: int) -> float:
-        """The mean loss over a microbatch's targets, in nats; nothing is learned from it.
+        """Return the mean loss over a microbatch's targets, in nats, without training on it.
 
         Raises:
-            TemporaryError: It did not come through.
+            TemporaryError: The microbatch failed, or a stage has no host.
         """
         await self._hosts_everywhere()
         id = self._new_id(max(0, self.round))
         return (await self._bring(Hop(id, 0, samples, tokens, (), inputs, targets, requires_grad=False), 1)).loss
 
     async def _until_through(self, attempt: Callable[[MicrobatchId, int], Awaitable[T]]) -> T:
-        """Repeat an attempt until it comes through. A round that has its samples is waited for; it is no failure.
+        """Call ``attempt`` with new ids and attempt numbers until it succeeds; a wait for a full round is no failure.
 
-        Args:
-            attempt: Called with a new id in the round in progress, and the number of this attempt, from 1.
-
-        Raises:
-            TemporaryError: `MAX_SENDS` attempts failed, a stage has no host, or the round did not end in
-                `STUCK_SECONDS`.
+        Raise `TemporaryError` after `MAX_SENDS` failures, or after `STUCK_SECONDS` of one full round.
         """
         loop = asyncio.get_running_loop()
         pause, sends, full_round, full_since = FIRST_PAUSE_SECONDS, 1, -1, 0.0
@@ -257,7 +230,7 @@ class MicrobatchSender:
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     async def _bring(self, hop: Hop, sends: int, waiting: ExpectedOutput | None = None) -> Accepted:
-        """Take a microbatch there and back, and settle it; else give it up wherever it is known."""
+        """Send a microbatch and settle it; after a failure, give it up at all hosts that know it."""
         told: set[tuple[int, str]] = set()
 
         async def tell(stage: int, host: str) -> None:
@@ -283,10 +256,10 @@ class MicrobatchSender:
             self._caller.here.outputs.pop(hop.id, None)
 
     def _keeps_its_round(self, id: MicrobatchId, waiting: ExpectedOutput | None) -> Callable[[], bool]:
-        """Return a function that is true while a microbatch waits for room in its round, not going into the next.
+        """Return a predicate: True while a microbatch must wait for room in its own round.
 
-        Once its output is at home, it cannot be sent again under another number. If its first host dies then, another
-        one has to take it on in the same round, which has room for it as soon as the dead one is missed.
+        A microbatch whose output has arrived cannot be resent under a new number. If its first host dies, a substitute
+        must admit it to the same round. That round has room once the dead host's reservation expires.
         """
         loop, deadline = asyncio.get_running_loop(), math.inf
 
@@ -303,11 +276,7 @@ class MicrobatchSender:
         return MicrobatchId(self.peer_id, round, self._next - 1)
 
     async def _hosts_everywhere(self) -> None:
-        """Wait until every stage has a host.
-
-        Raises:
-            NoHostError: One has none, for long.
-        """
+        """Wait until every stage has a host; raise `NoHostError` after `NO_HOST_SECONDS`."""
         deadline, is_told = asyncio.get_running_loop().time() + NO_HOST_SECONDS, False
         while True:
             try:
@@ -322,18 +291,14 @@ class MicrobatchSender:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _open_round(self) -> int:
-        """The round in progress, once it is known; where it has its samples, the next, unless that does not come.
-
-        Raises:
-            TemporaryError: No host tells the round.
-        """
+        """Return the round in progress; if it is full, wait up to `FULL_SECONDS` for the next."""
         deadline = asyncio.get_running_loop().time() + NO_HOST_SECONDS
         while self.round <= self._full:
             try:
                 async with asyncio.timeout(FULL_SECONDS):
                     await self._moved.wait()
             except TimeoutError:
-                if self.round >= 0:  # Some of what it had may be lost.
+                if self.round >= 0:  # The full round may have lost samples.
                     self._full = self.round - 1
                 elif asyncio.get_running_loop().time() > deadline:
                     raise TemporaryError("no host of stage 0 tells the round in progress: try again later") from None
@@ -361,7 +326,7 @@ class MicrobatchSender:
     async def _tell(
         self, stage: int, host: str, settled: Sequence[MicrobatchId] = (), abandoned: Sequence[MicrobatchId] = ()
     ) -> bool:
-        """Tell a host what is settled and what is given up; return whether it has counted all that is settled."""
+        """Report settled and given-up microbatches; return whether the host counted all settled ones."""
         request = SettleRequest(_numbers(settled), _numbers(abandoned))
         try:
             reply = await self._rpc.call(host, f"{service(stage)}.settle", request, Answers, TELL_SECONDS)
@@ -373,13 +338,13 @@ class MicrobatchSender:
     # Rounds
 
     async def round_after(self, round: int) -> int:
-        """The round in progress, once it is a later one than ``round``."""
+        """Wait for a round later than ``round``, and return it."""
         while self.round <= round:
             await self._moved.wait()
         return self.round
 
     async def _watch(self) -> None:
-        """Learn of each new round as soon as it begins."""
+        """Follow the rounds of the first stage by long polls."""
         while True:
             try:
                 host = self._router.stages[0].draw(0.0)
@@ -404,7 +369,7 @@ class MicrobatchSender:
             self._tasks.start(self._account(self._accepted.pop(old)), "account")
 
     async def _account(self, accepted: list[Accepted]) -> None:
-        """Ask which of a round's microbatches are in the committed rounds of all stages."""
+        """Count a round's microbatches as done or dropped, by their hosts' answers."""
         places: dict[tuple[int, str], list[MicrobatchId]] = defaultdict(list)
         for each in accepted:
             for leg in each.legs:
@@ -420,7 +385,7 @@ class MicrobatchSender:
                 self._on_done(each)
 
     async def _missing(self, stage: int, host: str, ids: list[MicrobatchId]) -> list[MicrobatchId]:
-        """Return those that a host did not bring into a round; ask again while they may still be averaged."""
+        """Return the microbatches that a host did not bring into a round; retry while they may be averaged."""
         missing = ids
         for seconds in DONE_PAUSES_SECONDS:
             await asyncio.sleep(seconds)

@@ -1,7 +1,7 @@
-"""The training loop of a peer that feeds a pipeline: it draws batches of the manifest's text, and sends them through.
+"""Training loop of a peer that feeds a pipeline with batches of the manifest's text.
 
-Each trainer reads all windows of the text in an order of its own, one pass after the other
-(`p2ptrain.training.data.windows.permute`): trainers of a pipeline share no lineage from which places could follow.
+Each trainer reads all windows of the text in its own order, pass after pass (`p2ptrain.training.data.windows.permute`).
+A pipeline's trainers share no lineage that could assign positions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 POSITION_FILE = "reading.json"
 MAX_FAILURES = 4
-"""Microbatches in a row that do not come through, each sent many times, until training ends with an error."""
+"""Consecutive microbatches that fail after all retries, until training ends with an error."""
 HELD_OUT_WINDOWS, GLANCE_WINDOWS = 64, 16
 GLANCE_SECONDS = 15.0
 HELD_OUT_SECONDS = 60.0
@@ -46,10 +46,9 @@ class SendingOptions:
     """Settings of a trainer.
 
     Attributes:
-        credits: Microbatches under way at a time.
-        run_dir: Where it keeps how far it has read; None begins at the first window each time.
-        last_round: Given the round in which the trainer comes, returns the one at which it leaves; 0 for never.
-        evaluate: Whether to measure the held-out loss.
+        credits: Microbatches in flight.
+        run_dir: Stores the reading position; None begins at the first window each time.
+        last_round: Maps the trainer's first round to the round at which it leaves; 0 for never.
     """
 
     credits: int
@@ -59,20 +58,9 @@ class SendingOptions:
 
 
 class PipelineTrainer:
-    """Sends microbatches until it is stopped, or the rounds are done.
+    """Sends microbatches until stopped, or until the last round.
 
-    Args:
-        sender: Takes them through the stages; started and closed by its owner. Its peer's id decides in which order
-            the text is read.
-        manifest: Batch sizes.
-        corpus: The text.
-        metrics: Gets a line per round.
-        options: Its owner's.
-        on_progress: Called when `progress` changes.
-
-    Attributes:
-        progress: How far it is.
-        rounds: How many rounds it has seen the end of.
+    The caller starts and closes ``sender``, whose peer id seeds the reading order. ``rounds`` counts rounds that ended.
     """
 
     def __init__(
@@ -106,14 +94,14 @@ class PipelineTrainer:
         self._failures = 0
 
     def stop(self) -> None:
-        """Send nothing new, and end when what is under way is through."""
+        """Send nothing new; `run` ends after the microbatches in flight, or after `DRAIN_SECONDS`."""
         self._stop.set()
 
     async def run(self) -> None:
-        """The loop.
+        """Run the training loop.
 
         Raises:
-            TemporaryError: Microbatches do not come through, and it does not get better.
+            TemporaryError: `MAX_FAILURES` microbatches in a row failed.
         """
         if self._options.evaluate:
             self.progress.held_out_loss_before = await self._held_out(HELD_OUT_WINDOWS)
@@ -212,13 +200,13 @@ class PipelineTrainer:
     # The held-out loss
 
     async def _glance(self) -> None:
-        """Measure on a few windows, always the same, for people who watch."""
+        """Measure the held-out loss from time to time, on a few fixed windows."""
         while self._options.evaluate:
             await asyncio.sleep(GLANCE_SECONDS)
             await self._held_out(GLANCE_WINDOWS)
 
     async def _held_out(self, max_windows: int) -> float | None:
-        """The mean loss over windows spread over the held-out text; None if the pipeline cannot tell now."""
+        """Return the mean loss over windows spread over the held-out text; None if measuring failed."""
         tokens, size = self._corpus.held_out, self._spec.local_batch
         available = (len(tokens) - 1) // self._context
         count = min(max_windows, available)

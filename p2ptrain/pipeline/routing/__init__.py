@@ -1,1 +1,1 @@
-"""The route of a microbatch: drawing hosts, and sending to them."""
+"""Microbatch routing: selection of hosts, and delivery to them."""

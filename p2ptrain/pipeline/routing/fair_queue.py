@@ -1,9 +1,8 @@
-"""Bulk data to one peer goes a little at a time, in the order in which it became ready.
+"""Send window for bulk data: transfers to one peer start in the order in which they became ready.
 
-Streams share a link fairly. If all that a host has for the next one goes at once, all of it arrives at about the same
-time, late: microbatches bunch together, and while one link is crowded the next one idles. In turns the first arrives
-while the last still waits, and links and devices behind it have work. So much goes at a time that a long fast link
-stays full; a peer that takes nothing holds up only what is for it.
+Streams share a link fairly, so concurrent transfers all finish late, and later links and devices idle. In turns, the
+first transfer arrives while the last one waits. The window fills a long fast link, and a stalled peer delays only its
+own data.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 WINDOW_BYTES = 24 << 20
-"""Under way to one peer. A link of 500 Mbit/s, half of which is for the stage before, holds 6 MB in 200 ms; with less
-than four times that it idles now and then, and with more microbatches bunch (`python -m benchmarks.bench_pipeline`)."""
+"""Bytes in flight to one peer: four times the bandwidth-delay product of 250 Mbit/s and 200 ms. A smaller window lets
+that link idle; with a larger one microbatches bunch (`python -m benchmarks.bench_pipeline`)."""
 
 
 @dataclass
 class _Lane:
-    """The queue to one peer: bytes under way, and those that wait."""
+    """The queue to one peer; ``num_bytes`` are in flight."""
 
     num_bytes: int = 0
     waiting: deque[tuple[int, asyncio.Future[None]]] = field(default_factory=deque)
 
     def advance(self, window_bytes: int) -> None:
-        """Start as many as have room; one always has."""
+        """Start the transfers that fit; an idle lane always starts one."""
         while self.waiting:
             size, turn = self.waiting[0]
             if self.num_bytes and self.num_bytes + size > window_bytes:
@@ -39,11 +38,7 @@ class _Lane:
 
 
 class SendWindow:
-    """Of one peer, for what it sends to others.
-
-    Args:
-        window_bytes: Under way to one peer at a time.
-    """
+    """Bounds one sender's bytes in flight to each peer."""
 
     def __init__(self, window_bytes: int = WINDOW_BYTES) -> None:
         self._window_bytes = window_bytes
@@ -51,7 +46,7 @@ class SendWindow:
 
     @asynccontextmanager
     async def to(self, peer: str, num_bytes: int) -> AsyncIterator[None]:
-        """Wait for the turn of so many bytes; they are under way until the end of the block."""
+        """Wait for a turn; the bytes are in flight until the end of the block."""
         lane = self._lanes.setdefault(peer, _Lane())
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         lane.waiting.append((num_bytes, turn))

@@ -1,7 +1,7 @@
-"""Sending a microbatch through a stage and all after it: the caller's side, of trainers and of hosts alike.
+"""Delivery of a microbatch to a stage and all later ones: the caller's side, of trainers and hosts alike.
 
-The caller keeps what it sent until the reply is there, and sends it to another host of the stage when one fails. The
-substitute is told whom its predecessor called, so that those count the microbatch once.
+The caller keeps its request until the reply arrives. If a host fails, the caller retries with another host of the
+stage. It tells the substitute which later hosts were called, so that they count the microbatch once.
 """
 
 from __future__ import annotations
@@ -47,65 +47,53 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 1.0
-"""Interval of a host's beats; < HopLimits.quiet_seconds."""
+"""Keepalive interval; < `HopLimits.quiet_seconds`."""
 MAX_NEWS = 4096
-"""Of one microbatch, from one host: of all stages after it, and some more where hosts fail."""
+"""Limit per microbatch and host: one for each later stage, with room for failovers."""
 BAD_ANSWER = "bad answer"
-"""Cause under which a host's answer that no honest one sends is counted."""
+"""Cause under which invalid answers of a host are counted."""
 
 Tell = Callable[[int, str], Awaitable[None]]
-"""Called with a stage and a host, when it is given the microbatch there though another one was planned, and when it
-is through with its forward; on the last stage, when it begins."""
+"""Callback with a stage and a host: the host was called in place of the planned one, or finished its forward pass. A
+last stage that computes the loss reports when it begins."""
 
 HOME = "pipeline.home"
-"""The name under which trainers take outputs."""
+"""RPC name under which trainers accept outputs."""
 
 
 @dataclass(frozen=True)
 class HopLimits:
-    """Bounds of one hop."""
+    """Bounds of one hop. A host that sends nothing for ``quiet_seconds`` has failed."""
 
     attempts: int = 4
-    """Hosts that fail, at most."""
+    """Maximum number of failed hosts."""
     refusals: int = 32
-    """Hosts that are full, at most; the next is asked after a pause."""
+    """Maximum number of refusals by full hosts."""
     open_seconds: float = 8.0
     quiet_seconds: float = 4.0
-    """Nothing heard from a host for so long, and it has failed."""
+    """Timeout between messages of a host; > `BEAT_SECONDS`."""
     longest_seconds: float = 300.0
-    """From the input to the reply, at the first stage; half of it at the last: later stages time out first, so the
-    nearest caller can retry."""
+    """Deadline of the reply at the first stage; half of it at the last. Later stages time out first, so the nearest
+    caller can retry."""
     first_pause_seconds: float = 0.05
     longest_pause_seconds: float = 2.0
 
 
 @dataclass
 class Here:
-    """The hosts and outputs of this peer itself, which microbatches reach within the process.
-
-    Attributes:
-        hosts: Take hops, by stage.
-        outputs: Which this peer's own microbatches are to bring home, where it makes the loss.
-    """
+    """This peer's hosts, by stage, and expected outputs; its microbatches reach them within the process."""
 
     hosts: dict[int, Callable[[Hop, Tell], Awaitable[Reply]]] = field(default_factory=dict)
     outputs: dict[MicrobatchId, ExpectedOutput] = field(default_factory=dict)
 
 
 def service(stage: int) -> str:
-    """The name under which hosts of a stage take hops."""
+    """Return the RPC name under which hosts of a stage accept hops."""
     return f"pipeline.{stage}"
 
 
 class Caller:
-    """Sends hops.
-
-    Args:
-        rpc: To reach hosts.
-        router: Draws them.
-        here: Hosts of this peer itself.
-        limits: Bounds.
-    """
+    """Sends hops to hosts that its router selects, with failover."""
 
     def __init__(self, rpc: Rpc, router: Router, here: Here | None = None, limits: HopLimits | None = None) -> None:
         self.rpc = rpc
@@ -116,18 +104,17 @@ class Caller:
         self._window = SendWindow()
 
     async def through(self, hop: Hop, planned: str, tell: Tell, keeps_round: Callable[[], bool] = bool) -> Reply:
-        """Take a microbatch through a stage, and all after it.
+        """Send a microbatch through a stage and all later ones; return the reply.
 
         Args:
-            hop: What is sent.
-            planned: The host to begin with; empty to draw one.
-            tell: Told of every stage that is through with its forward.
-            keeps_round: True while it waits for room in its round; by default it does not.
+            planned: The first host to try; empty to draw one.
+            tell: Called with the progress at every stage.
+            keeps_round: True while the caller waits for room in the microbatch's round; by default it does not.
 
         Raises:
-            HopFailedError: No host did it.
+            HopFailedError: No host completed it.
             OtherRoundError: The stage is in another round.
-            NoHostError: There is no host left to ask.
+            NoHostError: The stage has no host left.
         """
         limits, stage = self._limits, self.router.stages[hop.stage]
         failures: dict[str, str] = {}
@@ -138,9 +125,9 @@ class Caller:
         async def heard(number: int, host: str) -> None:
             nonlocal num_told
             num_told += 1
-            if num_told >= MAX_NEWS:  # With its own, an honest host sends no more than that.
+            if num_told >= MAX_NEWS:  # The caller accepts that many, this host's own included.
                 return
-            # The substitute of a host that fails is to call the same ones after it.
+            # A substitute must call the same later hosts.
             if hop.stage < number <= hop.stage + len(route):
                 route[number - hop.stage - 1] = host
             await tell(number, host)
@@ -151,7 +138,7 @@ class Caller:
             pause = min(2 * pause, limits.longest_pause_seconds)
 
         while len(failures) < limits.attempts and num_full <= limits.refusals:
-            # Whoever planned the route may know hosts of which no record has come here yet.
+            # The planner may know hosts whose records have not arrived here.
             usable = planned and not (planned in refused or planned in failures or stage.has_failed(planned))
             try:
                 host = planned if usable else stage.draw(hop.tokens, {*failures, *refused})
@@ -160,11 +147,11 @@ class Caller:
                     if not failures:
                         raise
                     break
-                refused.clear()  # All are full: wait for one of them.
+                refused.clear()  # All are full: retry after a pause.
                 await rest()
                 continue
             planned = ""
-            if host != told:  # If this peer dies meanwhile, its substitute has to know.
+            if host != told:  # A substitute of this peer has to know the host.
                 told = host
                 await heard(hop.stage, host)
             try:
@@ -179,7 +166,7 @@ class Caller:
                         continue
                     case Refused(kind=Refusal.EARLY | Refusal.LATE as kind, reason=reason):
                         raise OtherRoundError(reason, is_late=kind is Refusal.LATE)
-                    case Refused(kind=Refusal.BEYOND, reason=reason):  # Another host here would not get further.
+                    case Refused(kind=Refusal.BEYOND, reason=reason):  # Another host here would fail, too.
                         raise HopFailedError(reason)
                     case Refused(kind=Refusal.FULL):
                         refused.add(host)
@@ -202,10 +189,10 @@ class Caller:
         raise HopFailedError(f"{hop.id} did not get through stage {hop.stage} ({reasons}): it is tried again later")
 
     async def home(self, hop: Hop, output: Payload) -> Reply:
-        """Send the model's output to the trainer; return its gradient, if one is wanted.
+        """Send the model's output to the trainer; return the gradient, if required.
 
         Raises:
-            HopFailedError: It does not answer, or with what is no gradient; nobody else can.
+            HopFailedError: The trainer did not answer with a valid gradient, and no other peer can.
         """
         trainer = hop.id.trainer
         if trainer == self.rpc.peer_id:
@@ -224,10 +211,10 @@ class Caller:
             raise HopFailedError(f"{hop.id} did not come home to its trainer: {error}") from error
 
     async def _send(self, host: str, hop: Hop, tell: Tell) -> Reply | Refused:
-        """One host's reply."""
+        """Send a hop to one host, remote or local; return its answer."""
         stage = hop.stage
         if host == self.rpc.peer_id:
-            if stage not in self.here.hosts:  # Whoever planned the route is mistaken, or wants it so.
+            if stage not in self.here.hosts:  # The planned route is stale, or malicious.
                 raise PeerRefusedError(host, f"{service(stage)!r} {NOT_SERVED}")
             try:
                 return await self.here.hosts[stage](hop, tell)
@@ -243,25 +230,20 @@ class Caller:
     async def _ask(
         self, peer: str, request: Message, tensors: Sequence[Payload], hop: Hop, tell: Tell | None
     ) -> Reply | Refused:
-        """Ask a host, or a trainer, and follow what it says until its reply; it is heard of while it receives, too.
+        """Send a request with its tensors, and relay news until the reply; news arrives while sending, too.
 
-        Args:
-            peer: Whom.
-            request: What is sent first.
-            tensors: What follows; the first one's gradient comes back, unless the stage is the first.
-            hop: Which microbatch.
-            tell: Told of all news of a host; None asks the trainer, which has none.
+        The first tensor's gradient comes back, except from the first stage. A trainer (``tell`` is None) sends no news.
         """
         limits, loop, num_news = self._limits, asyncio.get_running_loop(), 0
         name, wants = (HOME, True) if tell is None else (service(hop.stage), hop.stage > 0)
         wanted = tensors[0] if wants and hop.requires_grad else None
-        # Later stages give up first, so the nearest caller can retry.
+        # Later stages time out first, so the nearest caller can retry.
         seconds = limits.longest_seconds * (1.0 - 0.5 * hop.stage / max(self._num_stages - 1, 1))
         expected = sum(len(each.data) for each in tensors) + (len(wanted.data) if wanted is not None else 0)
         async with self.rpc.open(peer, name, request, limits.open_seconds, expected_bytes=expected) as channel:
             arrived, deadline = asyncio.Event(), loop.time() + seconds
             async with Tasks() as tasks:
-                # Its error ends the channel for both.
+                # A send error ends the channel, and so the loop below.
                 tasks.call(self._hand_over(channel, tensors, arrived), "hand-over")
                 while loop.time() < deadline:
                     match await channel.receive(FromHost, limits.quiet_seconds, 1 << 16):
@@ -280,7 +262,7 @@ class Caller:
                 raise DeadlineError(f"peer {peer[-8:]} took longer than {seconds:g} s")
 
     async def _hand_over(self, channel: Channel, tensors: Sequence[Payload], arrived: asyncio.Event) -> None:
-        """Send the tensors when it is their turn, which lasts until the other end has them."""
+        """Send the tensors in their turn, which lasts until they have arrived."""
         async with self._window.to(channel.remote, len(tensors[0].data)):
             for each in tensors:
                 await channel.send_bytes(each.data)
@@ -289,11 +271,7 @@ class Caller:
     async def _gradient(
         self, channel: Channel, head: TensorHead | None, wanted: Payload | None, seconds: float
     ) -> Payload | None:
-        """Receive the gradient that a host, or the trainer, sends back.
-
-        Raises:
-            ProtocolError: It is not the one that is wanted.
-        """
+        """Receive a gradient; raise `ProtocolError` unless it is valid and has the required codec and shape."""
         host = channel.remote
         if head != (wanted.head if wanted is not None else None):
             raise ProtocolError(host, f"sent {head or 'no gradient'} where {wanted and wanted.head} is wanted")
@@ -308,7 +286,7 @@ class Caller:
 
 
 async def beat(channel: Channel) -> None:
-    """Tell the caller again and again that its microbatch is not forgotten."""
+    """Send keepalives until the channel ends."""
     with contextlib.suppress(P2PTrainError):
         while True:
             await asyncio.sleep(BEAT_SECONDS)
@@ -316,7 +294,7 @@ async def beat(channel: Channel) -> None:
 
 
 async def refuse(rpc: Rpc, channel: Channel, error: RefusalError) -> None:
-    """Tell a caller that its microbatch is refused, unless the caller is gone."""
+    """Refuse a caller's microbatch, unless the caller is gone."""
     if not channel.lost.done():
         rpc.count_refusal(channel.remote, type(error).__name__)
         await channel.close(Refused.of(error))

@@ -1,1 +1,1 @@
-"""A stage host: its stage, its passes, its microbatches and its rounds."""
+"""A stage host: compute, microbatch accounting, and rounds."""

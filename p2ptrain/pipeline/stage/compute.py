@@ -1,10 +1,10 @@
-"""A stage's arithmetic: forward, and backward, which computes forward again.
+"""A stage's arithmetic: forward, and backward with recomputation.
 
-Forward keeps no graph; backward computes it again from the input (Chen et al., *Training deep nets with sublinear
-memory cost*, 2016), so a microbatch in flight costs its input and nothing else. The same pass gives the same gradients
-once more as long as the parameters stay.
+Forward keeps no graph; backward recomputes it from the input (Chen et al., *Training deep nets with sublinear memory
+cost*, 2016). So a microbatch in flight costs only its input. A repeated pass gives the same gradients while the
+parameters stay.
 
-Everything here runs on the device's thread.
+All passes run on the device's thread.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from p2ptrain.models.stage import WHOLE, Stage, StageContext
 from p2ptrain.pipeline.messages import BadMicrobatchError
 
 MAX_GRADIENT = 1e6
-"""The largest value of a microbatch's mean gradient: as `AveragingSpec.max_value`, beyond which a host's contribution
-is refused with all else that is in it. Besides, what is that large rounds off what was in the sum before, for good."""
+"""Bound on a microbatch's mean gradient: as `AveragingSpec.max_value`, above which a host's whole contribution is
+refused. A larger value would also round off earlier terms of the sum for good."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Gradients:
     """Results of a backward pass.
 
     Attributes:
-        parameters: Gradients of what is trained, in the stage's order, on its device; None where one has no part.
-        inputs: The gradient in the stage's input, fp32 on the CPU; None in the first stage.
-        loss: On the last stage: mean over the targets, in nats.
+        parameters: Gradients of the trained parameters, in the stage's order, on its device; None where unused.
+        inputs: Gradient with respect to the stage's input, fp32 on the CPU; None in the first stage.
+        loss: Mean over the targets in nats, if the pass computed it.
     """
 
     parameters: tuple[torch.Tensor | None, ...]
@@ -40,14 +40,7 @@ class Gradients:
 
 
 class StageCompute:
-    """Computes a stage's passes.
-
-    Args:
-        stage: In training mode, on its device.
-
-    Attributes:
-        parameters: What is trained; what is frozen has no gradients.
-    """
+    """Computes the passes of a stage in training mode, on its device; ``parameters`` are the trained ones."""
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
@@ -55,11 +48,7 @@ class StageCompute:
         self._device = next(itertools.chain(stage.parameters(), stage.buffers())).device
 
     def forward(self, inputs: torch.Tensor, context: StageContext = WHOLE) -> torch.Tensor:
-        """Return the stage's output in fp32 on the CPU.
-
-        Args:
-            inputs: On the CPU; see `p2ptrain.models.stage`.
-            context: Where they stand in their sequences.
+        """Return the stage's output in fp32 on the CPU, for inputs on the CPU; see `p2ptrain.models.stage`.
 
         Raises:
             BadMicrobatchError: A value of the output is not finite.
@@ -69,21 +58,17 @@ class StageCompute:
         return self._checked(output.float().cpu(), "the stage's output")
 
     def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
-        """Return the last stage's loss alone, in nats.
+        """Return the last stage's loss in nats, without backward.
 
         Raises:
-            BadMicrobatchError: It is not finite.
+            BadMicrobatchError: The loss is not finite.
         """
         with torch.no_grad(), self._precision():
             logits = self.stage(inputs.to(self._device))
         return float(self._checked(self._cross_entropy(logits, targets), "the loss"))
 
     def backward(self, inputs: torch.Tensor, gradient: torch.Tensor) -> Gradients:
-        """Return a microbatch's gradients.
-
-        Args:
-            inputs: As in `forward`.
-            gradient: Of the loss in the stage's output, fp32 of that shape.
+        """Return a microbatch's gradients, given the loss's gradient with respect to the output (fp32, of its shape).
 
         Raises:
             BadMicrobatchError: A gradient is not finite, or larger than `MAX_GRADIENT`.
@@ -94,14 +79,13 @@ class StageCompute:
         return self._gradients(output, gradient.to(self._device, output.dtype), entry, 0.0)
 
     def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> Gradients:
-        """Forward and backward of the last stage at once.
+        """Return the last stage's loss and gradients.
 
         Args:
-            inputs: As in `forward`.
             targets: Class indices, int64, of the output's shape without its last dimension.
 
         Raises:
-            BadMicrobatchError: The loss or a gradient is not finite, or a gradient larger than `MAX_GRADIENT`.
+            BadMicrobatchError: The loss or a gradient is not finite, or a gradient is larger than `MAX_GRADIENT`.
         """
         entry = self._entry(inputs)
         with torch.enable_grad():
@@ -115,7 +99,7 @@ class StageCompute:
         return functional.cross_entropy(logits.float().flatten(0, -2), targets.to(self._device).flatten())
 
     def _entry(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The input as a leaf, of which a gradient is asked if it can have one and somebody wants it."""
+        """Return the input as a leaf, which requires a gradient except in the first stage."""
         entry = inputs.to(self._device).detach()
         return entry if self.stage.is_first else entry.requires_grad_()
 

@@ -1,8 +1,8 @@
-"""A stage host's contribution to a round of averaging; see `p2ptrain.training.sync.contribution.Contribution`.
+"""A stage host's contribution to averaging; see `p2ptrain.training.sync.contribution.Contribution`.
 
-A host averages its stage with the other hosts of that stage, and tied embeddings with those of another stage besides
-(`p2ptrain.pipeline.plan.Unit`). Each has a `StageWork` of its own over its part of the stage's parameters and of the
-sum of gradients.
+A host averages its stage's own unit and, with tied embeddings, the unit shared with another stage
+(`p2ptrain.pipeline.plan.Unit`). Each unit has its own `StageWork` over its parameters and their part of the gradient
+sum.
 """
 
 from __future__ import annotations
@@ -24,14 +24,12 @@ from p2ptrain.training.state.shared_state import SharedState
 
 
 class Part(nn.Module):
-    """Some of a stage's parameters, under names of their own; a zero where there are none, so that it has rounds."""
+    """Some of a stage's parameters; ``names`` maps names here to names in the stage.
+
+    A part without parameters has a single zero, so that its unit has rounds.
+    """
 
     def __init__(self, stage: nn.Module, names: Mapping[str, str]) -> None:
-        """
-        Args:
-            stage: Has the parameters.
-            names: Names here, to names there.
-        """
         super().__init__()
         parameters = dict(stage.named_parameters())
         for name, local in names.items():
@@ -41,13 +39,9 @@ class Part(nn.Module):
 
 
 def unit_state(part: Part, spec: TrainingSpec, swarm: bytes, moments: Literal["fp32", "8bit"] = "fp32") -> SharedState:
-    """The beginning of what the hosts of a unit share.
+    """Return the initial shared state of a unit's hosts; ``swarm`` is the unit's swarm id, 32 bytes.
 
-    Args:
-        part: Its parameters, as they are in the beginning.
-        spec: AdamW's settings. Gradients are clipped by their norm in this unit alone.
-        swarm: The unit's, 32 bytes.
-        moments: How AdamW's are held.
+    Gradients are clipped by the norm of this unit alone.
     """
     layout = Layout.from_module(part)
     state = SharedState.from_module(part, layout, AdamWStep(layout, spec, moments))
@@ -58,22 +52,12 @@ def unit_state(part: Part, spec: TrainingSpec, swarm: bytes, moments: Literal["f
 class StageWork:
     """Implements `p2ptrain.training.sync.contribution.Contribution` for one unit of a stage.
 
-    Attributes:
-        tokens: That wait to be contributed.
-        samples: The same.
+    ``tokens`` and ``samples`` count uncontributed work. ``lock`` is held while parameters or the sum ``total`` change.
     """
 
     def __init__(
         self, part: Part, state: SharedState, total: GradientSum, lock: AbstractContextManager[object], scale: float
     ) -> None:
-        """
-        Args:
-            part: The unit's parameters in the stage.
-            state: What the unit's hosts share.
-            total: The stage's sum of gradients.
-            lock: Held while parameters or the sum change.
-            scale: What the unit's mean gradient is multiplied with; see `p2ptrain.pipeline.plan.Unit`.
-        """
         self.tokens = 0
         self.samples = 0
         self._part = part
@@ -85,7 +69,7 @@ class StageWork:
         self._sums = [(offset, total.values[place]) for offset, place in found if place is not None]
 
     def add(self, samples: int, tokens: int) -> None:
-        """Note that gradients of so many samples were added to the sum, to be contributed."""
+        """Count samples whose gradients are in the sum, to be contributed."""
         self.samples += samples
         self.tokens += tokens
 
@@ -94,11 +78,11 @@ class StageWork:
         return self.tokens
 
     def at_rest(self) -> AbstractAsyncContextManager[None]:
-        """See `Contribution.at_rest`: nothing but passes touches the stage, and a lock keeps them apart."""
+        """See `Contribution.at_rest`; only passes touch the stage, and a lock excludes them."""
         return nullcontext()
 
     def collect(self, out: torch.Tensor, fragment: Fragment | None = None) -> None:
-        """The mean gradient of what waits."""
+        """Write the mean gradient of the uncontributed tokens to ``out``."""
         out.zero_()
         with self._lock:
             for offset, part in self._sums:

@@ -1,7 +1,7 @@
-"""One device, many microbatches: passes one at a time, backward before forward (1F1B).
+"""Queue of a device: one pass at a time, backward before forward (1F1B).
 
-What is further on frees memory here and work upstream, so it goes first (Narayanan et al., *PipeDream*, 2019, section
-3.2). Passes of one kind are taken in order of arrival.
+Backward frees memory here and unblocks earlier stages, so it goes first (Narayanan et al., *PipeDream*, 2019, section
+3.2). Passes of one kind run in order of arrival.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Pass(IntEnum):
-    """Kinds of passes, by priority: smaller numbers go first."""
+    """Kinds of passes; smaller values have priority."""
 
     UNDO = 0
     BACKWARD = 1
@@ -30,13 +30,7 @@ class Pass(IntEnum):
 
 @dataclass(frozen=True)
 class Timed(Generic[T]):
-    """Result and times of a pass.
-
-    Attributes:
-        result: What it returned.
-        seconds: In the queue and on the device.
-        busy_seconds: On the device alone.
-    """
+    """A pass's result, and its time: ``seconds`` with the queue, ``busy_seconds`` on the device alone."""
 
     result: T
     seconds: float
@@ -44,11 +38,7 @@ class Timed(Generic[T]):
 
 
 class Device:
-    """Runs passes in the runtime's device thread, one at a time.
-
-    Args:
-        runtime: Of the peer.
-    """
+    """Runs passes in the runtime's device thread, one at a time."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
@@ -59,13 +49,12 @@ class Device:
 
     @property
     def num_waiting(self) -> int:
-        """Passes in the queue."""
         return len(self._waiting)
 
     async def run(self, kind: Pass, work: Callable[[], T]) -> Timed[T]:
-        """``work()`` in its turn; what it raises is raised here.
+        """Run ``work()`` in its turn; return its result, or raise its error.
 
-        Cancelled, it does not run, or runs to its end if it has begun.
+        A cancelled pass does not run, or runs to its end if it has begun.
         """
         asked = asyncio.get_running_loop().time()
         if self._is_busy:
@@ -92,7 +81,7 @@ class Device:
             return Timed(result, loop.time() - asked, loop.time() - began)
 
         task = self._tasks.call(finish(), "device-pass")
-        # What it raises is nobody's business once who asked for it is gone.
+        # An error after the caller's cancellation is dropped.
         task.add_done_callback(lambda task: None if task.cancelled() else task.exception())
         return task
 
@@ -100,7 +89,7 @@ class Device:
         return await self.runtime.on_device(work)
 
     def _next(self) -> None:
-        """Start the first in the queue."""
+        """Start the first pass in the queue."""
         self._is_busy = False
         while self._waiting:
             _, _, turn = heapq.heappop(self._waiting)

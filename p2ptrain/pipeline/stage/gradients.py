@@ -1,7 +1,7 @@
-"""The sum of a stage's gradients: what counted microbatches add to it, and what takes one out of it again.
+"""The sum of a stage's gradients, to which microbatches are added, and from which they can be removed.
 
-The same pass gives the same gradients again as long as the parameters stay, and they are rounded before they are added.
-Adding them with the negated weight takes a microbatch out, up to the rounding of the sum.
+A repeated pass gives the same gradients while the parameters stay, and gradients are rounded before they are added. So
+adding them with negated weight removes a microbatch, up to the rounding of the sum.
 """
 
 from __future__ import annotations
@@ -20,19 +20,11 @@ from p2ptrain.pipeline.stage.worker import StageWorker
 from p2ptrain.tasks import Tasks
 
 CLOSE_SECONDS = 2.0
-"""Timeout of a host that leaves, for its device to take out what was given up."""
+"""Timeout of pending removals when a host closes."""
 
 
 class GradientSum:
-    """A sum of gradients times tokens.
-
-    Args:
-        parameters: What is trained, in the stage's order.
-
-    Attributes:
-        values: fp32 on the CPU, ``[num_values]``.
-        places: Where each parameter's gradient is, by its identity.
-    """
+    """A sum of gradients times tokens, fp32 on the CPU; ``places`` has each parameter's slice by its ``id``."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self.places: dict[int, slice] = {}
@@ -43,7 +35,7 @@ class GradientSum:
         self.values = torch.zeros(offset)
 
     def add(self, gradients: Sequence[torch.Tensor | None], weight: float) -> None:
-        """Add gradients of all parameters ``weight`` times."""
+        """Add ``weight`` times the gradients of all parameters."""
         for place, each in zip(self.places.values(), gradients, strict=True):
             if each is not None:  # Rounded before it is added, to cancel exactly.
                 self.values[place].add_(each.float().cpu().reshape(-1).mul(weight))
@@ -51,14 +43,11 @@ class GradientSum:
 
 @dataclass
 class Added:
-    """The record by which a microbatch is taken out of the sum again.
+    """Record for the removal of a microbatch from the sum.
 
     Attributes:
-        inputs: Of the stage.
-        back: What came back; on the last stage, the targets.
-        tokens: Its weight.
-        is_loss: Whether what came back are targets.
-        is_in: Whether it is in the sum; known on the device alone, between passes.
+        back: Gradient of the stage's output; if ``is_loss``, the targets.
+        is_in: True while it is in the sum; used on the device alone.
     """
 
     inputs: Payload
@@ -74,8 +63,7 @@ class Backward:
 
     Attributes:
         loss: On the last stage: mean over the targets, in nats.
-        gradient: In the stage's inputs; None in the first stage.
-        added: What takes it out again.
+        gradient: With respect to the stage's inputs; None in the first stage.
     """
 
     loss: float
@@ -84,12 +72,7 @@ class Backward:
 
 
 class StageGradients:
-    """Adds microbatches to a stage's sum, and takes them out.
-
-    Args:
-        worker: Runs the passes.
-        total: The sum, if it is another than `GradientSum`.
-    """
+    """Adds microbatches to a stage's sum, and removes them."""
 
     def __init__(self, worker: StageWorker, total: GradientSum | None = None) -> None:
         self.total = total or GradientSum(worker.compute.parameters)
@@ -98,11 +81,10 @@ class StageGradients:
         self._failure: Exception | None = None
 
     async def add(self, hop: Hop, back: Payload) -> Timed[Backward]:
-        """Run a microbatch's backward pass, and add it to the sum; if it is cancelled, it is taken out again.
+        """Run a microbatch's backward pass and add it to the sum; cancellation removes it again.
 
         Args:
-            hop: Which.
-            back: The gradient in the stage's output; where the loss is made, the targets.
+            back: Gradient of the stage's output; where the loss is computed, the targets.
 
         Raises:
             BadMicrobatchError: Loss or gradients are not finite, or too large for the codec; nothing is added.
@@ -127,7 +109,7 @@ class StageGradients:
         return compute.loss(inputs, back) if added.is_loss else compute.backward(inputs, back)
 
     def take_out(self, added: Added) -> None:
-        """Take a microbatch out of the sum again, if it is in it; that may take until `until_taken_out` returns."""
+        """Start to remove a microbatch, if it is in the sum; see `until_taken_out`."""
 
         def undo() -> None:
             if added.is_in:
@@ -137,10 +119,10 @@ class StageGradients:
         self._undoing.start(self.worker.run(Pass.UNDO, undo), "undo")
 
     async def until_taken_out(self) -> None:
-        """Return when nothing is being taken out any more.
+        """Wait until all removals are complete.
 
         Raises:
-            P2PTrainError: Something could not be taken out: the sum holds what does not count.
+            P2PTrainError: A removal failed: the sum still has a microbatch that does not count.
         """
         await self._undoing.join()
         if self._failure is not None:
@@ -153,5 +135,5 @@ class StageGradients:
         self._failure = error
 
     async def close(self) -> None:
-        """Wait for what is being taken out, unless the device is stuck."""
+        """Wait for pending removals, up to `CLOSE_SECONDS`."""
         await self._undoing.close(CLOSE_SECONDS)

@@ -1,16 +1,15 @@
-"""A stage host: takes microbatches through its stage, sends them on, and counts each of them once.
+"""A stage host: processes microbatches, sends them on, and counts each of them once.
 
 The life of a microbatch here, from top to bottom::
 
-    StageHost.take ── refused, or it waits for its round ──▶ _learn ── check, admit, forward ──▶ _onward ──▶ backward
-       joins the one under way, or gets the reply that was kept                                              │ counted
-    settle ── the trainer has the whole trail: it stays in the sum        close_round ── the rest leaves it ◀┘
+    StageHost.take ── refuse it, or wait for its round ──▶ _learn ── check, admit, forward ──▶ _onward ──▶ backward
+       join it in flight, or return the stored reply                                                         │ counted
+    settle ── the trainer has the whole trail: keep it in the sum    close_round ── remove unsettled ones ◀──┘
 
-A microbatch belongs to the host, not to the stream that brought it: a caller that comes again finds it under way or
-done. It is given up when nobody has asked for it for a while.
+A microbatch belongs to the host, not to the stream that brought it: a repeated request joins it, or gets its reply. It
+is given up when no caller has waited for a while.
 
-The network is in `p2ptrain.pipeline.stage.service`, arithmetic in `worker`, the sum in `gradients`, accounts in
-`ledger`.
+Related modules: `p2ptrain.pipeline.stage.service` (network), `worker` (arithmetic), `gradients` (sum) and `ledger`.
 """
 
 from __future__ import annotations
@@ -44,51 +43,39 @@ from p2ptrain.tasks import Tasks, until_ended
 logger = logging.getLogger(__name__)
 
 FORGET_SECONDS = 120.0
-"""Timeout of a counted microbatch that its trainer does not settle."""
+"""Timeout of a counted microbatch, until its trainer settles it."""
 NEXT_ROUND_SECONDS = 120.0
-"""Timeout of a microbatch that came early and waits for its round."""
+"""Timeout of an early microbatch, until its round begins."""
 MAX_EARLY = 256
 MAX_EVALUATIONS = 8
-"""Microbatches at a time that go forward alone, for their loss."""
+"""Concurrent forward-only microbatches."""
 MAX_REMEMBERED_ROUNDS = 8
 
 
 class RoundGate:
-    """The host's view of its round, which it asks and tells; this one is for a host without rounds, and lets all in."""
+    """Admission to the round, as the host sees it; this base class admits all."""
 
     async def admit(self, samples: int) -> bool:
-        """True if so many samples more belong to the round in progress; the first stage asks."""
+        """True if the round in progress has room for the samples; only the first stage asks."""
         return True
 
     def changed(self) -> None:
-        """Something was settled, or given up."""
+        """Signal that a microbatch was settled, or given up."""
 
     def is_over(self) -> None:
-        """Another stage is through with the round in progress."""
+        """Signal that another stage has ended the round in progress."""
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """A counted microbatch until it is settled: the reply, and what takes it out of the sum again."""
+    """A counted, unsettled microbatch: the record for its removal from the sum, and the reply."""
 
     added: Added
     reply: Reply
 
 
 class StageHost:
-    """Hosts one stage.
-
-    Args:
-        worker: Computes.
-        gradients: What counted microbatches add to.
-        caller: Sends microbatches on.
-        round: The round in progress.
-        gate: Asked and told about the round.
-
-    Attributes:
-        ledger: What counts.
-        tokens_per_second: What its device does, forward and backward, of late; 0 before it was measured.
-    """
+    """Hosts one stage. ``tokens_per_second`` is its device's recent throughput; 0 before a measurement."""
 
     def __init__(
         self,
@@ -114,46 +101,41 @@ class StageHost:
 
     @property
     def seconds_idle(self) -> float:
-        """Since it was last asked for anything."""
+        """Seconds since the last `take`."""
         return asyncio.get_running_loop().time() - self._asked_at
 
     def leave(self) -> None:
-        """Take on nothing new from now on: what is under way here comes to its end, all else goes elsewhere."""
+        """Refuse new microbatches; those in flight complete."""
         self._is_leaving = True
         self._stir()
 
     async def close(self) -> None:
-        """Give up what is under way, and forget the rest."""
+        """Cancel all microbatches in flight."""
         self._is_closed = True
         await self._tasks.close()
         await self._gradients.close()
 
-    # A microbatch comes
+    # Admission
 
     def expect(self, hop: Hop) -> None:
-        """Refuse what `take` would refuse, as far as that shows before a microbatch's tensors are here.
-
-        Raises:
-            FullError, OtherRoundError, BadMicrobatchError: As `take`.
-        """
+        """Raise what `take` would raise, as far as is known before the tensors arrive."""
         self._check_leaving(hop)
         self.worker.check_shapes(hop)
         if hop.requires_grad and hop.id.round <= self.ledger.round and self.ledger.find(hop.id) is None:
             self.ledger.check(hop.id, hop.num_bytes)
 
     async def take(self, hop: Hop, tell: Tell, on_admitted: Callable[[], None] = lambda: None) -> Reply:
-        """Take a microbatch through this stage and all after it.
+        """Process a microbatch through this stage and all later ones; return the reply.
 
         Args:
-            hop: Which.
-            tell: Told of every stage that is through with its forward.
-            on_admitted: Called if the ledger has taken it on, and accounts for its bytes.
+            tell: Called with the progress at every stage.
+            on_admitted: Called once the ledger accounts for its bytes.
 
         Raises:
-            FullError: There is no room for it now.
-            OtherRoundError: It is for another round, here or at a stage after this one.
+            FullError: The host has no capacity now, or is leaving.
+            OtherRoundError: This stage, or a later one, is in another round.
             BadMicrobatchError: It does not fit, or its values are not finite.
-            HopFailedError: It did not get through the stages after this one.
+            HopFailedError: A later stage failed.
         """
         self._asked_at = asyncio.get_running_loop().time()
         self._check_leaving(hop)
@@ -178,21 +160,12 @@ class StageHost:
         return await in_flight.join(tell)
 
     def _check_leaving(self, hop: Hop) -> None:
-        """Refuse new microbatches if this host leaves; one under way, or counted, still gets its reply.
-
-        Raises:
-            FullError: This host is about to leave, and has not taken that on.
-        """
+        """Raise `FullError` for a new microbatch if this host is leaving; a known one still gets its reply."""
         if self._is_closed or (self._is_leaving and hop.requires_grad and self.ledger.find(hop.id) is None):
             raise FullError("this host leaves its stage: go to another one")
 
     async def _in_its_round(self, hop: Hop) -> None:
-        """Wait for the round of a microbatch that came early.
-
-        Raises:
-            OtherRoundError: That has not begun in time.
-            FullError: Too many wait, or this host is about to leave.
-        """
+        """Wait up to `NEXT_ROUND_SECONDS` for the round of an early microbatch."""
         if hop.id.round <= self.ledger.round:
             return
         self._gate.is_over()
@@ -210,10 +183,10 @@ class StageHost:
         finally:
             self._num_early -= 1
 
-    # It goes forward, onward and back
+    # Forward, onward and back
 
     async def _learn(self, hop: Hop) -> Reply:
-        """All of a microbatch's way from here; at the end of it, it counts."""
+        """Process an admitted microbatch, and count it."""
         worker, tell = self.worker, partial(self._tell, hop.id)
         await worker.check_values(hop)
         if worker.number == 0 and not await self._gate.admit(hop.samples):
@@ -232,7 +205,7 @@ class StageHost:
         return self._count(hop, reply, back.result.added, output.busy_seconds + back.busy_seconds)
 
     async def _evaluate(self, hop: Hop, tell: Tell) -> Reply:
-        """Take a microbatch forward alone, for its loss: nothing of it counts, nothing is kept."""
+        """Run a microbatch forward for its loss; nothing of it counts or is stored."""
         worker = self.worker
         if self._num_evaluations >= MAX_EVALUATIONS:
             raise FullError(f"{MAX_EVALUATIONS} evaluations are under way: come again, or go to another host")
@@ -250,7 +223,7 @@ class StageHost:
             self._num_evaluations -= 1
 
     async def _onward(self, hop: Hop, output: Payload, tell: Tell) -> Reply:
-        """Return the reply of the stages after this one; after the last one, of the trainer."""
+        """Return the reply of the later stages; after the last one, of the trainer."""
         if self.worker.is_last:
             return await self._caller.home(hop, output)
         onward = replace(hop, stage=self.worker.number + 1, inputs=output, route=hop.route[1:])
@@ -268,7 +241,7 @@ class StageHost:
         if id in self._in_flight:
             await self._in_flight[id].tell(stage, host)
 
-    # It counts, or is given up
+    # Counting and giving up
 
     def _count(self, hop: Hop, reply: Reply, added: Added, busy_seconds: float) -> Reply:
         loop = asyncio.get_running_loop()
@@ -281,7 +254,7 @@ class StageHost:
         return reply
 
     def _forget(self, id: MicrobatchId, since: float) -> None:
-        """Give up a microbatch that was counted then, and whose trainer never said that it has the reply."""
+        """Give up a microbatch that was counted at ``since`` and is still not settled."""
         entry = self.ledger.find(id)
         if not self._is_closed and entry is not None and entry.state is State.COUNTED and entry.since == since:
             logger.info("%s is taken out again: its trainer fell silent", id)
@@ -302,19 +275,19 @@ class StageHost:
             self._gradients.take_out(kept.added)
 
     def settle(self, id: MicrobatchId) -> bool:
-        """Keep a microbatch, since its trainer has the whole trail; return whether it was counted here."""
+        """Settle a microbatch; return whether it was counted here."""
         is_here = self.ledger.settle(id)
         self._stir()
         return is_here
 
     def abandon(self, id: MicrobatchId) -> None:
-        """Give a microbatch up, since its trainer did, or another host of this stage counted it."""
+        """Give up a microbatch that its trainer gave up, or that another host of this stage counted."""
         in_flight = self._in_flight.get(id)
-        if in_flight is None or not in_flight.task.cancel():  # It may just have counted.
+        if in_flight is None or not in_flight.task.cancel():  # It may just have been counted.
             self._give_up(id)
             self._stir()
 
-    # Its round ends
+    # Rounds
 
     def _stir(self) -> None:
         self._changed.set()
@@ -322,19 +295,15 @@ class StageHost:
         self._gate.changed()
 
     async def round_after(self, round: int) -> int:
-        """The round in progress, once it is a later one than ``round``."""
+        """Wait for a round later than ``round``, and return it."""
         while self.ledger.round <= round:
             await self._changed.wait()
         return self.ledger.round
 
     async def close_round(self, seconds: float) -> list[MicrobatchId]:
-        """Take on nothing more, and leave in the sum what is settled alone.
+        """Close the round: wait ``seconds`` for microbatches in flight, and remove all unsettled ones from the sum.
 
-        Args:
-            seconds: How long to wait for what is under way.
-
-        Returns:
-            What is settled.
+        Return the settled microbatches.
         """
         self.ledger.is_closed = True
         with contextlib.suppress(TimeoutError):
@@ -351,16 +320,16 @@ class StageHost:
         return self.ledger.settled()
 
     def begin_round(self, round: int) -> None:
-        """Go on to another round after `close_round`."""
+        """Begin a round after `close_round`."""
         self.ledger.begin(round)
         self._stir()
 
     def remember_done(self, round: int, ids: Iterable[MicrobatchId]) -> None:
-        """Note what is in the committed average of a round, for the trainers that ask."""
+        """Record the microbatches in a round's committed average, for trainers' queries."""
         self._done[round] = self._done.get(round, frozenset()) | frozenset(ids)
         while len(self._done) > MAX_REMEMBERED_ROUNDS:
             del self._done[min(self._done)]
 
     def is_done(self, ids: Sequence[MicrobatchId]) -> list[bool]:
-        """Return for each microbatch if it is in the committed average of a round, as far as that is remembered."""
+        """Return for each microbatch whether the committed average of a remembered round contains it."""
         return [any(id in done for done in self._done.values()) for id in ids]

@@ -1,4 +1,4 @@
-"""A stage on this peer, put together: its host, what it averages with whom, and its rounds."""
+"""A stage on this peer: its host, averaging units, checkpoints and rounds, wired together."""
 
 from __future__ import annotations
 
@@ -18,29 +18,15 @@ from p2ptrain.signing import Signer
 from p2ptrain.tasks import Tasks
 
 NOT_YET = -1
-"""The round of a host that has not taken on its stage's state: microbatches wait."""
+"""The round of a host without its stage's state: microbatches wait."""
 WRITING_SECONDS = 10.0
-"""Timeout of a complete checkpoint's list that is being written when the stage is closed."""
+"""Timeout of a checkpoint list that is being written when the stage is closed."""
 
 
 class HostedStage:
-    """One stage that this peer hosts. Averaging begins with `run`, after `synchronizers` have taken on their state.
+    """One stage that this peer hosts. Call `run` once the units' synchronizers have their state.
 
-    Args:
-        view: Who else is there.
-        worker: Computes; its modules are as they are in the beginning.
-        rpc: To reach other peers.
-        signer: This peer's key.
-        observer: Told of its rounds.
-        options: Its owner's.
-
-    Attributes:
-        number: Which stage.
-        module: The worker's; changed by rounds alone.
-        host: Takes on microbatches.
-        units: What is averaged; what is the stage's own first.
-        rounds: Goes from round to round.
-        saves: What of it is on this peer's disk.
+    The worker's modules begin with initial values; only rounds change them. ``units`` has the stage's own first.
     """
 
     def __init__(
@@ -73,7 +59,7 @@ class HostedStage:
         )  # fmt: skip
 
     def participate(self) -> None:
-        """Appear to leaders and in routes."""
+        """Become visible to leaders and in routes."""
         self._participates = True
         for unit in self.units:
             unit.synchronizer.averager.matchmaker.participates = True
@@ -83,14 +69,14 @@ class HostedStage:
             self._following.keep(self._follow_records, "follow-records")
 
     async def run(self) -> None:
-        """Take part until `rounds` is stopped or done."""
+        """Participate until `rounds` is stopped or done."""
         self.participate()
         await self.rounds.run()
 
     async def _follow_records(self) -> None:
-        """See whether the other stages are through with the round in progress, and which checkpoints are complete.
+        """Check each update for rounds that other stages have ended, and for complete checkpoints.
 
-        A microbatch of the next round would tell so, too, but none comes after the last round.
+        A microbatch of the next round also shows the end of a round, but none follows the last round.
         """
         while True:
             await self._view.next_update()
@@ -100,7 +86,7 @@ class HostedStage:
                 self._completing.start(self.saves.complete(), "complete")
 
     def reports(self) -> list[StageReport]:
-        """Return this stage's part of the peer's record; nothing before it takes part."""
+        """Return this stage's part of the peer's record; empty before it participates."""
         found = []
         for each in self.units if self._participates else ():
             number, head = each.unit.number, each.synchronizer.head
@@ -118,7 +104,7 @@ class HostedStage:
         return found
 
     async def close(self) -> None:
-        """End everything that was started here; idempotent."""
+        """Stop all services and tasks; idempotent."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -1,4 +1,4 @@
-"""A microbatch under way on a host, and those that wait for it: its caller, and who came again in that one's place."""
+"""A microbatch in flight on a host, shared by its caller and the caller's substitutes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,11 @@ from p2ptrain.pipeline.messages import BadMicrobatchError, MicrobatchId, Reply
 from p2ptrain.pipeline.routing.hop import Tell
 
 ORPHAN_SECONDS = 15.0
-"""Timeout of a microbatch that no caller waits for: its caller's caller may send a substitute."""
+"""Timeout without a waiting caller; the caller's own caller may send a substitute."""
 
 
 class InFlight:
-    """One microbatch.
-
-    Args:
-        id: Which.
-        task: Takes it through.
-    """
+    """One microbatch; ``task`` returns its reply."""
 
     def __init__(self, id: MicrobatchId, task: asyncio.Task[Reply]) -> None:
         self.task = task
@@ -35,14 +30,13 @@ class InFlight:
             self._orphaned = None
 
     async def join(self, news: Tell) -> Reply:
-        """Wait for it; it is given up `ORPHAN_SECONDS` after the last one that waited went away.
+        """Wait for the reply; `ORPHAN_SECONDS` after the last waiting caller has gone, the task is cancelled.
 
-        Args:
-            news: Told of every stage that is through with its forward, the past ones included.
+        ``news`` is called with the progress at every stage, past progress included.
 
         Raises:
             BadMicrobatchError: It was given up.
-            P2PTrainError: What its task raises.
+            P2PTrainError: The task's error.
         """
         self._keep()
         self._askers.append(news)
@@ -60,8 +54,8 @@ class InFlight:
                 self._orphaned = asyncio.get_running_loop().call_later(ORPHAN_SECONDS, self.task.cancel)
 
     async def tell(self, stage: int, host: str) -> None:
-        """Tell all that wait that a host is through with a stage's forward."""
+        """Tell all waiting callers that a host finished a stage's forward pass, or was called."""
         self._heard.append((stage, host))
         for news in list(self._askers):
-            with contextlib.suppress(P2PTrainError):  # One that is gone harms none of the others.
+            with contextlib.suppress(P2PTrainError):  # A caller that is gone does not affect the others.
                 await news(stage, host)

@@ -1,4 +1,4 @@
-"""A host's accounts of microbatches: each counts once, however often it comes, and only once it is settled.
+"""A host's ledger of microbatches: each counts once, however often it arrives, and only once it is settled.
 
 ::
 
@@ -6,12 +6,11 @@
                │                     │
                └──────abandon────────┴─ close ─▶ taken out again
 
-A caller that repeats a hop (its own predecessor died) finds its microbatch running, and joins it, or counted, and gets
-the answer that was kept. A microbatch whose caller is gone for good, or that is not settled when the round closes, is
-taken out of the sum again (`p2ptrain.pipeline.stage.compute`); for that its input and what came back are kept until
-then.
+A repeated request (its previous caller died) joins a running microbatch, or gets the stored reply of a counted one. An
+abandoned microbatch, or one unsettled when the round closes, is removed from the sum
+(`p2ptrain.pipeline.stage.gradients`). Until then the ledger keeps the data for its removal.
 
-Pure accounts: no network, no arithmetic.
+The ledger does no I/O and no arithmetic.
 """
 
 from __future__ import annotations
@@ -38,16 +37,12 @@ class State(Enum):
 
 @dataclass
 class Entry(Generic[Kept]):
-    """One microbatch on this host.
+    """One microbatch on this host; ``tokens`` is its weight.
 
     Attributes:
-        id: Which.
-        samples: How many it has.
-        tokens: Its weight.
-        num_bytes: What is kept for it takes.
-        state: How far it is.
-        kept: What it takes to take it out again, and to answer once more; None while it runs.
-        since: When it came to that state, by the event loop's clock.
+        num_bytes: Memory held for it until it is settled.
+        kept: Data for its removal and for repeated replies; None unless it is counted.
+        since: When it was counted, by the event loop's clock.
     """
 
     id: MicrobatchId
@@ -61,12 +56,11 @@ class Entry(Generic[Kept]):
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of what a host takes on at a time.
+    """Bounds of a host's concurrent work.
 
     Attributes:
-        max_bytes: Kept for all that is not settled.
-        max_running: Microbatches that run.
-        max_share: Of both for one trainer, so that one alone cannot fill a host; the first one always fits.
+        max_bytes: Held for all unsettled microbatches.
+        max_share: Of both bounds, for one trainer, so that none can fill a host; its first microbatch always fits.
     """
 
     max_bytes: int = 1 << 30
@@ -75,16 +69,7 @@ class Limits:
 
 
 class Ledger(Generic[Kept]):
-    """The accounts of one stage on one host.
-
-    Args:
-        limits: Bounds.
-        round: The round in progress.
-
-    Attributes:
-        round: As given; see `begin`.
-        is_closed: Whether nothing more is admitted to it; see `close`.
-    """
+    """The ledger of one stage on one host. ``is_closed`` is True once the round admits nothing more."""
 
     def __init__(self, limits: Limits, round: int) -> None:
         self.round = round
@@ -99,21 +84,20 @@ class Ledger(Generic[Kept]):
 
     @property
     def num_bytes(self) -> int:
-        """Kept for what is not settled."""
+        """Bytes held for unsettled microbatches."""
         return self._bytes.total()
 
     @property
     def num_running(self) -> int:
-        """Microbatches that run."""
         return self._running.total()
 
     @property
     def num_unsettled(self) -> int:
-        """Microbatches that run, or whose trainer has not said yet that it has the reply."""
+        """Number of running and counted microbatches."""
         return sum(entry.state is not State.SETTLED for entry in self._entries.values())
 
     def samples(self, counted_after: float = 0.0) -> int:
-        """Of all that is admitted and not given up, but for what was counted before a time and is not settled yet."""
+        """Return the admitted samples, without those counted up to ``counted_after`` and still unsettled."""
         return sum(
             entry.samples
             for entry in self._entries.values()
@@ -122,12 +106,10 @@ class Ledger(Generic[Kept]):
 
     @property
     def settled_samples(self) -> int:
-        """Of what is settled in this round."""
         return sum(entry.samples for entry in self._settled)
 
     @property
     def settled_tokens(self) -> int:
-        """The same in tokens."""
         return sum(entry.tokens for entry in self._settled)
 
     @property
@@ -135,15 +117,14 @@ class Ledger(Generic[Kept]):
         return [entry for entry in self._entries.values() if entry.state is State.SETTLED]
 
     def find(self, id: MicrobatchId) -> Entry[Kept] | None:
-        """Return the entry of a microbatch, if it is known."""
         return self._entries.get(id)
 
     def admit(self, id: MicrobatchId, samples: int, tokens: int, num_bytes: int) -> Entry[Kept]:
-        """Take on a microbatch that is not known yet.
+        """Add a running microbatch.
 
         Raises:
             OtherRoundError: It is not for the round in progress.
-            FullError: There is no room for it.
+            FullError: The host has no capacity for it.
         """
         assert id not in self._entries
         self.check(id, num_bytes)
@@ -153,11 +134,7 @@ class Ledger(Generic[Kept]):
         return entry
 
     def check(self, id: MicrobatchId, num_bytes: int) -> None:
-        """Raise what `admit` would raise now.
-
-        Raises:
-            OtherRoundError, FullError: As `admit`.
-        """
+        """Raise what `admit` would raise now."""
         if id.round != self.round or self.is_closed:
             is_late = id.round <= self.round
             when = "late" if is_late else "early"
@@ -171,14 +148,14 @@ class Ledger(Generic[Kept]):
             raise FullError(f"{self._running[mine]} microbatches of this trainer are under way: wait for some of them")
 
     def counted(self, id: MicrobatchId, kept: Kept, now: float) -> None:
-        """Its gradients are in the sum now."""
+        """Mark a running microbatch as counted: its gradients are in the sum."""
         entry = self._entries[id]
         assert entry.state is State.RUNNING
         entry.state, entry.kept, entry.since = State.COUNTED, kept, now
         self._running[id.trainer] -= 1
 
     def settle(self, id: MicrobatchId) -> bool:
-        """The trainer has its whole trail, with this host on it. Whether it was counted here; if so it stays."""
+        """Settle a microbatch; return whether it was counted here."""
         entry = self._entries.get(id)
         if entry is None or entry.state is State.RUNNING:
             return False
@@ -188,10 +165,7 @@ class Ledger(Generic[Kept]):
         return True
 
     def abandon(self, id: MicrobatchId) -> Kept | None:
-        """Forget a microbatch that failed, or that another host counted; what takes it out of the sum, if it is there.
-
-        What is settled stays.
-        """
+        """Remove an unsettled microbatch; return the data for its removal from the sum, if it was counted."""
         entry = self._entries.get(id)
         if entry is None or entry.state is State.SETTLED:
             return None
@@ -203,17 +177,17 @@ class Ledger(Generic[Kept]):
         return entry.kept
 
     def close(self) -> list[Kept]:
-        """Admit no more, and keep what is settled alone; what takes the rest out of the sum again."""
+        """Admit no more, and abandon all unsettled microbatches; return the data for their removal."""
         self.is_closed = True
         unsettled = [id for id, entry in self._entries.items() if entry.state is not State.SETTLED]
         return [kept for id in unsettled if (kept := self.abandon(id)) is not None]
 
     def settled(self) -> list[MicrobatchId]:
-        """Return the microbatches that are settled in this round."""
+        """Return the microbatches settled in this round."""
         return [entry.id for entry in self._settled]
 
     def begin(self, round: int) -> None:
-        """Go on to another round after `close`; what was settled is the caller's to account for."""
+        """Begin a round after `close`; the caller accounts for the settled microbatches."""
         assert self.is_closed
         assert not self.num_unsettled
         self._entries.clear()
@@ -223,13 +197,10 @@ class Ledger(Generic[Kept]):
 
 
 class ReceiveBuffer:
-    """Accounts of what is being received, or waits for its round.
+    """Bytes of tensors that are being received, or wait for their round.
 
-    A stranger has said no more than how much it is about to send, so nothing is received that there is no room for.
-    What a host has taken on is in its ledger.
-
-    Args:
-        limits: As much again as the ledger may keep, and as much of it for one sender.
+    Their announced size is reserved before anything is received. Admitted microbatches are in the ledger instead, to
+    which the same limits apply separately.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -238,15 +209,15 @@ class ReceiveBuffer:
 
     @property
     def num_bytes(self) -> int:
-        """Held for all."""
+        """Bytes held for all senders."""
         return self._held.total()
 
     @contextmanager
     def hold(self, sender: str, num_bytes: int) -> Iterator[Callable[[], None]]:
-        """Room for so many bytes, until the end of the block or until the function that it gives is called.
+        """Reserve bytes until the end of the block, or until the yielded function is called.
 
         Raises:
-            FullError: There is none now.
+            FullError: There is no room now.
         """
         limits, mine = self._limits, self._held[sender]
         if self.num_bytes + num_bytes > limits.max_bytes:

@@ -1,18 +1,18 @@
-"""The rounds of a stage, seen from one of its hosts: fill, close, average, begin.
+"""The rounds of a stage on one of its hosts: fill, close, average, begin.
 
 ::
 
     fill ── the stage's hosts have settled the global batch ──▶ close ──▶ average each unit ──▶ begin the next round
              (the leader says so, or a microbatch of a later round comes)
 
-Microbatches are taken on by `p2ptrain.pipeline.stage.host`; here is what makes rounds of them, with the averaging that
-whole-model training has (`p2ptrain.training.sync.synchronizer`). Hosts of the first stage ask the round's leader for
-each microbatch whether it belongs to the round, so all of them together take on the global batch and no more; who is
-let in there is let through everywhere. So with no failures all stages average the same microbatches.
+`p2ptrain.pipeline.stage.host` admits microbatches; `p2ptrain.training.sync.synchronizer` averages them, as in
+whole-model training. Hosts of the first stage ask the round's leader to admit each microbatch, so together they admit
+at most the global batch. Later stages admit what the first admitted. So without failures all stages average the same
+microbatches.
 
-A host that nobody sent anything in a round tells the leader, waits for the others' result, and takes it from them.
-Where nothing at all is left of a round, because those who had it died, a host takes on more for it. If other stages are
-through with it, it ends the round with a gradient of zero: rounds are numbered alike in all stages.
+A host without microbatches in a round tells the leader, waits for the others' result, and applies it. If all work of a
+round is lost with its hosts, a host admits more for it. If other stages have ended that round, it ends with a gradient
+of zero, since round numbers agree across stages.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TELL_SECONDS = 2.0
-"""Interval at which a host reports, and looks if the swarm is ahead, while nothing happens."""
+"""Interval of reports to the leader, and of checks whether the swarm is ahead, without other events."""
 UNSETTLED_SECONDS = 10.0
-"""Time after which a counted microbatch that is not settled keeps no others out: its trainer may be dead."""
+"""Age at which a counted, unsettled microbatch no longer takes others' room: its trainer may be dead."""
 PAUSE_SECONDS = 0.25
 SIT_OUT_SECONDS = 5.0
 LEAVE_SECONDS = 2.0
-"""Timeout of a host that leaves with nothing for the round, for the others' result; < SIT_OUT_SECONDS."""
+"""Timeout for the others' result, at a leaving host without work for the round; < `SIT_OUT_SECONDS`."""
 
 
 class StageObserver(Protocol):
-    """Is told of a hosted stage's rounds."""
+    """Observer of a hosted stage's rounds."""
 
     def round_ended(self, hosted: HostedStage, result: RoundResult) -> None:
-        """The stage's own unit was synchronised."""
+        """Called after a synchronization of the stage's own unit."""
 
     def round_began(self, hosted: HostedStage, round: int) -> None:
-        """A round began, and all units are at it."""
+        """Called when a round began, with all units in it."""
 
 
 class AdmissionQueue(RoundGate):
-    """Microbatches of the first stage that wait to be told whether they belong to the round, and what else happens.
+    """The first stage's microbatches that wait for admission to the round, and events of the round.
 
     Attributes:
-        stirred: Set when anything changed.
-        waiting: Samples of each microbatch, and its answer.
-        is_over_elsewhere: Whether another stage is through with the round in progress.
+        stirred: Set on any change.
+        waiting: For each microbatch, its samples and the future of its admission.
+        is_over_elsewhere: True if another stage has ended the round in progress.
     """
 
     def __init__(self) -> None:
@@ -86,18 +86,14 @@ class AdmissionQueue(RoundGate):
 
 
 class StageRounds:
-    """Takes one hosted stage through its rounds.
+    """Runs the rounds of one hosted stage, until ``last_round`` begins (0 for no end).
 
     Args:
-        host: Takes on its microbatches.
-        queue: What the host asks and tells.
-        units: What is averaged; what is the stage's own first.
-        grace_seconds: How long what is under way may take when a round is closed.
-        on_round: Called with the result of each synchronisation of the stage's own unit.
-        on_begun: Called when a round begins, and all units are at it.
-
-    Attributes:
-        last_round: Stop when this round begins; 0 for never.
+        queue: Admission requests and events of the host.
+        units: Averaging units, the stage's own first.
+        grace_seconds: Timeout of microbatches in flight when a round is closed.
+        on_round: Called with the result of each synchronization of the stage's own unit.
+        on_begun: Called when a round begins, with all units in it.
     """
 
     def __init__(
@@ -125,16 +121,16 @@ class StageRounds:
 
     @property
     def is_done(self) -> bool:
-        """True if the last round is over."""
+        """True if `last_round` has begun."""
         return 0 < self.last_round <= self._host.ledger.round
 
     def stop(self) -> None:
-        """End `run` with the round in progress averaged as it is; take on nothing more."""
+        """End `run` after the round in progress is averaged as it is; admit nothing more."""
         self._is_stopping = True
         self._host.leave()
 
     async def run(self) -> None:
-        """Go from round to round until `stop`, or the last one."""
+        """Run rounds until `stop`, or until `last_round`."""
         await self._host.close_round(0.0)
         await self._level()
         self._host.begin_round(self._units[0].round)
@@ -145,7 +141,7 @@ class StageRounds:
     # Filling a round
 
     async def _fill(self) -> None:
-        """Report what is settled, and ask for what is wanted, until the round is to be closed."""
+        """Report settled samples and request admissions, until the round is to be closed."""
         own = self._units[0].synchronizer
         queue, self._held = self._queue, 0
         queue.is_over_elsewhere = False
@@ -180,7 +176,7 @@ class StageRounds:
                 answer.set_result(granted > 0)
                 granted -= samples
 
-    # Ending it
+    # Closing a round
 
     async def _close(self) -> None:
         before = self._host.ledger.round
@@ -197,7 +193,6 @@ class StageRounds:
             self._on_begun(self._units[0].round)
 
     async def _level(self) -> None:
-        """Bring all units to one round."""
         while not self._is_stopping:
             ahead = max(unit.round for unit in self._units)
             behind = [unit for unit in self._units if unit.round < ahead]
@@ -206,9 +201,9 @@ class StageRounds:
             await together("advance", (self._advance(unit, ahead) for unit in behind))
 
     async def _advance(self, unit: HostedUnit, until: int) -> None:
-        """Average one unit until it has come to a round."""
+        """Average one unit until it reaches a round."""
         idle_since = asyncio.get_running_loop().time()
-        unit.synchronizer.last_round = until  # What comes too late for this round is not to end the next one.
+        unit.synchronizer.last_round = until  # Late work must not end the next round.
         while unit.round < until:
             was_stopping = self._is_stopping
             if unit.work.tokens > 0:
@@ -225,7 +220,7 @@ class StageRounds:
             await unit.synchronizer.averager.matchmaker.standby.hurry()
         result = await unit.synchronizer.synchronize(unit.work)
         if unit is self._units[0]:
-            if not unit.work.tokens:  # It is in the round, or was dropped with a lineage that lost.
+            if not unit.work.tokens:  # Committed, or dropped with a losing lineage.
                 if result.committed and result.contributed:
                     self._host.remember_done(round, self._uncounted)
                 self._uncounted = []
@@ -234,9 +229,9 @@ class StageRounds:
             await asyncio.sleep(PAUSE_SECONDS)
 
     async def _sit_out(self, unit: HostedUnit, since: float, seconds: float) -> bool:
-        """Wait for the others' result, and take it over; whether nobody has any, and the round may go on.
+        """Wait for the others' result and apply it; True if no peer has one, and the round may reopen.
 
-        If it may not, because it is over for others, it ends with nothing.
+        If the round is over elsewhere, it ends with a gradient of zero instead.
         """
         synchronizer = unit.synchronizer
         source = await synchronizer.averager.matchmaker.standby.sit_out(seconds)

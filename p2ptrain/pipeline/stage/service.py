@@ -1,6 +1,6 @@
-"""A stage host's answers over the network: to hops on channels, and to a trainer's questions about its microbatches.
+"""RPC service of a stage host: hops on channels, and trainers' calls about their microbatches.
 
-What can be refused is refused before a hop's tensors are received.
+The service refuses a hop before it receives the tensors, if it can.
 """
 
 from __future__ import annotations
@@ -36,12 +36,7 @@ RECEIVE_SECONDS = 120.0
 
 
 class HostService:
-    """Answers for a stage host, from its construction on.
-
-    Args:
-        host: What it answers for.
-        rpc: Where.
-    """
+    """Serves a stage host, from construction on."""
 
     def __init__(self, host: StageHost, rpc: Rpc) -> None:
         self._host = host
@@ -56,12 +51,12 @@ class HostService:
         rpc.serve(f"{self._name}.done", DoneRequest, self._done)
 
     def close(self) -> None:
-        """Take no more hops. Trainers may still ask which microbatches are done."""
+        """Stop serving, except for trainers' queries of done microbatches."""
         for name in (self._name, f"{self._name}.settle", f"{self._name}.round"):
             self._rpc.withdraw(name)
 
     async def _serve(self, channel: Channel, request: HopRequest) -> None:
-        """Take one caller's hop, or refuse it."""
+        """Serve one caller's hop, or refuse it."""
         sender = channel.remote
         if request.requires_grad and self._stage == 0 and request.id.trainer != sender:
             raise ProtocolError(sender, "sent a microbatch in another's name")
@@ -90,7 +85,7 @@ class HostService:
             taking = tasks.call(self._host.take(hop, tell, on_admitted), "take")
             waiting: set[asyncio.Future[Any]] = {taking, channel.lost}
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            if taking.done():  # Else the caller is gone.
+            if taking.done():  # Otherwise the caller is gone.
                 await self._answer(channel, taking.result(), beating)
 
     async def _answer(self, channel: Channel, reply: Reply, beating: asyncio.Task[None]) -> None:
@@ -100,7 +95,7 @@ class HostService:
             await channel.send(reply.head)
             if gradient is not None:
                 await channel.send_bytes(gradient.data)
-                await asyncio.wait({channel.lost}, timeout=RECEIVE_SECONDS)  # The caller ends it when it has all.
+                await asyncio.wait({channel.lost}, timeout=RECEIVE_SECONDS)  # The caller closes it after receipt.
 
     async def _settle(self, peer: str, request: SettleRequest) -> Answers:
         for id in request.abandoned:

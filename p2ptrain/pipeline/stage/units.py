@@ -1,4 +1,4 @@
-"""The units that the hosts of a stage average with each other, put together for one of them."""
+"""Wiring of the units that a host averages with the other hosts of its stage."""
 
 from __future__ import annotations
 
@@ -20,13 +20,7 @@ from p2ptrain.training.sync.synchronizer import Synchronizer
 
 @dataclass(frozen=True)
 class HostingOptions:
-    """Settings of a host's owner.
-
-    Attributes:
-        bandwidth: What this peer is willing to send in bytes per second; 0 for no limit.
-        jobs: Told how far a catch-up is.
-        hop_limits: Bounds of what it sends on.
-    """
+    """Settings of a host's owner; ``bandwidth`` is the upload limit in bytes per second, 0 for none."""
 
     bandwidth: int = 0
     jobs: Jobs = untold
@@ -35,15 +29,7 @@ class HostingOptions:
 
 @dataclass(frozen=True)
 class HostedUnit:
-    """A unit that a host averages with others.
-
-    Attributes:
-        unit: What it is.
-        swarm: In which it is averaged.
-        membership: Who averages it.
-        synchronizer: Of that swarm.
-        work: This host's part in it.
-    """
+    """A unit that a host averages with others; ``work`` is its contribution."""
 
     unit: Unit
     swarm: bytes
@@ -53,14 +39,13 @@ class HostedUnit:
 
     @property
     def round(self) -> int:
-        """The round in progress."""
         return self.synchronizer.head.round
 
 
 def host_unit(
     view: PipelineView, unit: Unit, gradients: StageGradients, rpc: Rpc, signer: Signer, options: HostingOptions
 ) -> HostedUnit:
-    """Put together what averages a unit of a stage with its other hosts."""
+    """Return a stage's unit with all that averages it."""
     plan, worker, membership = view.plan, gradients.worker, view.membership(unit.number)
     swarm = plan.swarm_of(unit.number)
     averaging = plan.manifest.averaging.model_copy(update={"min_peers": 1})

@@ -1,6 +1,6 @@
-"""A stage's passes on its device, one at a time, with tensors packed for the wire on the same thread.
+"""A stage's passes on its device, one at a time, with wire encoding on the same thread.
 
-It counts nothing and keeps nothing of any microbatch: `p2ptrain.pipeline.stage.gradients` adds up what passes give.
+The worker keeps no state of microbatches; `p2ptrain.pipeline.stage.gradients` sums their gradients.
 """
 
 from __future__ import annotations
@@ -25,16 +25,8 @@ T = TypeVar("T")
 class StageWorker:
     """Runs one stage's passes.
 
-    Args:
-        plan: All stages.
-        number: Of this one.
-        compute: Its arithmetic.
-        device: Where passes run.
-        limits: What is taken on at a time.
-
-    Attributes:
-        codec: How activations and their gradients travel.
-        lock: Held during a pass, and by the round while it changes parameters or sums, on another thread.
+    The ``codec`` encodes activations and their gradients. A pass holds ``lock``, as does the round's thread while it
+    changes parameters or sums.
     """
 
     def __init__(
@@ -50,7 +42,7 @@ class StageWorker:
         self._plan = plan
 
     def check_shapes(self, hop: Hop) -> None:
-        """Raise `BadMicrobatchError` for what shows before the tensors are here."""
+        """Raise `BadMicrobatchError` if route, shapes, codecs or counts do not fit the stage."""
         num_after = self._plan.num_stages - 1 - self.number
         if len(hop.route) > num_after:
             raise BadMicrobatchError(f"a route of {len(hop.route)} hosts, where {num_after} stages are left")
@@ -60,7 +52,7 @@ class StageWorker:
             raise BadMicrobatchError(str(error)) from error
 
     async def check_values(self, hop: Hop) -> None:
-        """Raise `BadMicrobatchError` if a value is not finite, or an id is none of the model's."""
+        """Raise `BadMicrobatchError` if a value is not finite, or an id is out of range."""
 
         def check() -> None:
             check_values(hop.inputs)
@@ -75,11 +67,11 @@ class StageWorker:
             raise BadMicrobatchError(str(error)) from error
 
     def ends(self, hop: Hop) -> bool:
-        """True if the loss is made here, of the targets."""
+        """True if this stage computes the loss from the targets."""
         return self.is_last and not hop.goes_home
 
     async def forward(self, inputs: Payload, context: StageContext = WHOLE) -> Timed[Payload]:
-        """Return the stage's output, which the stage after it takes.
+        """Return the stage's output, encoded for the next stage.
 
         Raises:
             BadMicrobatchError: A value of it is not finite, or too large for the codec.
@@ -87,7 +79,7 @@ class StageWorker:
         return await self.run(Pass.FORWARD, lambda: pack(self.compute.forward(unpack(inputs), context), self.codec))
 
     async def evaluate(self, hop: Hop) -> Timed[float]:
-        """Return the last stage's loss alone, in nats; raises as `forward`."""
+        """Return the last stage's loss in nats, without backward; raises as `forward`."""
         return await self.run(Pass.FORWARD, lambda: self.compute.evaluate(unpack(hop.inputs), unpack(hop.targets)))
 
     async def run(self, kind: Pass, work: Callable[[], T]) -> Timed[T]:

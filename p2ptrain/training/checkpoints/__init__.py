@@ -1,1 +1,1 @@
-"""Checkpoints of what a peer trains."""
+"""Checkpoints of a peer's training."""

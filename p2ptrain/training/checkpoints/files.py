@@ -1,15 +1,15 @@
-"""Checkpoints on disk: whole or not there.
+"""Checkpoints on disk, written atomically.
 
 A checkpoint is a folder, ``000042-round-1337``: the first number counts saves, so the largest is the newest. In it::
 
     shared.safetensors    the shared state, whose digest the head names
-    local.safetensors     what is this peer's alone: inner optimizer, residual
+    local.safetensors     the peer's own tensors: inner optimizer, residual
     checkpoint.json       format, swarm, head, SHA-256 and size of the other files, a checksum of itself; canonical JSON
-    stages.json           of a stage's, once it is complete: the other stages' digests (`stage_list.py`)
+    stages.json           in a complete checkpoint of a stage: all stages' digests (`stage_list.py`)
 
-It is written in a hidden folder, synced to disk, and renamed, so a crash leaves the checkpoints before it as they were,
-and a hidden folder that the next save or start removes. A lock file keeps that from removing what another process is
-writing. Tensors are written one after another from where they lie; a second copy of all of them never exists.
+It is written in a hidden folder, synced to disk, and renamed. A crash leaves earlier checkpoints intact, and a hidden
+folder that the next save or start removes. A lock file protects the hidden folder of a process that is still writing.
+Tensors are written one by one from live memory, without a second copy.
 """
 
 from __future__ import annotations
@@ -55,14 +55,12 @@ _UNFINISHED = ".unfinished-"
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """What a checkpoint says about itself; its files are not looked at yet.
+    """The description of a checkpoint, whose other files are not verified yet.
 
     Attributes:
-        path: Its folder.
-        head: Where the lineage stood.
         swarm: The manifest's digest, 32 bytes.
         num_bytes: Size of its tensor files.
-        extra: The plain values that it was saved with.
+        extra: The plain values saved with it.
     """
 
     path: Path
@@ -74,15 +72,9 @@ class CheckpointInfo:
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """A checkpoint whose every byte was verified.
+    """A checkpoint with every byte verified.
 
-    Attributes:
-        path: Where it came from.
-        head: Where the lineage stood.
-        swarm: The manifest's digest, 32 bytes.
-        tensors: The shared state, as `p2ptrain.training.state.shared_state.SharedState.replace` takes it.
-        local: This peer's own tensors by name, on the CPU.
-        extra: The plain values that it was saved with.
+    ``tensors`` is the shared state, for `SharedState.replace`. ``local`` holds this peer's own tensors, on the CPU.
     """
 
     path: Path
@@ -103,26 +95,23 @@ def save_checkpoint(
     swarm: bytes,
     keep_last: int,
 ) -> Path:
-    """Write a checkpoint, all of it or nothing, and delete the oldest beyond ``keep_last``.
+    """Write a checkpoint atomically, and delete the oldest beyond ``keep_last``; return its folder.
 
-    Nothing may change the tensors meanwhile: call it on the thread that trains. If something does, that is found, and
-    nothing is saved.
+    Call it on the training thread: nothing may change the tensors meanwhile. A change is detected, and nothing is
+    saved.
 
     Args:
-        directory: Holds the checkpoints; made when it is not there.
-        head: Where the lineage stands.
-        tensors: The shared state, whose digest ``head`` names.
+        directory: The folder of checkpoints, created as needed.
+        head: Names the digest of ``tensors``.
+        tensors: The shared state.
         local: This peer's own tensors, on any device.
         extra: Plain values that JSON can hold.
         swarm: The manifest's digest, 32 bytes.
-        keep_last: How many checkpoints to keep, this one included; at least 1.
-
-    Returns:
-        The new checkpoint's folder.
+        keep_last: Checkpoints to keep, this one included; at least 1.
 
     Raises:
         ResourceError: The disk is full or cannot be written; earlier checkpoints are intact.
-        CheckpointError: The shared state has not the digest of ``head``, or a tensor changed meanwhile.
+        CheckpointError: The shared state does not have the digest of ``head``, or a tensor changed meanwhile.
         ValueError: ``keep_last`` is less than 1, or ``extra`` is not plain.
     """
     if keep_last < 1:
@@ -162,10 +151,7 @@ def save_checkpoint(
 
 
 def list_checkpoints(directory: Path) -> list[CheckpointInfo]:
-    """The checkpoints in ``directory``, oldest first; what cannot be read is left out, with a warning.
-
-    Their tensors are not verified: see `verify_checkpoint`.
-    """
+    """Return the checkpoints in ``directory``, unverified, oldest first; skip unreadable ones with a warning."""
     found = []
     for path in _folders(directory):
         try:
@@ -176,24 +162,12 @@ def list_checkpoints(directory: Path) -> list[CheckpointInfo]:
 
 
 def describe_checkpoint(path: Path) -> CheckpointInfo:
-    """What a checkpoint says about itself; its tensors are not verified.
-
-    Raises:
-        CheckpointError: Its description is missing or damaged.
-    """
+    """Return a checkpoint's description alone; raise `CheckpointError` if it is missing or damaged."""
     return _read_info(path)[0]
 
 
 def verify_checkpoint(path: Path, jobs: Jobs = untold) -> CheckpointInfo:
-    """Check every byte of a checkpoint.
-
-    Args:
-        path: Its folder.
-        jobs: Told how far that is.
-
-    Raises:
-        CheckpointError: Something is missing or changed; names the file and what to do.
-    """
+    """Check every byte of a checkpoint; raise `CheckpointError` if something is missing or changed."""
     info, files = _read_info(path)
     checked = 0
     with jobs(f"checking {path.name}") as advance:
@@ -209,15 +183,7 @@ def verify_checkpoint(path: Path, jobs: Jobs = untold) -> CheckpointInfo:
 
 
 def load_checkpoint(path: Path, jobs: Jobs = untold) -> LoadedCheckpoint:
-    """Verify a checkpoint and read it.
-
-    Args:
-        path: Its folder.
-        jobs: Told how far that is.
-
-    Raises:
-        CheckpointError: Something is missing or changed, or the shared state has not the digest that its head names.
-    """
+    """Verify a checkpoint and read it; raise `CheckpointError` if a file or the shared state's digest is wrong."""
     info = verify_checkpoint(path, jobs)
     with jobs(f"reading {path.name}", ""):
         shared = _read_tensors(path / SHARED_FILE)
@@ -229,16 +195,11 @@ def load_checkpoint(path: Path, jobs: Jobs = untold) -> LoadedCheckpoint:
 
 
 def load_newest_valid(directory: Path, swarm: bytes, jobs: Jobs = untold) -> LoadedCheckpoint | None:
-    """Read the newest checkpoint that is whole, and clean up after a crash; None when there is no checkpoint.
-
-    Args:
-        directory: Holds the checkpoints.
-        swarm: The manifest's digest, 32 bytes.
-        jobs: Told how far that is.
+    """Load the newest intact checkpoint, and clean up after a crash; return None if there is no checkpoint.
 
     Raises:
-        CheckpointError: There are checkpoints, and none is whole.
-        IncompatibleError: There are whole ones, of other swarms only.
+        CheckpointError: There are checkpoints, and none is intact.
+        IncompatibleError: The readable checkpoints belong to other swarms than ``swarm``, the manifest's digest.
     """
     _clean_up(directory)
     folders = _folders(directory)
@@ -271,7 +232,7 @@ def _write_files(
         SHARED_FILE: write_tensors(folder / SHARED_FILE, tensors),
         LOCAL_FILE: write_tensors(folder / LOCAL_FILE, list(local.items())),
     }
-    # Hashed after the writing, so that a change during it shows in one of the two.
+    # Hashed after the write, so that the hash detects changes during the write.
     if merkle_tree(tensors).root != head.digest:
         raise CheckpointError("the shared state has not the digest of its round: nothing was saved; re-sync first")
     values = to_wire(head)
@@ -333,7 +294,6 @@ def _check_file(file: Path, described: dict[str, Any], on_bytes: Callable[[int],
 
 
 def _read_tensors(file: Path) -> list[tuple[str, Tensor]]:
-    """Copies of a verified file's tensors, in the order in which they were saved."""
     try:
         with safe_open(file, framework="pt") as opened:
             order = json.loads((opened.metadata() or {}).get("order", "[]"))
@@ -351,7 +311,7 @@ def _checksum(description: dict[str, Any]) -> str:
 
 
 def _versions(tensors: NamedTensors, local: dict[str, Tensor]) -> list[tuple[str, int]]:
-    """torch counts the in-place changes of each tensor; equal lists mean that none happened between."""
+    """Return torch's counters of in-place changes; equal lists mean that no tensor changed."""
     return [(name, tensor._version) for name, tensor in [*tensors, *local.items()] if not tensor.is_inference()]
 
 
@@ -359,7 +319,7 @@ def _versions(tensors: NamedTensors, local: dict[str, Tensor]) -> list[tuple[str
 
 
 def _folders(directory: Path) -> list[Path]:
-    """All checkpoints, oldest first, whether or not they are whole."""
+    """Return all checkpoints, oldest first, intact or not."""
     try:
         paths = [path for path in directory.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
     except FileNotFoundError:
@@ -372,9 +332,9 @@ def _number(path: Path) -> int:
 
 
 def _prune(directory: Path, keep_last: int) -> None:
-    """Delete the oldest; renamed first, so that a crash leaves no checkpoint with half its files.
+    """Delete the oldest checkpoints; the rename comes first, so a crash leaves none with half its files.
 
-    Of a stage's, the last complete one stays: nothing that is newer makes a model together with the other stages'.
+    The last complete checkpoint of a stage stays: no newer one forms a model with the other stages'.
     """
     folders = _folders(directory)
     complete = [path for path in folders if (path / STAGES_FILE).is_file()]
@@ -393,7 +353,6 @@ def _remove_unfinished(directory: Path) -> None:
 
 
 def _clean_up(directory: Path) -> None:
-    """Remove what a crash left, unless another process is writing here now."""
     if not directory.is_dir():
         return
     try:
@@ -405,7 +364,7 @@ def _clean_up(directory: Path) -> None:
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Hold the directory's lock, which dies with the process; `ResourceError` when another has it."""
+    """Hold the directory's lock, which ends with the process; raise `ResourceError` if another process holds it."""
     descriptor = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         try:

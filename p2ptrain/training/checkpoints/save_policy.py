@@ -1,4 +1,4 @@
-"""When a peer saves; free of torch, so that a script can name it at no cost."""
+"""When a peer saves; free of torch, so that scripts import it cheaply."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ class SavePolicy:
     """How often a peer saves by itself, and how many checkpoints it keeps.
 
     Attributes:
-        every_rounds: Save after so many committed rounds; 0 for no such limit.
-        every_minutes: Save after so many minutes; 0 for no such limit.
+        every_rounds: Save after this many committed rounds; 0 for never.
+        every_minutes: Save after this many minutes; 0 for never.
         keep_last: Checkpoints to keep; at least 1.
     """
 

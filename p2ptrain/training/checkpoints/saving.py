@@ -1,8 +1,8 @@
-"""What a training peer saves and takes up again: the shared state, and what is this peer's alone.
+"""Save and restore of a training peer: the shared state, and the peer's own.
 
-Its own are the inner optimizer's state, the error-feedback residual, the number of its steps, and the work that it has
-not contributed yet. All of it is restored at the checkpoint's head, before the peer follows the swarm: the certificates
-of the rounds since then say what of that work and of the residual they hold, and catching up drops it.
+The peer's own are the inner optimizer's state, the error-feedback residual, its step count, and its pending work. All
+are restored at the checkpoint's head, before the peer follows the swarm. Catching up then drops the work and residual
+that later rounds already include, as their certificates tell.
 """
 
 from __future__ import annotations
@@ -28,26 +28,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OPTIMIZER = "optimizer"
-"""How the names of the inner optimizer's tensors begin."""
+"""Prefix of the names of the inner optimizer's tensors."""
 
 
 class Saver:
-    """Saves one training peer, and restores it.
+    """Saves one training peer, and restores it; ``directory`` holds one folder per checkpoint.
 
-    All methods but `save_shared` are called on the thread that trains.
+    All methods but `save_shared` run on the training thread.
     """
 
     def __init__(
         self, directory: Path, policy: SavePolicy, synchronizer: Synchronizer, optimizer: SwarmOptimizer, swarm: bytes
     ) -> None:
-        """
-        Args:
-            directory: Holds one folder per checkpoint.
-            policy: When to save.
-            synchronizer: Has the shared state and the residual.
-            optimizer: Has what is the peer's own.
-            swarm: The manifest's digest, 32 bytes.
-        """
         self._directory = directory
         self._policy = policy
         self._synchronizer = synchronizer
@@ -60,9 +52,9 @@ class Saver:
         self._disk = threading.Lock()
 
     def restore(self, checkpoint: LoadedCheckpoint) -> None:
-        """Take up what is the peer's own; after `restore_shared`, before the peer follows the swarm.
+        """Restore the peer's own parts; call after `restore_shared`, before the peer follows the swarm.
 
-        What does not fit this model or optimizer any more is dropped with a warning.
+        Parts that do not fit this model or optimizer are dropped with a warning.
         """
         work, extra, local = self._optimizer.work, checkpoint.extra, checkpoint.local
         self._saved_round = checkpoint.head.round
@@ -86,16 +78,12 @@ class Saver:
     # --- saving
 
     def is_due(self) -> bool:
-        """True if the policy asks for a checkpoint now."""
         every, minutes = self._policy.every_rounds, self._policy.every_minutes
         rounds_due = every and self._synchronizer.head.round - self._saved_round >= every
         return bool(rounds_due or (minutes and time.monotonic() - self._saved_at >= 60 * minutes))
 
     def save(self) -> Path:
-        """Write a checkpoint now.
-
-        Returns:
-            Its folder.
+        """Write a checkpoint now; return its folder.
 
         Raises:
             ResourceError: The disk is full or cannot be written.
@@ -108,25 +96,18 @@ class Saver:
         return path
 
     def save_shared(self) -> Path:
-        """Write what the swarm shares, without what is the peer's own, while the training thread is stuck.
+        """Write the shared state alone, while the training thread is stuck; return the checkpoint's folder.
 
-        Called on the thread that changes the shared state.
-
-        Returns:
-            The checkpoint's folder.
-
-        Raises:
-            ResourceError: The disk is full or cannot be written.
-            CheckpointError: The shared state is damaged, or between two rounds.
+        Call it on the thread that changes the shared state. Raises as `save` does; a state between two rounds counts as
+        damaged.
         """
         state = self._synchronizer.state
         return self._write(state.head, state.tensors(), {}, {"steps": self._optimizer.total_steps})
 
     def save_in_background(self) -> None:
-        """Copy what is to be saved, and write it while training goes on.
+        """Copy the state, and write the copy while training continues; failures are logged.
 
-        Does nothing while the last one is still being written. Needs memory for a second copy of all of it until it is
-        written. Failures are logged.
+        Does nothing while the last checkpoint is still being written.
         """
         if self._writing is not None and not self._writing.done():
             return
@@ -136,7 +117,7 @@ class Saver:
             local, extra = self._own()
             tensors = [(name, tensor.clone()) for name, tensor in self._synchronizer.state.tensors()]
             local = {name: tensor.clone() for name, tensor in local.items()}
-        except (CheckpointError, RuntimeError) as error:  # torch raises the latter when memory is short.
+        except (CheckpointError, RuntimeError) as error:  # torch raises RuntimeError when memory is short.
             logger.error("cannot save: %s", error)
             return
         if self._writer is None:
@@ -144,12 +125,11 @@ class Saver:
         self._writing = self._writer.submit(self._write, self._synchronizer.head, tensors, local, extra)
 
     def save_if_due(self) -> None:
-        """Save in the background if the policy asks for a checkpoint now."""
         if self.is_due():
             self.save_in_background()
 
     def save_last(self) -> None:
-        """Write a checkpoint and end the writer; a failure is logged."""
+        """Write a checkpoint and close the writer; a failure is logged."""
         try:
             logger.info("saved %s", self.save())
         except (ResourceError, CheckpointError) as error:
@@ -157,7 +137,7 @@ class Saver:
         self.close()
 
     def wait(self) -> None:
-        """Wait for what is being written; a failure is logged."""
+        """Wait for a background save; a failure is logged."""
         writing, self._writing = self._writing, None
         if writing is None:
             return
@@ -167,7 +147,7 @@ class Saver:
             logger.error("%s", error)
 
     def close(self) -> None:
-        """Wait for what is being written, and end the writer; idempotent."""
+        """Wait for a background save, and close the writer; idempotent."""
         self.wait()
         if self._writer is not None:
             self._writer.shutdown()
@@ -203,18 +183,14 @@ class Saver:
 
 
 def restore_shared(state: SharedState, checkpoint: LoadedCheckpoint) -> None:
-    """Take over the shared state that a checkpoint holds.
-
-    Raises:
-        IntegrityError: It does not have the digest that it claims.
-    """
+    """Load the shared state of a checkpoint; raise `IntegrityError` if it does not have its digest."""
     state.replace(checkpoint.tensors, checkpoint.head)
     if state.tree().root != checkpoint.head.digest:
         raise IntegrityError(f"the state in {checkpoint.path} does not have its digest: delete that checkpoint")
 
 
 def _is_finite(what: str, tensors: dict[str, torch.Tensor]) -> bool:
-    """True if ``what``, of which these are the tensors, may be saved or restored; a warning is logged if not."""
+    """True if all tensors of ``what`` are finite; else log a warning."""
     if all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
         return True
     logger.warning("%s has values that are not finite: a checkpoint does not carry it on", what)
@@ -236,7 +212,7 @@ def _flatten(value: Any, tensors: dict[str, torch.Tensor], path: str = OPTIMIZER
 
 
 def _unflatten(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return what `_flatten` was given; raise `KeyError` for what is missing."""
+    """Invert `_flatten`; raise `KeyError` for a missing tensor."""
     if "tensor" in value:
         return tensors[value["tensor"]]
     if "dict" in value:

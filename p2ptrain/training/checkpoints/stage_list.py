@@ -1,8 +1,7 @@
-"""The list of all stages' digests that makes a checkpoint of one stage complete: a file in the checkpoint's folder.
+"""The digests of all stages, in a file that makes one stage's checkpoint complete.
 
-It is written beside the checkpoint's own files and renamed, so it is whole or not there; it has a checksum of itself.
-What it says of the other stages is what their hosts said when it was written
-(`p2ptrain.pipeline.checkpoints.saving`).
+The file has a checksum and is renamed into the checkpoint's folder, so it is whole or absent. The stages' hosts report
+the digests (`p2ptrain.pipeline.checkpoints.saving`).
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ MAX_LIST_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class StageList:
-    """Which states are one model's.
+    """The states that make up one model.
 
     Attributes:
         swarm: The manifest's digest, 32 bytes.
-        round: At which they were saved.
-        digests: Of the state of each stage, and of what two of them share, 32 bytes; by the name of its folder.
+        round: The round of the checkpoints.
+        digests: Digest (32 bytes) of each stage's state, and of state shared by two stages, by folder name.
     """
 
     swarm: bytes
@@ -39,11 +38,7 @@ class StageList:
 
 
 def write_stage_list(folder: Path, listed: StageList) -> None:
-    """Make the checkpoint in ``folder`` complete.
-
-    Raises:
-        ResourceError: The disk is full or cannot be written, or the checkpoint is gone; nothing else has changed.
-    """
+    """Make the checkpoint in ``folder`` complete; raise `ResourceError`, with nothing changed, if that fails."""
     description = {
         "format": FORMAT,
         "swarm": listed.swarm.hex(),
@@ -72,11 +67,7 @@ def write_stage_list(folder: Path, listed: StageList) -> None:
 
 
 def read_stage_list(folder: Path) -> StageList | None:
-    """The list in a checkpoint's folder; None where there is none.
-
-    Raises:
-        CheckpointError: It is damaged.
-    """
+    """Return the list in a checkpoint's folder, or None; raise `CheckpointError` if it is damaged."""
     file = folder / STAGES_FILE
     try:
         with file.open("rb") as opened:

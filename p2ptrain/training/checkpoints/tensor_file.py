@@ -1,8 +1,8 @@
-"""Write a safetensors file tensor by tensor, hashing it on the way.
+"""A safetensors writer that writes and hashes tensor by tensor.
 
-The library's own writer takes all tensors as bytes at once, a second copy of the whole state. The format is small: the
-length of a JSON header (u64, little endian), the header, then the tensors' bytes without gaps
-(https://github.com/huggingface/safetensors, section Format). Reading is left to the library.
+The library's own writer needs a second copy of the whole state, as bytes. The format: the length of a JSON header
+(u64, little endian), the header, then the tensors' bytes without gaps
+(https://github.com/huggingface/safetensors, section Format). The library does the reading.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def write_tensors(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> FileHash
     """Write ``tensors`` to a new file and sync it to disk; the metadata entry ``order`` keeps their order.
 
     Args:
-        path: Must not be there yet.
-        tensors: Of any dtype of the format, on any device; copied to the CPU one at a time where needed.
+        path: A file that does not exist yet.
+        tensors: On any device; copied to the CPU one at a time where needed.
 
     Raises:
         OSError: The file cannot be written.
@@ -58,7 +58,7 @@ def write_tensors(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> FileHash
     names = [name for name, _ in tensors]
     if len(set(names)) != len(names):
         raise ValueError("tensors that are saved together need different names")
-    # Wide types first, so that each tensor is aligned in the file.
+    # Wide dtypes first, so that each tensor is aligned in the file.
     ordered = sorted(tensors, key=lambda item: -item[1].element_size())
     header: dict[str, Any] = {"__metadata__": {"order": json.dumps(names)}}
     end = 0
@@ -79,12 +79,7 @@ def write_tensors(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> FileHash
 
 
 def hash_file(path: Path, on_bytes: Callable[[int], None] = lambda count: None) -> FileHash:
-    """Hash a file piece by piece; raises `OSError` when it cannot be read.
-
-    Args:
-        path: The file.
-        on_bytes: Told the size of each piece.
-    """
+    """Hash a file piece by piece; call ``on_bytes`` with each piece's size. Raise `OSError` if it cannot be read."""
     digest = hashlib.sha256()
     num_bytes = 0
     buffer = memoryview(bytearray(PIECE_BYTES))

@@ -1,1 +1,1 @@
-"""Which text and which samples a peer reads."""
+"""The text of a swarm, and the samples that each peer reads."""

@@ -1,16 +1,16 @@
-"""Text to tokens: where a swarm's text comes from, how it is encoded, and which of it is kept for measuring.
+"""The swarm's text as tokens: its sources, its encoding, and its held-out part.
 
-Every peer reads the same text on its own machine, so the corpus has a fingerprint: two peers whose fingerprints are
-equal read the same samples for the same positions (`p2ptrain.training.data.windows`). Sources:
+Every peer reads the text on its own machine. Peers with equal corpus fingerprints read the same samples for the same
+positions (`p2ptrain.training.data.windows`). Sources:
 
-- ``stdlib``: the sources of the Python standard library, no downloads needed. Only modules that every build of one
-  Python version has; no tests, no site-packages, and no generated tables, whose easy lines would flatter the held-out
-  loss. Another version of Python (or a patched one) has another fingerprint.
+- ``stdlib``: the sources of the Python standard library, without downloads. Only modules of every build of one Python
+  version; no tests, no site-packages, and no generated tables, which would lower the held-out loss. Another version of
+  Python (or a patched one) has another fingerprint.
 - ``path:DIR_OR_FILE``: text files below a folder, or one file.
 - ``datasets:NAME`` or ``datasets:NAME:CONFIG``: the ``text`` column of a Hugging Face data set (needs ``datasets``).
 
-Documents, not windows, are held out, so that no held-out text is ever trained on. Each document ends with an end mark:
-byte 0 for the byte tokenizer, the tokenizer's own end-of-sequence token otherwise.
+Whole documents are held out, so held-out text is never trained on. Each document ends with an end mark: byte 0 for the
+byte tokenizer, else the tokenizer's end-of-sequence token.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _GENERATED_MODULES = frozenset({"encodings", "msilib", "pydoc_data"})
 
 @dataclass(frozen=True)
 class Document:
-    """One text with a name that is the same on every machine."""
+    """One text, and a name that is the same on every machine."""
 
     name: str
     content: bytes
@@ -61,13 +61,13 @@ class Document:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Encoded text, split in two parts that share no document.
+    """Encoded text in two parts that share no document.
 
     Attributes:
-        train: Tokens to train on, shape ``[num_train_tokens]``.
-        held_out: Tokens to measure on, shape ``[num_held_out_tokens]``.
-        fingerprint: SHA-256 over both parts, 32 bytes: equal on two machines exactly if their tokens are.
-        vocabulary: The number of different tokens that the tokenizer may give.
+        train: Tokens to train on, ``[num_train_tokens]``.
+        held_out: Tokens to measure on, ``[num_held_out_tokens]``.
+        fingerprint: SHA-256 over both parts, 32 bytes; equal on two machines exactly if their tokens are.
+        vocabulary: Number of tokens in the tokenizer's vocabulary.
     """
 
     train: Tokens
@@ -79,18 +79,13 @@ class Corpus:
 def load_corpus(
     spec: DataSpec, context: int, vocabulary: int, cache: Path | None = None, jobs: Jobs = untold
 ) -> Corpus:
-    """Read, encode and split the text that ``spec`` names, or take it from the cache.
+    """Read, encode and split the text that ``spec`` names, or load it from the cache.
 
-    Args:
-        spec: The manifest's ``[data]`` section.
-        context: The model's sequence length in tokens; the text must fill some windows of it.
-        vocabulary: The model's number of tokens.
-        cache: A folder for encoded corpora, created as needed; several processes may share it. None: no cache.
-        jobs: Told how far that is.
+    ``cache`` is a folder, created as needed, that processes may share; None for no cache.
 
     Raises:
-        ConfigError: The source or tokenizer is missing, cannot be read, is empty or too short, or does not fit the
-            model's vocabulary.
+        ConfigError: The source or tokenizer is missing or unreadable, the text is empty or too short for several
+            windows of ``context`` tokens, or the tokenizer exceeds the model's vocabulary.
     """
     encode, tokenizer_vocabulary = _load_tokenizer(spec.tokenizer)
     if tokenizer_vocabulary > vocabulary:
@@ -114,7 +109,7 @@ def load_corpus(
 
 
 def read_documents(source: str) -> Iterator[Document]:
-    """Yield the documents of ``source`` in an order that is the same on every machine; empty ones are left out.
+    """Yield the non-empty documents of ``source``, in the same order on every machine.
 
     Raises:
         ConfigError: The source is unknown, missing, unreadable, or needs a package that is not installed.
@@ -130,14 +125,11 @@ def read_documents(source: str) -> Iterator[Document]:
 
 
 def split_documents(documents: list[Document], fraction: float, seed: int) -> tuple[list[Document], list[Document]]:
-    """Choose the held-out documents: a pure function of names, sizes, fraction and seed.
+    """Return training and held-out documents, each in order: a pure function of names, sizes, fraction and seed.
 
-    Documents are visited in the order of a seeded hash of their names and held out until they make up ``fraction`` of
-    the bytes; one that would overshoot by more than half is passed over. Where there are few documents they are first
-    cut at line ends into about 100 pieces, so that one large file works too.
-
-    Returns:
-        The training and the held-out documents, each in the order given.
+    Documents are held out in the order of a seeded hash of their names, up to ``fraction`` of the bytes. A document
+    that would overshoot by more than half is skipped. A small number of documents is first cut at line ends into about
+    100 pieces, so that one large file works.
     """
     total = sum(len(document.content) for document in documents)
     if len(documents) < _MIN_DOCUMENTS:
@@ -162,7 +154,7 @@ def _seeded_hash(seed: int, name: str) -> bytes:
 
 
 def _cut(document: Document, size: int) -> Iterator[Document]:
-    """Contiguous pieces of at least ``size`` bytes (the last may be shorter) that end with a line where possible."""
+    """Yield contiguous pieces of at least ``size`` bytes (the last may be shorter), cut at line ends where possible."""
     content, start, number = document.content, 0, 0
     while start < len(content):
         newline = content.find(b"\n", start + size - 1, start + 2 * size)
@@ -189,7 +181,7 @@ def _path(path: Path) -> Iterator[Document]:
 
 
 def _files_below(root: Path, suffix: str) -> list[str]:
-    """Names of files relative to ``root`` with ``/`` between the parts, sorted; no hidden, test or package folders."""
+    """Return sorted POSIX paths of files relative to ``root``; skip hidden, test and package folders."""
     found = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in _EXCLUDED_FOLDERS and not name.startswith(".")]
@@ -204,7 +196,7 @@ def _read_files(root: Path, names: list[str]) -> Iterator[Document]:
             content = (root / name).read_bytes()
         except OSError as error:
             raise ConfigError(f"data.source: cannot read {root / name}: {error.strerror}") from error
-        if content and 0 not in content:  # a zero byte: not text
+        if content and 0 not in content:  # A file with a zero byte is not text.
             yield Document(name, content)
 
 
@@ -218,7 +210,7 @@ def _data_set(argument: str) -> Iterator[Document]:
     name, _, config = argument.partition(":")
     try:
         rows = datasets.load_dataset(name, config or None, split="train")
-    except Exception as error:  # the library raises errors of many kinds of its own and of those below it
+    except Exception as error:  # The library raises errors of many kinds, its own and others'.
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(f"data.source datasets:{argument} cannot be loaded: {reason}") from error
     if "text" not in rows.column_names:
@@ -229,11 +221,10 @@ def _data_set(argument: str) -> Iterator[Document]:
 
 
 Encoder = Callable[[bytes], Tokens]
-"""The content of one document to its tokens, end mark included."""
+"""Maps the content of one document to its tokens, end mark included."""
 
 
 def _load_tokenizer(name: str) -> tuple[Encoder, int]:
-    """The encoder that a manifest names, and its number of tokens."""
     if name == "bytes":
         return lambda content: np.frombuffer(content + bytes([END_OF_DOCUMENT]), dtype=np.uint8), 256
     from p2ptrain.models.tokenizers import load_pretrained_tokenizer
@@ -288,7 +279,7 @@ def _fingerprint(train: Tokens, held_out: Tokens, vocabulary: int) -> bytes:
 
 
 def _cache_key(spec: DataSpec) -> str:
-    """Names what was read: the settings, Python's version, and names, sizes and times of the files on this machine."""
+    """Hash the settings, Python's version, and names, sizes and times of the local files."""
     state: list[Any] = [_CACHE_VERSION, spec.source, spec.tokenizer, spec.held_out_fraction, spec.seed]
     roots = [text.partition(":")[2] for text in (spec.source, spec.tokenizer) if text.startswith("path:")]
     if spec.source == "stdlib":
@@ -298,13 +289,13 @@ def _cache_key(spec: DataSpec) -> str:
             try:
                 status = file.stat()
             except OSError:
-                continue  # reading it will say why
+                continue  # Reading the file will raise the error.
             state.append([str(file.absolute()), status.st_size, status.st_mtime_ns])
     return hashlib.sha256(json.dumps(state).encode()).hexdigest()[:32]
 
 
 def _read_cache(entry: Path) -> Corpus | None:
-    """The cached corpus, checked against its fingerprint; None if there is none or it is damaged."""
+    """Return the cached corpus, checked against its fingerprint; None if it is missing or damaged."""
     try:
         about = json.loads((entry / "corpus.json").read_text())
         train = np.load(entry / "train.npy", mmap_mode="r", allow_pickle=False)
@@ -322,7 +313,7 @@ def _read_cache(entry: Path) -> Corpus | None:
 
 
 def _write_cache(entry: Path, corpus: Corpus) -> Corpus:
-    """Put ``corpus`` in the cache in one rename and return it memory-mapped; a full disk only costs the cache."""
+    """Cache ``corpus`` in one rename and return it memory-mapped; return ``corpus`` itself if that fails."""
     folder = None
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
@@ -333,7 +324,7 @@ def _write_cache(entry: Path, corpus: Corpus) -> Corpus:
         (folder / "corpus.json").write_text(json.dumps(about))
         folder.rename(entry)
     except OSError as error:
-        if not entry.is_dir():  # otherwise another process was faster
+        if not entry.is_dir():  # Else another process has cached it first.
             logger.warning("cannot cache the corpus in %s: %s", entry.parent, error)
     finally:
         if folder is not None:

@@ -1,15 +1,14 @@
-"""Which samples a peer reads: a pure function, so that training resumes exactly and members never overlap.
+"""The samples that each peer reads: a pure function, so that training resumes exactly and members never overlap.
 
-The training tokens are cut into ``W`` windows of ``context`` tokens (each sample has one more, the last target). The
-swarm consumes *positions*: position ``p`` lies in pass ``p // W`` at slot ``p % W``, and each pass has its own keyed
-permutation from slots to windows. At the start of a round the lineage says how many positions are consumed (the
-*cursor*) and who took part in the last round; the peer of rank ``k`` of ``n`` reads positions ``cursor + k``,
-``cursor + k + n``, ``cursor + k + 2n``, … (`advance` gives the next cursor). So while membership holds nothing is read
-twice within a pass, whatever each member's speed. A newcomer, who is in no certificate yet, reads windows drawn by a
-keyed hash instead.
+The training tokens are cut into ``W`` windows of ``context`` tokens (a sample has one more, the last target). The
+swarm consumes *positions*: position ``p`` is slot ``p % W`` of pass ``p // W``, and each pass has its own keyed
+permutation from slots to windows. At the start of a round the lineage knows the consumed positions (the *cursor*) and
+the members of the last round. The member of rank ``k`` of ``n`` reads positions ``cursor + k``, ``cursor + k + n``,
+``cursor + k + 2n``, … (`advance` returns the next cursor). While membership is stable no window is read twice within a
+pass, at any speeds of the members. A newcomer, not yet in a certificate, reads windows by a keyed hash.
 
-The permutation is a Feistel network over the next power of four, walked until it lands inside (Black and Rogaway,
-*Ciphers with Arbitrary Finite Domains*, CT-RSA 2002, section "cycle-walking"): constant memory, same on every machine.
+The permutation is a Feistel network over the next power of four with cycle-walking (Black and Rogaway, *Ciphers with
+Arbitrary Finite Domains*, CT-RSA 2002): constant memory, same on every machine.
 """
 
 from __future__ import annotations
@@ -33,35 +32,30 @@ _FEISTEL_ROUNDS = 6
 _MASK = (1 << 64) - 1
 
 Place = tuple[int, int]
-"""A peer's rank among those that read, and their number."""
+"""A peer's rank among the readers, and their number."""
 
 
 def place_among(members: Collection[str], peer: str) -> Place | None:
-    """The place of one of the members, in the order of their ids; None for others."""
+    """Return a member's place in the order of ids; None for other peers."""
     return (sorted(members).index(peer), len(members)) if peer in members else None
 
 
 class Shares:
-    """Gives each peer its share of a set of samples, by their indices.
-
-    Args:
-        num_samples: How many there are; at least 1.
-        seed: The manifest's ``data.seed``.
-    """
+    """Assigns samples to peers by index; ``seed`` is the manifest's ``data.seed``."""
 
     def __init__(self, num_samples: int, seed: int) -> None:
         self.num_samples = num_samples
         self.seed = seed
 
     def index(self, cursor: int, place: Place | None, peer: str, round: int, number: int) -> int:
-        """The sample that ``peer`` reads as number ``number`` (0, 1, …) of a round.
+        """Return the sample that ``peer`` reads as number ``number`` (0, 1, …) of a round.
 
         Args:
             cursor: Positions that the lineage consumed before this round.
-            place: The peer's among those of the last round; if it has none, its samples may overlap with anybody's.
-            peer: Who reads.
+            place: The peer's place in the last round; without one its samples may overlap with other peers'.
+            peer: The reader's id.
             round: The round; changes a newcomer's samples only.
-            number: How many samples the peer has read in this round before.
+            number: Samples that the peer has read in this round before.
         """
         if place is not None:
             rank, count = place
@@ -69,25 +63,19 @@ class Shares:
         return self.of_newcomer(peer, round, number)
 
     def at(self, position: int) -> int:
-        """The sample at a global position: a bijection within each pass."""
+        """Return the sample at a global position: a bijection within each pass."""
         data_pass, slot = divmod(position, self.num_samples)
         return permute(slot, self.num_samples, _pass_keys(self.seed, data_pass))
 
     def of_newcomer(self, peer: str, round: int, number: int) -> int:
-        """The sample that a peer without a place reads as number ``number`` of a round."""
+        """Return the sample that a peer without a place reads as number ``number`` of a round."""
         return _keyed_hash("newcomer", self.seed, peer, round, number) % self.num_samples
 
 
 class Sampler:
-    """Gives each peer its windows of the training tokens.
+    """Assigns windows of ``context`` training tokens to peers; ``seed`` is the manifest's ``data.seed``.
 
-    Args:
-        tokens: The training tokens, shape ``[num_tokens]``; may be memory-mapped.
-        context: Tokens per window.
-        seed: The manifest's ``data.seed``.
-
-    Raises:
-        ConfigError: There are too few tokens for one window.
+    ``tokens``, ``[num_tokens]``, may be memory-mapped. Too few for one window raise `ConfigError`.
     """
 
     def __init__(self, tokens: npt.NDArray[np.unsignedinteger[Any]], context: int, seed: int) -> None:
@@ -101,10 +89,10 @@ class Sampler:
     def batch(
         self, cursor: int, place: Place | None, peer: str, round: int, first_index: int, size: int
     ) -> npt.NDArray[np.int64]:
-        """Samples ``first_index`` to ``first_index + size - 1`` of a peer's round (arguments as in `Shares.index`).
+        """Return samples ``first_index`` to ``first_index + size - 1`` of a peer's round (see `Shares.index`).
 
         Returns:
-            Token ids, shape ``[size, context + 1]``: columns ``[:-1]`` are inputs, ``[1:]`` targets.
+            Token ids, ``[size, context + 1]``: columns ``[:-1]`` are inputs, ``[1:]`` targets.
         """
         samples = np.empty((size, self.context + 1), dtype=np.int64)
         for row in range(size):
@@ -114,14 +102,14 @@ class Sampler:
 
 
 class ReadingPosition:
-    """A reader's place in its own order of windows, kept on disk: no window is read twice, also after SIGKILL.
+    """A reader's position in its order of windows, kept on disk: no window is read twice, even after SIGKILL.
 
-    The file names a position that no earlier process has reached. It runs ahead of what was read, so a process that was
-    killed makes the next one skip up to `RESERVED` windows; `save` sets it back to what was read.
+    The file names a position that no earlier process has reached. It runs ahead of the reader, so the process after a
+    SIGKILL skips up to `RESERVED` windows. `save` sets it to the exact position.
 
     Args:
-        path: The file; made on first use. None keeps nothing.
-        order: Names the order of windows: a file of another order is ignored.
+        path: The file, created on first use; None keeps nothing.
+        order: Name of the order of windows; a file of another order is ignored.
     """
 
     RESERVED = 1024
@@ -132,7 +120,7 @@ class ReadingPosition:
         self._next = self._reserved = self._load()
 
     def take(self, count: int) -> int:
-        """The first of so many consecutive positions, which nobody gets again."""
+        """Reserve ``count`` consecutive positions; return the first."""
         first, self._next = self._next, self._next + count
         if self._next > self._reserved:
             self._reserved = self._next + self.RESERVED
@@ -140,7 +128,7 @@ class ReadingPosition:
         return first
 
     def save(self) -> None:
-        """Keep what was read, to be called when nothing is taken any more."""
+        """Store the exact position; call after the last `take`."""
         self._reserved = self._next
         self._store(self._next)
 
@@ -169,17 +157,12 @@ class ReadingPosition:
 
 
 def advance(cursor: int, counts: Collection[int]) -> int:
-    """The cursor after a round.
-
-    Args:
-        cursor: The cursor at its start.
-        counts: For each member of the round's start, the samples that it read (0 for who left).
-    """
+    """Return the cursor after a round; ``counts`` are the samples of each member at its start (0 for one that left)."""
     return cursor + len(counts) * max(counts, default=0)
 
 
 def permute(slot: int, size: int, keys: Sequence[int]) -> int:
-    """Where ``slot`` goes in a pseudo-random permutation of ``range(size)`` that ``keys`` (64 bits each) select."""
+    """Return the image of ``slot`` in a pseudo-random permutation of ``range(size)`` by ``keys`` (64 bits each)."""
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half_bits) - 1
     while True:
@@ -192,7 +175,7 @@ def permute(slot: int, size: int, keys: Sequence[int]) -> int:
 
 
 def _mix(value: int) -> int:
-    """The finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): 64 bits to 64 well-mixed bits."""
+    """Mix 64 bits: the finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK

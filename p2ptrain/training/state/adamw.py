@@ -1,9 +1,8 @@
 """AdamW with the same bits on every machine: the step of stages, and of the manifest's own model with ``every = 1``.
 
-All peers hold one state, whose digest each round certifies. torch's AdamW rounds otherwise on other CPUs, and on GPUs,
-so peers of different kinds would part after a round. This one works on the vectors on the CPU, where a round's mean is,
-in operations that IEEE 754 defines, each rounded by itself as in `p2ptrain.training.state.outer_optimizers`. So moments
-take no memory of a GPU either, and can be held in 8 bits on every machine (`p2ptrain.training.state.moments`).
+Peers share one certified state, but torch's AdamW rounds differently on other CPUs and on GPUs. This one runs on the
+CPU vectors in IEEE 754 operations, each rounded by itself as in `p2ptrain.training.state.outer_optimizers`. Its moments
+use no GPU memory, and may be held in 8 bits (`p2ptrain.training.state.moments`).
 """
 
 from __future__ import annotations
@@ -31,23 +30,18 @@ EPSILON = 1e-8
 class AdamWStep(Stepper):
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2) on mean gradients, in `torch.optim.AdamW`'s form.
 
-    For the clipped mean ``gradient`` and the number ``t`` of steps taken, this one included::
+    For the clipped mean ``gradient`` and step ``t``, from 1::
 
         vector = vector - rate * weight_decay * vector
         first  = beta1 * first + (1 - beta1) * gradient
         second = beta2 * second + (1 - beta2) * gradient * gradient
         vector = vector - rate / (1 - beta1**t) * first / (sqrt(second) / sqrt(1 - beta2**t) + epsilon)
 
-    where ``rate`` follows the manifest's schedule by the round.
+    where ``rate`` follows the manifest's schedule by the round. Buffers take no such step: their differences are
+    subtracted.
     """
 
     def __init__(self, layout: Layout, spec: TrainingSpec, moments: Literal["fp32", "8bit"] = "fp32") -> None:
-        """
-        Args:
-            layout: Of the vector; buffers take no step, their differences are subtracted.
-            spec: Learning rate, warm-up, weight decay, and the limit of the gradient's norm.
-            moments: How they are held between steps.
-        """
         self._spec = spec
         self._schedule = manifest_schedule(spec)
         self._layout = layout
@@ -59,13 +53,12 @@ class AdamWStep(Stepper):
         self._steps = torch.zeros(1, dtype=torch.float32)
 
     def state_tensors(self) -> list[tuple[str, Tensor]]:
-        """Both moments, and the number of steps (exact up to 2**24)."""
+        """Return both moments, and the number of steps (exact up to 2**24)."""
         named = zip(("first", "second"), self._moments, strict=True)
         tensors = [(f"adamw.{name}{part}", tensor) for name, moment in named for part, tensor in moment.tensors()]
         return [*tensors, ("adamw.steps", self._steps)]
 
     def load_state_tensors(self, tensors: NamedTensors) -> None:
-        """See `Stepper.load_state_tensors`."""
         own = self.state_tensors()
         if _shapes(tensors) != _shapes(own):
             raise IncompatibleError("the optimizer's state does not fit: all peers need the same version and manifest")

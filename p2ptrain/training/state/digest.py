@@ -1,12 +1,12 @@
-"""The digest of shared state: a Merkle root that names every bit, and whose leaves verify a download piece by piece.
+"""The digest of shared state: a Merkle root over all bits, whose leaves verify a download chunk by chunk.
 
-The bytes (little endian) of a sequence of named tensors are cut into chunks of at most 1 MiB (`Cut`). A chunk holds a
-run of the vector together with the optimizer's state for the same values, so a shared step that treats each value by
-itself moves a chunk by what is in it, in the mean, and in the *common* chunks, such as the number of steps. A chunk of
-an earlier round is therefore brought up to date by the rounds since, whatever the other chunks hold.
+The little-endian bytes of a sequence of named tensors are cut into chunks of at most 1 MiB (`Cut`). A chunk holds a
+run of the vector, together with the optimizer's state for the same values. A shared step that treats each value by
+itself needs only the chunk, the mean, and the *common* chunks, such as the number of steps. So the rounds since bring a
+stale chunk up to date, whatever the rounds of the other chunks.
 
-As in RFC 9162, section 2.1, leaves and inner nodes are hashed with different prefixes, so that neither can be passed
-off as the other. The digest hashes the tree's root with the names, dtypes and shapes.
+As in RFC 9162, section 2.1, leaves and inner nodes have different hash prefixes, so neither can pass as the other. The
+digest hashes the tree's root with the names, dtypes and shapes.
 
 ::
 
@@ -35,16 +35,16 @@ from p2ptrain.manifest import canonical_bytes
 from p2ptrain.network.schema import Message
 
 CHUNK_BYTES = 1 << 20
-"""A chunk has at most so many bytes."""
+"""Limit of a chunk's size."""
 
 BLOCK_VALUES = 256
-"""Chunks begin at multiples of so many values."""
+"""Chunks begin at multiples of this many values."""
 
 BLOCK_SUFFIX = "/256"
-"""How the name of a tensor ends that has one element for each `BLOCK_VALUES` values."""
+"""Suffix of the names of tensors with one element per `BLOCK_VALUES` values."""
 
 ALIGNMENT_BYTES = 64
-"""Where tensors that share a buffer may start."""
+"""Alignment of tensors that share a buffer."""
 
 MAX_TENSORS = 1 << 20
 MAX_STATE_BYTES = 1 << 40
@@ -74,21 +74,20 @@ class TensorSpec(Message, frozen=True, array_like=True):
 
     @property
     def num_bytes(self) -> int:
-        """Its size."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
     def to_list(self) -> list[Any]:
-        """Return plain values for hashes: name, dtype, shape, bytes."""
+        """Return name, dtype, shape and size in plain values, for hashes."""
         return [self.name, self.dtype, list(self.shape), self.num_bytes]
 
 
 class Description(Message, frozen=True):
-    """The tensors that a state consists of."""
+    """The tensors of a state."""
 
     tensors: Annotated[tuple[TensorSpec, ...], Meta(min_length=1, max_length=MAX_TENSORS)]
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` if a tensor is named twice, or the state is too large."""
+        """Raise `ValueError` for duplicate names or a state above `MAX_STATE_BYTES`."""
         if len({spec.name for spec in self.tensors}) != len(self.tensors):
             raise ValueError("a tensor is named twice")
         if self.num_bytes > MAX_STATE_BYTES:
@@ -96,18 +95,16 @@ class Description(Message, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        """Size of the state."""
         return sum(spec.num_bytes for spec in self.tensors)
 
 
 def spec_of(name: str, tensor: Tensor) -> TensorSpec:
-    """Describe ``tensor``."""
     dtype: Any = str(tensor.dtype).removeprefix("torch.")
     return TensorSpec(name, dtype, tuple(tensor.shape))
 
 
 def new_tensors(specs: Sequence[TensorSpec]) -> list[tuple[str, Tensor]]:
-    """Zeroed CPU tensors with these specs, side by side in memory; raises `MemoryError` when there is not so much."""
+    """Return zeroed CPU tensors with these specs in one buffer; raise `MemoryError` if it does not fit."""
     starts, end = [], 0
     for spec in specs:
         starts.append(end)
@@ -120,11 +117,7 @@ def new_tensors(specs: Sequence[TensorSpec]) -> list[tuple[str, Tensor]]:
 
 
 def byte_view(tensor: Tensor) -> memoryview:
-    """The bytes of ``tensor`` (CPU, contiguous) as they lie in memory, writable and without a copy.
-
-    Raises:
-        ValueError: The tensor is elsewhere or not contiguous, or the machine is big-endian.
-    """
+    """Return a tensor's bytes in place; raise `ValueError` unless it is contiguous and on a little-endian CPU."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ValueError("only contiguous CPU tensors have bytes that can be hashed and sent")
     if sys.byteorder != "little":
@@ -136,7 +129,7 @@ def byte_view(tensor: Tensor) -> memoryview:
 
 @dataclass(frozen=True)
 class _Strided:
-    """Where the elements of one tensor belong: element j to the values from ``start + j * stride`` on."""
+    """The values of one tensor's elements: element j belongs to the values from ``start + j * stride`` on."""
 
     tensor: int
     start: int
@@ -144,17 +137,12 @@ class _Strided:
 
 
 class Cut:
-    """How tensors with certain specs are cut into chunks; the same on all peers, since it follows from the specs.
+    """The cut of tensors into chunks, a function of their specs alone.
 
-    The first tensor is the vector. Of the others, tensors whose names differ in the last part only belong to the same
-    values: the largest of them have one element a value, a name with `BLOCK_SUFFIX` means one a block, and the rest is
-    common to all values. Such groups follow each other along the vector. A wrong guess costs no correctness: it makes a
-    download across rounds fail its final check.
-
-    Attributes:
-        num_bytes: Of all tensors.
-        num_chunks: How many chunks there are: first the common ones.
-        num_common: Of which hold what is common to all values.
+    The first tensor is the vector. Other tensors form groups by name without its last part. Each group belongs to one
+    run of values, and groups follow each other along the vector. The largest tensors of a group have one element per
+    value. A name with `BLOCK_SUFFIX` means one element per block. All others are common to all values, and fill the
+    first ``num_common`` chunks. A wrong guess costs no correctness: a download across rounds fails its final check.
     """
 
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
@@ -187,12 +175,12 @@ class Cut:
 
     @property
     def depth(self) -> int:
-        """Levels of the tree over the chunks, its leaves left out."""
+        """Levels of the tree above the leaves."""
         return max(0, self.num_chunks - 1).bit_length()
 
     @cached_property
     def starts(self) -> list[int]:
-        """Where each chunk begins when all are laid side by side, in bytes."""
+        """Offsets of the chunks in bytes, laid side by side."""
         starts, end = [], 0
         for index in range(self.num_chunks):
             starts.append(end)
@@ -200,24 +188,23 @@ class Cut:
         return starts
 
     def pieces(self, index: int) -> list[tuple[int, int, int]]:
-        """What a chunk is made of: by tensor, the first byte and the one after the last."""
         if not 0 <= index < self.num_chunks:
             raise ValueError(f"there is no chunk {index} of {self.num_chunks}")
         return self._pieces[index]
 
     def chunk_bytes(self, index: int) -> int:
-        """Size of one chunk in bytes; raises `ValueError` when there is no such chunk."""
+        """Return the size of one chunk in bytes; raise `ValueError` if there is no such chunk."""
         return sum(stop - start for _, start, stop in self.pieces(index))
 
 
 @lru_cache(maxsize=8)
 def cut_of(specs: tuple[TensorSpec, ...]) -> Cut:
-    """The `Cut` of tensors with these specs."""
+    """Return the cached `Cut` of these specs."""
     return Cut(specs)
 
 
 def _strides(specs: Sequence[TensorSpec]) -> tuple[list[_Strided], list[int]]:
-    """Where tensors belong along the vector, the vector first; and the indices of those that are common."""
+    """Return the tensors' positions along the vector, the vector first, and the indices of common tensors."""
     counts = [math.prod(spec.shape) for spec in specs]
     largest: dict[str, int] = {}
     for spec, count in zip(specs[1:], counts[1:], strict=True):
@@ -240,7 +227,7 @@ def _strides(specs: Sequence[TensorSpec]) -> tuple[list[_Strided], list[int]]:
 
 
 def _runs(sizes: Sequence[tuple[int, int]]) -> list[list[tuple[int, int, int]]]:
-    """Whole tensors (index, bytes) one after the other, cut into chunks of `CHUNK_BYTES`."""
+    """Cut whole tensors (index, bytes), one after the other, into chunks of `CHUNK_BYTES`."""
     chunks: list[list[tuple[int, int, int]]] = []
     room = 0
     for tensor, num_bytes in sizes:
@@ -257,12 +244,7 @@ def _runs(sizes: Sequence[tuple[int, int]]) -> list[list[tuple[int, int, int]]]:
 
 
 class ChunkedBytes:
-    """The bytes of a sequence of tensors in chunks; refers to their memory, copies nothing.
-
-    Attributes:
-        specs: What the tensors are.
-        cut: Where they are cut.
-    """
+    """The bytes of a sequence of tensors in chunks; refers to their memory, copies nothing."""
 
     def __init__(self, tensors: NamedTensors) -> None:
         self.specs = tuple(spec_of(name, tensor) for name, tensor in tensors)
@@ -271,15 +253,14 @@ class ChunkedBytes:
 
     @property
     def num_chunks(self) -> int:
-        """How many chunks there are."""
         return self.cut.num_chunks
 
     def pieces(self, index: int) -> list[memoryview]:
-        """The memory of one chunk, in order: one piece for each tensor that it touches."""
+        """Return the memory of one chunk in order: one piece per tensor."""
         return [self._views[tensor][start:stop] for tensor, start, stop in self.cut.pieces(index)]
 
     def read(self, index: int, out: memoryview) -> int:
-        """Copy one chunk to the start of ``out``; returns its size in bytes."""
+        """Copy one chunk to the start of ``out``; return its size in bytes."""
         at = 0
         for piece in self.pieces(index):
             out[at : at + len(piece)] = piece
@@ -294,17 +275,16 @@ class ChunkedBytes:
             at += len(piece)
 
     def leaf(self, index: int) -> bytes:
-        """The hash of one chunk, 32 bytes."""
         return _leaf(self.pieces(index))
 
 
 def is_finite(specs: tuple[TensorSpec, ...], index: int, data: memoryview) -> bool:
-    """Whether no floating-point value in the bytes of a chunk is NaN or infinite."""
+    """True if no floating-point value in the bytes of a chunk is NaN or infinite."""
     at = 0
     for tensor, start, stop in cut_of(specs).pieces(index):
         dtype, piece = DTYPES[specs[tensor].dtype], data[at : at + stop - start]
         at += stop - start
-        if dtype == torch.bfloat16:  # Which NumPy does not know: all ones in the exponent.
+        if dtype == torch.bfloat16:  # NumPy has no bfloat16: an exponent of all ones is not finite.
             bits = np.frombuffer(piece, dtype=np.uint16) & 0x7F80
             if bool((bits == 0x7F80).any()):
                 return False
@@ -315,19 +295,14 @@ def is_finite(specs: tuple[TensorSpec, ...], index: int, data: memoryview) -> bo
 
 @dataclass(frozen=True)
 class MerkleTree:
-    """The digest of named tensors, and the hashes of their chunks that it vouches for.
-
-    Attributes:
-        leaves: The hash of each chunk, 32 bytes each.
-        root: The digest, 32 bytes.
-    """
+    """The digest of named tensors, ``root``, and the hashes of their chunks, ``leaves``; 32 bytes each."""
 
     leaves: tuple[bytes, ...]
     root: bytes
     _levels: list[list[bytes]] = field(default_factory=list, repr=False, compare=False)
 
     def proof(self, index: int) -> bytes:
-        """Hashes that lead from one chunk's leaf to the root: 32 bytes a level, zeros where there is no sibling."""
+        """Return the siblings from one chunk's leaf to the root: 32 bytes a level, zeros for a missing sibling."""
         found = []
         for level in self._levels[:-1]:
             sibling = index ^ 1
@@ -337,48 +312,37 @@ class MerkleTree:
 
 
 def merkle_tree(tensors: NamedTensors) -> MerkleTree:
-    """Hash all ``tensors`` (CPU, contiguous) where they lie.
-
-    Raises:
-        ValueError: A tensor is elsewhere or not contiguous.
-    """
+    """Hash all ``tensors`` in place; raise `ValueError` unless they are contiguous, on a little-endian CPU."""
     return tree_of(ChunkedBytes(tensors))
 
 
 def tree_of(chunks: ChunkedBytes) -> MerkleTree:
-    """Hash all chunks where they lie."""
     leaves = tuple(chunks.leaf(index) for index in range(chunks.num_chunks))
     levels = _levels(leaves)
     return MerkleTree(leaves, _root(description_hash(chunks.specs), levels[-1]), levels)
 
 
 def root_of(specs: Sequence[TensorSpec], leaves: Sequence[bytes]) -> bytes:
-    """The digest, 32 bytes, of tensors with these specs whose chunks have these hashes."""
+    """Return the digest, 32 bytes, of tensors with these specs and these chunk hashes."""
     return _root(description_hash(specs), _levels(leaves)[-1])
 
 
 def description_hash(specs: Sequence[TensorSpec]) -> bytes:
-    """What the digest says of names, dtypes and shapes, 32 bytes."""
+    """Return the hash of names, dtypes and shapes, 32 bytes."""
     return bulk_hash(canonical_bytes([spec.to_list() for spec in specs]))
 
 
 def leaf_of(data: bytes | bytearray | memoryview) -> bytes:
-    """The hash of a chunk with these bytes, 32 bytes."""
+    """Return the hash of a chunk with these bytes, 32 bytes."""
     return _leaf([data])
 
 
 def proves(
     description: bytes, leaf: bytes, index: int, num_chunks: int, proof: bytes | memoryview, root: bytes
 ) -> bool:
-    """Whether a proof leads from a chunk to a digest.
+    """True if a proof, of the right length, leads from a chunk's ``leaf`` to the digest ``root``.
 
-    Args:
-        description: `description_hash` of the tensors.
-        leaf: Hash of the chunk.
-        index: Which chunk.
-        num_chunks: How many there are.
-        proof: What `MerkleTree.proof` gave; of the right length.
-        root: The digest.
+    ``description`` is the `description_hash` of the tensors.
     """
     node, size, at = leaf, num_chunks, 0
     while size > 1:
@@ -392,7 +356,6 @@ def proves(
 
 
 def _levels(leaves: Sequence[bytes]) -> list[list[bytes]]:
-    """The nodes of the tree, level by level, from the leaves to its root."""
     levels = [list(leaves)]
     while len(levels[-1]) > 1:
         level = levels[-1]

@@ -1,12 +1,11 @@
 """Parts of the vector that are synchronised in turn: Streaming DiLoCo (Douillard et al., arXiv 2501.18512).
 
-A model's tensors are dealt into P *fragments*, and a round averages one of them: round r fragment r mod P, every H / P
-inner steps. So each parameter is still synchronised every H inner steps, and what a peer has to send at a time
-shrinks by P. The shared state stays whole: a certified round of a fragment moves the values of that fragment alone.
+A model's tensors are split into P *fragments*. Every H / P inner steps a round averages one: round r takes fragment
+r mod P. So each parameter is synchronised every H inner steps, and a round moves 1 / P of the bytes.
 
-Blocks (modules in a list, such as a transformer's layers) stay together and are dealt in turn, block b to fragment
-b mod P: the paper's strided pattern. What is in no list, such as embeddings, goes to the smallest fragment, largest
-tensors first. Everybody computes the same from the layout alone.
+Blocks (modules in a list, such as a transformer's layers) are assigned in turn, block b to fragment b mod P: the
+paper's strided pattern. Other tensors, such as embeddings, go to the smallest fragment, the largest first. The
+assignment follows from the layout alone.
 """
 
 from __future__ import annotations
@@ -20,26 +19,17 @@ from torch import Tensor
 from p2ptrain.training.state.layout import Entry, Layout
 
 Span = tuple[int, int, int]
-"""Where consecutive values begin in the vector, where in the fragment, and how many they are."""
+"""A run of values: its offset in the vector, its offset in the fragment, its length."""
 
 
 class Fragment:
-    """Some tensors of the vector, packed into a vector of their own.
+    """Some tensors of the vector, packed into a vector of ``num_values`` with a layout of its own.
 
-    Attributes:
-        index: Which one.
-        layout: Of the packed vector: the same tensors, at offsets of their own.
-        num_values: Length of the packed vector.
-        parameter_spans: Where its parameters lie, in order.
-        buffer_spans: Where its buffers lie, in order.
+    ``entries`` are its tensors at their offsets in the whole vector: parameters, then buffers. The spans are the runs
+    of both.
     """
 
     def __init__(self, index: int, entries: tuple[Entry, ...]) -> None:
-        """
-        Args:
-            index: Which one.
-            entries: Its tensors, at their offsets in the whole vector: parameters, then buffers.
-        """
         self.index = index
         packed: list[Entry] = []
         offset = 0
@@ -60,7 +50,6 @@ class Fragment:
 
 
 def _join(spans: list[Span]) -> tuple[Span, ...]:
-    """The same spans, with those in one that follow each other in both vectors."""
     joined: list[Span] = []
     for start, offset, count in spans:
         if joined and joined[-1][0] + joined[-1][2] == start and joined[-1][1] + joined[-1][2] == offset:
@@ -71,21 +60,10 @@ def _join(spans: list[Span]) -> tuple[Span, ...]:
 
 
 class Fragments:
-    """All fragments of one layout.
-
-    Attributes:
-        whole: The whole vector as one fragment, in the order of the layout.
-    """
+    """The fragments of one layout; ``whole`` is the whole vector as one fragment, in the order of the layout."""
 
     def __init__(self, layout: Layout, count: int = 1) -> None:
-        """
-        Args:
-            layout: Of the whole vector.
-            count: How many fragments, ``training.fragments``.
-
-        Raises:
-            ValueError: The model has too few blocks and other tensors for so many.
-        """
+        """Split into ``count`` fragments; raise `ValueError` if the model has too few blocks and other tensors."""
         self.whole = Fragment(0, layout.entries)
         if count == 1:
             self._all = [self.whole]
@@ -105,12 +83,10 @@ class Fragments:
         return iter(self._all)
 
     def of_round(self, number: int) -> Fragment:
-        """The fragment that round ``number`` synchronises."""
         return self._all[number % len(self._all)]
 
 
 def _deal(layout: Layout, count: int) -> dict[tuple[str, str], int]:
-    """By name and kind: the fragment of each tensor."""
     chosen: dict[tuple[str, str], int] = {}
     sizes = [0] * count
     blocks: dict[str, int] = {}
@@ -131,7 +107,7 @@ def _deal(layout: Layout, count: int) -> dict[tuple[str, str], int]:
 
 
 def _block(name: str) -> str:
-    """The block that a tensor is part of: its name up to the first number (``model.layers.3``); empty for none."""
+    """Return the block of a tensor: its name up to the first number (``model.layers.3``); empty for none."""
     parts = name.split(".")
     numbers = [place for place, part in enumerate(parts[:-1]) if part.isdecimal()]
     return ".".join(parts[: numbers[0] + 1]) if numbers else ""

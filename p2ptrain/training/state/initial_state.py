@@ -1,4 +1,4 @@
-"""The beginning of a lineage: a model's present parameters, and the shared optimizer that the manifest asks for."""
+"""The initial state of a lineage: the model's parameters, and the shared optimizer that the manifest names."""
 
 from __future__ import annotations
 
@@ -23,22 +23,20 @@ def initial_state(
     clip_norm: float = 0.0,
     rates: LearningRates | None = None,
 ) -> SharedState:
-    """The shared state at the beginning of a lineage, with the stepper that the manifest asks for.
+    """Return the initial shared state of a lineage, with the model's current parameters.
 
     Args:
-        model: Its current parameters are the beginning.
-        optimizer: With ``every = 1``: what steps on the averaged gradient; its state is shared too. None for the
-            AdamW that the manifest describes, with the same bits on every machine.
-        manifest: Which stepper.
+        optimizer: With ``every = 1``: steps on the averaged gradient, with shared state. None for the manifest's AdamW,
+            with the same bits on every machine.
         swarm: The manifest's digest, 32 bytes.
-        clip_norm: Norm limit of the averaged gradient that ``optimizer`` steps on; 0 for none.
+        clip_norm: Norm limit of the averaged gradient for ``optimizer``; 0 for none.
         rates: Learning rates of ``optimizer`` by round; None for constant ones.
 
     Raises:
-        ValueError: The model cannot be cut into as many fragments as the manifest asks for.
+        ValueError: The model has too few blocks for the manifest's number of fragments.
     """
     spec = manifest.training
-    rule = ""  # The manifest's, which all peers have.
+    rule = ""  # The manifest's own rule.
     if spec.every == 1 and optimizer is not None:
         rule = step_rule(model, optimizer, clip_norm, rates.sample() if rates is not None else [])
     layout = Layout.from_module(model, rule)

@@ -1,11 +1,10 @@
-"""Where every trained value of a module lives in one flat fp32 vector.
+"""The map between a module's tensors and one flat fp32 vector.
 
-Averaging, the outer step, digests and downloads know nothing of modules: they work on a vector on the CPU. A `Layout`
-is the map between the two. The vector holds the trainable parameters first (each once, however often it is tied) and
-then the persistent buffers, both in the order in which the module registers them. Frozen parameters and buffers that
-are not persistent are the same on every peer already, and have no place in it.
+Averaging, outer steps, digests and downloads work on this vector, on the CPU. It holds the trainable parameters (tied
+ones once), then the persistent buffers, both in the module's order of registration. Frozen parameters and
+non-persistent buffers are equal on all peers, and not in it.
 
-Integer and boolean buffers travel as fp32 and are rounded on the way back, so they are exact up to 2**24.
+Integer and boolean buffers are stored as fp32 and rounded on the way back, so they are exact up to 2**24.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 MAX_EXACT_INTEGER = 1 << 24
-"""Integers up to this size are exact in fp32."""
+"""Largest magnitude up to which fp32 holds all integers."""
 
 _COMPILED_PREFIX = "_orig_mod."
 
@@ -31,10 +30,8 @@ class Entry:
     """One tensor of the module.
 
     Attributes:
-        name: Its qualified name, without what `torch.compile` adds.
-        shape: Its shape.
-        dtype: Its dtype in the module.
-        kind: Whether it is trained (``param``) or carried along (``buffer``).
+        name: Its qualified name, without the prefix of `torch.compile`.
+        kind: ``param`` if it is trained, else ``buffer``.
         offset: Index of its first value in the vector.
     """
 
@@ -46,29 +43,29 @@ class Entry:
 
     @property
     def num_values(self) -> int:
-        """How many values it has."""
         return math.prod(self.shape)
 
     @property
     def end(self) -> int:
-        """Index after its last value in the vector."""
         return self.offset + self.num_values
 
     @property
     def integral(self) -> bool:
-        """Whether its values are integers or booleans in the module."""
+        """True if its values are integers or booleans in the module."""
         return not self.dtype.is_floating_point
 
 
 class Layout:
     """The order, shapes and offsets of all shared tensors of one module; holds no tensor itself.
 
+    Copies raise `ValueError` for a module of another layout, or a vector that is not fp32 ``[num_values]`` on the CPU.
+
     Attributes:
         entries: All tensors: parameters, then buffers.
         num_values: Length of the vector.
-        num_parameters: Length of its first part, the parameters; the rest are buffers.
-        rule: How all peers step on the mean of this vector, as far as it is not the manifest's; empty if it is.
-        fingerprint: SHA-256 of kinds, names, shapes, dtypes and rule, 32 bytes; equal on all peers that can average
+        num_parameters: Length of its first part, the parameters.
+        rule: The peers' common step on the mean of this vector; empty for the manifest's.
+        fingerprint: SHA-256 of kinds, names, shapes, dtypes and rule, 32 bytes; equal on peers that can average
             together.
     """
 
@@ -82,15 +79,11 @@ class Layout:
 
     @classmethod
     def from_module(cls, module: nn.Module, rule: str = "") -> Layout:
-        """The layout of ``module``: trainable parameters and persistent buffers, in order of registration.
-
-        Args:
-            module: The live module.
-            rule: See the class.
+        """Return the layout of a module's trainable parameters and persistent buffers, in order of registration.
 
         Raises:
-            ValueError: A tensor is complex, sparse or quantized, an integer buffer is too large for fp32, or nothing
-                is trainable.
+            ValueError: A tensor is complex, sparse or quantized, an integer buffer is too large for fp32, or no
+                parameter is trainable.
         """
         entries: list[Entry] = []
         offset = 0
@@ -106,40 +99,27 @@ class Layout:
 
     @property
     def parameter_entries(self) -> tuple[Entry, ...]:
-        """The entries of the first part of the vector."""
         return tuple(entry for entry in self.entries if entry.kind == "param")
 
     @property
     def buffer_entries(self) -> tuple[Entry, ...]:
-        """The entries of the second part of the vector."""
         return tuple(entry for entry in self.entries if entry.kind == "buffer")
 
     def new_vector(self) -> Tensor:
-        """A vector of zeros, fp32 ``[num_values]`` on the CPU."""
         return torch.zeros(self.num_values, dtype=torch.float32)
 
     @torch.no_grad()
     def read(self, module: nn.Module, out: Tensor) -> None:
-        """Copy the module's values into ``out`` (fp32, ``[num_values]``, CPU), overwriting it.
-
-        Raises:
-            ValueError: The module does not have this layout, or ``out`` is no such vector.
-        """
+        """Copy the module's values into ``out``."""
         self._check_vector(out)
         for entry, tensor in self._bind(module, self.entries):
             out[entry.offset : entry.end].view(entry.shape).copy_(tensor)
 
     @torch.no_grad()
     def write(self, vector: Tensor, module: nn.Module, *, kind: Literal["param", "buffer"] | None = None) -> None:
-        """Copy ``vector`` (fp32, ``[num_values]``, CPU) into the module, in place, whatever its device and dtypes.
+        """Copy ``vector`` into the module, in place, on any device and in its dtypes.
 
-        Args:
-            vector: The values; integers are rounded, and held within the range of their dtype.
-            module: A module of this layout.
-            kind: Write only parameters, or only buffers; both by default.
-
-        Raises:
-            ValueError: The module does not have this layout, or ``vector`` is no such vector.
+        Integers are rounded, and clamped to the range of their dtype. ``kind`` selects parameters or buffers alone.
         """
         self._check_vector(vector)
         entries = tuple(entry for entry in self.entries if kind in (None, entry.kind))
@@ -149,17 +129,7 @@ class Layout:
 
     @torch.no_grad()
     def read_gradients(self, module: nn.Module, out: Tensor) -> None:
-        """Copy the parameters' gradients into ``out[:num_parameters]``; a parameter without one counts as zero.
-
-        The rest of ``out``, the buffers' part, is left alone: see `read_difference`.
-
-        Args:
-            module: A module of this layout.
-            out: fp32, ``[num_values]``, CPU.
-
-        Raises:
-            ValueError: The module does not have this layout, or ``out`` is no such vector.
-        """
+        """Copy the parameters' gradients into ``out[:num_parameters]``; a missing gradient counts as zero."""
         self._check_vector(out)
         for entry, tensor in self._bind(module, self.parameter_entries):
             values = out[entry.offset : entry.end].view(entry.shape)
@@ -170,16 +140,9 @@ class Layout:
 
     @torch.no_grad()
     def read_difference(self, vector: Tensor, module: nn.Module, out: Tensor, *, buffers_only: bool = False) -> None:
-        """Write ``vector`` minus the module's values into ``out``: the pseudo-gradient, without a temporary.
+        """Write ``vector`` minus the module's values, the pseudo-gradient, into ``out`` without a temporary.
 
-        Args:
-            vector: The values at the start of the round; fp32, ``[num_values]``, CPU.
-            module: A module of this layout.
-            out: fp32, ``[num_values]``, CPU; another tensor than ``vector``.
-            buffers_only: Leave ``out[:num_parameters]`` alone (with ``every = 1`` gradients go there).
-
-        Raises:
-            ValueError: The module does not have this layout, or a vector does not fit.
+        With ``buffers_only`` it does not touch ``out[:num_parameters]``, which holds gradients with ``every = 1``.
         """
         self._check_vector(vector)
         self._check_vector(out)
@@ -197,7 +160,7 @@ class Layout:
                 vector[entry.offset : entry.end].round_()
 
     def parameters_of(self, module: nn.Module) -> list[tuple[Entry, Tensor]]:
-        """The module's live parameters beside their entries, in order; raises `ValueError` when they do not match."""
+        """Return the module's live parameters with their entries, in order."""
         return list(self._bind(module, self.parameter_entries))
 
     def _bind(self, module: nn.Module, entries: tuple[Entry, ...]) -> Iterator[tuple[Entry, Tensor]]:
@@ -255,6 +218,6 @@ def _to_integers(values: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == torch.bool:
         return values.round() != 0
     limits = torch.iinfo(dtype)
-    # Through fp64, and within 2**53, where casting to integers is defined; a value that is no number becomes 0.
+    # In fp64 within 2**53 the cast to integers is defined; NaN becomes 0.
     low, high = max(limits.min, -(1 << 53)), min(limits.max, 1 << 53)
     return values.double().nan_to_num(0.0).round().clamp(low, high).to(dtype)

@@ -1,10 +1,9 @@
-"""What AdamW remembers between steps: in fp32, or in 8 bits as in Dettmers et al. (arXiv 2110.02861), by other codes.
+"""AdamW's moments between steps: in fp32, or in 8 bits as in Dettmers et al. (arXiv 2110.02861) with other codes.
 
-`SignedCodes` and `PositiveCodes` keep of each value the upper bits of its fp32 form, and leave out the exponent's part
-that it has in common with the largest of its `BLOCK` neighbours. That takes integer operations alone, so it gives the
-same bits on every machine, which bitsandbytes' kernels do not, and needs no GPU. Rounding is to the nearest code; codes
-are close enough together that an average which gets nothing new still decays: by ``1 - beta`` a step, which has to be
-more than half the distance of two codes.
+`SignedCodes` and `PositiveCodes` keep the upper bits of each fp32 value, with an exponent relative to the largest in
+its block. That takes integer operations alone, so the bits are equal on every machine, unlike those of bitsandbytes'
+kernels. Values are rounded to the nearest code. Without new input a moment loses ``1 - beta`` of its value a step. That
+is more than half the distance of two codes, so rounding does not stop the decay.
 """
 
 from __future__ import annotations
@@ -18,40 +17,35 @@ from torch import Tensor
 from torch.nn import functional
 
 BLOCK = 256
-"""Neighbours that have one largest exponent."""
+"""Values that share one exponent."""
 
 _MANTISSA = 23
 _LARGEST = 253
-"""Biased exponent of the largest value of a block: what is rounded up from it is still finite."""
+"""Limit of a block's biased exponent; keeps values finite when they are rounded up."""
 
 
 class Moment(ABC):
-    """One fp32 value for each parameter, in some form."""
+    """One fp32 value per parameter, in some encoding."""
 
     @abstractmethod
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """The form, by the ends of names; the live tensors."""
+        """Return the live tensors of the encoding, by suffix of their names."""
 
     @abstractmethod
     def is_sound(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether tensors of these shapes and types are such a form of finite values."""
+        """True if tensors of these shapes and types encode valid finite values."""
 
     @abstractmethod
     def open(self, block: slice) -> Tensor:
-        """The values of a block, to be changed in place. It begins at a multiple of `BLOCK`."""
+        """Return the values of a block, to be changed in place; the block begins at a multiple of `BLOCK`."""
 
     @abstractmethod
     def close(self, block: slice, values: Tensor) -> None:
-        """Keep what was made of them."""
+        """Store the changed values of a block."""
 
 
 class Floats(Moment):
-    """As they are.
-
-    Args:
-        num: How many.
-        is_positive: Whether none is below zero.
-    """
+    """Unencoded fp32 values; none is negative if ``is_positive``."""
 
     def __init__(self, num: int, *, is_positive: bool = False) -> None:
         self._values = torch.zeros(num, dtype=torch.float32)
@@ -68,16 +62,16 @@ class Floats(Moment):
         return self._values[block]
 
     def close(self, block: slice, values: Tensor) -> None:
-        pass  # They are the same.
+        pass  # `open` gave the values themselves.
 
 
 class _Codes(Moment):
-    """Codes of 8 bits, and a biased exponent for each block of them."""
+    """8-bit codes, and a biased exponent per block."""
 
     kept_bits: ClassVar[int]
-    """Of the mantissa."""
+    """Mantissa bits in a code."""
     largest: ClassVar[int]
-    """Of the codes of magnitudes; 0 is zero."""
+    """Largest code of a magnitude; code 0 is zero."""
 
     def __init__(self, num: int) -> None:
         self._codes = torch.zeros(num, dtype=torch.uint8)
@@ -109,21 +103,24 @@ class _Codes(Moment):
         self._codes[block] = found.to(torch.uint8).view(-1)[: block.stop - block.start]
 
     def _top(self, block: slice) -> Tensor:
-        """What the largest code of each block stands for: the power of two above its largest value. ``[blocks, 1]``."""
+        """Return what ``largest`` decodes to per block, as upper bits: the next power of two; ``[blocks, 1]``."""
         exponents = self._exponents[block.start // BLOCK : -(-block.stop // BLOCK)].int()
         return ((exponents + 1) << self.kept_bits)[:, None]
 
     @abstractmethod
     def _ends(self, codes: Tensor, magnitudes: Tensor, bits: Tensor) -> Tensor:
-        """Codes from what may be beyond them; int32 ``[blocks, BLOCK]``, as the others."""
+        """Clamp codes to the range; int32 ``[blocks, BLOCK]``, as the other arguments."""
 
     @abstractmethod
     def _with_signs(self, values: Tensor, codes: Tensor) -> Tensor:
-        """Values from magnitudes."""
+        """Return values from magnitudes."""
 
 
 class SignedCodes(_Codes):
-    """A sign and 7 bits: steps of an eighth, down to 2**-16 of the largest in a block; what is less is zero."""
+    """A sign and 7 bits: steps of an eighth, down to 2**-16 of the largest value in a block.
+
+    Smaller values become zero.
+    """
 
     kept_bits = 3
     largest = 127
@@ -136,9 +133,9 @@ class SignedCodes(_Codes):
 
 
 class PositiveCodes(_Codes):
-    """8 bits: steps of a sixteenth, down to 2**-16 of the largest in a block.
+    """8 bits: steps of a sixteenth, down to 2**-16 of the largest value in a block.
 
-    What is less, and not zero, counts as that much: it is divided by.
+    Smaller values become the smallest code, not zero, because they are a divisor.
     """
 
     kept_bits = 4
@@ -152,6 +149,5 @@ class PositiveCodes(_Codes):
 
 
 def _in_blocks(values: Tensor) -> Tensor:
-    """``[blocks, BLOCK]``, filled up with zeros."""
     missing = -len(values) % BLOCK
     return (functional.pad(values, (0, missing)) if missing else values).view(-1, BLOCK)

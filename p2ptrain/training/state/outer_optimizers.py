@@ -1,13 +1,13 @@
-"""The step that every member of a group takes on the averaged contribution, bit for bit the same.
+"""Shared optimizer steps on the averaged contribution, with the same bits on all peers.
 
-`NesterovStep`, `AdamStep` and `AverageStep` (``every`` > 1) move the master vector by the mean pseudo-gradient. They
-use single IEEE operations only, each rounded to fp32 by itself: torch's fused forms (``alpha=``, ``lerp``, ``addcmul``)
-may or may not become fused multiply-adds, depending on the CPU. `GradientStep` (``every = 1``) lets a torch optimizer
-step on the mean gradient; its bits are as reproducible as that optimizer's kernels: equal on machines of one kind.
-`p2ptrain.training.state.adamw.AdamWStep` does the same for the manifest's own model, with equal bits on all machines.
+With ``every`` > 1 `NesterovStep`, `AdamStep` and `AverageStep` move the master vector by the mean pseudo-gradient.
+They use single IEEE operations, each rounded to fp32 by itself. CPUs differ in whether torch's fused forms (``alpha=``,
+``lerp``, ``addcmul``) use fused multiply-adds. With ``every = 1`` `GradientStep` lets a torch optimizer step on the
+mean gradient; its bits are equal on machines of one kind. `p2ptrain.training.state.adamw.AdamWStep` gives equal bits on
+all machines.
 
-The buffers' part of the mean is a difference from the vector too, and is subtracted as it is. A step may move one
-fragment of the vector alone (`p2ptrain.training.state.fragments`); then ``mean`` holds the values of that fragment.
+The buffers' part of the mean is a difference from the vector, and is subtracted. A step may move one fragment
+(`p2ptrain.training.state.fragments`); then ``mean`` holds the values of that fragment.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from p2ptrain.training.state.fragments import Fragment
 from p2ptrain.training.state.layout import Layout
 
 BLOCK_VALUES = 1 << 18
-"""Values that are worked on at a time: temporaries stay within 1 MiB."""
+"""Values per block of work, so that temporaries stay within 1 MiB."""
 
 _PREFIX = "optim."
 
@@ -38,18 +38,14 @@ class Stepper(ABC):
 
     @abstractmethod
     def state_tensors(self) -> list[tuple[str, Tensor]]:
-        """Its state, fp32 on the CPU, in an order that is the same on all peers; the live tensors where possible.
+        """Return the state, fp32 on the CPU, in the same order on all peers; live tensors where possible.
 
-        Which ones there are may change from round to round (a torch optimizer has none before its first step).
+        The set may change between rounds: a torch optimizer has no state before its first step.
         """
 
     @abstractmethod
     def load_state_tensors(self, tensors: NamedTensors) -> None:
-        """Take over the `state_tensors` of another peer, all or none.
-
-        Raises:
-            IncompatibleError: They are not the state of this optimizer for this layout.
-        """
+        """Load another peer's `state_tensors`, all or none; raise `IncompatibleError` if they do not fit."""
 
     @abstractmethod
     def step(self, vector: Tensor, mean: Tensor, round_: int, fragment: Fragment | None = None) -> None:
@@ -57,15 +53,14 @@ class Stepper(ABC):
 
         Args:
             vector: The master copy; fp32, ``[num_values]``, CPU.
-            mean: The averaged contribution: pseudo-gradients or gradients, then buffer differences; fp32,
-                ``[fragment.num_values]``; not changed.
-            round_: The round that ``mean`` is of. A learning rate that changes is a function of it, so that a peer that
-                replays the round later takes the same step.
-            fragment: Whose values it holds; None for the whole vector.
+            mean: Mean pseudo-gradients or gradients, then buffer differences; fp32, ``[fragment.num_values]``; not
+                changed.
+            round_: The round of ``mean``; learning rates are a function of it, so a replay takes the same step.
+            fragment: The part of the vector; None for all of it.
         """
 
     def adopt(self, vector: Tensor) -> None:  # noqa: B027 - most steppers keep nothing of it
-        """Take note that ``vector`` was changed by something else than `step`; fp32, ``[num_values]``, CPU."""
+        """Observe a change of ``vector`` (fp32, ``[num_values]``, CPU) by other code than `step`."""
 
 
 class NesterovStep(Stepper):
@@ -84,18 +79,15 @@ class NesterovStep(Stepper):
         self._velocity = torch.zeros(layout.num_parameters, dtype=torch.float32)
 
     def state_tensors(self) -> list[tuple[str, Tensor]]:
-        """One tensor: the momentum, ``[num_parameters]``."""
         return [("outer.momentum", self._velocity)]
 
     def load_state_tensors(self, tensors: NamedTensors) -> None:
-        """See `Stepper.load_state_tensors`."""
         if [name for name, _ in tensors] != ["outer.momentum"] or tensors[0][1].shape != self._velocity.shape:
             raise IncompatibleError("the outer optimizer's state does not fit: all peers need the same outer optimizer")
         self._velocity.copy_(tensors[0][1])
 
     @torch.no_grad()
     def step(self, vector: Tensor, mean: Tensor, round_: int, fragment: Fragment | None = None) -> None:
-        """See `Stepper.step`."""
         fragment = fragment or whole(self._layout)
         update = torch.empty(min(BLOCK_VALUES, self._layout.num_parameters), dtype=torch.float32)
         for block, source in _blocks(fragment):
@@ -114,15 +106,14 @@ class AdamStep(Stepper):
     """Adam on pseudo-gradients: FedAdam (Reddi et al., arXiv 2003.00295, algorithm 2), with Adam's bias correction.
 
     In the form of `torch.optim.Adam` (Kingma and Ba, arXiv 1412.6980, algorithm 1), for the mean pseudo-gradient
-    ``mean`` and the number ``t`` of steps taken, this one included::
+    ``mean`` and step ``t``, from 1::
 
         first  = beta1 * first + (1 - beta1) * mean
         second = beta2 * second + (1 - beta2) * mean * mean
         vector = vector - learning_rate / (1 - beta1**t) * first / (sqrt(second) / sqrt(1 - beta2**t) + epsilon)
 
-    FedAdam leaves the correction out and starts ``second`` above zero instead. What depends on ``t`` alone is computed
-    in fp64 and rounded once. IEEE square roots and divisions are correctly rounded, and so are NumPy's roots; torch
-    takes its own from MKL where it can, whose last bit may differ.
+    FedAdam instead omits the correction and starts ``second`` above zero. Factors of ``t`` alone are computed in fp64
+    and rounded once. NumPy's square roots are correctly rounded; torch's may come from MKL and differ in the last bit.
     """
 
     def __init__(
@@ -142,11 +133,10 @@ class AdamStep(Stepper):
         self._steps = torch.zeros(num_fragments, dtype=torch.float32)
 
     def state_tensors(self) -> list[tuple[str, Tensor]]:
-        """Both moments, ``[num_parameters]``, and each fragment's number of steps (exact up to 2**24)."""
+        """Return both moments, ``[num_parameters]``, and each fragment's number of steps (exact up to 2**24)."""
         return [("outer.first", self._first), ("outer.second", self._second), ("outer.steps", self._steps)]
 
     def load_state_tensors(self, tensors: NamedTensors) -> None:
-        """See `Stepper.load_state_tensors`."""
         own = self.state_tensors()
         if [(name, tensor.shape) for name, tensor in tensors] != [(name, tensor.shape) for name, tensor in own]:
             raise IncompatibleError("the outer optimizer's state does not fit: all peers need the same outer optimizer")
@@ -157,7 +147,6 @@ class AdamStep(Stepper):
 
     @torch.no_grad()
     def step(self, vector: Tensor, mean: Tensor, round_: int, fragment: Fragment | None = None) -> None:
-        """See `Stepper.step`."""
         fragment = fragment or whole(self._layout)
         self._steps[fragment.index].add_(1.0)
         taken = int(self._steps[fragment.index])
@@ -181,7 +170,7 @@ class AdamStep(Stepper):
 
 
 def power(base: float, exponent: int) -> float:
-    """``base ** exponent`` in fp64, from multiplications alone: C libraries' ``pow`` differ in the last bit."""
+    """Return ``base ** exponent`` in fp64 by multiplications alone: C libraries' ``pow`` differ in the last bit."""
     result = 1.0
     while exponent:
         if exponent & 1:
@@ -199,17 +188,14 @@ class AverageStep(Stepper):
         self._layout = layout
 
     def state_tensors(self) -> list[tuple[str, Tensor]]:
-        """None: there is no state."""
         return []
 
     def load_state_tensors(self, tensors: NamedTensors) -> None:
-        """See `Stepper.load_state_tensors`."""
         if tensors:
             raise IncompatibleError("the outer optimizer has no state: all peers need the same outer optimizer")
 
     @torch.no_grad()
     def step(self, vector: Tensor, mean: Tensor, round_: int, fragment: Fragment | None = None) -> None:
-        """See `Stepper.step`."""
         fragment = fragment or whole(self._layout)
         update = torch.empty(min(BLOCK_VALUES, self._layout.num_parameters), dtype=torch.float32)
         for block, source in _blocks(fragment):
@@ -220,11 +206,12 @@ class AverageStep(Stepper):
 
 
 class GradientStep(Stepper):
-    """One step of a torch optimizer on the mean gradient: the same as one step on one large batch (``every = 1``).
+    """A torch optimizer's step on the mean gradient: the same as one step on one large batch (``every = 1``).
 
-    The live parameters must hold the vector's values; afterwards they, and the vector, hold the new ones, and their
-    ``.grad`` is the clipped mean. Learning rates and other settings are no shared state: all peers give the same ones,
-    and the same schedule by round.
+    The live parameters must hold the vector's values. After a step both hold the new values, and ``.grad`` holds the
+    clipped mean. Learning rates and other settings are not shared state: all peers must use the same ones.
+
+    Any torch optimizer will do whose state is tensors and numbers per parameter.
     """
 
     def __init__(
@@ -235,17 +222,9 @@ class GradientStep(Stepper):
         clip_norm: float = 0.0,
         rates: LearningRates | None = None,
     ) -> None:
-        """Wrap ``optimizer``, which steps the parameters of ``module``.
+        """Raise `ValueError` if the optimizer holds a parameter that is not the module's.
 
-        Args:
-            optimizer: Any torch optimizer whose state is tensors and numbers, one set a parameter.
-            module: The live module.
-            layout: Its layout.
-            clip_norm: Limit of the mean gradient's norm over all parameters; 0 for none.
-            rates: The optimizer's learning rates by round; None for constant ones.
-
-        Raises:
-            ValueError: The optimizer holds a parameter that is not the module's.
+        ``clip_norm`` limits the mean gradient's norm over all parameters; 0 is no limit.
         """
         self._optimizer = optimizer
         self._module = module
@@ -257,7 +236,7 @@ class GradientStep(Stepper):
             raise ValueError("the optimizer has parameters that are not the module's")
 
     def state_tensors(self) -> list[tuple[str, Tensor]]:
-        """The optimizer's state as ``optim.<parameter>.<key>``, by order of the layout and then by key."""
+        """Return the optimizer's state as ``optim.<parameter>.<key>``, in the order of the layout, then by key."""
         tensors: list[tuple[str, Tensor]] = []
         for entry, parameter in self._layout.parameters_of(self._module):
             state = self._optimizer.state.get(parameter) or {}
@@ -279,7 +258,7 @@ class GradientStep(Stepper):
         return tensors
 
     def load_state_tensors(self, tensors: NamedTensors) -> None:
-        """See `Stepper.load_state_tensors`; also for an optimizer that has not stepped yet."""
+        """See `Stepper.load_state_tensors`; the optimizer need not have stepped yet."""
         entries = {entry.name: (entry, parameter) for entry, parameter in self._layout.parameters_of(self._module)}
         places = self._places()
         state: dict[int, dict[str, Tensor | bool | int | float]] = {}
@@ -324,11 +303,11 @@ class GradientStep(Stepper):
         self._layout.write(vector, self._module, kind="buffer")
 
     def adopt(self, vector: Tensor) -> None:
-        """See `Stepper.adopt`: the torch optimizer steps the live parameters."""
+        """Copy the vector into the live parameters, which the torch optimizer steps."""
         self._layout.write(vector, self._module, kind="param")
 
     def _load(self, state: dict[int, dict[str, Tensor | bool | int | float]]) -> None:
-        """Let torch place ``state`` on the right devices, but keep the containers: wrappers refer to them."""
+        """Load ``state`` through torch, which selects the devices, but keep the containers: wrappers refer to them."""
         optimizer = self._optimizer
         groups, container = optimizer.param_groups, optimizer.state
         whole = optimizer.state_dict()
@@ -341,22 +320,18 @@ class GradientStep(Stepper):
         optimizer.param_groups = groups
 
     def _places(self) -> dict[int, int]:
-        """The index that the optimizer's ``state_dict`` uses for each parameter, by identity."""
         order = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         return {id(parameter): place for place, parameter in enumerate(order)}
 
 
 def clip_scale(mean: Tensor, num_parameters: int, clip_norm: float) -> float:
-    """What to multiply gradients with, as `torch.nn.utils.clip_grad_norm_`; 1 when they are short enough.
+    """Return the scale of a gradient, ``mean[:num_parameters]`` (fp32), as in `torch.nn.utils.clip_grad_norm_`.
 
-    Args:
-        mean: The gradient, and what follows it: fp32, ``[at least num_parameters]``.
-        num_parameters: How much of it is the gradient.
-        clip_norm: The limit of its norm; 0 for none.
+    It is 1 if the norm is within ``clip_norm``, or that is 0.
     """
     if not clip_norm:
         return 1.0
-    # In fp64, so that the order of summation, which differs between CPUs, does not show in fp32.
+    # CPUs differ in the order of summation; in fp64 the difference vanishes when rounded to fp32.
     squares = 0.0
     for start in range(0, num_parameters, BLOCK_VALUES):
         block = mean[start : min(start + BLOCK_VALUES, num_parameters)]
@@ -365,12 +340,11 @@ def clip_scale(mean: Tensor, num_parameters: int, clip_norm: float) -> float:
 
 
 def whole(layout: Layout) -> Fragment:
-    """The whole vector as one fragment."""
     return Fragment(0, layout.entries)
 
 
 def _blocks(fragment: Fragment) -> Iterator[tuple[slice, slice]]:
-    """The fragment's parameters, at most `BLOCK_VALUES` at a time: where in the vector, and where in the fragment."""
+    """Yield the fragment's parameters in runs of at most `BLOCK_VALUES`: slices of the vector and of the fragment."""
     for start, offset, count in fragment.parameter_spans:
         for done in range(0, count, BLOCK_VALUES):
             size = min(BLOCK_VALUES, count - done)
@@ -378,7 +352,6 @@ def _blocks(fragment: Fragment) -> Iterator[tuple[slice, slice]]:
 
 
 def step_buffers(layout: Layout, vector: Tensor, mean: Tensor, fragment: Fragment) -> None:
-    """Subtract the buffers' part of ``mean`` from ``vector``, and round integer buffers."""
     for start, offset, count in fragment.buffer_spans:
         vector[start : start + count].sub_(mean[offset : offset + count])
     layout.round_integers(vector)

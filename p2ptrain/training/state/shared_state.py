@@ -1,12 +1,11 @@
 """The state that all holders of one certificate share, bit for bit.
 
-`SharedState` owns the master vector and the shared optimizer. Only a certified round changes it (`SharedState.apply`),
-or a download, which writes chunks of it (`SharedState.patch`), or a checkpoint (`SharedState.replace`). Newcomers read
-the live bytes a chunk at a time, each with a proof of the digest that it belongs to (`SharedState.read`): no copy is
-made for them, however many there are and however long they take (`p2ptrain.training.sync.download`).
+`SharedState` owns the master vector and the shared optimizer. Three calls change it: `SharedState.apply` with a
+certified mean, `SharedState.patch` with downloaded chunks, and `SharedState.replace` with a checkpoint. Newcomers read
+the live bytes by chunk, each with a proof of its digest (`SharedState.read`), so the server needs no copy.
 
-Threads: one at a time (that of `Runtime.compute`) calls `apply`, `patch`, `replace` and `tree`; any calls `read`. One
-lock keeps a reader from seeing half a step.
+Threads: `apply`, `patch`, `replace` and `tree` run on the thread of `Runtime.compute`; any thread may call `read`. A
+lock keeps readers from seeing half a step.
 """
 
 from __future__ import annotations
@@ -36,12 +35,9 @@ _STAMP = struct.Struct(f">Q{HASH_BYTES}s{HASH_BYTES}s")
 
 @dataclass(frozen=True)
 class Stamp:
-    """Which state a chunk is of; follows the chunk on the wire, and is followed by its proof.
+    """The round, lineage and digest (32 bytes each) of the head of a chunk's state.
 
-    Attributes:
-        round: Of the head.
-        lineage: Of the head, 32 bytes.
-        digest: Of the head, 32 bytes.
+    On the wire it lies between the chunk and its proof.
     """
 
     round: int
@@ -52,32 +48,29 @@ class Stamp:
 
     @classmethod
     def of(cls, head: Head) -> Stamp:
-        """The stamp of chunks of this head's state."""
         return cls(head.round, head.lineage, head.digest)
 
     def to_bytes(self) -> bytes:
-        """`NUM_BYTES` bytes."""
         return _STAMP.pack(self.round, self.lineage, self.digest)
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> Stamp:
-        """What `to_bytes` made."""
         return cls(*_STAMP.unpack(data))
 
 
 def stamped_bytes(chunk_bytes: int, depth: int) -> int:
-    """Size of a chunk with its stamp and proof, in a tree of this depth."""
+    """Return the size of a chunk with its stamp and its proof in a tree of this depth."""
     return chunk_bytes + Stamp.NUM_BYTES + depth * HASH_BYTES
 
 
 class SharedState:
-    """Parameters, buffers and shared optimizer state on the CPU, and where their lineage stands.
+    """Parameters, buffers and shared optimizer state on the CPU, and the head of their lineage.
+
+    A new state may lack a head, which names the digest of this very state; the caller then sets it.
 
     Attributes:
-        vector: The master copy; fp32, ``[layout.num_values]``, CPU. Changed by this class alone, always in place.
-        layout: What is where in it.
-        stepper: The optimizer that is shared.
-        fragments: What of it each round synchronises.
+        vector: The master copy; fp32, ``[layout.num_values]``, CPU. Only this class changes it, always in place.
+        fragments: The parts of the vector that rounds synchronise in turn.
     """
 
     def __init__(
@@ -88,14 +81,6 @@ class SharedState:
         head: Head | None = None,
         fragments: Fragments | None = None,
     ) -> None:
-        """
-        Args:
-            vector: The values at the start; owned by this object from now on.
-            layout: Its layout.
-            stepper: The shared optimizer.
-            head: Where the lineage stands; None until it is set, since it names the digest of this very state.
-            fragments: What of it each round synchronises; None for all of it.
-        """
         self.vector = vector
         self.layout = layout
         self.stepper = stepper
@@ -110,14 +95,14 @@ class SharedState:
     def from_module(
         cls, module: nn.Module, layout: Layout, stepper: Stepper, fragments: Fragments | None = None
     ) -> SharedState:
-        """The state that the module's present values are the beginning of; its ``head`` is still to be set."""
+        """Return a state with the module's present values; the caller sets its ``head``."""
         vector = layout.new_vector()
         layout.read(module, vector)
         return cls(vector, layout, stepper, fragments=fragments)
 
     @property
     def head(self) -> Head:
-        """Where the lineage stands. Set it after `apply`: until then the state has no name, and cannot be read."""
+        """The lineage's head. The caller sets it after `apply`; until then the state cannot be read."""
         if self._head is None:
             raise ValueError("the shared state has no head yet: set it before use")
         return self._head
@@ -129,34 +114,27 @@ class SharedState:
             self._settled = True
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """All of it by name, the vector first: the live memory, so not to be kept across a round."""
+        """Return all tensors by name, the vector first: live memory, not to be kept across a round."""
         return [(VECTOR_NAME, self.vector), *self.stepper.state_tensors()]
 
     def tree(self) -> MerkleTree:
-        """Hash all of it anew, so that a change in memory that no round made is found."""
+        """Hash the whole state anew, to detect corrupted memory."""
         chunks = ChunkedBytes(self.tensors())
         tree = tree_of(chunks)
         self._chunks, self._tree = chunks, tree
         return tree
 
     def apply(self, mean: Tensor, round_: int, fragment: Fragment | None = None) -> None:
-        """Take the shared step on a certified mean. Set ``head`` afterwards.
+        """Take the shared step on a round's certified mean (fp32, ``[fragment.num_values]``, CPU).
 
-        Args:
-            mean: fp32, ``[fragment.num_values]``, CPU.
-            round_: The round that it is of.
-            fragment: Whose values it holds; None for the whole vector.
+        The caller sets ``head`` afterwards. Without a fragment the mean covers the whole vector.
         """
         with self._lock:
             self._unsettle()
             self.stepper.step(self.vector, mean, round_, fragment)
 
     def replace(self, tensors: NamedTensors, head: Head) -> None:
-        """Take over another state as a whole.
-
-        Args:
-            tensors: As `tensors` gives them; copied. They must have the digest that ``head`` names.
-            head: Where its lineage stands.
+        """Replace the whole state by copies of these tensors, in the form of `tensors` and with the digest of ``head``.
 
         Raises:
             IncompatibleError: They do not fit this model and optimizer; nothing was changed.
@@ -171,14 +149,10 @@ class SharedState:
             self._settled = True
 
     def patch(self, specs: tuple[TensorSpec, ...], chunks: Iterable[tuple[int, memoryview]]) -> None:
-        """Overwrite chunks of it, in place. Set ``head`` once all of it is of one round.
-
-        Args:
-            specs: What the chunks were cut from.
-            chunks: Index and bytes of each.
+        """Overwrite chunks, given by index, in place. The caller sets ``head`` once all chunks are of one round.
 
         Raises:
-            IncompatibleError: The specs do not fit this model and optimizer.
+            IncompatibleError: ``specs``, the tensors of the chunks, do not fit this model and optimizer.
         """
         with self._lock:
             self._unsettle()
@@ -196,19 +170,15 @@ class SharedState:
             self.stepper.adopt(self.vector)
 
     def read(self, index: int, out: memoryview, specs: tuple[TensorSpec, ...], *, wait: bool = True) -> int:
-        """Copy one chunk, its `Stamp` and its proof to the start of ``out``.
+        """Copy one chunk, its `Stamp` and its proof to the start of ``out``, which has room for them.
 
-        Args:
-            index: Which chunk, as in `p2ptrain.training.state.digest.Cut`.
-            out: Writable, with room for it.
-            specs: What the reader takes the state to consist of.
-            wait: Whether to wait while a step is applied.
+        Without ``wait`` it does not block on the lock. ``specs`` are the reader's view of the state's tensors.
 
         Returns:
-            The size in bytes; -1 while a round changes the state, unless ``wait`` says to wait for a step's end.
+            The size in bytes; -1 if the lock is busy without ``wait``, or the state has no head or digest yet.
 
         Raises:
-            TemporaryError: This peer's state is damaged, or it consists of other tensors.
+            TemporaryError: This peer's state is damaged, or has other tensors.
         """
         if not self._lock.acquire(blocking=wait):
             return -1
@@ -228,11 +198,7 @@ class SharedState:
             self._lock.release()
 
     def describe(self) -> tuple[Head, tuple[TensorSpec, ...]] | None:
-        """What is to be read now: its head, and what it consists of; None while a round changes it.
-
-        Raises:
-            TemporaryError: This peer's state is damaged.
-        """
+        """Return head and specs, or None while a round changes the state; raise `TemporaryError` if it is damaged."""
         if not self._lock.acquire(blocking=False):
             return None
         try:
@@ -243,18 +209,17 @@ class SharedState:
 
     @property
     def is_settled(self) -> bool:
-        """Whether ``head`` names this state: not between a step and its head."""
+        """True if ``head`` names this state; False between a step and its head."""
         return self._settled
 
     def is_being_changed(self) -> bool:
-        """Whether another thread holds the lock: it changes the state, or reads a chunk of it."""
         if self._lock.acquire(blocking=False):
             self._lock.release()
             return False
         return True
 
     def needs_tree(self) -> bool:
-        """Whether `tree` has to be called before the next `read`."""
+        """True if `tree` must be called before the next `read`."""
         return self._tree is None and self._settled
 
     def _readable(self) -> tuple[ChunkedBytes, MerkleTree] | None:

@@ -1,4 +1,4 @@
-"""How a model's vector is encoded: the manifest's codecs, laid over the model's tensors."""
+"""The codec of a model's vector: the manifest's codecs, assigned to the model's tensors."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ from p2ptrain.training.state.layout import Layout
 
 
 def vector_codec(spec: AveragingSpec, layout: Layout) -> Codec:
-    """The codec of vectors of this layout: ``spec.codec``, with ``spec.small_tensors`` for small tensors if it is set.
-
-    Raises:
-        IncompatibleError: This version lacks one of the codecs.
-    """
+    """Return ``spec.codec``, mixed with ``spec.small_tensors`` if set; raise `IncompatibleError` if one is unknown."""
     codec = get_codec(spec.codec)
     if not spec.small_tensors:
         return codec

@@ -1,4 +1,4 @@
-"""Compares model and rule with the other peers, once, before a peer takes on their state."""
+"""Comparison of model and step rule with other peers, before a peer takes their state."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ MAX_REPLY_BYTES = 2 << 20
 
 
 class Trained(Message, frozen=True):
-    """The fingerprint of a peer's layout, and the rule by which it steps."""
+    """The fingerprint of a peer's layout, and its step rule (see `step_rule`)."""
 
     fingerprint: Hash
     rule: Annotated[str, Meta(max_length=1 << 20)]
 
 
 def serve_agreement(rpc: Rpc, layout: Layout) -> None:
-    """Tell other peers what this one trains, and by which rule."""
+    """Serve this peer's layout fingerprint and step rule."""
 
     async def compare(peer: str, request: Nothing) -> Trained:
         return Trained(layout.fingerprint, layout.rule)
@@ -40,11 +40,7 @@ def serve_agreement(rpc: Rpc, layout: Layout) -> None:
 
 
 async def check_agreement(rpc: Rpc, layout: Layout, trainers: Sequence[str]) -> None:
-    """Ask up to `MAX_ASKED` of the peers that train what they train; pass over peers that do not answer.
-
-    Raises:
-        IncompatibleError: All that answer train another model, or step by another rule.
-    """
+    """Ask up to `MAX_ASKED` trainers; raise `IncompatibleError` if all that answer differ in layout or step rule."""
 
     async def ask(peer: str) -> Trained | None:
         try:

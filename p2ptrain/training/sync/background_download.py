@@ -1,15 +1,14 @@
-"""A download of the state that the swarm does not wait for: rounds go on, and the newcomer catches up with them.
+"""A state download during which the swarm keeps committing rounds.
 
-Sources keep nothing for a newcomer. It takes chunks of whatever round a source is in
-(`p2ptrain.training.sync.download`). Meanwhile it collects the results of all rounds since it began
-(`p2ptrain.training.sync.rounds_since`), before anything else that wants its link: other peers keep few of them. When
-all chunks are there, it goes through the rounds in order: it puts the chunks of that round in place, applies the
-round's result, and so on. A result moves the right chunks rightly whatever the others hold, because a chunk has all
-that a step needs (`p2ptrain.training.state.digest`). The digest of the newest chunks' round tells that the whole is
-right.
+Sources send chunks of their current round (`p2ptrain.training.sync.download`). The newcomer collects the results of
+all rounds since the download began (`p2ptrain.training.sync.rounds_since`). Results come before chunks, because other
+peers keep few of them. When all chunks are present, the newcomer replays the rounds in order. For each round it
+writes the chunks of that round and applies the result. A chunk holds all values that a step on it needs
+(`p2ptrain.training.state.digest`), so its neighbours may be of other rounds. The digest of the newest round verifies
+the whole state.
 
-What is there outlives a failure, and in files the process. After a pause it goes on from where it was if somebody still
-has the results since; otherwise it begins anew.
+Chunks survive failures and, in files, a restart. The download resumes if a peer still has the results since;
+otherwise it begins anew.
 """
 
 from __future__ import annotations
@@ -40,28 +39,23 @@ from p2ptrain.training.sync.rounds_since import RoundsSince
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 2.0
-"""Between two looks for results of new rounds; a peer keeps those of some rounds."""
+"""Poll interval for new results; short enough that peers still hold them."""
 ADMISSION_SECONDS = 60.0
-"""Timeout of a chunk of an unknown round that waits for that round's result."""
+"""Timeout for the result of a chunk's round."""
 MAX_AT_ONCE = 8
 MAX_BATCH_BYTES = 4 << 20
-"""So many results are fetched at once, if they are not more bytes."""
+"""Size limit of `MAX_AT_ONCE` results fetched at once."""
 TELL_SECONDS = 60.0
-"""Between two log lines of a download that lasts."""
+"""Interval between log lines of a long download."""
 
 MAX_STATE_RATIO = 16
-"""A state is at most so many times as large as its parameters: no optimizer shares more of them."""
+"""Limit of the state's size in sizes of its parameters; no optimizer shares more."""
 
 FAILURES = (TemporaryError, IntegrityError, IncompatibleError)
 
 
 class StateDownload:
-    """One peer's download of the swarm's state, and the rounds since; implements `Admission`.
-
-    Args:
-        replica: The shared state that is to be brought to where the swarm is.
-        jobs: Told how far the download is.
-    """
+    """One peer's download of the swarm's state, and the rounds since; implements `Admission`."""
 
     def __init__(self, replica: Replica, jobs: Jobs) -> None:
         self._replica = replica
@@ -86,26 +80,21 @@ class StateDownload:
 
     @property
     def has_begun(self) -> bool:
-        """True if a part of a state is here; also if an earlier process left it."""
+        """True if some chunks are present, those of an earlier process included."""
         if self._partial is not None:
             return self._partial.num_done > 0
         return self._part is not None and self._part.is_dir()
 
     @property
     def certificates(self) -> list[Certificate]:
-        """Of the rounds since the download began, in order."""
+        """Certificates of the rounds since the download began, in order."""
         return self._rounds.certificates
 
     @contextlib.asynccontextmanager
     async def fetched(self, source: PeerId, head: Head) -> AsyncIterator[RoundsSince]:
-        """Download what is missing; the rounds since are collected until the body ends.
+        """Download the missing chunks, from ``source`` first; collect results until the body ends.
 
-        Args:
-            source: Whom to ask first.
-            head: What it says that it holds; checked.
-
-        Raises:
-            See `p2ptrain.training.sync.download.download_state`; what has arrived stays.
+        ``head`` is the verified head of ``source``. Raises the errors of `download_state`; received chunks stay.
         """
         self._source = source
         partial = await self._open(source, head)
@@ -125,7 +114,7 @@ class StateDownload:
             self._rounds = await self._context.runtime.offload(
                 RoundsSince.open, rounds, self._context.swarm, self._context.signer
             )
-            for _, stamp in self._partial.chunks():  # They were believed before they were kept.
+            for _, stamp in self._partial.chunks():  # Their digests were believed when they were kept.
                 self._claims.setdefault(stamp.lineage, {})[self._context.peer_id] = stamp.digest
             if self._partial.num_done:
                 logger.info(
@@ -140,14 +129,14 @@ class StateDownload:
         return self._partial
 
     def _begin_at(self, head: Head) -> None:
-        """Collect the rounds from this head on; chunks of other rounds turn out to be of no use in the end."""
+        """Collect results from this head on; `_fits_together` drops chunks of other rounds later."""
         if self._rounds.base is not None and self._partial is not None and self._partial.num_done:
             logger.warning("the download begins anew at round %d: no peer has the rounds since", head.round)
         self._rounds.start(head)
         self._claims = {}
 
     def _sources(self) -> list[PeerId]:
-        """Peers to be asked for chunks and results: those first that hold what is wanted."""
+        """Return the trusted peers, the current source first, then peers at a known round."""
         records = [
             record for record in self._membership.records()
             if record.state in ACTIVE_STATES and record.peer != self._source
@@ -159,13 +148,13 @@ class StateDownload:
     # Which chunks to take
 
     def check_size(self, num_bytes: int) -> None:
-        """See `Admission`: a full disk ends this peer, and no liar may bring that about."""
+        """See `Admission`; the check keeps a liar from filling this peer's disk."""
         most = MAX_STATE_RATIO * self._state.vector.nbytes + CHUNK_BYTES
         if num_bytes > most:
             raise IntegrityError(f"a state of {num_bytes >> 20} MiB is more than a model of this size can have")
 
     async def admit(self, source: PeerId, stamp: Stamp) -> None:
-        """See `Admission`: the round's result has to be here, and most have to hold the same digest."""
+        """See `Admission`: the round's result must be here, and no other digest may be more frequent."""
         try:
             async with asyncio.timeout(ADMISSION_SECONDS):
                 while self._rounds.position(stamp.lineage) is None:
@@ -181,12 +170,11 @@ class StateDownload:
             raise IntegrityError(f"peer {source[-8:]} has another digest for its round than most")
 
     async def wait_for_turn(self) -> None:
-        """See `Admission`: results first."""
         async with self._is_collecting:
             pass
 
     def _believed(self, lineage: bytes) -> bytes:
-        """The digest that most peers have at a lineage, by their records and by the chunks that they sent."""
+        """Return the most frequent digest at a lineage, by peers' records and by the stamps that they sent."""
         votes = {record.peer: record.digest for record in self._membership.records() if record.lineage == lineage}
         counted = Counter({**votes, **self._claims.get(lineage, {})}.values())
         return counted.most_common(1)[0][0] if counted else b""
@@ -195,9 +183,9 @@ class StateDownload:
         return self._rounds.position(stamp.lineage) is not None and self._believed(stamp.lineage) == stamp.digest
 
     def _fits_together(self, partial: PartialDownload) -> bool:
-        """Forget chunks that do not go with the others; whether none did.
+        """Drop chunks that do not fit the others; return True if all fit.
 
-        What is common to all chunks has to be of one round, and no chunk may be older.
+        All common chunks must be of one round, and no chunk may be older.
         """
         dropped = partial.retain(self._is_usable)
         positions = {index: self._rounds.position(stamp.lineage) or 0 for index, stamp in partial.chunks()}
@@ -221,7 +209,7 @@ class StateDownload:
                 await self._look_for_a_gap()
 
     async def _extend(self) -> bool:
-        """Fetch the results of the rounds that the first peer to have any has; whether there were some."""
+        """Fetch the newer results of the first peer that has any; return True if there were some."""
         for peer in sorted(self._sources(), key=self._failures.__getitem__):
             try:
                 chain = await self._history.certificates_after(peer, self._rounds.tip)
@@ -242,17 +230,14 @@ class StateDownload:
         return False
 
     def _batches(self, peer: PeerId, chain: Sequence[Certificate]) -> Iterator[Sequence[Certificate]]:
-        """Results to be fetched at once: one, or several where they are small and rounds may be short."""
+        """Split a chain into batches to fetch at once: several results if they are small, else one."""
         sizes = [self._history.num_bytes_of(peer, each.body, self._replica.num_values(each.body)) for each in chain[:1]]
         step = MAX_AT_ONCE if sizes and sizes[0] * MAX_AT_ONCE <= MAX_BATCH_BYTES else 1
         for start in range(0, len(chain), step):
             yield chain[start : start + step]
 
     async def _look_for_a_gap(self) -> None:
-        """Begin anew where no peer is at a known round any more, and none has the results since.
-
-        If it can, it begins at the round of a chunk that is here already.
-        """
+        """Begin anew, best at a waiting chunk's head, if no peer is at a known round and none has the results since."""
         best: Head | None = None
         for peer in sorted(self._sources(), key=self._waiting.__contains__):
             try:
@@ -269,7 +254,7 @@ class StateDownload:
             self._tell_news()
 
     async def _head_of(self, peer: PeerId) -> Head:
-        """The head of the chunk by a peer that waits for its round; of what it holds now, where that cannot be told."""
+        """Return the head of the chunk that a peer waits to send, or its present head if no certificate is found."""
         stamp = self._waiting.get(peer)
         if stamp is not None:
             for certificate in await self._history.certificates_after(peer, self._rounds.tip, proofs=True):
@@ -284,20 +269,17 @@ class StateDownload:
     # Putting it together
 
     def newest(self) -> tuple[int, bytes]:
-        """Return how many of the rounds since are in the newest chunks, and their lineage."""
+        """Return the position of the newest chunks among the rounds since, and their lineage."""
         assert self._partial is not None
         stamps = {stamp.lineage for _, stamp in self._partial.chunks()}
         return max((self._rounds.position(lineage) or 0, lineage) for lineage in stamps)
 
     async def assemble(self) -> Head:
-        """Overwrite the shared state with the chunks, and bring them to the round of the newest ones.
-
-        Returns:
-            Its head, which is to be set.
+        """Overwrite the shared state with the chunks, each brought to the newest round; return its head.
 
         Raises:
-            IntegrityError: It has not the digest that it should. The shared state is nothing then, and has to be
-                downloaded again: this time with all chunks of one round, for a step that moves a value by others.
+            IntegrityError: The result has the wrong digest; the shared state is invalid until a new download. If the
+                chunks were of several rounds, the next download takes them from one round.
         """
         partial, rounds = self._partial, self._rounds
         assert partial is not None
@@ -323,7 +305,7 @@ class StateDownload:
         return rounds.head_at(newest, root)
 
     def discard(self) -> None:
-        """Forget what was downloaded, files included; also what an earlier process left."""
+        """Forget the download and delete its files, those of an earlier process included."""
         if self._partial is not None:
             self._partial.discard()
         self._rounds.discard()
@@ -332,14 +314,14 @@ class StateDownload:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def close(self) -> None:
-        """Give memory back; files stay for the next process."""
+        """Release the memory; keep the files for the next process."""
         if self._partial is not None:
             self._partial.close()
             self._partial = None
 
 
 class _Teller:
-    """Passes on how far a download is, and has the log say so once a minute."""
+    """Reports the progress of a download, and logs it every `TELL_SECONDS`."""
 
     def __init__(self, advance: Advance) -> None:
         self._advance = advance

@@ -1,12 +1,12 @@
-"""Catching up with the swarm: replay of missed rounds, download of the state, repair of what is damaged.
+"""Catch-up with the swarm: replay of missed rounds, download of the state, repair of a damaged state.
 
-A peer that is behind replays the rounds that it missed, or downloads the state where that is fewer bytes
-(`p2ptrain.training.sync.catch_up_policy`), from a peer ahead of it; if that one joined too lately to have the rounds,
-from one that has them.
+A stale peer replays the rounds that it missed, or downloads the state if that is fewer bytes
+(`p2ptrain.training.sync.catch_up_policy`). If the source lacks the rounds, another peer at the same lineage may
+replay them.
 
-Work on top of the old state is carried to the new one wherever it can count once: not when it may be in that state
-already, and not when the state that it was computed at was wrong. Where all certificates between the two are known they
-say whether it counted, and what of it is left is the same however this peer catches up.
+Local work is carried to the new state only where it cannot count twice. The certificates between two states tell
+whether the work has counted. If they are known, replay and download treat local work alike. Work on top of a damaged
+state is dropped.
 """
 
 from __future__ import annotations
@@ -40,29 +40,25 @@ from p2ptrain.training.sync.replica import Replica
 logger = logging.getLogger(__name__)
 
 MAX_OTHERS_ASKED = 3
-"""For rounds that the peer to be followed does not have."""
+"""Peers asked for rounds that the source does not have."""
 STALL_SECONDS = 4.0
-"""A peer is doubted that takes longer to fail to send what it announced; others may only have moved on too fast."""
+"""A source that fails after this time is doubted: it must prove its state before this peer follows it again."""
 MAX_DOUBTED_ASKED = 4
-"""Peers that broke their word and are asked at a time whether they keep it now."""
+"""Limit of concurrent checks of doubted peers."""
 MAX_REPAIRS = 10
-"""Times in a row that nobody can send a right state in place of a damaged one, before training ends."""
+"""Consecutive failed repairs that end training."""
 
 FAILURES_TO_FOLLOW = (TemporaryError, IntegrityError, IncompatibleError)
 """Errors that a broken or hostile peer can cause in a catch-up; none of them may end training.
 
-A `ResourceError` is this machine's: its disk or memory is full."""
+A `ResourceError` is this machine's own: its disk or memory is full."""
 
 
 class CatchUp:
-    """Brings one peer's shared state to where the swarm is.
-
-    Args:
-        replica: The shared state.
-        jobs: Told how far a catch-up is.
+    """Brings one peer's shared state to the swarm's head.
 
     Attributes:
-        resyncs: Full downloads of state.
+        resyncs: Full downloads of the state.
         incompatible: By peer: why its state does not fit this model.
     """
 
@@ -82,18 +78,13 @@ class CatchUp:
         self.incompatible: dict[str, str] = {}
 
     async def close(self) -> None:
-        """End what was started here."""
         await self._tasks.close()
         self._downloaded.close()
 
     async def follow_swarm(self, work: Contribution | None) -> bool:
-        """Catch up with the best lineage that any known peer announces, if it outranks this peer's.
+        """Catch up with the best lineage that a trusted peer announces; return True if this peer's head moved.
 
-        A peer that let this one wait before for what it did not hold is first asked for it while training goes on: else
-        it could have everybody wait for a deadline again and again.
-
-        Returns:
-            Whether this peer's head moved.
+        A doubted peer must prove its state in the background first. Else it could stall each round until a timeout.
         """
         before = self._state.head
         for _ in range(3):
@@ -104,7 +95,7 @@ class CatchUp:
         return self._state.head != before
 
     async def follow(self, source: str, work: Contribution | None) -> bool:
-        """Catch up with one peer; whether that worked."""
+        """Catch up with one peer; return True on success."""
         if self._membership.is_doubted(source):
             self._membership.suspect(source, "let others wait for what it did not hold")
             self._ask_soon(source)
@@ -122,17 +113,17 @@ class CatchUp:
         logger.info("could not follow peer %s: %s", source[-8:], error)
         if isinstance(error, IncompatibleError):
             self.incompatible[source] = str(error)
-        if not isinstance(error, PeerRefusedError):  # Who refuses is there: leading alone would fork.
+        if not isinstance(error, PeerRefusedError):  # A peer that refuses is alive: leading without it would fork.
             self._membership.suspect(source, str(error))
         stalled = asyncio.get_running_loop().time() - asked_at > STALL_SECONDS
         self._membership.mistrust(source, stalled=stalled)
 
     def lacks_a_state(self) -> bool:
-        """True if a part of the swarm's state is here, and beside it nothing but an untrained model."""
+        """True if this peer has an untrained model and an unfinished download."""
         return self._state.head.round == 0 and self._downloaded.has_begun
 
     def is_behind(self) -> bool:
-        """True if a peer that is relied on announces a head that outranks this one's."""
+        """True if a trusted peer announces a head that outranks this peer's."""
         return self._best_source() is not None
 
     def _best_source(self) -> str | None:
@@ -147,7 +138,7 @@ class CatchUp:
         return source
 
     def _ask_soon(self, peer: str) -> None:
-        """Ask a peer that broke its word, while training goes on, for what it announces."""
+        """Check in the background whether a doubted peer has the state that it announces."""
         self._asked = {peer: task for peer, task in self._asked.items() if not task.done()}
         if peer in self._asked or len(self._asked) >= MAX_DOUBTED_ASKED or self._membership.is_mistrusted(peer):
             return
@@ -167,7 +158,6 @@ class CatchUp:
             self._membership.vouch(peer)
 
     async def _catch_up(self, source: str, work: Contribution | None) -> None:
-        """Replay the rounds between this peer's head and that of ``source``, or download its state."""
         chain = await self._history.certificates_after(source, self._state.head.lineage)
         holder = source
         if not chain:
@@ -193,7 +183,7 @@ class CatchUp:
         except FAILURES_TO_FOLLOW as error:
             if holder == source and not isinstance(error, PeerRefusedError):
                 raise
-            # Its rounds are faster than this replay, or somebody failed for whom the source is not to blame.
+            # The swarm commits rounds faster than this replay, or another holder than the source failed.
             logger.info("peer %s could not replay it all: %s", holder[-8:], error)
             if not isinstance(error, PeerRefusedError):
                 self._membership.mistrust(holder)
@@ -222,7 +212,7 @@ class CatchUp:
             logger.info("replayed round %d from peer %s", body.round, holder[-8:])
 
     async def _chain_of_others(self, source: str) -> tuple[str, list[Certificate]]:
-        """Return another peer with the rounds up to the head of ``source``, and their certificates, if there is one."""
+        """Return another peer and its certificates up to the head of ``source``, or ``source`` and no certificates."""
         goal = next((record.lineage for record in self._active_records() if record.peer == source), None)
         if goal is None:
             return source, []
@@ -244,7 +234,6 @@ class CatchUp:
         return [record for record in self._membership.records() if record.state in ACTIVE_STATES]
 
     def _peers_at(self, lineage: bytes) -> list[str]:
-        """Peers that are relied on, and announce this lineage."""
         records = self._active_records()
         return [each.peer for each in records if each.lineage == lineage and self._is_trusted(each.peer)]
 
@@ -252,26 +241,23 @@ class CatchUp:
         return not self._membership.is_suspect(peer) and not self._membership.is_mistrusted(peer)
 
     def _state_bytes(self) -> int:
-        """Size of a download; 0 before the first step of a torch optimizer, which has no state until then."""
+        """Return the size of a download; 0 for a torch optimizer before its first step, which has no state yet."""
         if self._state.head.round == 0 and self._replica.drops_stale:
             return 0
         return sum(spec_of(name, tensor).num_bytes for name, tensor in self._state.tensors())
 
     def others_hold_another_state(self) -> bool:
-        """True if peers announce another digest than this one has, at the same lineage."""
         head = self._state.head
         return any(r.lineage == head.lineage and r.digest != head.digest for r in self._membership.records())
 
     async def repair(self, work: Contribution, own_digest_is_right: bool) -> None:
-        """Replace this peer's state, which is wrong, by that of the others; local work on top of it is dropped.
+        """Replace a wrong state by that of another peer; drop the local work on top of it.
 
-        Args:
-            work: The live model.
-            own_digest_is_right: Whether memory changed under its digest; else the others hold another digest.
+        ``own_digest_is_right`` is True for corrupted memory, and False if the other peers hold another digest.
 
         Raises:
-            AttemptFailedError: Nobody could send it now.
-            IntegrityError: Nobody could for `MAX_REPAIRS` times.
+            AttemptFailedError: No peer could send a right state this time.
+            IntegrityError: No peer could for `MAX_REPAIRS` times in a row.
         """
         records = [r for r in self._membership.records() if not self._membership.is_suspect(r.peer)]
         same = [r.peer for r in records if r.lineage == self._state.head.lineage]
@@ -295,31 +281,27 @@ class CatchUp:
     async def _download(
         self, source: str, work: Contribution | None, keep_work: bool, chain: Sequence[Certificate] = ()
     ) -> None:
-        """Fetch the whole state of the swarm, however long that takes, and the rounds since.
+        """Fetch the whole state, ``source`` first, and the rounds since, without a deadline.
 
-        Args:
-            source: Whom to ask first.
-            work: The live model.
-            keep_work: Whether work may be carried to the new state.
-            chain: Certificates from this peer's lineage on, as far as they are known.
+        ``chain`` holds the known certificates from this peer's lineage on.
         """
         head = await fetch_head(self._context.rpc, source)
         check_head(self._context, self._membership, head)
         repairs = not keep_work and head.lineage == self._state.head.lineage
         if not repairs and not head.outranks(self._state.head):
             raise AttemptFailedError(f"peer {source[-8:]} is not ahead of this one")
-        if chain and between(chain, self._state.head.lineage, head.lineage) is None:  # The source has moved on since.
+        if chain and between(chain, self._state.head.lineage, head.lineage) is None:  # The source committed more.
             chain = [*chain, *await self._history.certificates_after(source, chain[-1].body.next_lineage)]
         async with self._downloaded.fetched(source, head) as rounds:
             count = await to_its_end(self._take_over(work, keep_work, chain))
             logger.info("downloaded the state of round %d from peer %s", self._state.head.round, source[-8:])
-            while count < len(rounds.certificates):  # More of them may come meanwhile.
+            while count < len(rounds.certificates):  # The list may grow during the loop.
                 await self._replica.apply_missed(rounds.result(count), work)
                 count += 1
         self._downloaded.discard()
 
     async def _take_over(self, work: Contribution | None, keep_work: bool, chain: Sequence[Certificate]) -> int:
-        """Replace the shared state by what was downloaded; how many of the rounds since are in it."""
+        """Replace the shared state by the download; return how many of the rounds since it includes."""
         count, lineage = self._downloaded.newest()
         missed = between([*chain, *self._downloaded.certificates], self._state.head.lineage, lineage)
         await self._replica.replace(self._downloaded.assemble, missed, work, keep_work)

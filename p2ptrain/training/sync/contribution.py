@@ -13,30 +13,25 @@ if TYPE_CHECKING:
 
 
 class Contribution(Protocol):
-    """A peer's work since it last contributed; the live model's side of a synchronisation.
+    """A peer's local work since its last contribution: the live model's side of a synchronisation.
 
-    All methods run off the event loop, one at a time, while `at_rest` is held. Where rounds synchronise one
-    fragment each, a token has a share in every fragment's next contribution and counts there as much: 1 / P of a token.
+    The caller holds `at_rest`, and calls the methods off the event loop, one at a time. With P fragments a token
+    contributes to each fragment in turn, and weighs 1 / P each time. A fragment of None is the whole vector.
     """
 
     @property
     def tokens(self) -> int:
-        """Tokens that are not contributed yet, over all fragments; 0 when there is nothing to contribute."""
+        """Tokens of work not contributed yet, over all fragments; 0 if there is nothing to contribute."""
 
     @property
     def samples(self) -> int:
         """Samples read since the last contribution to any fragment."""
 
     def tokens_of(self, fragment: Fragment) -> int:
-        """Weight of a fragment's contribution; 0 when there is nothing to contribute to it."""
+        """Return the weight of a fragment's contribution, in tokens; 0 if there is nothing to contribute."""
 
     def collect(self, out: torch.Tensor, fragment: Fragment | None = None) -> None:
-        """Write the contribution (fp32, ``[fragment.num_values]``): start minus now, or the mean gradient.
-
-        Args:
-            out: Where to.
-            fragment: To which fragment; None for the whole vector.
-        """
+        """Write shared minus live values, or the mean gradient, into ``out`` (fp32, ``[fragment.num_values]``)."""
 
     def adopt(
         self,
@@ -45,21 +40,21 @@ class Contribution(Protocol):
         fragment: Fragment | None = None,
         counted: tuple[int, int] = (0, 0),
     ) -> None:
-        """Set the live model from the shared state, which has just changed.
+        """Set the live model from the shared state, which has just changed in ``fragment``.
 
         Args:
-            contributed: Whether the work is part of that state; it is then forgotten, but for what was done since.
-            carry: Otherwise, what `collect` gave before the change, to be put on top of the new state;
-                None drops the work.
-            fragment: What of the state changed; None for all of it.
-            counted: With ``contributed``: the tokens and samples that are in the state.
+            contributed: True if the state includes the work. Then only work done since stays pending.
+            carry: Without ``contributed``: the output of `collect` from before the change, to put on top of the new
+                state; None drops the work.
+            fragment: The part of the state that changed.
+            counted: With ``contributed``: the tokens and samples that the state includes.
         """
 
     def begin_anew(self) -> None:
-        """Set the live model from the shared state, and forget all local work and the local optimizer's state."""
+        """Set the live model from the shared state; drop all local work and the local optimizer's state."""
 
     def at_rest(self) -> AbstractAsyncContextManager[None]:
-        """While it is held, no other thread touches the live model; for whoever calls the methods above."""
+        """Return a context manager that keeps other threads off the live model."""
 
 
 @dataclass(frozen=True)
@@ -67,16 +62,13 @@ class RoundResult:
     """The outcome of one synchronisation. A failure is a value, not an exception.
 
     Attributes:
-        committed: Whether a certified result was applied.
+        committed: True if the shared state moved on: a certified result was applied, or this peer caught up.
         round: The round in progress afterwards.
-        reason: Why not, or how it went, in words.
-        contributed: Whether this peer's work is in the result.
-        members: Size of the group.
-        contributors: How many of them contributed.
-        paused: Whether the swarm is below its minimum of peers.
-        seconds: Duration of the whole synchronisation.
-        matchmaking_seconds: Of which finding a group.
-        transfer_seconds: Of which reducing and signing.
+        reason: Why it failed, or a remark.
+        contributed: True if the result includes this peer's work.
+        members: Size of the group, of which ``contributors`` contributed.
+        paused: True if the swarm is below its minimum of peers.
+        seconds: Duration, which includes ``matchmaking_seconds``, and ``transfer_seconds`` to reduce and sign.
     """
 
     committed: bool

@@ -1,11 +1,11 @@
 """Download of a whole state from several peers at once, each chunk verified against a digest.
 
-The chunks of `p2ptrain.network.chunks` come with their `Stamp`, which says of which round's state they are, and with
-the hashes that lead to that state's digest. So any peer may send any chunk, and a lie is found within 1 MiB.
+Each chunk comes with its `Stamp`, which names the round, and a Merkle proof up to that round's digest. So any peer may
+send any chunk, and a corrupt chunk is found on arrival.
 
-The swarm moves on meanwhile, and sources keep nothing: they send what they hold now. Whether a round's digest is to be
-believed, `Admission` says; `p2ptrain.training.sync.background_download` brings all chunks to one round in the end. What
-has arrived is in a `PartialDownload`, which outlives a download that fails.
+Rounds continue during the download, and each source sends its current state. `Admission` decides which digests are
+trusted. `p2ptrain.training.sync.background_download` brings all chunks to one round in the end. A `PartialDownload`
+keeps the chunks, and outlives a download that fails.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from p2ptrain.training.sync.state_server import STATE, HeldState
 
 MAX_DESCRIPTION_BYTES = 16 << 20
 EXPECTED_BYTES = 64 << 20
-"""Size that a transport is told to expect: the state's turns out on the stream, but is never little."""
+"""Size hint for the transport; the exact size is known only on the stream."""
 
 
 class Admission(Protocol):
-    """Which states' chunks a download takes."""
+    """Decides which states' chunks a download takes."""
 
     def check_size(self, num_bytes: int) -> None:
-        """Raise `IntegrityError` for a state larger than this model's can be, before there is room for it."""
+        """Raise `IntegrityError` for a state larger than this model's can be; called before memory is allocated."""
 
     async def admit(self, source: PeerId, stamp: Stamp) -> None:
-        """Return once chunks of this state are of use; called when a source's chunks are of another than before.
+        """Return once chunks of this state are useful; called when a source's stamp changes.
 
         Raises:
-            IntegrityError: Its digest is not that of its lineage: the source is not asked again.
-            TemporaryError: They are of no use now.
+            IntegrityError: The digest is wrong for its lineage; the source is not asked again.
+            TemporaryError: The chunks are not useful now.
         """
 
     async def wait_for_turn(self) -> None:
@@ -58,16 +58,10 @@ async def download_state(
     options: FetchOptions | None = None,
     advance: Advance = lambda done, total: None,
 ) -> FetchReport:
-    """Download the chunks of a state that are missing; raises what `p2ptrain.network.chunks.fetch.fetch` does.
+    """Download the missing chunks of a state; raises the errors of `p2ptrain.network.chunks.fetch.fetch`.
 
-    Args:
-        rpc: To reach sources.
-        find_sources: See `fetch`.
-        layout: This model's fingerprint; a state of another shape is refused.
-        partial: Filled as chunks arrive, also when this raises.
-        admission: Says which chunks are to be taken.
-        options: See `fetch`.
-        advance: Told how many bytes are verified, and of how many.
+    ``layout`` is this model's fingerprint; a state of another layout is refused. ``partial`` keeps the chunks, also if
+    this raises. ``advance`` receives verified and total bytes.
     """
     return await fetch(rpc, STATE, b"", _Target(rpc, layout, partial, admission, advance), find_sources, options)
 
@@ -102,12 +96,11 @@ class _Target:
         return stamped_bytes(CHUNK_BYTES, self._partial.cut.depth)
 
     def wire_bytes(self, index: int) -> int:
-        """See `Target`."""
         cut = self._partial.cut
         return stamped_bytes(cut.chunk_bytes(index), cut.depth)
 
     async def agree(self, channel: Channel, options: FetchOptions) -> int:
-        """See `Target`. A description is proved by any chunk's proof; no memory is given to the state before that."""
+        """Receive and check a source's description; a chunk proves the first one before memory is allocated."""
         source, num_bytes = channel.remote, 0
         held = await channel.receive(HeldState, options.open_seconds, MAX_DESCRIPTION_BYTES)
         if held.layout != self._layout:
@@ -139,9 +132,8 @@ class _Target:
         return len(data)
 
     async def put(self, source: PeerId, index: int, received: memoryview) -> int:
-        """See `Target`."""
         data, stamp, proof = _parts(received, self._partial.cut.chunk_bytes(index))
-        if stamp != self._admitted.get(source):  # Before anybody waits for a round that may be made up.
+        if stamp != self._admitted.get(source):  # Verified first: the stamp may name a made-up round.
             if not await self._runtime.offload(self._partial.verifies, index, data, stamp, proof):
                 raise IntegrityError(f"peer {source[-8:]} sent a chunk that does not match its hash")
             await self._admission.admit(source, stamp)
@@ -156,6 +148,5 @@ class _Target:
 
 
 def _parts(received: memoryview, chunk_bytes: int) -> tuple[memoryview, Stamp, memoryview]:
-    """Return a chunk's bytes, stamp and proof."""
     end = chunk_bytes + Stamp.NUM_BYTES
     return received[:chunk_bytes], Stamp.from_bytes(received[chunk_bytes:end]), received[end:]

@@ -1,4 +1,4 @@
-"""Where other peers' states stand, and whether that is to be believed."""
+"""Heads of other peers' states, and their verification."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ MAX_HEAD_BYTES = 4 << 20
 
 
 class HeldHead(Message, frozen=True):
-    """Where a peer's state stands."""
+    """Reply with the head of a peer's state."""
 
     head: Head
 
 
 async def fetch_head(rpc: Rpc, source: PeerId, timeout_seconds: float = 10.0) -> Head:
-    """Ask a peer for the head of its state; the caller checks the certificate.
+    """Return the head of a peer's state, unverified: see `check_head`.
 
     Raises:
-        PeerError: The peer cannot be reached, refuses, or answers nonsense.
-        DeadlineError: No answer in time.
+        PeerError: The peer cannot be reached, refuses, or sends a malformed answer.
+        DeadlineError: The peer did not answer in time.
     """
     held = await rpc.call(source, STATE_HEAD, Nothing(), HeldHead, timeout_seconds, max_reply_bytes=MAX_HEAD_BYTES)
     return held.head
 
 
 def check_head(context: PeerContext, membership: Membership, head: Head) -> None:
-    """Raise `IntegrityError` for a head that is not to be believed.
+    """Raise `IntegrityError` for a head that is not proved.
 
-    Its certificate has to prove it, and most of those who hold its state have to announce its digest.
+    Its certificate must prove it, and no other digest may have more votes at its lineage.
     """
     votes = Counter(record.digest for record in membership.records() if record.lineage == head.lineage)
     if votes and votes[head.digest] < max(votes.values()):

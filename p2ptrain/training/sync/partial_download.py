@@ -1,7 +1,7 @@
-"""The verified chunks of a state that is being downloaded, in a file where there is a folder for it.
+"""The verified chunks of a state download, in a file or in memory.
 
-Chunks may be of different rounds: each is kept with its `Stamp`. The file outlives the process. What a crash or a power
-failure tore is found when it is opened again: each chunk has to have the hash that was noted once it was verified.
+Chunks may be of different rounds: each is kept with its `Stamp`. The file outlives the process. On restart each chunk
+is checked against its recorded hash, which finds chunks torn by a crash.
 """
 
 from __future__ import annotations
@@ -38,20 +38,17 @@ _NOTE = struct.Struct(f">I{Stamp.NUM_BYTES}s{HASH_BYTES}s")
 
 
 class NotFiniteError(BadContentError):
-    """A chunk that its digest vouches for holds NaN or infinity: the state is bad, not the peer that sent it."""
+    """A verified chunk holds NaN or infinity: the state is bad, not the peer that sent it."""
 
 
 class PartialDownload:
-    """The chunks that a download has so far.
-
-    Args:
-        folder: Where it is kept; None for memory.
+    """The chunks of an unfinished download, in ``folder`` or, if that is None, in memory.
 
     Attributes:
-        specs: The state's tensors; empty before a first source was heard.
-        stamps: Of which state each chunk is; None while it is missing.
-        done: For each chunk, 1 while it is there.
-        bytes_done: In chunks that are there.
+        specs: The state's tensors; empty until a source has described them.
+        stamps: The state that each chunk belongs to; None for a missing chunk.
+        done: 1 for each chunk that is present.
+        bytes_done: Size of the chunks that are present.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -69,7 +66,7 @@ class PartialDownload:
 
     @classmethod
     def open(cls, folder: Path | None) -> PartialDownload:
-        """Return the download that an earlier process left in a folder, every chunk verified; else an empty one."""
+        """Return the download that an earlier process left, every chunk verified; an empty one if there is none."""
         partial = cls(folder)
         if folder is not None and (folder / DESCRIPTION_FILE).is_file():
             try:
@@ -80,30 +77,24 @@ class PartialDownload:
 
     @property
     def cut(self) -> Cut:
-        """The cut of the state into chunks."""
         return cut_of(self.specs)
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole state; 0 before a first source was heard."""
+        """Size of the whole state; 0 until a source has described it."""
         return self.cut.num_bytes if self.specs else 0
 
     @property
     def num_done(self) -> int:
-        """Chunks that are there."""
         return self.done.count(1)
 
     @property
     def is_complete(self) -> bool:
-        """True if all chunks are there, of whatever round each is."""
+        """True if all chunks are present, of whatever rounds."""
         return bool(self.specs) and all(self.done)
 
     def begin(self, specs: tuple[TensorSpec, ...]) -> None:
-        """Make room for a state that consists of these tensors, and forget any other.
-
-        Raises:
-            ResourceError: There is no memory or no disk for it.
-        """
+        """Discard all chunks, and allocate a state of these tensors; raise `ResourceError` if there is no room."""
         self.discard()
         needed = cut_of(specs).num_bytes
         try:
@@ -129,7 +120,7 @@ class PartialDownload:
         else:
             descriptor = os.open(self._folder / CHUNKS_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
-                os.posix_fallocate(descriptor, 0, num_bytes)  # Without room a write to mapped memory would kill us.
+                os.posix_fallocate(descriptor, 0, num_bytes)  # On a full disk a write to mapped memory is SIGBUS.
                 self._data = memoryview(mmap.mmap(descriptor, num_bytes))
             finally:
                 os.close(descriptor)
@@ -150,23 +141,20 @@ class PartialDownload:
                 self._mark(index, Stamp.from_bytes(stamp))
 
     def chunk(self, index: int) -> memoryview:
-        """The bytes of a chunk, wherever they are kept."""
         start = self.cut.starts[index]
         return self._data[start : start + self.cut.chunk_bytes(index)]
 
     def chunks(self) -> Iterator[tuple[int, Stamp]]:
-        """Return the numbers and stamps of the chunks that are there."""
         return ((index, stamp) for index, stamp in enumerate(self.stamps) if stamp is not None)
 
     def verifies(self, index: int, data: memoryview, stamp: Stamp, proof: memoryview) -> bool:
-        """True if the proof leads from a chunk to the stamp's digest."""
         return proves(self._description, leaf_of(data), index, self.cut.num_chunks, proof, stamp.digest)
 
     def put(self, index: int, data: memoryview, stamp: Stamp, proof: memoryview) -> bool:
-        """Verify a chunk and keep it; False when its proof does not lead to the stamp's digest.
+        """Verify a chunk and keep it; return False if its proof does not lead to the stamp's digest.
 
         Raises:
-            NotFiniteError: A value in it is not finite.
+            NotFiniteError: The chunk holds a value that is not finite.
             ResourceError: The disk is full.
         """
         leaf = leaf_of(data)
@@ -190,7 +178,7 @@ class PartialDownload:
         self.bytes_done += self.cut.chunk_bytes(index)
 
     def retain(self, is_wanted: Callable[[int, Stamp], bool]) -> int:
-        """Forget the chunks that are not wanted; returns how many these are."""
+        """Forget the unwanted chunks; return their number."""
         dropped = [index for index, stamp in self.chunks() if not is_wanted(index, stamp)]
         for index in dropped:
             self.stamps[index] = None
@@ -199,13 +187,13 @@ class PartialDownload:
         return len(dropped)
 
     def close(self) -> None:
-        """Give the memory back; what is in files stays there."""
+        """Release the memory; keep the files."""
         if self._notes >= 0:
             os.close(self._notes)
         self._forget()
 
     def discard(self) -> None:
-        """Forget all of it, files included."""
+        """Forget all chunks and delete the files."""
         self.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""One peer's copy of the shared state: what it contributes to a round, and how it takes a certified result over.
+"""One peer's copy of the shared state: its contributions to rounds, and the certified results applied to it.
 
-Whatever happens, the shared state is afterwards either bit-identical to before or a later certified state as a whole,
-and local work is either counted once or still there to be contributed.
+Each change is atomic: the state is either unchanged or a later certified state as a whole. Local work is either
+counted once or still pending.
 """
 
 from __future__ import annotations
@@ -36,35 +36,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_DROPS = 5
-"""Contributions of this peer in a row that are dropped before its training ends."""
+"""Consecutive dropped contributions that end this peer's training."""
 
 
 class Replica:
-    """One peer's copy of the shared state, and what it keeps to contribute to it.
+    """One peer's copy of the shared state, and its pending contributions to it.
 
     Attributes:
-        context: Of the peer.
-        membership: Who is there.
-        state: The shared state.
-        drops_stale: Whether work is dropped, not carried, when the state is replaced by one that no known certificates
-            lead to.
-        averager: Averages contributions to it.
-        feedback: What codecs dropped of this peer's contributions, fragment after fragment.
-        trained_tokens: Of this peer's work, tokens that count in committed rounds.
-        trained_rounds: In how many.
+        drops_stale: True if local work is dropped when no known certificates lead to a replacement state.
+        feedback: Compression error of this peer's contributions, for all fragments in order.
+        trained_tokens: Tokens of this peer's work in committed rounds.
+        trained_rounds: Committed rounds with this peer's work.
         on_change: Called after every change of head.
     """
 
     def __init__(
         self, context: PeerContext, training: TrainingSpec, state: SharedState, membership: Membership
     ) -> None:
-        """
-        Args:
-            context: Of the peer.
-            training: When a round is due.
-            state: Parameters, buffers and shared optimizer state with their head.
-            membership: Who is there.
-        """
         self.context = context
         self.membership = membership
         self.state = state
@@ -85,7 +73,6 @@ class Replica:
         self.on_change: Callable[[], None] = lambda: None
 
     def fragment_of(self, body: Body) -> Fragment:
-        """Return what of the state a round synchronised."""
         return self.state.fragments.of_round(body.round)
 
     def num_values(self, body: Body) -> int:
@@ -93,7 +80,7 @@ class Replica:
         return self.fragment_of(body).num_values
 
     async def is_intact(self) -> bool:
-        """Return whether the state in memory has its digest."""
+        """True if the state in memory has its digest."""
         tree = await self.context.runtime.compute(self.state.tree)
         if tree.root == self.state.head.digest:
             return True
@@ -103,10 +90,7 @@ class Replica:
     # --- contributing ---------------------------------------------------------------------------------------------
 
     async def collect(self, work: Contribution, fragment: Fragment) -> torch.Tensor | None:
-        """Return the contribution and what codecs dropped before; None if it is not finite.
-
-        The memory is used again for every round.
-        """
+        """Return the contribution plus the error-feedback residual, in a reused buffer; None if it is not finite."""
         out = self._room_for(fragment)
         return out if await self.context.runtime.compute(self._collect, work, out, fragment) else None
 
@@ -126,16 +110,14 @@ class Replica:
         return bool(torch.isfinite(out.sum(dtype=torch.float64)))
 
     async def keep_feedback(self, body: Body, encoded: Sequence[Encoded]) -> None:
-        """Note what codecs dropped of a contribution that is in a result."""
+        """Record the compression error of a contribution that is in a result."""
         await self.context.runtime.compute(self._feedbacks[self.fragment_of(body).index].update, encoded)
 
     def restore_residual(self, residual: torch.Tensor) -> None:
-        """Take up the error-feedback residual of a checkpoint, before this peer catches up from that checkpoint's head.
+        """Load a checkpoint's residual (fp32, ``[num_values]``) before the catch-up from the checkpoint's head.
 
-        Catching up drops what the rounds since then already hold.
-
-        Args:
-            residual: fp32, ``[num_values]``; one of another size, or with values that are not finite, is dropped.
+        Catching up resets it if a later round includes the contribution. A residual of another shape, or one that is
+        not finite, is dropped.
         """
         own = self.feedback.residual
         if own is None:
@@ -147,17 +129,13 @@ class Replica:
         self.averager.own_work.forget()
 
     async def begin_anew(self, work: Contribution) -> None:
-        """Drop all local work, the local optimizer's state and the residual; while ``work`` is at rest."""
+        """Drop all local work, the local optimizer's state and the residual; call while ``work`` is at rest."""
         await self.context.runtime.compute(work.begin_anew)
         self.averager.own_work.consumed(range(len(self._codecs)))
         self.feedback.reset()
 
     async def drop(self, work: Contribution, reason: str) -> str:
-        """Drop a contribution that cannot count; return why.
-
-        Raises:
-            DivergedError: It is the last of `MAX_DROPS` in a row.
-        """
+        """Drop a contribution that cannot count; return why. Raise `DivergedError` at `MAX_DROPS` in a row."""
         await self.begin_anew(work)
         self._drops_in_a_row += 1
         if self._drops_in_a_row >= MAX_DROPS:
@@ -171,20 +149,14 @@ class Replica:
     # --- applying results -----------------------------------------------------------------------------------------
 
     async def apply(self, result: Result, work: Contribution | None, contributed: bool) -> None:
-        """Apply one certified result to the shared state and the live model, as a whole.
-
-        Args:
-            result: Of the round in progress.
-            work: The live model's.
-            contributed: Whether it is in the result.
-        """
+        """Apply the certified result of the round in progress to the shared state and the live model, atomically."""
         await to_its_end(self._apply(result, work, contributed))
 
     async def apply_missed(self, result: Result, work: Contribution | None) -> None:
-        """Apply the next round's result, in which this peer's work may be."""
+        """Apply the result of a missed round, which may include this peer's work."""
         body = result.certificate.body
         contributed = self.averager.own_work.is_in(body)
-        if contributed:  # What its last residual was added to is in the state; what was dropped then is not known.
+        if contributed:  # The old residual is in the state; the new error is not known.
             await self.context.runtime.compute(self._feedbacks[self.fragment_of(body).index].reset)
         await self.apply(result, work, contributed)
 
@@ -207,20 +179,20 @@ class Replica:
         self.step(body, means)
         if work is not None:
             counted = (0, 0)
-            if contributed:  # All that waits is given up where it cannot be told how much of it is in the result.
+            if contributed:  # If the result does not tell the count, all pending work is taken as counted.
                 counted = self.averager.own_work.counts_in(body) or (work.tokens_of(fragment), work.samples)
             work.adopt(contributed, carry, fragment, counted)
         return self.state.tree().root
 
     def step(self, body: Body, means: Means) -> None:
-        """Take the shared step on a certified result, and nothing else."""
+        """Take the shared step on a certified result; leave the live model and the head alone."""
         fragment = self.fragment_of(body)
         mean = self._room_for(fragment)
         decode_means(self.context.spec, self._codecs[fragment.index], body, means, mean)
         self.state.apply(mean, body.round, fragment)
 
     def _carry(self, work: Contribution, fragment: Fragment, part: float) -> torch.Tensor | None:
-        """Return what is put on top of the state that comes next; None for nothing."""
+        """Return the work to put on top of the next state, scaled by ``part``; None if there is none."""
         import torch
 
         if work.tokens_of(fragment) <= 0:
@@ -243,13 +215,13 @@ class Replica:
         work: Contribution | None,
         keeps_work: bool,
     ) -> None:
-        """Replace the shared state by another one as a whole.
+        """Replace the shared state by another one, atomically.
 
         Args:
             assemble: Overwrites the state, and returns its head.
-            missed: The certificates that lead to it from this peer's; None if they are not known.
-            work: The live model's.
-            keeps_work: Whether work may be carried to the new state.
+            missed: The certificates from this peer's head to the new one; None if they are not known.
+            work: The live model.
+            keeps_work: True if work may be carried to the new state.
         """
         kept = self._kept(missed) if keeps_work else [None] * len(self.state.fragments)
         carries = await self.context.runtime.compute(self._carries, work, kept)
@@ -261,9 +233,9 @@ class Replica:
         self._move(head)
 
     def _kept(self, missed: Sequence[Certificate] | None) -> list[float | None]:
-        """Return by fragment which part of local work is carried to a later state; None to drop it."""
+        """Return by fragment the factor of local work carried to a later state; None to drop it."""
         if missed is None:
-            # Of an attempt that was given up it may be in there, in a round that this peer did not see end.
+            # The new state may include an abandoned attempt that other peers completed.
             parts = range(len(self.state.fragments))
             return [None if self.drops_stale or self.averager.own_work.may_count(part) else 1.0 for part in parts]
         kept: list[float | None] = [1.0] * len(self.state.fragments)
@@ -287,7 +259,10 @@ class Replica:
         carries: Sequence[torch.Tensor | None],
         follows: bool,
     ) -> None:
-        """Set the live model from the new state; the residual is still due if that follows from this peer's."""
+        """Set the live model from the new state.
+
+        The residual is kept only if the new state ``follows`` from this peer's and the work is carried.
+        """
         for feedback, part in zip(self._feedbacks, kept, strict=True):
             if part is None or not follows:
                 feedback.reset()

@@ -1,7 +1,7 @@
-"""The results of the rounds since a download began, kept on disk where there is a folder for it.
+"""The results of the rounds since a download began, on disk if there is a folder.
 
-The newcomer collects them itself while it downloads, so that nobody else has to keep them: a peer's own history is a
-few rounds long, and a download may take hours. With them every chunk is brought up to date, whichever round it is of.
+The newcomer collects them during the download: other peers keep only the last few rounds, and a download may take
+hours. They bring each chunk up to date, whatever its round.
 """
 
 from __future__ import annotations
@@ -27,14 +27,11 @@ _LENGTH = struct.Struct(">Q")
 
 
 class RoundsSince:
-    """A chain of certified results from one head on.
-
-    Args:
-        folder: Where they are kept; None for memory.
+    """A chain of certified results from one head on, in ``folder`` or, if that is None, in memory.
 
     Attributes:
-        base: Where the chain begins; None before `start`.
-        certificates: In order.
+        base: The head where the chain begins; None before `start`.
+        certificates: In the order of the rounds.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -46,7 +43,7 @@ class RoundsSince:
 
     @classmethod
     def open(cls, folder: Path | None, swarm: bytes, verifier: Signer) -> RoundsSince:
-        """Return the chain that an earlier process left in a folder, as far as it is whole."""
+        """Return the intact part of the chain that an earlier process left in a folder."""
         rounds = cls(folder)
         if folder is None or not (folder / BASE_FILE).is_file():
             return rounds
@@ -60,26 +57,22 @@ class RoundsSince:
                     break
                 rounds._take(found, means)
         except (OSError, ValueError, IntegrityError, struct.error):
-            pass  # A torn result is fetched again.
+            pass  # A torn result is fetched once more.
         return rounds
 
     @property
     def tip(self) -> bytes:
-        """The lineage up to which the results lead, 32 bytes; empty before `start`."""
+        """The lineage after the last result, 32 bytes; empty before `start`."""
         if self.certificates:
             return self.certificates[-1].body.next_lineage
         return self.base.lineage if self.base is not None else b""
 
     def position(self, lineage: bytes) -> int | None:
-        """Return how many results lead from the base to a lineage; None when it is not on the way."""
+        """Return how many results lead from the base to a lineage; None if it is not on the chain."""
         return self._positions.get(lineage)
 
     def start(self, base: Head) -> None:
-        """Begin a new chain, and forget the one before.
-
-        Raises:
-            ResourceError: It cannot be written.
-        """
+        """Discard the old chain and begin a new one; raise `ResourceError` if it cannot be written."""
         self.discard()
         if self._folder is not None:
             try:
@@ -94,11 +87,7 @@ class RoundsSince:
         self._positions = {base.lineage: 0}
 
     def append(self, result: Result) -> None:
-        """Keep the result that follows `tip`.
-
-        Raises:
-            ResourceError: It cannot be written.
-        """
+        """Keep the result that follows `tip`; raise `ResourceError` if it cannot be written."""
         means: list[Buffer] = list(result.means)
         if self._folder is not None:
             path = self._path(len(self.certificates))
@@ -118,11 +107,11 @@ class RoundsSince:
         self._positions[certificate.body.next_lineage] = len(self.certificates)
 
     def result(self, position: int) -> Result:
-        """The result that leads from a position to the next."""
+        """Return the result that leads from a position to the next."""
         return Result(self.certificates[position], self._means[position])
 
     def head_at(self, position: int, digest: bytes) -> Head:
-        """The head at a position, of a state with this digest."""
+        """Return the head at a position, for a state with this digest."""
         assert self.base is not None
         if not position:
             return self.base
@@ -130,7 +119,7 @@ class RoundsSince:
         return certificate.body.next_head(digest, certificate.to_bytes())
 
     def discard(self) -> None:
-        """Forget all of it, files included."""
+        """Forget the chain and delete its files."""
         self.base = None
         self.certificates, self._means, self._positions = [], [], {}
         if self._folder is not None:
@@ -152,7 +141,7 @@ def _write(path: Path, parts: list[Any]) -> None:
 
 
 def _read(path: Path) -> tuple[memoryview, list[Buffer]]:
-    """Certificate and means of a result, in mapped memory; raises `ValueError` when the file is torn."""
+    """Return the certificate and means of a result in mapped memory; raise `ValueError` if the file is torn."""
     with path.open("rb") as file:
         data = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
     if len(data) < HASH_BYTES + _LENGTH.size or bulk_hash(data[HASH_BYTES:]) != data[:HASH_BYTES]:

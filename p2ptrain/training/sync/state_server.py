@@ -1,8 +1,8 @@
-"""Serving this peer's shared state to newcomers and laggards; `p2ptrain.training.sync.download` is the other side.
+"""The server of a peer's shared state; `p2ptrain.training.sync.download` is the client.
 
-Chunks are copied out of the live state under its lock, 1 MiB at a time, because the network may still be reading a
-buffer when a step is applied. Each one says which round it is of, so the state may move on in the middle of a download:
-nothing is kept for the newcomer, which brings chunks of earlier rounds up to date itself.
+Each chunk is copied out of the live state under its lock, because a later step may overwrite a buffer that the
+network still reads. Each chunk carries its round, so the state may advance during a download. The server keeps no
+snapshot: the newcomer brings chunks of earlier rounds up to date.
 """
 
 from __future__ import annotations
@@ -21,32 +21,23 @@ from p2ptrain.training.sync.agreement import serve_agreement
 from p2ptrain.training.sync.heads import STATE_HEAD, HeldHead
 
 STATE = "state"
-"""Under which chunks of the state are served."""
+"""Service name of the state's chunks."""
 MAX_WAITS_FOR_A_ROUND = 1200
 WAIT_SECONDS = 0.05
-"""Between two looks at a state that a round is just changing."""
+"""Poll interval while a round changes the state; `MAX_WAITS_FOR_A_ROUND` polls make the timeout."""
 
 BUSY = "busy with a round: ask again in a moment"
 
 
 class HeldState(Message, frozen=True):
-    """Description of a source's state, sent before its chunks.
-
-    Attributes:
-        layout: Fingerprint of its model.
-        description: Of its state.
-    """
+    """Description of a source's state, sent before its chunks; ``layout`` is the fingerprint of its layout."""
 
     layout: Hash
     description: Description
 
 
 class StateServer:
-    """Serves this peer's shared state: its layout, its head, and its chunks.
-
-    Attributes:
-        chunks: The server of the chunks.
-    """
+    """Serves this peer's shared state: its layout, its head, and its chunks."""
 
     def __init__(self, rpc: Rpc, state: SharedState, ration: Ration | None = None) -> None:
         self._runtime = rpc.runtime
@@ -64,7 +55,7 @@ class StateServer:
         return _Supply(self, self._state.layout.fingerprint, specs)
 
     async def describe(self) -> tuple[Head, tuple[TensorSpec, ...]]:
-        """Return the state's head and tensors, once no round changes it."""
+        """Return the state's head and tensors; wait while a round changes it."""
         for _ in range(MAX_WAITS_FOR_A_ROUND):
             await self._make_readable()
             if (described := self._state.describe()) is not None:
@@ -72,7 +63,7 @@ class StateServer:
         raise TemporaryError(BUSY)
 
     async def read(self, index: int, buffer: memoryview, specs: tuple[TensorSpec, ...]) -> int:
-        """Copy a chunk, its stamp and its proof to the buffer, once no round changes it; return its size."""
+        """Copy a chunk with stamp and proof to the buffer once no round changes the state; return the size."""
         for _ in range(MAX_WAITS_FOR_A_ROUND):
             if (size := self._state.read(index, buffer, specs, wait=False)) >= 0:
                 return size
@@ -80,17 +71,17 @@ class StateServer:
         raise TemporaryError(BUSY)
 
     async def _make_readable(self) -> None:
-        """Wait a moment where a round changes the state, and see that it has a digest."""
+        """Wait briefly if a round changes the state, and compute its digest if that is missing."""
         if not self._state.is_settled:
             await asyncio.sleep(WAIT_SECONDS)
         elif self._state.needs_tree():
             await self._runtime.compute(self._state.tree)
-        elif self._state.is_being_changed():  # A step is being applied, in the state thread: queue behind it.
+        elif self._state.is_being_changed():  # The state thread applies a step: queue behind it.
             await self._runtime.compute(int)
 
 
 class _Supply:
-    """One transfer, from a buffer of one chunk; implements `p2ptrain.network.chunks.server.Supply`."""
+    """One transfer, with a buffer of one chunk; implements `p2ptrain.network.chunks.server.Supply`."""
 
     def __init__(self, server: StateServer, layout: bytes, specs: tuple[TensorSpec, ...]) -> None:
         self._server = server
@@ -101,9 +92,7 @@ class _Supply:
         self._buffer = memoryview(bytearray(stamped_bytes(CHUNK_BYTES, cut.depth)))
 
     async def describe(self) -> HeldState:
-        """See `Supply`."""
         return HeldState(self._layout, Description(self._specs))
 
     async def read(self, index: int) -> memoryview:
-        """See `Supply`."""
         return self._buffer[: await self._server.read(index, self._buffer, self._specs)]

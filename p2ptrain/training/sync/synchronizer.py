@@ -1,7 +1,7 @@
-"""One peer's side of synchronisation: contribute, apply what was certified, catch up when behind.
+"""One peer's side of synchronisation: contribute, apply the certified result, catch up when behind.
 
-`Synchronizer.synchronize` is called at the end of a local phase. The model's thread waits meanwhile or, where rounds
-run under compute, lets it have the model between two steps (`Contribution.at_rest`).
+A local phase ends with `Synchronizer.synchronize`. The training thread waits for it, or lends it the model between
+two steps when rounds run under compute (`Contribution.at_rest`).
 """
 
 from __future__ import annotations
@@ -38,28 +38,19 @@ MAX_REPORTS = 8
 class Synchronizer:
     """Keeps one peer's shared state in step with the swarm.
 
+    ``bandwidth`` limits its uploads, in bytes per second; 0 is no limit.
+
     Attributes:
-        replica: The shared state, and what this peer contributes to it.
-        state: The shared state.
-        feedback: What codecs dropped of this peer's contributions, fragment after fragment.
-        averager: Its averaging engine.
-        catch_up: Brings the state to where the swarm is.
-        jobs: Told how far a catch-up is.
-        rounds_committed: Certified rounds applied at a synchronisation of this peer.
-        rounds_aborted: Synchronisations that ended without one.
+        feedback: Compression error of this peer's contributions, for all fragments in order.
+        rounds_committed: Synchronisations that applied a certified round.
+        rounds_aborted: Synchronisations that did not.
         reports: The last rounds, newest last.
-        rested_since: When the last synchronisation ended, by the event loop's clock; None before the first.
-        last_round: Contribute to no round from this one on; 0 for no end.
-        is_paused: Whether the last synchronisation found the swarm below its minimum of peers.
+        rested_since: End of the last synchronisation, on the event loop's clock; None before the first.
+        last_round: First round that this peer does not contribute to; 0 for no limit.
+        is_paused: True if the last synchronisation found the swarm below its minimum of peers.
     """
 
     def __init__(self, replica: Replica, bandwidth: int = 0, jobs: Jobs = untold) -> None:
-        """
-        Args:
-            replica: The shared state, and what this peer contributes to it.
-            bandwidth: What this peer is willing to send in bytes per second; 0 for no limit.
-            jobs: Told how far a catch-up is.
-        """
         self._spec = replica.context.spec
         self._membership = replica.membership
         self._bandwidth = bandwidth
@@ -80,59 +71,46 @@ class Synchronizer:
 
     @property
     def head(self) -> Head:
-        """Where this peer stands."""
         return self.state.head
 
     @property
     def place(self) -> Place | None:
-        """This peer's place among the peers of the last round, by which it reads samples; None if it was not there."""
+        """This peer's place among the peers of the last round, which selects its samples; None if it was not there."""
         if self._place is not None and self._place[0] == self.head.lineage:
             return self._place[1]
         return place_among(self.head.members, self.replica.context.peer_id)
 
     def sees_others(self) -> bool:
-        """True if other trainers are there, as far as this peer knows."""
         return bool(self._membership.alive_trainers())
 
     def is_closing(self) -> bool:
-        """True if the swarm wants to close the round with what this peer has; readable from any thread."""
+        """True if the swarm closes the round now; safe from any thread."""
         return self.averager.matchmaker.is_closing()
 
     async def report(self, samples: int, batch_samples: int, batch_seconds: float) -> bool:
-        """Tell the swarm what is accumulated, and wait while another local batch would be too much.
-
-        Args:
-            samples: Samples accumulated for this round.
-            batch_samples: Of which in the last local batch.
-            batch_seconds: How long that took.
+        """Report the accumulated samples to the leader, and wait while another local batch would overfill the round.
 
         Returns:
-            True if the swarm's global batch is full, or others are ahead of this peer already.
+            True if the swarm's global batch is full, or others are ahead of this peer.
         """
         return await self.averager.matchmaker.report(samples, batch_samples, batch_seconds, self.catch_up.is_behind)
 
     def note_steps(self, steps: int, seconds: float = 0.0) -> None:
-        """Take note of the local steps done for the round in progress (``every = H``); on the event loop.
-
-        Args:
-            steps: How many.
-            seconds: How long the last one took; 0 at the start of a round.
-        """
+        """Record the local steps of the round (``every = H``) and the last one's seconds; call on the event loop."""
         self.averager.matchmaker.pacing.note(steps, seconds)
 
     def is_due(self, steps: int) -> bool:
-        """True if a peer that has done so many steps for the round should contribute them now; from any thread."""
+        """True if a peer with this many steps in the round should contribute now; safe from any thread."""
         return self.is_closing() or self.averager.matchmaker.pacing.is_due(steps)
 
     async def close(self) -> None:
-        """End everything this synchronizer started."""
         await self.catch_up.close()
         await self.averager.close()
 
     # --- the main path --------------------------------------------------------------------------------------------
 
     async def synchronize(self, work: Contribution) -> RoundResult:
-        """Contribute ``work`` to the round in progress and apply its result; catch up first if the swarm is ahead."""
+        """Contribute ``work`` to the round in progress and apply the result; catch up first if the swarm is ahead."""
         started = asyncio.get_running_loop().time()
         computed = 0.0 if self.rested_since is None else started - self.rested_since
         try:
@@ -197,7 +175,6 @@ class Synchronizer:
         raise AttemptFailedError("the swarm moved on faster than this peer could follow")
 
     async def _prepare(self, work: Contribution, before: Head) -> tuple[torch.Tensor, int, int] | RoundResult:
-        """Catch up, and collect the contribution to the round in progress, with its tokens and samples."""
         for _ in range(MAX_STEPS):
             await self.catch_up.follow_swarm(work)
             if 0 < self.last_round <= self.head.round:
@@ -219,7 +196,7 @@ class Synchronizer:
     async def _recover(
         self, error: BehindError | MismatchError | UnencodableError, work: Contribution
     ) -> RoundResult | None:
-        """Do what it takes to try again; a result where that would not help."""
+        """Handle an error of an attempt; return None to retry, or the result that ends the synchronisation."""
         if isinstance(error, UnencodableError):
             return await self._drop(work, str(error))
         if isinstance(error, BehindError):
@@ -241,7 +218,7 @@ class Synchronizer:
             await self.replica.keep_feedback(body, outcome.encoded)
         reason = "" if outcome.contributed else "late: this peer's work waits for the next round"
         if outcome.refusal and not outcome.contributed:
-            # It would be refused again and again, and longer each time.
+            # The group would refuse the same work again, with a longer backoff each time.
             reason = await self.replica.drop(work, f"this peer {outcome.refusal}")
         await self.replica.apply(outcome.result, work, outcome.contributed)
         self._place = (self.head.lineage, outcome.place)
