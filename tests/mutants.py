@@ -104,8 +104,8 @@ MUTANTS = (
     Mutant(
         "a replayed round that holds the residual drops it",
         "training/sync/replica.py",
-        "if contributed:  # What its last",
-        "if False:  # What its last",
+        "if contributed:  # The old residual",
+        "if False:  # The old residual",
         "sim/test_catching_up.py -k 'residual_whose_round_is_over and replay'",
     ),
     Mutant(

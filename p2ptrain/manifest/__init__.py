@@ -85,7 +85,7 @@ class ModelSpec(Section):
     rope_theta: float = Field(10_000.0, gt=0, le=1e12)
     """The base of the rotary positions' wavelengths."""
     norm_epsilon: float = Field(1e-5, gt=0, le=1)
-    """What normalisation layers add to the variance, or to the mean square."""
+    """Added by normalisation layers to the variance, or to the mean square."""
     image_size: int = Field(28, ge=1, le=1 << 16)
     """Pixels on a side of an image."""
     patch_size: int = Field(7, ge=1, le=1 << 16)

@@ -74,7 +74,7 @@ class Speeds:
             self._seen[peer].factor *= LATE
 
     def was_in_time(self, peer: str) -> None:
-        """Let a peer's rate recover after a round in which it contributed."""
+        """Raise a peer's rate again after a round in which it contributed."""
         if peer in self._seen:
             self._seen[peer].factor = min(1.0, self._seen[peer].factor * RECOVERY)
 

@@ -243,7 +243,7 @@ class Sessions:
         return iter(list(self._running.values()))
 
     def add(self, session: AllReduceSession) -> None:
-        """Let the other members open their streams, until some time after `leave`."""
+        """Accept the other members' streams, until some time after `leave`."""
         self._running[session.attempt.roster.group_id] = session
         self._arrived.set()
         self._arrived = asyncio.Event()
