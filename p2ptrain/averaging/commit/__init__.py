@@ -1,1 +1,1 @@
-"""From an attempt to a committed round, and from there to everyone who needs its result."""
+"""Commit of a round: attempts, their recovery, the log of results, and their broadcast down the tree."""

@@ -1,4 +1,4 @@
-"""What one member knows about one roster's attempt at a round, and how an attempt fails."""
+"""One member's state of one roster's attempt at a round, and the errors that end an attempt."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from p2ptrain.manifest import AveragingSpec
 from p2ptrain.signing import Signer
 
 WEIGHT_SLACK = 1 + 2**-20
-"""Weights may exceed what tokens give by this factor, because they are rounded to fp32."""
+"""Tolerance of a part's weight over the limit from its tokens; weights are rounded to fp32."""
 
 
 class AttemptFailedError(TemporaryError):
-    """This attempt cannot give a result here.
+    """The attempt cannot give a result at this peer.
 
     Args:
-        message: What happened.
+        message: Description of the failure.
         suspects: Members that did not do their part.
     """
 
@@ -39,16 +39,16 @@ class AttemptFailedError(TemporaryError):
 
 
 class UnencodableError(AttemptFailedError):
-    """This peer's own contribution does not fit the codec: trying again with the same one cannot help."""
+    """This peer's contribution does not fit the codec; a retry with the same contribution fails again."""
 
 
 class LateError(AttemptFailedError):
-    """Members did not do their part in time; they may be alive, but slow.
+    """Members missed a deadline; they may be alive but slow.
 
     Args:
-        message: What happened.
-        suspects: Who was late.
-        as_owners: Whether with their share's mean, rather than with their own contribution.
+        message: Description of the failure.
+        suspects: The late members.
+        as_owners: True if their share's mean was late, False if their contribution was.
     """
 
     def __init__(self, message: str, suspects: tuple[str, ...] = (), *, as_owners: bool = True) -> None:
@@ -57,62 +57,61 @@ class LateError(AttemptFailedError):
 
 
 class Standing(StrEnum):
-    """Where a member stands with an attempt, as it says itself."""
+    """A member's state in an attempt, as the member reports it."""
 
     RUNNING = "running"
-    """It is in the attempt still, or ended it with a certificate."""
+    """The member runs the attempt, or ended it with a certificate."""
     FETCHING = "fetching"
-    """Its attempt broke, and it takes over a result."""
+    """Its attempt broke, and it fetches another member's result."""
     OPEN = "open"
-    """Its attempt broke; it would sign a result that another holds."""
+    """Its attempt broke; it would sign another member's result."""
     SIGNED = "signed"
-    """Its attempt broke when it had signed, or it signed what it took over."""
+    """It signed a result before its attempt broke, or signed a fetched result."""
     RENOUNCED = "renounced"
-    """It did not sign, and never will."""
+    """It did not sign, and never will sign."""
     WITHHOLDS = "withholds"
-    """It never began to make the mean of the share that it owns, and never will."""
+    """It never began to reduce the share that it owns, and never will."""
     UNKNOWN = "unknown"
-    """It knows nothing of the attempt, or gave up one that it had signed."""
+    """It does not know the attempt, or gave it up after it had signed."""
     LOST = "lost"
-    """It does not answer. Nobody says so of itself."""
+    """It does not answer. No member reports this of itself."""
 
     @property
     def is_over(self) -> bool:
-        """True if nothing more can come from this member by itself."""
+        """True if the member will not produce a result or a signature on its own."""
         return self not in (Standing.RUNNING, Standing.FETCHING, Standing.SIGNED)
 
 
 @dataclass
 class Attempt:
-    """Everything about one roster's attempt that outlives the streams.
+    """The state of one roster's attempt that outlives its streams.
 
     Attributes:
-        roster: Who takes part.
         head: The head that the result will extend.
-        bounds: Share offsets, one more than members.
-        codec: How the whole vector is encoded.
+        bounds: Share offsets in values; one more than members.
+        codec: Codec of the whole vector.
         swarm: The manifest's digest, 32 bytes.
-        spec: The rule by which shares are reduced.
-        levels: Of the round's tree.
-        seconds: Its deadline, from when it begins; that of ``spec`` unless given.
-        means: Encoded mean of each share, as far as they arrived.
-        hashes: What names them; see `p2ptrain.averaging.vector.reduce.mean_tree`.
-        contributors: Indices into the roster, once agreed.
-        sent_parts: By share: what this member sent, encoded, where means are lists of parts; see `check_quotes`.
-        body: Once every mean is here.
+        levels: Levels of the round's tree.
+        seconds: Timeout of the attempt; 0 for ``spec.round_seconds``.
+        means: Encoded mean of each share; None until it arrives.
+        hashes: Root of each mean; see `p2ptrain.averaging.vector.reduce.mean_tree`.
+        contributors: Indices into the roster; None until agreed.
+        sent_parts: By share: this member's encoded part, where means are lists of parts; see `check_quotes`.
+        body: Body of the result; None until every mean is here.
         proofs: By peer: valid signatures of ``body``.
-        phase: What this peer is doing, for logs and reports.
-        audited: Whether only who checked slices of all means may sign: see `p2ptrain.averaging.verification.audit`.
-        disputed: Whether a share did not pass its checks here or elsewhere: nobody waits for others then.
-        withholds: Whether this peer's own part is over although it owns a share, whose mean it never began to make:
-            then nobody can hold a result, now or later.
-        is_over: Whether this peer's own attempt broke.
-        is_fetching: Whether it takes over a result that another member made.
-        has_renounced: Whether it told others that it will never sign.
-        left_as: Where it stands once it gave the attempt up; None before.
-        standings: By other member: where it stands, as it said last.
-        silent: Other members that are not waited for, because they did not answer.
-        fell_silent: Those of them that could be reached and did not answer a question: how.
+        phase: This peer's current step, for logs and reports.
+        audited: True if a member must check slices of all means before it signs; see
+            `p2ptrain.averaging.verification.audit`.
+        disputed: True if a share failed its checks at any member; members then wait for no other.
+        withholds: True if this peer ended before it began to reduce the share that it owns.
+            Then no member can ever hold a result.
+        is_over: True if this peer's attempt broke.
+        is_fetching: True while this peer fetches another member's result.
+        has_renounced: True if this peer will never sign.
+        left_as: The standing that this peer reports after it gave the attempt up; None before.
+        standings: By other member: its last reported standing.
+        silent: Other members that did not answer; this peer does not wait for them.
+        fell_silent: By silent member that was reached but left a question unanswered: the error.
     """
 
     roster: Roster
@@ -149,7 +148,7 @@ class Attempt:
         self.hashes = [EMPTY_HASH] * len(self.means)
 
     def size(self, index: int) -> int:
-        """Values in a member's share."""
+        """Return the number of values in a member's share."""
         return self.bounds[index + 1] - self.bounds[index]
 
     @property
@@ -158,38 +157,37 @@ class Attempt:
         return chunk_values(self.codec)
 
     def num_chunks(self, index: int) -> int:
-        """Chunks of a member's share."""
+        """Return the number of chunks of a member's share."""
         return num_chunks(self.size(index), self.chunk)
 
     def span(self, index: int, chunk: int) -> tuple[int, int]:
-        """First value of a chunk of a member's share in the vector, and the value after its last."""
+        """Return the values ``[low, high)`` of the vector in a chunk of a member's share."""
         return chunk_span(self.bounds[index], self.bounds[index + 1], chunk, self.chunk)
 
     @property
     def lists_parts(self) -> bool:
-        """Whether means are lists of their parts."""
+        """True if means are lists of their parts."""
         return lists_parts(self.spec, self.codec, self.bounds[-1], len(self.roster.tickets))
 
     def mean_codec_of(self, index: int) -> Decoder:
-        """How the mean of a member's share is encoded; until the contributors are agreed on, as if all were."""
+        """Return the decoder of a share's mean; all members count as contributors until they agree."""
         members = len(self.roster.tickets)
         contributors = members if self.contributors is None else len(self.contributors)
         codec = mean_codec(self.spec, self.codec, self.bounds[-1], members, contributors)
         return codec.part(self.bounds[index], self.bounds[index + 1])
 
     def check_quotes(self, index: int, mean: Buffer, own_index: int) -> None:
-        """Hold an owner's list of parts against what this member knows of them; other means pass.
+        """Check the weights and this member's own part in an owner's list of parts; other means pass.
 
-        So an owner that puts other bytes in the place of an honest member's loses that member's signature; nor can it
-        let anybody count for more than its tokens.
+        An owner that replaces an honest member's part thus loses that member's signature.
 
         Args:
-            index: Whose share's mean it is; the contributors must be agreed on.
+            index: The share; no check happens before the contributors are agreed.
             mean: Complete and valid.
-            own_index: This member.
+            own_index: This member's index in the roster.
 
         Raises:
-            CodecError: It is not what this member can sign.
+            CodecError: A weight exceeds its sender's tokens, or this member's part is not the one that it sent.
         """
         codec, contributors = self.mean_codec_of(index), self.contributors
         if not isinstance(codec, PartList) or contributors is None or not self.size(index):
@@ -204,18 +202,18 @@ class Attempt:
                 raise CodecError("this peer's own part is not what it sent")
 
     def add_mean(self, index: int, mean: Buffer, digest: bytes) -> None:
-        """Take in a share's mean and its hash, unless one is here."""
+        """Store a share's mean and its hash, unless one is here."""
         if self.means[index] is None:
             self.means[index] = mean
             self.hashes[index] = digest
             self.changed.set()
 
     def is_complete(self) -> bool:
-        """Whether every share's mean is here."""
+        """True if every share's mean is here."""
         return all(mean is not None for mean in self.means)
 
     def make_result(self, verifier: Signer) -> None:
-        """Make the body of what is held, and take in the signatures of it that others passed on."""
+        """Build the body from the means, and add its signatures that arrived earlier."""
         assert self.contributors is not None
         assert self.is_complete()
         self.body = self.body_of(self.contributors, tuple(self.hashes))
@@ -223,12 +221,12 @@ class Attempt:
         self.changed.set()
 
     def sign(self, signer: Signer) -> None:
-        """Sign the body."""
+        """Add this peer's signature of the body."""
         assert self.body is not None
         self.proofs[signer.peer_id] = signer.sign(vote(self.body.body_hash))
 
     def body_of(self, contributors: tuple[int, ...], hashes: tuple[bytes, ...]) -> Body:
-        """The only body that this roster can have with these contributors and means."""
+        """Return the body of these contributors and means; every member builds the same."""
         tickets = self.roster.tickets
         level, peers = tickets[0].level, tuple(ticket.peers for ticket in tickets)
         return Body(
@@ -251,7 +249,7 @@ class Attempt:
         )
 
     def add_proof(self, peer: str, proof: bytes, verifier: Signer) -> bool:
-        """Keep a member's signature if it is one of this body; return True if it was."""
+        """Store a member's signature of the body; return False if it is not valid."""
         if self.body is None or peer not in self.roster.members:
             return False
         if peer not in self.proofs:
@@ -262,7 +260,7 @@ class Attempt:
         return True
 
     def pass_on(self, proofs: Iterable[tuple[str, bytes]], verifier: Signer) -> None:
-        """Keep signatures that another member passes on, as soon as the body is known that they are of."""
+        """Queue signatures that another member forwards, and add them once the body is known."""
         self._passed_on.extend(proofs)
         if self.body is not None:
             for peer, proof in self._passed_on:
@@ -270,7 +268,7 @@ class Attempt:
             self._passed_on.clear()
 
     def certificate(self) -> Certificate | None:
-        """The certificate, once a majority signed."""
+        """Return the certificate; None until a majority has signed."""
         if self.body is None or len(self.proofs) < self.roster.majority:
             return None
         return Certificate(self.body, tuple(sorted(self.proofs.items())))

@@ -1,12 +1,11 @@
-"""The way down the tree: how the result of a round reaches those that averaged in a cell and sent a delegate up.
+"""Broadcast of a round's result down the tree, from each delegate to the members of its cell.
 
-A member asks its delegate, which says that it is at it until it holds the result
-(`p2ptrain.averaging.timing.keepalive`), and then answers: the certificates of all levels above, by which the member
-sees that its cell's result is in it, and the hashes of the result's chunks, for which the last certificate vouches.
-Then every member fetches its own chunks, one in n, from the delegate, and all others from the members whose own they
-are (`p2ptrain.network.chunks`). So the delegate sends one vector, whatever the number of members, and nobody sends or
-receives more than one. Chunks go on while others arrive, on all levels: a delegate answers once it knows the
-certificates and the hashes, and hands each chunk on when it has it.
+1. A member asks its delegate, which sends keepalives until it knows the result's path.
+2. The delegate answers with the certificates of all levels above and the hashes of the result's chunks.
+   The certificates prove that the cell's result is in the round's; the last one authenticates the hashes.
+3. Each of n members fetches one chunk in n from the delegate, and every other chunk from the member assigned to it.
+
+No peer sends or receives more than one vector in a cell. Each peer forwards a chunk as soon as it arrives.
 """
 
 from __future__ import annotations
@@ -44,31 +43,30 @@ logger = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_SECONDS = 8.0
 QUIET_GRACES = 0.5
-"""By so much of the grace period a delegate's sign of life may be late, and so may the next one's, before the groups of
-the level above, whose grace period is longer, go on without their cell."""
+"""Allowed delay of a delegate's keepalive, in grace periods; two such delays fit the level above's grace period."""
 TRIES_ABOVE = 4
-"""Rounds of asking those that made a result for it, within a grace period."""
+"""Attempts to fetch a result from its makers, spread over one grace period."""
 MAX_REPLY_BYTES = 8 << 20
 MAX_CELLS_KEPT = 8
 
 OUTCOME = "broadcast.outcome"
 FAILURES = (PeerError, DeadlineError, IntegrityError)
 Path = tuple[Certificate, ...]
-"""The certificates of the levels above a cell's, up to the one that ends the round."""
+"""The certificates of the levels above a cell, up to the round's last."""
 
 
 class AskOutcome(Message, frozen=True):
-    """Ask how a cell's result ended; the delegate says that it is at it until it knows."""
+    """Request for the path of a cell's result; the delegate sends keepalives until it knows it."""
 
     cell: Hash
 
 
 class FromDelegate(Message, frozen=True, tag=True):
-    """What a delegate says until it knows how its cell's result ended, and then."""
+    """A message from the delegate: a keepalive or the outcome."""
 
 
 class Waiting(FromDelegate, Keepalive, frozen=True, tag="waiting"):
-    """The answer will come."""
+    """Keepalive: the outcome is pending."""
 
 
 class Outcome(FromDelegate, frozen=True, tag="outcome"):
@@ -79,23 +77,22 @@ class Outcome(FromDelegate, frozen=True, tag="outcome"):
 
 
 class DecidedError(TemporaryError):
-    """A round has ended with a result that could not be had; replaying it will bring it."""
+    """The round has ended, but this peer could not fetch its result; a replay can fetch it later."""
 
 
 @dataclass(frozen=True)
 class TreePath:
-    """The way of a cell's result into the round's.
+    """The path of a cell's result into the round's result.
 
     Attributes:
-        path: How it got there.
-        means: The encoded means of the last one's shares.
+        means: Encoded means of the shares of the path's last certificate.
     """
 
     path: Path
     means: Means
 
     def counts(self, body: Body) -> bool:
-        """True if a cell's result is in the round's, by the way that `path` shows."""
+        """True if `path` proves that the round's result contains a cell's result."""
         for certificate in self.path:
             above = certificate.body
             brought = {above.children[index] for index, *_ in above.contributors}
@@ -105,11 +102,11 @@ class TreePath:
         return True
 
     def place_of(self, body: Body, index: int) -> tuple[int, int]:
-        """A member's place among all peers of the round, and their number.
+        """Return a member's index among all peers of the round, and the number of these peers.
 
         Args:
-            body: Of the group of level 0.
-            index: The member's, in that group.
+            body: Result of the member's group at level 0.
+            index: The member's index in that group.
         """
         for certificate in self.path:
             above = certificate.body
@@ -119,15 +116,13 @@ class TreePath:
 
 
 class ResultBroadcast:
-    """Hands the results of rounds on to those that wait for them, and fetches them from others."""
+    """Serves the results of rounds to waiting members of a cell, and fetches them from delegates."""
 
     def __init__(self, rpc: Rpc, runtime: Runtime, history: History, grace_seconds: float) -> None:
         """
         Args:
-            rpc: To reach the others.
-            runtime: For arithmetic.
-            history: Serves and fetches what is in a result.
-            grace_seconds: How long those may take that are slower than most.
+            history: Serves and fetches the chunks of a result.
+            grace_seconds: Extra time for peers slower than the quorum.
         """
         self._rpc = rpc
         self._runtime = runtime
@@ -139,7 +134,7 @@ class ResultBroadcast:
         rpc.serve_channel(OUTCOME, AskOutcome, self._serve)
 
     def expect(self, cell: Body) -> None:
-        """Note that this peer holds a cell's result, and will `conclude` its way up."""
+        """Register a cell whose result this peer holds; the caller must `conclude` it later."""
         self._ends[cell.body_hash] = asyncio.get_running_loop().create_future()
         while len(self._ends) > MAX_CELLS_KEPT:
             self._ends.popitem(last=False)[1].cancel()
@@ -147,13 +142,13 @@ class ResultBroadcast:
         event.set()
 
     def tell(self, cell: Body, path: Path) -> None:
-        """Tell those that wait how a cell's result ended; the last one's chunks are here, or on their way here."""
+        """Send waiting members the path of a cell's result, whose chunks are here or still arrive."""
         end = self._ends.get(cell.body_hash)
         if end is not None and not end.done():
             end.set_result(path)
 
     def conclude(self, cell: Body, found: TreePath | None) -> None:
-        """Tell those that wait how a cell's result ended: None for nothing that this peer could bring about."""
+        """Send waiting members the outcome of a cell's result; None refuses them."""
         end = self._ends.get(cell.body_hash)
         if found is not None and self._history.shared((body := found.path[-1].body).body_hash) is None:
             self._history.share(self._history.chunks_of(self._rpc.peer_id, body, body.bounds[-1], found.means))
@@ -162,18 +157,18 @@ class ResultBroadcast:
         self._ends[cell.body_hash].set_result(None if found is None else found.path)
 
     def stands(self, joined: bool) -> None:
-        """Tell those that wait whether this peer is in a group of the level above."""
+        """Set whether keepalives report that this peer is in a group of the level above."""
         self._status.set(joined)
 
     def close(self) -> None:
-        """Nobody waits here any more."""
+        """Cancel all waits for outcomes."""
         for end in self._ends.values():
             end.cancel()
 
     # --- serving --------------------------------------------------------------------------------------------------
 
     async def _serve(self, channel: Channel, request: AskOutcome) -> None:
-        # `expect` is followed by `conclude` within the deadlines of the levels above; and the asker has one of its own.
+        # `conclude` follows `expect` within the deadlines of the levels above; the asker has its own deadline.
         async with Tasks() as tasks:
             end = tasks.call(self._end_of(request.cell), "end of a result")
             await beat_until(channel, end, self._grace_seconds, Waiting, self._status)
@@ -188,7 +183,7 @@ class ResultBroadcast:
         await channel.send(Outcome(tuple(each.to_bytes() for each in path), await chunks.find_hashes()))
 
     async def _end_of(self, cell: bytes) -> Path | None:
-        """Return how a cell's result ended, once that is clear."""
+        """Wait for the outcome of a cell's result and return its path; None if there is none."""
         try:
             async with asyncio.timeout(KNOWN_WAIT_SECONDS):
                 while cell not in self._ends:
@@ -209,19 +204,19 @@ class ResultBroadcast:
         on_path: Callable[[Path], None],
         on_quiet: Callable[[], None] = lambda: None,
     ) -> TreePath:
-        """Return how a cell's result ended, by way of a member that stands for it or waits for who does.
+        """Fetch the round's result and its path from a cell's delegate.
 
         Args:
-            delegate: Another member of the cell.
-            cell: Its result, as all its members hold it.
-            seconds: How long the round may take up there.
-            on_path: Called with the way to the end before the end's chunks are here.
-            on_quiet: Called when the delegate falls quiet; it is listened to on.
+            delegate: The delegate, or another member of the cell that waits for the delegate.
+            cell: The cell's result, as all its members hold it.
+            seconds: Timeout for the levels above.
+            on_path: Called with the verified path before the chunks arrive.
+            on_quiet: Called when the delegate's keepalives stop; the wait continues.
 
         Raises:
-            PeerError, DeadlineError: It failed, or nothing came of the result.
-            ProtocolError: What it sent does not verify.
-            DecidedError: The round has ended; its result came neither from there nor from those that made it.
+            PeerError, DeadlineError: The delegate failed, or has no outcome.
+            ProtocolError: The delegate's path does not verify.
+            DecidedError: The round has ended, but neither the cell nor the result's makers sent its result.
         """
         outcome = await self._ask(delegate, cell, seconds, on_quiet)
         try:
@@ -231,7 +226,7 @@ class ResultBroadcast:
         chunks = self._history.chunks_of(delegate, path[-1].body, cell.bounds[-1])
         try:
             await chunks.trust(delegate, outcome.hashes)
-        except ProtocolError:  # The round has ended all the same.
+        except ProtocolError:  # The path is valid, so the round has ended.
             self._rpc.count_refusal(delegate, f"bad {RESULT}")
             await self._fetch_from_makers(chunks, delegate, seconds)
             return TreePath(path, chunks.means)
@@ -245,9 +240,9 @@ class ResultBroadcast:
         return TreePath(path, chunks.means)
 
     async def _fill(self, chunks: ResultChunks, delegate: str, members: tuple[str, ...], seconds: float) -> None:
-        """Fetch all chunks: the own ones from the delegate, the others from those whose own they are.
+        """Fetch this peer's assigned chunks from the delegate and the others from their assigned members.
 
-        What is late or fails to come is fetched from the delegate, or from those that made the result.
+        Late and failed chunks come from the delegate or the result's makers instead.
         """
         others = [member for member in members if member != delegate]
         plan: dict[str, list[int]] = {delegate: []}
@@ -264,15 +259,15 @@ class ResultBroadcast:
         await self._fetch_from_makers(chunks, delegate, seconds)
 
     async def _fetch_from_makers(self, chunks: ResultChunks, delegate: str, seconds: float) -> None:
-        """Fetch what is missing from the delegate, or from those that made the result.
+        """Fetch missing chunks from the delegate or the result's makers.
 
         Raises:
-            DecidedError: It did not come.
+            DecidedError: The chunks did not arrive.
         """
         makers = [peer for peer in chunks.body.members if peer not in (delegate, self._rpc.peer_id)]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                for _ in range(TRIES_ABOVE):  # Those that made it hold it once they have applied it.
+                for _ in range(TRIES_ABOVE):  # A maker serves the result once it has applied it.
                     with contextlib.suppress(*FAILURES):
                         await self._history.fetch(chunks, [delegate, *self._runtime.random.sample(makers, len(makers))])
                         return
@@ -280,7 +275,7 @@ class ResultBroadcast:
         raise DecidedError("the round has ended, but nobody brings its result")
 
     async def _hurry(self, chunks: ResultChunks, plan: dict[str, list[int]], limit: asyncio.Timeout) -> None:
-        """Bring the limit forward once most sources have sent what they should."""
+        """Shorten the timeout once a quorum of sources has sent its chunks."""
         loop = asyncio.get_running_loop()
         began, asked = loop.time(), [indices for indices in plan.values() if indices]
         while sum(all(chunks.done[index] for index in indices) for indices in asked) < quorum_of_others(

@@ -1,4 +1,4 @@
-"""What of this peer's work is in which result, as far as can be told: nothing counts twice, and nothing is lost."""
+"""Log of this peer's contributions: prevents work from counting twice or getting lost."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ MAX_RESULTS = 8
 
 
 class OwnWork:
-    """Tells whether this peer's contributions are in results that it did not see completed.
+    """Decides whether results that this peer did not complete contain its contributions.
 
     Attributes:
-        num_parts: Parts of the model that rounds average in turn, round r part r mod ``num_parts``.
+        num_parts: Parts of the model; round r averages part r mod ``num_parts``.
     """
 
     def __init__(self, peer: str, matchmaker: Matchmaker) -> None:
         """
         Args:
-            peer: This one.
-            matchmaker: Knows the cells of the tree, and where this peer stands.
+            peer: This peer's id.
+            matchmaker: Source of the tree's cells and this peer's head.
         """
         self.num_parts = 1
         self._peer = peer
@@ -34,37 +34,37 @@ class OwnWork:
         self._is_complete = True
 
     def add_result(self, body: Body) -> None:
-        """Note a result of this peer's own group on level 0, which is to go up the tree."""
+        """Record a result of this peer's group at level 0, which goes up the tree."""
         self._results.append(body)
         self._is_complete = True
 
     def give_up_on(self, head: Head) -> None:
-        """Note that at this head an attempt or a result was given up that others may bring to an end."""
+        """Record that this peer gave up an attempt or a result at ``head`` that other peers may complete."""
         self._gave_up_on = head.lineage
         self._is_complete = True
         self._uncertain_parts.add(head.round % self.num_parts)
 
     def forget(self, waiting: Iterable[int] = ()) -> None:
-        """Note that an earlier process of this peer may have contributed to rounds of which this one knows nothing.
+        """Record that an earlier process of this peer may have contributed to rounds unknown to this process.
 
         Args:
-            waiting: Parts with work of that process that still waits.
+            waiting: Parts with pending work of that process.
         """
         self._is_complete = False
         self._uncertain_parts.update(waiting)
 
     def consumed(self, parts: Iterable[int]) -> None:
-        """Note that all work on parts that was averaged before was counted or dropped: it waits for no other round."""
+        """Record that all earlier work on parts was counted or dropped, so none is pending."""
         self._uncertain_parts.difference_update(parts)
 
     def may_count(self, part: int) -> bool:
-        """Whether an attempt was given up whose work, which still waits, may be in a lineage that is not known here."""
+        """True if pending work on a part may already count in a lineage unknown to this peer."""
         return part in self._uncertain_parts
 
     def is_in(self, body: Body) -> bool:
-        """Whether it is in a round's result that this peer did not see completed: then it must not count again.
+        """True if a result that this peer did not complete contains its contribution.
 
-        Where that cannot be told, because the way up the tree is not known here, it is if anybody spoke for its cell.
+        Where this peer does not know the path up the tree, any delegate of its cell among the contributors suffices.
         """
         if body.levels == 1:
             return any(body.members[index] == self._peer for index, *_ in body.contributors)
@@ -80,12 +80,9 @@ class OwnWork:
         return cells.slot(key, self._peer) in {cells.slot(key, body.members[index]) for index, *_ in body.contributors}
 
     def counts_in(self, body: Body) -> tuple[int, int] | None:
-        """The tokens and samples of this peer's that count in a round's result, as its own group's has them.
+        """Return this peer's tokens and samples in a round's result; None if unknown.
 
-        Above level 0 they are not in ``body``: its contributors are delegates, with what they stand for.
-
-        Returns:
-            None if it cannot be told.
+        Above level 0 ``body`` lists only delegates' totals, so the counts come from this peer's own group's result.
         """
         results = [body] if body.levels == 1 else [each for each in self._results if each.lineage == body.lineage]
         if body.levels == 2:

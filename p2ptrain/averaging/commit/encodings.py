@@ -1,20 +1,17 @@
-"""In which encodings parts and means of a group travel: pure functions of what all members share.
+"""Encodings of a group's parts and means: pure functions of the manifest, the model and the certificate's body.
 
-All members come to the same answer, at the round and at any replay of it, because it depends on the manifest, the
-model and the certificate's body alone.
+All members thus choose the same encoding, in the round and in every replay.
 
 =====================================  ==================================  ===========================================
 the swarm's codec                      a part                              a share's mean
 =====================================  ==================================  ===========================================
 dense                                  the same, or smaller if slow        the same
-sparse, a weighted mean, few members   the same                            the list of the parts: nothing more is lost
+sparse, a weighted mean, few members   the same                            the list of the parts: no further loss
 sparse, otherwise                      the same                            dense, `p2ptrain.codecs.dense_codec`
 =====================================  ==================================  ===========================================
 
-"Few" is while the list is shorter than the dense mean (`p2ptrain.codecs.fewer_bytes_listed`). Under a
-`VotingRule` the result is not a sum of parts with a weight each: a value's median is one member's here and another's
-there, and ``centered_clip`` starts from it. A list of parts could carry such a result only if everybody ran the rule on
-it, at the cost of all owners' work for each.
+Members are "few" while the list has fewer bytes than the dense mean (`p2ptrain.codecs.fewer_bytes_listed`). A
+`VotingRule` result is no weighted sum of parts. A list of parts would make every member repeat all owners' work.
 """
 
 from __future__ import annotations
@@ -34,15 +31,10 @@ if TYPE_CHECKING:
 
 
 def part_codecs(spec: AveragingSpec, codec: Codec, num_values: int) -> tuple[Codec, ...]:
-    """What a member may encode its own parts in, the usual one first, the others with less and less bytes.
+    """Return the codecs that a member may encode its own parts in: the swarm's, then ever smaller ones.
 
-    A sparse codec is alone: there is nothing much smaller, and a list of parts has one codec. Under rules by
-    coordinate none is sparse, because the zeros of a slow minority would count as votes.
-
-    Args:
-        spec: The rule.
-        codec: The swarm's.
-        num_values: Length of its vectors.
+    A sparse swarm codec has no alternative, because a list of parts has one codec. Under rules by coordinate no
+    alternative is sparse, because the zeros of a slow minority would count as votes.
     """
     if codec.sparse:
         return (codec,)
@@ -51,7 +43,7 @@ def part_codecs(spec: AveragingSpec, codec: Codec, num_values: int) -> tuple[Cod
 
 
 def lists_parts(spec: AveragingSpec, codec: Codec, num_values: int, num_members: int) -> bool:
-    """Whether a roster of ``num_members`` sends means as lists of their parts."""
+    """True if a roster of ``num_members`` sends means as lists of their parts."""
     return (
         codec.sparse
         and not isinstance(get_rule(spec), VotingRule)
@@ -60,17 +52,17 @@ def lists_parts(spec: AveragingSpec, codec: Codec, num_values: int, num_members:
 
 
 def mean_codec(spec: AveragingSpec, codec: Codec, num_values: int, num_members: int, num_contributors: int) -> Decoder:
-    """How the mean of a whole vector would be encoded; ask its `part` for that of a share.
+    """Return the decoder of a whole vector's mean; its `part` is the decoder of a share's mean.
 
     Args:
-        spec: The rule.
-        codec: The swarm's.
-        num_values: Length of its vectors.
+        spec: Selects the reduction rule.
+        codec: The swarm's codec.
+        num_values: Length of the vector.
         num_members: Size of the roster.
-        num_contributors: How many of them contributed.
+        num_contributors: Members of the roster that contributed.
 
     Raises:
-        ValueError: Nobody did.
+        ValueError: No member contributed.
     """
     if lists_parts(spec, codec, num_values, num_members):
         return PartList(codec, num_contributors)
@@ -78,13 +70,13 @@ def mean_codec(spec: AveragingSpec, codec: Codec, num_values: int, num_members: 
 
 
 def decode_means(spec: AveragingSpec, codec: Codec, body: Body, means: Sequence[Buffer], out: torch.Tensor) -> None:
-    """Decode the means of a result, bit for bit the same for all that hold it.
+    """Decode the means of a result into ``out``, bit for bit the same at every peer.
 
     Args:
-        spec: The rule.
-        codec: The swarm's.
-        body: Of the result.
-        means: The encoded mean of each share, checked.
+        spec: Selects the reduction rule.
+        codec: The swarm's codec.
+        body: Body of the result.
+        means: Validated encoded mean of each share.
         out: Overwritten; fp32, shape ``[bounds[-1]]``.
     """
     decoder = mean_codec_of(spec, codec, body)
@@ -94,5 +86,5 @@ def decode_means(spec: AveragingSpec, codec: Codec, body: Body, means: Sequence[
 
 
 def mean_codec_of(spec: AveragingSpec, codec: Codec, body: Body) -> Decoder:
-    """How the means of a result are encoded; see `mean_codec`."""
+    """Return the decoder of a result's means; see `mean_codec`."""
     return mean_codec(spec, codec_at(codec, body.level), body.bounds[-1], len(body.members), len(body.contributors))

@@ -1,10 +1,11 @@
-"""Where a delegate's contribution comes from: it shows chunks of its group's result, and an owner compares.
+"""Provenance of a delegate's contribution: proof that it is the result of the delegate's group.
 
-Above level 0 (`p2ptrain.averaging.grouping.cells`) a contribution is no peer's own: it is the decoded result of a group
-of the level below, whose certificate came with it. That certificate names the encoded means by the roots of trees over
-their chunks. So an owner has ``averaging.spot_checks`` chunks of each part that came, drawn at random, *traced*: the
-delegate shows the chunks of the means that they were decoded from, and their ways to the roots; the owner decodes and
-encodes them again, and finds the bytes that it received, or refuses the part.
+Above level 0 (`p2ptrain.averaging.grouping.cells`) a contribution is the decoded result of a group of the level below,
+whose certificate comes with it. The certificate holds the roots of trees over the chunks of the encoded means.
+
+1. An owner draws ``averaging.spot_checks`` random chunks of each part that it received, to *trace* them.
+2. The delegate shows the chunks of the means behind them, with their proofs up to the roots.
+3. The owner decodes and encodes these again, and refuses the part if the bytes differ.
 
 Means that are lists of parts have no chunks, and are not traced.
 """
@@ -29,12 +30,12 @@ if TYPE_CHECKING:
     import torch
 
 Span = tuple[int, int]
-"""A value of the vector, and the one after the last of those that begin with it."""
+"""Half-open range ``(first, end)`` of values or bytes."""
 FRAMING_BYTES = 64
 
 
 class _Chunk(NamedTuple):
-    """A chunk of a mean, whose values are ``[low, high)`` of the vector."""
+    """A chunk of a share's mean: values ``[low, high)`` of the vector."""
 
     share: int
     number: int
@@ -43,19 +44,18 @@ class _Chunk(NamedTuple):
 
 
 class Source:
-    """The result of a group, as far as a certificate tells: what is cut how, and named by which roots.
+    """A group's result as its certificate describes it: the layout of its chunks and their roots.
 
     Attributes:
-        body: The result.
-        is_traceable: Whether its means have chunks.
+        is_traceable: True if the means have chunks.
     """
 
     def __init__(self, body: Body, codecs: Sequence[Decoder], chunk: int) -> None:
         """
         Args:
-            body: Certified, and one of this model.
-            codecs: By share: how its mean is encoded; see `p2ptrain.averaging.commit.round_log.History.codecs_of`.
-            chunk: `chunk_values` of that level's codec.
+            body: Certified, and of this model.
+            codecs: Decoder of each share's mean; see `p2ptrain.averaging.commit.round_log.History.codecs_of`.
+            chunk: Values in a chunk: `chunk_values` of that level's codec.
         """
         self.body = body
         self._codecs = codecs
@@ -63,7 +63,7 @@ class Source:
         self.is_traceable = not any(isinstance(codec, PartList) for codec in codecs)
 
     def chunks(self, low: int, high: int) -> list[_Chunk]:
-        """Those that hold the values ``[low, high)``, in order."""
+        """Return the chunks that hold the values ``[low, high)``, in order."""
         found = []
         for share, (first, last) in enumerate(pairwise(self.body.bounds)):
             if first < high and low < last:
@@ -73,16 +73,16 @@ class Source:
         return found
 
     def size(self, share: int) -> int:
-        """Values in a share."""
+        """Return the number of values in a share."""
         return self.body.bounds[share + 1] - self.body.bounds[share]
 
     def span_in_mean(self, chunk: _Chunk) -> Span:
-        """First byte of a chunk in its share's mean, and the byte after its last."""
+        """Return the range of a chunk's bytes in its share's mean."""
         first, codec = self.body.bounds[chunk.share], self._codecs[chunk.share]
         return codec.encoded_bytes(chunk.low - first), codec.encoded_bytes(chunk.high - first)
 
     def max_bytes(self, spans: Sequence[Span]) -> int:
-        """More than it takes to show the origin of these values."""
+        """Return an upper bound of the bytes that `Origin.show` returns for ``spans``."""
         total = FRAMING_BYTES
         for chunk in [chunk for span in spans for chunk in self.chunks(*span)]:
             begin, end = self.span_in_mean(chunk)
@@ -90,23 +90,23 @@ class Source:
         return total
 
     def tree(self, share: int, mean: Buffer) -> SumTree:
-        """The tree over the chunks of a share's mean."""
+        """Return the tree over the chunks of a share's mean."""
         return mean_tree(self._codecs[share], mean, self.size(share), self._chunk)
 
     def check(
         self, low: int, spans: Sequence[Span], shown: bytes | bytearray | memoryview, part: Buffer, codec: Codec
     ) -> None:
-        """Hold a delegate's part against what it showed of this result.
+        """Compare a delegate's part with the chunks that the delegate showed.
 
         Args:
             low: The part's first value in the vector.
-            spans: Which of its values are looked at; no block of a codec lies across two.
-            shown: As `Origin.show` has it for these.
-            part: Encoded.
-            codec: How.
+            spans: Ranges of the vector to compare; no codec block lies across two of them.
+            shown: The reply of `Origin.show` for ``spans``.
+            part: The encoded part.
+            codec: Codec of the part.
 
         Raises:
-            IntegrityError: The part does not come from this result, or that was not shown.
+            IntegrityError: The part does not come from this result, or the proof is missing or invalid.
         """
         pieces = _pieces(shown, sum(len(self.chunks(*span)) for span in spans))
         for first, last in spans:
@@ -119,7 +119,7 @@ class Source:
                 raise IntegrityError(f"shows a result that is refused: {error}") from error
 
     def _values(self, low: int, high: int, pieces: Iterator[tuple[bytes, bytes]]) -> torch.Tensor:
-        """The values ``[low, high)`` of the result, from the next chunks and proofs that were shown."""
+        """Return the values ``[low, high)`` of the result from the next shown chunks, and verify their proofs."""
         import torch
 
         chunks = self.chunks(low, high)
@@ -138,7 +138,7 @@ class Source:
 
 
 class Origin:
-    """What a delegate brings: a group's result whose means it holds.
+    """A delegate's contribution: a group's result whose means the delegate holds.
 
     Attributes:
         credential: The certificate, in wire form.
@@ -147,9 +147,9 @@ class Origin:
     def __init__(self, certificate: Certificate, means: Sequence[Buffer], source: Source) -> None:
         """
         Args:
-            certificate: Of the result.
-            means: Of all shares, encoded.
-            source: The same result.
+            certificate: Certificate of the result.
+            means: Encoded mean of each share.
+            source: Chunk layout of the same result.
         """
         self.credential = certificate.to_bytes()
         self._source = source
@@ -157,7 +157,7 @@ class Origin:
         self._trees: dict[int, SumTree] = {}
 
     def show(self, spans: Sequence[Span]) -> bytes:
-        """The chunks that values ``spans`` of the vector come from, for `Source.check`."""
+        """Return the encoded chunks behind ``spans`` of the vector, with proofs, for `Source.check`."""
         shown = []
         for chunk in [chunk for span in spans for chunk in self._source.chunks(*span)]:
             begin, end = self._source.span_in_mean(chunk)
@@ -172,7 +172,7 @@ class Origin:
 
 
 def _pieces(shown: bytes | bytearray | memoryview, count: int) -> Iterator[tuple[bytes, bytes]]:
-    """Chunks and proofs; raises `IntegrityError` unless there are so many."""
+    """Parse chunks and proofs; raise `IntegrityError` unless there are ``count``."""
     try:
         values: Any = msgpack.unpackb(shown, raw=False, max_ext_len=0)
     except (ValueError, TypeError, msgpack.UnpackException) as error:

@@ -1,27 +1,25 @@
-"""Ending an attempt that broke in its last phase: find out whether a majority signed, and complete it if so.
+"""Recovery of an attempt that broke in its last phase: complete it if a majority can sign, else give it up.
 
-A member can miss the end of an attempt: an owner died after it sent its mean to some, or signatures were lost. Any
-signer holds the whole result and can bring the others up. Each member whose attempt broke asks all others what they
-hold, takes over what is missing, signs, and passes its own signature on, until there is a certificate or it is clear
-that none can be had. Questions and answers both say where the sender stands (`Standing`), so that two members settle
-with one question.
+A member can miss the end of an attempt, as when an owner dies or signatures are lost. Every signer holds the result.
+
+1. A member whose attempt broke asks all others for their `Standing`; question and answer both carry the sender's.
+2. It fetches a signer's result, signs it, and sends its signature with its next questions.
+3. It repeats this until there is a certificate, or none is possible, or the deadline passes.
 
 **Why giving up is safe.** A certificate needs signatures of a majority of the roster on one body.
 
-* An owner that ended its attempt before it began to make its share's mean *withholds* it. Nobody can hold a result.
-* A member that has not signed *renounces*: it will never sign this roster's body, and says so from then on. Once so
-  many renounced that the rest is no majority, no certificate can exist anywhere, whatever silent members hold.
-* A member renounces only once nobody that answers holds a result or may still come to one. Until then it could be the
-  one that completes a result together with a signer. Where means are checked it cannot sign what it takes over, and so
-  renounces at once.
+* An owner that ended before it began to reduce its share *withholds* the mean. No member can hold a result.
+* A member that has not signed *renounces*: it promises never to sign. No certificate can exist once the members that
+  have not renounced are no majority.
+* A member renounces only if no answering member holds or may obtain a result. Where means are audited, it cannot sign a
+  fetched result, and so renounces at once.
 
-In a group of three or more of which one member froze, the others therefore know for certain that nothing can come of
-the attempt, or one of them signed. In that case the frozen member may hold a certificate alone. The signer's result is
-taken over and completed by the others; where they may not sign it, they give it up. If the frozen member did hold
-a certificate, there are two lineages, and `Head.outranks` decides (two generals). Waiting longer cannot exclude that.
+If one member of three or more freezes, either the others know that no certificate can exist, or one of them signed.
+A frozen member may then hold a certificate alone. The others complete the signer's result, or give it up where they may
+not sign it. Two lineages are then possible, and `Head.outranks` decides (two generals problem). No timeout prevents it.
 
-**How long it takes.** Nobody waits for members that were found silent, or for longer than others may be late
-(`p2ptrain.averaging.timing.deadlines`). A transfer that goes on is waited for.
+A member does not wait for silent members, and for others only up to the deadline
+(`p2ptrain.averaging.timing.deadlines`). A running transfer extends the wait.
 """
 
 from __future__ import annotations
@@ -55,34 +53,29 @@ MAX_ATTEMPTS_KEPT = 4
 
 
 def can_complete(members: int, majority: int, standings: Collection[Standing]) -> bool:
-    """True unless it is certain that a roster has no certificate and never will.
+    """True unless the standings prove that a roster has no certificate and never will.
 
     Args:
-        members: Of the roster.
+        members: Size of the roster.
         majority: Signatures that a certificate needs.
-        standings: Of those members that are known, this one included.
+        standings: Known standings, including this member's.
     """
     renounced = sum(standing is Standing.RENOUNCED for standing in standings)
     return members - renounced >= majority and Standing.WITHHOLDS not in standings
 
 
 def may_renounce(others: Mapping[str, Standing], silent: Collection[str]) -> bool:
-    """True if no other member holds a result or may still come to one, as far as anybody answers.
-
-    Args:
-        others: Standings of all other members that are known.
-        silent: Members that are not waited for.
-    """
+    """True if no other member outside ``silent`` is known to hold a result or able to obtain one."""
     return all(standing.is_over for peer, standing in others.items() if peer not in silent)
 
 
 class WhereNow(Message, frozen=True):
-    """A member's question about an attempt that broke.
+    """Request for a member's standing in a broken attempt.
 
     Attributes:
         group: The roster's id.
-        standing: Where the member stands itself.
-        proof: Its signature of the result; empty if it has not signed.
+        standing: The sender's standing.
+        proof: The sender's signature of the result; empty if it has not signed.
     """
 
     group: Hash
@@ -91,12 +84,11 @@ class WhereNow(Message, frozen=True):
 
 
 class StandsAt(Message, frozen=True):
-    """The answer.
+    """Reply to `WhereNow`.
 
     Attributes:
-        standing: Where the member stands.
-        body: The result that it holds; empty if it holds none.
-        proofs: All signatures of that: (who, signature).
+        body: Body of the member's result; empty if it holds none.
+        proofs: Known signatures of ``body``: (member, signature).
     """
 
     standing: Standing
@@ -105,7 +97,7 @@ class StandsAt(Message, frozen=True):
 
 
 class Settlements:
-    """Remembers this peer's last attempts, answers for them, and settles broken ones."""
+    """Keeps this peer's last attempts, answers questions about them, and recovers broken ones."""
 
     def __init__(self, rpc: Rpc, signer: Signer, history: History) -> None:
         self._rpc = rpc
@@ -116,27 +108,27 @@ class Settlements:
         rpc.serve("settle", WhereNow, self._serve)
 
     def remember(self, attempt: Attempt) -> None:
-        """Keep an attempt so that others can complete theirs from it; only a few are kept."""
+        """Keep an attempt, for other members' recovery; at most `MAX_ATTEMPTS_KEPT` are kept."""
         self._attempts[attempt.roster.group_id] = attempt
         while len(self._attempts) > MAX_ATTEMPTS_KEPT:
             self._attempts.popitem(last=False)
 
     def find(self, body_hash: bytes) -> Attempt | None:
-        """A complete attempt by the hash of its body."""
+        """Return the complete attempt with this body hash; None if unknown."""
         for attempt in self._attempts.values():
             if attempt.body is not None and attempt.body.body_hash == body_hash:
                 return attempt
         return None
 
     def knows(self, group: bytes) -> bool:
-        """Whether this peer took part in an attempt of this group."""
+        """True if this peer keeps an attempt of this group."""
         return group in self._attempts
 
     def _abandon(self, attempt: Attempt) -> None:
-        """Give an attempt up, and keep of it only where this peer stands.
+        """Discard an attempt except for this peer's standing.
 
-        A member that settles later, after a stall for example, must not be handed this peer's signature any more: it
-        could complete a certificate of which those that moved on to the next attempt know nothing.
+        A member that recovers late must not receive this peer's signature. It could complete a certificate unknown to
+        the members that moved on to the next attempt.
         """
         left_as = {Standing.SIGNED: Standing.UNKNOWN, Standing.WITHHOLDS: Standing.WITHHOLDS}
         attempt.left_as = left_as.get(self._standing(attempt), Standing.RENOUNCED)
@@ -144,21 +136,21 @@ class Settlements:
         attempt.proofs.clear()
 
     def _standing(self, attempt: Attempt) -> Standing:
-        """Where this peer stands with an attempt."""
+        """Return this peer's standing in an attempt."""
         if attempt.left_as is not None:
             return attempt.left_as
         if attempt.withholds:
             return Standing.WITHHOLDS
-        if not attempt.is_over:  # Also when all is done: then the signatures say so.
+        if not attempt.is_over:  # Also after success; the signatures show that.
             return Standing.RUNNING
         if self._rpc.peer_id in attempt.proofs:
             return Standing.SIGNED
-        if attempt.has_renounced or attempt.audited:  # Nobody vouches for means that it could not check.
+        if attempt.has_renounced or attempt.audited:  # An audited result needs checks by its signers.
             return Standing.RENOUNCED
         return Standing.FETCHING if attempt.is_fetching else Standing.OPEN
 
     def _note(self, attempt: Attempt, peer: str, standing: Standing) -> None:
-        """Take down where another member stands, and draw the conclusion for this one."""
+        """Record another member's standing, and update this peer's."""
         attempt.standings[peer] = standing
         if standing is not Standing.LOST:
             attempt.silent.discard(peer)
@@ -166,7 +158,7 @@ class Settlements:
         self._conclude(attempt)
 
     def _conclude(self, attempt: Attempt) -> None:
-        """Renounce if the time has come, and let `settle` look again."""
+        """Renounce if all other standings allow it, and wake `settle`."""
         known = attempt.standings.keys() | attempt.silent | {self._rpc.peer_id}
         if self._standing(attempt) is Standing.OPEN and known.issuperset(attempt.roster.members):
             attempt.has_renounced = may_renounce(attempt.standings, attempt.silent)
@@ -186,15 +178,15 @@ class Settlements:
     async def settle(
         self, attempt: Attempt, elapsed_seconds: float = 0.0, silent: Collection[str] = ()
     ) -> Certificate | None:
-        """End a broken attempt.
+        """Recover a broken attempt, or give it up.
 
         Args:
-            attempt: What this member holds.
-            elapsed_seconds: How long the attempt took until it broke; says how long others may be later.
-            silent: Other members that were found silent, and are not waited for unless they act.
+            attempt: This member's state of it.
+            elapsed_seconds: Time from the attempt's start until it broke; sets the deadline for the others.
+            silent: Other members that did not answer; the wait excludes them unless they act.
 
         Returns:
-            Its certificate; None when there is none to be had and the attempt is given up.
+            The attempt's certificate; None if the attempt is given up.
         """
         attempt.is_over = True
         if len(attempt.roster.tickets) == 1 or attempt.withholds:
@@ -214,10 +206,9 @@ class Settlements:
         return certificate
 
     async def _was_given_up(self, attempt: Attempt, others: list[str]) -> bool:
-        """Whether nobody who answers knows of an attempt that is complete here, but too late.
+        """True if all answering members, at least one, have given up an attempt that is complete here.
 
-        They signed it, and went on without its result: this peer stood still when it came. With it, it would make a
-        second lineage.
+        This peer stalled while they moved on. Its late certificate would start a second lineage.
         """
         seconds = silence_seconds(attempt.spec.grace_seconds)
         await together("settle", (self._ask(attempt, peer, seconds) for peer in others))
@@ -228,7 +219,7 @@ class Settlements:
         )
 
     async def _ask_on(self, attempt: Attempt, others: list[str], tasks: Tasks, elapsed_seconds: float) -> None:
-        """Ask the other members again and again until it is clear how the attempt ends, or the deadline passes."""
+        """Ask the other members repeatedly until the outcome is clear or the deadline passes."""
         loop, grace = asyncio.get_running_loop(), attempt.spec.grace_seconds
         deadline = loop.time() + patience_seconds(elapsed_seconds, grace)
         fetched_by = deadline + elapsed_seconds
@@ -239,7 +230,7 @@ class Settlements:
                 return
             for peer in others:
                 told, at, task = asked.get(peer, (None, 0.0, None))
-                # A member that waits for this one should know at once.
+                # Send a changed standing at once: members may wait for it.
                 if task is None or own is not told or (task.done() and now - at >= PAUSE_SECONDS):
                     question = self._ask(attempt, peer, silence_seconds(grace), fetched_by - now)
                     asked[peer] = own, now, tasks.start(question, f"settle-{peer[-8:]}")
@@ -249,7 +240,7 @@ class Settlements:
                     await attempt.changed.wait()
 
     def _is_clear(self, attempt: Attempt, others: list[str]) -> bool:
-        """Whether there is a certificate, or nothing more to wait for."""
+        """True if there is a certificate, or no reason to wait for one."""
         own, majority = self._standing(attempt), attempt.roster.majority
         if attempt.certificate() is not None:
             return True
@@ -258,12 +249,12 @@ class Settlements:
         if attempt.is_fetching:
             return False
         waited_for = [peer for peer in others if peer not in attempt.silent]
-        # A signer has done all that it can once its result is here; one that is open decides soon.
+        # A signer adds nothing once its result is here; a member in OPEN decides soon.
         done = (Standing.RENOUNCED, Standing.UNKNOWN, Standing.LOST, Standing.SIGNED)
         return own is not Standing.OPEN and all(attempt.standings.get(peer) in done for peer in waited_for)
 
     async def _ask(self, attempt: Attempt, peer: str, timeout_seconds: float, fetch_seconds: float = 0.0) -> None:
-        """Ask where one member stands, and take over what it holds and this one does not."""
+        """Ask for a member's standing, and fetch its result if this member has none."""
         own = attempt.proofs.get(self._rpc.peer_id, b"")
         try:
             reply = await self._rpc.call(
@@ -285,7 +276,7 @@ class Settlements:
         self._note(attempt, peer, reply.standing)
 
     async def _take_over(self, attempt: Attempt, peer: str, reply: StandsAt, timeout_seconds: float) -> None:
-        """Adopt a signer's body if it is this attempt's, fetch its means, and sign it."""
+        """Fetch, adopt and sign a member's result if it is this attempt's, and add its signatures."""
         body = Body.from_bytes(reply.body)
         if attempt.body is None and not attempt.is_fetching:
             contributors = tuple(index for index, *_ in body.contributors)
@@ -301,7 +292,7 @@ class Settlements:
             attempt.add_proof(member, proof, self._signer)
 
     def _adopt(self, attempt: Attempt, body: Body, contributors: tuple[int, ...], means: Sequence[Buffer]) -> None:
-        """Hold a result that another member made as the own one, and sign it if this member may."""
+        """Adopt another member's result, and sign it if this member may."""
         if attempt.body is not None or attempt.left_as is not None:
             return
         attempt.contributors = contributors

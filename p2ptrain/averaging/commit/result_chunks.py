@@ -1,8 +1,8 @@
-"""A result's encoded means in chunks, each of which its certificate vouches for.
+"""A result's encoded means in chunks that its certificate authenticates.
 
-A certificate names each share's mean by the root of a tree over short leaves (`p2ptrain.averaging.vector.merkle_sum`).
-A chunk is an aligned run of leaves, and its hash the node above them; so a source need only send one hash a chunk, and
-they are checked against the certificate before any chunk is. A mean that is a list of parts is one chunk.
+A certificate holds the root of a tree over short leaves of each share's mean (`p2ptrain.averaging.vector.merkle_sum`).
+A chunk is an aligned run of leaves; its hash is the tree's node above them. A receiver checks the sent hashes against
+the certificate before it checks chunks. A mean that is a list of parts is one chunk.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from p2ptrain.runtime import Runtime
 Means = list[Buffer]
 
 RESULT = "result"
-"""Under which chunks of results are served."""
+"""Name under which peers serve chunks of results."""
 CHUNK_BYTES = 1 << 18
-"""A chunk has about so many bytes, or one leaf."""
+"""Target size of a chunk; one leaf if that is larger."""
 MAX_HASH_BYTES = 8 << 20
 
 
@@ -46,7 +46,7 @@ class ChunkHashes(Message, frozen=True):
 
 @dataclass(frozen=True)
 class _Span:
-    """Where a chunk lies: its share, its bytes in the share's mean, and where each of its leaves ends in it."""
+    """Position of a chunk: its share, its bytes in the share's mean, and the end of each leaf in the chunk."""
 
     share: int
     low: int
@@ -56,14 +56,13 @@ class _Span:
 
 
 class ResultChunks:
-    """A result in the making, complete, or given up; implements `Target` and `Supply` of `p2ptrain.network.chunks`.
+    """A complete or partial result; implements `Target` and `Supply` of `p2ptrain.network.chunks`.
 
     Attributes:
-        body: The result.
-        means: The encoded mean of each share.
-        hashes: Of the chunks; empty until they are known.
-        done: By chunk: 1 once it is there.
-        changed: Set, and replaced, whenever more is there.
+        means: Encoded mean of each share.
+        hashes: Hashes of the chunks; empty until known.
+        done: By chunk: 1 once it is here.
+        changed: Set and replaced at each new chunk, and when the fetch is given up.
     """
 
     asks_at_once = True
@@ -73,11 +72,9 @@ class ResultChunks:
     ) -> None:
         """
         Args:
-            runtime: For hashing.
             body: Certified, and of this model.
-            codecs: By share: how its mean is encoded.
-            leaf_values: Values in a leaf.
-            means: Complete and right; None to fetch them.
+            codecs: Decoder of each share's mean.
+            means: Complete and verified; None to fetch them.
         """
         self._runtime = runtime
         self._codecs = codecs
@@ -101,7 +98,7 @@ class ResultChunks:
 
     @property
     def is_complete(self) -> bool:
-        """True if all chunks are there."""
+        """True if all chunks are here."""
         return all(self.done)
 
     def _view(self, index: int) -> memoryview:
@@ -115,7 +112,7 @@ class ResultChunks:
     # --- serving --------------------------------------------------------------------------------------------------
 
     async def find_hashes(self) -> tuple[bytes, ...]:
-        """Return the chunks' hashes, which are known or can be made of all chunks."""
+        """Return the chunks' hashes; unless they are known, all chunks must be here."""
         if not self.hashes:
             self.hashes = await self._runtime.offload(self._hash_all)
         return self.hashes
@@ -131,7 +128,7 @@ class ResultChunks:
         """See `Supply`.
 
         Raises:
-            PeerRefusedError: The chunk is not there, and will not come.
+            PeerRefusedError: The chunk is missing, and the fetch was given up.
         """
         while not self.done[index]:
             if self._is_given_up:
@@ -156,7 +153,7 @@ class ResultChunks:
         return 0
 
     async def trust(self, peer: PeerId, hashes: tuple[bytes, ...]) -> None:
-        """Take over the chunks' hashes; raise `ProtocolError` if the certificate does not vouch for them."""
+        """Store the chunks' hashes; raise `ProtocolError` if they do not match the certificate."""
         if self.hashes:
             return
         if len(hashes) != len(self._spans) or not await self._runtime.offload(self._are_right, hashes):
@@ -183,12 +180,12 @@ class ResultChunks:
         return len(received)
 
     def give_up(self) -> None:
-        """Refuse those that wait for chunks which are not there."""
+        """Refuse all waits for missing chunks."""
         self._is_given_up = True
         self._wake()
 
     async def validate(self) -> None:
-        """Check that all means are well-formed; raise `IntegrityError` if not."""
+        """Raise `IntegrityError` unless all means are well-formed."""
         await self._runtime.offload(self._validate)
 
     def _validate(self) -> None:
@@ -201,7 +198,7 @@ class ResultChunks:
 
 
 def _spans(share: int, codec: Decoder, num_values: int, leaf_values: int) -> list[_Span]:
-    """The chunks of one share's mean."""
+    """Return the chunks of one share's mean."""
     if not num_values:
         return []
     if isinstance(codec, PartList):

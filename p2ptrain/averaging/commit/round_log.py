@@ -1,4 +1,4 @@
-"""The last encoded results that a peer keeps, so that laggards replay rounds instead of downloading everything."""
+"""Log of a peer's last encoded results: lagging peers replay rounds instead of downloading the whole state."""
 
 from __future__ import annotations
 
@@ -35,43 +35,42 @@ from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
 
 MAX_CERTIFICATES = 256
-"""Most certificates that are kept; those of results that are gone still prove the lineage to onlookers."""
+"""Limit of kept certificates; those of evicted results still prove the lineage."""
 FOLLOWED_BYTES = 64 << 20
-"""Results that are kept while a newcomer collects them, where those of ``max_rounds`` are fewer bytes."""
+"""Byte limit of results kept beyond ``max_rounds`` while a newcomer fetches them."""
 RESULT_RATE = LeastRate(65536.0, 30.0)
-"""The least rate of a peer that sends a result for which no round waits."""
+"""Minimum rate of a source of a result, when no round waits for it."""
 RESULT_RATION = Ration(transfers=128, transfers_per_peer=16, idle_seconds=30.0)
 KNOWN_WAIT_SECONDS = 5.0
-"""Timeout of a receiver that waits for a result to be known here."""
+"""Timeout of a receiver's wait until this peer knows a result."""
 MAX_SHARED = 2
 MAX_SOURCES = 4
 BYTES_PER_SOURCE = 4 << 20
-"""A result is fetched from one more source for each so many bytes."""
+"""A fetch uses one more source for each so many bytes, up to `MAX_SOURCES`."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """A certificate and the encoded mean of each share that it vouches for."""
+    """A certificate and the encoded mean of each share."""
 
     certificate: Certificate
     means: Means
 
     @property
     def num_bytes(self) -> int:
-        """Size of the encoded means."""
+        """Return the size of the encoded means."""
         return sum(len(mean) for mean in self.means)
 
 
 class History:
-    """Keeps results, serves them, and fetches those of others.
+    """Keeps and serves this peer's results, and fetches other peers' results.
 
-    Bounded by ``max_rounds`` and ``max_bytes``; the newest result is always kept. Certificates are small: the last
-    `MAX_CERTIFICATES` are kept, whatever became of their results.
+    ``max_rounds`` and ``max_bytes`` bound the kept results, except the newest. Certificates outlive their results.
 
     Attributes:
-        find_attempt: Finds a complete but uncertified attempt by body hash; set by the averager.
-        codec_of: How the vectors of a round are encoded.
-        max_rounds: How many results are kept; ``spec.history_rounds``, or more where each is of a part of the model.
+        find_attempt: Lookup of a complete attempt by body hash; set by `Settlements`.
+        codec_of: Codec of a round's vectors.
+        max_rounds: Limit of kept results; ``spec.history_rounds``, or more if each covers a part of the model.
     """
 
     def __init__(
@@ -101,12 +100,12 @@ class History:
         ChunkServer(rpc, RESULT, self._find, RESULT_RATION)
 
     def add(self, result: Result, is_followed: bool = False) -> None:
-        """Keep a result that this peer applied; the attempt that gave it need not keep the means any more.
+        """Keep a result that this peer applied, and release the means of its attempt.
 
         Args:
-            result: The newest.
-            is_followed: Whether a newcomer collects results now: then more are kept, up to `FOLLOWED_BYTES`, because
-                rounds may be shorter than its way here and back.
+            result: The newest result.
+            is_followed: True while a newcomer fetches results. Then up to `FOLLOWED_BYTES` are kept, because a round
+                may be shorter than the newcomer's round trip.
         """
         body = result.certificate.body
         self._results[body.lineage] = result
@@ -127,16 +126,16 @@ class History:
         return sum(result.num_bytes for result in self._results.values())
 
     def clear(self) -> None:
-        """Forget everything: this peer moved to another lineage."""
+        """Drop all results and certificates, because this peer moved to another lineage."""
         self._results.clear()
         self._certificates.clear()
 
     def chain(self, lineage: bytes) -> list[Certificate]:
-        """The certificates of the results that lead from ``lineage`` to the newest; empty when one of them is gone."""
+        """Return the certificates from ``lineage`` to the newest; empty if the result after ``lineage`` is evicted."""
         return self.proofs(lineage) if lineage in self._results else []
 
     def proofs(self, lineage: bytes) -> list[Certificate]:
-        """The certificates that lead from ``lineage`` to the newest, whether their results are here still or not."""
+        """Return the certificates from ``lineage`` to the newest, including those of evicted results."""
         certificates = []
         while (certificate := self._certificates.get(lineage)) is not None:
             certificates.append(certificate)
@@ -152,24 +151,24 @@ class History:
         return Chain(tuple(encoded))
 
     def share(self, chunks: ResultChunks) -> None:
-        """Serve a result that is complete, or on its way here; the last `MAX_SHARED` of them."""
+        """Serve a complete or arriving result; at most the last `MAX_SHARED`."""
         self._shared[chunks.body.body_hash] = chunks
         while len(self._shared) > MAX_SHARED:
             self._shared.popitem(last=False)
         self._wake()
 
     def shared(self, body_hash: bytes) -> ResultChunks | None:
-        """Return a result that is shared."""
+        """Return the shared result with this body hash; None if there is none."""
         return self._shared.get(body_hash)
 
     def unshare(self, chunks: ResultChunks) -> None:
-        """Serve a result no more that will not be complete."""
+        """Stop serving a result that stays incomplete."""
         chunks.give_up()
         if self._shared.get(chunks.body.body_hash) is chunks:
             del self._shared[chunks.body.body_hash]
 
     async def _find(self, request: Open) -> ResultChunks:
-        """Return a result that is here; or comes to be known soon, for a receiver that waits."""
+        """Return a result that is here; for a waiting receiver, wait up to `KNOWN_WAIT_SECONDS` for it."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KNOWN_WAIT_SECONDS):
                 while (found := self._find_now(request.key)) is None and request.waits:
@@ -195,33 +194,33 @@ class History:
         event.set()
 
     async def certificates_after(self, peer: str, lineage: bytes, *, proofs: bool = False) -> list[Certificate]:
-        """Ask a peer for the chain of certificates from ``lineage`` on; verified; empty when it has none.
+        """Fetch and verify a peer's chain of certificates from ``lineage`` on; empty if the peer has none.
 
         Args:
-            peer: Whom.
-            lineage: Where the chain begins.
-            proofs: Whether certificates will do whose results it does not hold any more.
+            peer: The peer to ask.
+            lineage: Start of the chain.
+            proofs: True to accept certificates of results that the peer has evicted.
 
         Raises:
-            PeerError, DeadlineError: It failed.
-            ProtocolError: It sent certificates that do not verify or do not connect.
+            PeerError, DeadlineError: The call failed.
+            ProtocolError: The certificates do not verify or do not form a chain.
         """
         return await fetch_certificates(self._rpc, peer, lineage, self._swarm, self._signer, proofs=proofs)
 
     async def fetch_means(
         self, sources: Sequence[str], body: Body, num_values: int, timeout_seconds: float | None = None
     ) -> Means:
-        """Fetch the encoded means of a result, every chunk checked against the body's hashes.
+        """Fetch the encoded means of a result, and check every chunk against the body's hashes.
 
         Args:
-            sources: Whom to ask, by preference: the first alone for a small result.
-            body: Of the result.
-            num_values: Length of the vector that it averaged.
-            timeout_seconds: Deadline; None for as long as they come at `RESULT_RATE`.
+            sources: Peers to ask, by preference: only the first for a small result.
+            body: Body of the result.
+            num_values: Length of the averaged vector.
+            timeout_seconds: Timeout; None for no limit but `RESULT_RATE`.
 
         Raises:
-            PeerError, DeadlineError: It failed.
-            IntegrityError: What came has other hashes, or is not well-formed.
+            PeerError, DeadlineError: The fetch failed.
+            IntegrityError: The means have other hashes, or are malformed.
             ProtocolError: The body does not fit this model.
         """
         chunks = self.chunks_of(sources[0], body, num_values)
@@ -235,12 +234,12 @@ class History:
     async def fetch(
         self, chunks: ResultChunks, sources: Sequence[str], plan: Mapping[str, Sequence[int]] | None = None
     ) -> FetchReport:
-        """Fetch what is missing of a result; raises as `p2ptrain.network.chunks.fetch.fetch`.
+        """Fetch the missing chunks of a result; raises as `p2ptrain.network.chunks.fetch.fetch`.
 
         Args:
-            chunks: Filled as they come.
-            sources: Whom to ask, by preference; `MAX_SOURCES` of them, unless there is a plan.
-            plan: Which of them is asked for which chunks, once; empty where any may send any.
+            chunks: Filled as chunks arrive.
+            sources: Peers to ask, by preference, at most `MAX_SOURCES`; unused with a plan.
+            plan: By source: the chunks to request from it, without retry; None or empty if any source may send any.
         """
         plan = plan or {}
         asked = list(plan) or sources[:MAX_SOURCES]
@@ -258,7 +257,7 @@ class History:
         return report
 
     def verified(self, certificate: bytes) -> Certificate:
-        """A certificate that came over the wire.
+        """Parse and verify a certificate in wire form.
 
         Raises:
             IntegrityError: It is malformed, of another swarm, or lacks valid signatures of a majority.
@@ -266,7 +265,7 @@ class History:
         return Certificate.from_bytes(certificate, self._swarm, self._signer)
 
     def codecs_of(self, peer: str, body: Body, num_values: int) -> list[Decoder]:
-        """Return how the shares of a result are encoded that a peer offers.
+        """Return the decoders of the shares' means in a result that a peer offers.
 
         Raises:
             ProtocolError: The body does not fit this model.
@@ -286,25 +285,25 @@ class History:
             raise ProtocolError(peer, f"offers a result that is cut within blocks: {error}") from error
 
     def source_of(self, peer: str, body: Body, num_values: int) -> Source:
-        """A result that a peer brings, to trace what comes from it; raises `ProtocolError` as `codecs_of`."""
+        """Return the `Source` of a peer's result, for tracing; raises `ProtocolError` as `codecs_of`."""
         chunk = chunk_values(codec_at(self.codec_of(body.round), body.level))
         return Source(body, self.codecs_of(peer, body, num_values), chunk)
 
     def num_bytes_of(self, peer: str, body: Body, num_values: int) -> int:
-        """Size of the encoded means of a result that a peer offers; raises `ProtocolError` as `codecs_of`."""
+        """Return the size of the means of a result that a peer offers; raises `ProtocolError` as `codecs_of`."""
         codecs = self.codecs_of(peer, body, num_values)
         return sum(
             codec.encoded_bytes(high - low) for codec, (low, high) in zip(codecs, pairwise(body.bounds), strict=True)
         )
 
     def chunks_of(self, peer: str, body: Body, num_values: int, means: Means | None = None) -> ResultChunks:
-        """Return a result that a peer offers in chunks; raises `ProtocolError` as `codecs_of`.
+        """Return the chunks of a result that a peer offers; raises `ProtocolError` as `codecs_of`.
 
         Args:
-            peer: Whom to blame.
-            body: Certified.
-            num_values: Length of the vector that it averaged.
-            means: If they are here.
+            peer: The peer that a `ProtocolError` names.
+            body: Certified body of the result.
+            num_values: Length of the averaged vector.
+            means: The complete means; None to fetch them.
         """
         leaf_values = chunk_values(codec_at(self.codec_of(body.round), body.level))
         return ResultChunks(self._runtime, body, self.codecs_of(peer, body, num_values), leaf_values, means)

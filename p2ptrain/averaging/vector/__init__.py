@@ -1,1 +1,1 @@
-"""A flat vector in shares: who reduces which, how contributions add up, and what lossy codecs drop."""
+"""All-reduce of a flat vector: shares and their owners, aggregation rules, and error feedback for lossy codecs."""

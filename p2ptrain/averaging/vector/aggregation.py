@@ -1,34 +1,31 @@
-"""Robust aggregation: pure functions that combine the contributions of a group, some of which may lie.
+"""Robust aggregation: pure functions that combine the contributions of a group that may hold Byzantine members.
 
-`p2ptrain.averaging.vector.rules` makes the manifest's rules of them. A group's members are judged by their
-contributions alone. Nothing here tells a liar from an honest peer with unusual data; the rules bound how far a
-minority can move the result, at some price where all are honest:
+`p2ptrain.averaging.vector.rules` builds the manifest's rules from them. They judge a member by its contribution alone
+and cannot tell a lie from unusual data. Each rule bounds how far a minority can move the result:
 
-=================  =============================  ======================================================================
-rule               a peer counts                  what bounds a minority
-=================  =============================  ======================================================================
-``mean``           by its tokens                  nothing but `out_of_proportion` and the limits of tokens and values
-``norm_clip``      by its tokens                  no contribution is longer than ``clip_ratio`` times the group's median
-                                                  (SparseLoCo, arXiv 2508.15706); its direction is free
-``centered_clip``  as one vote                    no contribution pulls from further than ``center_ratio`` times the
-                                                  median distance (Karimireddy et al., arXiv 2012.10333, algorithm 2)
-``trimmed``        as one vote                    each coordinate is the mean of what is left between the trimmed ends
-                                                  (Yin et al., arXiv 1803.01498, definition 2)
-``median``         as one vote                    each coordinate is the median (the same, definition 1)
-=================  =============================  ======================================================================
+=================  ======  ===========================================================================================
+rule               weight  bound on a minority
+=================  ======  ===========================================================================================
+``mean``           tokens  none but `out_of_proportion` and the limits on tokens and values
+``norm_clip``      tokens  a contribution is at most ``clip_ratio`` times as long as the group's median (SparseLoCo,
+                           arXiv 2508.15706); its direction is free
+``centered_clip``  equal   a contribution pulls with at most ``center_ratio`` times the median distance
+                           (Karimireddy et al., arXiv 2012.10333, algorithm 2)
+``trimmed``        equal   each coordinate is a trimmed mean (Yin et al., arXiv 1803.01498, definition 2)
+``median``         equal   each coordinate is a median (same paper, definition 1)
+=================  ======  ===========================================================================================
 
-Tokens are claims, and a vote that its caster may weigh is no bound: the rules that count votes ignore them, and the
-other two cap each at ``max_weight_ratio`` times the group's median.
+Members report their own tokens. So voting rules ignore tokens, and the others cap them at ``max_weight_ratio`` times
+the group's median.
 
-An owner sees its own share of the vector and no more, so norms and distances are taken share by share or chunk by
-chunk. BTARD (arXiv 2106.11257, section 3) clips each peer's partition by itself too: squared errors add up over the
-partitions, so that what holds of every one holds of the whole vector. What this does not bound is a liar that spends
-all of its allowance on one share: within a share it may be as long as the group's median there.
+An owner sees only its share of the vector, so norms and distances are per share or per chunk. BTARD (arXiv 2106.11257,
+section 3) also clips each partition separately: squared errors add up over partitions. A liar may still spend its whole
+allowance on one share, up to the group's median norm there.
 
-**Same bits for everybody.** A second owner can recompute a result: arithmetic on values is single fp32 operations in
-a fixed order (of the roster, or of a sorting network), norms are those of `p2ptrain.codecs.norms.sum_of_squares`, and
-weights are computed in double and rounded once. Results are never negative zero, whose sign minimum and maximum may
-treat in either way.
+**Bit-exact results.** A second owner can recompute a result. Values use single fp32 operations in a fixed order, that
+of the roster or of a sorting network. Norms come from `p2ptrain.codecs.norms.sum_of_squares`. Weights are computed in
+double and rounded once. Results are never negative zero, because minimum and maximum may order the two zeros either
+way.
 """
 
 from __future__ import annotations
@@ -44,34 +41,30 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MIN_FOR_MEDIAN = 3
-"""Of fewer norms, none can be called out of proportion: each may be the honest one."""
+"""Fewer values have no majority to compare with."""
 
 CENTERED_CLIP_ITERATIONS = 1
-"""From the median, more of them were measured to gain nothing."""
+"""More iterations gain nothing when the first starts at the median."""
 
 
-# --- who counts, and how much ---------------------------------------------------------------------------------------
+# --- norms and weights ----------------------------------------------------------------------------------------------
 
 
 def typical(values: Sequence[float]) -> float:
-    """The lower median of the values above zero, which no minority can raise or lower beyond the others' own.
+    """Return the lower median of the positive values, or 0 for fewer than `MIN_FOR_MEDIAN` of them.
 
-    Zeros are left out, because a share may hold parameters that most members' data did not touch. 0 when fewer than
-    three values are left: then there is no majority to compare with.
+    A minority cannot move it out of the range of the others' values. Zeros do not count, because a share may hold
+    parameters that most members' data did not touch.
     """
     positive = sorted(value for value in values if value > 0)
     return positive[(len(positive) - 1) // 2] if len(positive) >= MIN_FOR_MEDIAN else 0.0
 
 
 def out_of_proportion(norms: Mapping[int, float], max_ratio: float) -> dict[int, float]:
-    """The contributions whose norm is more than ``max_ratio`` times the group's `typical` one.
-
-    Args:
-        norms: By member: the norm of its contribution to one share.
-        max_ratio: The manifest's ``averaging.max_norm_ratio``.
+    """Return the members whose norm in a share exceeds ``max_ratio`` times the `typical` norm.
 
     Returns:
-        By member: its norm as a multiple of the typical one. Empty in a group of one or two.
+        By member: its norm as a multiple of the typical norm. Empty in a group of one or two.
     """
     usual = typical(list(norms.values()))
     if usual == 0:
@@ -80,16 +73,10 @@ def out_of_proportion(norms: Mapping[int, float], max_ratio: float) -> dict[int,
 
 
 def clip_factors(spec: AveragingSpec, norms: Sequence[float], tokens: Sequence[int]) -> list[float]:
-    """Return the factor of each contribution that makes it no longer than ``norm_clip`` allows.
+    """Return the factor that clips each contribution to the limit of ``norm_clip``; all 1 in a group of one or two.
 
-    That is ``clip_ratio`` times the `typical` norm, or, for who brings more tokens than others, times the typical norm
-    per token and its tokens, as far as they count: a fast peer's update after many steps is longer than the others'.
-    All factors are 1 in a group of one or two.
-
-    Args:
-        spec: The ratios.
-        norms: Of each contribution.
-        tokens: Of each contributor, in the same order.
+    The limit is ``clip_ratio`` times the larger of two values: the `typical` norm, and the typical norm per token times
+    the peer's `counted_tokens`. The second admits a fast peer, whose update after many steps is longer.
     """
     usual, counted = typical(norms), counted_tokens(spec, tokens)
     pace = typical([norm / count for norm, count in zip(norms, counted, strict=True)])
@@ -98,10 +85,7 @@ def clip_factors(spec: AveragingSpec, norms: Sequence[float], tokens: Sequence[i
 
 
 def counted_tokens(spec: AveragingSpec, tokens: Sequence[int]) -> list[float]:
-    """The tokens of each contributor without what is beyond ``max_weight_ratio`` times the group's median (`typical`).
-
-    All of them in a group of one or two.
-    """
+    """Return each contributor's tokens, capped at ``max_weight_ratio`` times the `typical` count if there is one."""
     usual = typical(tokens)
     return [min(float(count), spec.max_weight_ratio * usual) if usual else float(count) for count in tokens]
 
@@ -110,23 +94,24 @@ def counted_tokens(spec: AveragingSpec, tokens: Sequence[int]) -> list[float]:
 
 
 def median(parts: list[Tensor]) -> Tensor:
-    """The coordinate-wise median, the mean of the two middle values for an even number; see `VotingRule.combine`.
+    """Return the coordinate-wise median, for an even number the mean of the two middle values.
 
-    While fewer than half of the parts are hostile, every coordinate lies between honest values of it.
+    If fewer than half of the parts are hostile, every coordinate lies between honest values.
+    See `VotingRule.combine`.
     """
     return _middle(parts).add_(0.0)
 
 
 def trimmed(parts: list[Tensor], fraction: float) -> Tensor:
-    """The coordinate-wise mean without the largest and the smallest values; see `VotingRule.combine`.
+    """Return the coordinate-wise mean without the ``ceil(fraction * n)`` smallest and largest values.
 
-    At each end ``ceil(fraction * n)`` values go, so that so many hostile parts cannot move a coordinate out of the
-    range of its honest values; but at least one value, or two, stay.
+    That many hostile parts cannot move a coordinate out of the range of its honest values. At least one value stays, or
+    two for an even number. See `VotingRule.combine`.
     """
     num_parts = len(parts)
     low = num_trimmed(num_parts, fraction)
     ordered = _select(parts, low, num_parts - low)
-    # Around one of the kept values, so that equal values give themselves exactly.
+    # Sum differences from one kept value, so that the mean of equal values is exact.
     center = ordered[low]
     if num_parts - 2 * low > 1:
         total = ordered[low + 1].sub_(center)
@@ -137,16 +122,16 @@ def trimmed(parts: list[Tensor], fraction: float) -> Tensor:
 
 
 def num_trimmed(num_parts: int, fraction: float) -> int:
-    """Return how many values `trimmed` drops at each end."""
+    """Return the number of values that `trimmed` drops at each end."""
     return min(math.ceil(fraction * num_parts - 1e-9), (num_parts - 1) // 2)
 
 
 def centered_clip(parts: list[Tensor], center_ratio: float, iterations: int) -> Tensor:
-    """CenteredClip (arXiv 2012.10333, algorithm 2) from the coordinate-wise median; see `VotingRule.combine`.
+    """Return CenteredClip (arXiv 2012.10333, algorithm 2), started at the coordinate-wise median.
 
-    Each iteration moves the center ``v`` by the mean of ``min(1, tau / |x - v|) * (x - v)``, with ``tau`` =
-    ``center_ratio`` times the lower median of the distances. So a hostile minority moves it by less than ``tau``, and
-    while all are within ``tau`` of it, the result is the plain mean.
+    Each iteration moves the center ``v`` by the mean of ``min(1, tau / |x - v|) * (x - v)``, where ``tau`` is
+    ``center_ratio`` times the lower median of the distances. A hostile minority moves it by less than ``tau``. If all
+    parts lie within ``tau``, the result is the plain mean. See `VotingRule.combine`.
     """
     import torch
 
@@ -157,7 +142,7 @@ def centered_clip(parts: list[Tensor], center_ratio: float, iterations: int) -> 
     shift, scratch = center, torch.empty_like(center)
     for _ in range(iterations):
         distances = []
-        for part in parts:  # From here on, parts are differences from the center.
+        for part in parts:  # parts now hold differences from the center
             distances.append(math.sqrt(sum_of_squares(part.sub_(shift), scratch)))
         limit = center_ratio * sorted(distances)[(num_parts - 1) // 2]
         shift = torch.zeros_like(center)
@@ -169,7 +154,7 @@ def centered_clip(parts: list[Tensor], center_ratio: float, iterations: int) -> 
 
 
 def _middle(parts: list[Tensor]) -> Tensor:
-    """The median of each coordinate; ``parts`` are scratch."""
+    """Return the median of each coordinate; overwrites ``parts``."""
     low, high = (len(parts) - 1) // 2, len(parts) // 2
     ordered = _select(parts, low, high + 1)
     return ordered[low] if low == high else ordered[low].add_(ordered[high]).mul_(0.5)
@@ -179,9 +164,9 @@ def _middle(parts: list[Tensor]) -> Tensor:
 
 
 def _select(parts: list[Tensor], first: int, stop: int) -> list[Tensor]:
-    """The parts' values in ascending order at each coordinate; only the rows ``[first, stop)`` of them are right.
+    """Sort the parts at each coordinate; only the rows ``[first, stop)`` of the result are valid.
 
-    Minimum and maximum of whole rows, which are exact and vectorised, instead of a sort of each column.
+    A sorting network on whole rows: minimum and maximum are exact and vectorised.
     """
     import torch
 
@@ -200,10 +185,10 @@ def _select(parts: list[Tensor], first: int, stop: int) -> list[Tensor]:
 
 @lru_cache(maxsize=256)
 def _selection_network(num_rows: int, first: int, stop: int) -> tuple[tuple[int, int, bool, bool], ...]:
-    """Batcher's odd-even merge sort without what the rows ``[first, stop)`` of its result do not depend on.
+    """Return the comparators of `_batcher` on which the rows ``[first, stop)`` of its result depend.
 
     Returns:
-        Comparators in order: (row of the smaller value, row of the larger, whether each of them is needed later).
+        In order: (row of the smaller value, row of the larger, whether each is needed later).
     """
     needed = set(range(first, stop))
     kept = []
@@ -216,7 +201,7 @@ def _selection_network(num_rows: int, first: int, stop: int) -> tuple[tuple[int,
 
 
 def _batcher(num_rows: int) -> list[tuple[int, int]]:
-    """Comparators of Batcher's odd-even merge sort for any number of rows (Knuth, TAOCP 3, algorithm 5.2.2M)."""
+    """Return the comparators of Batcher's odd-even merge sort for any number of rows (TAOCP 3, algorithm 5.2.2M)."""
     comparators = []
     levels = max(1, math.ceil(math.log2(num_rows))) if num_rows > 1 else 0
     step = 1 << (levels - 1) if levels else 0

@@ -1,7 +1,4 @@
-"""A check that an aggregation rule keeps its contract, for p2ptrain's own tests and those of other packages.
-
-`p2ptrain.averaging.vector.rules` refuses a rule of a package that fails it.
-"""
+"""Contract check for aggregation rules; `p2ptrain.averaging.vector.rules` refuses a plugin rule that fails it."""
 
 from __future__ import annotations
 
@@ -15,15 +12,15 @@ from p2ptrain.manifest import AveragingSpec
 
 NUM_VALUES = 300
 _SLACK = 1 + 1e-9
-"""Weights are sums and quotients in double."""
+"""Tolerance for the rounding of weights in double."""
 
 
 def check_rule(rule: Rule) -> None:
-    """Check all that a `Rule` promises, on small groups, in a fraction of a second.
+    """Check the contract of a `Rule` on small groups.
 
     Raises:
-        ContractError: The rule breaks a promise; says which.
-        Exception: Whatever the rule raises.
+        ContractError: The rule breaks its contract; the message names the clause.
+        Exception: Any error of the rule itself.
     """
     require(isinstance(rule, WeightedRule | VotingRule), "a WeightedRule or a VotingRule")
     require(isinstance(rule.name, str), "a name")

@@ -1,21 +1,22 @@
-"""Error feedback: what a lossy codec dropped is added to the next contribution.
+"""Error feedback: the values that a lossy codec dropped are added to the next contribution.
 
-Two losses are kept: what encoding this peer's own parts dropped (Seide et al. 2014; Karimireddy et al. 2019,
-arXiv 1901.09847), and what encoding the mean of its own share dropped, which is nothing if that is the list of the
-parts (`p2ptrain.codecs.part_list`). The second belongs to everybody; its owner adds it to its next contribution scaled
-by (total weight) / (own weight), so that in the next mean it counts once.
+A peer keeps two encoding errors (Seide et al. 2014; Karimireddy et al. 2019, arXiv 1901.09847):
 
-What a rule of aggregation takes from a contribution, by clipping or by preferring others, is no loss of encoding and is
-not kept: a peer that was clipped is not to bring the rest in the next round. Under rules by coordinate (`median`,
-`trimmed` of `p2ptrain.averaging.vector.aggregation`) the second loss is given up, because a value that one member alone
-brings would be dropped as an outlier. Under ``norm_clip``, what an owner brings in this way counts towards its norm.
+- the error of its own parts;
+- the error of its share's mean, scaled by (total weight) / (own weight), so that the next mean counts it once. A mean
+  encoded as the list of its parts (`p2ptrain.codecs.part_list`) has no error.
 
-Under a codec that keeps little (`topk`), a residual is rounds old by the time it leaves, and local training has tried
-again meanwhile what it had not seen take effect. So what is kept may decay from round to round (SparseLoCo, arXiv
-2508.15706, algorithm 1; DeMo, arXiv 2411.19870): the factor is ``averaging.feedback_decay``.
+Values that an aggregation rule removes, by clipping or voting, are not kept: a clipped peer must not bring the rest in
+the next round. Rules by coordinate (`median`, `trimmed` of `p2ptrain.averaging.vector.aggregation`) discard the mean's
+error, because they would drop a value from one member as an outlier. Under ``norm_clip``, an owner's feedback counts
+towards its norm.
 
-A delegate encodes more than its own: what its group's mean loses on the way up, and what a mean of delegates loses,
-belongs to all that they stand for, and is scaled accordingly.
+A sparse codec (`topk`) sends a residual only rounds later, when local training has repeated the unsent update. So the
+residual may decay each round by ``averaging.feedback_decay`` (SparseLoCo, arXiv 2508.15706, algorithm 1; DeMo,
+arXiv 2411.19870).
+
+A delegate also encodes its group's mean, and a share of the delegates' mean. It scales these errors, because they
+belong to all members of its group.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ class Encoded:
     Attributes:
         vector: The contribution, fp32, ``[num_values]``.
         bounds: Share offsets.
-        sent_parts: By share: the encoded part of ``vector``; the own share, if it was encoded too.
-        part_codec: How they are encoded.
-        part_scale: What their loss is multiplied by: 1, or more where the peer brought more than its own.
-        own_index: The own share.
-        own_mean_exact: The own share's mean before encoding, in pieces: first value, value after the last, and the
-            values; None when it was not reduced here, or its encoding lost nothing.
-        own_mean: The same, encoded.
-        mean_codec: How.
-        mean_scale: What its loss is multiplied by; see `p2ptrain.averaging.vector.rules.feedback_scale`.
+        sent_parts: By share: the encoded part of ``vector``; includes the own share if its part was encoded.
+        part_codec: Codec of ``sent_parts``.
+        part_scale: Factor of the parts' error: 1 on the lowest level, then the ``mean_scale`` of the level below.
+        own_index: Index of the own share.
+        own_mean_exact: Pieces of the own share's mean before encoding: (first value, value after the last, values).
+            None if this peer did not reduce it, or the encoding is lossless.
+        own_mean: Encoded mean of the own share.
+        mean_codec: Codec of ``own_mean``.
+        mean_scale: Factor of the mean's error; see `p2ptrain.averaging.vector.rules.feedback_scale`.
     """
 
     vector: torch.Tensor
@@ -62,18 +63,16 @@ class Encoded:
 
 
 class ErrorFeedback:
-    """The residual of one peer for one codec: fp32, shape ``[num_values]``; nothing for a lossless codec.
+    """The residual of one peer for one codec: fp32, shape ``[num_values]``; None for a lossless codec.
 
-    Local to the peer: it is saved in its own checkpoint, handed to nobody, and reset when the peer jumps to a state
-    that its residual does not belong to.
+    The residual is local: the peer saves it in its own checkpoint and sends it to no other peer. The peer resets it
+    when it loads a state to which the residual does not belong.
     """
 
     def __init__(self, num_values: int, codec: Codec, decay: float = 1.0) -> None:
         """
         Args:
-            num_values: Of the contributions.
-            codec: How they are encoded.
-            decay: How much is kept of what a round dropped: 1 keeps all of it, 0 nothing.
+            decay: Fraction of a round's error to keep, 0 to 1.
         """
         import torch
 
@@ -81,11 +80,9 @@ class ErrorFeedback:
         self.residual: torch.Tensor | None = torch.zeros(num_values, dtype=torch.float32) if codec.lossy else None
 
     def split(self, codecs: Sequence[Codec], sizes: Sequence[int]) -> list[ErrorFeedback]:
-        """The residuals of parts of the vector alone, which share this one's memory.
+        """Return the residuals of consecutive parts of the vector, as views of this one's memory.
 
-        Args:
-            codecs: By part, in order: how it is encoded.
-            sizes: By part: its number of values; all values together.
+        ``sizes`` are the parts' numbers of values and add up to the whole vector.
         """
         if len(sizes) == 1:
             return [self]
@@ -104,16 +101,12 @@ class ErrorFeedback:
             vector.add_(self.residual)
 
     def reset(self) -> None:
-        """Forget the residual."""
+        """Set the residual to zero."""
         if self.residual is not None:
             self.residual.zero_()
 
     def update(self, encoded: Sequence[Encoded]) -> None:
-        """Replace the residual after a committed round to which this peer contributed.
-
-        Args:
-            encoded: What it encoded, on each level of the tree.
-        """
+        """Replace the residual after a committed round; ``encoded`` has one entry for each level of the tree."""
         if self.residual is None:
             return
         self.residual.zero_()

@@ -1,10 +1,11 @@
-"""A Merkle tree whose root also vouches for a sum: what a chunk is and what it adds, provable in a few hundred bytes.
+"""Merkle sum tree: its root commits to the bytes of all chunks and to the sum of their energies.
 
-Each leaf is the hash of a chunk and its *energy*, the sum of the squares of its values; each inner node the hash of its
-two children with both energies, and the energies' sum (the Merkle sum tree of G. Maxwell's proofs of liabilities). So
-who signs a root signs the norm of the whole, and cannot misstate it without misstating some chunk's. As in RFC 9162,
-section 2.1, leaves and inner nodes are hashed with different keys, so that neither can be passed off as the other; an
-odd node moves up unchanged. How many leaves there are, whoever checks a proof has to know.
+A leaf is the hash of a chunk and its *energy*, the sum of its squared values. An inner node holds the hash of its two
+children, energies included, and the sum of those energies (G. Maxwell's proofs of liabilities). So a peer that signs a
+root signs the norm of the whole: to misstate it, the peer must misstate a chunk's energy.
+
+As in RFC 9162, section 2.1, leaves and inner nodes are hashed in separate domains, here by different keys. An odd node
+moves up unchanged. A verifier must know the number of leaves.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from blake3 import blake3
 from p2ptrain.hashing import HASH_BYTES
 
 Node = tuple[bytes, float]
-"""A hash, `HASH_BYTES` long, and an energy: 0 or more, maybe infinite."""
+"""Hash of `HASH_BYTES` bytes, and energy in [0, inf]."""
 
 NODE = struct.Struct(f"<{HASH_BYTES}sd")
 MAX_DEPTH = 40
@@ -28,12 +29,12 @@ _INNER_KEY = blake3(b"p2ptrain sum tree: inner node").digest()
 
 
 def leaf_hash(chunk: bytes | bytearray | memoryview) -> bytes:
-    """The hash of a leaf's bytes."""
+    """Return the hash of a leaf's bytes."""
     return blake3(chunk, key=_LEAF_KEY).digest()
 
 
 def leaf_hashes(data: bytes | bytearray | memoryview, ends: Sequence[int]) -> list[bytes]:
-    """The hashes of leaves that lie one after the other in ``data``; ``ends`` says where each ends."""
+    """Return the hashes of consecutive leaves in ``data``, which end at the offsets ``ends``."""
     return _hashes(data, ends, _LEAF_KEY)
 
 
@@ -51,16 +52,12 @@ def _parent(left: Node, right: Node) -> Node:
 
 
 class SumTree:
-    """All nodes over some leaves.
-
-    Attributes:
-        root: The topmost node.
-    """
+    """All nodes of a Merkle sum tree."""
 
     def __init__(self, leaves: Sequence[Node]) -> None:
         """
         Raises:
-            ValueError: There are none.
+            ValueError: ``leaves`` is empty.
         """
         if not leaves:
             raise ValueError("a tree needs a leaf")
@@ -74,11 +71,11 @@ class SumTree:
         self.root = self._levels[-1][0]
 
     def __len__(self) -> int:
-        """Number of leaves."""
+        """Return the number of leaves."""
         return len(self._levels[0])
 
     def proof(self, index: int) -> bytes:
-        """Return a leaf's proof: its energy, then the nodes beside its path to the root, from below."""
+        """Return a leaf's inclusion proof: its energy, then the siblings on its path, from the leaf to the root."""
         parts = [struct.pack("<d", self._levels[0][index][1])]
         for level in self._levels[:-1]:
             beside = index ^ 1
@@ -89,9 +86,10 @@ class SumTree:
 
 
 def root_of_proof(leaf: bytes, proof: bytes, index: int, num_leaves: int) -> tuple[Node, float] | None:
-    """The root to which a leaf with this hash leads by `SumTree.proof`, and the leaf's energy.
+    """Return the root implied by a leaf's hash and its `SumTree.proof`, and the leaf's energy.
 
-    None when the proof has another length than it must have, or an energy that is none.
+    Returns:
+        None if the index is out of range, the proof has the wrong length, or an energy is NaN or has a negative sign.
     """
     if not 0 <= index < num_leaves or len(proof) < 8 or (len(proof) - 8) % NODE.size:
         return None

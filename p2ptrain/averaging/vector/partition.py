@@ -1,10 +1,10 @@
 """Shares of the vector in a butterfly all-reduce: each owner reduces one, sized by its bandwidth.
 
-Member i of a group of n owns the fraction w_i of the vector. It sends the other n - 1 owners their parts of its own
-contribution, 1 - w_i, and its finished mean to the n - 1 others, (n - 1) w_i, and receives as much: in all
-``1 + (n - 2) w_i`` vectors each way. So a round takes at least ``max_i (1 + (n - 2) w_i) / b_i`` (vectors per unit of
-bandwidth), which `split_shares` minimises: Diskin et al., "Distributed Deep Learning in Open Collaborations" (DeDLOC),
-section 3.2, https://arxiv.org/abs/2106.10207, there solved as a linear program.
+Member i of a group of n owns the fraction w_i of the vector. It sends ``1 - w_i`` vectors of its own contribution to
+the other owners, and ``(n - 1) w_i`` vectors of its mean to the other members. It receives as much: in all
+``1 + (n - 2) w_i`` vectors each way. A round takes at least ``max_i (1 + (n - 2) w_i) / b_i`` (vectors per unit of
+bandwidth). `share_weights` minimises this bound. Diskin et al., "Distributed Deep Learning in Open Collaborations"
+(DeDLOC), section 3.2, https://arxiv.org/abs/2106.10207, solve it as a linear program.
 """
 
 from __future__ import annotations
@@ -14,32 +14,31 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 Share = tuple[int, int]
-"""First value and the value after the last; equal for a member that owns nothing."""
+"""(start, stop) in values; equal for a member that owns nothing."""
 
 
 def share_weights(bandwidths: Sequence[float]) -> list[Fraction]:
-    """The fractions that minimise the slowest member's time; they sum to exactly 1.
+    """Return the fractions that minimise the slowest member's time; they sum to exactly 1.
 
-    Water-filling. Pour the work to one level T: ``w_i = max(0, (T b_i - 1) / (n - 2))``, with T such that the w_i sum
-    to 1. If the k fastest members are those with work, ``T = (n - 2 + k) / (b_1 + ... + b_k)``, and k is the largest
-    for which member k's share is positive, ``T b_k > 1``.
+    The solution is water-filling to a level T: ``w_i = max(0, (T b_i - 1) / (n - 2))``, with T such that the w_i sum
+    to 1. If the k fastest members own shares, ``T = (n - 2 + k) / (b_1 + ... + b_k)``. k is the largest count for which
+    member k's share is positive: ``T b_k > 1``.
 
-    Why this is optimal: in any other split some member i with w_i > 0 gets at least as much, so it takes at least T;
-    and each member takes at least 1 / b_j, which its own contribution needs whatever it owns. The split reaches the
-    larger of the two. Members that are slower than T own nothing, and do not slow down those who do.
+    Proof of optimality: in any other split, some member i with w_i > 0 gets at least as much, and takes at least T.
+    Each member j takes at least 1 / b_j for its own contribution. The split reaches the larger of the two bounds.
 
-    For n <= 2 every split takes the same time, so owners share alike.
+    For n <= 2 every split takes the same time, so all owners get equal shares.
 
     Args:
-        bandwidths: Each member's bandwidth in any common unit; 0 for one that cannot own a share (it accepts no
-            connections). All equal if none is known.
+        bandwidths: Bandwidth of each member in any common unit. 0 for a member that accepts no connections and cannot
+            own a share. All equal if none is known.
 
     Raises:
         ValueError: A bandwidth is negative or not finite, or all are 0.
     """
     if not all(math.isfinite(bandwidth) and bandwidth >= 0 for bandwidth in bandwidths):
         raise ValueError(f"bandwidths must be finite and not negative: {list(bandwidths)}")
-    # Exact: every member computes the split for itself, and all must come to the same.
+    # Exact fractions: every member computes the split itself, and all results must be equal.
     exact = [Fraction(bandwidth) for bandwidth in bandwidths]
     owners = sorted((index for index, bandwidth in enumerate(exact) if bandwidth), key=lambda index: -exact[index])
     if not owners:
@@ -62,14 +61,13 @@ def share_weights(bandwidths: Sequence[float]) -> list[Fraction]:
 
 
 def split_shares(num_values: int, weights: Sequence[Fraction], block_size: int) -> list[Share]:
-    """Cut ``[0, num_values)`` into one contiguous share for each owner, in their order.
+    """Cut ``[0, num_values)`` into one contiguous share for each member, in their order.
 
-    Cuts fall on multiples of ``block_size``. Whole blocks follow ``weights`` by the largest remainder, so a member gets
-    at most one block more or less than its exact fraction, and never fewer than one with a smaller weight.
+    Cuts fall on multiples of ``block_size``. The largest-remainder method assigns whole blocks, so a member's blocks
+    differ from its exact fraction by less than one. A larger weight never gets fewer blocks.
 
     Args:
-        num_values: Length of the vector.
-        weights: From `share_weights`; one for each member.
+        weights: One for each member, from `share_weights`.
         block_size: Values that a codec encodes together.
 
     Returns:

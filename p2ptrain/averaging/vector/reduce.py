@@ -1,9 +1,9 @@
-"""The owner's side of a share: which contributions count, and what they make together.
+"""The owner's side of a share: check the parts, choose the contributors, and reduce.
 
-Parts are checked and measured while they arrive (`PartCheck`). When the owner closes its mask, it leaves out the parts
-that are out of all proportion (`OwnShare.judge`): later would be too late, because the contributors are agreed on by
-then. The rest is combined by the manifest's rule (`p2ptrain.averaging.vector.rules`), piece by piece, and each
-piece of the result can be sent while the next is computed.
+1. `PartCheck` checks and measures each part while it arrives.
+2. `OwnShare.judge` drops outliers when the owner closes its mask, before the group agrees on the contributors.
+3. `OwnShare.reduce` combines the rest by the manifest's rule (`p2ptrain.averaging.vector.rules`), piece by piece. Each
+   piece of the result can be sent while the next is computed.
 """
 
 from __future__ import annotations
@@ -27,49 +27,48 @@ if TYPE_CHECKING:
     import torch
 
 STACK_VALUES = 1 << 15
-"""Values of all contributors that a rule by coordinate works on at a time, so that they stay in a core's cache."""
+"""Values of each part that a rule by coordinate combines at a time; the stack of parts must fit a core's cache."""
 
 RANGE_SLACK = 1.01
-"""Encoded values may exceed ``max_value`` by this factor, because a codec may round up."""
+"""Factor by which encoded values may exceed ``max_value``, because a codec may round up."""
 
 
 CHUNK_VALUES = 1 << 14
-"""Values that are hashed, committed to, and checked together, unless a codec's block is longer. Members must agree on
-it: distances of ``centered_clip`` are taken in such chunks. Shorter ones cost more to hash, longer ones to show."""
+"""Base length of a chunk; see `chunk_values`. Equal for all members, because ``centered_clip`` takes distances per
+chunk. Shorter chunks cost more to hash, longer ones more to reveal in an audit."""
 
 
 def chunk_values(codec: Codec) -> int:
-    """Values in a chunk: the unit of hashes, commitments and spot checks (`p2ptrain.averaging.verification.audit`).
+    """Return the length of a chunk: the unit of hashes, commitments and audits, in values.
 
-    Chunk k of every part and of their mean holds the same values, whatever they are encoded in, and that of the mean
-    follows from those of the parts: no block of a codec, and nothing that a rule works on as a whole, lies across two.
+    Chunk k of every part and of the mean covers the same values, whatever their codecs. The mean's chunk depends on
+    the parts' chunks alone: no codec block and no input of a rule crosses a chunk border. See
+    `p2ptrain.averaging.verification.audit`.
     """
     return math.lcm(CHUNK_VALUES, codec.block_size)
 
 
 def num_chunks(num_values: int, chunk: int) -> int:
-    """Chunks of a share of so many values."""
+    """Return the number of chunks in a share of ``num_values`` values."""
     return -(-num_values // chunk)
 
 
 def chunk_span(low: int, high: int, number: int, chunk: int) -> tuple[int, int]:
-    """First value of a chunk of the share ``[low, high)``, and the value after its last."""
+    """Return (start, stop) of chunk ``number`` of the share ``[low, high)``."""
     first = low + number * chunk
     return first, min(first + chunk, high)
 
 
 def mean_root(codec: Decoder, mean: Buffer, num_values: int, chunk: int) -> bytes:
-    """Return an encoded mean's name: the root of its `mean_tree`, or the hash of a list of parts."""
+    """Return the digest that identifies an encoded mean: its `mean_tree` root, or the hash of a list of parts."""
     return bulk_hash(mean) if isinstance(codec, PartList) else mean_tree(codec, mean, num_values, chunk).root[0]
 
 
 def mean_tree(codec: Decoder, mean: Buffer, num_values: int, chunk: int) -> SumTree:
-    """The tree over the chunks of an encoded mean, whose root names it; all energies are zero.
+    """Return the hash tree over the chunks of an encoded mean; all energies are zero.
 
     Args:
-        codec: Of the share.
         mean: At least one value.
-        num_values: How many.
         chunk: `chunk_values` of the whole vector's codec.
     """
     ends = [codec.encoded_bytes(high) for _, high in cut(num_values, chunk, chunk)]
@@ -77,11 +76,7 @@ def mean_tree(codec: Decoder, mean: Buffer, num_values: int, chunk: int) -> SumT
 
 
 class RangeCheck:
-    """Refuses pieces of an encoded share that are malformed or hold values beyond the manifest's ``max_value``.
-
-    Attributes:
-        codec: How the share is encoded.
-    """
+    """Refuses pieces of an encoded share that are malformed or hold values beyond the manifest's ``max_value``."""
 
     def __init__(self, codec: Decoder, spec: AveragingSpec) -> None:
         self.codec = codec
@@ -91,7 +86,7 @@ class RangeCheck:
         """Check the values ``[low, high)`` of the share.
 
         Raises:
-            CodecError: They are refused.
+            CodecError: The piece is malformed, or a value is not finite or out of range.
         """
         codec = self.codec.part(low, high)
         codec.validate(piece, high - low)
@@ -99,23 +94,15 @@ class RangeCheck:
 
 
 class PartCheck(RangeCheck):
-    """A `RangeCheck` that also measures and hashes, chunk by chunk, a share whose pieces come in order.
+    """A `RangeCheck` that also hashes and measures each chunk; the pieces must come in order.
 
     Attributes:
-        leaves: Of the chunks so far: hash and energy, the former only if ``hashed``, the latter if ``measured``.
+        leaves: Hash and energy of each chunk so far: `EMPTY_HASH` unless ``hashed``, 0 unless ``measured``.
     """
 
     codec: Codec
 
     def __init__(self, codec: Codec, spec: AveragingSpec, chunk: int, *, measured: bool, hashed: bool) -> None:
-        """
-        Args:
-            codec: How the share is encoded.
-            spec: The limits.
-            chunk: See `chunk_values`.
-            measured: Whether energies are needed.
-            hashed: Whether hashes are.
-        """
         super().__init__(codec, spec)
         self._chunk = chunk
         self._measured = measured
@@ -137,13 +124,13 @@ class PartCheck(RangeCheck):
 
 
 def check_range(largest: float, limit: float) -> None:
-    """Raise `CodecError` unless the largest magnitude is a number within the limit."""
+    """Raise `CodecError` if the largest magnitude is NaN or above the limit."""
     if not largest <= limit:
         raise CodecError(f"a value of magnitude {largest:.3g} is beyond the manifest's averaging.max_value")
 
 
 def part_weights(spec: AveragingSpec, norms: Sequence[float], tokens: Sequence[int]) -> list[float]:
-    """Return the factor of each contributor's part, by the manifest's rule."""
+    """Return the weight of each contributor's part under the manifest's rule."""
     rule = get_rule(spec)
     return rule.weights(spec, norms, tokens) if isinstance(rule, WeightedRule) else rule.shares(spec, tokens)
 
@@ -152,11 +139,12 @@ class OwnShare:
     """One owner's share in one attempt.
 
     Attributes:
-        parts: By member: the codec and bytes of its part, complete and valid; the owner's own is not among them.
-        refused: By member, the owner itself included: why `judge` left it out.
-        trees: By member, the owner itself included: what `PartCheck` found in its part.
-        is_measured: Whether norms are taken.
-        own_part: The owner's own part, encoded, once `measure_own` is done; None if it counts as it is.
+        parts: By member: codec and bytes of its complete, valid part. The owner's own part is added by `reduce`, and
+            only if it is encoded.
+        refused: By member, owner included: the reason why `judge` left it out.
+        trees: By member, owner included: the tree over its part's chunks.
+        is_measured: Whether norms are computed; False in a group of one or two.
+        own_part: The owner's own part, encoded by `measure_own`; None if it counts unencoded.
     """
 
     def __init__(
@@ -174,19 +162,16 @@ class OwnShare:
     ) -> None:
         """
         Args:
-            codec: How the result is encoded, unless it is the list of the parts.
-            spec: The rule and the limits.
+            codec: Codec of the result, unless that is a list of parts.
             own: The owner's own part, fp32, ``[num_values]``; not changed.
-            own_index: Its place in the roster.
-            num_members: Size of the roster.
-            own_codec: How the owner's own part is encoded before it counts, like all others; None if it counts as it
-                is. It should be encoded if the codec is sparse: beside what is left of the others' it would be long.
-            lists_parts: Whether the result is a `PartList`, of parts in ``own_codec``.
-            chunk: `chunk_values` of the whole vector's codec; 0 if ``codec`` is that.
-            audited: Whether members check slices of the result: then parts are hashed, and kept after it is made.
+            own_codec: Codec that the owner's own part passes through before it counts; None if it counts unencoded.
+                Set it for a sparse codec, where an unencoded part would have a larger norm than the others'.
+            lists_parts: Whether the result is a `PartList` of parts in ``own_codec``.
+            chunk: `chunk_values` of the whole vector's codec; 0 if ``codec`` is that codec.
+            audited: Whether members audit the result: then parts are hashed, and kept after `reduce`.
 
         Raises:
-            ValueError: Such a list is asked for without ``own_codec``.
+            ValueError: ``lists_parts`` without ``own_codec``.
         """
         if lists_parts and own_codec is None:
             raise ValueError("a list of parts needs the owner's own part encoded")
@@ -205,11 +190,11 @@ class OwnShare:
         self.own_part: Buffer | None = None
 
     def new_check(self, codec: Codec) -> PartCheck:
-        """A check for one part that will arrive in this codec."""
+        """Return a new check for one part in this codec."""
         return PartCheck(codec, self._spec, self._chunk, measured=self.is_measured, hashed=self._audited)
 
     def measure_own(self) -> None:
-        """Check and measure the owner's own part, encoded if it is to be; in a pool thread.
+        """Check and measure the owner's own part, and encode it if it has a codec; runs in a pool thread.
 
         Raises:
             CodecError: A value is not finite or beyond ``max_value``, or cannot be encoded.
@@ -221,7 +206,7 @@ class OwnShare:
         leaves: list[Node] = []
         for low, high in cut(len(self._own), self._codec.block_size):
             piece = self._own[low:high]
-            least, greatest = (float(extreme) for extreme in piece.aminmax())  # NaN, if there is one, is both
+            least, greatest = (float(extreme) for extreme in piece.aminmax())  # a NaN makes both NaN
             check_range(max(-least, greatest), self._spec.max_value)
             if self.is_measured:
                 energies = plain.squared_norms(piece.detach().numpy().data.cast("B"), high - low, self._chunk)
@@ -238,23 +223,23 @@ class OwnShare:
         self.trees[self._own_index] = SumTree(check.leaves or [(EMPTY_HASH, 0.0)])
 
     def add(self, index: int, part: Buffer, check: PartCheck, tree: SumTree | None = None) -> None:
-        """Take in another member's part, with the check that it passed, and the tree over its leaves, if known."""
+        """Add another member's part, with its passed check and, if known, the tree over its leaves."""
         self.parts[index] = check.codec, part
         self.trees[index] = tree or SumTree(check.leaves or [(EMPTY_HASH, 0.0)])
 
     def judge(self) -> frozenset[int]:
-        """Refuse the parts that are out of proportion; returns who is left: the owner's mask."""
+        """Refuse the parts that are `out_of_proportion`; return the owner's mask, the members that remain."""
         for index, multiple in out_of_proportion(self.norms(), self._spec.max_norm_ratio).items():
             self.refused[index] = f"sent a part whose norm is {multiple:.3g} times the group's median"
             self.parts.pop(index, None)
         return frozenset(self.trees.keys() - self.refused.keys())
 
     def forget(self) -> None:
-        """Let go of all parts: nobody will ask for slices any more."""
+        """Release all parts once no member can audit them."""
         self.parts.clear()
 
     def norms(self) -> dict[int, float]:
-        """By member: the Euclidean norm of its part; zeros in a group of one or two."""
+        """Return the Euclidean norm of each member's part; zeros in a group of one or two."""
         return {index: math.sqrt(tree.root[1]) for index, tree in self.trees.items()}
 
     async def reduce(
@@ -262,16 +247,14 @@ class OwnShare:
     ) -> ExactMean | None:
         """Combine the contributors' parts and encode the result, piece by piece.
 
-        Unless members check slices of it, the parts are then forgotten here.
+        Releases the parts afterwards unless the share is audited. A list of parts always releases them.
 
         Args:
-            runtime: Where to compute.
-            contributors: Indices into the roster, ascending; each has a part here.
-            tokens: Of each contributor.
-            mean: Grows with each piece.
+            contributors: Roster indices, ascending; each has a part here.
+            mean: Output stream; grows with each piece.
 
         Returns:
-            The result before encoding; None when encoding lost nothing.
+            The result before encoding; None if the encoding is lossless.
 
         Raises:
             CodecError: The result cannot be encoded.
@@ -287,7 +270,7 @@ class OwnShare:
             self.parts.clear()
             return None
         spans = self.spans()
-        exact = torch.empty(spans[0][1], dtype=torch.float32)  # of one piece, so that it stays in a core's cache
+        exact = torch.empty(spans[0][1], dtype=torch.float32)  # one piece, to fit a core's cache
         for low, high in spans:
             await runtime.offload(self.reduce_piece, low, high, contributors, weights, exact[: high - low], mean.data)
             mean.grow(self._codec.encoded_bytes(high))
@@ -297,7 +280,7 @@ class OwnShare:
         return found
 
     def weights(self, contributors: Sequence[int], tokens: Sequence[int]) -> list[float]:
-        """Return the factor of each contributor's part."""
+        """Return the contributors' `part_weights`."""
         norms = self.norms()
         return part_weights(self._spec, [norms[index] for index in contributors], tokens)
 
@@ -310,9 +293,9 @@ class OwnShare:
         self, low: int, high: int, contributors: Sequence[int], weights: list[float], exact: torch.Tensor,
         encoded: bytearray | memoryview,
     ) -> None:  # fmt: skip
-        """Combine the values ``[low, high)`` into ``exact``, and encode them to their place.
+        """Combine the values ``[low, high)`` into ``exact``, and encode them into their place in ``encoded``.
 
-        Both are multiples of `chunk_values` or the share's end: then the result does not depend on where it is cut.
+        ``low`` and ``high`` must be multiples of `chunk_values` or the share's end. Then cuts do not change the result.
         """
         self.combine(low, high, contributors, weights, exact)
         first_byte, last_byte = self._codec.encoded_bytes(low), self._codec.encoded_bytes(high)
@@ -332,17 +315,17 @@ class OwnShare:
             self._add_up(low, high, contributors, weights, exact)
 
     def spans(self) -> list[tuple[int, int]]:
-        """First value and value after the last of the pieces in which the share is reduced."""
+        """Return (start, stop) of each piece in which the share is reduced."""
         return cut(len(self._own), self._block_size())
 
     def _block_size(self) -> int:
-        """The smallest number of values at whose multiples all codecs can be cut."""
+        """Return the smallest length at whose multiples all codecs can be cut."""
         return math.lcm(self._codec.block_size, *(codec.block_size for codec, _ in self.parts.values()))
 
     def _add_up(
         self, low: int, high: int, contributors: Sequence[int], weights: list[float], exact: torch.Tensor
     ) -> None:
-        """The weighted sum, in the order of the roster; but the owner's part first where it is not encoded."""
+        """Write the weighted sum to ``exact``: an unencoded own part first, the others in roster order."""
         import torch
 
         weight_of = dict(zip(contributors, weights, strict=True))
@@ -370,17 +353,12 @@ class OwnShare:
 
 
 class ExactMean:
-    """The mean of a share before it was encoded, computed again when it is asked for.
-
-    The parts take less memory than it does, and in most uses nobody asks before the round is over.
-    """
+    """The mean of a share before encoding, recomputed on iteration, because the encoded parts take less memory."""
 
     def __init__(self, share: OwnShare, contributors: Sequence[int], weights: list[float]) -> None:
         """
         Args:
-            share: As it was reduced; may forget its parts. Its own values must not change.
-            contributors: As in `OwnShare.reduce`.
-            weights: As from `OwnShare.weights`.
+            share: The reduced share; may release its parts later. Its own values must not change.
         """
         self._share = copy.copy(share)
         self._share.parts = dict(share.parts)
@@ -388,7 +366,7 @@ class ExactMean:
         self._weights = weights
 
     def __iter__(self) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """First value, value after the last, and the values between, fp32; overwritten by the next ones."""
+        """Yield (start, stop, values) of each piece, fp32; the next piece overwrites the values."""
         import torch
 
         spans = self._share.spans()

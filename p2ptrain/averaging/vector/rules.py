@@ -1,8 +1,7 @@
-"""The manifest's aggregation rules, by name: p2ptrain's own, and those of installed packages.
+"""Aggregation rules by the name that the manifest gives: p2ptrain's own, and those of installed packages.
 
-All members of a group must run the same rule, because any of them may recompute an owner's result.
-`p2ptrain.averaging.vector.aggregation` has the formulas, and `p2ptrain.averaging.vector.conformance` a check of the
-contract.
+All members of a group must run the same rule, because any member may recompute an owner's result.
+`p2ptrain.averaging.vector.aggregation` holds the formulas, `p2ptrain.averaging.vector.conformance` the contract check.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ if TYPE_CHECKING:
 
 
 class Rule(ABC):
-    """Combines the contributions to an owner's share; a `WeightedRule` or a `VotingRule`, without state.
+    """Stateless rule that combines the contributions to a share; either a `WeightedRule` or a `VotingRule`.
 
-    Other packages add theirs by the entry point group ``p2ptrain.rules``. A rule has the same bits on every machine:
-    single fp32 operations in a fixed order, norms by `p2ptrain.codecs.norms.sum_of_squares`, scalars in double.
+    Other packages add rules through the entry point group ``p2ptrain.rules``. A rule must give the same bits on every
+    machine: single fp32 operations in a fixed order, norms by `p2ptrain.codecs.norms.sum_of_squares`, double scalars.
     """
 
     name: ClassVar[str]
     by_coordinate: ClassVar[bool] = False
-    """True if it looks at each value by itself and drops values that few members bring: sparse parts do not fit."""
+    """True if the rule treats each value separately and drops values from few members; unfit for sparse parts."""
 
     @abstractmethod
     def shares(self, spec: AveragingSpec, tokens: Sequence[int]) -> list[float]:
-        """Return each contributor's part of the result, in the order of ``tokens``; they add up to 1."""
+        """Return each contributor's fraction of the result, in the order of ``tokens``; they sum to 1."""
 
 
 class WeightedRule(Rule):
-    """A weighted sum of the contributions. Unless overridden, each weighs its `counted_tokens`."""
+    """Weighted sum of the contributions; by default weighted by `counted_tokens`."""
 
     def shares(self, spec: AveragingSpec, tokens: Sequence[int]) -> list[float]:
         counted = counted_tokens(spec, tokens)
@@ -51,18 +50,15 @@ class WeightedRule(Rule):
         return [count / total for count in counted]
 
     def weights(self, spec: AveragingSpec, norms: Sequence[float], tokens: Sequence[int]) -> list[float]:
-        """Return what each contribution is multiplied by, in roster order: its share at most, and not negative.
+        """Return the weight of each contribution in roster order, between 0 and its `shares` value.
 
-        Args:
-            spec: The rule's settings.
-            norms: Of each contribution; zeros in a group of one or two.
-            tokens: Of each contributor.
+        In a group of one or two, ``norms`` are zeros.
         """
         return self.shares(spec, tokens)
 
 
 class VotingRule(Rule):
-    """Any function of all contributions, in which each has one vote whatever its tokens."""
+    """Any function of all contributions that gives each one vote, whatever its tokens."""
 
     def shares(self, spec: AveragingSpec, tokens: Sequence[int]) -> list[float]:
         return [1 / len(tokens)] * len(tokens)
@@ -72,10 +68,9 @@ class VotingRule(Rule):
         """Combine a chunk of a share.
 
         Args:
-            spec: The rule's settings.
-            parts: One for each contributor in roster order: finite, fp32, shape ``[values]``. Scratch: they hold
-                anything afterwards. If `by_coordinate`, any values of the share; else one whole chunk, of
-                `p2ptrain.averaging.vector.reduce.chunk_values`, or the share's shorter last one.
+            parts: One for each contributor in roster order: finite, fp32, shape ``[values]``. The rule may overwrite
+                them. If `by_coordinate`, any values of the share. Otherwise one whole chunk of
+                `p2ptrain.averaging.vector.reduce.chunk_values`, or the share's shorter last chunk.
 
         Returns:
             fp32, ``[values]``; may be one of ``parts``.
@@ -94,7 +89,7 @@ class NormClip(WeightedRule):
     name = "norm_clip"
 
     def weights(self, spec: AveragingSpec, norms: Sequence[float], tokens: Sequence[int]) -> list[float]:
-        """Return weights that add up to less than 1 where a contribution is clipped."""
+        """Return weights that sum to less than 1 if a contribution is clipped."""
         factors = clip_factors(spec, norms, tokens)
         return [share * factor for share, factor in zip(self.shares(spec, tokens), factors, strict=True)]
 
@@ -109,7 +104,7 @@ class CenteredClip(VotingRule):
 
 
 class Trimmed(VotingRule):
-    """`trimmed`."""
+    """The coordinate-wise mean without the extremes; see `trimmed`."""
 
     name = "trimmed"
     by_coordinate = True
@@ -119,7 +114,7 @@ class Trimmed(VotingRule):
 
 
 class Median(VotingRule):
-    """`median`."""
+    """The coordinate-wise median; see `median`."""
 
     name = "median"
     by_coordinate = True
@@ -138,24 +133,22 @@ RULES = Extensions(
 
 
 def get_rule(spec: AveragingSpec) -> Rule:
-    """Return the rule that a manifest names.
+    """Return the rule that the manifest names.
 
     Raises:
-        IncompatibleError: This machine does not have it, or the one that a package brings fails `check_rule`.
+        IncompatibleError: The rule is not installed, or a package's rule fails `check_rule`.
     """
     return RULES.get(spec.aggregation)
 
 
 def feedback_scale(spec: AveragingSpec, tokens: Sequence[int], position: int) -> float:
-    """Return the factor of the loss of encoding a share's mean, with which the next mean regains it once.
+    """Return the factor by which an owner adds its mean's encoding error, so that the next mean counts it once.
 
     Args:
-        spec: The rule and its settings.
-        tokens: Of all contributors.
-        position: Which of them asks.
+        position: Index of the owner in ``tokens``.
 
     Returns:
-        0 under rules by coordinate, which would drop as an outlier what only one member brings.
+        1 / (the owner's share); 0 under rules by coordinate, which would drop a value from one member as an outlier.
     """
     rule = get_rule(spec)
     return 0.0 if rule.by_coordinate else 1 / rule.shares(spec, tokens)[position]

@@ -1,7 +1,6 @@
-"""Shares on the move: encoded while they are sent, checked and hashed while they arrive.
+"""Pipelined transfer of shares: encoding overlaps sending; checks and hashes overlap receiving.
 
-On the wire a share is one bulk buffer whatever is done here, and its bytes do not depend on where it is cut
-(`p2ptrain.codecs.base.Codec`). Cutting lets the network and the pool's threads work at the same time.
+On the wire a share is one bulk buffer. Its bytes do not depend on the cuts into pieces (`p2ptrain.codecs.base.Codec`).
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ if TYPE_CHECKING:
     import torch
 
 PIECE_VALUES = 1 << 20
-"""Values in a piece: long enough that handing it to another thread costs nothing, short enough to overlap."""
+"""Length of a piece: long enough to hide the cost of a thread switch, short enough to overlap with the network."""
 
 
 Check = Callable[[memoryview, int, int], None]
-"""(encoded piece, its first value in the share, the value after its last): raises `CodecError` to refuse it."""
+"""Called with (encoded piece, start, stop), offsets in values of the share; raises `CodecError` to refuse the piece."""
 
 
 def cut(num_values: int, block_size: int, piece_values: int = PIECE_VALUES) -> list[tuple[int, int]]:
-    """(first value, value after the last) of the pieces of a share, cut at multiples of a codec's block."""
+    """Return (start, stop) of each piece of a share, cut at multiples of ``block_size``."""
     step = max(block_size, piece_values // block_size * block_size)
     return [(low, min(low + step, num_values)) for low in range(0, num_values, step)]
 
 
 class EncodedStream:
-    """An encoded share that can be sent while it is being made, to any number of peers.
+    """Encoded share that can be sent to any number of peers while it is still being produced.
 
     Attributes:
-        data: The encoded share; complete once `grow` was called with its length.
+        data: The encoded share; complete after `grow` with its length.
     """
 
     def __init__(self, data: bytearray | memoryview) -> None:
@@ -47,13 +46,13 @@ class EncodedStream:
         self._grew = asyncio.Event()
 
     def grow(self, ready: int) -> None:
-        """Let go of the first ``ready`` bytes; they must not change any more."""
+        """Release the first ``ready`` bytes to senders; those bytes must not change afterwards."""
         self._ready = ready
         self._grew.set()
         self._grew = asyncio.Event()
 
     async def send(self, channel: Channel) -> None:
-        """Send the whole share as one buffer, waiting for what is not there yet; see `Channel.send_bytes`."""
+        """Send the whole share as one buffer, as its bytes become ready; see `Channel.send_bytes`."""
         view, sent = memoryview(self.data), 0
         while sent < len(view):
             while self._ready == sent:
@@ -66,9 +65,9 @@ class EncodedStream:
 async def send_encoded(
     channel: Channel, runtime: Runtime, codec: Codec, vector: torch.Tensor, check: Check
 ) -> memoryview:
-    """Encode a part piece by piece, one piece ahead of what is sent; returns all of it encoded.
+    """Encode and send a part, encoding one piece ahead of the network; return the encoded part.
 
-    That is the vector's own memory if the codec takes it as it is.
+    The result is the vector's own memory if the codec has an `encoded_view` of it.
 
     Raises:
         CodecError: A value cannot be encoded, or ``check`` refuses it.
@@ -109,23 +108,19 @@ async def receive_checked(
     hashed: bool = True,
     on_progress: Callable[[int], None] = lambda filled: None,
 ) -> tuple[memoryview, bytes]:
-    """Receive an encoded share, checking it while it arrives: ``check`` is called with its pieces in order.
+    """Receive an encoded share, and check it while it arrives.
 
     Args:
-        channel: Where it comes from.
-        runtime: For checks and hashes.
-        codec: How it is encoded.
-        num_values: Its length.
-        timeout_seconds: Deadline of the whole.
-        check: Judges each piece.
-        hashed: Whether to hash it, which is most of the work.
-        on_progress: Told how many bytes are there.
+        timeout_seconds: Timeout for the whole share.
+        check: Called with each piece, in order.
+        hashed: Whether to hash the share, which is most of the work.
+        on_progress: Called with the number of bytes received so far.
 
     Returns:
-        The share, and its `bulk_hash`; with ``hashed`` False that of nothing.
+        The share and its `bulk_hash`, or without ``hashed`` the hash of no bytes.
 
     Raises:
-        ProtocolError: It has another length or holds values that ``check`` refuses.
+        ProtocolError: The share has the wrong length, or ``check`` refuses a value.
         PeerError, DeadlineError: See `Channel.receive_bytes`.
     """
     data = runtime.buffers.lend(codec.encoded_bytes(num_values))
@@ -145,7 +140,7 @@ async def receive_checked(
 
 
 class _Arriving:
-    """Checks the complete pieces of a buffer that fills up, in a pool thread, one call at a time."""
+    """Checks complete pieces of a receive buffer in a pool thread, one call at a time."""
 
     def __init__(
         self, runtime: Runtime, codec: Decoder, num_values: int, data: memoryview, check: Check, hashed: bool
@@ -161,7 +156,7 @@ class _Arriving:
         self._checking: asyncio.Task[None] | None = None
 
     def on_progress(self, filled: int) -> None:
-        """Check what is complete, unless the check before is still running."""
+        """Start a check of all complete pieces unless one is still running."""
         if self._checking is not None and not self._checking.done():
             return
         complete = [span for span in self._left if self._codec.encoded_bytes(span[1]) <= filled]
@@ -170,14 +165,14 @@ class _Arriving:
             self._checking = self._tasks.call(self._runtime.offload(self._check, complete), "check")
 
     async def finish(self) -> bytes:
-        """Check the rest of the buffer, which is full now; returns the hash of all of it."""
+        """Check the rest of the full buffer; return the hash of the whole."""
         if self._checking is not None:
             await self._checking
         await self._runtime.offload(self._check, self._left)
         return self._hash.digest()
 
     async def close(self) -> None:
-        """Leave no task behind."""
+        """Cancel the running check, and raise its error if it is no `CodecError`."""
         await self._tasks.close()
         if self._checking is not None and not self._checking.cancelled():
             error = self._checking.exception()
