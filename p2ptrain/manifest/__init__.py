@@ -93,7 +93,7 @@ class ModelSpec(Section):
     channels: int = Field(1, ge=1, le=1024)
     """Values of a pixel."""
     classes: int = Field(10, ge=2, le=1 << 20)
-    """What an image may be."""
+    """Number of classes of images."""
     initial_seed: int = Field(1, ge=0, lt=1 << 63)
     """Seed of the initial parameters: every peer builds the same ones."""
     weights: str = Field("", max_length=1024, pattern=WEIGHTS_PATTERN)
@@ -197,7 +197,7 @@ class TrainingSpec(Section):
     outer_second_momentum: float = Field(0.99, ge=0, lt=1)
     """beta2 (FedAdam: 0.99)."""
     outer_epsilon: float = Field(1e-3, gt=0, le=10)
-    """What is added to the root of the second moment (FedAdam: 0.001). Parameters whose pseudo-gradients are
+    """Added to the root of the second moment (FedAdam: 0.001). Parameters whose pseudo-gradients are
     far smaller move in proportion to them."""
     rounds: int = Field(0, ge=0, le=1 << 40)
     """Stop after this many rounds (of one fragment each); 0 trains until stopped."""
@@ -278,13 +278,13 @@ class AveragingSpec(Section):
     min_peers: int = Field(1, ge=1, le=256)
     """Fewer peers than this do not commit a round."""
     below_min: Literal["pause", "continue"] = "pause"
-    """What a trainer does below ``min_peers``: wait, or go on with inner steps without synchronising."""
+    """Action of a trainer below ``min_peers``: wait, or go on with inner steps without synchronising."""
     quorum: float = Field(0.5, gt=0, le=1)
     """Share of the expected peers that must be ready before the round may close without the rest."""
     grace_seconds: float = Field(3.0, ge=0, le=600)
     """How long the rest may take once the quorum is ready."""
     late_decay: float = Field(0.9, ge=0, le=1)
-    """What is kept of a contribution that missed a round and waits for the next: 1 keeps all of it, 0 drops it."""
+    """Fraction kept of a contribution that missed a round and waits for the next: 1 keeps all of it, 0 drops it."""
     matchmaking_seconds: float = Field(20.0, gt=0, le=3600)
     """Deadline of finding a group."""
     round_seconds: float = Field(60.0, gt=0, le=3600)
