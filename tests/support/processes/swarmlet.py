@@ -242,6 +242,14 @@ def nothing_left_behind() -> Iterator[None]:
     finally:
         over.set()
         watcher.join()
-    # Asked now: the server may have started meanwhile, and its number is known a moment later than it is there.
-    left = [process for process in seen if process.pid not in SERVER.process_ids]
-    wait_until(lambda: not any(is_alive(process.pid) and process.is_running() for process in left))
+
+    def left() -> list[psutil.Process]:
+        # The server may have started meanwhile, and its number is known a moment later than it is there.
+        found = [process for process in seen if process.pid not in SERVER.process_ids]
+        return [process for process in found if is_alive(process.pid) and process.is_running()]
+
+    try:
+        wait_until(lambda: not left())
+    except AssertionError as error:
+        error.add_note(f"left behind: {[process.as_dict(['pid', 'ppid', 'cmdline']) for process in left()]}")
+        raise
