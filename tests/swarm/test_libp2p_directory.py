@@ -21,7 +21,7 @@ from p2ptrain.network.libp2p.transport import Libp2pTransport
 from p2ptrain.network.records.guard import MAX_LIFETIME_SECONDS
 from p2ptrain.network.records.record import open_record, peers_key, seal_record
 from p2ptrain.runtime import Runtime
-from tests.support.processes.daemons import eventually, free_port, loopback_transport, peer_process
+from tests.support.processes.daemons import eventually, free_port, is_stopped, loopback_transport, peer_process
 
 SWARM, OTHER_SWARM = b"s" * 32, b"o" * 32
 KEY = peers_key(SWARM)
@@ -273,7 +273,9 @@ def test_a_reader_does_not_believe_a_lying_storer() -> None:
 def test_operations_end_by_their_deadline_when_the_daemon_hangs() -> None:
     async def main() -> None:
         async with peer() as a, peer(tuple(await a.transport.addresses())) as b:
+            await eventually(lambda: asyncio.sleep(0, b.directory.num_neighbours == 1))
             os.kill(b.transport.daemon.process_id, signal.SIGSTOP)
+            await eventually(lambda: asyncio.sleep(0, is_stopped(b.transport.daemon.process_id)))
             try:
                 async with asyncio.timeout(30):
                     value, expires_at = b.record()

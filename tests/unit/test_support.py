@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.docker.changed import changed_paths, decide
 from tests.support import seeds, summary, tools
-from tests.support.processes import soak
+from tests.support.processes import preloaded, soak, swarmlet
 
 
 def test_a_missing_tool_skips_where_it_is_not_required(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,3 +135,15 @@ def test_a_soak_that_is_too_short_to_see_growth_fails() -> None:
     record = soak.Record()
     record.judge()
     assert record.problems
+
+
+def test_a_server_that_all_tests_share_is_not_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    known: set[int] = set()
+    monkeypatch.setattr(preloaded.SERVER, "process_ids", known)
+    with contextlib.ExitStack() as stack:
+        with swarmlet.nothing_left_behind():
+            server = stack.enter_context(subprocess.Popen(["sleep", "100"]))
+            stack.callback(server.kill)
+            time.sleep(0.5)  # It is seen before its number is known.
+            known.add(server.pid)
+        assert server.poll() is None

@@ -84,6 +84,12 @@ def is_alive(process_id: int) -> bool:
     return state not in "ZX"
 
 
+def is_stopped(process_id: int) -> bool:
+    """Whether SIGSTOP has reached all threads of a process: some run on for a moment while its first one is woken."""
+    stats = Path(f"/proc/{process_id}/task").glob("*/stat")
+    return all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in stats)
+
+
 def wait_until(condition: Callable[[], bool], timeout_seconds: float = 60.0) -> None:
     """Poll until ``condition()`` holds; AssertionError when it does not within the time."""
     deadline = time.monotonic() + timeout_seconds

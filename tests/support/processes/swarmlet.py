@@ -212,12 +212,12 @@ def background_command(log: Path, *arguments: str | Path) -> Iterator[subprocess
         process.wait()
 
 
-def descendants(but: Collection[int] = ()) -> set[int]:
-    """The process ids of everything below this process, but for these and what is below them."""
-    found = {child.pid for child in psutil.Process().children(recursive=True)}
-    for pid in but:
+def descendants(but: Collection[psutil.Process] = ()) -> set[psutil.Process]:
+    """All processes below this one, but for these and what is below them."""
+    found = set(psutil.Process().children(recursive=True))
+    for process in but:
         with contextlib.suppress(psutil.NoSuchProcess):
-            found -= {pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))}
+            found -= {process, *process.children(recursive=True)}
     return found
 
 
@@ -228,12 +228,12 @@ def nothing_left_behind() -> Iterator[None]:
     What runs already when it begins may start further processes and keep them, as a browser does.
     """
     before = descendants()
-    seen: set[int] = set()
+    seen: set[psutil.Process] = set()  # Not by their numbers alone: Linux gives those to other processes again.
     over = threading.Event()
 
     def watch() -> None:
         while not over.wait(0.2):
-            seen.update(descendants(but=before) - before - SERVER.process_ids)
+            seen.update(descendants(but=before))
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
@@ -242,4 +242,14 @@ def nothing_left_behind() -> Iterator[None]:
     finally:
         over.set()
         watcher.join()
-    wait_until(lambda: not any(map(is_alive, seen)))
+
+    def left() -> list[psutil.Process]:
+        # The server may have started meanwhile, and its number is known a moment later than it is there.
+        found = [process for process in seen if process.pid not in SERVER.process_ids]
+        return [process for process in found if is_alive(process.pid) and process.is_running()]
+
+    try:
+        wait_until(lambda: not left())
+    except AssertionError as error:
+        error.add_note(f"left behind: {[process.as_dict(['pid', 'ppid', 'cmdline']) for process in left()]}")
+        raise
