@@ -806,7 +806,7 @@ MUTANTS = (
     ),
     Mutant(
         "a second signal ends the process",
-        "node/signals.py",
+        "node/process.py",
         'if self.requested.is_set() and self.reason == "signal":',
         "if False:",
         "unit/node/test_signals.py",

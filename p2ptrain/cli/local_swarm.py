@@ -21,7 +21,7 @@ from p2ptrain.cli.summary import to_text
 from p2ptrain.cli.supervise import Child, Supervisor
 from p2ptrain.errors import DeadlineError, P2PTrainError
 from p2ptrain.network.link import SwarmLink
-from p2ptrain.node.summary import SUMMARY_FILE, combine, read_summary, to_json
+from p2ptrain.node.reports.summary import SUMMARY_FILE, combine, read_summary, to_json
 from p2ptrain.tasks import Tasks
 
 READY_SECONDS = 60.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from p2ptrain.node.summary import SwarmSummary
+from p2ptrain.node.reports.summary import SwarmSummary
 from p2ptrain.status.formats import human_bytes, human_count, human_loss
 
 

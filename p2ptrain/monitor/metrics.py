@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from p2ptrain.node.metrics_page import serving_families
+from p2ptrain.node.reports.metrics_page import serving_families
 from p2ptrain.status.views import Snapshot
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST

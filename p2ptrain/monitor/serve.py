@@ -20,7 +20,7 @@ from p2ptrain.monitor.webhook import Webhook
 from p2ptrain.network.http_server import listen, serving, url_of
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.node.observe import Observer
-from p2ptrain.node.service_manager import notify
+from p2ptrain.node.process import notify
 from p2ptrain.status.agreed import bootstraps, swarm_view, what_is_missing
 from p2ptrain.status.tracker import SwarmTracker
 from p2ptrain.tasks import Tasks

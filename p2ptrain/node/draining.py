@@ -19,7 +19,7 @@ from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from p2ptrain.errors import CheckpointError
-from p2ptrain.node.signals import StopSignals
+from p2ptrain.node.process import StopSignals
 from p2ptrain.runtime import Runtime, left_behind
 from p2ptrain.tasks import Tasks
 

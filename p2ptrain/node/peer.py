@@ -40,7 +40,7 @@ from p2ptrain.node.nat.contacts import MAX_KNOWN_ADDRESSES, dialable, known_addr
 from p2ptrain.node.nat.reach import FixedReach, Reach
 from p2ptrain.node.nat.relaying import relay_settings
 from p2ptrain.node.presence import Presence
-from p2ptrain.node.progress import JobBook
+from p2ptrain.node.reports.jobs import JobBook
 from p2ptrain.runtime import Runtime
 from p2ptrain.tasks import Tasks
 

@@ -18,9 +18,8 @@ from p2ptrain.network.libp2p.transport import Libp2pSettings
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.node.draining import end_training, unless_stopped
 from p2ptrain.node.peer import Peer, PeerOptions
-from p2ptrain.node.service_manager import notify
-from p2ptrain.node.signals import StopSignals
-from p2ptrain.node.summary import write_summary
+from p2ptrain.node.process import StopSignals, notify
+from p2ptrain.node.reports.summary import write_summary
 from p2ptrain.runtime import real_runtime
 from p2ptrain.tasks import Tasks
 
@@ -116,7 +115,7 @@ async def _metrics(peer: Peer, port: int) -> AsyncIterator[None]:
         yield
         return
     from p2ptrain.network.http_server import listen, serving
-    from p2ptrain.node.metrics_page import make_app
+    from p2ptrain.node.reports.metrics_page import make_app
 
     async with serving(make_app(peer), listen("127.0.0.1", port, "--metrics-port")):
         yield

@@ -16,7 +16,7 @@ from p2ptrain.network.identity import Identity
 from p2ptrain.network.libp2p.transport import Libp2pSettings
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.node.peer import Pace, Peer, PeerOptions
-from p2ptrain.node.signals import SigtermExit
+from p2ptrain.node.process import SigtermExit
 from p2ptrain.node.thread import LoopThread
 from p2ptrain.runtime import Runtime, real_runtime
 from p2ptrain.training.checkpoints.save_policy import SavePolicy

@@ -13,7 +13,7 @@ from p2ptrain.network.records.record import PeerRecord, RoundReport
 
 if TYPE_CHECKING:
     from p2ptrain.node.peer import Peer
-    from p2ptrain.node.progress import Job
+    from p2ptrain.node.reports.jobs import Job
 
 
 @dataclass(frozen=True)

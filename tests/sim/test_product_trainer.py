@@ -11,7 +11,7 @@ import pytest
 
 from p2ptrain.errors import TemporaryError
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from p2ptrain.node.summary import combine
+from p2ptrain.node.reports.summary import combine
 from p2ptrain.training.checkpoints.files import load_newest_valid
 from p2ptrain.training.loop import Trainer
 from tests.support.sim.product_peers import ProductSwarm, small_manifest, use_virtual_time

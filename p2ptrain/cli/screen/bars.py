@@ -22,7 +22,7 @@ def bars(name: str, unit: str = "bytes") -> Iterator[Advance]:
         return
     from p2ptrain.cli.screen.lines import job_line
     from p2ptrain.cli.screen.screen import Screen
-    from p2ptrain.node.progress import Job
+    from p2ptrain.node.reports.jobs import Job
 
     with contextlib.ExitStack() as stack:
         began, next_at = time.monotonic(), time.monotonic() + (PATIENCE_SECONDS if unit else 0.0)

@@ -14,7 +14,7 @@ from rich.text import Text
 from p2ptrain.cli.screen.stages import stage_lines
 from p2ptrain.cli.screen.table import clipped, human_time, printable
 from p2ptrain.network.records.record import PeerRecord, RoundReport, StageReport
-from p2ptrain.node.progress import Job
+from p2ptrain.node.reports.jobs import Job
 from p2ptrain.status.formats import human_bytes, human_count, human_latency, human_seconds
 from p2ptrain.status.progress import PeerProgress
 from p2ptrain.status.stages import TRAINING_ROLES

@@ -14,8 +14,8 @@ from p2ptrain.cli.screen.lines import job_line, peer_lines
 from p2ptrain.cli.screen.looking import Looking, OwnView
 from p2ptrain.cli.screen.screen import Screen
 from p2ptrain.errors import P2PTrainError
-from p2ptrain.node.progress import Job
-from p2ptrain.node.signals import StopSignals
+from p2ptrain.node.process import StopSignals
+from p2ptrain.node.reports.jobs import Job
 from p2ptrain.status.progress import PeerProgress, progress_of
 from p2ptrain.status.views import Snapshot
 from p2ptrain.tasks import Tasks

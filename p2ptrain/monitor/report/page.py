@@ -11,7 +11,7 @@ import jinja2
 from p2ptrain._version import __version__
 from p2ptrain.monitor.charts import Series, line_chart
 from p2ptrain.monitor.report.run_files import Line, PeerRun, Run
-from p2ptrain.node.summary import combine
+from p2ptrain.node.reports.summary import combine
 from p2ptrain.status import formats
 
 MAX_TROUBLES = 50

@@ -11,7 +11,7 @@ from typing import Any
 
 from p2ptrain.errors import ConfigError, ManifestError
 from p2ptrain.manifest import Manifest, SignedManifest
-from p2ptrain.node.summary import SUMMARY_FILE, Summary, read_summary
+from p2ptrain.node.reports.summary import SUMMARY_FILE, Summary, read_summary
 from p2ptrain.signing import Signer
 
 METRICS, MANIFEST = "metrics.jsonl", "manifest.bin"

@@ -13,10 +13,10 @@ from p2ptrain.errors import ConfigError, ResourceError
 from p2ptrain.network.records.record import StageReport
 from p2ptrain.node.draining import RESCUE, Drain, unless_stopped
 from p2ptrain.node.peer import EMPTY_HASH, Pace, Peer
+from p2ptrain.node.process import StopSignals
+from p2ptrain.node.reports.summary import write_summary
 from p2ptrain.node.roles.stage_saving import save_and_tell
 from p2ptrain.node.roles.stages import Stages, last_round
-from p2ptrain.node.signals import StopSignals
-from p2ptrain.node.summary import write_summary
 from p2ptrain.pipeline.placement import Choice, choose
 from p2ptrain.pipeline.plan import PipelinePlan
 from p2ptrain.pipeline.view import DECIDED_STATE, PipelineView

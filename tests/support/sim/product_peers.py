@@ -20,9 +20,9 @@ from p2ptrain.network.link import SwarmLink
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
 from p2ptrain.network.transport import PeerId, Stream, StreamHandler, Transport
 from p2ptrain.node.peer import Peer
+from p2ptrain.node.process import StopSignals
+from p2ptrain.node.reports.summary import SUMMARY_FILE, Summary, read_summary
 from p2ptrain.node.run import peer_options, serve_and_close
-from p2ptrain.node.signals import StopSignals
-from p2ptrain.node.summary import SUMMARY_FILE, Summary, read_summary
 from p2ptrain.pipeline.stage import device
 from p2ptrain.pipeline.stage.device import Device
 from p2ptrain.pipeline.stage.hosted_stage import HostedStage

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from p2ptrain.cli.summary import to_text
-from p2ptrain.node.summary import Summary, combine, read_summary, to_json
+from p2ptrain.node.reports.summary import Summary, combine, read_summary, to_json
 
 PROMISED = {
     "heldout_loss_before", "heldout_loss_after", "tokens_per_second", "tokens", "bytes_sent", "bytes_received",

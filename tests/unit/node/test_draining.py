@@ -16,7 +16,7 @@ from p2ptrain.errors import CheckpointError, ResourceError
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.node import draining
 from p2ptrain.node.draining import end_training, unless_stopped
-from p2ptrain.node.signals import StopSignals
+from p2ptrain.node.process import StopSignals
 
 ROOT = Path(__file__).resolve().parents[3]
 SECONDS = 60.0

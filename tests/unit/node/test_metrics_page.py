@@ -7,7 +7,7 @@ from dataclasses import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from p2ptrain.network.records.record import PeerRecord, RoundReport
-from p2ptrain.node.metrics_page import exposition
+from p2ptrain.node.reports.metrics_page import exposition
 from tests.support.web.served import served
 
 LAST = RoundReport(6, True, "", 1.5, 3, 3, compute_seconds=4.0, matchmaking_seconds=0.5, transfer_seconds=1.0)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from p2ptrain.node.progress import JobBook
+from p2ptrain.node.reports.jobs import JobBook
 
 
 def test_jobs_are_known_while_they_go_on_from_any_thread() -> None:
@@ -40,7 +40,7 @@ def test_only_jobs_that_last_are_logged_and_each_twice(
 ) -> None:
     async def main() -> None:
         caplog.set_level(logging.INFO)
-        monkeypatch.setattr("p2ptrain.node.progress.SILENT_SECONDS", 0.05)
+        monkeypatch.setattr("p2ptrain.node.reports.jobs.SILENT_SECONDS", 0.05)
         book = JobBook(asyncio.get_running_loop())
         with book("a short job"):
             pass

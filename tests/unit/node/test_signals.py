@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from p2ptrain.node.signals import FORCED_EXIT_CODE, SigtermExit, StopSignals
+from p2ptrain.node.process import FORCED_EXIT_CODE, SigtermExit, StopSignals
 from tests.support.processes.commands import ROOT
 
 
@@ -42,7 +42,7 @@ def test_the_first_signal_asks_to_drain_and_the_second_ends_after_the_terminal_w
 
 SCRIPT = """
 import os, signal, sys
-from p2ptrain.node.signals import SigtermExit
+from p2ptrain.node.process import SigtermExit
 def close():
     for _ in range(int(sys.argv[2])):
         os.kill(os.getpid(), signal.SIGTERM)

@@ -11,7 +11,7 @@ from rich.text import Text
 from p2ptrain.cli.screen.lines import bar, job_line, line, model_line, peer_lines, swarm_lines
 from p2ptrain.cli.screen.swarm_view import block, frame, what_changes
 from p2ptrain.cli.screen.table import clipped, plain_table, table_lines
-from p2ptrain.node.progress import Job
+from p2ptrain.node.reports.jobs import Job
 from p2ptrain.status.progress import PeerProgress
 from p2ptrain.status.snapshot import build_snapshot
 from p2ptrain.status.tracker import SwarmTracker

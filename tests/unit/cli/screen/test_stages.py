@@ -15,7 +15,7 @@ from p2ptrain.cli.screen.stages import risk_lines, stage_lines
 from p2ptrain.cli.screen.table import COLUMNS, peer_row, rounds_line
 from p2ptrain.cli.summary import to_text
 from p2ptrain.network.records.record import PeerRecord
-from p2ptrain.node.summary import Summary, combine
+from p2ptrain.node.reports.summary import Summary, combine
 from p2ptrain.status.serving import NONE, Served
 from p2ptrain.status.views import StageView
 from tests.support.web.served import served

@@ -18,7 +18,7 @@ from p2ptrain.manifest import Manifest, SignedManifest
 from p2ptrain.monitor.charts import MAX_POINTS, Series, line_chart, thin, ticks
 from p2ptrain.monitor.report.page import render
 from p2ptrain.monitor.report.run_files import read_lines, read_run
-from p2ptrain.node.summary import to_json
+from p2ptrain.node.reports.summary import to_json
 from tests.support.processes.commands import assert_one_line_error, p2ptrain
 from tests.support.signers import NamedSigner
 from tests.unit.cli.test_summary import of

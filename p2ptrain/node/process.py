@@ -1,4 +1,4 @@
-"""Stop signals: `StopSignals` for a peer process, `SigtermExit` for a peer in a script."""
+"""A peer's process: stop signals (`StopSignals`, in a script `SigtermExit`), and its service manager (`notify`)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -14,6 +15,7 @@ from types import FrameType
 logger = logging.getLogger(__name__)
 
 FORCED_EXIT_CODE = 130
+NOTIFY_VARIABLE = "NOTIFY_SOCKET"
 
 
 class StopSignals:
@@ -83,3 +85,18 @@ class SigtermExit:
         self._is_late = self._is_closing
         if not self._is_closing:
             raise SystemExit(128 + number)
+
+
+def notify(state: str) -> bool:
+    """Send a state such as ``READY=1`` or ``STOPPING=1`` to systemd (``Type=notify``, see sd_notify(3)).
+
+    Return True if it was sent; without a service manager, do nothing.
+    """
+    path = os.environ.get(NOTIFY_VARIABLE, "")
+    if not path.startswith(("/", "@")):
+        return False
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
+        channel.settimeout(1.0)
+        channel.sendto(state.encode(), "\0" + path[1:] if path.startswith("@") else path)
+        return True
+    return False
