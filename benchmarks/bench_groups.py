@@ -192,7 +192,12 @@ def presence_of(each: AveragingPeer) -> Presence:
     """What keeps a peer's record in the directory, and reads those of others."""
     peer = each.peer
     return Presence(
-        peer.directory, peer.runtime, SWARM, peer.signer, each.membership, lambda: record_of(peer, each.averager.head)
+        lambda: peer.directory,
+        peer.runtime,
+        SWARM,
+        peer.signer,
+        each.membership,
+        lambda: record_of(peer, each.averager.head),
     )
 
 

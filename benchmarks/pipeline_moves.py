@@ -16,8 +16,8 @@ from random import Random
 from p2ptrain.network.simulated.directory import PROPAGATION_SECONDS, REQUEST_SECONDS
 from p2ptrain.node.presence import LEAST_PAUSE_SECONDS as PUBLISH_PAUSE_SECONDS
 from p2ptrain.node.presence import PUBLISH_SECONDS, REFRESH_SECONDS
-from p2ptrain.node.roles.pipeline import MAX_CHOICES
-from p2ptrain.node.roles.pipeline import SPREADING_SECONDS as CHOICE_SECONDS
+from p2ptrain.node.roles.hosting import MAX_CHOICES
+from p2ptrain.node.roles.hosting import SPREADING_SECONDS as CHOICE_SECONDS
 from p2ptrain.pipeline.migration import CALL_SECONDS, LEAST_STAY_SECONDS, MAX_ASKED, PROMISE_SECONDS, SPREADING_SECONDS
 from p2ptrain.pipeline.placement import Host, Move, StageNeed, best_move, choose, counted, rates
 from p2ptrain.pipeline.view import LEAST_PAUSE_SECONDS, SILENT_SECONDS
@@ -317,7 +317,7 @@ class Deciding(Simulation):
             self.records[stay.peer] = (peer.host(now), True)
 
     def _choose(self, now: float, peer: Mover, before: int, choices: int) -> None:
-        """See `p2ptrain.node.roles.pipeline`: a newcomer says what it wants, and looks whether it still does then."""
+        """See `p2ptrain.node.roles.hosting`: a newcomer says what it wants, and looks whether it still does then."""
         if peer.is_dead:
             return
         choice = choose(self.scene.needs, self._others(peer), peer.stay.speed, 1 << 62)

@@ -107,7 +107,6 @@ class Averager:
         phase: idle, matchmaking, scatter, reduce, gather or commit.
         on_phase: Called on the event loop with each new phase and the round in progress.
         matchmaker: Finds groups. `set_head` updates its ``head``; the owner of this averager sets ``participates``.
-        is_reachable: Returns True if others can open streams to this peer; otherwise it owns no share.
     """
 
     def __init__(
@@ -138,7 +137,6 @@ class Averager:
         self.history.codec_of = lambda round_: codecs[round_ % len(codecs)]
         self.history.max_rounds = spec.history_rounds * len(codecs)
         self.matchmaker = Matchmaker(context, membership, head, goal)
-        self.is_reachable: Callable[[], bool] = lambda: True
         self.phase = "idle"
         self.on_phase: Callable[[str, int], None] = lambda phase, round_: None
         self.own_work = OwnWork(context.peer_id, self.matchmaker)
@@ -378,8 +376,8 @@ class Averager:
         context = self._context
         ticket = Ticket(
             context.peer_id, head.round, head.lineage, head.digest, self._layout, wish.tokens, wish.samples,
-            wish.bandwidth, self.is_reachable(), self._attempts.speeds.told(), context.runtime.random.randbytes(16),
-            min(MAX_PRESENT, 1 + len(self._membership.alive_trainers())), head.present, wish.level, wish.child,
-            wish.peers,
+            wish.bandwidth, context.owner.is_reachable, self._attempts.speeds.told(),
+            context.runtime.random.randbytes(16), min(MAX_PRESENT, 1 + len(self._membership.alive_trainers())),
+            head.present, wish.level, wish.child, wish.peers,
         )  # fmt: skip
         return ticket.signed(context.swarm, context.signer)

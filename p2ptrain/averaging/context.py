@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.rpc.client import Rpc
 from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
+
+
+class Owner(Protocol):
+    """The peer that averages, as its averaging sees it."""
+
+    @property
+    def is_reachable(self) -> bool:
+        """True if others can open streams to this peer; otherwise it owns no share."""
+
+    def state_changed(self) -> None:
+        """Take note of another head, or of the end of a round; called on the event loop."""
+
+
+@dataclass
+class Unconcerned:
+    """The `Owner` that others can reach, and that takes note of nothing."""
+
+    is_reachable: bool = True
+
+    def state_changed(self) -> None:
+        """Take note of nothing."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +44,7 @@ class PeerContext:
     signer: Signer
     swarm: bytes
     spec: AveragingSpec
+    owner: Owner = field(default_factory=Unconcerned)
 
     @property
     def peer_id(self) -> str:

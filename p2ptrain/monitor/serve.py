@@ -70,7 +70,7 @@ async def serve(settings: Settings, on_ready: Callable[[str], None]) -> None:
         signed = observer.peer.signed
         records = await observer.peers() if what_is_missing(signed.manifest) else []
         swarm = swarm_view(signed, settings.link, records)
-        lost = observer.peer.network_lost
+        lost = observer.peer.network.lost
         store = await Store.open(settings.db, swarm.digest, observer.now())
         stack.push_async_callback(store.close)
         webhook = Webhook(settings.webhook, swarm.name) if settings.webhook else None

@@ -11,11 +11,11 @@ from p2ptrain.averaging.protocol.certificate_chain import fetch_certificates
 from p2ptrain.errors import BootstrapError
 from p2ptrain.manifest import SignedManifest
 from p2ptrain.network.identity import Identity
-from p2ptrain.network.libp2p.transport import Libp2pSettings
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.network.records.sighting import Look, Sighting
-from p2ptrain.node.peer import Peer, PeerOptions
+from p2ptrain.node.options import client_options
+from p2ptrain.node.peer import Peer
 from p2ptrain.node.presence import DIRECTORY_TIMEOUT_SECONDS, LIFETIME_SECONDS
 from p2ptrain.runtime import real_runtime
 
@@ -40,9 +40,7 @@ class Observer:
         self._stack.callback(runtime.close)
         try:
             identity = self._stack.enter_context(Identity.ephemeral())
-            network = Libp2pSettings(listen=("/ip4/127.0.0.1/tcp/0",), direct="off")
-            options = PeerOptions("client", "observer", "cpu", None, network)
-            self.peer = await Peer.start(identity, options, runtime, link=self._link)
+            self.peer = await Peer.start(identity, client_options("observer"), runtime, link=self._link)
             self._stack.push_async_callback(self.peer.close)
         except BaseException:
             await self._stack.aclose()

@@ -29,8 +29,8 @@ FAREWELL_TIMEOUT_SECONDS = 5.0
 class RecordReader:
     """Reads the records of a swarm's peers; each distinct record is verified once."""
 
-    def __init__(self, directory: Directory, swarm: bytes, verifier: Signer) -> None:
-        self.directory = directory
+    def __init__(self, directory: Callable[[], Directory], swarm: bytes, verifier: Signer) -> None:
+        self._directory = directory
         self._swarm = swarm
         self._verifier = verifier
         self._seen: dict[str, tuple[bytes, PeerRecord, int]] = {}
@@ -39,7 +39,7 @@ class RecordReader:
 
     async def read(self, timeout_seconds: float) -> list[tuple[PeerRecord, int, float]] | None:
         """Return all (record, sequence, expiry), ordered by peer id; None if the directory does not answer."""
-        entries = await self.directory.look_up(peers_key(self._swarm), timeout_seconds)
+        entries = await self._directory().look_up(peers_key(self._swarm), timeout_seconds)
         if entries is None:
             return None
         result = []
@@ -64,11 +64,14 @@ class RecordReader:
 
 
 class Presence:
-    """Publishes a peer's own record and updates its membership, until it is closed."""
+    """Publishes a peer's own record and updates its membership, until it is closed.
+
+    ``directory`` returns the current one: a move of the peer's network replaces it.
+    """
 
     def __init__(
         self,
-        directory: Directory,
+        directory: Callable[[], Directory],
         runtime: Runtime,
         swarm: bytes,
         signer: Signer,
@@ -96,11 +99,6 @@ class Presence:
         self._tasks.keep(self._keep_publishing, "presence-publish")
         self._tasks.keep(self._keep_refreshing, "presence-refresh")
 
-    def use(self, directory: Directory) -> None:
-        """Switch to another directory, after a restart of this peer's network."""
-        self._directory = self.reader.directory = directory
-        self.changed()
-
     def changed(self) -> None:
         """Publish soon; call it on the event loop."""
         self._changed.set()
@@ -113,7 +111,7 @@ class Presence:
         expires_at = now + lifetime_seconds
         sealed = seal_record(RECORD_KIND, self._swarm, payload, self._sequence, expires_at, self._signer)
         key = peers_key(self._swarm)
-        return await self._directory.publish(key, self._signer.peer_id, sealed, expires_at, DIRECTORY_TIMEOUT_SECONDS)
+        return await self._directory().publish(key, self._signer.peer_id, sealed, expires_at, DIRECTORY_TIMEOUT_SECONDS)
 
     async def refresh(self) -> bool:
         """Read all records now; return True if the directory answered."""

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from p2ptrain.config import PeerConfig
-from p2ptrain.errors import CheckpointError, ConfigError, P2PTrainError, ResourceError, TemporaryError
+from p2ptrain.errors import ConfigError, TemporaryError
 from p2ptrain.manifest import SIGNED_FILE, SignedManifest
 from p2ptrain.network.identity import Identity
-from p2ptrain.network.libp2p.transport import Libp2pSettings
 from p2ptrain.network.link import SwarmLink
-from p2ptrain.node.draining import end_training, unless_stopped
-from p2ptrain.node.peer import Peer, PeerOptions
+from p2ptrain.node.options import peer_options
+from p2ptrain.node.peer import Peer
 from p2ptrain.node.process import StopSignals, notify
-from p2ptrain.node.reports.summary import write_summary
 from p2ptrain.runtime import real_runtime
-from p2ptrain.tasks import Tasks
 
 logger = logging.getLogger(__name__)
 
@@ -80,13 +75,17 @@ async def serve_and_close(
         P2PTrainError: The peer cannot continue.
     """
     try:
-        peer.network_lost.add_done_callback(lambda lost: signals.stop(f"the network daemon ended: {lost.result()}"))
+        peer.network.lost.add_done_callback(lambda lost: signals.stop(f"the network daemon ended: {lost.result()}"))
         _keep_manifest(peer.signed, config.run_dir / SIGNED_FILE)
         if on_start is not None:
             on_start(peer)
-        async with _metrics(peer, config.metrics.port):
+        async with contextlib.AsyncExitStack() as stack:
+            if config.metrics.port:
+                from p2ptrain.node.reports.metrics_page import serve_metrics
+
+                await stack.enter_async_context(serve_metrics(peer, config.metrics.port))
             if on_ready is not None:
-                on_ready(str(peer.link))
+                on_ready(str(peer.network.link))
             notify("READY=1")
             await _take_role(peer, config, signals)
     finally:
@@ -104,21 +103,11 @@ async def _take_role(peer: Peer, config: PeerConfig, signals: StopSignals) -> No
     elif config.role in ("stage", "both"):
         raise ConfigError(f'role = {config.role!r}: this swarm\'s model is not cut into stages; use role = "trainer"')
     elif config.role == "trainer":
-        await _train(peer, config, signals)
+        from p2ptrain.node.roles.trainer import train
+
+        await train(peer, config, signals)
     else:
         await _serve(peer, config, signals)
-
-
-@contextlib.asynccontextmanager
-async def _metrics(peer: Peer, port: int) -> AsyncIterator[None]:
-    if not port:
-        yield
-        return
-    from p2ptrain.network.http_server import listen, serving
-    from p2ptrain.node.reports.metrics_page import make_app
-
-    async with serving(make_app(peer), listen("127.0.0.1", port, "--metrics-port")):
-        yield
 
 
 def _read_manifest(config: PeerConfig, link: SwarmLink | None, identity: Identity) -> SignedManifest | None:
@@ -147,21 +136,6 @@ def _keep_manifest(signed: SignedManifest, path: Path) -> None:
         logger.warning("cannot keep the manifest in %s, going on without: %s", path, error.strerror)
 
 
-def peer_options(config: PeerConfig, peer_id: str) -> PeerOptions:
-    network = Libp2pSettings(**dict(config.network))
-    return PeerOptions(
-        role="stage" if config.role == "both" else config.role,
-        name=config.name or peer_id[-6:],
-        device=config.resources.device,
-        run_dir=config.run_dir,
-        network=network.changed(direct="off") if config.role == "bootstrap" else network,  # no bulk transfers
-        upload_bandwidth=config.resources.up,
-        download_bandwidth=config.resources.down,
-        directory=network.directory,
-        transport=network.transport,
-    )
-
-
 async def _serve(peer: Peer, config: PeerConfig, signals: StopSignals) -> None:
     """Run a bootstrap peer until it is stopped, or for ``stop_after.minutes``."""
     peer.set_state("serving")
@@ -169,35 +143,3 @@ async def _serve(peer: Peer, config: PeerConfig, signals: StopSignals) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout):
             await signals.requested.wait()
-
-
-async def _train(peer: Peer, config: PeerConfig, signals: StopSignals) -> None:
-    from p2ptrain.node.roles.trainer import build_trainer
-    from p2ptrain.training.optimizer import Bridge
-
-    loop, run_dir = asyncio.get_running_loop(), config.run_dir
-    started = loop.time()
-    bridge = Bridge(loop)
-    trainer = await unless_stopped(build_trainer(peer, config, run_dir, bridge), signals)
-    if trainer is None:
-        return  # Its initial state is on disk.
-    gc.collect()
-    gc.freeze()  # Loaded objects stay; their garbage collection would block the event loop.
-    done, reason = bridge.begin(trainer.run), ""
-    try:
-        timeout = config.stop_after.minutes * 60 if config.stop_after.minutes else None
-        async with Tasks() as tasks:
-            waiting: set[asyncio.Future[Any]] = {done, tasks.call(signals.requested.wait(), "stop")}
-            await asyncio.wait(waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        reason = signals.reason or ("rounds" if done.done() else "minutes")
-    finally:
-        unsaved: P2PTrainError | None = None
-        try:
-            await end_training(trainer, bridge, done, peer.runtime, config.drain_seconds)
-        except (ResourceError, CheckpointError) as caught:
-            unsaved = caught
-    error = done.exception() or unsaved if done.done() else unsaved
-    ended = reason if error is None else str(error)
-    write_summary(peer, config, trainer.progress, loop.time() - started, ended)
-    if error is not None:
-        raise error

@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 from collections.abc import Callable, Sized
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from p2ptrain.errors import UsageError
-from p2ptrain.manifest import LoraSpec, Manifest, SignedManifest
-from p2ptrain.network.identity import Identity
-from p2ptrain.network.libp2p.transport import Libp2pSettings
+from p2ptrain.manifest import LoraSpec, Manifest
+from p2ptrain.network.libp2p.settings import Libp2pSettings
 from p2ptrain.network.link import SwarmLink
-from p2ptrain.node.peer import Pace, Peer, PeerOptions
 from p2ptrain.node.process import SigtermExit
-from p2ptrain.node.thread import LoopThread
-from p2ptrain.runtime import Runtime, real_runtime
+from p2ptrain.node.thread import PeerThread
 from p2ptrain.training.checkpoints.save_policy import SavePolicy
 
 if TYPE_CHECKING:
     import torch
 
     from p2ptrain.pipeline.client.remote_model import PipelineModule
-    from p2ptrain.pipeline.client.sender import MicrobatchSender
-    from p2ptrain.pipeline.plan import PipelinePlan
     from p2ptrain.training.checkpoints.saving import Saver
     from p2ptrain.training.data.sampler import SwarmSampler
-    from p2ptrain.training.optimizer import Bridge, SwarmOptimizer
-    from p2ptrain.training.state.shared_state import SharedState
-    from p2ptrain.training.sync.synchronizer import Synchronizer
-
-logger = logging.getLogger(__name__)
+    from p2ptrain.training.optimizer import SwarmOptimizer
 
 
 class Swarm:
@@ -53,22 +41,14 @@ class Swarm:
                 opt.zero_grad()
     """
 
-    def __init__(
-        self,
-        peer: Peer,
-        thread: LoopThread,
-        runtime: Runtime,
-        resources: contextlib.ExitStack,
-        saving: SavePolicy,
-    ) -> None:
+    def __init__(self, running: PeerThread, saving: SavePolicy) -> None:
         """Private: use `join` or `create`."""
+        self._running = running
+        self._thread = running.thread
+        self._peer = running.peer
         self._saving = saving
-        self._sigterm = SigtermExit()
         self._saver: Saver | None = None
-        self._peer = peer
-        self._thread = thread
-        self._runtime = runtime
-        self._resources = resources
+        self._sigterm = SigtermExit()
         self._optimizer: SwarmOptimizer | None = None
         self._module: PipelineModule | None = None
 
@@ -102,7 +82,9 @@ class Swarm:
             ManifestError: The manifest is not the one that the link names.
             IdentityError: The key is unusable or in use.
         """
-        return cls._start(run_dir, name, listen, saving or SavePolicy(), SwarmLink.parse(link), None)
+        network = Libp2pSettings(listen=listen, auto_nat=True)
+        folder = Path(run_dir) if run_dir is not None else None
+        return cls(PeerThread(folder, name, network, link=SwarmLink.parse(link)), saving or SavePolicy())
 
     @classmethod
     def create(
@@ -126,42 +108,9 @@ class Swarm:
             IdentityError: The key is unusable or in use.
             ResourceError: The network daemon does not start.
         """
-        return cls._start(run_dir, name, listen, saving or SavePolicy(), None, manifest, directory)
-
-    @classmethod
-    def _start(
-        cls,
-        run_dir: str | Path | None,
-        name: str,
-        listen: tuple[str, ...],
-        saving: SavePolicy,
-        link: SwarmLink | None,
-        manifest: Manifest | None,
-        directory: str = "",
-    ) -> Swarm:
-        resources, identity = contextlib.ExitStack(), None
-        try:
-            folder = Path(run_dir) if run_dir is not None else None
-            if folder is None:
-                identity = Identity.ephemeral()
-            else:
-                folder.mkdir(parents=True, exist_ok=True)
-                identity = Identity.create_or_load(folder / "identity.key")
-            signed = SignedManifest.create(manifest, identity) if manifest is not None else None
-            runtime = real_runtime("sync", folder)
-            resources.callback(runtime.close)
-            thread = LoopThread()
-            resources.callback(thread.stop)
-            settings = Libp2pSettings(listen=listen, auto_nat=True)
-            options = PeerOptions("trainer", name, "cpu", folder, settings, directory=directory)
-            peer = thread.call(Peer.start(identity, options, runtime, link=link, signed=signed))
-        except BaseException:
-            resources.close()
-            if identity is not None:
-                identity.close()
-            raise
-        resources.callback(lambda: thread.call(peer.close()))
-        return cls(peer, thread, runtime, resources, saving)
+        network = Libp2pSettings(listen=listen, auto_nat=True, directory=directory)
+        folder = Path(run_dir) if run_dir is not None else None
+        return cls(PeerThread(folder, name, network, manifest=manifest), saving or SavePolicy())
 
     @property
     def manifest(self) -> Manifest:
@@ -171,7 +120,7 @@ class Swarm:
     @property
     def link(self) -> str:
         """The swarm link with which others join through this peer."""
-        return str(self._peer.link)
+        return str(self._peer.network.link)
 
     @property
     def peer_id(self) -> str:
@@ -208,68 +157,19 @@ class Swarm:
             IncompatibleError: Other peers train a model of another shape, or with ``every = 1`` use another optimizer.
             CheckpointError: No checkpoint in ``run_dir`` is intact.
         """
-        from p2ptrain.training.learning_rate import LearningRates, by_round
-        from p2ptrain.training.optimizer import Bridge, SwarmOptimizer
-        from p2ptrain.training.optimizer_checks import check_optimizer
-        from p2ptrain.training.state.initial_state import initial_state
+        from p2ptrain.node.roles.script import share_optimizer
+        from p2ptrain.training.optimizer import SwarmOptimizer
 
         if self._optimizer is not None:
             raise UsageError("this swarm has an optimizer already: a peer trains one model")
         if isinstance(optimizer, SwarmOptimizer):
             raise UsageError("this is a swarm's optimizer already: give Swarm.optimizer the one that it wraps")
-        spec = self.manifest.training
-        for oddity in check_optimizer(model, optimizer, spec.every):
-            logger.warning("%s", oddity)
-        rates = LearningRates(optimizer, by_round(schedule, spec.steps_per_round) if schedule else None)
-        state = initial_state(model, optimizer, self.manifest, self._peer.swarm, clip_norm, rates)
-        samples = samples_per_step or spec.local_batch
-        tokens = tokens_per_step or samples * self.manifest.model.context
-        bridge = Bridge(self._thread.loop)
-
-        def wrap(synchronizer: Synchronizer) -> SwarmOptimizer:
-            return SwarmOptimizer(model, optimizer, synchronizer, bridge, spec, tokens, clip_norm, rates)
-
-        wrapped = self._optimizer = self._enter(state, wrap)
-        wrapped.samples_per_step = samples
-        # Without its daemon, this peer would believe that it is the last survivor, and train alone.
-        self._cancel_without_network(bridge)
-        self._tell_pace(lambda: Pace(wrapped.loss, wrapped.tokens_per_second, wrapped.tokens_in_round))
-        return wrapped
-
-    def _tell_pace(self, pace: Callable[[], Pace]) -> None:
-        self._peer.activity = replace(self._peer.activity, pace=pace)
-
-    def _cancel_without_network(self, bridge: Bridge) -> None:
-        def watch() -> None:
-            self._peer.network_lost.add_done_callback(lambda lost: bridge.cancel(lost.result()))
-
-        self._thread.loop.call_soon_threadsafe(watch)
-
-    def _enter(self, state: SharedState, wrap: Callable[[Synchronizer], SwarmOptimizer]) -> SwarmOptimizer:
-        """Restore the newest checkpoint, adopt the swarm's state, and join its rounds."""
-        from p2ptrain.node.roles.training import enter_training
-        from p2ptrain.training.checkpoints.files import load_newest_valid
-        from p2ptrain.training.checkpoints.saving import Saver, restore_shared
-
-        swarm, run_dir = self._peer.swarm, self._peer.options.run_dir
-        directory = run_dir / "checkpoints" if run_dir is not None else None
-        checkpoint = load_newest_valid(directory, swarm) if directory is not None else None
-        if checkpoint is not None:
-            restore_shared(state, checkpoint)
-
-        async def train() -> Synchronizer:
-            return self._peer.train(state)
-
-        synchronizer = self._thread.call(train())
-        wrapped = wrap(synchronizer)
-        saver = Saver(directory, self._saving, synchronizer, wrapped, swarm) if directory is not None else None
-        if saver is not None and checkpoint is not None:
-            saver.restore(checkpoint)
-            logger.info("restored round %d from %s", checkpoint.head.round, checkpoint.path)
-        self._thread.call(enter_training(self._peer, wrapped.work))
-        if saver is not None:
-            self._saver, wrapped.on_step = saver, saver.save_if_due
-        return wrapped
+        samples = samples_per_step or self.manifest.training.local_batch
+        self._optimizer, self._saver = share_optimizer(
+            self._running, model, optimizer, self._saving, clip_norm=clip_norm, samples=samples,
+            tokens=tokens_per_step or samples * self.manifest.model.context, schedule=schedule,
+        )  # fmt: skip
+        return self._optimizer
 
     def sampler(self, dataset: Sized, *, seed: int | None = None) -> SwarmSampler:
         """Return a sampler for a `torch.utils.data.DataLoader` that divides a data set among the peers.
@@ -286,7 +186,7 @@ class Swarm:
         from p2ptrain.training.data.sampler import DataPosition, SwarmSampler
 
         def read() -> DataPosition:
-            optimizer, synchronizer = self._optimizer, self._peer.synchronizer
+            optimizer, synchronizer = self._optimizer, self._peer.held.synchronizer
             if optimizer is None or synchronizer is None:
                 raise UsageError("the swarm's data position is not known yet: call Swarm.optimizer first")
             head = synchronizer.head
@@ -318,9 +218,7 @@ class Swarm:
             UsageError: The model is not cut into stages, the manifest trains other adapters, or this peer trains
                 already.
         """
-        from p2ptrain.pipeline.client.remote_model import PipelineModule
-        from p2ptrain.pipeline.plan import PipelinePlan
-        from p2ptrain.training.optimizer import Bridge
+        from p2ptrain.node.roles.script import share_model
 
         if not self.manifest.in_stages:
             raise UsageError("this swarm's model is not cut into stages: use Swarm.optimizer")
@@ -329,29 +227,13 @@ class Swarm:
             raise UsageError(f"this swarm trains {trained}, not {lora!r}: what is trained is in its manifest")
         if self._optimizer is not None or self._module is not None:
             raise UsageError("this swarm has an optimizer or a pipeline already: a peer trains one model")
-        plan, bridge = PipelinePlan(self.manifest), Bridge(self._thread.loop)
-        sender = self._thread.call(self._feed(plan))
-        self._cancel_without_network(bridge)
-        module = self._module = PipelineModule(sender, plan, bridge)
-        self._tell_pace(lambda: Pace(module.loss, 0.0, 0))
-        return module
-
-    async def _feed(self, plan: PipelinePlan) -> MicrobatchSender:
-        from p2ptrain.node.roles.pipeline import start_sender
-        from p2ptrain.pipeline.view import PipelineView
-
-        view = PipelineView(plan, self.peer_id, self._runtime)
-        self._peer.presence.listeners.append(view.update)
-        self._peer.activity = replace(self._peer.activity, failovers=lambda: view.failovers)
-        await self._peer.presence.refresh()
-        sender = await start_sender(self._peer, view)
-        self._peer.set_state("training")
-        return sender
+        self._module = share_model(self._running)
+        return self._module
 
     def close(self) -> None:
         """Leave the swarm, stop the daemon, and save if there is a ``run_dir``; idempotent."""
         try:
-            self._resources.close()
+            self._running.close()
         finally:
             saver, self._saver = self._saver, None
             if saver is not None:  # The network has ended: no round changes the state now.

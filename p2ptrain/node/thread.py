@@ -1,11 +1,21 @@
-"""An event loop on its own thread, for synchronous programs."""
+"""An event loop on its own thread, and a peer on it, for synchronous programs."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections.abc import Coroutine
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, TypeVar
+
+from p2ptrain.manifest import Manifest, SignedManifest
+from p2ptrain.network.identity import Identity
+from p2ptrain.network.libp2p.settings import Libp2pSettings
+from p2ptrain.network.link import SwarmLink
+from p2ptrain.node.options import PeerOptions
+from p2ptrain.node.peer import Peer
+from p2ptrain.runtime import real_runtime
 
 T = TypeVar("T")
 
@@ -56,3 +66,51 @@ class LoopThread:
         if self._thread.is_alive():
             self.loop.call_soon_threadsafe(self._stopped.set)
             self._thread.join(JOIN_SECONDS)
+
+
+class PeerThread:
+    """A trainer whose network runs on a thread of its own.
+
+    Attributes:
+        thread: Runs the peer's event loop.
+        peer: The running peer. Its identity stays locked after `close`, until the owner closes it, too.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path | None,
+        name: str,
+        network: Libp2pSettings,
+        *,
+        link: SwarmLink | None = None,
+        manifest: Manifest | None = None,
+    ) -> None:
+        """Join the swarm of ``link``, or start that of ``manifest``.
+
+        ``run_dir`` holds the key; None makes a new one.
+
+        Raises:
+            IdentityError: The key is unusable or in use.
+            P2PTrainError: As from `Peer.start`.
+        """
+        with ExitStack() as resources, ExitStack() as lock:
+            if run_dir is None:
+                identity = Identity.ephemeral()
+            else:
+                run_dir.mkdir(parents=True, exist_ok=True)
+                identity = Identity.create_or_load(run_dir / "identity.key")
+            lock.callback(identity.close)
+            signed = SignedManifest.create(manifest, identity) if manifest is not None else None
+            runtime = real_runtime("sync", run_dir)
+            resources.callback(runtime.close)
+            self.thread = LoopThread()
+            resources.callback(self.thread.stop)
+            options = PeerOptions("trainer", name, "cpu", run_dir, network)
+            self.peer = self.thread.call(Peer.start(identity, options, runtime, link=link, signed=signed))
+            resources.callback(lambda: self.thread.call(self.peer.close()))
+            lock.pop_all()
+            self._resources = resources.pop_all()
+
+    def close(self) -> None:
+        """End the peer and the thread; idempotent."""
+        self._resources.close()

@@ -39,14 +39,14 @@ class PeerProgress:
 
 def progress_of(peer: Peer, is_leaving: bool) -> PeerProgress:
     """Return a peer's progress; call it on the peer's event loop."""
-    sync = peer.synchronizer
+    sync = peer.held.synchronizer
     phase, seconds = "idle", None
     if sync is not None:
         phase = sync.averager.phase
         seconds = sync.averager.matchmaker.pacing.seconds_left
         if seconds is None:
             seconds = seconds_to_round(sync.reports, sync.rested_since, asyncio.get_running_loop().time())
-    record, goal = peer.describe(), round_goal(peer.manifest)
+    record, goal = peer.record.describe(), round_goal(peer.manifest)
     counted = [record, *peer.membership.records()]
     return PeerProgress(
         record=record,

@@ -46,7 +46,7 @@ class Trainer:
     """Trains until it is stopped, the swarm reaches ``max_rounds`` (0 for never), or an error ends it.
 
     ``optimizer`` wraps AdamW on ``module``; ``saver`` has restored it. ``peer`` is this peer's id, and selects its
-    samples. ``evaluate`` enables the held-out loss.
+    samples. ``evaluate`` enables the held-out loss. ``on_progress`` is called on the training thread.
 
     Attributes:
         is_saving: True while a checkpoint is written; safe from any thread.
@@ -67,6 +67,7 @@ class Trainer:
         max_rounds: int = 0,
         evaluate: bool = True,
         jobs: Jobs = untold,
+        on_progress: Callable[[Progress], object] = lambda progress: None,
     ) -> None:
         self.progress = Progress()
         self.optimizer = optimizer
@@ -90,7 +91,7 @@ class Trainer:
         self._round = -1
         self._index = 0
         self._next_glance = 0.0
-        self.on_progress: Callable[[], None] = lambda: None
+        self._on_progress = on_progress
         optimizer.on_pause = self._on_pause
 
     def stop(self, seconds: float | None = None) -> None:
@@ -125,7 +126,7 @@ class Trainer:
                 self.progress.loss, self.progress.tokens_per_second = float(loss), rate
                 self.progress.tokens = self.optimizer.total_tokens
                 self._metrics.write("step", loss=float(loss), tokens_per_second=rate, step=self.optimizer.total_steps)
-                self.on_progress()
+                self._on_progress(self.progress)
         self._finish()
         elapsed = max(time.monotonic() - started, 1e-9)
         self.progress.tokens = self.optimizer.total_tokens
@@ -168,7 +169,7 @@ class Trainer:
         else:
             logger.warning("round %d was not committed: %s", result.round, result.reason)
         self._write_round(result)
-        self.on_progress()
+        self._on_progress(self.progress)
         if result.committed and result.contributed and self.saver.is_due():
             self._save()
         if self._evaluate and result.committed and time.monotonic() >= self._next_glance:
@@ -184,7 +185,7 @@ class Trainer:
 
     def _on_pause(self, result: RoundResult) -> bool:
         self.progress.note = result.reason
-        self.on_progress()
+        self._on_progress(self.progress)
         return not self._stop.wait(PAUSE_SECONDS)
 
     def _finish(self) -> None:

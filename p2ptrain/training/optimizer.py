@@ -140,7 +140,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
     Its parameter groups are those of the wrapped optimizer. Their learning rates follow the swarm's schedule, or are
     constant if ``rates`` is None. ``clip_norm`` limits the gradient's norm in each inner step (``every = H``), 0 for
-    none; with ``every = 1`` the shared stepper clips. `count` overrides the sizes of one local batch.
+    none; with ``every = 1`` the shared stepper clips. `count` overrides the sizes of one local batch. ``on_step`` is
+    called on the training thread at the end of each `step`; model and shared state do not change meanwhile.
 
     Attributes:
         inner: The wrapped optimizer.
@@ -148,8 +149,6 @@ class SwarmOptimizer(torch.optim.Optimizer):
         total_steps: Local batches of this peer, those before a restart included.
         loss: Loss of a recent batch, for monitoring: from the closure, the caller, or the model's outputs.
         samples_per_step: Samples in one local batch.
-        on_step: Called on the training thread at the end of each `step`; model and shared state do not change
-            meanwhile.
         on_pause: Called by `step` with each result below the swarm's minimum of peers, if the manifest pauses then. It
             sleeps a while, and returns True to wait longer.
     """
@@ -164,6 +163,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         tokens_per_step: int,
         clip_norm: float = 0.0,
         rates: LearningRates | None = None,
+        on_step: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(inner.param_groups, inner.defaults)
         self._are_groups_final = True
@@ -185,7 +185,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._work = LocalWork(module, synchronizer.state, accumulate=spec.every == 1, mixing=mixing, inner=own)
         self._flight: Future[RoundResult] | None = None
         self.samples_per_step = spec.local_batch
-        self.on_step: Callable[[], None] = lambda: None
+        self._on_step = on_step
         self._default_tokens = tokens_per_step
         self._counted: tuple[int, int] | None = None
         self._first_step = 0
@@ -320,7 +320,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
                 self._synchronize_when_enough()
         self._batch_began = time.monotonic()
         self._mark(self._batch_began)
-        self.on_step()
+        if self._on_step is not None:
+            self._on_step()
         return loss
 
     def _trained(self) -> list[torch.Tensor]:

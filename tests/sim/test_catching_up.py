@@ -253,7 +253,7 @@ def test_work_in_a_round_whose_end_was_not_seen_is_not_brought_again(
                 if phase == "gather":  # Its parts are counted, and as it owns no share the others can do without it.
                     swarm.leave("d")
 
-            laggard.sync.averager.is_reachable = lambda: False
+            laggard.is_reachable = False
             laggard.sync.averager.on_phase = on_phase
             for name in swarm.all:
                 swarm.step(name)

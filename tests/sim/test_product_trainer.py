@@ -38,7 +38,7 @@ def test_trainers_commit_rounds_and_hold_the_same_bits(
             swarm.start(name, ROUNDS)
         await asyncio.gather(*swarm.tasks.values())
         assert len(swarm.heads()) == 1
-        syncs = [node.synchronizer for node in swarm.nodes.values()]
+        syncs = [node.held.synchronizer for node in swarm.nodes.values()]
         heads = [sync.head for sync in syncs if sync is not None]
         assert heads[0].round == ROUNDS
         assert sum(sync.replica.trained_tokens for sync in syncs if sync is not None) == heads[0].tokens
@@ -71,7 +71,7 @@ def test_a_trainer_that_is_killed_goes_on_from_its_checkpoint(
         swarm.start("c", 4 * ROUNDS)
         await asyncio.gather(*swarm.tasks.values())
         assert len(swarm.heads()) == 1
-        again = swarm.nodes["c"].synchronizer
+        again = swarm.nodes["c"].held.synchronizer
         assert again is not None
         assert again.replica.trained_rounds > 0
 
@@ -113,7 +113,7 @@ def test_trainers_follow_the_manifests_learning_rate_and_a_summary_counts_commit
         for name in "ab":
             swarm.start(name, ROUNDS)
         await asyncio.gather(*swarm.tasks.values())
-        sync = swarm.nodes["a"].synchronizer
+        sync = swarm.nodes["a"].held.synchronizer
         assert sync is not None
         combined = combine({name: swarm.summary(name) for name in "ab"}, 2)
         assert combined.tokens == sync.head.tokens
@@ -269,7 +269,7 @@ def test_trainers_of_uneven_speeds_do_the_sum_of_what_they_can(
         (began, _, before), (ended, _, after) = marks[3], marks[-1]
         able = sum(speeds) / seconds * 2 * 8 * (ended - began)
         assert (after - before) / able >= 0.95
-        syncs = [node.synchronizer for node in swarm.nodes.values()]
+        syncs = [node.held.synchronizer for node in swarm.nodes.values()]
         assert all(sync.rounds_committed >= ROUNDS for sync in syncs if sync is not None)
         assert len(swarm.heads()) == 1
 

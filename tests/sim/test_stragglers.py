@@ -159,7 +159,7 @@ def test_members_that_reach_only_one_other_get_the_same_certified_mean() -> None
             return hub.peer.name in (first.name, second.name) and connected(first, second)
 
         for client in clients:
-            client.averager.is_reachable = lambda: False
+            client.owner.is_reachable = False
         network.connected = through_the_hub  # type: ignore[method-assign]
         for _ in range(20):  # Clients take turns as leaders, but the hub alone can gather all.
             if hub.outcomes:

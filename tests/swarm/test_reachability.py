@@ -22,7 +22,8 @@ from p2ptrain.node.nat import probing, reach
 from p2ptrain.node.nat.probing import PROBE, ProbeReply, ProbeRequest, ask_back
 from p2ptrain.node.nat.reach import Reach
 from p2ptrain.node.nat.relaying import CARRY, carrier, why_no_relay
-from p2ptrain.node.peer import Peer, PeerOptions
+from p2ptrain.node.options import PeerOptions
+from p2ptrain.node.peer import Peer
 from p2ptrain.runtime import real_runtime
 from tests.support.processes.daemons import LOOPBACK, eventually, free_port, loopback_transport
 from tests.support.processes.swarmlet import MANIFEST
@@ -59,9 +60,12 @@ def test_a_swarm_on_loopback_is_direct_without_asking(tmp_path: Path, monkeypatc
     monkeypatch.setattr(reach, "ask_back", ask)
 
     async def main() -> None:
-        async with started(tmp_path, "seed") as seed, started(tmp_path, "joiner", seed.link) as joiner:
-            assert (seed.reach.standing.reachability, joiner.describe().reachability) == ("direct", "direct")
-            assert joiner.describe().addresses
+        async with started(tmp_path, "seed") as seed, started(tmp_path, "joiner", seed.network.link) as joiner:
+            assert (seed.network.reach.standing.reachability, joiner.record.describe().reachability) == (
+                "direct",
+                "direct",
+            )
+            assert joiner.record.describe().addresses
 
     run(main)
 
@@ -74,7 +78,7 @@ def test_a_probe_dials_nothing_on_loopback_and_refuses_floods(tmp_path: Path, mo
     monkeypatch.setattr(probing, "MAX_PROBES_PER_PEER", 3)
 
     async def main() -> None:
-        async with started(tmp_path, "seed") as seed, started(tmp_path, "joiner", seed.link) as joiner:
+        async with started(tmp_path, "seed") as seed, started(tmp_path, "joiner", seed.network.link) as joiner:
             for _ in range(3):
                 reply = await joiner.rpc.call(seed.identity.peer_id, PROBE, ProbeRequest((22,)), ProbeReply, 5)
                 assert reply == ProbeReply("127.0.0.1", (), is_relay=False)
@@ -127,8 +131,8 @@ def test_a_relay_that_does_not_carry_starts_again_and_keeps_its_address(
         listen = (f"/ip4/127.0.0.1/tcp/{free_port()}",)
         async with started(tmp_path, "seed", relay=True, listen=listen) as seed:
             assert not verdicts
-            assert [address.partition("/p2p/")[0] for address in seed.link.addresses] == list(listen)
-            async with started(tmp_path, "joiner", seed.link) as joiner:
+            assert [address.partition("/p2p/")[0] for address in seed.network.link.addresses] == list(listen)
+            async with started(tmp_path, "joiner", seed.network.link) as joiner:
                 reply = await joiner.rpc.call(seed.identity.peer_id, PROBE, ProbeRequest(()), ProbeReply, 5)
                 assert reply.is_relay
 
@@ -137,17 +141,20 @@ def test_a_relay_that_does_not_carry_starts_again_and_keeps_its_address(
 
 def test_a_peer_that_takes_a_relay_while_it_runs_keeps_its_rpc_and_directory(tmp_path: Path) -> None:
     async def main() -> None:
-        async with started(tmp_path, "seed", relay=True) as seed, started(tmp_path, "joiner", seed.link) as joiner:
-            before = joiner.transport
+        async with (
+            started(tmp_path, "seed", relay=True) as seed,
+            started(tmp_path, "joiner", seed.network.link) as joiner,
+        ):
+            before = joiner.network.transport
             assert isinstance(before, Libp2pTransport)
-            assert isinstance(joiner.reach, Reach)
-            reports = await ask_back(joiner.rpc, before, seed.link.addresses)
+            assert isinstance(joiner.network.reach, Reach)
+            reports = await ask_back(joiner.rpc, before, seed.network.link.addresses)
             assert [report.is_relay for report in reports] == [True]
-            await joiner.reach._be_private(reports, "for a test")
-            await joiner.reach.refresh()
+            await joiner.network.reach._be_private(reports, "for a test")
+            await joiner.network.reach.refresh()
             joiner.presence.changed()
-            assert joiner.transport is not before
-            assert joiner.reach.standing.reachability == "relay"
+            assert joiner.network.transport is not before
+            assert joiner.network.reach.standing.reachability == "relay"
 
             async def is_seen() -> bool:
                 await seed.presence.refresh()
@@ -166,7 +173,7 @@ def test_nobody_but_its_own_carrier_can_have_a_peer_carry(tmp_path: Path) -> Non
             runtime = real_runtime("stranger")
             async with carrier(runtime, seed.swarm), loopback_transport() as (_, transport):
                 rpc = Rpc(transport, runtime, seed.swarm)
-                await transport.connect(seed.link.addresses, 5)
+                await transport.connect(seed.network.link.addresses, 5)
                 async with rpc.open(seed.identity.peer_id, CARRY, Nothing(), 5) as channel:
                     with pytest.raises(PeerRefusedError, match="not asked"):
                         await channel.receive(Nothing, 5)

@@ -90,7 +90,7 @@ def test_below_the_minimum_of_peers_a_step_waits_and_ends_when_the_network_does(
         def lose_the_network_later(result: RoundResult) -> bool:
             pauses.append(result)
             if len(pauses) == 2:
-                os.kill(swarm._peer.transport.daemon.process_id, signal.SIGKILL)
+                os.kill(swarm._peer.network.transport.daemon.process_id, signal.SIGKILL)
             return rest(result)
 
         opt.on_pause = lose_the_network_later
@@ -183,12 +183,12 @@ def test_whoever_watches_the_swarm_sees_loss_and_tokens_per_second(
     with lone_swarm(tmp_path, every=4, local_batch=4) as swarm:
         model = make_model(8)
         opt = swarm.optimizer(model, make_optimizer(model), tokens_per_step=30)
-        assert (swarm._peer.describe().loss, swarm._peer.describe().tokens_per_second) == (None, 0.0)
+        assert (swarm._peer.record.describe().loss, swarm._peer.record.describe().tokens_per_second) == (None, 0.0)
         opt.loss = 2.5
         for _ in range(9):
             now += 0.5
             take_step(model, opt, [0, 1, 2, 3])
-        record = swarm._peer.describe()
+        record = swarm._peer.record.describe()
         assert (record.loss, record.tokens_per_second, record.round_tokens) == (2.5, 60.0, 30)
 
         def closure() -> torch.Tensor:
@@ -199,9 +199,9 @@ def test_whoever_watches_the_swarm_sees_loss_and_tokens_per_second(
         for _ in range(3):  # Slower steps than the time over which is counted.
             now += 20.0
             assert opt.step(closure) == opt.loss
-        assert swarm._peer.describe().tokens_per_second == 1.5
+        assert swarm._peer.record.describe().tokens_per_second == 1.5
         now += 60.0
-        assert swarm._peer.describe().tokens_per_second < 1.5, "it stands still"
+        assert swarm._peer.record.describe().tokens_per_second < 1.5, "it stands still"
 
 
 def test_its_state_dict_holds_the_wrapped_optimizer_and_what_is_not_contributed_yet(tmp_path: Path) -> None:

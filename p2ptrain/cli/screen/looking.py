@@ -51,7 +51,7 @@ class OwnView:
         if not peer.presence.directory_answers:
             return Look(now, None, rejected)
         self._seen = {}
-        for record in [peer.describe(), *peer.membership.records()]:
+        for record in [peer.record.describe(), *peer.membership.records()]:
             known = before.get(record.peer)
             self._seen[record.peer] = known if known is not None and known.record is record else Sighting(record, now)
         return Look(now, list(self._seen.values()), rejected)

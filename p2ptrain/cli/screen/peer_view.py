@@ -72,7 +72,7 @@ class PeerScreen:
             await asyncio.sleep(REFRESH_SECONDS)
 
     async def _look(self, peer: Peer) -> None:
-        looking = Looking(OwnView(peer), peer.signed, peer.link)
+        looking = Looking(OwnView(peer), peer.signed, peer.network.link)
         while True:
             started = time.monotonic()
             try:

@@ -27,13 +27,15 @@ class Libp2pSettings(NetworkSection):
 
     @model_validator(mode="before")
     @classmethod
-    def _names_addresses(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def _is_consistent(cls, values: dict[str, Any]) -> dict[str, Any]:
         for name, check in (
             ("listen", check_address), ("announce", check_address), ("bootstrap", check_peer_address),
             ("trusted_relays", check_peer_address),
         ):  # fmt: skip
             for address in values.get(name, ()):
                 check(address)
+        if values.get("relay") and values.get("force_reachability") is None:
+            values = {**values, "force_reachability": "public"}  # See `p2ptrain.node.nat.relaying`.
         return values
 
     def changed(self, **changes: Any) -> Self:

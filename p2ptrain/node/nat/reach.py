@@ -19,9 +19,10 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from p2ptrain.averaging.grouping.membership import Membership
-from p2ptrain.errors import PeerError, TemporaryError
+from p2ptrain.errors import P2PTrainError, PeerError, TemporaryError
 from p2ptrain.network.libp2p.transport import Libp2pSettings, Libp2pTransport, Reachability
 from p2ptrain.network.link import check_peer_address
 from p2ptrain.network.reachability import ProbeReport, Scope, host_of, judge, scope
@@ -29,7 +30,7 @@ from p2ptrain.network.rpc.client import Rpc
 from p2ptrain.network.transport import Transport
 from p2ptrain.node.nat.contacts import Contacts, dialable
 from p2ptrain.node.nat.probing import CONTACT_SECONDS, ProbeServer, as_multiaddr, ask_back
-from p2ptrain.node.nat.relaying import RELAY_ATTEMPTS, carrier, serve_carry, why_no_relay
+from p2ptrain.node.nat.relaying import RELAY_ATTEMPTS, RETRY_ATTEMPTS, carrier, serve_carry, why_no_relay
 from p2ptrain.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class FixedReach:
     async def settle(self) -> None:
         self.standing = Standing("direct", tuple(await self._transport.addresses()))
 
-    async def watch(self, on_change: Callable[[], None]) -> None:
+    async def watch(self, on_change: Callable[[], None], on_lost: Callable[[str], None]) -> None:
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             before = self.standing
@@ -110,6 +111,7 @@ class Reach:
         self._verdict: Reachability | None = None
         self._proven: tuple[str, ...] = ()
         self._carrier = ""
+        self._was_restarted = False
         self._search = _Search()
         self._contacts = Contacts(transport, rpc, membership)
         self._probes = ProbeServer(rpc, transport)
@@ -146,7 +148,7 @@ class Reach:
         await self.refresh()
 
     async def refresh(self) -> bool:
-        """Update `standing`; return True if it changed."""
+        """Update `standing`; return True if it changed, or if the daemon was restarted meanwhile."""
         transport = self._transport()
         addresses = await transport.addresses()
         reachability: Reachability
@@ -158,12 +160,17 @@ class Reach:
             relays = await self._live_relays()
             addresses = [a for a in addresses if "/p2p-circuit" not in a or _relay_of(a) in relays]
             reachability, note = ("relay", "") if relays else ("unknown", OUTBOUND_NOTE)
-        before = self.standing
-        self.standing = Standing(reachability, tuple(addresses), note)
-        return self.standing != before
+        before, was_restarted = self.standing, self._was_restarted
+        self.standing, self._was_restarted = Standing(reachability, tuple(addresses), note), False
+        return self.standing != before or was_restarted
 
-    async def watch(self, on_change: Callable[[], None]) -> None:
-        """Until cancelled, keep a private peer connected, replace its lost relays, and retry a relay's self-test."""
+    async def watch(self, on_change: Callable[[], None], on_lost: Callable[[str], None]) -> None:
+        """Until cancelled, keep a private peer connected, replace its lost relays, and retry a relay's self-test.
+
+        Args:
+            on_change: Called when this peer's record has to be published again.
+            on_lost: Called with the reason if the daemon does not start again.
+        """
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             is_private = self._verdict in ("relay", "unknown")
@@ -180,6 +187,14 @@ class Reach:
                     on_change()
             except (TemporaryError, PeerError) as error:
                 logger.debug("looking after this peer's reachability: %s", error)
+            except P2PTrainError as error:
+                on_lost(str(error))
+                return
+
+    async def _restart(self, **changes: Any) -> None:
+        """Restart the daemon with changed settings."""
+        await self._move(self._transport().settings.changed(**changes))
+        self._was_restarted = True
 
     # Probes
 
@@ -195,7 +210,7 @@ class Reach:
         inside = [address.partition("/p2p/")[0] for address in own if scope(address) is Scope.PRIVATE]
         outside = f"{as_multiaddr(report.observed)}/tcp/{port}"
         listen = tuple(f"{address.rpartition('/tcp/')[0]}/tcp/{port}" for address in self._settings.listen)
-        await self._move(transport.settings.changed(listen=listen, announce=(outside, *inside)))
+        await self._restart(listen=listen, announce=(outside, *inside))
 
     async def _be_private(self, reports: Sequence[ProbeReport], reason: str) -> None:
         """Restart as a private peer with up to `MAX_RELAYS` relays: configured ones, then reporting relays."""
@@ -215,8 +230,7 @@ class Reach:
         self._verdict = "relay"
         relays = tuple(routes.values())[:MAX_RELAYS]
         logger.info("%s: taking a place at %d relays", reason, len(relays))
-        private = {"trusted_relays": relays, "force_reachability": "private", "auto_nat": True}
-        await self._move(transport.settings.changed(**private))
+        await self._restart(trusted_relays=relays, force_reachability="private", auto_nat=True)
         self._proven = await self._prove(relays)
         if not self._proven:
             logger.warning("no relay carries data to this peer: others reach it only while it is connected to them")
@@ -255,22 +269,24 @@ class Reach:
         return tuple(proven)
 
     async def _be_relay(self, attempts: int) -> None:
-        """Restart the daemon until it relays data, at most ``attempts`` times."""
-        for _ in range(attempts):
+        """Test whether the daemon relays data, at most ``attempts`` times; restart it between two tests."""
+        reason = ""
+        for number in range(attempts):
+            if number:
+                await self._restart()
             reason = await why_no_relay(self._transport(), self._runtime, self._rpc.swarm)
             if not reason:
                 self._probes.is_relay = True
                 logger.info("this peer relays for others")
                 return
             logger.debug("the daemon does not relay: %s", reason)
-            await self._move(self._transport().settings)
         logger.warning("this peer does not relay for others yet: %s; it goes on trying", reason)
 
     async def _try_again_to_relay(self) -> None:
         """Repeat the self-test with backoff, since each attempt breaks this peer's streams."""
         search, now = self._search, asyncio.get_running_loop().time()
         if now >= search.next_at:
-            await self._be_relay(1)
+            await self._be_relay(RETRY_ATTEMPTS)
             search.next_at = asyncio.get_running_loop().time() + search.pause_seconds
             search.pause_seconds = min(2 * search.pause_seconds, LONGEST_SEARCH_PAUSE_SECONDS)
 

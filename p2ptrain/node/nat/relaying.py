@@ -4,9 +4,10 @@ The daemon runs two relay services under one protocol name. The service with the
 once the daemon knows that it is public. The service with libp2p's default limits (128 KiB a connection) starts at once.
 The service that starts last answers.
 
-So a relay is declared public, and its daemon has one thread: then the generous service starts last. Nothing guarantees
-this order. A relay therefore tests itself and restarts until it passes. A private peer tests relays before it announces
-them. Source: https://github.com/learning-at-home/go-libp2p-daemon (``relay.go``, ``EnableRelayV2`` in ``daemon.go``)
+So `Libp2pSettings` declares a relay public, and gives its daemon one thread: then the generous service starts last.
+Nothing guarantees this order. A relay therefore tests itself and restarts until it passes. A private peer tests relays
+before it announces them. Source: https://github.com/learning-at-home/go-libp2p-daemon (``relay.go``,
+``EnableRelayV2`` in ``daemon.go``)
 """
 
 from __future__ import annotations
@@ -36,13 +37,8 @@ DIAL_SECONDS = 5.0
 RETRY_SECONDS = 0.2
 RELAY_ATTEMPTS = 10
 """Limit of self-tests at start; nearly always the first one passes."""
-
-
-def relay_settings(settings: Libp2pSettings) -> Libp2pSettings:
-    """Return the settings; a relay's declare it public, unless they force a reachability."""
-    if settings.relay and settings.force_reachability is None:
-        return settings.changed(force_reachability="public")
-    return settings
+RETRY_ATTEMPTS = 2
+"""Limit of self-tests of each later retry: the running daemon, then a restarted one."""
 
 
 @asynccontextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
@@ -18,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from p2ptrain.network.http_server import listen, serving
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.network.records.serving import ServingTotals, cumulative
 from p2ptrain.node.peer import Peer
@@ -25,23 +28,27 @@ from p2ptrain.node.peer import Peer
 PHASES = ("compute", "matchmaking", "transfer")
 
 
-def make_app(peer: Peer) -> Starlette:
-    """Return an app with ``/metrics`` and ``/healthz`` of a peer on this event loop."""
+def serve_metrics(peer: Peer, port: int) -> AbstractAsyncContextManager[Any]:
+    """Serve ``/metrics`` and ``/healthz`` of a peer on this event loop, during the block."""
+    return serving(_make_app(peer), listen("127.0.0.1", port, "--metrics-port"))
+
+
+def _make_app(peer: Peer) -> Starlette:
 
     async def metrics(request: Request) -> Response:
-        return Response(exposition(peer.describe(), _rounds_of(peer)), media_type=CONTENT_TYPE_LATEST)
+        return Response(exposition(peer.record.describe(), _rounds_of(peer)), media_type=CONTENT_TYPE_LATEST)
 
     async def health(request: Request) -> Response:
         # A bootstrap peer is healthy alone: its first peers may wait for this answer before they join.
         answers = peer.presence.directory_answers or peer.options.role == "bootstrap"
-        text = f"{peer.status.state}\n" if answers else "the swarm's directory does not answer\n"
+        text = f"{peer.record.state}\n" if answers else "the swarm's directory does not answer\n"
         return PlainTextResponse(text, 200 if answers else 503)
 
     return Starlette(routes=[Route("/metrics", metrics), Route("/healthz", health)])
 
 
 def _rounds_of(peer: Peer) -> tuple[int, int]:
-    sync = peer.synchronizer
+    sync = peer.held.synchronizer
     return (sync.rounds_committed, sync.rounds_aborted) if sync is not None else (0, 0)
 
 

@@ -62,13 +62,13 @@ def write_summary(
         reason: Why it ends.
         rounds: Committed rounds that it saw, if it averages nothing itself.
     """
-    sync, in_stages = peer.synchronizer, peer.manifest.in_stages
+    sync, in_stages = peer.held.synchronizer, peer.manifest.in_stages
     trained = sync.replica.trained_tokens if sync is not None else 0
     tokens = progress.tokens if in_stages else trained
     summary = Summary(
         peer=peer.identity.peer_id,
         name=peer.options.name,
-        stage=peer.hosted[-1].number if peer.hosted else None,
+        stage=peer.held.stages[-1].number if peer.held.stages else None,
         heldout_loss_before=progress.held_out_loss_before,
         heldout_loss_after=progress.held_out_loss_after,
         tokens=tokens,

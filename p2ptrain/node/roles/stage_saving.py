@@ -1,7 +1,8 @@
-"""Checkpoints of a hosted stage: saved after rounds, restored at the host's start."""
+"""What a host keeps of its stage's rounds: metrics and checkpoints, restored at its start."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,11 +10,12 @@ from typing import TYPE_CHECKING
 from p2ptrain.config import PeerConfig
 from p2ptrain.errors import CheckpointError, ResourceError
 from p2ptrain.node.peer import Peer
-from p2ptrain.pipeline.checkpoints.saving import TIED_FOLDER, stage_folder
+from p2ptrain.pipeline.checkpoints.saving import TIED_FOLDER, Save, stage_folder
+from p2ptrain.tasks import Tasks
 
 if TYPE_CHECKING:
-    from p2ptrain.pipeline.checkpoints.saving import Save
     from p2ptrain.pipeline.stage.hosted_stage import HostedStage
+    from p2ptrain.training.sync.synchronizer import RoundResult
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +44,6 @@ async def save_and_tell(
 
 def _save(config: PeerConfig, hosted: HostedStage) -> tuple[list[Save], dict[int, ResourceError | CheckpointError]]:
     """Return the new saves, without unchanged units, and by unit the errors; errors do not stop training."""
-    from p2ptrain.pipeline.checkpoints.saving import Save
     from p2ptrain.training.checkpoints.files import save_checkpoint
 
     saves: list[Save] = []
@@ -68,7 +69,6 @@ def _save(config: PeerConfig, hosted: HostedStage) -> tuple[list[Save], dict[int
 
 def restore_stage(config: PeerConfig, hosted: HostedStage) -> list[Save]:
     """Restore each unit's newest checkpoint, if there is one; return the restored saves."""
-    from p2ptrain.pipeline.checkpoints.saving import Save
     from p2ptrain.training.checkpoints.files import load_newest_valid
     from p2ptrain.training.checkpoints.saving import restore_shared
 
@@ -83,3 +83,48 @@ def restore_stage(config: PeerConfig, hosted: HostedStage) -> list[Save]:
             logger.info("restored round %d from %s", checkpoint.head.round, checkpoint.path)
             saves.append(Save(number, checkpoint.head.round, checkpoint.head.digest, checkpoint.path))
     return saves
+
+
+class RoundKeeper:
+    """A host's work after each round: log, save, publish.
+
+    The caller owns the saves in progress (``saves``), since they may outlive a stage.
+    """
+
+    def __init__(self, peer: Peer, config: PeerConfig, saves: Tasks) -> None:
+        from p2ptrain.training.metrics import MetricsWriter
+
+        self._peer = peer
+        self._config = config
+        self._metrics = MetricsWriter(config.run_dir / "metrics.jsonl")
+        self._saves = saves
+        self._saving: asyncio.Task[None] | None = None
+
+    def round_ended(self, hosted: HostedStage, result: RoundResult) -> None:
+        """See `StageObserver.round_ended`."""
+        head = hosted.units[0].synchronizer.head
+        if result.committed:
+            logger.info(
+                "round %d of stage %d: %d of %d hosts contributed, %.1f s%s", result.round, hosted.number,
+                result.contributors, result.members, result.seconds, f" ({result.reason})" if result.reason else "",
+            )  # fmt: skip
+        else:
+            logger.warning("round %d of stage %d was not committed: %s", result.round, hosted.number, result.reason)
+        self._metrics.write(
+            "round", round=result.round, committed=result.committed, reason=result.reason, seconds=result.seconds,
+            matchmaking_seconds=result.matchmaking_seconds, transfer_seconds=result.transfer_seconds,
+            members=result.members, contributors=result.contributors, loss=None, digest=head.digest.hex(),
+            tokens=hosted.units[0].synchronizer.replica.trained_tokens, stage=hosted.number,
+        )  # fmt: skip
+        self._peer.presence.changed()
+
+    def round_began(self, hosted: HostedStage, round: int) -> None:
+        """Save if a checkpoint is due. All hosts save at the same rounds, so that their checkpoints match.
+
+        `p2ptrain.node.roles.pipeline` saves after the last round.
+        """
+        every = self._config.checkpoints.every_rounds
+        is_idle = self._saving is None or self._saving.done()
+        if is_idle and every > 0 and round % every == 0 and not hosted.rounds.is_done:
+            saving = save_and_tell(self._peer, self._config, hosted)
+            self._saving = self._saves.start(saving, "save")

@@ -1,9 +1,12 @@
-"""Entry of a training peer: it adopts the swarm's state before its first step."""
+"""Entry of a training peer: it restores its checkpoint, and adopts the swarm's state before its first step."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.grouping.membership import ACTIVE_STATES, Membership
 from p2ptrain.errors import IncompatibleError
@@ -12,6 +15,12 @@ from p2ptrain.node.presence import Presence
 from p2ptrain.training.sync.agreement import check_agreement
 from p2ptrain.training.sync.contribution import Contribution
 from p2ptrain.training.sync.synchronizer import Synchronizer
+
+if TYPE_CHECKING:
+    from p2ptrain.training.checkpoints.save_policy import SavePolicy
+    from p2ptrain.training.checkpoints.saving import Saver
+    from p2ptrain.training.optimizer import SwarmOptimizer
+    from p2ptrain.training.state.shared_state import SharedState
 
 logger = logging.getLogger(__name__)
 
@@ -22,23 +31,48 @@ SPREADING_SECONDS = 1.0
 WAITING = "waiting for a peer that holds the state"
 
 
-async def enter_training(peer: Peer, work: Contribution | None = None) -> None:
-    """Adopt the best state in the swarm, then join its rounds; ``work``, the live model, follows the state.
+async def start_training(
+    peer: Peer,
+    state: SharedState,
+    wrap: Callable[[Synchronizer], SwarmOptimizer],
+    directory: Path | None,
+    policy: SavePolicy,
+) -> tuple[SwarmOptimizer, Saver | None]:
+    """Restore the newest checkpoint, adopt the best state in the swarm, then join its rounds.
+
+    Args:
+        state: With the model's initial parameters.
+        wrap: Returns the optimizer that hands its work to a synchronizer.
+        directory: Of this peer's checkpoints; None restores and saves nothing.
 
     Raises:
+        CheckpointError: There are checkpoints, and none is intact.
         IncompatibleError: The other peers train a model of another shape, or use another step rule.
     """
-    synchronizer = peer.synchronizer
-    assert synchronizer is not None
+    from p2ptrain.training.checkpoints.files import load_newest_valid
+    from p2ptrain.training.checkpoints.saving import Saver, restore_shared
+
+    compute, saver = peer.runtime.compute, None
+    checkpoint = await compute(load_newest_valid, directory, peer.swarm, peer.jobs) if directory is not None else None
+    if checkpoint is not None:
+        await compute(restore_shared, state, checkpoint)
+    synchronizer = peer.held.train(state)
+    optimizer = await compute(wrap, synchronizer)
+    if directory is not None:
+        saver = Saver(directory, policy, synchronizer, optimizer, peer.swarm)
+    if saver is not None and checkpoint is not None:
+        await compute(saver.restore, checkpoint)
+        logger.info("restored round %d from %s", checkpoint.head.round, checkpoint.path)
     peer.set_state("syncing")
     await peer.presence.refresh()
-    await check_agreement(peer.rpc, synchronizer.state.layout, peer.membership.alive_trainers())
-    await find_the_others(peer.presence, peer.membership, synchronizer, work)
+    await check_agreement(peer.rpc, state.layout, peer.membership.alive_trainers())
+    await find_the_others(peer.presence, peer.membership, synchronizer, optimizer.work)
     if reason := why_incompatible(peer.membership, synchronizer):
         raise IncompatibleError(f"{reason}: build the model that the swarm's manifest describes")
     peer.set_state("training")
     await step_in(peer.presence, synchronizer)
-    peer.remember_peers()  # A crash would leave no time for it.
+    peer.network.remember_peers()  # A crash would leave no time for it.
+    return optimizer, saver
 
 
 def why_incompatible(membership: Membership, synchronizer: Synchronizer) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from p2ptrain.averaging.context import PeerContext
+from p2ptrain.averaging.context import Owner, PeerContext, Unconcerned
 from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.network.rpc.client import Rpc
 from p2ptrain.pipeline.plan import Unit
@@ -25,6 +25,7 @@ class HostingOptions:
     bandwidth: int = 0
     jobs: Jobs = untold
     hop_limits: HopLimits | None = None
+    owner: Owner = field(default_factory=Unconcerned)
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def host_unit(
     averaging = plan.manifest.averaging.model_copy(update={"min_peers": 1})
     part = Part(worker.compute.stage, plan.local_names(worker.number, unit))
     state = unit_state(part, plan.manifest.training, swarm, plan.manifest.pipeline.moments)
-    context = PeerContext(rpc.scoped(f"unit{unit.number}"), rpc.runtime, signer, swarm, averaging)
+    context = PeerContext(rpc.scoped(f"unit{unit.number}"), rpc.runtime, signer, swarm, averaging, options.owner)
     replica = Replica(context, plan.manifest.training, state, membership)
     synchronizer = Synchronizer(replica, options.bandwidth, options.jobs)
     work = StageWork(part, state, gradients.total, worker.lock, unit.scale)

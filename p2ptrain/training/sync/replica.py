@@ -47,7 +47,6 @@ class Replica:
         feedback: Compression error of this peer's contributions, for all fragments in order.
         trained_tokens: Tokens of this peer's work in committed rounds.
         trained_rounds: Committed rounds with this peer's work.
-        on_change: Called after every change of head.
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class Replica:
         self._server = StateServer(context.rpc, state)
         self.trained_tokens = 0
         self.trained_rounds = 0
-        self.on_change: Callable[[], None] = lambda: None
 
     def fragment_of(self, body: Body) -> Fragment:
         return self.state.fragments.of_round(body.round)
@@ -204,7 +202,7 @@ class Replica:
     def _move(self, head: Head) -> None:
         self.state.head = head
         self.averager.set_head(head)
-        self.on_change()
+        self.context.owner.state_changed()
 
     # --- replacing the whole --------------------------------------------------------------------------------------
 

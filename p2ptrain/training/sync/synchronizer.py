@@ -142,7 +142,7 @@ class Synchronizer:
                 result.transfer_seconds,
             )
         )
-        self.replica.on_change()
+        self.replica.context.owner.state_changed()
         return result
 
     def _below_minimum(self, error: TemporaryError) -> bool:

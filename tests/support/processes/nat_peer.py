@@ -32,7 +32,8 @@ from p2ptrain.network.libp2p.transport import Libp2pSettings, Libp2pTransport
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.node.nat.reach import Reach
-from p2ptrain.node.peer import Peer, PeerOptions
+from p2ptrain.node.options import PeerOptions
+from p2ptrain.node.peer import Peer
 from p2ptrain.runtime import real_runtime
 from tests.support.processes.swarmlet import MANIFEST
 
@@ -72,16 +73,16 @@ async def obey(peer: Peer, order: list[Any]) -> Any:
 
 
 def _daemon(peer: Peer) -> Libp2pTransport:
-    assert isinstance(peer.transport, Libp2pTransport)
-    return peer.transport
+    assert isinstance(peer.network.transport, Libp2pTransport)
+    return peer.network.transport
 
 
 async def tell_standing(peer: Peer) -> None:
     """Say how the peer is reached, whenever that changes."""
     told = None
     while True:
-        if peer.reach.standing != told:
-            told = peer.reach.standing
+        if peer.network.reach.standing != told:
+            told = peer.network.reach.standing
             say("standing", reached=told.reachability, addresses=told.addresses, note=told.note)
         await asyncio.sleep(0.1)
 
@@ -110,7 +111,7 @@ async def main(name: str, run_dir: str, link: str = "", relay: bool = False, **n
         peer = await Peer.start(identity, options, real_runtime("nat"), **where)
         peer.rpc.serve_channel("echo", dict, echo)
         peer.set_state("starting" if relay else "training")
-        say("joined", peer=identity.peer_id, link=str(peer.link), settle_seconds=settle_seconds)
+        say("joined", peer=identity.peer_id, link=str(peer.network.link), settle_seconds=settle_seconds)
         teller = asyncio.create_task(tell_standing(peer))
         reader = asyncio.StreamReader()
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)

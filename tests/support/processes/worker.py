@@ -51,7 +51,7 @@ from p2ptrain.averaging.protocol.certificate import Body
 from p2ptrain.errors import P2PTrainError
 from p2ptrain.network.chunks.server import Ration
 from p2ptrain.network.rpc.client import Rpc
-from p2ptrain.node import swarm as swarm_module
+from p2ptrain.node import thread as thread_module
 from p2ptrain.runtime import Runtime, real_runtime
 from p2ptrain.training.optimizer import SwarmOptimizer
 from p2ptrain.training.state.shared_state import SharedState
@@ -247,7 +247,7 @@ def train(swarm: Swarm, options: Options, orders: Orders) -> None:
     """Train until told to leave."""
     model, spec = make_model(options.hidden), swarm.manifest.training
     opt = swarm.optimizer(model, make_optimizer(model), clip_norm=spec.clip_norm, tokens_per_step=spec.local_batch)
-    synchronizer = swarm._peer.synchronizer
+    synchronizer = swarm._peer.held.synchronizer
     assert synchronizer is not None
     follow_phases(orders, synchronizer)
     follow_poison(orders, swarm._peer.rpc)
@@ -335,7 +335,9 @@ def report_serving(swarm: Swarm, per_second: float) -> None:
     """Have its record say that it serves, as a peer's does that serves."""
     since = time.monotonic()
     peer = swarm._peer
-    peer.activity = dataclasses.replace(peer.activity, serving=lambda: served(time.monotonic() - since, per_second))
+    peer.record.parts.append(
+        lambda record: dataclasses.replace(record, serving=served(time.monotonic() - since, per_second))
+    )
 
 
 def set_clock(ahead_seconds: float) -> None:
@@ -344,7 +346,7 @@ def set_clock(ahead_seconds: float) -> None:
     def make_runtime(name: str = "cpu", scratch: Path | None = None) -> Runtime:
         return dataclasses.replace(real_runtime(name, scratch), clock=lambda: time.time() + ahead_seconds)
 
-    swarm_module.real_runtime = make_runtime  # type: ignore[attr-defined]
+    thread_module.real_runtime = make_runtime  # type: ignore[attr-defined]
 
 
 def main() -> int:
@@ -371,7 +373,7 @@ def main() -> int:
                 )  # fmt: skip
             stack.enter_context(swarm)
             orders.loop = swarm._thread.loop
-            daemon = swarm._peer.transport.daemon.process_id
+            daemon = swarm._peer.network.transport.daemon.process_id
             if options.serves:
                 report_serving(swarm, options.serves)
             say("joined", peer=swarm.peer_id, link=swarm.link, daemon=daemon)

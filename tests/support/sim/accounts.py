@@ -15,6 +15,7 @@ import torch
 from p2ptrain.averaging.protocol.certificate import Body, Certificate
 from p2ptrain.training.state.fragments import Fragment
 from tests.support.sim.conservation import Conservation
+from tests.support.sim.heads import watch_head
 from tests.support.sim.trainers import InvariantError, SimulatedSwarm, SimulatedTrainer
 
 
@@ -66,7 +67,7 @@ class Accounts:
         swarm._launch = launch_and_watch  # type: ignore[method-assign, assignment]
 
     def _watch(self, trainer: SimulatedTrainer) -> None:
-        name, work, changed = trainer.peer.name, trainer.work, trainer.sync.replica.on_change
+        name, work = trainer.peer.name, trainer.work
         if trainer.peer.incarnation:
             self.crashed.add(name)
         book = self.books[name] = Book(self._swarm.ledger.produced.get(name, 0))
@@ -88,12 +89,8 @@ class Accounts:
             else:
                 book.dropped += forgotten
 
-        def watched_change() -> None:
-            changed()
-            self.check(trainer)
-
         work.adopt = watched_adopt  # type: ignore[method-assign]
-        trainer.sync.replica.on_change = watched_change
+        watch_head(trainer.sync.replica, lambda: self.check(trainer))
 
     def totals(self, lineage: bytes) -> Counter[str]:
         """By peer id: the tokens that it contributed to a lineage, over all its rounds."""

@@ -9,7 +9,7 @@ import torch
 
 from p2ptrain.averaging.averager import Averager, RoundOutcome
 from p2ptrain.averaging.commit.encodings import decode_means
-from p2ptrain.averaging.context import PeerContext
+from p2ptrain.averaging.context import PeerContext, Unconcerned
 from p2ptrain.averaging.grouping.matchmaker import BehindError, Matchmaker
 from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.averaging.protocol.head import Head, genesis
@@ -48,6 +48,7 @@ class AveragingPeer:
     outcomes: list[RoundOutcome] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     sizes: tuple[int, ...] = ()
+    owner: Unconcerned = field(default_factory=Unconcerned)
 
     def follow(self) -> None:
         """Learn where the others are, and go to the best head among them, as if that took no time."""
@@ -138,13 +139,14 @@ async def start_averagers(
     for index, peer in enumerate(peers):
         rpc = Rpc(transport_of(peer), peer.runtime, SWARM)
         membership = Membership(peer.peer_id, peer.runtime)
-        context = PeerContext(rpc, peer.runtime, peer.signer, SWARM, spec)
+        owner = Unconcerned()
+        context = PeerContext(rpc, peer.runtime, peer.signer, SWARM, spec, owner)
         averager = Averager(context, membership, head, parts or [(get_codec(spec.codec), num_values)], LAYOUT)
         averager.matchmaker.participates = True
         await rpc.start()
         vector = torch.randn(num_values, generator=torch.Generator().manual_seed(index))
         sizes = tuple(size for _, size in parts)
-        started.append(AveragingPeer(peer, rpc, membership, averager, spec, vector, sizes=sizes))
+        started.append(AveragingPeer(peer, rpc, membership, averager, spec, vector, sizes=sizes, owner=owner))
     for each in started:
         each.others = [other for other in started if other is not each]
     return started

@@ -27,6 +27,7 @@ from p2ptrain.pipeline.stage.compute import Gradients, StageCompute
 from p2ptrain.pipeline.stage.device import Device, Pass, Timed
 from p2ptrain.pipeline.stage.hosted_stage import HostedStage
 from p2ptrain.runtime import Runtime
+from tests.support.sim.heads import watch_head
 from tests.support.sim.pipelines import HOP_LIMITS, Pipeline, PipelinePeer, SlowDevice, no_harm
 
 T = TypeVar("T")
@@ -114,7 +115,7 @@ class Accounts:
     def watch(self, hosted: HostedStage) -> None:
         """Learn what is applied to a host's state."""
         synchronizer, number = hosted.units[0].synchronizer, hosted.number
-        state, changed = synchronizer.state, synchronizer.replica.on_change
+        state = synchronizer.state
         applied: list[tuple[bytes, int, torch.Tensor]] = []
         apply = state.apply
 
@@ -124,7 +125,6 @@ class Accounts:
             apply(mean, round_, None)
 
         def moved() -> None:
-            changed()
             while applied:
                 lineage, tokens, mean = applied.pop(0)
                 if applied or state.head.lineage == lineage:
@@ -137,7 +137,7 @@ class Accounts:
                 self.counts[key] = total
 
         state.apply = record  # type: ignore[method-assign]
-        synchronizer.replica.on_change = moved
+        watch_head(synchronizer.replica, moved)
 
     def chain(self, hosted: HostedStage) -> list[bytes]:
         """The lineages that led to a host's state, one for each round, the latest first."""

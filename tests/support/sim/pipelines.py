@@ -118,7 +118,7 @@ class PipelinePeer:
         self.view = PipelineView(self.plan, peer.peer_id, peer.runtime)
         self.membership = Membership(peer.peer_id, peer.runtime)
         self.presence = Presence(
-            peer.directory, peer.runtime, manifest.digest, peer.signer, self.membership, self.describe
+            lambda: peer.directory, peer.runtime, manifest.digest, peer.signer, self.membership, self.describe
         )
         self.presence.listeners.append(self.view.update)
         self.mover: StageMigrator | None = None

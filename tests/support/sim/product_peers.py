@@ -14,21 +14,21 @@ import pytest
 from p2ptrain.config import PeerConfig
 from p2ptrain.manifest import AveragingSpec, DataSpec, Manifest, ModelSpec, PipelineSpec, SignedManifest, TrainingSpec
 from p2ptrain.network.directory import Directory
+from p2ptrain.network.factory import DirectoryOptions, TransportOptions
 from p2ptrain.network.identity import Identity
-from p2ptrain.network.libp2p.settings import Libp2pSettings
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
 from p2ptrain.network.transport import PeerId, Stream, StreamHandler, Transport
+from p2ptrain.node.options import PeerOptions, Starters, peer_options
 from p2ptrain.node.peer import Peer
 from p2ptrain.node.process import StopSignals
 from p2ptrain.node.reports.summary import SUMMARY_FILE, Summary, read_summary
-from p2ptrain.node.run import peer_options, serve_and_close
+from p2ptrain.node.roles.held import HeldState
+from p2ptrain.node.run import serve_and_close
 from p2ptrain.pipeline.stage import device
 from p2ptrain.pipeline.stage.device import Device
-from p2ptrain.pipeline.stage.hosted_stage import HostedStage
 from p2ptrain.training import optimizer
 from p2ptrain.training.loop import Trainer
-from p2ptrain.training.state.shared_state import SharedState
 from p2ptrain.training.sync.synchronizer import Synchronizer
 from tests.support.sim.lockstep import LockstepBridge
 from tests.support.sim.pipelines import SlowDevice
@@ -94,42 +94,28 @@ class SimulatedNode(Peer):
     """The product's peer on a simulated transport and directory.
 
     Attributes:
-        swarm_of: The simulation.
-        simulated: Its place on the network.
+        digests: Of each lineage, shared by all nodes.
     """
 
-    swarm_of: ProductSwarm
-    simulated: SimulatedPeer
+    def __init__(self, simulated: SimulatedPeer, options: PeerOptions, digests: dict[bytes, bytes]) -> None:
+        async def start_transport(options: TransportOptions) -> Transport:
+            return NodeTransport(simulated)
 
-    async def _start_transport(self, settings: Libp2pSettings) -> Transport:
-        return NodeTransport(self.simulated)
+        async def start_directory(options: DirectoryOptions) -> Directory:
+            return simulated.directory
 
-    async def _start_directory(self) -> Directory:
-        return self.simulated.directory
+        starters = Starters(start_transport, start_directory)
+        super().__init__(cast(Identity, simulated.signer), options, simulated.runtime, starters)
+        self.digests = digests
 
-    def train(self, state: SharedState) -> Synchronizer:
-        synchronizer = super().train(state)
-        self._check(synchronizer)
-        return synchronizer
-
-    def host(self, stage: HostedStage) -> None:
-        super().host(stage)
-        for unit in stage.units:
-            self._check(unit.synchronizer)
-
-    def _check(self, synchronizer: Synchronizer) -> None:
-        """Whenever its head moves, it holds the bits that other holders of the lineage hold."""
-
-        def moved() -> None:
-            head, digests = synchronizer.head, self.swarm_of.digests
-            digest = digests.setdefault(head.lineage, head.digest)
+    def state_changed(self) -> None:
+        """Whenever a head moves, the peer holds the bits that other holders of the lineage hold."""
+        hosted = [unit.synchronizer for stage in self.held.stages for unit in stage.units]
+        for synchronizer in hosted or filter(None, [self.held.synchronizer]):
+            head = synchronizer.head
+            digest = self.digests.setdefault(head.lineage, head.digest)
             assert digest == head.digest, f"{self.options.name} holds another digest at round {head.round}"
-            self.presence.changed()
-
-        synchronizer.replica.on_change = moved
-
-    def _warm_up_codecs(self) -> None:
-        """Codecs need no warming up: torch gives the same bits."""
+        super().state_changed()
 
 
 @dataclass
@@ -183,8 +169,7 @@ class ProductSwarm:
         others = tuple(other.address for other in self.network.alive if other is not peer)
         link = SwarmLink(self.manifest.digest, others) if others else None
         options = peer_options(config, peer.peer_id)
-        node = self.nodes[name] = SimulatedNode(cast(Identity, peer.signer), options, peer.runtime)
-        node.swarm_of, node.simulated = self, peer
+        node = self.nodes[name] = SimulatedNode(peer, options, self.digests)
         try:
             await node._start(link, signed)
             await serve_and_close(node, config, signals)
@@ -198,7 +183,7 @@ class ProductSwarm:
 
     async def lose_network(self, name: str) -> None:
         """End the peer's network daemon."""
-        transport: Any = self.nodes[name].transport
+        transport: Any = self.nodes[name].network.transport
         await transport.close()
         transport.lose("killed")
 
@@ -226,18 +211,18 @@ class ProductSwarm:
 
     def sync(self, name: str) -> Synchronizer:
         """A trainer's, or that of the stage that a peer hosts."""
-        synchronizer = self.nodes[name].synchronizer
+        synchronizer = self.nodes[name].held.synchronizer
         assert synchronizer is not None
         return synchronizer
 
     def round(self, name: str) -> int:
         """The round of a peer's state; -1 before it has one."""
         node = self.nodes.get(name)
-        return node.synchronizer.head.round if node is not None and node.synchronizer is not None else -1
+        return node.held.synchronizer.head.round if node is not None and node.held.synchronizer is not None else -1
 
     def heads(self) -> set[tuple[int, bytes]]:
         """Round and digest of every peer's state."""
-        syncs = [node.synchronizer for node in self.nodes.values()]
+        syncs = [node.held.synchronizer for node in self.nodes.values()]
         return {(sync.head.round, sync.head.digest) for sync in syncs if sync is not None}
 
 
@@ -249,6 +234,7 @@ def use_virtual_time(monkeypatch: pytest.MonkeyPatch, swarm: ProductSwarm) -> No
     monkeypatch.setattr(optimizer, "time", SimpleNamespace(monotonic=loop.time))
     monkeypatch.setattr(optimizer, "Bridge", LockstepBridge)
     monkeypatch.setattr(device, "Device", _slow_device)
+    monkeypatch.setattr(HeldState, "_warm_up", lambda held: None)  # It starts a thread; torch gives the same bits.
     step, begin = Trainer._train_step, Trainer.run
 
     def run(trainer: Trainer) -> Any:

@@ -132,10 +132,12 @@ class SimulatedTrainer:
         self.rpc = Rpc(peer.transport, peer.runtime, self.swarm)
         self.membership = Membership(peer.peer_id, peer.runtime)
         self.status = "starting"
-        self.presence = Presence(peer.directory, peer.runtime, self.swarm, peer.signer, self.membership, self.describe)
-        context = PeerContext(self.rpc, peer.runtime, peer.signer, self.swarm, manifest.averaging)
+        self.presence = Presence(
+            lambda: peer.directory, peer.runtime, self.swarm, peer.signer, self.membership, self.describe
+        )
+        self.is_reachable = True
+        context = PeerContext(self.rpc, peer.runtime, peer.signer, self.swarm, manifest.averaging, self)
         self.sync = Synchronizer(Replica(context, manifest.training, self.state, self.membership))
-        self.sync.replica.on_change = self._changed
         spec = manifest.training
         self.work = LocalWork(
             self.module, self.state, accumulate=spec.every == 1, mixing=spec.mixing if spec.overlap_steps else None
@@ -146,7 +148,8 @@ class SimulatedTrainer:
         self.is_hostile = False
         self.before_sync: Callable[[SimulatedTrainer], None] = lambda trainer: None
 
-    def _changed(self) -> None:
+    def state_changed(self) -> None:
+        """See `p2ptrain.averaging.context.Owner`."""
         self.ledger.check_head(self)
         self.presence.changed()
 

@@ -50,7 +50,7 @@ def test_a_peer_stays_visible_after_a_defect_in_its_presence(caplog: pytest.LogC
         directory = FlakyDirectory(peer.directory)
         record: PeerRecord = trainer(peer.peer_id)
         presence = Presence(
-            directory, peer.runtime, SWARM, peer.signer, Membership(peer.peer_id, peer.runtime), lambda: record
+            lambda: directory, peer.runtime, SWARM, peer.signer, Membership(peer.peer_id, peer.runtime), lambda: record
         )
         await presence.start()
         directory.defects = [ZeroDivisionError("a defect") for _ in range(4)]
@@ -79,7 +79,7 @@ def test_a_record_that_is_stored_under_another_peers_id_is_dropped() -> None:
         for subkey in (ada.peer_id, bob.peer_id):
             assert await bob.directory.publish(peers_key(SWARM), subkey, sealed, expires_at, 5.0)
         await asyncio.sleep(5.0)
-        reader = RecordReader(bob.directory, SWARM, bob.signer)
+        reader = RecordReader(lambda: bob.directory, SWARM, bob.signer)
         found = await reader.read(5.0)
         assert found is not None
         assert [record.peer for record, *_ in found] == [ada.peer_id]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from p2ptrain.config import PeerConfig
-from p2ptrain.node.run import peer_options
+from p2ptrain.node.options import peer_options
 
 SEED = "/ip4/192.0.2.1/tcp/31337/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 

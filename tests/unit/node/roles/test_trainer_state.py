@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 
 from p2ptrain.manifest import Manifest, TrainingSpec
-from p2ptrain.node.roles.trainer import _make_state
+from p2ptrain.node.roles.building import _make_state
 from p2ptrain.training.state.adamw import AdamWStep
 from p2ptrain.training.state.outer_optimizers import AverageStep
 

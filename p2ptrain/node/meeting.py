@@ -1,0 +1,105 @@
+"""A newcomer's first contact: it asks the known peers for the manifest that its link names."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from p2ptrain.errors import (
+    BootstrapError,
+    DeadlineError,
+    IncompatibleError,
+    ManifestError,
+    PeerError,
+    PeerRefusedError,
+    WrongPeerError,
+)
+from p2ptrain.manifest import MAX_MANIFEST_BYTES, SignedManifest
+from p2ptrain.network.rpc.client import OTHER_PROTOCOL, OTHER_SWARM, Rpc
+from p2ptrain.network.transport import Transport
+from p2ptrain.signing import Signer
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest"
+CONNECT_SECONDS = 30.0
+FIRST_DIAL_SECONDS = 5.0
+MANIFEST_SECONDS = 10.0
+PAUSE_SECONDS = 0.5
+
+
+def serve_manifest(rpc: Rpc, signed: SignedManifest) -> None:
+    async def serve(peer: str, request: dict[str, Any]) -> dict[str, Any]:
+        return {"manifest": signed.to_bytes()}
+
+    rpc.serve(MANIFEST, dict, serve)
+
+
+async def ask_for_manifest(
+    transport: Transport, rpc: Rpc, addresses: Sequence[str], verifier: Signer
+) -> SignedManifest:
+    """Fetch the swarm's manifest from any peer at ``addresses``; retry all of them for `CONNECT_SECONDS`.
+
+    Raises:
+        BootstrapError: No peer answers, or other peers than the link's hold the addresses.
+        ManifestError: A peer sent another manifest than the link's, or all peers belong to other swarms.
+        IncompatibleError: All peers speak another protocol.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + CONNECT_SECONDS
+    failure: Exception | None = None
+    patience, is_first = FIRST_DIAL_SECONDS, True
+    while loop.time() < deadline:
+        refusals: list[PeerRefusedError | WrongPeerError] = []
+        for address in addresses:
+            seconds = max(FIRST_DIAL_SECONDS, min(patience, deadline - loop.time()))
+            try:
+                peer = await transport.connect([address], seconds)
+                return await _ask(rpc, peer, verifier)
+            except (PeerError, DeadlineError) as error:
+                failure = failure if isinstance(failure, WrongPeerError) else error
+                refusals += [error] if isinstance(error, PeerRefusedError | WrongPeerError) else []
+        if refusals and len(refusals) == len(addresses):
+            _raise_if_final(refusals)
+        if is_first and failure is not None:
+            seconds_left = deadline - loop.time()
+            logger.warning("nobody answers yet (%s): asking for another %.0f s", failure, seconds_left)
+        is_first = False
+        patience *= 2  # A retry dials from the start, and some peers answer seconds late.
+        await asyncio.sleep(PAUSE_SECONDS)
+    shown = ", ".join(addresses[:3]) or "no address"
+    raise BootstrapError(
+        f"none of the swarm's known peers answers ({shown}): {failure}. Check that the bootstrap peer runs and "
+        "that this machine can reach it, or ask the organizer for a new link"
+    )
+
+
+async def _ask(rpc: Rpc, peer: str, verifier: Signer) -> SignedManifest:
+    reply = await rpc.call(peer, MANIFEST, {}, dict, MANIFEST_SECONDS, max_reply_bytes=2 * MAX_MANIFEST_BYTES)
+    data = reply.get("manifest")
+    if type(data) is not bytes:
+        raise ManifestError("a peer sent something else than a manifest: ask the organizer for a link")
+    return SignedManifest.from_bytes(data, rpc.swarm, verifier)
+
+
+def _raise_if_final(failures: Sequence[PeerRefusedError | WrongPeerError]) -> None:
+    """Raise if a retry cannot help, given the failures at all known addresses."""
+    wrong = [failure for failure in failures if isinstance(failure, WrongPeerError)]
+    refusals = [failure for failure in failures if isinstance(failure, PeerRefusedError)]
+    if wrong and len(wrong) + sum(each.reason.startswith(OTHER_SWARM) for each in refusals) == len(failures):
+        raise BootstrapError(
+            f"the address of the link is held by peer {wrong[0].holder}, and the link names {wrong[0].peer}: "
+            "ask the organizer for a new link"
+        )
+    if not refusals:
+        return
+    reason = refusals[0].reason
+    if all(refusal.reason.startswith(OTHER_SWARM) for refusal in refusals):
+        raise ManifestError(
+            "the peers that the link names do not know its swarm: the link was changed, or the organizer started "
+            "another swarm; ask for a new link"
+        )
+    if all(refusal.reason.startswith(OTHER_PROTOCOL) for refusal in refusals):
+        raise IncompatibleError(f"the swarm refuses this version ({reason}): install the version that the swarm runs")

@@ -1,0 +1,61 @@
+"""What a peer is told at its start: role, name, network and limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from p2ptrain.config import PeerConfig
+from p2ptrain.network.factory import StartDirectory, StartTransport, start_directory, start_transport
+from p2ptrain.network.libp2p.settings import Libp2pSettings
+
+
+@dataclass(frozen=True)
+class PeerOptions:
+    """A peer's role, name and network.
+
+    Attributes:
+        role: ``bootstrap``, ``trainer``, ``stage``, or ``client`` (read-only).
+        name: For people.
+        device: Compute device, for the record.
+        run_dir: Keeps the addresses of known peers; None keeps none.
+        network: Its ``directory`` may be empty, for the link's directory, or else the DHT.
+        upload_bandwidth: Limit in bytes per second, which also determines share sizes; 0 for none.
+        download_bandwidth: Limit in bytes per second; 0 for none.
+    """
+
+    role: str
+    name: str
+    device: str
+    run_dir: Path | None
+    network: Libp2pSettings
+    upload_bandwidth: int = 0
+    download_bandwidth: int = 0
+
+
+@dataclass(frozen=True)
+class Starters:
+    """Start a peer's transport and directory; simulations give others than the configured ones."""
+
+    transport: StartTransport = start_transport
+    directory: StartDirectory = start_directory
+
+
+def client_options(name: str) -> PeerOptions:
+    """Return the options of a peer that only reads."""
+    network = Libp2pSettings(listen=("/ip4/127.0.0.1/tcp/0",), direct="off")
+    return PeerOptions("client", name, "cpu", None, network)
+
+
+def peer_options(config: PeerConfig, peer_id: str) -> PeerOptions:
+    """Return the options that a role file gives."""
+    network = Libp2pSettings(**dict(config.network))
+    return PeerOptions(
+        role="stage" if config.role == "both" else config.role,
+        name=config.name or peer_id[-6:],
+        device=config.resources.device,
+        run_dir=config.run_dir,
+        network=network.changed(direct="off") if config.role == "bootstrap" else network,  # no bulk transfers
+        upload_bandwidth=config.resources.up,
+        download_bandwidth=config.resources.down,
+    )

@@ -1,0 +1,85 @@
+"""Construction of a trainer of the manifest's whole model: data, model, state, checkpoint, optimizer."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from p2ptrain.config import PeerConfig
+from p2ptrain.node.peer import Peer
+from p2ptrain.node.roles.materials import build_whole_model, last_round, load_text
+from p2ptrain.node.roles.training import start_training
+
+if TYPE_CHECKING:
+    import torch
+
+    from p2ptrain.training.loop import Progress, Trainer
+    from p2ptrain.training.optimizer import Bridge, SwarmOptimizer
+    from p2ptrain.training.state.shared_state import SharedState
+    from p2ptrain.training.sync.synchronizer import Synchronizer
+
+
+async def build_trainer(peer: Peer, config: PeerConfig, bridge: Bridge) -> Trainer:
+    """Return a trainer with its model and data, restored from the newest checkpoint and up to date with the swarm.
+
+    Raises:
+        ResourceError: The model exceeds the memory limit, or the device is missing.
+        ConfigError: The text cannot be read.
+        IncompatibleError: The other peers train a model of another shape.
+    """
+    from p2ptrain.training.checkpoints.save_policy import SavePolicy
+    from p2ptrain.training.learning_rate import LearningRates, manifest_schedule
+    from p2ptrain.training.loop import Trainer
+    from p2ptrain.training.metrics import MetricsWriter
+    from p2ptrain.training.optimizer import SwarmOptimizer
+
+    loop, manifest, spec = asyncio.get_running_loop(), peer.manifest, peer.manifest.training
+    corpus = await asyncio.to_thread(load_text, peer, config)
+    module = await asyncio.to_thread(build_whole_model, peer, config)
+    inner, state = await peer.runtime.compute(_make_state, peer, module)
+
+    def wrap(synchronizer: Synchronizer) -> SwarmOptimizer:
+        tokens, rates = spec.local_batch * manifest.model.context, LearningRates(inner, manifest_schedule(spec))
+        return SwarmOptimizer(module, inner, synchronizer, bridge, spec, tokens, spec.clip_norm, rates)
+
+    policy = SavePolicy(config.checkpoints.every_rounds, 0, config.checkpoints.keep_last)
+    optimizer, saver = await start_training(peer, state, wrap, config.run_dir / "checkpoints", policy)
+    synchronizer = peer.held.synchronizer
+    assert synchronizer is not None
+    assert saver is not None
+
+    def publish(progress: Progress) -> None:
+        peer.record.note = progress.note
+        paused = progress.note != "" and synchronizer.is_paused
+        if (peer.record.state == "paused") != paused:
+            peer.set_state("paused" if paused else "training")
+        peer.presence.changed()
+
+    trainer = Trainer(
+        module, optimizer, synchronizer, manifest, corpus, peer.identity.peer_id,
+        MetricsWriter(config.run_dir / "metrics.jsonl"), saver, jobs=peer.jobs,
+        max_rounds=last_round(peer, config, synchronizer.head.round),
+        on_progress=lambda progress: loop.call_soon_threadsafe(publish, progress),
+    )  # fmt: skip
+
+    progress = trainer.progress
+    peer.record.parts.append(
+        lambda record: replace(
+            record, loss=progress.loss, tokens_per_second=progress.tokens_per_second,
+            round_tokens=optimizer.tokens_in_round,
+        )
+    )  # fmt: skip
+    return trainer
+
+
+def _make_state(peer: Peer, module: torch.nn.Module) -> tuple[torch.optim.Optimizer, SharedState]:
+    import torch
+
+    from p2ptrain.training.state.initial_state import initial_state
+
+    spec = peer.manifest.training
+    optimizer = torch.optim.AdamW(
+        module.parameters(), lr=spec.learning_rate, betas=(0.9, 0.95), weight_decay=spec.weight_decay
+    )
+    return optimizer, initial_state(module, None, peer.manifest, peer.swarm)

@@ -1,0 +1,94 @@
+"""What a role makes of its role file and the manifest: device, text, model or stage, and its last round."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from p2ptrain.config import PeerConfig
+from p2ptrain.errors import ResourceError
+from p2ptrain.node.peer import Peer
+
+if TYPE_CHECKING:
+    import torch
+
+    from p2ptrain.pipeline.plan import PipelinePlan
+    from p2ptrain.pipeline.stage.worker import StageWorker
+    from p2ptrain.training.data.corpus import Corpus
+
+
+def choose_device(config: PeerConfig) -> torch.device:
+    """Return the config's device; set the number of threads, too.
+
+    Raises:
+        ResourceError: The device is missing.
+    """
+    import torch
+
+    if config.resources.threads:
+        torch.set_num_threads(config.resources.threads)
+    wanted = config.resources.device
+    if wanted == "auto":
+        wanted = "cuda:0" if torch.cuda.is_available() else "cpu"
+    if wanted.startswith("cuda") and not torch.cuda.is_available():
+        raise ResourceError(
+            f"device {wanted!r} was asked for, but torch sees no GPU: use --device cpu, or mend the driver"
+        )
+    return torch.device(wanted)
+
+
+def load_text(peer: Peer, config: PeerConfig) -> Corpus:
+    """Return the manifest's text.
+
+    Raises:
+        ConfigError: The text cannot be read.
+        UsageError: The model does not learn from text.
+    """
+    from p2ptrain.models import check_reads_text
+    from p2ptrain.models.pretrained import local_data
+    from p2ptrain.training.data.corpus import load_corpus
+
+    model = peer.manifest.model
+    check_reads_text(model)
+    data, cache = local_data(peer.manifest, config.weights), config.run_dir.parent / "data"
+    return load_corpus(data, model.context, model.vocabulary, cache, peer.jobs)
+
+
+def build_whole_model(peer: Peer, config: PeerConfig) -> torch.nn.Module:
+    """Return the manifest's model on the config's device.
+
+    Raises:
+        ResourceError: The model exceeds the memory limit, or the device is missing.
+    """
+    from p2ptrain.models import build_model, estimate_memory_bytes, whole
+    from p2ptrain.models.pretrained import weights_folder
+
+    device, model = choose_device(config), peer.manifest.model
+    needed, allowed = estimate_memory_bytes(model, peer.manifest.training), config.resources.max_memory
+    if allowed and needed > allowed:
+        raise ResourceError(
+            f"this model needs about {needed / 1e9:.1f} GB, and the limit is {allowed / 1e9:.1f} GB: raise --max-memory"
+        )
+    weights = weights_folder(model, whole(model), config.weights, peer.jobs)
+    return build_model(model, weights, jobs=peer.jobs).to(device)
+
+
+async def build_worker(peer: Peer, config: PeerConfig, plan: PipelinePlan, stage: int) -> StageWorker:
+    """Return the worker of a stage, whose module is on the config's device."""
+    from p2ptrain.models.pretrained import weights_folder
+    from p2ptrain.pipeline.stage.compute import StageCompute
+    from p2ptrain.pipeline.stage.device import Device
+    from p2ptrain.pipeline.stage.worker import StageWorker
+
+    def build() -> Any:
+        weights = weights_folder(peer.manifest.model, plan.spans[stage], config.weights, peer.jobs)
+        return plan.build(stage, weights, peer.jobs).to(choose_device(config))
+
+    return StageWorker(plan, stage, StageCompute(await asyncio.to_thread(build)), Device(peer.runtime))
+
+
+def last_round(peer: Peer, config: PeerConfig, now: int) -> int:
+    """Return the round at which this peer leaves, if round ``now`` is its first; 0 for never."""
+    stop = config.stop_after
+    limits = [stop.at_round, peer.manifest.training.rounds, now + stop.rounds if stop.rounds else 0]
+    return min(filter(None, limits), default=0)

@@ -1,0 +1,92 @@
+"""A script's own model in the swarm: what `Swarm.optimizer` and `Swarm.pipeline` make."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from p2ptrain.node.roles.feeding import start_sender, start_view
+from p2ptrain.node.roles.training import start_training
+from p2ptrain.node.thread import PeerThread
+from p2ptrain.pipeline.client.remote_model import PipelineModule
+from p2ptrain.pipeline.plan import PipelinePlan
+from p2ptrain.training.checkpoints.save_policy import SavePolicy
+from p2ptrain.training.checkpoints.saving import Saver
+from p2ptrain.training.learning_rate import LearningRates, by_round
+from p2ptrain.training.optimizer import Bridge, SwarmOptimizer
+from p2ptrain.training.optimizer_checks import check_optimizer
+from p2ptrain.training.state.initial_state import initial_state
+from p2ptrain.training.sync.synchronizer import Synchronizer
+
+logger = logging.getLogger(__name__)
+
+
+def share_optimizer(
+    running: PeerThread,
+    model: torch.nn.Module,
+    inner: torch.optim.Optimizer,
+    saving: SavePolicy,
+    *,
+    clip_norm: float,
+    samples: int,
+    tokens: int,
+    schedule: Callable[[int], float] | None,
+) -> tuple[SwarmOptimizer, Saver | None]:
+    """Return the swarm's optimizer around ``inner``, and its saver if there is a run directory; see `Swarm.optimizer`.
+
+    Args:
+        samples, tokens: Of one local batch.
+    """
+    peer, manifest = running.peer, running.peer.manifest
+    spec, run_dir = manifest.training, peer.options.run_dir
+    for oddity in check_optimizer(model, inner, spec.every):
+        logger.warning("%s", oddity)
+    rates = LearningRates(inner, by_round(schedule, spec.steps_per_round) if schedule else None)
+    state = initial_state(model, inner, manifest, peer.swarm, clip_norm, rates)
+    bridge = Bridge(running.thread.loop)
+    saver: Saver | None = None
+
+    def save_if_due() -> None:
+        if saver is not None:
+            saver.save_if_due()
+
+    def wrap(synchronizer: Synchronizer) -> SwarmOptimizer:
+        return SwarmOptimizer(model, inner, synchronizer, bridge, spec, tokens, clip_norm, rates, save_if_due)
+
+    directory = run_dir / "checkpoints" if run_dir is not None else None
+    shared, saver = running.thread.call(start_training(peer, state, wrap, directory, saving))
+    shared.samples_per_step = samples
+    # Without its daemon, this peer would believe that it is the last survivor, and train alone.
+    _cancel_without_network(running, bridge)
+    peer.record.parts.append(
+        lambda record: replace(
+            record, loss=shared.loss, tokens_per_second=shared.tokens_per_second, round_tokens=shared.tokens_in_round
+        )
+    )
+    return shared, saver
+
+
+def share_model(running: PeerThread) -> PipelineModule:
+    """Return the swarm's model on the hosts of its stages; see `Swarm.pipeline`."""
+    peer, bridge = running.peer, Bridge(running.thread.loop)
+    plan = PipelinePlan(peer.manifest)
+
+    async def start() -> PipelineModule:
+        sender = await start_sender(peer, await start_view(peer, plan))
+        peer.set_state("training")
+        return PipelineModule(sender, plan, bridge)
+
+    module = running.thread.call(start())
+    _cancel_without_network(running, bridge)
+    peer.record.parts.append(lambda record: replace(record, loss=module.loss))
+    return module
+
+
+def _cancel_without_network(running: PeerThread, bridge: Bridge) -> None:
+    def watch() -> None:
+        running.peer.network.lost.add_done_callback(lambda lost: bridge.cancel(lost.result()))
+
+    running.thread.loop.call_soon_threadsafe(watch)

@@ -1,0 +1,19 @@
+"""Follow the head of a simulated peer's state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from p2ptrain.averaging.protocol.head import Head
+from p2ptrain.training.sync.replica import Replica
+
+
+def watch_head(replica: Replica, watch: Callable[[], None]) -> None:
+    """Call ``watch`` after each change of a replica's head."""
+    move = replica._move
+
+    def move_and_watch(head: Head) -> None:
+        move(head)
+        watch()
+
+    replica._move = move_and_watch  # type: ignore[method-assign]
