@@ -777,6 +777,13 @@ MUTANTS = (
         "unit/node/test_draining.py -k given_up_after_a_third",
     ),
     Mutant(
+        "a relay tests each daemon that it starts",
+        "node/nat/reach.py",
+        "            if number:\n",
+        "            if True:\n",
+        "unit/node/nat/test_reach.py",
+    ),
+    Mutant(
         "a peer whose network daemon ended asks to be started again",
         "node/run.py",
         'if signals.reason.startswith("the network daemon ended"):',

@@ -82,9 +82,11 @@ def forwarders(trees: dict[Path, ast.Module]) -> int:
 
 
 def assigned_callbacks(trees: dict[Path, ast.Module]) -> int:
-    """Return how many callables are attributes that somebody else sets after construction: a ``lambda`` by default."""
+    """Return how many public attributes are callables that somebody else sets later: a ``lambda`` by default."""
     return sum(
-        isinstance(node.value, ast.Lambda) and isinstance(node.target, ast.Attribute)
+        isinstance(node.value, ast.Lambda)
+        and isinstance(node.target, ast.Attribute)
+        and not node.target.attr.startswith("_")
         for tree in trees.values()
         for node in ast.walk(tree)
         if isinstance(node, ast.AnnAssign)
