@@ -3,38 +3,30 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.exposition import generate_latest
 
-from p2ptrain.node.reports.metrics_page import serving_families
-from p2ptrain.status.views import Snapshot
+from p2ptrain.node.reports.metrics_page import PHASES, Families, serving_families
+from p2ptrain.status.views import Snapshot, StageView
 
-CONTENT_TYPE = CONTENT_TYPE_LATEST
 MAX_LABELLED_PEERS = 500
 """Largest swarm with per-peer series; more would overload most Prometheus servers."""
 HEALTHS = ("healthy", "degraded", "stopped", "empty")
 
 
 def exposition(snapshot: Snapshot) -> bytes:
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Families(snapshot))
-    return generate_latest(registry)
+    return generate_latest(Families(_families_of(snapshot)))
 
 
-class _Families:
-    def __init__(self, snapshot: Snapshot) -> None:
-        self._snapshot = snapshot
-
-    def collect(self) -> Iterator[Metric]:
-        yield from _of_the_swarm(self._snapshot)
-        yield from _of_rounds(self._snapshot)
-        yield from _of_stages(self._snapshot)
-        yield from _of_serving(self._snapshot)
-        if len(self._snapshot.peers) <= MAX_LABELLED_PEERS:
-            yield from _of_peers(self._snapshot)
+def _families_of(snapshot: Snapshot) -> Iterator[Metric]:
+    yield from _of_the_swarm(snapshot)
+    yield from _of_rounds(snapshot)
+    yield from _of_stages(snapshot)
+    yield from _of_serving(snapshot)
+    if len(snapshot.peers) <= MAX_LABELLED_PEERS:
+        yield from _of_peers(snapshot)
 
 
 def _gauge(name: str, text: str, value: float | None) -> Iterator[Metric]:
@@ -46,25 +38,24 @@ def _counter(name: str, text: str, value: float) -> Iterator[Metric]:
     yield CounterMetricFamily(f"p2ptrain_{name}", text, value=value)
 
 
+def _gauges(name: str, text: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]) -> Metric:
+    family = GaugeMetricFamily(f"p2ptrain_{name}", text, labels=labels)
+    for each, value in values:
+        family.add_metric(each, value)
+    return family
+
+
 def _of_the_swarm(snapshot: Snapshot) -> Iterator[Metric]:
     headline = snapshot.headline
-    health = GaugeMetricFamily("p2ptrain_health", "1 for what the swarm is, 0 for the rest", labels=["health"])
-    for name in HEALTHS:
-        health.add_metric([name], float(name == headline.health))
-    yield health
-    peers = GaugeMetricFamily("p2ptrain_peers", "Peers with a record, by role and state", labels=["role", "state"])
-    for (role, state), count in sorted(
-        Counter((peer.record.role, peer.record.state) for peer in snapshot.peers).items()
-    ):
-        peers.add_metric([role, state], count)
-    yield peers
+    is_health = (([name], float(name == headline.health)) for name in HEALTHS)
+    yield _gauges("health", "1 for what the swarm is, 0 for the rest", ["health"], is_health)
+    peers = Counter((peer.record.role, peer.record.state) for peer in snapshot.peers)
+    yield _gauges("peers", "Peers with a record, by role and state", ["role", "state"], sorted(peers.items()))
     yield from _gauge("loss", "Median training loss in nats", headline.loss)
     yield from _gauge("tokens_per_second", "Tokens in committed rounds", headline.tokens_per_second)
     yield from _gauge("bytes_per_token", "Bytes sent by a peer for each of its tokens", headline.bytes_per_token)
-    alerts = GaugeMetricFamily("p2ptrain_alerts", "Alerts that hold, by rule and severity", labels=["rule", "severity"])
-    for (rule, severity), count in sorted(Counter((each.rule, each.severity) for each in snapshot.alerts).items()):
-        alerts.add_metric([rule, severity], count)
-    yield alerts
+    alerts = Counter((each.rule, each.severity) for each in snapshot.alerts)
+    yield _gauges("alerts", "Alerts that hold, by rule and severity", ["rule", "severity"], sorted(alerts.items()))
     yield from _counter("records_rejected", "Records dropped for what they say", snapshot.rejected)
     yield from _gauge("directory_up", "Whether the swarm's directory answers", float(snapshot.directory_answers))
     yield from _gauge("snapshot_timestamp_seconds", "When the swarm was looked at", snapshot.at)
@@ -79,38 +70,25 @@ def _of_rounds(snapshot: Snapshot) -> Iterator[Metric]:
     last = next((view for view in snapshot.rounds if view.committed), None)
     if last is None:
         return
-    phases = GaugeMetricFamily(
-        "p2ptrain_round_phase_seconds", "What the last committed round took, by phase", labels=["phase"]
-    )
-    for phase in ("compute", "matchmaking", "transfer"):
-        phases.add_metric([phase], getattr(last, f"{phase}_seconds"))
-    yield phases
+    phases = [([phase], getattr(last, f"{phase}_seconds")) for phase in PHASES]
+    yield _gauges("round_phase_seconds", "What the last committed round took, by phase", ["phase"], phases)
     yield from _gauge("round_members", "Peers in the last committed round", last.members)
     yield from _gauge("round_contributors", "Peers whose work counts in it", last.contributors)
 
 
 def _of_stages(snapshot: Snapshot) -> Iterator[Metric]:
-    hosts = GaugeMetricFamily("p2ptrain_stage_hosts", "Peers that host a stage", labels=["stage"])
-    syncing = GaugeMetricFamily("p2ptrain_stage_syncing", "Peers that are about to host a stage", labels=["stage"])
-    speed = GaugeMetricFamily(
-        "p2ptrain_stage_tokens_per_second", "What all hosts of a stage can do together", labels=["stage"]
-    )
-    for stage in snapshot.stages:
-        hosts.add_metric([str(stage.number)], len(stage.hosts))
-        syncing.add_metric([str(stage.number)], len(stage.syncing))
-        speed.add_metric([str(stage.number)], stage.tokens_per_second)
-    yield from (hosts, syncing, speed)
-    if len(snapshot.stages) == 1:
-        return
-    waiting = GaugeMetricFamily("p2ptrain_stage_waiting_passes", "In the queues of a stage's hosts", labels=["stage"])
-    load = GaugeMetricFamily(
-        "p2ptrain_stage_load_ratio", "Speed of the slowest stage by that of this one: 1 for that", labels=["stage"]
-    )
-    for stage in snapshot.stages:
-        waiting.add_metric([str(stage.number)], stage.waiting)
-        if stage.load is not None:
-            load.add_metric([str(stage.number)], stage.load)
-    yield from (waiting, load)
+    def of_each(name: str, text: str, value_of: Callable[[StageView], float | None]) -> Metric:
+        values = ((str(stage.number), value_of(stage)) for stage in snapshot.stages)
+        return _gauges(name, text, ["stage"], (([stage], value) for stage, value in values if value is not None))
+
+    speed = "What all hosts of a stage can do together"
+    yield of_each("stage_hosts", "Peers that host a stage", lambda stage: len(stage.hosts))
+    yield of_each("stage_syncing", "Peers that are about to host a stage", lambda stage: len(stage.syncing))
+    yield of_each("stage_tokens_per_second", speed, lambda stage: stage.tokens_per_second)
+    if len(snapshot.stages) > 1:
+        load = "Speed of the slowest stage by that of this one: 1 for that"
+        yield of_each("stage_waiting_passes", "In the queues of a stage's hosts", lambda stage: stage.waiting)
+        yield of_each("stage_load_ratio", load, lambda stage: stage.load)
 
 
 def _of_serving(snapshot: Snapshot) -> Iterator[Metric]:

@@ -11,7 +11,7 @@ import contextlib
 import json
 import logging
 import sqlite3
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -177,30 +177,33 @@ class Store:
                     await self._database.rollback()
                 raise ResourceError(f"history cannot be kept: {error}; see that its disk has room") from error
 
+    async def _write(self, statement: str, rows: Iterable[Sequence[Any]]) -> None:
+        if values := list(rows):
+            async with self._exclusively():
+                await self._database.executemany(statement, values)
+                await self._database.commit()
+
+    async def _read(self, statement: str, *values: Any) -> list[Any]:
+        async with self._exclusively():
+            return list(await self._database.execute_fetchall(statement, values))
+
     async def add_points(self, at: float, values: Mapping[str, float | Amount]) -> None:
         """Add one value of each series at every resolution."""
-        rows = [
-            (series, window.step, int(at) // window.step * window.step, total, weight)
-            for series, value in values.items()
-            for total, weight in [value if isinstance(value, Amount) else (value, 1)]
-            for window in WINDOWS.values()
-        ]
-        async with self._exclusively():
-            await self._database.executemany(
-                "INSERT INTO points VALUES (?, ?, ?, ?, ?) "
-                "ON CONFLICT DO UPDATE SET total = total + excluded.total, count = count + excluded.count",
-                rows,
-            )
-            await self._database.commit()
+        await self._write(
+            "INSERT INTO points VALUES (?, ?, ?, ?, ?) "
+            "ON CONFLICT DO UPDATE SET total = total + excluded.total, count = count + excluded.count",
+            (
+                (series, window.step, int(at) // window.step * window.step, total, weight)
+                for series, value in values.items()
+                for total, weight in [value if isinstance(value, Amount) else (value, 1)]
+                for window in WINDOWS.values()
+            ),
+        )
 
     async def add_latencies(self, at: float, latencies: Mapping[str, Latencies]) -> None:
         """Add latencies by kind (`latency_history.KINDS`) at every resolution."""
-        rows = latency_history.rows(at, latencies, [window.step for window in WINDOWS.values()])
-        if not rows:
-            return
-        async with self._exclusively():
-            await self._database.executemany(latency_history.ADD, rows)
-            await self._database.commit()
+        steps = [window.step for window in WINDOWS.values()]
+        await self._write(latency_history.ADD, latency_history.rows(at, latencies, steps))
 
     async def series(self, window: str, names: Iterable[str], now: float) -> dict[str, Any]:
         """Return columns for a chart: the times ``at``, ascending, and a value of each series per time.
@@ -218,13 +221,11 @@ class Store:
         marks = ",".join("?" * len(wanted))
         percentiles = [name for name in wanted if name in latency_history.PERCENTILES]
         statement, kinds = latency_history.query(percentiles)
-        async with self._exclusively():
-            cursor = await self._database.execute(
-                f"SELECT series, at, total, count FROM points WHERE series IN ({marks}) AND step = ? AND at >= ?",
-                (*wanted, step, since),
-            )
-            rows = await cursor.fetchall()
-            found = await self._database.execute_fetchall(statement, (*kinds, step, since)) if kinds else ()
+        rows = await self._read(
+            f"SELECT series, at, total, count FROM points WHERE series IN ({marks}) AND step = ? AND at >= ?",
+            *wanted, step, since,
+        )  # fmt: skip
+        found = await self._read(statement, *kinds, step, since) if kinds else ()
         values = [(name, at, total if name in COUNTED else total / count) for name, at, total, count in rows]
         values += latency_history.points(percentiles, found)
         times = sorted({at for _, at, _ in values})
@@ -235,44 +236,29 @@ class Store:
         return {"step": step, "at": times, "series": columns}
 
     async def add_events(self, events: Iterable[Event]) -> None:
-        rows = [(each.at, each.kind, each.peer, each.text[:MAX_EVENT_CHARS]) for each in events]
-        if not rows:
-            return
-        async with self._exclusively():
-            await self._database.executemany("INSERT INTO events (at, kind, peer, text) VALUES (?, ?, ?, ?)", rows)
-            await self._database.commit()
+        rows = ((each.at, each.kind, each.peer, each.text[:MAX_EVENT_CHARS]) for each in events)
+        await self._write("INSERT INTO events (at, kind, peer, text) VALUES (?, ?, ?, ?)", rows)
 
     async def events(self, since: float, limit: int) -> list[Event]:
         """Return the newest events after ``since``, newest first."""
-        async with self._exclusively():
-            cursor = await self._database.execute(
-                "SELECT at, kind, peer, text FROM events WHERE at >= ? ORDER BY id DESC LIMIT ?", (since, limit)
-            )
-            return [Event(*row) for row in await cursor.fetchall()]
+        return await self._events("at >= ?", since, limit)
 
     async def events_of(self, peer: str, limit: int) -> list[Event]:
         """Return the newest events of one peer, newest first."""
-        async with self._exclusively():
-            cursor = await self._database.execute(
-                "SELECT at, kind, peer, text FROM events WHERE peer = ? ORDER BY id DESC LIMIT ?", (peer, limit)
-            )
-            return [Event(*row) for row in await cursor.fetchall()]
+        return await self._events("peer = ?", peer, limit)
+
+    async def _events(self, condition: str, value: object, limit: int) -> list[Event]:
+        statement = f"SELECT at, kind, peer, text FROM events WHERE {condition} ORDER BY id DESC LIMIT ?"
+        return [Event(*row) for row in await self._read(statement, value, limit)]
 
     async def add_rounds(self, rounds: Iterable[RoundView]) -> None:
-        rows = [(view.round, json.dumps(view, separators=(",", ":"), default=plain)) for view in rounds]
-        if not rows:
-            return
-        async with self._exclusively():
-            await self._database.executemany("INSERT OR REPLACE INTO rounds VALUES (?, ?)", rows)
-            await self._database.commit()
+        rows = ((view.round, json.dumps(view, separators=(",", ":"), default=plain)) for view in rounds)
+        await self._write("INSERT OR REPLACE INTO rounds VALUES (?, ?)", rows)
 
     async def rounds(self, before: int, limit: int) -> list[dict[str, Any]]:
         """Return rounds with numbers below ``before``, newest first, as plain values of `RoundView`."""
-        async with self._exclusively():
-            cursor = await self._database.execute(
-                "SELECT view FROM rounds WHERE round < ? ORDER BY round DESC LIMIT ?", (before, limit)
-            )
-            return [json.loads(row[0]) for row in await cursor.fetchall()]
+        statement = "SELECT view FROM rounds WHERE round < ? ORDER BY round DESC LIMIT ?"
+        return [json.loads(text) for (text,) in await self._read(statement, before, limit)]
 
     async def contribute(self, peers: Iterable[PeerView], now: float, seconds: float) -> None:
         """Update the contributions of the current peers.
@@ -281,7 +267,7 @@ class Store:
             now: Wall-clock seconds.
             seconds: Time since the last call, added to the training time of peers that train.
         """
-        rows = [
+        rows = (
             (
                 record.peer, peer.name, tokens, rounds, seconds if record.state == "training" else 0.0, now, now,
                 record.started_at, tokens, rounds,
@@ -291,26 +277,24 @@ class Store:
             if record.role in TRAINING_ROLES
             for tokens in [min(MAX_CONTRIBUTED, record.trained_tokens)]
             for rounds in [min(MAX_CONTRIBUTED, record.trained_rounds)]
-        ]  # fmt: skip
-        async with self._exclusively():
-            # A record's counts begin at its peer's start: counts before a restart are kept, and increases are added.
-            # Within a run the maximum so far is kept, so that a peer gains nothing by counting down and up again.
-            await self._database.executemany(
-                f"""INSERT INTO contributions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
-                ON CONFLICT DO UPDATE SET
-                    tokens = min({MAX_CONTRIBUTED}, tokens + CASE WHEN excluded.started_at = started_at
-                        THEN max(0, excluded.run_tokens - run_tokens) ELSE excluded.run_tokens END),
-                    rounds = min({MAX_CONTRIBUTED}, rounds + CASE WHEN excluded.started_at = started_at
-                        THEN max(0, excluded.run_rounds - run_rounds) ELSE excluded.run_rounds END),
-                    run_tokens = CASE WHEN excluded.started_at = started_at
-                        THEN max(run_tokens, excluded.run_tokens) ELSE excluded.run_tokens END,
-                    run_rounds = CASE WHEN excluded.started_at = started_at
-                        THEN max(run_rounds, excluded.run_rounds) ELSE excluded.run_rounds END,
-                    seconds = seconds + excluded.seconds, name = excluded.name, last_seen = excluded.last_seen,
-                    started_at = excluded.started_at""",
-                rows,
-            )
-            await self._database.commit()
+        )  # fmt: skip
+        # A record's counts begin at its peer's start: counts before a restart are kept, and increases are added.
+        # Within a run the maximum so far is kept, so that a peer gains nothing by counting down and up again.
+        await self._write(
+            f"""INSERT INTO contributions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+            ON CONFLICT DO UPDATE SET
+                tokens = min({MAX_CONTRIBUTED}, tokens + CASE WHEN excluded.started_at = started_at
+                    THEN max(0, excluded.run_tokens - run_tokens) ELSE excluded.run_tokens END),
+                rounds = min({MAX_CONTRIBUTED}, rounds + CASE WHEN excluded.started_at = started_at
+                    THEN max(0, excluded.run_rounds - run_rounds) ELSE excluded.run_rounds END),
+                run_tokens = CASE WHEN excluded.started_at = started_at
+                    THEN max(run_tokens, excluded.run_tokens) ELSE excluded.run_tokens END,
+                run_rounds = CASE WHEN excluded.started_at = started_at
+                    THEN max(run_rounds, excluded.run_rounds) ELSE excluded.run_rounds END,
+                seconds = seconds + excluded.seconds, name = excluded.name, last_seen = excluded.last_seen,
+                started_at = excluded.started_at""",
+            rows,
+        )
 
     async def leaders(self, limit: int) -> list[Contribution]:
         """Return the contributions with the most tokens, in descending order."""
@@ -322,12 +306,8 @@ class Store:
         return found[0] if found else None
 
     async def _contributions(self, clause: str, value: object) -> list[Contribution]:
-        async with self._exclusively():
-            cursor = await self._database.execute(
-                f"SELECT peer, name, tokens, rounds, seconds, first_seen, last_seen FROM contributions {clause}",
-                (value,),
-            )
-            return [Contribution(*row) for row in await cursor.fetchall()]
+        columns = "peer, name, tokens, rounds, seconds, first_seen, last_seen"
+        return [Contribution(*row) for row in await self._read(f"SELECT {columns} FROM contributions {clause}", value)]
 
     async def prune(self, now: float) -> None:
         """Delete old rows and rows beyond the limits; call it every few minutes."""

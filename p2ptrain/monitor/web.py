@@ -16,6 +16,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_args
 
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -27,7 +28,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from p2ptrain.errors import ResourceError
-from p2ptrain.monitor.metrics import CONTENT_TYPE, exposition
+from p2ptrain.monitor.metrics import exposition
 from p2ptrain.monitor.openapi import document
 from p2ptrain.monitor.pages import SHOWN_ROUNDS, Pages, matching
 from p2ptrain.monitor.store import ALL_SERIES, WINDOWS, Store
@@ -276,7 +277,7 @@ class _Web:
     # --- for machines ---------------------------------------------------------------------------------------------
 
     async def _metrics(self, request: Request) -> Response:
-        return Response(exposition(self._now_snapshot()), media_type=CONTENT_TYPE)
+        return Response(exposition(self._now_snapshot()), media_type=CONTENT_TYPE_LATEST)
 
     async def _health(self, request: Request) -> Response:
         snapshot = self._watch.snapshot

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from p2ptrain.status.stages import TRAINING_ROLES, holds, hosts_stage
 from p2ptrain.status.views import PeerView, Snapshot
@@ -14,21 +15,6 @@ MAX_ROWS = 20
 MAX_CELLS = 48
 """Limit of cells in a row; in a deeper model, a cell is several blocks."""
 UNUSUAL = ("draining", "paused", "starting", "syncing")
-
-
-@dataclass(frozen=True)
-class StageSummary:
-    """A `StageView` with counts in place of lists of peers."""
-
-    number: int
-    blocks: tuple[int, int]
-    hosts: int
-    syncing: int
-    waiting: int
-    tokens_per_second: float
-    load: float | None
-    is_bottleneck: bool
-    risk: str
 
 
 @dataclass(frozen=True)
@@ -46,11 +32,12 @@ class Coverage:
     """The coverage at one moment.
 
     Attributes:
+        stages: The values of each `StageView`, with numbers in place of lists of peers.
         rows: At most `MAX_ROWS`; ``others``: number of further peers that hold blocks, or are about to.
         states: (state, number of peers), the most frequent first.
     """
 
-    stages: tuple[StageSummary, ...]
+    stages: tuple[dict[str, Any], ...]
     rows: tuple[Row, ...]
     others: int
     states: tuple[tuple[str, int], ...]
@@ -65,8 +52,7 @@ def coverage(snapshot: Snapshot) -> Coverage:
     states = Counter(peer.record.state for peer in snapshot.peers)
     return Coverage(
         stages=tuple(
-            StageSummary(**{**vars(each), "hosts": len(each.hosts), "syncing": len(each.syncing)})
-            for each in snapshot.stages
+            {**vars(each), "hosts": len(each.hosts), "syncing": len(each.syncing)} for each in snapshot.stages
         ),
         rows=tuple(_row(peer, num_blocks, len(snapshot.stages)) for peer in trainers[:MAX_ROWS]),
         others=max(0, len(trainers) - MAX_ROWS),

@@ -73,8 +73,7 @@ def json_of(snapshot: Snapshot) -> str:
 def rendered(snapshot: Snapshot, width: int | None = None) -> str:
     """Return the output of ``status``; a ``width`` of None takes the terminal's, or no limit without one."""
     from p2ptrain.cli.screen.lines import counted, health, reasons, serving_parts
-    from p2ptrain.cli.screen.stages import risk_lines, stage_lines
-    from p2ptrain.cli.screen.table import peer_row, plain_table, printable
+    from p2ptrain.cli.screen.table import peer_row, plain_table, printable, risk_lines, stage_lines
     from p2ptrain.status.serving import serving_view, since_their_start
 
     stages, headline, missing = snapshot.stages, snapshot.headline, snapshot.swarm.missing

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from rich.text import Text
 
-from p2ptrain.cli.screen.stages import stage_lines
-from p2ptrain.cli.screen.table import clipped, human_time, printable
+from p2ptrain.cli.screen.table import clipped, human_time, printable, stage_lines
 from p2ptrain.network.records.record import PeerRecord, RoundReport, StageReport
 from p2ptrain.node.reports.jobs import Job
 from p2ptrain.status.formats import human_bytes, human_count, human_latency, human_seconds

@@ -1,8 +1,10 @@
-"""The table of peers on a terminal, in ``status`` and ``up``."""
+"""Tables on a terminal: peers, and the stages of a model with their hosts, load and risks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import textwrap
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from p2ptrain.status.formats import human_bytes, human_count, human_hash
@@ -11,14 +13,13 @@ from p2ptrain.status.stages import TRAINING_ROLES
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from p2ptrain.status.views import Headline, PeerView, RoundView
+    from p2ptrain.status.views import Headline, PeerView, RoundView, StageView
 
 COLUMNS = (
     "peer", "state", "stage", "round", "tokens/s", "loss", "given", "group", "sent", "received", "reached", "digest",
 )  # fmt: skip
-_RIGHT = {"round", "tokens/s", "loss", "given", "group", "sent", "received"}
-_LEAVE_OUT_FIRST = ("given", "reached", "received", "group", "sent", "digest", "tokens/s")
 _MAX_NAME_CHARS = 24
+_REMARKS = {"no host": "bold red", "one host": "yellow", "bottleneck": "bold yellow"}
 FEEDS = "feeds"
 """The ``stage`` cell of a trainer that hosts no stage and sends microbatches through all."""
 
@@ -45,28 +46,66 @@ def peer_row(peer: PeerView, num_stages: int = 1) -> tuple[str, ...]:
     )
 
 
-def _shown_columns(rows: Sequence[Sequence[str]]) -> list[int]:
-    """Return the indices of `COLUMNS`, without that of the stage if no row has one."""
-    stage = COLUMNS.index("stage")
-    return [index for index in range(len(COLUMNS)) if index != stage or any(row[stage] for row in rows)]
+@dataclass(frozen=True)
+class Table:
+    """The columns of a table.
 
-
-def fit_columns(rows: Sequence[Sequence[str]], width: int) -> list[tuple[str, ...]]:
-    """Return a header and the rows of `peer_row`, fitted to ``width`` terminal columns.
-
-    Long names are truncated. The least important columns are dropped until the rest fits, with two characters between
-    columns. Below 40 columns the result may still be too long.
+    Attributes:
+        right: Columns that are aligned right.
+        optional: Columns that are dropped if all their cells are empty.
+        leave_out_first: Columns that are dropped, in this order, until the rest fits.
     """
-    from rich.cells import cell_len
 
-    lines = [COLUMNS, *(tuple(printable(cell) for cell in row) for row in rows)]
-    lines = [(clipped(line[0], _MAX_NAME_CHARS), *line[1:]) for line in lines]
-    kept = _shown_columns(rows)
-    for name in _LEAVE_OUT_FIRST:
-        if sum(max(cell_len(line[index]) for line in lines) + 2 for index in kept) - 2 <= width:
-            break
-        kept.remove(COLUMNS.index(name))
-    return [tuple(line[index] for index in kept) for line in lines]
+    names: tuple[str, ...]
+    right: Collection[str]
+    optional: Collection[str]
+    leave_out_first: Sequence[str]
+
+    def fit(self, rows: Sequence[Sequence[str]], width: int | None) -> list[tuple[str, ...]]:
+        """Return a header and the rows, fitted to ``width`` terminal columns; None keeps what is not empty.
+
+        Long names in the first column are truncated. In narrow terminals the result may still be too long.
+        """
+        from rich.cells import cell_len
+
+        lines = [self.names, *(tuple(map(printable, row)) for row in rows)]
+        if width is not None:
+            lines = [(clipped(line[0], _MAX_NAME_CHARS), *line[1:]) for line in lines]
+        columns = list(enumerate(self.names))
+        kept = [at for at, name in columns if name not in self.optional or any(row[at] for row in rows)]
+        for name in self.leave_out_first:
+            if width is None or sum(max(cell_len(line[at]) for line in lines) + 2 for at in kept) - 2 <= width:
+                break
+            kept = [at for at in kept if self.names[at] != name]
+        return [tuple(line[at] for at in kept) for line in lines]
+
+    def lines(self, rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
+        """Return the lines of `fit`, aligned, with two characters between columns."""
+        from rich.cells import cell_len
+
+        fitted = self.fit(rows, width)
+        widths = [max(map(cell_len, column)) for column in zip(*fitted, strict=True)]
+
+        def padded(cell: str, width: int, name: str) -> str:
+            space = " " * (width - cell_len(cell))
+            return space + cell if name in self.right else cell + space
+
+        return ["  ".join(map(padded, line, widths, fitted[0])).rstrip() for line in fitted]
+
+
+PEERS = Table(
+    COLUMNS,
+    right={"round", "tokens/s", "loss", "given", "group", "sent", "received"},
+    optional={"stage"},
+    leave_out_first=("given", "reached", "received", "group", "sent", "digest", "tokens/s"),
+)
+_STAGE_COLUMNS = ("stage", "blocks", "hosts", "waiting", "tokens/s", "load", "")
+STAGES = Table(
+    _STAGE_COLUMNS,
+    right={"hosts", "waiting", "tokens/s", "load"},
+    optional=_STAGE_COLUMNS,
+    leave_out_first=("waiting", "load", "blocks", "tokens/s"),
+)
 
 
 def clipped(text: str, width: int) -> str:
@@ -79,21 +118,7 @@ def clipped(text: str, width: int) -> str:
 
 def plain_table(rows: Iterable[Sequence[str]], width: int | None = None) -> str:
     """Return the rows of `peer_row` as aligned text without colours or rules; a ``width`` of None keeps all columns."""
-    from rich.cells import cell_len
-
-    rows = list(rows)
-    if width is not None:
-        lines = fit_columns(rows, width)
-    else:
-        kept = _shown_columns(rows)
-        lines = [tuple(printable(row[index]) for index in kept) for row in (COLUMNS, *rows)]
-    widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
-
-    def padded(cell: str, width: int, name: str) -> str:
-        space = " " * (width - cell_len(cell))
-        return space + cell if name in _RIGHT else cell + space
-
-    return "\n".join("  ".join(map(padded, line, widths, lines[0])).rstrip() for line in lines)
+    return "\n".join(PEERS.lines(list(rows), width))
 
 
 def table_lines(rows: Sequence[Sequence[str]], width: int, most: int) -> list[Text]:
@@ -101,7 +126,7 @@ def table_lines(rows: Sequence[Sequence[str]], width: int, most: int) -> list[Te
     from rich.text import Text
 
     shown = rows if len(rows) <= most else rows[: max(0, most - 1)]
-    header, *body = plain_table(shown, width).split("\n")
+    header, *body = PEERS.lines(shown, width)
     lines = [Text(header, "bold"), Text("─" * min(width, max(map(len, (header, *body)))), "dim"), *map(Text, body)]
     if len(shown) < len(rows):
         lines.append(Text(f"and {len(rows) - len(shown)} more", "dim"))
@@ -161,3 +186,58 @@ def human_time(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _stage_row(stage: StageView) -> tuple[str, ...]:
+    """Return the cells of a stage, in the order of `STAGES`; the last one holds remarks."""
+    first, end = stage.blocks
+    on_the_way = f"+{len(stage.syncing)}" if stage.syncing else ""
+    remarks = [
+        "no host" if not stage.hosts else "one host" if len(stage.hosts) == 1 else "",
+        "bottleneck" if stage.is_bottleneck and stage.hosts else "",
+    ]
+    return (
+        str(stage.number),
+        f"{first}-{end - 1}" if end - first > 1 else str(first) if end > first else "",
+        f"{len(stage.hosts)}{on_the_way}",
+        str(stage.waiting),
+        human_count(stage.tokens_per_second) if stage.tokens_per_second > 0 else "",
+        f"{100 * stage.load:.0f}%" if stage.load is not None else "",
+        ", ".join(filter(None, remarks)),
+    )
+
+
+def stage_lines(stages: Sequence[StageView], width: int | None, most: int | None = None) -> list[Text]:
+    """Return a header and a line for each stage.
+
+    Args:
+        width: Line width in characters; the least important columns are dropped to fit. None keeps all columns.
+        most: Limit of stages; those that need hosts most are kept. None keeps all stages.
+    """
+    from rich.text import Text
+
+    shown = stages if most is None else sorted(sorted(stages, key=_urgency)[:most], key=lambda each: each.number)
+    header, *body = STAGES.lines([_stage_row(stage) for stage in shown], width)
+    lines = [Text(header, "bold"), *map(Text, body)]
+    for line in lines:
+        for remark, style in _REMARKS.items():
+            line.highlight_words([remark], style)
+        if width is not None:
+            line.truncate(width, overflow="ellipsis")
+    if len(shown) < len(stages):
+        lines.append(Text(f"and {len(stages) - len(shown)} more stages", "dim"))
+    return lines
+
+
+def _urgency(stage: StageView) -> tuple[int, bool, float, int]:
+    return (min(2, len(stage.hosts)), not stage.is_bottleneck, stage.tokens_per_second, stage.number)
+
+
+def risk_lines(stages: Sequence[StageView], width: int | None) -> list[str]:
+    """Return lines about the stages that the loss of one host would break; one line if there are none."""
+    risks = [f"! {printable(stage.risk)}" for stage in stages if stage.risk]
+    if not risks:
+        return ["losing any one host breaks nothing"]
+    if width is None:
+        return risks
+    return [line for risk in risks for line in textwrap.wrap(risk, max(10, width), subsequent_indent="  ")]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -15,6 +14,7 @@ from prometheus_client.core import (
     Metric,
 )
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -30,13 +30,11 @@ PHASES = ("compute", "matchmaking", "transfer")
 
 def serve_metrics(peer: Peer, port: int) -> AbstractAsyncContextManager[Any]:
     """Serve ``/metrics`` and ``/healthz`` of a peer on this event loop, during the block."""
-    return serving(_make_app(peer), listen("127.0.0.1", port, "--metrics-port"))
-
-
-def _make_app(peer: Peer) -> Starlette:
 
     async def metrics(request: Request) -> Response:
-        return Response(exposition(peer.record.describe(), _rounds_of(peer)), media_type=CONTENT_TYPE_LATEST)
+        sync = peer.held.synchronizer
+        rounds = (sync.rounds_committed, sync.rounds_aborted) if sync is not None else (0, 0)
+        return Response(exposition(peer.record.describe(), rounds), media_type=CONTENT_TYPE_LATEST)
 
     async def health(request: Request) -> Response:
         # A bootstrap peer is healthy alone: its first peers may wait for this answer before they join.
@@ -44,59 +42,57 @@ def _make_app(peer: Peer) -> Starlette:
         text = f"{peer.record.state}\n" if answers else "the swarm's directory does not answer\n"
         return PlainTextResponse(text, 200 if answers else 503)
 
-    return Starlette(routes=[Route("/metrics", metrics), Route("/healthz", health)])
+    app = Starlette(routes=[Route("/metrics", metrics), Route("/healthz", health)])
+    return serving(app, listen("127.0.0.1", port, "--metrics-port"))
 
 
-def _rounds_of(peer: Peer) -> tuple[int, int]:
-    sync = peer.held.synchronizer
-    return (sync.rounds_committed, sync.rounds_aborted) if sync is not None else (0, 0)
+class Families(Collector):
+    """Metric families, in the form that ``generate_latest`` takes."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
 
 
 def exposition(record: PeerRecord, rounds: tuple[int, int]) -> bytes:
     """Return a record and (committed, aborted) rounds in the Prometheus text format."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Families(record, rounds))
-    return generate_latest(registry)
+    return generate_latest(Families(_families_of(record, rounds)))
 
 
-class _Families:
-    def __init__(self, record: PeerRecord, rounds: tuple[int, int]) -> None:
-        self._record = record
-        self._rounds = rounds
-
-    def collect(self) -> Iterator[Metric]:
-        record = self._record
-        about = InfoMetricFamily("p2ptrain_peer", "This peer")
-        names = {"peer": record.peer, "name": record.name, "version": record.version, "role": record.role}
-        about.add_metric([], {**names, "state": record.state, "reachability": record.reachability})
-        yield about
-        counts = {
-            "rounds_committed": (self._rounds[0], "Rounds committed by this peer"),
-            "rounds_aborted": (self._rounds[1], "Synchronisations that ended without one"),
-            "tokens": (record.trained_tokens, "Tokens of this peer in committed rounds"),
-            "sent_bytes": (record.bytes_sent, "Bytes sent"),
-            "received_bytes": (record.bytes_received, "Bytes received"),
-        }
-        for name, (count, text) in counts.items():
-            yield CounterMetricFamily(f"p2ptrain_peer_{name}", text, value=count)
-        numbers = {
-            "round": (record.round, "The round it works towards"),
-            "tokens_per_second": (record.tokens_per_second, "At which it trains"),
-            "start_timestamp_seconds": (record.started_at, "When it started"),
-            "clock_skew_seconds": (record.clock_skew_seconds, "How far its clock is ahead of the swarm's"),
-        }
-        for name, (number, text) in numbers.items():
-            yield GaugeMetricFamily(f"p2ptrain_peer_{name}", text, value=number)
-        if record.loss is not None:
-            yield GaugeMetricFamily("p2ptrain_peer_loss", "Of the last batch, in nats", value=record.loss)
-        if record.last_rounds:
-            last = GaugeMetricFamily("p2ptrain_peer_round_phase_seconds", "Of its last round", labels=["phase"])
-            for phase in PHASES:
-                last.add_metric([phase], getattr(record.last_rounds[-1], f"{phase}_seconds"))
-            yield last
-        if record.serving is not None:
-            serving = record.serving
-            yield from serving_families("p2ptrain_peer_serving", serving.sessions, serving.totals)
+def _families_of(record: PeerRecord, rounds: tuple[int, int]) -> Iterator[Metric]:
+    about = InfoMetricFamily("p2ptrain_peer", "This peer")
+    names = {"peer": record.peer, "name": record.name, "version": record.version, "role": record.role}
+    about.add_metric([], {**names, "state": record.state, "reachability": record.reachability})
+    yield about
+    counts = {
+        "rounds_committed": (rounds[0], "Rounds committed by this peer"),
+        "rounds_aborted": (rounds[1], "Synchronisations that ended without one"),
+        "tokens": (record.trained_tokens, "Tokens of this peer in committed rounds"),
+        "sent_bytes": (record.bytes_sent, "Bytes sent"),
+        "received_bytes": (record.bytes_received, "Bytes received"),
+    }
+    for name, (count, text) in counts.items():
+        yield CounterMetricFamily(f"p2ptrain_peer_{name}", text, value=count)
+    numbers = {
+        "round": (record.round, "The round it works towards"),
+        "tokens_per_second": (record.tokens_per_second, "At which it trains"),
+        "start_timestamp_seconds": (record.started_at, "When it started"),
+        "clock_skew_seconds": (record.clock_skew_seconds, "How far its clock is ahead of the swarm's"),
+    }
+    for name, (number, text) in numbers.items():
+        yield GaugeMetricFamily(f"p2ptrain_peer_{name}", text, value=number)
+    if record.loss is not None:
+        yield GaugeMetricFamily("p2ptrain_peer_loss", "Of the last batch, in nats", value=record.loss)
+    if record.last_rounds:
+        last = GaugeMetricFamily("p2ptrain_peer_round_phase_seconds", "Of its last round", labels=["phase"])
+        for phase in PHASES:
+            last.add_metric([phase], getattr(record.last_rounds[-1], f"{phase}_seconds"))
+        yield last
+    if record.serving is not None:
+        serving = record.serving
+        yield from serving_families("p2ptrain_peer_serving", serving.sessions, serving.totals)
 
 
 def serving_families(peers: str, sessions: int, totals: ServingTotals) -> Iterator[Metric]:

@@ -158,7 +158,7 @@ def test_who_only_feeds_is_among_those_that_train_and_in_no_row_of_blocks() -> N
     drawn = coverage(snapshot)
     assert len(drawn.rows) == 8
     assert drawn.others == 0
-    assert all(summary.hosts == 2 and summary.waiting == 6 for summary in drawn.stages)
+    assert all(summary["hosts"] == 2 and summary["waiting"] == 6 for summary in drawn.stages)
 
 
 def test_the_stages_are_those_of_the_manifest() -> None:

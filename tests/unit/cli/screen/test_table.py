@@ -6,7 +6,7 @@ import pytest
 
 from p2ptrain.cli.screen.table import (
     COLUMNS,
-    fit_columns,
+    PEERS,
     human_time,
     peer_row,
     plain_table,
@@ -103,8 +103,8 @@ def test_eight_peers_fit_in_80_columns_with_nothing_cut() -> None:
 
 
 def test_a_wide_terminal_shows_every_column_and_a_narrow_one_the_most_important() -> None:
-    assert fit_columns(BUSY, 200)[0] == tuple(name for name in COLUMNS if name != "stage")
-    narrow = fit_columns([row(replace(TRAINER, name="x" * 64))], 50)
+    assert PEERS.fit(BUSY, 200)[0] == tuple(name for name in COLUMNS if name != "stage")
+    narrow = PEERS.fit([row(replace(TRAINER, name="x" * 64))], 50)
     assert {"peer", "state", "round", "loss"} <= set(narrow[0])
     assert sum(max(map(len, column)) + 2 for column in zip(*narrow, strict=True)) - 2 <= 50
     assert all(len(line) <= 60 for line in plain_table(BUSY, 60).splitlines())
