@@ -91,12 +91,7 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
 
 
 def _num_stages(manifest: Manifest, peers: int) -> int:
-    """Return the number of stages that the model is cut into.
-
-    Raises:
-        UsageError: There are fewer peers than stages.
-        ManifestError: The model cannot be cut as the manifest asks.
-    """
+    """Return the number of stages that the model is cut into."""
     if not manifest.in_stages:
         return 1
     from p2ptrain.pipeline.plan import PipelinePlan

@@ -150,11 +150,7 @@ def _describe(path: Path, manifest: Manifest) -> Found | None:
 
 
 def _load_one(paths: Sequence[Path]) -> LoadedCheckpoint:
-    """Return the first intact copy of a checkpoint.
-
-    Raises:
-        CheckpointError: No copy is intact.
-    """
+    """Return the first intact copy of a checkpoint."""
     from p2ptrain.training.checkpoints.files import load_checkpoint
 
     for path in paths[:-1]:

@@ -61,14 +61,7 @@ async def unless_stopped(start: Coroutine[Any, Any, T], signals: StopSignals) ->
 async def end_training(
     trainer: Trainer, bridge: Bridge, done: asyncio.Future[None], runtime: Runtime, seconds: float
 ) -> None:
-    """End the training thread, or abandon it, with the last committed state saved.
-
-    ``done`` completes when the thread ends; the process has to end in ``seconds``.
-
-    Raises:
-        ResourceError: The state cannot be saved, for instance on a full disk.
-        CheckpointError: The state in memory is damaged.
-    """
+    """End the training thread within ``seconds``, or abandon it; raise if the last committed state is not saved."""
     drain = Drain(seconds)
     trainer.stop(drain.left(LAST))
     await asyncio.wait({done}, timeout=drain.left(HAND_IN))

@@ -90,11 +90,6 @@ class Observer:
 
 
 async def fetch_manifest(link: SwarmLink) -> SignedManifest:
-    """Fetch and verify the manifest that a link names.
-
-    Raises:
-        BootstrapError: No peer of the link answers.
-        ManifestError: A peer sent another manifest.
-    """
+    """Fetch and verify the manifest that a link names."""
     async with Observer(link) as observer:
         return observer.peer.signed

@@ -41,12 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """List, verify or export checkpoints.
-
-    Raises:
-        CheckpointError: There is no checkpoint, or one is torn or tampered with.
-        UsageError: OUTPUT is missing, or given to another action than export.
-    """
     if (arguments.action == "export") != (arguments.output is not None):
         raise UsageError("'export' takes PATH and OUTPUT, the others PATH alone; see 'p2ptrain checkpoint --help'")
     paths = find_checkpoints(arguments.path)

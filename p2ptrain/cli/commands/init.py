@@ -52,11 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the two files.
-
-    Raises:
-        UsageError: A file exists already, or the options do not go together.
-    """
     from p2ptrain.cli.manifests import KEY_FILE, RUN_FILE, load_manifest, parse_settings, public_paths
     from p2ptrain.cli.toml import commented_toml
     from p2ptrain.network.identity import Identity
@@ -91,11 +86,7 @@ def _is_written(key: str, value: Any, default: Any) -> bool:
 
 
 def _of_model(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings of --model and --lora.
-
-    Raises:
-        UsageError: --context is given without --model.
-    """
+    """Return the settings of --model and --lora."""
     overrides: dict[str, Any] = {}
     if arguments.lora is not None:
         overrides |= {"lora.targets": arguments.lora.split(","), "training.every": 1}

@@ -27,11 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve the page until interrupted.
-
-    Raises:
-        UsageError: An option is out of range.
-    """
     if not 0 <= arguments.port < 65536:
         raise UsageError(f"--port {arguments.port}: give a number from 0 to 65535")
     if not arguments.stall_minutes > 0:

@@ -16,11 +16,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the page and print its path.
-
-    Raises:
-        ConfigError: The directory holds no metrics.
-    """
     from p2ptrain.cli.manifests import write_atomically
     from p2ptrain.monitor.report.page import render
     from p2ptrain.monitor.report.run_files import read_run

@@ -35,11 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Sign the manifest, run the bootstrap peer, and print the link.
-
-    Raises:
-        ConfigError: DIR lacks a file that ``init`` writes.
-    """
     from p2ptrain.cli.manifests import KEY_FILE, RUN_FILE, load_manifest, public_paths, sign_manifest
     from p2ptrain.cli.running import run_configured_peer
     from p2ptrain.config import PeerConfig

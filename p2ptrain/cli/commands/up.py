@@ -41,12 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the swarm, print its summary, and return the exit code.
-
-    Raises:
-        UsageError: An option is out of range.
-        P2PTrainError: The swarm did not start, or every trainer failed.
-    """
     if arguments.peers < 1:
         raise UsageError(f"--peers {arguments.peers}: a swarm has at least 1 trainer")
     for name in ("minutes", "rounds"):

@@ -21,13 +21,7 @@ if TYPE_CHECKING:
 
 
 async def build_trainer(peer: Peer, config: PeerConfig, bridge: Bridge) -> Trainer:
-    """Return a trainer with its model and data, restored from the newest checkpoint and up to date with the swarm.
-
-    Raises:
-        ResourceError: The model exceeds the memory limit, or the device is missing.
-        ConfigError: The text cannot be read.
-        IncompatibleError: The other peers train a model of another shape.
-    """
+    """Return a trainer with its model and data, restored from the newest checkpoint and up to date with the swarm."""
     from p2ptrain.training.checkpoints.save_policy import SavePolicy
     from p2ptrain.training.learning_rate import LearningRates, manifest_schedule
     from p2ptrain.training.loop import Trainer

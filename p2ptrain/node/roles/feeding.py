@@ -36,11 +36,7 @@ async def start_sender(peer: Peer, view: PipelineView) -> MicrobatchSender:
 
 
 async def start_feeding(peer: Peer, config: PeerConfig, view: PipelineView) -> PipelineTrainer:
-    """Return the trainer that sends the manifest's text; its caller runs it.
-
-    Raises:
-        ConfigError: The text cannot be read.
-    """
+    """Return the trainer that sends the manifest's text; its caller runs it."""
     corpus = await asyncio.to_thread(load_text, peer, config)
 
     def publish(progress: Progress) -> None:

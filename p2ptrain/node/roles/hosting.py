@@ -40,12 +40,7 @@ class Hosting:
 
     @classmethod
     async def start(cls, peer: Peer, config: PeerConfig, view: PipelineView) -> Hosting:
-        """Choose a stage and take it on.
-
-        Raises:
-            ConfigError: The configured stage does not exist.
-            ResourceError: No stage fits.
-        """
+        """Choose a stage and take it on."""
         memory = config.resources.max_memory or available_memory()
         choice = await _choose_stage(peer, config, view, memory)
         logger.info("hosting %s as stage %d: %s", view.plan.spans[choice.stage], choice.stage, choice.reason)
@@ -88,12 +83,7 @@ class Hosting:
 
 
 async def _choose_stage(peer: Peer, config: PeerConfig, view: PipelineView, memory: int) -> Choice:
-    """Return the configured stage, or the stage that needs this peer most.
-
-    Raises:
-        ConfigError: The configured stage does not exist.
-        ResourceError: No stage fits.
-    """
+    """Return the configured stage, or the stage that needs this peer most."""
     plan = view.plan
     if config.pipeline.stage >= plan.num_stages:
         raise ConfigError(

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from p2ptrain.cli.commands.join import add_arguments, check_compatible, check_machine, describe, in_pipeline
+from p2ptrain.cli.commands.join import add_arguments, check_compatible, in_pipeline
 from p2ptrain.cli.running import confirm
+from p2ptrain.cli.terms import check_machine, describe
 from p2ptrain.config import PeerConfig
 from p2ptrain.errors import ConfigError, IncompatibleError, ResourceError, UsageError
 from p2ptrain.manifest import AveragingSpec, DataSpec, Manifest, ModelSpec, SignedManifest, parse_manifest

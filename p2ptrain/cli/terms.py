@@ -1,0 +1,139 @@
+"""What joining a swarm takes of this machine: told before the question, checked after it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from p2ptrain.config import PeerConfig
+from p2ptrain.errors import ConfigError, ResourceError
+from p2ptrain.manifest import Manifest, SignedManifest
+from p2ptrain.models import estimate_memory_bytes, num_parameters
+from p2ptrain.models.pretrained import local_data, not_given
+from p2ptrain.models.registry import PROCESS_BYTES
+from p2ptrain.pipeline.plan import PipelinePlan
+from p2ptrain.status.formats import human_bytes, human_count
+
+_MOMENTS = {"average": 0, "nesterov": 1, "adam": 2}
+"""fp32 values of shared optimizer state per parameter, by outer optimizer."""
+_SPARE_DISK_BYTES = 200_000_000
+
+
+def describe(signed: SignedManifest, config: PeerConfig) -> str:
+    """Return lines about what joining downloads, runs and exposes."""
+    manifest, resources, directory = signed.manifest, config.resources, config.network.directory
+    caps = [f"{name} {human_bytes(rate)}/s" for name, rate in (("up", resources.up), ("down", resources.down)) if rate]
+    runs, sends = _of_stages(manifest, config) if manifest.in_stages else _of_whole_model(manifest, config)
+    lines = [
+        f"swarm      {manifest.name!r}, by organizer {signed.organizer}",
+        *runs,
+        f"sends      {sends}{'; ' + ', '.join(caps) if caps else ''}",
+        f"exposes    {', '.join(config.network.listen)}: this machine's addresses, name, speed and progress are"
+        " public to the swarm; none of your files are",
+        *([f"tells      {directory} the same"] if directory else []),
+        f"writes     {config.run_dir}",
+    ]
+    return "\n".join(lines)
+
+
+def _of_whole_model(manifest: Manifest, config: PeerConfig) -> tuple[list[str], str]:
+    """Return the lines about the model, and what is sent."""
+    parameters, training, resources = num_parameters(manifest.model), manifest.training, config.resources
+    moments = 2 if training.every == 1 else _MOMENTS[training.outer]
+    threads = {0: "all threads", 1: "1 thread"}.get(resources.threads, f"{resources.threads} threads")
+    memory = human_bytes(estimate_memory_bytes(manifest.model, training))
+    runs = [
+        f"downloads  the state of the model, about {human_bytes(parameters * 4 * (1 + moments))}, from peers",
+        f"runs       {manifest.model.family}, {human_count(parameters)} parameters, on {manifest.data.source};"
+        f" device {resources.device}, {threads}, about {memory} of memory",
+    ]
+    steps = "gradients each global batch" if training.every == 1 else f"{training.every} steps"
+    return runs, f"{manifest.averaging.codec} updates every {steps}"
+
+
+def _of_stages(manifest: Manifest, config: PeerConfig) -> tuple[list[str], str]:
+    """Return the lines about the stages, and what is sent."""
+    plan = PipelinePlan(manifest)
+    wanted, numbers = config.pipeline.stage, _stages_to_host(plan, config)
+    sizes = [plan.state_bytes(number) for number in numbers]
+    needs = [plan.needs[number].memory for number in numbers]
+
+    def between(values: list[int], show: Callable[[float], str]) -> str:
+        low, high = show(min(values)), show(max(values))
+        return low if low == high else f"{low} to {high}"
+
+    runs = []
+    if config.role != "trainer":
+        parameters = human_count(num_parameters(manifest.model))
+        which = f"stage {wanted}" if wanted >= 0 else "the stage that needs it most"
+        state = between(sizes, human_bytes)
+        runs.append(f"downloads  the state of one of {plan.num_stages} stages, about {state}, from peers")
+        if manifest.model.weights and config.weights is None:
+            runs.append(f"begins     with the blocks of that stage in {manifest.model.weights}")
+        runs.append(
+            f"hosts      {which} of {manifest.model.family}, {parameters} parameters; device {config.resources.device},"
+            f" about {between(needs, human_bytes)} of memory"
+        )
+        if manifest.lora is not None:
+            runs.append(f"trains     adapters of {', '.join(manifest.lora.targets)} alone")
+    if config.role != "stage":
+        runs.append(f"reads      {manifest.data.source}, and sends it through all stages")
+    return runs, f"{manifest.pipeline.codec} activations, {manifest.averaging.codec} updates"
+
+
+def _stages_to_host(plan: PipelinePlan, config: PeerConfig) -> list[int]:
+    """Return the chosen stage, or all if none of them is chosen."""
+    wanted = config.pipeline.stage
+    return [wanted] if 0 <= wanted < plan.num_stages else list(range(plan.num_stages))
+
+
+def _needed_bytes(manifest: Manifest, config: PeerConfig) -> tuple[int, int]:
+    """Return the bytes of memory and of a checkpoint; of the smallest stage if none is chosen."""
+    if not manifest.in_stages:
+        return estimate_memory_bytes(manifest.model, manifest.training), 5 * 4 * num_parameters(manifest.model)
+    if config.role == "trainer":
+        return PROCESS_BYTES, 0
+    plan = PipelinePlan(manifest)
+    return min((plan.needs[number].memory, plan.state_bytes(number)) for number in _stages_to_host(plan, config))
+
+
+def check_machine(manifest: Manifest, config: PeerConfig) -> None:
+    """Check memory, disk and local files before anything is downloaded.
+
+    Raises:
+        ResourceError: Memory or disk space is too small; the message names both amounts.
+        ConfigError: The swarm's data or pretrained model is at a path that does not exist here.
+    """
+    needed, checkpoint = _needed_bytes(manifest, config)
+    available = psutil.virtual_memory().available
+    if needed > available:
+        raise ResourceError(
+            f"training needs about {human_bytes(needed)} of memory and {human_bytes(available)} is free:"
+            " close other programs, or use a larger machine"
+        )
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    # A new checkpoint is complete before the oldest is removed.
+    disk = (config.checkpoints.keep_last + 1) * checkpoint + _SPARE_DISK_BYTES
+    free = shutil.disk_usage(config.run_dir).free
+    if disk > free:
+        raise ResourceError(
+            f"checkpoints need about {human_bytes(disk)} of disk and {human_bytes(free)} is free in {config.run_dir}:"
+            " choose another --run-dir"
+        )
+    needs = {}
+    if config.role != "stage":
+        data = local_data(manifest, config.weights)
+        needs = {"data.source": data.source, "data.tokenizer": data.tokenizer}
+    if manifest.model.weights.startswith("local:") and (config.role != "trainer" or not manifest.in_stages):
+        if config.weights is None:
+            raise ConfigError(not_given("model.weights", manifest.model.weights))
+        needs["model.weights"] = f"path:{config.weights}"
+    for kind, source in needs.items():
+        scheme, _, path = source.partition(":")
+        if scheme == "path" and not Path(path).expanduser().exists():
+            raise ConfigError(
+                f"the swarm's {kind} is {path}, which is not on this machine: ask its organizer for a copy"
+            )
