@@ -17,11 +17,11 @@ from pathlib import Path
 from p2ptrain.cli.manifests import LINK_FILE, write_atomically
 from p2ptrain.cli.plan import Plan
 from p2ptrain.cli.screen.live import Goal, SwarmScreen, stop_on_signals
-from p2ptrain.cli.summary import to_text
 from p2ptrain.cli.supervise import Child, Supervisor
 from p2ptrain.errors import DeadlineError, P2PTrainError
 from p2ptrain.network.link import SwarmLink
-from p2ptrain.node.reports.summary import SUMMARY_FILE, combine, read_summary, to_json
+from p2ptrain.node.reports.summary import SUMMARY_FILE, SwarmSummary, combine, read_summary, to_json
+from p2ptrain.status.formats import human_bytes, human_count, human_loss
 from p2ptrain.tasks import Tasks
 
 READY_SECONDS = 60.0
@@ -148,6 +148,28 @@ def _report(plan: Plan, trainers: list[Child], summary_file: Path | None, *, int
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, to_json(summary))
     return 0
+
+
+def to_text(summary: SwarmSummary) -> str:
+    """Return the summary that a terminal shows."""
+    states = summary.states
+    num_stages = len({stage for stage, _ in states})
+    equal = f"equal in each of {num_stages} stages" if num_stages > 1 else "all equal"
+    digests = "none" if not states else equal if len(states) == num_stages else "they differ"
+    shown = " ".join(f"{stage}:{digest[:8]}" if summary.stages else digest[:8] for stage, digest in states)
+    before, after = human_loss(summary.heldout_loss_before), human_loss(summary.heldout_loss_after)
+    tokens, rate = human_count(summary.tokens), human_count(summary.tokens_per_second)
+    sent, received = human_bytes(summary.bytes_sent), human_bytes(summary.bytes_received)
+    return "\n".join(
+        [
+            f"held-out loss     {before} -> {after} nats",
+            f"throughput        {rate} tokens/s, {tokens} tokens in {summary.seconds:.0f} s",
+            f"rounds            {summary.rounds_committed} committed, {summary.rounds_aborted} aborted",
+            f"traffic           {sent} sent, {received} received",
+            f"state digests     {digests} {shown}".rstrip(),
+            f"peers             {summary.reporting_peers} of {summary.peers} ended in good order",
+        ]
+    )
 
 
 def _worst(failed: list[Child]) -> P2PTrainError:

@@ -19,7 +19,7 @@ from p2ptrain.monitor.web import make_app
 from p2ptrain.monitor.webhook import Webhook
 from p2ptrain.network.http_server import listen, serving, url_of
 from p2ptrain.network.link import SwarmLink
-from p2ptrain.node.observe import Observer
+from p2ptrain.node.observe import observing
 from p2ptrain.node.process import notify
 from p2ptrain.status.agreed import bootstraps, swarm_view, what_is_missing
 from p2ptrain.status.tracker import SwarmTracker
@@ -66,7 +66,7 @@ async def serve(settings: Settings, on_ready: Callable[[str], None]) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with contextlib.AsyncExitStack() as stack:
         listener = stack.enter_context(listen(settings.host, settings.port, "--port"))
-        observer = await stack.enter_async_context(Observer(settings.link))
+        observer = await stack.enter_async_context(observing(settings.link))
         signed = observer.peer.signed
         records = await observer.peers() if what_is_missing(signed.manifest) else []
         swarm = swarm_view(signed, settings.link, records)

@@ -7,16 +7,16 @@ import contextlib
 import logging
 import random
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.errors import P2PTrainError, ResourceError
-from p2ptrain.monitor.alert_book import AlertBook
 from p2ptrain.monitor.store import Store
 from p2ptrain.network.records.sighting import Look
 from p2ptrain.status.snapshot import build_snapshot
 from p2ptrain.status.tracker import SwarmTracker
-from p2ptrain.status.views import Event, Snapshot
+from p2ptrain.status.views import Alert, Event, Snapshot
 from p2ptrain.tasks import Tasks
 
 logger = logging.getLogger(__name__)
@@ -28,6 +28,11 @@ LAST_WORDS_SECONDS = 2.0
 """Timeout of pending notifications at the end."""
 MAX_UNKNOWN = 2
 """Consecutive fetches without proof of the majority lineage; one more, and it is adopted unproven."""
+HOLD_SECONDS = 6.0
+"""An alert begins after it held this long; a peer between two rounds causes shorter ones."""
+CLEAR_SECONDS = 20.0
+"""An alert ends after it was absent this long."""
+MAX_LASTING = 200
 
 
 class Source(Protocol):
@@ -41,6 +46,44 @@ class Source(Protocol):
 
     async def certificates_after(self, peer: str, lineage: bytes) -> Sequence[Certificate]:
         """Return a peer's verified certificates after a lineage, oldest first."""
+
+
+@dataclass
+class _Lasting:
+    alert: Alert
+    since: float
+    last: float
+    told: bool = False
+
+
+class AlertBook:
+    """Begin and end of alerts, with hysteresis against flickering ones."""
+
+    def __init__(self) -> None:
+        self._lasting: dict[tuple[str, str], _Lasting] = {}
+
+    def update(self, alerts: Sequence[Alert], now: float) -> list[Event]:
+        """Take in the current alerts; return an event for each alert that begins or ends."""
+        events = []
+        current = {(alert.rule, alert.subject) for alert in alerts}
+        for alert in alerts:
+            key = (alert.rule, alert.subject)
+            known = self._lasting.get(key)
+            if known is None:
+                if len(self._lasting) >= MAX_LASTING:
+                    continue
+                known = self._lasting[key] = _Lasting(alert, now, now)
+            known.alert, known.last = alert, now
+            if not known.told and now - known.since >= HOLD_SECONDS:
+                known.told = True
+                events.append(Event(now, "alert", alert.subject, alert.text))
+        for key, known in list(self._lasting.items()):
+            # An unreported alert must hold without a gap; a reported one ends only after `CLEAR_SECONDS`.
+            if key not in current and (not known.told or now - known.last >= CLEAR_SECONDS):
+                del self._lasting[key]
+                if known.told:
+                    events.append(Event(now, "cleared", known.alert.subject, f"over: {known.alert.text}"))
+        return events
 
 
 class Watch:

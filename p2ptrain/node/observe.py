@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
-from types import TracebackType
+import contextlib
+from collections.abc import AsyncIterator
 
 from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.averaging.protocol.certificate_chain import fetch_certificates
@@ -23,34 +23,10 @@ FIRST_LOOK_SECONDS = 10.0
 
 
 class Observer:
-    """A client peer that reads the directory; an asynchronous context manager, which sets ``peer`` on entry."""
+    """A client peer that reads the directory; made by `observing`."""
 
-    def __init__(self, link: SwarmLink) -> None:
-        self.peer: Peer
-        self._link = link
-        self._stack = AsyncExitStack()
-
-    async def __aenter__(self) -> Observer:
-        """Connect to the swarm.
-
-        Raises:
-            BootstrapError: No peer of the link answers.
-        """
-        runtime = real_runtime("observer")
-        self._stack.callback(runtime.close)
-        try:
-            identity = self._stack.enter_context(Identity.ephemeral())
-            self.peer = await Peer.start(identity, client_options("observer"), runtime, link=self._link)
-            self._stack.push_async_callback(self.peer.close)
-        except BaseException:
-            await self._stack.aclose()
-            raise
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._stack.aclose()
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
 
     def now(self) -> float:
         """Return the wall-clock second on the swarm's clock."""
@@ -89,7 +65,23 @@ class Observer:
         return [each.record for each in look.sightings]
 
 
+@contextlib.asynccontextmanager
+async def observing(link: SwarmLink) -> AsyncIterator[Observer]:
+    """Connect to a swarm for the block.
+
+    Raises:
+        BootstrapError: No peer of the link answers.
+        ManifestError: A peer sent another manifest.
+    """
+    with contextlib.closing(real_runtime("observer")) as runtime, Identity.ephemeral() as identity:
+        peer = await Peer.start(identity, client_options("observer"), runtime, link=link)
+        try:
+            yield Observer(peer)
+        finally:
+            await peer.close()
+
+
 async def fetch_manifest(link: SwarmLink) -> SignedManifest:
-    """Fetch and verify the manifest that a link names."""
-    async with Observer(link) as observer:
+    """Fetch and verify the manifest that a link names; raise as `observing`."""
+    async with observing(link) as observer:
         return observer.peer.signed

@@ -23,7 +23,7 @@ import pytest
 from p2ptrain.errors import BootstrapError
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.link import SwarmLink
-from p2ptrain.node.observe import Observer
+from p2ptrain.node.observe import observing
 from tests.support.processes.commands import HEAVY
 from tests.support.processes.daemons import is_alive, peer_process, wait_until
 from tests.support.processes.swarmlet import Swarmlet, background_command, nothing_left_behind, run_command
@@ -98,7 +98,7 @@ def test_a_link_with_another_peer_id_is_refused_naming_the_peer_at_that_address(
     monkeypatch.setattr("p2ptrain.node.peer.CONNECT_SECONDS", 3600.0)
 
     async def look() -> None:
-        async with Observer(wrong):
+        async with observing(wrong):
             pass
 
     with pytest.raises(BootstrapError, match=f"held by peer {holder}, and the link names {nobody.peer_id}"):

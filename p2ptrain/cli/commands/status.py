@@ -39,9 +39,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _show(link: SwarmLink, *, as_json: bool, watch: bool) -> None:
     from p2ptrain.cli.screen.looking import Looking
-    from p2ptrain.node.observe import Observer
+    from p2ptrain.node.observe import observing
 
-    async with Observer(link) as observer:
+    async with observing(link) as observer:
         if watch:
             from p2ptrain.cli.screen.swarm_view import watch_swarm
 

@@ -107,9 +107,9 @@ class SwarmScreen:
         for module in ("p2ptrain.node.observe", "p2ptrain.cli.screen.looking"):
             await asyncio.to_thread(import_module, module)
         from p2ptrain.cli.screen.looking import Looking
-        from p2ptrain.node.observe import Observer
+        from p2ptrain.node.observe import observing
 
-        async with Observer(link) as observer:
+        async with observing(link) as observer:
             looking = Looking(observer.look, observer.peer.signed, link)
             while True:
                 try:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from p2ptrain.cli.summary import to_text
+from p2ptrain.cli.local_swarm import to_text
 from p2ptrain.node.reports.summary import Summary, combine, read_summary, to_json
 
 PROMISED = {

@@ -13,9 +13,8 @@ import pytest
 from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.errors import PeerUnreachableError, ResourceError
 from p2ptrain.monitor import watch as watch_module
-from p2ptrain.monitor.alert_book import HOLD_SECONDS
 from p2ptrain.monitor.store import Store
-from p2ptrain.monitor.watch import LOOK_SECONDS, POINT_SECONDS, Watch, watching
+from p2ptrain.monitor.watch import HOLD_SECONDS, LOOK_SECONDS, POINT_SECONDS, Watch, watching
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.status.alerts import FORK_SECONDS
 from p2ptrain.status.tracker import GATHER_SECONDS, MIN_TREND_POINTS, TREND_SECONDS, SwarmTracker

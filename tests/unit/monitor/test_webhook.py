@@ -15,9 +15,8 @@ import pytest
 
 from p2ptrain.monitor import watch as watch_module
 from p2ptrain.monitor import webhook as webhook_module
-from p2ptrain.monitor.alert_book import HOLD_SECONDS
 from p2ptrain.monitor.store import Store
-from p2ptrain.monitor.watch import Watch, watching
+from p2ptrain.monitor.watch import HOLD_SECONDS, Watch, watching
 from p2ptrain.monitor.webhook import ATTEMPTS, MAX_WAITING, Webhook
 from p2ptrain.status.tracker import SwarmTracker
 from p2ptrain.status.views import Event

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.monitor.alert_book import CLEAR_SECONDS, HOLD_SECONDS, MAX_LASTING, AlertBook
+from p2ptrain.monitor.watch import CLEAR_SECONDS, HOLD_SECONDS, MAX_LASTING, AlertBook
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.status.alerts import FORK_SECONDS, MAX_PER_RULE, MAX_SKEW_SECONDS, RULES, Facts
 from p2ptrain.status.rounds import RoundBook
