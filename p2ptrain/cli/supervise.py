@@ -14,7 +14,6 @@ import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from p2ptrain.errors import P2PTrainError
 from p2ptrain.tasks import Tasks, together
@@ -111,9 +110,7 @@ class Supervisor:
     async def __aenter__(self) -> Supervisor:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.kill_all()
         await self.wait_all(self.children)
 

@@ -67,17 +67,17 @@ async def serve(settings: Settings, on_ready: Callable[[str], None]) -> None:
     async with contextlib.AsyncExitStack() as stack:
         listener = stack.enter_context(listen(settings.host, settings.port, "--port"))
         observer = await stack.enter_async_context(observing(settings.link))
-        signed = observer.peer.signed
+        signed, now = observer.peer.signed, observer.peer.runtime.now
         records = await observer.peers() if what_is_missing(signed.manifest) else []
         swarm = swarm_view(signed, settings.link, records)
         lost = observer.peer.network.lost
-        store = await Store.open(settings.db, swarm.digest, observer.now())
+        store = await Store.open(settings.db, swarm.digest, now())
         stack.push_async_callback(store.close)
         webhook = Webhook(settings.webhook, swarm.name) if settings.webhook else None
-        tracker = SwarmTracker(swarm, observer.now(), bootstraps(settings.link), settings.stall_seconds)
+        tracker = SwarmTracker(swarm, now(), bootstraps(settings.link), settings.stall_seconds)
         watch = Watch(observer, tracker, store, webhook.send if webhook else None)
         looking = await stack.enter_async_context(watching(watch))
-        web = await stack.enter_async_context(serving(make_app(watch, store, observer.now), listener))
+        web = await stack.enter_async_context(serving(make_app(watch, store, now), listener))
         on_ready(url_of(listener))
         notify("READY=1")
         async with Tasks() as tasks:

@@ -38,9 +38,6 @@ MAX_LASTING = 200
 class Source(Protocol):
     """A source of records: `p2ptrain.node.observe.Observer`, or a synthetic swarm."""
 
-    def now(self) -> float:
-        """Return wall-clock seconds of the swarm's clock."""
-
     async def look(self) -> Look:
         """Return the current records."""
 
@@ -136,7 +133,7 @@ class Watch:
         look = await self._source.look()
         events = self._tracker.take_in(look)
         if look.sightings is not None:
-            self._follow()
+            self._follow(look.at)
         # In a thread: with thousands of peers it takes long, and requests must not wait for it.
         snapshot = await asyncio.to_thread(build_snapshot, self._tracker.observation(), look.at)
         alarms = self._alerts.update(snapshot.alerts, look.at)
@@ -150,7 +147,7 @@ class Watch:
             logger.warning("%s", error)  # The page works without its history.
         return snapshot
 
-    def _follow(self) -> None:
+    def _follow(self, now: float) -> None:
         """Fetch the certificates of new rounds from a trainer, unless a fetch is in progress."""
         goal = self._tracker.majority_lineage
         if not goal or self._fetching:
@@ -159,9 +156,9 @@ class Watch:
             self._lineage = goal
         if goal != self._lineage:
             holders = [record.peer for record in self._tracker.trainers if record.lineage == goal]
-            self._fetching.start(self._fetch(random.choice(holders), goal), "certificates")
+            self._fetching.start(self._fetch(random.choice(holders), goal, now), "certificates")
 
-    async def _fetch(self, peer: str, goal: bytes) -> None:
+    async def _fetch(self, peer: str, goal: bytes, now: float) -> None:
         try:
             certificates = await self._source.certificates_after(peer, self._lineage)
         except P2PTrainError as error:
@@ -171,7 +168,7 @@ class Watch:
         lineages = [certificate.body.next_lineage for certificate in certificates]
         proven = certificates[: lineages.index(goal) + 1] if goal in lineages else []
         for certificate in proven:
-            self._tracker.certify(certificate.body, self._source.now())
+            self._tracker.certify(certificate.body, now)
             self._lineage = certificate.body.next_lineage
         self._unknown = 0 if proven else self._unknown + 1
         if self._unknown > MAX_UNKNOWN:  # Too far behind, or the swarm left the old lineage.

@@ -28,18 +28,15 @@ class Observer:
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
 
-    def now(self) -> float:
-        """Return the wall-clock second on the swarm's clock."""
-        return self.peer.runtime.now()
-
     async def look(self) -> Look:
         """Return the current records of all peers, ordered by peer id."""
         reader = self.peer.presence.reader
         records = await reader.read(DIRECTORY_TIMEOUT_SECONDS)
+        now = self.peer.runtime.now()
         if records is None:
-            return Look(self.now(), None, reader.rejected)
+            return Look(now, None, reader.rejected)
         seen = [Sighting(record, expires_at - LIFETIME_SECONDS) for record, _, expires_at in records]
-        return Look(self.now(), seen, reader.rejected)
+        return Look(now, seen, reader.rejected)
 
     async def certificates_after(self, peer: str, lineage: bytes) -> list[Certificate]:
         """Return a peer's verified certificates that follow on a lineage, oldest first.

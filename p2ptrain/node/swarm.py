@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sized
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from p2ptrain.errors import UsageError
@@ -244,8 +243,6 @@ class Swarm:
         self._sigterm.install()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._sigterm.closing():
             self.close()

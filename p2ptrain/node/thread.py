@@ -73,7 +73,8 @@ class PeerThread:
 
     Attributes:
         thread: Runs the peer's event loop.
-        peer: The running peer. Its identity stays locked after `close`, until the owner closes it, too.
+        peer: The running peer.
+        close: Ends the peer and the thread; idempotent. The identity stays locked until its owner closes it, too.
     """
 
     def __init__(
@@ -109,8 +110,4 @@ class PeerThread:
             self.peer = self.thread.call(Peer.start(identity, options, runtime, link=link, signed=signed))
             resources.callback(lambda: self.thread.call(self.peer.close()))
             lock.pop_all()
-            self._resources = resources.pop_all()
-
-    def close(self) -> None:
-        """End the peer and the thread; idempotent."""
-        self._resources.close()
+            self.close = resources.pop_all().close

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 from p2ptrain.cli.screen.table import COLUMNS, human_time, peer_row, present_state, rounds_line
@@ -78,11 +77,9 @@ class SwarmScreen:
                 self._screen = Screen(self._stream).__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._screen is not None:
-            self._screen.__exit__(kind, error, trace)
+            self._screen.leave()
 
     def say(self, text: str) -> None:
         """Print a line, above the live table if there is one."""

@@ -7,7 +7,6 @@ import logging
 import sys
 import time
 from dataclasses import replace
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from p2ptrain.cli.screen.lines import job_line, peer_lines
@@ -59,12 +58,10 @@ class PeerScreen:
         self._tasks.keep(self._refresh, "the live view")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._tasks.close()
         self.draw(is_over=True)
-        self.screen.__exit__(kind, error, trace)
+        self.screen.leave()
 
     async def _refresh(self) -> None:
         while True:

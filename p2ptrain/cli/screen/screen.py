@@ -7,7 +7,6 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TextIO
 
 from rich.console import Console, Group
@@ -62,9 +61,7 @@ class Screen:
             root.handlers[:] = [_Above(self, handler) for handler in self._handlers]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.leave()
 
     def leave(self) -> None:

@@ -30,13 +30,13 @@ QUIET_SECONDS = 4.0
 
 
 class Hosting:
-    """One peer's part as a host; make it with `start`."""
+    """One peer's part as a host; make it with `start`. ``migrator.stop`` ends `run`."""
 
     def __init__(self, peer: Peer, config: PeerConfig, stages: Stages, migrator: StageMigrator) -> None:
         self._peer = peer
         self._config = config
         self._stages = stages
-        self._migrator = migrator
+        self.migrator = migrator
 
     @classmethod
     async def start(cls, peer: Peer, config: PeerConfig, view: PipelineView) -> Hosting:
@@ -53,13 +53,13 @@ class Hosting:
 
     async def step_in(self) -> None:
         """Join the stage's rounds and accept microbatches, and announce it to the other peers."""
-        await self._stages.step_in(self._migrator.hosted)
+        await self._stages.step_in(self.migrator.hosted)
 
     async def run(self) -> None:
         """Host until stopped, or until the last round is saved and evaluated."""
-        await self._migrator.run()
+        await self.migrator.run()
         await self.save()
-        hosted = self._migrator.hosted
+        hosted = self.migrator.hosted
         if not hosted.rounds.is_done:
             return
         loop = asyncio.get_running_loop()
@@ -73,13 +73,9 @@ class Hosting:
         if missing := hosted.saves.missing():
             logger.warning("the last checkpoint is not complete: %s", missing)
 
-    def stop(self) -> None:
-        """End `run`; the round in progress is averaged as it is."""
-        self._migrator.stop()
-
     async def save(self) -> P2PTrainError | None:
         """Save the last state, unless it is saved; return the error, if any."""
-        return await save_and_tell(self._peer, self._config, self._migrator.hosted, is_last=True)
+        return await save_and_tell(self._peer, self._config, self.migrator.hosted, is_last=True)
 
 
 async def _choose_stage(peer: Peer, config: PeerConfig, view: PipelineView, memory: int) -> Choice:

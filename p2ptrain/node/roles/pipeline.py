@@ -57,7 +57,7 @@ async def take_part(peer: Peer, config: PeerConfig, signals: StopSignals) -> Non
         if feeding is not None:
             feeding.stop()
         if hosting is not None:
-            hosting.stop()
+            hosting.migrator.stop()
         await asyncio.wait({working}, timeout=drain.left(RESCUE))
     error = None if working.cancelled() else working.exception()
     if hosting is not None:
