@@ -8,12 +8,13 @@ from pathlib import Path
 
 import psutil
 
-from p2ptrain.config import PeerConfig
+from p2ptrain.config import PeerConfig, parse_size
 from p2ptrain.errors import ConfigError, ResourceError
 from p2ptrain.manifest import Manifest, SignedManifest
 from p2ptrain.models import estimate_memory_bytes, num_parameters
 from p2ptrain.models.pretrained import local_data, not_given
 from p2ptrain.models.registry import PROCESS_BYTES
+from p2ptrain.pipeline.measure import available_memory
 from p2ptrain.pipeline.plan import PipelinePlan
 from p2ptrain.status.formats import human_bytes, human_count
 
@@ -137,3 +138,18 @@ def check_machine(manifest: Manifest, config: PeerConfig) -> None:
             raise ConfigError(
                 f"the swarm's {kind} is {path}, which is not on this machine: ask its organizer for a copy"
             )
+
+
+def has_room(manifest: Manifest, max_memory: str | None) -> bool:
+    """True if a stage fits into ``max_memory``, by default this machine's; else print that the peer hosts none."""
+    try:
+        memory = parse_size(max_memory or 0) or available_memory()
+    except ValueError as error:
+        raise ConfigError(f"--max-memory: {error}") from error
+    least = min(need.memory for need in PipelinePlan(manifest).needs)
+    if least > memory:
+        print(
+            f"no stage fits into {human_bytes(memory)} of memory: the smallest takes {human_bytes(least)}. This machine"
+            " sends text through those of others; --role stage insists"
+        )
+    return least <= memory

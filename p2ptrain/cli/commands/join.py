@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from p2ptrain.cli.commands.peer import add_peer_arguments, peer_overrides
-from p2ptrain.errors import ConfigError, IncompatibleError, UsageError
+from p2ptrain.errors import IncompatibleError, UsageError
 
 if TYPE_CHECKING:
     from p2ptrain.manifest import Manifest
@@ -79,6 +79,8 @@ def in_pipeline(arguments: argparse.Namespace, manifest: Manifest) -> dict[str, 
     Raises:
         UsageError: The options do not apply to this swarm.
     """
+    from p2ptrain.cli.terms import has_room
+
     if not manifest.in_stages:
         given = (
             "--role" if arguments.role not in (None, "trainer") else "--stage" if arguments.stage is not None else ""
@@ -88,28 +90,10 @@ def in_pipeline(arguments: argparse.Namespace, manifest: Manifest) -> dict[str, 
         return {}
     if arguments.role == "trainer" and arguments.stage is not None:
         raise UsageError("--stage: a trainer hosts none; use --role stage or both")
-    role = arguments.role or ("both" if arguments.stage is not None or _has_room(arguments, manifest) else "trainer")
+    role = arguments.role or (
+        "both" if arguments.stage is not None or has_room(manifest, arguments.max_memory) else "trainer"
+    )
     return {"role": role, "pipeline.stage": arguments.stage}
-
-
-def _has_room(arguments: argparse.Namespace, manifest: Manifest) -> bool:
-    """True if a stage fits into this machine's memory; else print that the peer hosts none."""
-    from p2ptrain.config import parse_size
-    from p2ptrain.pipeline.measure import available_memory
-    from p2ptrain.pipeline.plan import PipelinePlan
-    from p2ptrain.status.formats import human_bytes
-
-    try:
-        memory = parse_size(arguments.max_memory or 0) or available_memory()
-    except ValueError as error:
-        raise ConfigError(f"--max-memory: {error}") from error
-    least = min(need.memory for need in PipelinePlan(manifest).needs)
-    if least > memory:
-        print(
-            f"no stage fits into {human_bytes(memory)} of memory: the smallest takes {human_bytes(least)}. This machine"
-            " sends text through those of others; --role stage insists"
-        )
-    return least <= memory
 
 
 def check_compatible(manifest: Manifest) -> None:
