@@ -94,7 +94,7 @@ class PeerThread:
             IdentityError: The key is unusable or in use.
             P2PTrainError: As from `Peer.start`.
         """
-        with ExitStack() as resources, ExitStack() as lock:
+        with ExitStack() as lock, ExitStack() as resources:
             if run_dir is None:
                 identity = Identity.ephemeral()
             else:

@@ -83,6 +83,10 @@ class _Search:
     next_at: float = 0.0
     pause_seconds: float = FIRST_SEARCH_PAUSE_SECONDS
 
+    def tried(self) -> None:
+        self.next_at = asyncio.get_running_loop().time() + self.pause_seconds
+        self.pause_seconds = min(2 * self.pause_seconds, LONGEST_SEARCH_PAUSE_SECONDS)
+
 
 class Reach:
     """Determines and maintains this peer's reachability.
@@ -284,11 +288,9 @@ class Reach:
 
     async def _try_again_to_relay(self) -> None:
         """Repeat the self-test with backoff, since each attempt breaks this peer's streams."""
-        search, now = self._search, asyncio.get_running_loop().time()
-        if now >= search.next_at:
+        if asyncio.get_running_loop().time() >= self._search.next_at:
             await self._be_relay(RETRY_ATTEMPTS)
-            search.next_at = asyncio.get_running_loop().time() + search.pause_seconds
-            search.pause_seconds = min(2 * search.pause_seconds, LONGEST_SEARCH_PAUSE_SECONDS)
+            self._search.tried()
 
     async def _keep_relays(self) -> None:
         """Search for relays with backoff while this peer has no reservation."""
@@ -302,17 +304,13 @@ class Reach:
                 logger.warning("lost the last relay: looking for another")
         if now < max(search.next_at, search.lost_since + LOST_SECONDS):
             return
-        records = self._membership.records()
-        self._runtime.random.shuffle(records)
-        records.sort(key=lambda record: record.role != "bootstrap")
-        addresses = [address for record in records for address in dialable(record.addresses)]
+        addresses = [address for record in self._membership.records() for address in dialable(record.addresses)]
         known = list(dict.fromkeys([*self._settings.bootstrap, *addresses]))
         self._runtime.random.shuffle(known)
         reports = await ask_back(self._rpc, self._transport(), known)
         if any(report.is_relay for report in reports):
             await self._be_private(reports, "a relay answers")
-        search.next_at = asyncio.get_running_loop().time() + search.pause_seconds
-        search.pause_seconds = min(2 * search.pause_seconds, LONGEST_SEARCH_PAUSE_SECONDS)
+        search.tried()
 
 
 def _relay_of(address: str) -> str:
