@@ -18,7 +18,7 @@ from p2ptrain.cli.manifests import LINK_FILE, write_atomically
 from p2ptrain.cli.plan import Plan
 from p2ptrain.cli.screen.live import Goal, SwarmScreen, stop_on_signals
 from p2ptrain.cli.supervise import Child, Supervisor
-from p2ptrain.errors import DeadlineError, P2PTrainError
+from p2ptrain.errors import DeadlineError
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.node.reports.summary import SUMMARY_FILE, SwarmSummary, combine, read_summary, to_json
 from p2ptrain.status.formats import human_bytes, human_count, human_loss
@@ -140,7 +140,8 @@ def _report(plan: Plan, trainers: list[Child], summary_file: Path | None, *, int
     summary = combine({name: values for name, values in found.items() if values is not None}, len(plan.trainers))
     failed = [child for child in trainers if child.exit_code != 0]
     if len(failed) == len(trainers) and not (interrupted and not trainers):
-        raise _worst(failed)
+        # An explained error comes before a kill, whose exit code is negative.
+        raise max(failed, key=lambda child: child.exit_code or 0).failure()
     for child in failed:
         print(f"p2ptrain: warning: {child.failure()}", file=sys.stderr)
     print(f"\n{to_text(summary)}")
@@ -170,8 +171,3 @@ def to_text(summary: SwarmSummary) -> str:
             f"peers             {summary.reporting_peers} of {summary.peers} ended in good order",
         ]
     )
-
-
-def _worst(failed: list[Child]) -> P2PTrainError:
-    """Return the failure with the highest exit code: an explained error before a kill (negative)."""
-    return max(failed, key=lambda child: child.exit_code or 0).failure()

@@ -80,7 +80,7 @@ def _run(argv: Sequence[str] | None) -> int:
         deliberate = explain_error(error)
         if deliberate is None:
             raise
-        print(f"p2ptrain: error: {_one_line(str(deliberate))}", file=sys.stderr)
+        print(f"p2ptrain: error: {' '.join(str(deliberate).split())}", file=sys.stderr)
         return deliberate.exit_code
 
 
@@ -162,7 +162,3 @@ def _explain_os_error(error: OSError) -> P2PTrainError | None:
     if error.errno in _WRONG_PATH:
         return ConfigError(f"{what}: choose a path that exists and that you may write to")
     return None
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())

@@ -77,17 +77,14 @@ class ProbeServer:
     async def _probe(self, peer: str, request: ProbeRequest) -> ProbeReply:
         self._count(peer)
         transport = self._transport()
-        observed = await self._observed(transport, peer)
+        hosts = [host_of(address) for remote, address in await transport.connections() if remote == peer]
+        observed = next(filter(None, hosts), "")
         reachable: tuple[int, ...] = ()
         # A dial to loopback would show a stranger which ports of this machine are open.
         if observed and scope(as_multiaddr(observed)) is not Scope.LOOPBACK:
             answers = await together("probe", (speaks_libp2p(observed, port) for port in request.ports))
             reachable = tuple(port for port, answer in zip(request.ports, answers, strict=True) if answer)
         return ProbeReply(observed, reachable, self.is_relay)
-
-    async def _observed(self, transport: Libp2pTransport, peer: str) -> str:
-        hosts = [host_of(address) for remote, address in await transport.connections() if remote == peer]
-        return next(filter(None, hosts), "")
 
     def _count(self, peer: str) -> None:
         now = asyncio.get_running_loop().time()
