@@ -108,7 +108,7 @@ def test_a_newcomer_whose_only_source_died_waits_and_the_swarm_goes_on_from_the_
         await asyncio.sleep(AWAY_SECONDS)
         assert "newcomer" not in world.stepped, "it trains, though it has no more than a part of the state"
         assert world.round("newcomer") == 0
-        assert world.swarm.nodes["newcomer"].status.state == "syncing"
+        assert world.swarm.nodes["newcomer"].record.state == "syncing"
         assert WAITING in [job.name for job in world.swarm.nodes["newcomer"].jobs.running()]
         assert [r.levelno for r in caplog.records if "no peer that holds" in r.message] == [logging.WARNING]
         world.swarm.start("source", ROUNDS)

@@ -58,7 +58,7 @@ async def stop_all(swarm: ProductSwarm) -> None:
 def saved_head(swarm: ProductSwarm, name: str) -> tuple[int, bytes]:
     """Round and digest of a host's newest checkpoint."""
     folder = swarm.folder / name / "checkpoints" / f"stage-{HOSTS[name]}"
-    checkpoint = load_newest_valid(folder, swarm.nodes[name].hosted[0].units[0].swarm)
+    checkpoint = load_newest_valid(folder, swarm.nodes[name].held.stages[0].units[0].swarm)
     assert checkpoint is not None
     return checkpoint.head.round, checkpoint.head.digest
 
@@ -90,7 +90,7 @@ def test_a_pipeline_trains_to_its_last_round_and_saves_it_whole(
             summary = swarm.summary(name)
             assert (summary.exit_reason, summary.round, summary.rounds_aborted) == ("rounds", ROUNDS, 0)
             assert saved_head(swarm, name) == (ROUNDS, swarm.sync(name).head.digest)
-            assert all(not hosted.saves.missing() for hosted in swarm.nodes[name].hosted)
+            assert all(not hosted.saves.missing() for hosted in swarm.nodes[name].held.stages)
         tokens = {swarm.sync(name).head.tokens for name in HOSTS}
         assert len(tokens) == 1
         counted = sum(swarm.summary(name).tokens for name in ("trainer1", "trainer2"))
@@ -127,14 +127,14 @@ def test_a_stage_that_lost_samples_in_the_last_round_ends_it_with_the_others(
         swarm = begin(network, text, tmp_path, monkeypatch)
         start_all(swarm, ROUNDS)
         await swarm.until(lambda: swarm.round("host1b") == ROUNDS - 1)
-        ledger = swarm.nodes["host1b"].hosted[0].host.ledger
+        ledger = swarm.nodes["host1b"].held.stages[0].host.ledger
         await swarm.until(lambda: ledger.round == ROUNDS - 1 and ledger.settled_samples > 0)
         await swarm.kill("host1b")
         del swarm.nodes["host1b"], swarm.tasks["host1b"]
         await swarm.until(lambda: all(task.done() for task in swarm.tasks.values()))
         for name in swarm.nodes.keys() & HOSTS.keys():
             assert saved_head(swarm, name) == (ROUNDS, swarm.sync(name).head.digest)
-            assert all(not hosted.saves.missing() for hosted in swarm.nodes[name].hosted)
+            assert all(not hosted.saves.missing() for hosted in swarm.nodes[name].held.stages)
 
     simulate(main, seed=1)
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from p2ptrain.monitor.store import Store
 from p2ptrain.monitor.watch import Source, Watch, watching
@@ -57,9 +57,16 @@ class ServedPage:
         return snapshot
 
 
+class TimedSource(Source, Protocol):
+    """A source with a clock."""
+
+    def now(self) -> float:
+        """Return wall-clock seconds of the swarm's clock."""
+
+
 @contextlib.contextmanager
 def served_page(
-    source: Source,
+    source: TimedSource,
     swarm: SwarmView,
     *,
     bootstraps: Sequence[str] = (),
