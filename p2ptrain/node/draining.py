@@ -58,6 +58,14 @@ async def unless_stopped(start: Coroutine[Any, Any, T], signals: StopSignals) ->
         return starting.result() if starting.done() else None
 
 
+async def until_over(work: asyncio.Future[Any], signals: StopSignals, minutes: float) -> str:
+    """Wait until ``work`` ends, a stop is requested, or ``minutes`` have passed (0 for no limit); return why."""
+    async with Tasks() as tasks:
+        wanted = tasks.call(signals.requested.wait(), "stop")
+        await asyncio.wait({work, wanted}, timeout=60 * minutes or None, return_when=asyncio.FIRST_COMPLETED)
+    return signals.reason or ("rounds" if work.done() else "minutes")
+
+
 async def end_training(
     trainer: Trainer, bridge: Bridge, done: asyncio.Future[None], runtime: Runtime, seconds: float
 ) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from p2ptrain.config import PeerConfig
-from p2ptrain.node.draining import RESCUE, Drain, unless_stopped
+from p2ptrain.node.draining import RESCUE, Drain, unless_stopped, until_over
 from p2ptrain.node.peer import Peer
 from p2ptrain.node.process import StopSignals
 from p2ptrain.node.reports.summary import write_summary
@@ -49,11 +49,8 @@ async def take_part(peer: Peer, config: PeerConfig, signals: StopSignals) -> Non
         parts.append(feeding.run())
     async with Tasks() as tasks:
         working = tasks.call(together("part", parts), "pipeline")
-        wanted = tasks.call(signals.requested.wait(), "stop")
-        timeout = config.stop_after.minutes * 60 if config.stop_after.minutes else None
-        await asyncio.wait({working, wanted}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        reason = await until_over(working, signals, config.stop_after.minutes)
         drain = Drain(config.drain_seconds)
-        reason = signals.reason or ("rounds" if working.done() else "minutes")
         if feeding is not None:
             feeding.stop()
         if hosting is not None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from typing import Any
 
 from p2ptrain.config import PeerConfig
 from p2ptrain.errors import CheckpointError, P2PTrainError, ResourceError
-from p2ptrain.node.draining import end_training, unless_stopped
+from p2ptrain.node.draining import end_training, unless_stopped, until_over
 from p2ptrain.node.peer import Peer
 from p2ptrain.node.process import StopSignals
 from p2ptrain.node.reports.summary import write_summary
-from p2ptrain.tasks import Tasks
 
 
 async def train(peer: Peer, config: PeerConfig, signals: StopSignals) -> None:
@@ -35,11 +33,7 @@ async def train(peer: Peer, config: PeerConfig, signals: StopSignals) -> None:
     gc.freeze()  # Loaded objects stay; their garbage collection would block the event loop.
     done, reason = bridge.begin(trainer.run), ""
     try:
-        timeout = config.stop_after.minutes * 60 if config.stop_after.minutes else None
-        async with Tasks() as tasks:
-            waiting: set[asyncio.Future[Any]] = {done, tasks.call(signals.requested.wait(), "stop")}
-            await asyncio.wait(waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        reason = signals.reason or ("rounds" if done.done() else "minutes")
+        reason = await until_over(done, signals, config.stop_after.minutes)
     finally:
         unsaved: P2PTrainError | None = None
         try:
