@@ -1,4 +1,4 @@
-"""What joining a swarm takes of this machine: told before the question, checked after it."""
+"""The terms of joining a swarm: told before the question, checked after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a peer is told at its start: role, name, network and limits."""
+"""Options of a peer at its start: role, name, network and limits."""
 
 from __future__ import annotations
 

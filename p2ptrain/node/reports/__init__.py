@@ -1,1 +1,1 @@
-"""What a peer tells of itself: jobs, metrics, and the summary of its run."""
+"""A peer's own reports: jobs, record, metrics page, and the summary of its run."""

@@ -1,4 +1,4 @@
-"""What a role makes of its role file and the manifest: device, text, model or stage, and its last round."""
+"""A role's device, text, model or stage, and last round, from its role file and the manifest."""
 
 from __future__ import annotations
 

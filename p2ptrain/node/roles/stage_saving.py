@@ -1,4 +1,4 @@
-"""What a host keeps of its stage's rounds: metrics and checkpoints, restored at its start."""
+"""Metrics and checkpoints of a hosted stage, restored at the host's start."""
 
 from __future__ import annotations
 

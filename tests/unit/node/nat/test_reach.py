@@ -51,6 +51,7 @@ def test_a_relay_tests_each_daemon_that_it_starts_and_publishes_again(monkeypatc
         watching = asyncio.create_task(own.watch(lambda: published.append(happened.count("started")), happened.append))
         await asyncio.sleep(SECONDS)
         watching.cancel()
+        await asyncio.wait({watching})
         assert len(happened) > settled
         assert published == sorted(set(published))
         assert published[-1] == happened.count("started")
