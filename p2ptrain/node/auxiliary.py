@@ -74,7 +74,6 @@ async def lend_bandwidth(peer: Peer, config: PeerConfig, signals: StopSignals) -
     error = None if work.cancelled() else work.exception()
     reason = signals.reason or "minutes"
     await asyncio.to_thread(_write_summary, peer, lender, config, time.monotonic() - started, reason)
-    peer.remember_peers()
     if error is not None:
         raise error
 

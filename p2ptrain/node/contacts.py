@@ -111,14 +111,14 @@ def known_addresses(run_dir: Path) -> list[str]:
 
 
 def remember_addresses(run_dir: Path, records: Iterable[PeerRecord]) -> None:
-    """Keep the addresses of these peers, if there are any, for the next start."""
-    addresses = [address for record in records for address in record.addresses[:2]]
-    if not addresses:
+    """Store the addresses of these peers for the next start, if there are any and they are not stored yet."""
+    addresses = [address for record in records for address in record.addresses[:2]][:MAX_KNOWN_ADDRESSES]
+    if not addresses or addresses == known_addresses(run_dir):
         return
     path = run_dir / KNOWN_FILE
     temporary = path.with_suffix(".tmp")
     try:
-        temporary.write_text(json.dumps(addresses[:MAX_KNOWN_ADDRESSES]))
+        temporary.write_text(json.dumps(addresses))
         temporary.replace(path)
     except OSError as error:
         logger.warning("cannot remember peers in %s: %s", path, error)

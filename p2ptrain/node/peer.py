@@ -53,6 +53,7 @@ CONNECT_SECONDS = 30.0
 FIRST_DIAL_SECONDS = 5.0
 MANIFEST_SECONDS = 10.0
 CLOCK_WARNING_SECONDS = 5.0
+REMEMBER_SECONDS = 5.0
 EMPTY_HASH = bytes(32)
 
 
@@ -211,6 +212,7 @@ class Peer:
         if self.options.role != "client":
             await self.presence.start()
             self._tasks.keep(self._watch_reach, "reach")
+            self._tasks.keep(self._keep_remembering, "remember-peers")
         else:
             await self.presence.refresh()
 
@@ -321,10 +323,15 @@ class Peer:
             "that this machine can reach it, or ask the organizer for a new link"
         )
 
-    def remember_peers(self) -> None:
-        """Keep the addresses of the peers that are there now for the next start."""
+    async def _keep_remembering(self) -> None:
+        """Store the addresses of present peers again and again: a crash leaves no time for it."""
+        while True:
+            await asyncio.sleep(REMEMBER_SECONDS)
+            await self._remember_peers()
+
+    async def _remember_peers(self) -> None:
         if self.options.run_dir is not None:
-            remember_addresses(self.options.run_dir, self.membership.records())
+            await asyncio.to_thread(remember_addresses, self.options.run_dir, self.membership.records())
 
     @property
     def link(self) -> SwarmLink:
@@ -458,7 +465,7 @@ class Peer:
         if hasattr(self, "presence"):
             self.status.state = "draining"
             await self.presence.close(farewell and self.options.role != "client")
-            self.remember_peers()
+            await self._remember_peers()
         await self._stack.aclose()
 
 

@@ -116,7 +116,6 @@ async def take_part(peer: Peer, config: PeerConfig, signals: StopSignals) -> Non
         unsaved = await save_and_tell(peer, config, hosted, is_last=True)
         error = error or unsaved
     await asyncio.to_thread(_write_summary, peer, config, hosted, feeding, loop.time() - started, reason)
-    peer.remember_peers()
     if error is not None:
         raise error
 

@@ -41,7 +41,6 @@ async def enter_training(peer: Peer, work: Work | None = None) -> None:
         raise IncompatibleError(f"{reason}: build the model that the swarm's manifest describes")
     peer.set_state("training")
     await step_in(peer.presence, synchronizer)
-    peer.remember_peers()  # Also for the start after a crash, which leaves no time for it.
 
 
 def why_incompatible(membership: Membership, synchronizer: Synchronizer) -> str:
