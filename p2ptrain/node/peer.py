@@ -56,6 +56,7 @@ FIRST_DIAL_SECONDS = 5.0
 MANIFEST_SECONDS = 10.0
 CLOCK_SECONDS = 2.0
 CLOCK_WARNING_SECONDS = 5.0
+REMEMBER_SECONDS = 5.0  # between stores of known addresses; a crash leaves no time for one
 EMPTY_HASH = bytes(32)
 
 
@@ -219,6 +220,7 @@ class Peer:
             await self.presence.start()
             self._tasks.keep(self._watch_reach, "reach")
             self._tasks.keep(self._follow_clocks, "clock")
+            self._tasks.keep(self._keep_remembering, "remember-peers")
         else:
             await self.presence.refresh()
 
@@ -339,9 +341,14 @@ class Peer:
             "that this machine can reach it, or ask the organizer for a new link"
         )
 
-    def remember_peers(self) -> None:
+    async def _keep_remembering(self) -> None:
+        while True:
+            await asyncio.sleep(REMEMBER_SECONDS)
+            await self._remember_peers()
+
+    async def _remember_peers(self) -> None:
         if self.options.run_dir is not None:
-            remember_addresses(self.options.run_dir, self.membership.records())
+            await asyncio.to_thread(remember_addresses, self.options.run_dir, self.membership.records())
 
     @property
     def link(self) -> SwarmLink:
@@ -443,7 +450,7 @@ class Peer:
         if hasattr(self, "presence"):
             self.status.state = "draining"
             await self.presence.close(farewell and self.options.role != "client")
-            self.remember_peers()
+            await self._remember_peers()
         await self._stack.aclose()
 
 

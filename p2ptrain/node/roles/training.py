@@ -38,7 +38,6 @@ async def enter_training(peer: Peer, work: Contribution | None = None) -> None:
         raise IncompatibleError(f"{reason}: build the model that the swarm's manifest describes")
     peer.set_state("training")
     await step_in(peer.presence, synchronizer)
-    peer.remember_peers()  # A crash would leave no time for it.
 
 
 def why_incompatible(membership: Membership, synchronizer: Synchronizer) -> str:
