@@ -174,6 +174,6 @@ def lengths_alone() -> Iterator[None]:
     with (
         mock.patch("p2ptrain.pipeline.passes.pack", pack_zeros),
         mock.patch("p2ptrain.pipeline.passes.unpack", unpack_zeros),
-        mock.patch("p2ptrain.network.simulated.streams.QUANTUM_BYTES", QUANTUM_BYTES),
+        mock.patch("p2ptrain.network.simulated.links.QUANTUM_BYTES", QUANTUM_BYTES),
     ):
         yield
