@@ -106,6 +106,7 @@ class Peer:
         await self.presence.start()
         self._tasks.keep(lambda: network.reach.watch(self.presence.changed, network.lose), "reach")
         self._tasks.keep(network.follow_clocks, "clock")
+        self._tasks.keep(network.keep_remembering, "remember-peers")
 
     @property
     def is_reachable(self) -> bool:
@@ -129,5 +130,5 @@ class Peer:
         if self._is_present:
             self.record.state = "draining"
             await self.presence.close(farewell and self.options.role != "client")
-            self.network.remember_peers()
+            await self.network.remember_peers()
         await self._stack.aclose()

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 CLOCK_SECONDS = 2.0
 CLOCK_WARNING_SECONDS = 5.0
+REMEMBER_SECONDS = 5.0  # between stores of known addresses; a crash leaves no time for one
 
 
 class PeerNetwork:
@@ -170,10 +171,15 @@ class PeerNetwork:
             "`timedatectl set-ntp true`", abs(skew), way,
         )  # fmt: skip
 
-    def remember_peers(self) -> None:
+    async def keep_remembering(self) -> None:
+        while True:
+            await asyncio.sleep(REMEMBER_SECONDS)
+            await self.remember_peers()
+
+    async def remember_peers(self) -> None:
         """Save addresses of the present peers for the next start."""
         if self._options.run_dir is not None:
-            remember_addresses(self._options.run_dir, self._membership.records())
+            await asyncio.to_thread(remember_addresses, self._options.run_dir, self._membership.records())
 
     async def close(self) -> None:
         """End directory, RPC and transport; idempotent."""

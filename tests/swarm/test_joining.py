@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from p2ptrain.network.link import SwarmLink
+from p2ptrain.node.nat.contacts import known_addresses
 from p2ptrain.training.state.digest import CHUNK_BYTES
-from tests.support.processes.daemons import wait_until
+from tests.support.processes.daemons import port_of, refusing, wait_until
 from tests.support.processes.swarmlet import Swarmlet, Worker, check_states, nothing_left_behind, wait_for_agreement
 from tests.support.processes.tellers import PATIENCE_SECONDS
 from tests.support.processes.worker import DOWNLOADED_CHUNKS
@@ -23,6 +24,11 @@ MATCHMAKING_SECONDS = 50.0
 def contributed_within(worker: Worker, num_rounds: int) -> bool:
     """Whether one of the first rounds that this worker committed has its work in it."""
     return any(event["contributed"] for event in [e for e in worker.rounds() if e["committed"]][:num_rounds])
+
+
+def knows(worker: Worker, peer: str) -> bool:
+    """Whether this worker would ask that peer if it began again after a crash."""
+    return any(address.endswith(peer) for address in known_addresses(worker.run_dir))
 
 
 @pytest.mark.fault(7)
@@ -46,16 +52,21 @@ def test_two_peers_that_join_at_once_in_the_middle_of_rounds_count_within_three(
 @pytest.mark.fault(13)
 def test_training_outlives_the_bootstrap_peer_and_who_knows_others_can_still_join(tmp_path: Path) -> None:
     with nothing_left_behind(), Swarmlet(tmp_path) as swarm:
-        bootstrap, b, c = swarm.start_all("a", "b", "c")
-        link = bootstrap.link
+        bootstrap = swarm.start("a")
+        bootstrap.wait_for_commit(1)
+        b, c = swarm.start("b"), swarm.start("c")
+        for worker in (b, c):
+            worker.wait_for_commit(3)
+        link, b_id = bootstrap.link, b.wait_for("joined")["peer"]
+        wait_until(lambda: knows(bootstrap, b_id) and knows(c, b_id), PATIENCE_SECONDS)
         bootstrap.kill()
         marks = [len(worker.events) for worker in (b, c)]
         for worker, mark in zip((b, c), marks, strict=True):
             worker.wait_for_commit(2, since=mark)
-        c.end()
-        assert c.wait_for("left")
-        again, stranger = swarm.start("c", link=link), swarm.start("d", link=link)
-        refusal = stranger.wait_for("error", timeout_seconds=2 * PATIENCE_SECONDS)  # It asks for half a minute.
+        c.kill()
+        with refusing(port_of(link)):
+            again, stranger = swarm.start("c", link=link), swarm.start("d", link=link)
+            refusal = stranger.wait_for("error", timeout_seconds=2 * PATIENCE_SECONDS)  # It asks for half a minute.
         assert again.wait_for("joined")["peer"] == c.wait_for("joined")["peer"]
         again.wait_for_commit(2)
         wait_for_agreement(b, again, after_round=b.rounds()[-1]["round"])

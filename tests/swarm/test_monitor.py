@@ -8,7 +8,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.processes.daemons import wait_until
+from tests.support.processes.daemons import port_of, refusing, wait_until
 from tests.support.processes.swarmlet import Swarmlet, nothing_left_behind, run_command
 from tests.support.processes.tellers import PATIENCE_SECONDS
 from tests.support.web.monitors import NEXT_LOOK_SECONDS, RECORD_SECONDS, StatusPage, monitoring
@@ -69,7 +69,8 @@ def test_the_page_follows_a_swarm_and_remembers_it(tmp_path: Path) -> None:
 def test_without_a_swarm_it_says_whom_it_asked(tmp_path: Path) -> None:
     with Swarmlet(tmp_path) as swarm:
         link = swarm.start_all("gone")[0].link
-    done = run_command("monitor", link, "--port", "0")
+    with refusing(port_of(link)):
+        done = run_command("monitor", link, "--port", "0")
     assert done.returncode == 4, done.stderr
     assert "nobody answers yet" in done.stderr  # Within seconds, before it gives up.
     assert "none of the swarm's known peers answers" in done.stderr

@@ -104,14 +104,14 @@ def known_addresses(run_dir: Path) -> list[str]:
 
 
 def remember_addresses(run_dir: Path, records: Iterable[PeerRecord]) -> None:
-    """Save up to two addresses of each peer for the next start; without any, keep the old file."""
-    addresses = [address for record in records for address in record.addresses[:2]]
-    if not addresses:
+    """Save up to two addresses of each peer for the next start, if they changed; without any, keep the old file."""
+    addresses = [address for record in records for address in record.addresses[:2]][:MAX_KNOWN_ADDRESSES]
+    if not addresses or addresses == known_addresses(run_dir):
         return
     path = run_dir / KNOWN_FILE
     temporary = path.with_suffix(".tmp")
     try:
-        temporary.write_text(json.dumps(addresses[:MAX_KNOWN_ADDRESSES]))
+        temporary.write_text(json.dumps(addresses))
         temporary.replace(path)
     except OSError as error:
         logger.warning("cannot remember peers in %s: %s", path, error)

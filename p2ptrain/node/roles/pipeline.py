@@ -62,7 +62,6 @@ async def take_part(peer: Peer, config: PeerConfig, signals: StopSignals) -> Non
         error = error or unsaved
     progress, rounds = (feeding.progress, feeding.rounds) if feeding is not None else (Progress(), 0)
     write_summary(peer, config, progress, loop.time() - started, reason, rounds)
-    peer.network.remember_peers()
     if error is not None:
         raise error
 

@@ -71,7 +71,6 @@ async def start_training(
         raise IncompatibleError(f"{reason}: build the model that the swarm's manifest describes")
     peer.set_state("training")
     await step_in(peer.presence, synchronizer)
-    peer.network.remember_peers()  # A crash would leave no time for it.
     return optimizer, saver
 
 

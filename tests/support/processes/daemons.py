@@ -18,6 +18,7 @@ import uvloop
 
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.libp2p.transport import Libp2pSettings, Libp2pTransport
+from p2ptrain.network.link import SwarmLink
 from p2ptrain.network.transport import Stream
 
 ROOT = Path(__file__).parents[3]
@@ -73,6 +74,27 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def port_of(link: str) -> int:
+    """The TCP port of the first address of a swarm link."""
+    return int(SwarmLink.parse(link).addresses[0].split("/")[4])
+
+
+@contextlib.contextmanager
+def refusing(port: int) -> Iterator[None]:
+    """Hold a TCP port on loopback once its owner is gone: connections are refused, and no other process gets it."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # Connections of the owner may linger.
+
+        def is_held() -> bool:
+            with contextlib.suppress(OSError):
+                holder.bind(("127.0.0.1", port))
+                return True
+            return False
+
+        wait_until(is_held, 10.0)
+        yield
 
 
 def is_alive(process_id: int) -> bool:
