@@ -53,11 +53,7 @@ def load_manifest(path: Path | None, overrides: Mapping[str, Any] | None = None)
 
 
 def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
-    """Return the values of ``--set KEY=VALUE`` options by dotted key; a value is TOML, or else text.
-
-    Raises:
-        UsageError: An option has no ``=``.
-    """
+    """Return the values of ``--set KEY=VALUE`` options by dotted key; a value is TOML, or else text."""
     values: dict[str, Any] = {}
     for setting in settings:
         key, separator, text = setting.partition("=")

@@ -42,12 +42,7 @@ class Plan:
 
 
 def make_plan(arguments: argparse.Namespace) -> Plan:
-    """Create the run directory with the signed manifest and the role files.
-
-    Raises:
-        UsageError: An option is invalid.
-        ConfigError: A value is invalid, or a file cannot be read.
-    """
+    """Create the run directory with the signed manifest and the role files; raise if an option or a file is invalid."""
     demo = DEMO_SETTINGS if arguments.manifest is None else {}
     overrides = demo | parse_settings(arguments.set) | _manifest_overrides(arguments)
     manifest = load_manifest(arguments.manifest, overrides)

@@ -70,11 +70,7 @@ def run_configured_peer(
 
 
 def confirm(question: str, *, assume_yes: bool) -> bool:
-    """Ask a yes-or-no question once.
-
-    Raises:
-        UsageError: There is no terminal, and ``assume_yes`` is False.
-    """
+    """Ask a yes-or-no question once; raise `UsageError` if there is neither a terminal nor ``assume_yes``."""
     if assume_yes:
         return True
     if not (sys.stdin.isatty() and sys.stdout.isatty()):

@@ -74,11 +74,7 @@ class PeerNetwork:
         return SwarmLink(self.rpc.swarm, tuple(outside or addresses)[:MAX_ADDRESSES], directory)
 
     async def connect(self, swarm: bytes, link: SwarmLink | None) -> tuple[str, ...]:
-        """Start the transport and RPC; return the addresses of the peers that link, role file and earlier runs name.
-
-        Raises:
-            ResourceError: The daemon does not start.
-        """
+        """Start the transport and RPC; return the addresses of the peers that link, role file and earlier runs name."""
         options = self._options
         met = known_addresses(options.run_dir) if options.run_dir is not None else []
         known = [*(link.addresses if link is not None else ()), *options.network.bootstrap, *met]
@@ -98,11 +94,7 @@ class PeerNetwork:
         return self._bootstrap
 
     async def join(self) -> None:
-        """Determine the reachability, then start the directory.
-
-        Raises:
-            ResourceError: The daemon does not start again.
-        """
+        """Determine the reachability, then start the directory."""
         await self.reach.settle()
         await self._start_directory()
         self._stack.push_async_callback(lambda: self.directory.close())

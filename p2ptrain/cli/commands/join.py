@@ -74,11 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def in_pipeline(arguments: argparse.Namespace, manifest: Manifest) -> dict[str, object]:
-    """Return the configuration of --role and --stage for this swarm.
-
-    Raises:
-        UsageError: The options do not apply to this swarm.
-    """
+    """Return the configuration of --role and --stage; raise `UsageError` if they do not apply to this swarm."""
     from p2ptrain.cli.terms import has_room
 
     if not manifest.in_stages:

@@ -28,11 +28,7 @@ _STATE = COLUMNS.index("state")
 
 
 async def watch_swarm(observer: Observer, link: SwarmLink) -> None:
-    """Show a swarm on standard output until cancelled.
-
-    Raises:
-        BootstrapError: The directory does not answer the first query.
-    """
+    """Show a swarm on standard output until cancelled; raise if the directory does not answer the first query."""
     await observer.peers()
     looking = Looking(observer.look, observer.peer.signed, link)
     if not Screen.can_draw(sys.stdout):

@@ -44,11 +44,7 @@ class Contacts:
         """By peer: the earliest time of the next attempt."""
 
     async def keep(self) -> None:
-        """Connect to trainers without a connection, up to `MAX_CONTACTS`; redial relayed connections that are due.
-
-        Raises:
-            TemporaryError: The daemon does not answer.
-        """
+        """Connect to trainers without a connection, up to `MAX_CONTACTS`; redial relayed connections that are due."""
         transport, now = self._transport(), asyncio.get_running_loop().time()
         connections: dict[str, list[str]] = {}
         for peer, address in await transport.connections():

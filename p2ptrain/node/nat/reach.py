@@ -135,11 +135,7 @@ class Reach:
         return settings.auto_nat and outside and not said and not settings.relay
 
     async def settle(self) -> None:
-        """Determine the reachability; restart the daemon if it has to listen or announce differently.
-
-        Raises:
-            ResourceError: The daemon does not start again.
-        """
+        """Determine the reachability; restart the daemon if it has to listen or announce differently."""
         if self._settings.relay:
             await self._be_relay(RELAY_ATTEMPTS)
         elif self.asks and self._settings.bootstrap:

@@ -121,11 +121,7 @@ async def carrier(runtime: Runtime, swarm: bytes) -> AsyncIterator[Carrier]:
 
 
 async def why_no_relay(transport: Libp2pTransport, runtime: Runtime, swarm: bytes) -> str:
-    """Return why this peer's daemon does not relay data between two test peers; empty if it does.
-
-    Raises:
-        ResourceError: No further daemon can be started.
-    """
+    """Return why this peer's daemon does not relay data between two test peers; empty if it does."""
     near = await _address_here(transport)
     if not near:
         return "it listens at no TCP address"

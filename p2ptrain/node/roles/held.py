@@ -38,11 +38,7 @@ class HeldState:
         return self.stages[-1].units[0].synchronizer if self.stages else self._trained
 
     def train(self, state: SharedState) -> Synchronizer:
-        """Join averaging with this state of the whole model.
-
-        Raises:
-            IncompatibleError, ManifestError: See `check_extensions`.
-        """
+        """Join averaging with this state of the whole model; raise as `check_extensions`."""
         from p2ptrain.training.sync.replica import Replica
         from p2ptrain.training.sync.synchronizer import Synchronizer
 

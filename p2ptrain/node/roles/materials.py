@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 def choose_device(config: PeerConfig) -> torch.device:
-    """Return the config's device; set the number of threads, too.
-
-    Raises:
-        ResourceError: The device is missing.
-    """
+    """Return the config's device, and set the number of threads; raise `ResourceError` if the device is missing."""
     import torch
 
     if config.resources.threads:
@@ -38,12 +34,7 @@ def choose_device(config: PeerConfig) -> torch.device:
 
 
 def load_text(peer: Peer, config: PeerConfig) -> Corpus:
-    """Return the manifest's text.
-
-    Raises:
-        ConfigError: The text cannot be read.
-        UsageError: The model does not learn from text.
-    """
+    """Return the manifest's text; raise `UsageError` if the model does not learn from text."""
     from p2ptrain.models import check_reads_text
     from p2ptrain.models.pretrained import local_data
     from p2ptrain.training.data.corpus import load_corpus
@@ -55,11 +46,7 @@ def load_text(peer: Peer, config: PeerConfig) -> Corpus:
 
 
 def build_whole_model(peer: Peer, config: PeerConfig) -> torch.nn.Module:
-    """Return the manifest's model on the config's device.
-
-    Raises:
-        ResourceError: The model exceeds the memory limit, or the device is missing.
-    """
+    """Return the manifest's model on the config's device; raise `ResourceError` if it exceeds the memory limit."""
     from p2ptrain.models import build_model, estimate_memory_bytes, whole
     from p2ptrain.models.pretrained import weights_folder
 

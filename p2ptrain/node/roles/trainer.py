@@ -14,12 +14,7 @@ from p2ptrain.node.reports.summary import write_summary
 
 
 async def train(peer: Peer, config: PeerConfig, signals: StopSignals) -> None:
-    """Train until stopped, until the last round, or for ``stop_after.minutes``; then drain.
-
-    Raises:
-        ResourceError: The state cannot be saved.
-        P2PTrainError: As from `build_trainer`, or training cannot continue.
-    """
+    """Train until stopped, until the last round, or for ``stop_after.minutes``; then drain."""
     from p2ptrain.node.roles.building import build_trainer
     from p2ptrain.training.optimizer import Bridge
 
