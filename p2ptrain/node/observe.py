@@ -39,7 +39,7 @@ class Observer:
         return Look(now, seen, reader.rejected)
 
     async def certificates_after(self, peer: str, lineage: bytes) -> list[Certificate]:
-        """Return a peer's verified certificates that follow on a lineage, oldest first; raise as `fetch_certificates`."""
+        """Return a peer's verified certificates that follow on a lineage, oldest first; see `fetch_certificates`."""
         own = self.peer
         return await fetch_certificates(own.rpc, peer, lineage, own.rpc.swarm, own.identity, proofs=True)
 
