@@ -95,7 +95,7 @@ def test_a_link_with_another_peer_id_is_refused_naming_the_peer_at_that_address(
     route, _, holder = address.rpartition("/")
     with Identity.ephemeral() as nobody:
         wrong = SwarmLink(link.digest, (f"{route}/{nobody.peer_id}",))
-    monkeypatch.setattr("p2ptrain.node.peer.CONNECT_SECONDS", 3600.0)
+    monkeypatch.setattr("p2ptrain.node.meeting.CONNECT_SECONDS", 3600.0)
 
     async def look() -> None:
         async with observing(wrong):

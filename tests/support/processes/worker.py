@@ -41,16 +41,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import torch
 
 from p2ptrain import Manifest, SavePolicy, Swarm
 from p2ptrain.averaging.allreduce.member import ALLREDUCE
 from p2ptrain.averaging.allreduce.messages import Bring
-from p2ptrain.averaging.protocol.certificate import Body
+from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.errors import P2PTrainError
 from p2ptrain.network.chunks.server import Ration
 from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.schema import from_bytes
 from p2ptrain.node import thread as thread_module
 from p2ptrain.runtime import Runtime, real_runtime
 from p2ptrain.training.optimizer import SwarmOptimizer
@@ -325,7 +325,7 @@ def account(opt: SwarmOptimizer, synchronizer: Synchronizer) -> dict[str, Any]:
     held += [value for state in opt.inner.state.values() for value in state.values()]
     told |= {"dropped": opt.dropped_batches, "finite": all(bool(tensor.isfinite().all()) for tensor in held)}
     if synchronizer.head.certificate:
-        body = Body.from_bytes(msgpack.unpackb(synchronizer.head.certificate)[0])
+        body = from_bytes(Certificate, synchronizer.head.certificate).body
         told["counted"] = {body.members[index]: tokens for index, tokens, _ in body.contributors}
         told["extends"] = body.lineage.hex()
     return told
