@@ -22,10 +22,10 @@ from benchmarks.answers import hear, say
 from benchmarks.peers import SWARM, LoopbackPeer, loopback_peer
 from benchmarks.vectors import initial_vector, quality
 from p2ptrain.averaging.averager import Averager, RoundOutcome
-from p2ptrain.averaging.commit.encodings import decode_means
+from p2ptrain.averaging.commit.attempt import decode_means
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.membership import Membership
-from p2ptrain.averaging.protocol.head import Head, genesis
+from p2ptrain.averaging.protocol.certificate import Head, genesis
 from p2ptrain.codecs import get_codec, warm_up
 from p2ptrain.errors import P2PTrainError
 from p2ptrain.manifest import AveragingSpec

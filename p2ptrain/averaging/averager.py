@@ -16,22 +16,18 @@ from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.allreduce.runner import Attempts
 from p2ptrain.averaging.allreduce.session import SessionResult
-from p2ptrain.averaging.commit.attempt import Attempt, AttemptFailedError
+from p2ptrain.averaging.commit.attempt import Attempt, AttemptFailedError, decode_means
 from p2ptrain.averaging.commit.broadcast import DecidedError, Path, ResultBroadcast, TreePath
-from p2ptrain.averaging.commit.contribution_log import OwnWork
-from p2ptrain.averaging.commit.encodings import decode_means
 from p2ptrain.averaging.commit.provenance import Origin
 from p2ptrain.averaging.commit.result_chunks import Means
-from p2ptrain.averaging.commit.round_log import History, Result
+from p2ptrain.averaging.commit.round_log import History, OwnWork, Result
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.cells import delegate_order
 from p2ptrain.averaging.grouping.matchmaker import Matchmaker
 from p2ptrain.averaging.grouping.membership import ANSWER_SECONDS, Membership
-from p2ptrain.averaging.protocol.certificate import Body, Certificate, Ticket
-from p2ptrain.averaging.protocol.head import Head
-from p2ptrain.averaging.protocol.signed import MAX_PRESENT
-from p2ptrain.averaging.timing.global_batch import NO_GOAL, Goal
-from p2ptrain.averaging.timing.keepalive import first_result
+from p2ptrain.averaging.protocol.certificate import MAX_PRESENT, Body, Certificate, Head, Ticket
+from p2ptrain.averaging.timing.deadlines import first_result
+from p2ptrain.averaging.timing.goal import NO_GOAL, Goal
 from p2ptrain.averaging.vector.error_feedback import Encoded
 from p2ptrain.averaging.vector.rules import feedback_scale
 from p2ptrain.averaging.verification.evidence import EvidenceStore

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from p2ptrain.averaging.protocol.certificate import Certificate
-from p2ptrain.averaging.protocol.head import Head
+from p2ptrain.averaging.protocol.certificate import Certificate, Head
 from p2ptrain.codecs import get_codec
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.training.sync import catch_up as following

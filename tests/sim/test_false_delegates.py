@@ -12,7 +12,7 @@ import torch
 from p2ptrain.averaging.allreduce.messages import Shown, Trace
 from p2ptrain.averaging.allreduce.session import AllReduceSession
 from p2ptrain.averaging.grouping.cells import Cells
-from p2ptrain.averaging.protocol.head import Head
+from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.network.chunks.messages import Ask, FromReceiver, Open
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.simulated import SimulatedNetwork

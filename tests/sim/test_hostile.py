@@ -13,8 +13,8 @@ import torch
 
 from p2ptrain.averaging.allreduce.member import ALLREDUCE
 from p2ptrain.averaging.allreduce.messages import Bring, FromOwner, Mask, Request, Signature
-from p2ptrain.averaging.allreduce.outgoing import ANOTHER_RESULT, BAD_ANSWER, BAD_SIGNATURE
 from p2ptrain.averaging.allreduce.session import OUT_OF_PROPORTION, AllReduceSession
+from p2ptrain.averaging.allreduce.streams import ANOTHER_RESULT, BAD_ANSWER, BAD_SIGNATURE
 from p2ptrain.averaging.averager import _Wish
 from p2ptrain.averaging.commit.provenance import Origin
 from p2ptrain.averaging.grouping.coordinator import MAX_PENDING_GROUPS
@@ -30,8 +30,7 @@ from p2ptrain.averaging.grouping.messages import (
     Redirected,
     Refused,
 )
-from p2ptrain.averaging.protocol.certificate import Roster, Ticket
-from p2ptrain.averaging.protocol.head import Head
+from p2ptrain.averaging.protocol.certificate import Head, Roster, Ticket
 from p2ptrain.errors import PeerRefusedError, TemporaryError
 from p2ptrain.network.chunks.messages import Open
 from p2ptrain.network.schema import Nothing

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from p2ptrain.averaging.protocol.head import Head
+from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.manifest import Manifest, TrainingSpec
 from p2ptrain.node.thread import LoopThread
 from p2ptrain.training.checkpoints.save_policy import SavePolicy

@@ -13,17 +13,14 @@ from p2ptrain.averaging.allreduce.bandwidth import Speeds, part_codec, plan_shar
 from p2ptrain.averaging.allreduce.member import ALLREDUCE, Trouble
 from p2ptrain.averaging.allreduce.messages import GAVE_UP, Bring, Request
 from p2ptrain.averaging.allreduce.session import AllReduceSession, Contribution, SessionResult
-from p2ptrain.averaging.commit.attempt import Attempt, LateError, UnencodableError
-from p2ptrain.averaging.commit.contribution_log import OwnWork
-from p2ptrain.averaging.commit.encodings import part_codecs
+from p2ptrain.averaging.commit.attempt import Attempt, LateError, UnencodableError, part_codecs
 from p2ptrain.averaging.commit.provenance import Origin, Source
 from p2ptrain.averaging.commit.recovery import Settlements
-from p2ptrain.averaging.commit.round_log import History
+from p2ptrain.averaging.commit.round_log import History, OwnWork
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.matchmaker import Matchmaker
 from p2ptrain.averaging.grouping.membership import Membership
-from p2ptrain.averaging.protocol.certificate import Certificate, Roster
-from p2ptrain.averaging.protocol.head import Head
+from p2ptrain.averaging.protocol.certificate import Certificate, Head, Roster
 from p2ptrain.averaging.timing.deadlines import attempt_seconds, beat_seconds
 from p2ptrain.averaging.verification.commitments import Slice
 from p2ptrain.averaging.verification.evidence import EvidenceStore

@@ -20,7 +20,7 @@ owner closes its mask when all parts are complete, or when a quorum is and the r
 (`p2ptrain.averaging.timing.deadlines`). Members wait for masks and means by the same rule. The owner encodes its mean
 once, and decodes the same bytes as every other member. (Moshpit SGD, arXiv 2103.03239, section 3; the certificate is
 ours.) Sparse parts are not encoded again: their list is the mean. A slow member may encode its own parts with another
-codec than the mean's (`p2ptrain.averaging.commit.encodings`).
+codec than the mean's (`p2ptrain.averaging.commit.attempt`).
 
 Unreachable members own no share. Owners forward the signatures that two such members cannot exchange. A member that
 gives up blames the members at fault: it sends `GaveUp` instead of its pending messages. Its data stay in its `Attempt`,
@@ -36,18 +36,16 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from p2ptrain.averaging.allreduce.incoming import IncomingStreams
-from p2ptrain.averaging.allreduce.member import Blame, Liveness, Member, Trouble
+from p2ptrain.averaging.allreduce.member import Blame, Liveness, Member, Trouble, Verifier
 from p2ptrain.averaging.allreduce.messages import GaveUp, Request, Signatures
-from p2ptrain.averaging.allreduce.outgoing import OutgoingStream
-from p2ptrain.averaging.allreduce.spot_checks import SpotChecks, Verifier
+from p2ptrain.averaging.allreduce.spot_checks import SpotChecks
+from p2ptrain.averaging.allreduce.streams import IncomingStreams, OutgoingStream
 from p2ptrain.averaging.commit.attempt import Attempt, AttemptFailedError, LateError, UnencodableError
 from p2ptrain.averaging.commit.provenance import Origin, Source
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.averaging.timing.deadlines import FORWARD_SECONDS, patience_seconds, quorum_of_others
-from p2ptrain.averaging.vector.reduce import ExactMean, OwnShare
-from p2ptrain.averaging.vector.streaming import EncodedStream
+from p2ptrain.averaging.vector.reduce import EncodedStream, ExactMean, OwnShare
 from p2ptrain.buffers import Buffer
 from p2ptrain.codecs import Codec, CodecError, dense_codec
 from p2ptrain.network.rpc.channel import Channel

@@ -13,7 +13,7 @@ import math
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-from p2ptrain.averaging.allreduce.member import Member
+from p2ptrain.averaging.allreduce.member import Complaint, Member, Verifier
 from p2ptrain.averaging.allreduce.messages import (
     AskChunks,
     AskStatements,
@@ -29,8 +29,7 @@ from p2ptrain.averaging.allreduce.messages import (
 )  # fmt: skip
 from p2ptrain.averaging.commit.attempt import AttemptFailedError, LateError
 from p2ptrain.averaging.timing.deadlines import FORWARD_SECONDS, quorum_of_others
-from p2ptrain.averaging.vector.merkle_sum import SumTree
-from p2ptrain.averaging.vector.reduce import PartCheck, RangeCheck, mean_root, mean_tree
+from p2ptrain.averaging.vector.chunks import PartCheck, RangeCheck, SumTree, mean_tree
 from p2ptrain.averaging.verification.audit import Audit, FalseMeanError
 from p2ptrain.averaging.verification.commitments import MAX_STATEMENT_BYTES
 from p2ptrain.averaging.verification.opening import MAX_CHUNKS
@@ -49,97 +48,15 @@ from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.tasks import Tasks
 
 if TYPE_CHECKING:
-    from p2ptrain.averaging.allreduce.outgoing import OutgoingStream
     from p2ptrain.averaging.allreduce.session import AllReduceSession
+    from p2ptrain.averaging.allreduce.streams import OutgoingStream
 
 logger = logging.getLogger(__name__)
 
-Complaint = tuple[int, int]  # (owner, chunk) that the owner did not show
 CLEAR_SHARE = 0.9  # fraction of the usual timeout for the others' checks; the rest is left for their signatures
 ANSWER_SHARE = 0.75  # the same for an owner's answer; < `CLEAR_SHARE`: complaints arrive before the others sign
 REASON_SECONDS = 1.0  # how long to wait for the reason why a needed owner gave up
 RETRY_SECONDS = 0.3
-
-
-class Verifier:
-    """Trusts the owners: spot checks are off, the codec is sparse, or the group has one member."""
-
-    def __init__(self, session: AllReduceSession) -> None:
-        self._session = session
-        self.evidence = b""  # against an owner that falsified its mean
-
-    # As a contributor, on an outgoing stream.
-
-    def new_check(self, codec: Codec) -> RangeCheck:
-        """Return the check that a part passes through while this member encodes it in ``codec``."""
-        return RangeCheck(codec, self._session.context.spec)
-
-    async def part_sent(self, stream: OutgoingStream, check: RangeCheck) -> None:
-        """Send the commitment to the part that ``check`` saw, if parts are signed."""
-
-    async def mean_received(self, stream: OutgoingStream, tree: SumTree) -> bool:
-        """Check an owner's mean, whose chunks form ``tree``; return True if it passed."""
-        return True
-
-    # As an owner, on an incoming stream.
-
-    async def part_received(self, channel: Channel, sender: Member, codec: str, check: PartCheck) -> SumTree | None:
-        """Return the tree of a part's chunks, if parts are signed; raise `IntegrityError` on a false commitment."""
-        return None
-
-    async def state(self, mean: Buffer) -> bytes:
-        """Return the hash that names the own share's mean, after signing a statement if means are signed."""
-        attempt, own = self._session.attempt, self._session.own
-        codec = attempt.mean_codec_of(own.index)
-        return await self._session.context.runtime.offload(mean_root, codec, mean, own.size, attempt.chunk)
-
-    async def mean_sent(self, channel: Channel) -> bool:
-        """Answer a check; return False if the answer was a majority's signatures."""
-        return True
-
-    async def before_signature(self, channel: Channel) -> None:
-        """Send `Clear` once the own checks passed, if members wait for it."""
-
-    async def open_chunks(self, channel: Channel, chunks: Sequence[int]) -> bool:
-        """Open chunks of the own share; return False if the answer was a majority's signatures."""
-        return True
-
-    def heard(self) -> Statements:
-        """Return the statements that owners sent to this member."""
-        return Statements(())
-
-    # The decision.
-
-    async def may_sign(self) -> bool:
-        """Return True once all checks passed; False if a majority signed before.
-
-        Raises:
-            AttemptFailedError: A check failed, or an owner was lost.
-        """
-        return True
-
-    def fail_on_evidence(self) -> None:
-        """Raise `AttemptFailedError` if there is evidence against an owner."""
-
-    async def other_result(self, member: Member) -> None:
-        """Find out why a member signed another result."""
-
-    def faulty(self) -> Collection[Member]:
-        """Return the owners whose shares failed a check."""
-        return ()
-
-    def note_clear(self, member: Member) -> None:
-        """Record that a member's checks passed."""
-
-    def note_complaints(self, complaints: Sequence[Complaint]) -> None:
-        """Record the chunks that a member could not check before it gave up."""
-
-    def complaints(self) -> tuple[Complaint, ...]:
-        """Return the chunks that this member could not check."""
-        return ()
-
-    async def stop(self) -> None:
-        """Stop all checks, and stop reading the own contribution, which may change from now on."""
 
 
 class SpotChecks(Verifier):

@@ -1,25 +1,113 @@
-"""One member's state of one roster's attempt at a round, and the errors that end an attempt."""
+"""Encodings of a group's parts and means: pure functions of the manifest, the model and the certificate's body.
+
+All members thus choose the same encoding, in the round and in every replay.
+
+=====================================  ==================================  ===========================================
+the swarm's codec                      a part                              a share's mean
+=====================================  ==================================  ===========================================
+dense                                  the same, or smaller if slow        the same
+sparse, a weighted mean, few members   the same                            the list of the parts: no further loss
+sparse, otherwise                      the same                            dense, `p2ptrain.codecs.dense_codec`
+=====================================  ==================================  ===========================================
+
+Members are "few" while the list has fewer bytes than the dense mean (`p2ptrain.codecs.fewer_bytes_listed`). A
+`VotingRule` result is no weighted sum of parts. A list of parts would make every member repeat all owners' work.
+
+
+One member's state of one roster's attempt at a round, and the errors that end an attempt."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 from statistics import median_low
+from typing import TYPE_CHECKING
 
-from p2ptrain.averaging.commit.encodings import lists_parts, mean_codec
-from p2ptrain.averaging.protocol.certificate import Body, Certificate, Roster, vote
-from p2ptrain.averaging.protocol.head import Head
-from p2ptrain.averaging.protocol.signed import MAX_PRESENT
-from p2ptrain.averaging.vector.reduce import chunk_span, chunk_values, num_chunks
-from p2ptrain.averaging.vector.rules import get_rule
+from p2ptrain.averaging.protocol.certificate import MAX_PRESENT, Body, Certificate, Head, Roster, vote
+from p2ptrain.averaging.vector.chunks import chunk_span, chunk_values, num_chunks
+from p2ptrain.averaging.vector.rules import VotingRule, get_rule
 from p2ptrain.buffers import Buffer
-from p2ptrain.codecs import Codec, CodecError, Decoder, PartList
+from p2ptrain.codecs import (
+    Codec,
+    CodecError,
+    Decoder,
+    PartList,
+    codec_at,
+    dense_codec,
+    fewer_bytes_listed,
+    smaller_codecs,
+)
 from p2ptrain.errors import TemporaryError
 from p2ptrain.hashing import EMPTY_HASH
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.signing import Signer
+
+if TYPE_CHECKING:
+    import torch
+
+
+def part_codecs(spec: AveragingSpec, codec: Codec, num_values: int) -> tuple[Codec, ...]:
+    """Return the codecs that a member may encode its own parts in: the swarm's, then ever smaller ones.
+
+    A sparse swarm codec has no alternative, because a list of parts has one codec. Under rules by coordinate no
+    alternative is sparse, because the zeros of a slow minority would count as votes.
+    """
+    if codec.sparse:
+        return (codec,)
+    smaller = smaller_codecs(codec, num_values)
+    return (codec, *(each for each in smaller if not (each.sparse and get_rule(spec).by_coordinate)))
+
+
+def lists_parts(spec: AveragingSpec, codec: Codec, num_values: int, num_members: int) -> bool:
+    """True if a roster of ``num_members`` sends means as lists of their parts."""
+    return (
+        codec.sparse
+        and not isinstance(get_rule(spec), VotingRule)
+        and fewer_bytes_listed(codec, dense_codec(codec), num_values, num_members)
+    )
+
+
+def mean_codec(spec: AveragingSpec, codec: Codec, num_values: int, num_members: int, num_contributors: int) -> Decoder:
+    """Return the decoder of a whole vector's mean; its `part` is the decoder of a share's mean.
+
+    Args:
+        spec: Selects the reduction rule.
+        codec: The swarm's codec.
+        num_values: Length of the vector.
+        num_members: Size of the roster.
+        num_contributors: Members of the roster that contributed.
+
+    Raises:
+        ValueError: No member contributed.
+    """
+    if lists_parts(spec, codec, num_values, num_members):
+        return PartList(codec, num_contributors)
+    return dense_codec(codec)
+
+
+def decode_means(spec: AveragingSpec, codec: Codec, body: Body, means: Sequence[Buffer], out: torch.Tensor) -> None:
+    """Decode the means of a result into ``out``, bit for bit the same at every peer.
+
+    Args:
+        spec: Selects the reduction rule.
+        codec: The swarm's codec.
+        body: Body of the result.
+        means: Validated encoded mean of each share.
+        out: Overwritten; fp32, shape ``[bounds[-1]]``.
+    """
+    decoder = mean_codec_of(spec, codec, body)
+    for mean, (low, high) in zip(means, pairwise(body.bounds), strict=True):
+        if high > low:
+            decoder.part(low, high).decode_into(mean, out[low:high])
+
+
+def mean_codec_of(spec: AveragingSpec, codec: Codec, body: Body) -> Decoder:
+    """Return the decoder of a result's means; see `mean_codec`."""
+    return mean_codec(spec, codec_at(codec, body.level), body.bounds[-1], len(body.members), len(body.contributors))
+
 
 WEIGHT_SLACK = 1 + 2**-20
 """Tolerance of a part's weight over the limit from its tokens; weights are rounded to fp32."""

@@ -23,8 +23,17 @@ from msgspec import Meta
 from p2ptrain.averaging.commit.result_chunks import RESULT, Means, ResultChunks
 from p2ptrain.averaging.commit.round_log import KNOWN_WAIT_SECONDS, History
 from p2ptrain.averaging.protocol.certificate import MAX_LEVELS, Body, Certificate
-from p2ptrain.averaging.timing.deadlines import patience_seconds, quiet_seconds, quorum_of_others
-from p2ptrain.averaging.timing.keepalive import Keepalive, KeepaliveStatus, Patience, answer_after_beats, beat_until
+from p2ptrain.averaging.timing.deadlines import (
+    QUIET_GRACES,
+    Keepalive,
+    KeepaliveStatus,
+    Patience,
+    answer_after_beats,
+    beat_until,
+    patience_seconds,
+    quiet_seconds,
+    quorum_of_others,
+)
 from p2ptrain.errors import (
     DeadlineError,
     IntegrityError,
@@ -42,8 +51,6 @@ from p2ptrain.tasks import Tasks
 logger = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_SECONDS = 8.0
-QUIET_GRACES = 0.5
-"""Allowed delay of a delegate's keepalive, in grace periods; two such delays fit the level above's grace period."""
 TRIES_ABOVE = 4
 """Attempts to fetch a result from its makers, spread over one grace period."""
 MAX_REPLY_BYTES = 8 << 20

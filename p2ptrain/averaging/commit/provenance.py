@@ -19,8 +19,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgpack
 
 from p2ptrain.averaging.protocol.certificate import Body, Certificate
-from p2ptrain.averaging.vector.merkle_sum import MAX_DEPTH, NODE, SumTree, leaf_hash, root_of_proof
-from p2ptrain.averaging.vector.reduce import chunk_span, mean_tree, num_chunks
+from p2ptrain.averaging.vector.chunks import (
+    MAX_DEPTH,
+    NODE,
+    SumTree,
+    chunk_span,
+    leaf_hash,
+    mean_tree,
+    num_chunks,
+    root_of_proof,
+)
 from p2ptrain.buffers import Buffer
 from p2ptrain.codecs import Codec, CodecError, Decoder, PartList
 from p2ptrain.errors import IntegrityError

@@ -35,8 +35,7 @@ from msgspec import Meta
 
 from p2ptrain.averaging.commit.attempt import Attempt, Standing
 from p2ptrain.averaging.commit.round_log import History
-from p2ptrain.averaging.protocol.certificate import Body, Certificate
-from p2ptrain.averaging.protocol.signed import MAX_MEMBERS, Name, Proof
+from p2ptrain.averaging.protocol.certificate import MAX_MEMBERS, Body, Certificate, Name, Proof
 from p2ptrain.averaging.timing.deadlines import patience_seconds, silence_seconds
 from p2ptrain.buffers import Buffer
 from p2ptrain.codecs import CodecError

@@ -20,9 +20,7 @@ from decimal import Context, Decimal, localcontext
 from functools import lru_cache
 from typing import NamedTuple
 
-from p2ptrain.averaging.protocol.certificate import Level, Ticket
-from p2ptrain.averaging.protocol.head import Head
-from p2ptrain.averaging.protocol.signed import Count, Present
+from p2ptrain.averaging.protocol.certificate import Count, Head, Level, Present, Ticket
 from p2ptrain.errors import IntegrityError
 from p2ptrain.network.schema import Hash
 

@@ -13,10 +13,9 @@ import contextlib
 import logging
 from collections.abc import Callable, Collection
 
-from p2ptrain.averaging.commit.broadcast import QUIET_GRACES
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.cells import Key
-from p2ptrain.averaging.grouping.leaders import Leaders
+from p2ptrain.averaging.grouping.leaders import Leaders, RoundPosition, is_ahead, probe, probe_seconds
 from p2ptrain.averaging.grouping.membership import Absentees, Membership, rank
 from p2ptrain.averaging.grouping.messages import (
     JOIN,
@@ -40,13 +39,17 @@ from p2ptrain.averaging.grouping.messages import (
     Waiting,
 )
 from p2ptrain.averaging.grouping.pending_group import PendingGroup, decide
-from p2ptrain.averaging.grouping.round_position import RoundPosition, is_ahead, probe, probe_seconds
-from p2ptrain.averaging.protocol.certificate import Ticket
-from p2ptrain.averaging.protocol.head import Head
-from p2ptrain.averaging.timing.deadlines import LEAST_QUIET_SECONDS
-from p2ptrain.averaging.timing.global_batch import LONGEST_BATCH_SECONDS, NO_GOAL, GlobalBatch, Goal, Report
-from p2ptrain.averaging.timing.keepalive import KeepaliveStatus, beat_until
-from p2ptrain.averaging.timing.local_steps import Closing, StepReport
+from p2ptrain.averaging.protocol.certificate import Head, Ticket
+from p2ptrain.averaging.timing.deadlines import LEAST_QUIET_SECONDS, QUIET_GRACES, KeepaliveStatus, beat_until
+from p2ptrain.averaging.timing.goal import (
+    LONGEST_BATCH_SECONDS,
+    NO_GOAL,
+    Closing,
+    GlobalBatch,
+    Goal,
+    Report,
+    StepReport,
+)
 from p2ptrain.errors import DeadlineError, IntegrityError, PeerError, PeerRefusedError
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.rpc.channel import Channel

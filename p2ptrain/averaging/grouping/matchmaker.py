@@ -15,7 +15,7 @@ from collections.abc import Callable
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.cells import Cells, Key
 from p2ptrain.averaging.grouping.coordinator import CONVICTED, MAX_HOPS, Coordinator
-from p2ptrain.averaging.grouping.leaders import Leaders
+from p2ptrain.averaging.grouping.leaders import Leaders, RoundPosition, is_ahead, probe, probe_seconds
 from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.averaging.grouping.messages import (
     JOIN,
@@ -33,15 +33,17 @@ from p2ptrain.averaging.grouping.messages import (
     Redirected,
     Refused,
 )
-from p2ptrain.averaging.grouping.pacing import Pacing
 from p2ptrain.averaging.grouping.pending_group import agrees_with_itself
-from p2ptrain.averaging.grouping.round_position import RoundPosition, is_ahead, probe, probe_seconds
-from p2ptrain.averaging.grouping.standby import Standby
-from p2ptrain.averaging.protocol.certificate import Roster, Ticket
-from p2ptrain.averaging.protocol.head import Head
-from p2ptrain.averaging.timing.deadlines import leader_allowance_seconds, leader_dial_seconds, silence_seconds
-from p2ptrain.averaging.timing.global_batch import LONGEST_BATCH_SECONDS, NO_GOAL, Goal
-from p2ptrain.averaging.timing.keepalive import Patience, answer_after_beats
+from p2ptrain.averaging.grouping.reporting import Pacing, Standby
+from p2ptrain.averaging.protocol.certificate import Head, Roster, Ticket
+from p2ptrain.averaging.timing.deadlines import (
+    Patience,
+    answer_after_beats,
+    leader_allowance_seconds,
+    leader_dial_seconds,
+    silence_seconds,
+)
+from p2ptrain.averaging.timing.goal import LONGEST_BATCH_SECONDS, NO_GOAL, Goal
 from p2ptrain.errors import DeadlineError, IntegrityError, PeerError, PeerRefusedError, TemporaryError
 from p2ptrain.tasks import Tasks, together
 

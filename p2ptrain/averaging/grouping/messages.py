@@ -1,8 +1,7 @@
 """Messages by which peers form groups.
 
-`p2ptrain.averaging.grouping.matchmaker` sends tickets and probes, `p2ptrain.averaging.grouping.pacing` and
-`p2ptrain.averaging.grouping.standby` send reports; `p2ptrain.averaging.grouping.coordinator` answers most of them. Each
-``head`` is the sender's, without proof.
+`p2ptrain.averaging.grouping.matchmaker` sends tickets and probes, `p2ptrain.averaging.grouping.reporting` sends reports;
+`p2ptrain.averaging.grouping.coordinator` answers most of them. Each ``head`` is the sender's, without proof.
 """
 
 from __future__ import annotations
@@ -13,11 +12,9 @@ from msgspec import Meta
 
 from p2ptrain.averaging.grouping.cells import Key
 from p2ptrain.averaging.grouping.membership import MAX_AVOIDED_PEERS
-from p2ptrain.averaging.protocol.certificate import Ticket
-from p2ptrain.averaging.protocol.head import Head
-from p2ptrain.averaging.protocol.signed import MAX_MEMBERS, Count, Name, Positive
-from p2ptrain.averaging.timing.global_batch import LONGEST_BATCH_SECONDS
-from p2ptrain.averaging.timing.keepalive import Keepalive
+from p2ptrain.averaging.protocol.certificate import MAX_MEMBERS, Count, Head, Name, Positive, Ticket
+from p2ptrain.averaging.timing.deadlines import Keepalive
+from p2ptrain.averaging.timing.goal import LONGEST_BATCH_SECONDS
 from p2ptrain.network.schema import Message
 
 JOIN, PROBE, REPORT = "group.join", "group.probe", "group.report"
@@ -110,7 +107,7 @@ class ProbeReply(Message, frozen=True):
 
 
 class BatchReport(Message, frozen=True):
-    """How far a trainer is in a round with a global batch; see `p2ptrain.averaging.timing.global_batch.Report`."""
+    """How far a trainer is in a round with a global batch; see `p2ptrain.averaging.timing.goal.Report`."""
 
     head: Head
     samples: Samples
@@ -152,7 +149,7 @@ class Grant(Message, frozen=True):
 
 
 class StepsReport(Message, frozen=True):
-    """How far a trainer is in a round of local steps; see `p2ptrain.averaging.timing.local_steps.StepReport`."""
+    """How far a trainer is in a round of local steps; see `p2ptrain.averaging.timing.goal.StepReport`."""
 
     head: Head
     steps: Samples

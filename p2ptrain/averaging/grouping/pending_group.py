@@ -17,10 +17,8 @@ from typing import Literal
 from p2ptrain.averaging.grouping.cells import Cells, Key
 from p2ptrain.averaging.grouping.membership import rank
 from p2ptrain.averaging.grouping.messages import Answer, Formed, Refused
-from p2ptrain.averaging.protocol.certificate import Roster, Ticket
-from p2ptrain.averaging.protocol.head import Head
-from p2ptrain.averaging.timing.global_batch import MAX_REPORTS, GlobalBatch, Report
-from p2ptrain.averaging.timing.local_steps import Closing, StepReport
+from p2ptrain.averaging.protocol.certificate import Head, Roster, Ticket
+from p2ptrain.averaging.timing.goal import MAX_REPORTS, Closing, GlobalBatch, Report, StepReport
 from p2ptrain.manifest import AveragingSpec
 
 

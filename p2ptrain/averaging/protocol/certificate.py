@@ -1,4 +1,8 @@
-"""Tickets, rosters, results and their certificates.
+"""Values that their author signs, and the bounds of their fields.
+
+The head of a lineage: the facts that all holders of one certificate share.
+
+Tickets, rosters, results and their certificates.
 
 A *ticket* is a peer's signed request to average one round. A *roster* is the list of tickets that a leader assembled.
 The roster's members reduce, and each member that holds the whole result signs its *body*. A body signed by a majority
@@ -11,26 +15,91 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Self
 
 from msgspec import Meta
 
-from p2ptrain.averaging.protocol.head import Head
-from p2ptrain.averaging.protocol.signed import (
-    MAX_MEMBERS,
-    MAX_PRESENT,
-    Count,
-    Name,
-    Positive,
-    Present,
-    Proof,
-    Signed,
-)  # fmt: skip
 from p2ptrain.errors import IntegrityError
 from p2ptrain.hashing import HASH_BYTES
 from p2ptrain.manifest import canonical_bytes
 from p2ptrain.network.schema import Hash, from_bytes, to_bytes, to_wire
 from p2ptrain.signing import Signer
+
+MAX_MEMBERS = 256
+MAX_COUNT = (1 << 62) - 1
+MAX_PRESENT = 1 << 16  # bound on the peers of a swarm; keeps the computation of a tree's shape short
+MAX_PROOF_BYTES = 2048
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+Present = Annotated[int, Meta(ge=0, le=MAX_PRESENT)]
+Positive = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
+Name = Annotated[str, Meta(max_length=128)]  # a peer's id, or a codec's name
+Proof = Annotated[bytes, Meta(max_length=MAX_PROOF_BYTES)]  # a signature; empty before the value is signed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signed:
+    """A value whose ``proof`` is its author's signature of all other fields and of the swarm's digest."""
+
+    CONTEXT: ClassVar[bytes]
+    """Domain separator: a signature is only valid for values of this type."""
+    proof: Proof = b""
+
+    @property
+    def author(self) -> str:
+        """Id of the peer that signs."""
+        raise NotImplementedError
+
+    def message(self, swarm: bytes) -> bytes:
+        """Return the bytes that the author signs; ``swarm`` is the manifest's digest, 32 bytes."""
+        return self.CONTEXT + swarm + canonical_bytes(to_wire(self) | {"proof": b""})
+
+    def signed(self, swarm: bytes, signer: Signer) -> Self:
+        """Return this value with its author's signature."""
+        return replace(self, proof=signer.sign(self.message(swarm)))
+
+    def verify(self, swarm: bytes, verifier: Signer) -> None:
+        """Raise `IntegrityError` unless the author signed this value."""
+        if not verifier.verify(self.author, self.message(swarm), self.proof):
+            raise IntegrityError(f"a {type(self).__name__.lower()}'s signature does not match its author")
+
+
+@dataclass(frozen=True)
+class Head:
+    """The newest state of a lineage that a peer holds.
+
+    Attributes:
+        round: Rounds committed since the lineage began; also the number of the round in progress.
+        lineage: Hash chain over the bodies of all its certificates, 32 bytes.
+        tokens: Tokens that contributed to it in all rounds; the lineage with more tokens wins.
+        samples: Data position up to which the lineage has handed out samples.
+        digest: Merkle root of parameters, buffers and shared optimizer state at the start of the round, 32 bytes.
+        members: Roster of the round before, in order; empty at the start, and after a roster of delegates.
+        certificate: Certificate of the round before, in wire form; empty at the start.
+        present: Number of peers that the round before counted; 0 at the start.
+    """
+
+    round: Count
+    lineage: Hash
+    tokens: Count
+    samples: Count
+    digest: Hash
+    members: Annotated[tuple[Name, ...], Meta(max_length=MAX_MEMBERS)] = ()
+    certificate: bytes = b""
+    present: Present = 0
+
+    def without_proof(self) -> Head:
+        """Return this head without members and certificate, for messages that need not prove it."""
+        return Head(self.round, self.lineage, self.tokens, self.samples, self.digest, present=self.present)
+
+    def outranks(self, other: Head) -> bool:
+        """True if this lineage wins: by more tokens, then by more rounds, then by the smaller hash."""
+        return (self.tokens, self.round, other.lineage) > (other.tokens, other.round, self.lineage)
+
+
+def genesis(swarm: bytes, digest: bytes) -> Head:
+    """Return the head of a new lineage, whose initial state has this digest."""
+    return Head(0, hashlib.sha256(b"p2ptrain genesis" + swarm + digest).digest(), 0, 0, digest)
+
 
 MAX_RATES_BYTES = 1024
 MAX_CERTIFICATE_BYTES = 1 << 20

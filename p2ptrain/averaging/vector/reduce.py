@@ -1,4 +1,9 @@
-"""The owner's side of a share: check the parts, choose the contributors, and reduce.
+"""Pipelined transfer of shares: encoding overlaps sending; checks and hashes overlap receiving.
+
+On the wire a share is one bulk buffer. Its bytes do not depend on the cuts into pieces (`p2ptrain.codecs.base.Codec`).
+
+
+The owner's side of a share: check the parts, choose the contributors, and reduce.
 
 1. `PartCheck` checks and measures each part while it arrives.
 2. `OwnShare.judge` drops outliers when the owner closes its mask, before the group agrees on the contributors.
@@ -8,125 +13,186 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from p2ptrain.averaging.vector.aggregation import MIN_FOR_MEDIAN, out_of_proportion
-from p2ptrain.averaging.vector.merkle_sum import Node, SumTree, leaf_hashes
-from p2ptrain.averaging.vector.rules import VotingRule, WeightedRule, get_rule
-from p2ptrain.averaging.vector.streaming import EncodedStream, cut
+from p2ptrain.averaging.vector.chunks import Node, PartCheck, SumTree, check_range, chunk_values, cut
+from p2ptrain.averaging.vector.rules import MIN_FOR_MEDIAN, VotingRule, WeightedRule, get_rule, out_of_proportion
 from p2ptrain.buffers import Buffer
 from p2ptrain.codecs import Codec, CodecError, Decoder, PartList, get_codec
-from p2ptrain.hashing import EMPTY_HASH, bulk_hash
+from p2ptrain.errors import ProtocolError
+from p2ptrain.hashing import EMPTY_HASH, BulkHasher
 from p2ptrain.manifest import AveragingSpec
+from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.runtime import Runtime
+from p2ptrain.tasks import Tasks
 
 if TYPE_CHECKING:
     import torch
 
-STACK_VALUES = 1 << 15
-"""Values of each part that a rule by coordinate combines at a time; the stack of parts must fit a core's cache."""
-
-RANGE_SLACK = 1.01
-"""Factor by which encoded values may exceed ``max_value``, because a codec may round up."""
+Check = Callable[[memoryview, int, int], None]
+"""Called with (encoded piece, start, stop), offsets in values of the share; raises `CodecError` to refuse the piece."""
 
 
-CHUNK_VALUES = 1 << 14
-"""Base length of a chunk; see `chunk_values`. Equal for all members, because ``centered_clip`` takes distances per
-chunk. Shorter chunks cost more to hash, longer ones more to reveal in an audit."""
-
-
-def chunk_values(codec: Codec) -> int:
-    """Return the length of a chunk: the unit of hashes, commitments and audits, in values.
-
-    Chunk k of every part and of the mean covers the same values, whatever their codecs. The mean's chunk depends on
-    the parts' chunks alone: no codec block and no input of a rule crosses a chunk border. See
-    `p2ptrain.averaging.verification.audit`.
-    """
-    return math.lcm(CHUNK_VALUES, codec.block_size)
-
-
-def num_chunks(num_values: int, chunk: int) -> int:
-    """Return the number of chunks in a share of ``num_values`` values."""
-    return -(-num_values // chunk)
-
-
-def chunk_span(low: int, high: int, number: int, chunk: int) -> tuple[int, int]:
-    """Return (start, stop) of chunk ``number`` of the share ``[low, high)``."""
-    first = low + number * chunk
-    return first, min(first + chunk, high)
-
-
-def mean_root(codec: Decoder, mean: Buffer, num_values: int, chunk: int) -> bytes:
-    """Return the digest that identifies an encoded mean: its `mean_tree` root, or the hash of a list of parts."""
-    return bulk_hash(mean) if isinstance(codec, PartList) else mean_tree(codec, mean, num_values, chunk).root[0]
-
-
-def mean_tree(codec: Decoder, mean: Buffer, num_values: int, chunk: int) -> SumTree:
-    """Return the hash tree over the chunks of an encoded mean; all energies are zero.
-
-    Args:
-        mean: At least one value.
-        chunk: `chunk_values` of the whole vector's codec.
-    """
-    ends = [codec.encoded_bytes(high) for _, high in cut(num_values, chunk, chunk)]
-    return SumTree([(leaf, 0.0) for leaf in leaf_hashes(mean, ends)])
-
-
-class RangeCheck:
-    """Refuses pieces of an encoded share that are malformed or hold values beyond the manifest's ``max_value``."""
-
-    def __init__(self, codec: Decoder, spec: AveragingSpec) -> None:
-        self.codec = codec
-        self._max_value = spec.max_value
-
-    def __call__(self, piece: memoryview, low: int, high: int) -> None:
-        """Check the values ``[low, high)`` of the share.
-
-        Raises:
-            CodecError: The piece is malformed, or a value is not finite or out of range.
-        """
-        codec = self.codec.part(low, high)
-        codec.validate(piece, high - low)
-        check_range(codec.largest(piece, high - low), self._max_value * RANGE_SLACK)
-
-
-class PartCheck(RangeCheck):
-    """A `RangeCheck` that also hashes and measures each chunk; the pieces must come in order.
+class EncodedStream:
+    """Encoded share that can be sent to any number of peers while it is still being produced.
 
     Attributes:
-        leaves: Hash and energy of each chunk so far: `EMPTY_HASH` unless ``hashed``, 0 unless ``measured``.
+        data: The encoded share; complete after `grow` with its length.
     """
 
-    codec: Codec
+    def __init__(self, data: bytearray | memoryview) -> None:
+        self.data = data
+        self._ready = 0
+        self._grew = asyncio.Event()
 
-    def __init__(self, codec: Codec, spec: AveragingSpec, chunk: int, *, measured: bool, hashed: bool) -> None:
-        super().__init__(codec, spec)
-        self._chunk = chunk
-        self._measured = measured
+    def grow(self, ready: int) -> None:
+        """Release the first ``ready`` bytes to senders; those bytes must not change afterwards."""
+        self._ready = ready
+        self._grew.set()
+        self._grew = asyncio.Event()
+
+    async def send(self, channel: Channel) -> None:
+        """Send the whole share as one buffer, as its bytes become ready; see `Channel.send_bytes`."""
+        view, sent = memoryview(self.data), 0
+        while sent < len(view):
+            while self._ready == sent:
+                await self._grew.wait()
+            ready = self._ready
+            await channel.send_bytes(view[sent:ready], more=ready < len(view))
+            sent = ready
+
+
+async def send_encoded(
+    channel: Channel, runtime: Runtime, codec: Codec, vector: torch.Tensor, check: Check
+) -> memoryview:
+    """Encode and send a part, encoding one piece ahead of the network; return the encoded part.
+
+    The result is the vector's own memory if the codec has an `encoded_view` of it.
+
+    Raises:
+        CodecError: A value cannot be encoded, or ``check`` refuses it.
+        PeerError, DeadlineError: See `Channel.send_bytes`.
+    """
+    view = codec.encoded_view(vector)
+    encoded = runtime.buffers.lend(codec.encoded_bytes(len(vector))) if view is None else view
+
+    async def encode(low: int, high: int) -> memoryview:
+        piece = encoded[codec.encoded_bytes(low) : codec.encoded_bytes(high)]
+        await runtime.offload(encode_piece, low, high, piece)
+        return piece
+
+    def encode_piece(low: int, high: int, piece: memoryview) -> None:
+        if view is None:
+            codec.part(low, high).encode_into(vector[low:high], piece)
+        check(piece, low, high)
+
+    first, *others = cut(len(vector), codec.block_size)
+    async with Tasks() as tasks:
+        ahead = tasks.call(encode(*first), "encode")
+        for span in [*others, None]:
+            piece = await ahead
+            if span is not None:
+                ahead = tasks.call(encode(*span), "encode")
+            await channel.send_bytes(piece, more=span is not None)
+    return encoded
+
+
+async def receive_checked(
+    channel: Channel,
+    runtime: Runtime,
+    codec: Decoder,
+    num_values: int,
+    timeout_seconds: float,
+    check: Check,
+    *,
+    hashed: bool = True,
+    on_progress: Callable[[int], None] = lambda filled: None,
+) -> tuple[memoryview, bytes]:
+    """Receive an encoded share, and check it while it arrives.
+
+    Args:
+        timeout_seconds: Timeout for the whole share.
+        check: Called with each piece, in order.
+        hashed: Whether to hash the share, which is most of the work.
+        on_progress: Called with the number of bytes received so far.
+
+    Returns:
+        The share and its `bulk_hash`, or without ``hashed`` the hash of no bytes.
+
+    Raises:
+        ProtocolError: The share has the wrong length, or ``check`` refuses a value.
+        PeerError, DeadlineError: See `Channel.receive_bytes`.
+    """
+    data = runtime.buffers.lend(codec.encoded_bytes(num_values))
+    arriving = _Arriving(runtime, codec, num_values, data, check, hashed)
+
+    def progress(filled: int) -> None:
+        on_progress(filled)
+        arriving.on_progress(filled)
+
+    try:
+        await channel.receive_bytes(len(data), timeout_seconds, data, on_progress=progress)
+        return data, await arriving.finish()
+    except CodecError as error:
+        raise ProtocolError(channel.remote, f"sent values that are refused: {error}") from error
+    finally:
+        await arriving.close()
+
+
+class _Arriving:
+    """Checks complete pieces of a receive buffer in a pool thread, one call at a time."""
+
+    def __init__(
+        self, runtime: Runtime, codec: Decoder, num_values: int, data: memoryview, check: Check, hashed: bool
+    ) -> None:
+        self._data = data
+        self._runtime = runtime
+        self._codec = codec
+        self._check_piece = check
         self._hashed = hashed
-        self.leaves: list[Node] = []
+        self._left = cut(num_values, codec.block_size)
+        self._hash = BulkHasher()
+        self._tasks = Tasks()
+        self._checking: asyncio.Task[None] | None = None
 
-    def __call__(self, piece: memoryview, low: int, high: int) -> None:
-        super().__call__(piece, low, high)
-        if not (self._measured or self._hashed):
+    def on_progress(self, filled: int) -> None:
+        """Start a check of all complete pieces unless one is still running."""
+        if self._checking is not None and not self._checking.done():
             return
-        codec = self.codec.part(low, high)
-        spans = cut(high - low, self._chunk, self._chunk)
-        energies, hashes = [0.0] * len(spans), [EMPTY_HASH] * len(spans)
-        if self._measured:
-            energies = codec.squared_norms(piece, high - low, self._chunk)
-        if self._hashed:
-            hashes = leaf_hashes(piece, [codec.encoded_bytes(last) for _, last in spans])
-        self.leaves += zip(hashes, energies, strict=True)
+        complete = [span for span in self._left if self._codec.encoded_bytes(span[1]) <= filled]
+        if complete and (self._checking is None or self._checking.exception() is None):
+            del self._left[: len(complete)]
+            self._checking = self._tasks.call(self._runtime.offload(self._check, complete), "check")
+
+    async def finish(self) -> bytes:
+        """Check the rest of the full buffer; return the hash of the whole."""
+        if self._checking is not None:
+            await self._checking
+        await self._runtime.offload(self._check, self._left)
+        return self._hash.digest()
+
+    async def close(self) -> None:
+        """Cancel the running check, and raise its error if it is no `CodecError`."""
+        await self._tasks.close()
+        if self._checking is not None and not self._checking.cancelled():
+            error = self._checking.exception()
+            if error is not None and not isinstance(error, CodecError):
+                raise error
+
+    def _check(self, spans: list[tuple[int, int]]) -> None:
+        for low, high in spans:
+            piece = self._data[self._codec.encoded_bytes(low) : self._codec.encoded_bytes(high)]
+            self._check_piece(piece, low, high)
+            if self._hashed:
+                self._hash.update(piece)
 
 
-def check_range(largest: float, limit: float) -> None:
-    """Raise `CodecError` if the largest magnitude is NaN or above the limit."""
-    if not largest <= limit:
-        raise CodecError(f"a value of magnitude {largest:.3g} is beyond the manifest's averaging.max_value")
+STACK_VALUES = 1 << 15
+"""Values of each part that a rule by coordinate combines at a time; the stack of parts must fit a core's cache."""
 
 
 def part_weights(spec: AveragingSpec, norms: Sequence[float], tokens: Sequence[int]) -> list[float]:

@@ -23,9 +23,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.commit.attempt import Attempt
-from p2ptrain.averaging.vector.aggregation import MIN_FOR_MEDIAN
-from p2ptrain.averaging.vector.merkle_sum import NODE, SumTree, leaf_hash
-from p2ptrain.averaging.vector.reduce import OwnShare, PartCheck, chunk_values
+from p2ptrain.averaging.vector.chunks import NODE, PartCheck, SumTree, chunk_values, leaf_hash
+from p2ptrain.averaging.vector.reduce import OwnShare
+from p2ptrain.averaging.vector.rules import MIN_FOR_MEDIAN
 from p2ptrain.averaging.verification.commitments import Commitment, Slice, Statement, digest_of
 from p2ptrain.averaging.verification.opening import (
     MAX_CHUNKS,

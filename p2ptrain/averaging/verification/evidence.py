@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.membership import MAX_KNOWN_PEERS, Membership
-from p2ptrain.averaging.protocol.signed import Name
+from p2ptrain.averaging.protocol.certificate import Name
 from p2ptrain.averaging.verification.opening import MAX_EVIDENCE_BYTES, RulesOf, verify_evidence
 from p2ptrain.errors import DeadlineError, IntegrityError, PeerError, PeerRefusedError
 from p2ptrain.network.rpc.channel import Channel

@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta
 
-from p2ptrain.averaging.protocol.signed import MAX_MEMBERS, Count, Proof
-from p2ptrain.averaging.vector.aggregation import MIN_FOR_MEDIAN
-from p2ptrain.averaging.vector.merkle_sum import leaf_hash, root_of_proof
-from p2ptrain.averaging.vector.reduce import (
+from p2ptrain.averaging.protocol.certificate import MAX_MEMBERS, Count, Proof
+from p2ptrain.averaging.vector.chunks import (
     RANGE_SLACK,
-    OwnShare,
     check_range,
     chunk_span,
     chunk_values,
+    leaf_hash,
     num_chunks,
-    part_weights,
-)  # fmt: skip
+    root_of_proof,
+)
+from p2ptrain.averaging.vector.reduce import OwnShare, part_weights
+from p2ptrain.averaging.vector.rules import MIN_FOR_MEDIAN
 from p2ptrain.averaging.verification.commitments import Commitment, Slice, Statement, verify_commitments
 from p2ptrain.codecs import Codec, CodecError, smaller_codecs
 from p2ptrain.errors import IntegrityError

@@ -22,8 +22,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 
 from p2ptrain.averaging.commit.round_log import Result
 from p2ptrain.averaging.grouping.membership import ACTIVE_STATES
-from p2ptrain.averaging.protocol.certificate import Certificate
-from p2ptrain.averaging.protocol.head import Head
+from p2ptrain.averaging.protocol.certificate import Certificate, Head
 from p2ptrain.errors import IncompatibleError, IntegrityError, TemporaryError
 from p2ptrain.network.transport import PeerId
 from p2ptrain.progress import Advance, Jobs

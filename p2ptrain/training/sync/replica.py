@@ -11,14 +11,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.averager import Averager
-from p2ptrain.averaging.commit.encodings import decode_means
+from p2ptrain.averaging.commit.attempt import decode_means
 from p2ptrain.averaging.commit.result_chunks import Means
 from p2ptrain.averaging.commit.round_log import Result
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.membership import Membership
-from p2ptrain.averaging.protocol.certificate import Body, Certificate
-from p2ptrain.averaging.protocol.head import Head
-from p2ptrain.averaging.timing.global_batch import Goal
+from p2ptrain.averaging.protocol.certificate import Body, Certificate, Head
+from p2ptrain.averaging.timing.goal import Goal
 from p2ptrain.averaging.vector.error_feedback import Encoded, ErrorFeedback
 from p2ptrain.errors import DivergedError
 from p2ptrain.manifest import TrainingSpec

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from p2ptrain.averaging.averager import RoundOutcome
 from p2ptrain.averaging.commit.attempt import AttemptFailedError, UnencodableError
 from p2ptrain.averaging.grouping.matchmaker import BehindError, MismatchError, NoGroupError
-from p2ptrain.averaging.protocol.head import Head
+from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.errors import TemporaryError
 from p2ptrain.network.records.record import RoundReport
 from p2ptrain.progress import Jobs, untold

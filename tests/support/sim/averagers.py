@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import torch
 
 from p2ptrain.averaging.averager import Averager, RoundOutcome
-from p2ptrain.averaging.commit.encodings import decode_means
+from p2ptrain.averaging.commit.attempt import decode_means
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.matchmaker import BehindError, Matchmaker
 from p2ptrain.averaging.grouping.membership import Membership
-from p2ptrain.averaging.protocol.head import Head, genesis
-from p2ptrain.averaging.timing.global_batch import NO_GOAL, Goal
+from p2ptrain.averaging.protocol.certificate import Head, genesis
+from p2ptrain.averaging.timing.goal import NO_GOAL, Goal
 from p2ptrain.codecs import Codec, get_codec
 from p2ptrain.errors import TemporaryError
 from p2ptrain.manifest import AveragingSpec

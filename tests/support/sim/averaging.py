@@ -14,8 +14,7 @@ from p2ptrain.averaging.commit.attempt import Attempt
 from p2ptrain.averaging.commit.recovery import Settlements
 from p2ptrain.averaging.commit.round_log import History
 from p2ptrain.averaging.context import PeerContext
-from p2ptrain.averaging.protocol.certificate import Certificate, Roster, Ticket
-from p2ptrain.averaging.protocol.head import Head, genesis
+from p2ptrain.averaging.protocol.certificate import Certificate, Head, Roster, Ticket, genesis
 from p2ptrain.averaging.timing.deadlines import beat_seconds
 from p2ptrain.codecs import Codec, get_codec
 from p2ptrain.manifest import AveragingSpec

@@ -16,10 +16,9 @@ from p2ptrain.averaging.allreduce.session import AllReduceSession
 from p2ptrain.averaging.allreduce.spot_checks import SpotChecks
 from p2ptrain.averaging.averager import Averager
 from p2ptrain.averaging.commit.provenance import Origin
-from p2ptrain.averaging.protocol.certificate import Roster
-from p2ptrain.averaging.protocol.head import Head
-from p2ptrain.averaging.vector.reduce import CHUNK_VALUES, mean_tree
-from p2ptrain.averaging.vector.streaming import EncodedStream
+from p2ptrain.averaging.protocol.certificate import Head, Roster
+from p2ptrain.averaging.vector.chunks import CHUNK_VALUES, mean_tree
+from p2ptrain.averaging.vector.reduce import EncodedStream
 from p2ptrain.averaging.verification.audit import Audit
 from p2ptrain.averaging.verification.opening import Answer, Opening
 from p2ptrain.errors import IntegrityError

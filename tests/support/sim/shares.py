@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from p2ptrain.averaging.commit.attempt import Attempt
-from p2ptrain.averaging.protocol.certificate import Roster, Ticket
-from p2ptrain.averaging.protocol.head import genesis
-from p2ptrain.averaging.vector.merkle_sum import SumTree
-from p2ptrain.averaging.vector.reduce import OwnShare, chunk_values, mean_tree
-from p2ptrain.averaging.vector.streaming import EncodedStream
+from p2ptrain.averaging.protocol.certificate import Roster, Ticket, genesis
+from p2ptrain.averaging.vector.chunks import SumTree, chunk_values, mean_tree
+from p2ptrain.averaging.vector.reduce import EncodedStream, OwnShare
 from p2ptrain.averaging.verification.audit import Audit
 from p2ptrain.averaging.verification.opening import Rules
 from p2ptrain.codecs import Codec

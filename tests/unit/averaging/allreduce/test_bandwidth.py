@@ -9,9 +9,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from p2ptrain.averaging.allreduce.bandwidth import MAX_TOLD, Speeds, agreed_rates, owner_rates, part_codec
+from p2ptrain.averaging.allreduce.bandwidth import (
+    MAX_TOLD,
+    Speeds,
+    agreed_rates,
+    owner_rates,
+    part_codec,
+    share_weights,
+)
 from p2ptrain.averaging.protocol.certificate import MAX_RATES_BYTES, Ticket
-from p2ptrain.averaging.vector.partition import share_weights
 from p2ptrain.codecs import get_codec, smaller_codecs
 
 MEGABYTE = 1 << 20

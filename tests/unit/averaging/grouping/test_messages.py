@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from p2ptrain.averaging.grouping import messages
 from p2ptrain.averaging.grouping.coordinator import MAX_PENDING_GROUPS
-from p2ptrain.averaging.timing.global_batch import Goal
+from p2ptrain.averaging.timing.goal import Goal
 from p2ptrain.errors import PeerRefusedError
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.simulated import SimulatedNetwork, simulate

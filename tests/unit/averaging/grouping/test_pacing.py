@@ -9,10 +9,9 @@ from dataclasses import replace
 import pytest
 
 from p2ptrain.averaging.grouping.membership import rank
-from p2ptrain.averaging.grouping.pacing import LEAST_WAIT_SECONDS, REPORT_SECONDS, Pacing
-from p2ptrain.averaging.protocol.head import Head
-from p2ptrain.averaging.timing.global_batch import Goal
-from p2ptrain.averaging.timing.local_steps import SILENT_SECONDS, StepReport
+from p2ptrain.averaging.grouping.reporting import LEAST_WAIT_SECONDS, REPORT_SECONDS, Pacing
+from p2ptrain.averaging.protocol.certificate import Head
+from p2ptrain.averaging.timing.goal import SILENT_SECONDS, Goal, StepReport
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from tests.support.sim.averagers import make_matchmaker

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from p2ptrain.averaging.grouping.cells import Key
 from p2ptrain.averaging.grouping.messages import Formed, Refused
 from p2ptrain.averaging.grouping.pending_group import PendingGroup, Situation, decide
-from p2ptrain.averaging.protocol.certificate import Ticket
-from p2ptrain.averaging.protocol.head import Head
-from p2ptrain.averaging.timing.global_batch import GlobalBatch, Report
+from p2ptrain.averaging.protocol.certificate import Head, Ticket
+from p2ptrain.averaging.timing.goal import GlobalBatch, Report
 from p2ptrain.manifest import AveragingSpec
 
 SPEC = AveragingSpec(grace_seconds=3, matchmaking_seconds=20, quorum=0.5, min_peers=2, group_size=8)

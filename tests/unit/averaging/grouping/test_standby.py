@@ -13,8 +13,8 @@ from p2ptrain.averaging.grouping.cells import Key
 from p2ptrain.averaging.grouping.matchmaker import Matchmaker
 from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.averaging.grouping.messages import TAKE_ON, Grant, TakeOn
-from p2ptrain.averaging.grouping.standby import Standby
-from p2ptrain.averaging.timing.global_batch import HOLD_SECONDS, Goal
+from p2ptrain.averaging.grouping.reporting import Standby
+from p2ptrain.averaging.timing.goal import HOLD_SECONDS, Goal
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from tests.support.sim.averagers import make_matchmaker

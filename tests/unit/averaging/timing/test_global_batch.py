@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from p2ptrain.averaging.timing.global_batch import HOLD_SECONDS, MAX_REPORTS, GlobalBatch, Report
+from p2ptrain.averaging.timing.goal import HOLD_SECONDS, MAX_REPORTS, GlobalBatch, Report
 
 LOOK_AGAIN_SECONDS = 0.25
 

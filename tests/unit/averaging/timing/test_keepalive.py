@@ -10,15 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2ptrain.averaging.timing.deadlines import beat_seconds, quiet_seconds
-from p2ptrain.averaging.timing.keepalive import (
+from p2ptrain.averaging.timing.deadlines import (
     Keepalive,
     KeepaliveStatus,
     Patience,
     answer_after_beats,
+    beat_seconds,
     beat_until,
     first_result,
-)  # fmt: skip
+    quiet_seconds,
+)
 from p2ptrain.errors import DeadlineError, TemporaryError
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.schema import Message, Nothing

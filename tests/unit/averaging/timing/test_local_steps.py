@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2ptrain.averaging.timing.local_steps import ALIGNED, MOST_ROUNDS, SILENT_SECONDS, Closing, StepReport
+from p2ptrain.averaging.timing.goal import ALIGNED, MOST_ROUNDS, SILENT_SECONDS, Closing, StepReport
 
 EVERY = 32
 

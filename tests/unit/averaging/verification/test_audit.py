@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from p2ptrain.averaging.protocol.certificate import Roster
-from p2ptrain.averaging.vector.reduce import CHUNK_VALUES, OwnShare
+from p2ptrain.averaging.vector.chunks import CHUNK_VALUES
+from p2ptrain.averaging.vector.reduce import OwnShare
 from p2ptrain.averaging.verification.audit import FalseMeanError
 from p2ptrain.averaging.verification.commitments import Slice
 from p2ptrain.averaging.verification.opening import Answer, Evidence, FalseChunk, Rules, verify_evidence
