@@ -174,7 +174,7 @@ MUTANTS = (
         "unit/network/records/test_record_guard.py",
     ),
     Mutant(
-        "History keeps what fits into its bytes",
+        "the log of rounds keeps what fits into its bytes",
         "averaging/commit/round_log.py",
         "            self._num_bytes() > self._max_bytes\n            or (",
         "            False\n            or (",
@@ -282,7 +282,7 @@ MUTANTS = (
     Mutant(
         "a leader that stood still takes nobody for silent",
         "averaging/grouping/membership.py",
-        "if now - asked <= 2 * patience_seconds:",
+        "if now - asked <= 2 * timeout_seconds:",
         "if True:",
         "unit/averaging/grouping/test_membership.py -k stood_still",
     ),
@@ -408,7 +408,7 @@ MUTANTS = (
     Mutant(
         "work in a round that its peer did not see end is not brought again",
         "averaging/commit/round_log.py",
-        "return any(body.members[index] == self._peer for index, *_ in body.contributors)",
+        "return self._peer in contributors",
         "return False",
         "sim/test_catching_up.py -k whose_end_was_not_seen",
     ),

@@ -22,7 +22,3 @@ class PeerContext:
     signer: Signer
     swarm: bytes
     spec: AveragingSpec
-
-    @property
-    def peer_id(self) -> str:
-        return self.rpc.peer_id

@@ -400,7 +400,7 @@ class Peer:
         """Change the state in the record; rounds wait for a peer in ``training``."""
         self.status.state = state
         if self.synchronizer is not None and not self.hosted:
-            self.synchronizer.averager.matchmaker.participates = state == "training"
+            self.synchronizer.averager.matchmaker.participate(state == "training")
         self.presence.changed()
 
     def describe(self) -> PeerRecord:

@@ -40,7 +40,7 @@ class LoneSynchronizer:
     def __init__(self, state: SharedState, spec: TrainingSpec) -> None:
         self.state = state
         self.feedback = SimpleNamespace(residual=torch.arange(state.layout.num_values, dtype=torch.float32))
-        self.averager = SimpleNamespace(own_work=self)
+        self.averager = SimpleNamespace(contributions=self)
         self.replica = self
         self.forgot: list[int] = []
         self.fail_rounds = False

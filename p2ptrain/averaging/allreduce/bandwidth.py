@@ -1,19 +1,17 @@
 """Measured send rates of the members, and the share sizes and part codecs that follow from them.
 
-Every owner measures how fast parts arrive, the sender's compute included, and reports this in its next tickets. The
-lower median of the other members' reports counts, so that a few liars cannot move a share. A declared rate can only
-lower it. A ticket reports up to 64 peers in 9 bytes each: the start of the peer id's SHA-256, and a rate code that
-means ``(8 + code % 8) << code // 8`` bytes per second. Rates are rounded up to a ladder of powers of 3/4 in integer
-arithmetic: all members compute the same shares, and noise does not move them.
+**Rates.** Every owner measures how fast parts arrive, the sender's compute included, and reports this in its next
+tickets. The lower median of the other members' reports counts, so that a few liars cannot move a share. A declared rate
+can only lower it. A ticket reports up to 64 peers in 9 bytes each: the start of the peer id's SHA-256, and a rate code
+that means ``(8 + code % 8) << code // 8`` bytes per second. Rates are rounded up to a ladder of powers of 3/4 in
+integer arithmetic: all members compute the same shares, and noise does not move them.
 
-
-Shares of the vector in a butterfly all-reduce: each owner reduces one, sized by its bandwidth.
-
-Member i of a group of n owns the fraction w_i of the vector. It sends ``1 - w_i`` vectors of its own contribution to
-the other owners, and ``(n - 1) w_i`` vectors of its mean to the other members. It receives as much: in all
-``1 + (n - 2) w_i`` vectors each way. A round takes at least ``max_i (1 + (n - 2) w_i) / b_i`` (vectors per unit of
-bandwidth). `share_weights` minimises this bound. Diskin et al., "Distributed Deep Learning in Open Collaborations"
-(DeDLOC), section 3.2, https://arxiv.org/abs/2106.10207, solve it as a linear program.
+**Shares.** Each owner reduces one share of the vector, sized by its bandwidth. Member i of a group of n owns a fraction
+w_i of the vector. It sends ``1 - w_i`` vectors of its own contribution to the other owners, and ``(n - 1) w_i`` vectors
+of its mean to the other members. It receives as much: in all ``1 + (n - 2) w_i`` vectors each way. A round takes at
+least ``max_i (1 + (n - 2) w_i) / b_i`` (vectors per unit of bandwidth). `share_weights` minimises this bound. Diskin et
+al., "Distributed Deep Learning in Open Collaborations" (DeDLOC), section 3.2, https://arxiv.org/abs/2106.10207, solve
+it as a linear program.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ MAX_RATE = 1 << 40
 MAX_PEERS = 512
 KEPT = 5
 TAG_BYTES = 8
-MAX_TOLD = 64
+MAX_REPORTED = 64
 LATE = 0.25  # factor on the rate of an owner that was late
 RECOVERY = 1.25  # the factor recovers by this much in each round in time; 1 at most
 MAX_SMALL_PARTS = 32  # unmeasurable parts in a row after which a peer's rate is forgotten
@@ -50,7 +48,7 @@ class _Seen:
     small_parts: int = 0
 
 
-class Speeds:
+class SendRates:
     """The last rates at which other peers' parts arrived here; bounded by `MAX_PEERS`.
 
     A send rate does not show how fast a peer receives and reduces. A late owner therefore counts as slower for a while.
@@ -87,9 +85,9 @@ class Speeds:
         if peer in self._seen:
             self._seen[peer].factor = min(1.0, self._seen[peer].factor * RECOVERY)
 
-    def told(self) -> bytes:
-        """Return the rates that a ticket reports: those of the last `MAX_TOLD` peers."""
-        latest = list(self._seen.items())[-MAX_TOLD:]
+    def encoded(self) -> bytes:
+        """Return the rates that a ticket reports: those of the last `MAX_REPORTED` peers."""
+        latest = list(self._seen.items())[-MAX_REPORTED:]
         entries = [_tag(peer) + bytes([_code(statistics.median(s.rates) * s.factor)]) for peer, s in latest]
         return b"".join(sorted(entries))
 
@@ -104,32 +102,32 @@ def _code(rate: float) -> int:
     return exponent * 8 + min(whole >> exponent, 15) - 8
 
 
-def _parse(told: bytes) -> dict[bytes, int]:
-    entries = [told[at : at + TAG_BYTES + 1] for at in range(0, len(told) - TAG_BYTES, TAG_BYTES + 1)]
+def _parse(encoded: bytes) -> dict[bytes, int]:
+    entries = [encoded[at : at + TAG_BYTES + 1] for at in range(0, len(encoded) - TAG_BYTES, TAG_BYTES + 1)]
     return {entry[:TAG_BYTES]: (8 + entry[-1] % 8) << entry[-1] // 8 for entry in entries}
 
 
 def agreed_rates(tickets: Sequence[Ticket]) -> list[int]:
     """Return the rate of each ticket's peer in bytes per second, at least 1; unknown peers get the median."""
-    told = {ticket.peer: _parse(ticket.rates) for ticket in tickets}
+    reports = {ticket.peer: _parse(ticket.rates) for ticket in tickets}
     rates = []
     for ticket in tickets:
-        limits = (_measured(ticket.peer, told), ticket.bandwidth)
+        limits = (_measured(ticket.peer, reports), ticket.bandwidth)
         rates.append(min((rate for rate in limits if rate), default=0))
     known = sorted(rate for rate in rates if rate)
     typical, fastest = known[len(known) // 2] if known else 1, max([1, *known])
     return [_on_ladder(rate or typical, fastest) for rate in rates]
 
 
-def _measured(peer: str, told: dict[str, dict[bytes, int]]) -> int:
+def _measured(peer: str, reports: dict[str, dict[bytes, int]]) -> int:
     """Return the lower median of the other members' reports about a peer; 0 without any."""
     tag = _tag(peer)
-    seen = sorted(rates[tag] for other, rates in told.items() if other != peer and tag in rates)
+    seen = sorted(rates[tag] for other, rates in reports.items() if other != peer and tag in rates)
     return seen[(len(seen) - 1) // 2] if seen else 0
 
 
 def owner_rates(tickets: Sequence[Ticket], rates: Sequence[int]) -> list[float]:
-    """Return the rates for `p2ptrain.averaging.allreduce.bandwidth`: 0 for unreachable members, unless all are."""
+    """Return the rates for `share_weights`: 0 for unreachable members, unless all are."""
     reachable = [ticket.reachable for ticket in tickets]
     return [float(rate) if able or not any(reachable) else 0.0 for rate, able in zip(rates, reachable, strict=True)]
 

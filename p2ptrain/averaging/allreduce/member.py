@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.allreduce.messages import Request, Statements
 from p2ptrain.averaging.protocol.certificate import Ticket
-from p2ptrain.averaging.timing.deadlines import beat_seconds, silence_seconds
+from p2ptrain.averaging.timing.deadlines import keepalive_seconds, silence_seconds
 from p2ptrain.averaging.vector.chunks import PartCheck, RangeCheck, SumTree, mean_root
 from p2ptrain.buffers import Buffer
 from p2ptrain.codecs import Codec
@@ -143,7 +143,7 @@ class Liveness:
         if member.outgoing is None:
             return False
         quiet = asyncio.get_running_loop().time() - member.last_heard
-        return quiet >= seconds - beat_seconds(self._grace_seconds)
+        return quiet >= seconds - keepalive_seconds(self._grace_seconds)
 
     def note_silent(self, member: Member) -> None:
         """Record that a member fell silent, and every other one that did within about a keepalive interval.

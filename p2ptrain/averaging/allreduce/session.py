@@ -44,7 +44,7 @@ from p2ptrain.averaging.commit.attempt import Attempt, AttemptFailedError, LateE
 from p2ptrain.averaging.commit.provenance import Origin, Source
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.protocol.certificate import Certificate
-from p2ptrain.averaging.timing.deadlines import FORWARD_SECONDS, patience_seconds, quorum_of_others
+from p2ptrain.averaging.timing.deadlines import FORWARD_SECONDS, quorum_of_others, straggler_seconds
 from p2ptrain.averaging.vector.reduce import EncodedStream, ExactMean, OwnShare
 from p2ptrain.buffers import Buffer
 from p2ptrain.codecs import Codec, CodecError, dense_codec
@@ -136,7 +136,7 @@ class AllReduceSession:
         self.members = tuple(
             Member(index, ticket, attempt.size(index)) for index, ticket in enumerate(attempt.roster.tickets)
         )
-        self.own = self.members[attempt.roster.index_of(context.peer_id)]
+        self.own = self.members[attempt.roster.index_of(context.rpc.peer_id)]
         self.others = [member for member in self.members if member is not self.own]
         self.owners = [member for member in self.members if member.size]
         self.began = loop.time()
@@ -427,7 +427,7 @@ class AllReduceSession:
         """
         if quorum_at == math.inf:
             return math.inf
-        return quorum_at + share * patience_seconds(quorum_at - since, self.context.spec.grace_seconds)
+        return quorum_at + share * straggler_seconds(quorum_at - since, self.context.spec.grace_seconds)
 
     def _enter(self, phase: str) -> None:
         self.attempt.phase = phase

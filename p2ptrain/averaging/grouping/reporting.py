@@ -1,17 +1,14 @@
-"""How far a trainer goes in a round of local steps (``every = H``): it reports, and learns when the round closes.
+"""Reports to the round's leader: this peer's progress goes out, and advice when the round closes comes back.
 
-A background task tells the round's leader every few seconds how many steps this peer has done. The answer says in how
-many seconds the round closes (`p2ptrain.averaging.timing.goal`). The training thread never waits for it: after
-each step it asks `Pacing.is_due`, which is true once another step would end after that instant. A peer that knows of no
-such instant, because it is alone or no leader answers, does its own H steps.
+A *trainer* decides how much it computes (`Pacing`). With a global batch, it reports after each local batch, and waits
+while another one would be surplus. With local steps (``every = H``), a background task reports every few seconds, and
+the leader answers in how many seconds the round closes (`p2ptrain.averaging.timing.goal`). The training thread does not
+wait for it, but asks `Pacing.is_due` after each step. A peer without advice, because it is alone or no leader answers,
+computes its own H steps.
 
-
-Matchmaking of peers that compute for others: hosts of a stage.
-
-A trainer decides how much it computes, and tells the leader (`Matchmaker.report`). A host is asked to take on
-microbatches, and has to know whether they belong to the round in progress or to the next. The round's leader grants
-them, so that all hosts together take on the global batch and no more. A host may get nothing in a round, because others
-were asked: then nobody should wait for it, and it needs the result all the same.
+A *host* of a stage computes for other peers (`Standby`). It must know whether a microbatch belongs to the round in
+progress or to the next. The leader grants samples, so that all hosts together admit the global batch and no more. A
+host without samples in a round steps aside, and fetches the result.
 """
 
 from __future__ import annotations
@@ -28,10 +25,13 @@ from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.averaging.grouping.messages import (
     MOVED,
     PASS,
+    REPORT,
     STEPS,
     TAKE_ON,
     Ahead,
     AwaitMove,
+    BatchAdvice,
+    BatchReport,
     Grant,
     Pass,
     StepsAdvice,
@@ -45,28 +45,24 @@ from p2ptrain.tasks import Tasks, together
 
 REPORT_SECONDS = 2.0
 LEAST_PAUSE_SECONDS = 0.25
-OVERLAP = 0.25
-"""The part of a step that may lie beyond the end of the round: steps differ in length."""
+OVERLAP = 0.25  # fraction of a step that may exceed the end of the round, because steps differ in length
 LEAST_WAIT_SECONDS = 1.0
-CLOCK_SECONDS = 0.001
-"""Time is no finer than that."""
-DIALS = 2.0
-"""A report takes as long as so many dials: it opens a stream, then asks."""
-NEW_SHARE = 0.5
-"""Of the last step, in the mean length of steps."""
+CLOCK_SECONDS = 0.001  # resolution of waits
+DIALS = 2.0  # dials that a report takes: it opens a stream, then asks
+NEW_SHARE = 0.5  # weight of the last step in the mean length of steps
+MAX_ASKED = 3
 
 
 class Pacing:
-    """One trainer's side of it; `p2ptrain.averaging.grouping.matchmaker.Matchmaker` makes it of its own parts.
+    """One trainer's reports.
 
     Attributes:
-        is_behind: True if others are known to be ahead: then nobody comes to close this round.
-
-    Args:
-        steps: H, the steps of a round; 0 without local steps.
+        is_behind: True if others are ahead, so that no peer joins this round. Set by the synchronizer, whose catch-up
+            needs this peer's matchmaking first.
     """
 
     def __init__(self, context: PeerContext, leaders: Leaders, position: RoundPosition, steps: int) -> None:
+        """``steps`` is H; 0 without local steps."""
         self._context = context
         self._leaders = leaders
         self._position = position
@@ -85,24 +81,57 @@ class Pacing:
         self._over: Key | None = None
 
     def start(self) -> None:
-        """Begin to report; on the event loop."""
+        """Start to report local steps; call on the event loop."""
         if self._every and self._task is None:
             self._loop = asyncio.get_running_loop()
             self._step_began = self._loop.time()
             self._task = self._tasks.keep(self._run, "pacing")
 
     def stop(self) -> None:
-        """Report no more: this peer leaves."""
+        """Stop to report, because this peer leaves."""
         if self._task is not None:
             self._task.cancel()
             self._task = None
 
     async def close(self) -> None:
-        """End everything that was started."""
         await self._tasks.close()
 
+    # --- a global batch -------------------------------------------------------------------------------------------
+
+    async def report_batch(self, samples: int, batch_samples: int, batch_seconds: float) -> bool:
+        """Report progress towards the global batch, and wait while another local batch would be surplus.
+
+        Args:
+            samples: This peer's samples for the round.
+            batch_samples: Those of its last local batch, which took ``batch_seconds``.
+
+        Returns:
+            True if the round closes, or is over elsewhere; False if this peer should compute another local batch.
+        """
+        position, key, rpc = self._position, self._position.key, self._context.rpc
+        seconds = min(batch_seconds, LONGEST_BATCH_SECONDS)
+        while key == position.key:
+            leader = self._leaders.first(key)
+            report = BatchReport(position.head.without_proof(), samples, min(batch_samples, samples), seconds)
+            try:
+                advice = await rpc.call(leader, REPORT, report, BatchAdvice, probe_seconds(self._context.spec))
+            except PeerRefusedError:
+                return False
+            except (PeerError, DeadlineError) as error:
+                self._leaders.unanswered(key, leader, error)
+                return False
+            if advice.closing:
+                position.close(key)
+            if position.is_closing or not advice.wait:
+                break
+            if self.is_behind():
+                return True
+        return position.is_closing
+
+    # --- local steps ----------------------------------------------------------------------------------------------
+
     def is_due(self, steps: int) -> bool:
-        """Return True if this peer should hand in what it has rather than begin another step; from any thread."""
+        """True if this peer should contribute now, with this many steps; safe from any thread."""
         plan, key = self._plan, self._position.key
         if self._over == key:
             return True
@@ -111,12 +140,7 @@ class Pacing:
         return steps >= MOST_ROUNDS * self._every
 
     def note(self, steps: int, seconds: float = 0.0) -> None:
-        """Note the steps done for the round in progress.
-
-        Args:
-            steps: How many.
-            seconds: How long the last one took; 0 at the start of a round.
-        """
+        """Record the steps done in the round, and the seconds of the last one; 0 at the start of a round."""
         if self._loop is None:
             return
         if seconds:
@@ -129,29 +153,29 @@ class Pacing:
 
     @property
     def seconds_left(self) -> float | None:
-        """Until the round in progress closes; None where that is not known."""
+        """Time until the round closes; None if unknown."""
         if self._plan is None or self._plan[0] != self._position.key:
             return None
         return max(0.0, self._plan[1] - asyncio.get_running_loop().time())
 
     @property
     def _shortest_seconds(self) -> float:
-        """What has to be left for another step: it may end a little late, within what the others wait for it."""
+        """Minimum time for another step, which may end late by a part of the grace period."""
         return self._seconds - min(OVERLAP * self._seconds, self._context.spec.grace_seconds / 2)
 
     @property
     def has_time(self) -> bool:
-        """Whether another step fits into the round in progress, as far as that is known."""
+        """True if another step fits into the round."""
         left = self.seconds_left
-        return (
-            not self._position.is_closing and left is not None and self._seconds > 0 and left > self._shortest_seconds
-        )
+        if left is None or self._position.is_closing:
+            return False
+        return self._seconds > 0 and left > self._shortest_seconds
 
     @contextlib.contextmanager
     def handing_in(self) -> Iterator[None]:
-        """While this peer's contribution is under way: what it does meanwhile is for the next round.
+        """Mark this peer as waiting for the end of the round; steps of this time count in the next one.
 
-        It reports again once the training thread has said what it has for that one.
+        Reports continue once the training thread has noted the steps for that round.
         """
         self._resting, self._is_silent = self._steps, True
         try:
@@ -160,10 +184,7 @@ class Pacing:
             self._resting = None
 
     async def refresh(self) -> None:
-        """Ask at once when the round in progress closes, after this peer caught up.
-
-        An answer that takes long is not waited for: the others may be about to close the round without this peer.
-        """
+        """After a catch-up: ask when the round closes, but wait only shortly, because it may close soon."""
         self._resting = 0 if self._resting is not None else None
         if self._task is not None:
             with contextlib.suppress(TimeoutError):
@@ -171,7 +192,7 @@ class Pacing:
                     await self._report()
 
     async def until_closing(self) -> None:
-        """Wait until the round in progress closes, but not for much longer than a step of this peer takes."""
+        """Wait until the round closes, at most for little more than one of this peer's steps."""
         if self._task is None or self._loop is None:
             return
         deadline = self._loop.time() + max(LEAST_WAIT_SECONDS, (1 + OVERLAP) * self._seconds)
@@ -195,10 +216,10 @@ class Pacing:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._pause()):
                     await self._changed.wait()
-            self._look_at_clock()
+            self._check_clock()
 
     def _pause(self) -> float:
-        """Until the next report, or until no further step fits."""
+        """Return the time until the next report, or until no further step fits."""
         left = self.seconds_left
         if left is None:
             return REPORT_SECONDS
@@ -206,8 +227,8 @@ class Pacing:
         pause = min(REPORT_SECONDS, max(LEAST_PAUSE_SECONDS, left / 4))
         return max(CLOCK_SECONDS, min(pause, last)) if last > 0 else pause
 
-    def _look_at_clock(self) -> None:
-        """Note whether a step that begins now would be in vain or end too late; forget what a silent leader said."""
+    def _check_clock(self) -> None:
+        """Update whether another step would end too late; drop the advice of a silent leader."""
         assert self._loop is not None
         if self._plan is not None and self._loop.time() - self._plan[2] > SILENT_SECONDS:
             self._plan = None
@@ -216,14 +237,14 @@ class Pacing:
         self._over = self._position.key if is_over else None
 
     def _answer_seconds(self, leader: str) -> float:
-        """Return the timeout of a report: nobody waits for its answer, and the link to the leader may be slow."""
+        """Return the timeout of a report; training does not wait for it, and the link may be slow."""
         dial_seconds = self._context.rpc.dial_seconds(leader)
         if dial_seconds is None:
             return MOST_PROBE_SECONDS
         return min(MOST_PROBE_SECONDS, probe_seconds(self._context.spec) + DIALS * dial_seconds)
 
     async def _report(self) -> None:
-        """Tell the leader how far this peer is, and take in when the round closes."""
+        """Report the steps to the leader, and store when the round closes."""
         loop, key, position = asyncio.get_running_loop(), self._position.key, self._position
         head, asked_at, leader = position.head.without_proof(), loop.time(), self._leaders.first(key)
         if self._resting is None:
@@ -242,16 +263,13 @@ class Pacing:
         if advice.closing:
             position.close(key)
         if advice.closes_in is not None and key == position.key:
-            # Early by the way of the answer, which a ticket takes too.
+            # Early by the answer's way back, which a ticket takes, too.
             self._plan = (key, asked_at + advice.closes_in, loop.time())
-        self._look_at_clock()
-
-
-MAX_ASKED = 3
+        self._check_clock()
 
 
 class Standby:
-    """One host's side of it; `p2ptrain.averaging.grouping.matchmaker.Matchmaker` makes it of its own parts."""
+    """One host's requests."""
 
     def __init__(
         self,
@@ -270,24 +288,19 @@ class Standby:
         context.rpc.serve(MOVED, AwaitMove, self._serve_moved)
 
     def moved(self) -> None:
-        """Wake the peers that wait for this one to have another head."""
+        """Wake the peers that wait for this one's next head."""
         self._moved.set()
         self._moved = asyncio.Event()
 
-    def on_closing(self, told: Callable[[], None]) -> None:
-        """Have ``told`` called whenever another peer says that the round in progress is to be closed."""
-        self._position.on_close = told
+    def on_closing(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` each time another peer says that the round in progress closes."""
+        self._position.on_close = callback
 
     async def take_on(self, samples: int, held: int, wanted: int) -> int:
-        """Tell the round's leader how far this peer is, and ask for more.
-
-        Args:
-            samples: Samples that this peer has done for the round.
-            held: Samples that it has taken on for it, done or not.
-            wanted: Samples that others would like it to take on.
+        """Report to the round's leader, and request samples; see `TakeOn`.
 
         Returns:
-            How many of these there is room for in the round. Whether to close it: `Matchmaker.is_closing`.
+            How many of the ``wanted`` samples fit into the round. `RoundPosition.is_closing` tells whether it closes.
         """
         context, key = self._context, self._position.key
         for _ in range(MAX_ASKED):
@@ -296,9 +309,9 @@ class Standby:
             try:
                 reply = await context.rpc.call(leader, TAKE_ON, request, Grant, probe_seconds(context.spec))
             except (PeerError, DeadlineError) as error:
-                if leader == context.peer_id:  # It is leaving.
+                if leader == context.rpc.peer_id:  # It is leaving.
                     return 0
-                self._leaders.unanswered(key, leader, error)  # Also if it refuses: it has left, to host another stage.
+                self._leaders.unanswered(key, leader, error)  # Also a refusal: the leader now hosts another stage.
                 continue
             if reply.closing:
                 self._position.close(key)
@@ -306,13 +319,10 @@ class Standby:
         return 0
 
     async def sit_out(self, seconds: float) -> str:
-        """Have nobody wait for this peer in the round in progress, for which it has nothing, and wait for its end.
-
-        Args:
-            seconds: For how long.
+        """Tell the leader that this peer has no work for the round, and wait ``seconds`` for the round's end.
 
         Returns:
-            A peer that is further on; empty when none was found.
+            A peer that is ahead; empty if none was found.
         """
         context, key, head = self._context, self._position.key, self._position.head.without_proof()
         leader = self._leaders.first(key)
@@ -323,19 +333,19 @@ class Standby:
             self._leaders.unanswered(key, leader, error)
         others = [peer for peer in self._membership.expected() if peer != leader]
         asked = context.runtime.random.sample(others, min(len(others), MAX_ASKED))
-        asked = [peer for peer in [leader, *asked] if peer != context.peer_id]
+        asked = [peer for peer in [leader, *asked] if peer != context.rpc.peer_id]
         return await self._first_to_move(asked, head, seconds)
 
     def reopen(self) -> None:
-        """Take on more for the round in progress although it was to be closed: the peers with work for it are gone."""
+        """Admit samples again to a round that was closing: the peers with work for it are gone."""
         self._position.closing = None
         self._coordinator.reopen(self._position.key)
 
     async def hurry(self) -> None:
-        """Tell all peers that are there to close the round in progress with what they have.
+        """Tell all present peers to close the round with the work that they have.
 
-        A leader does so once the batch is full, or half of them came. A peer that learns otherwise that nothing more
-        comes for the round may be the only one, and the others would wait for ever.
+        A leader does so once the batch is full, or a quorum came. A peer that learns elsewhere that the round gets no
+        more work may be the only one, and the others would wait for ever.
         """
         key = self._position.key
         peers = [peer for peer in self._membership.expected() if self._position.cells.includes(key, peer)]
@@ -348,6 +358,8 @@ class Standby:
             self._leaders.unanswered(key, peer, error)
 
     async def _first_to_move(self, peers: Sequence[str], head: Head, seconds: float) -> str:
+        """Return the first of ``peers`` with a head that wins over ``head``; empty if none has one in time."""
+
         async def ask(peer: str) -> str:
             request = AwaitMove(head, seconds)
             with contextlib.suppress(PeerError, DeadlineError):

@@ -1,13 +1,10 @@
-"""Timeouts: for the rest after a quorum, for an attempt, and for keepalives. Pure functions.
+"""Timeouts for stragglers, attempts and keepalives, and keepalives from a leader or delegate that others wait for.
 
 No fixed timeout fits both a phone's hotspot and a rack. The time until a quorum shows how long transfers take today:
-the rest may take a fifth longer, and the grace period. An attempt's deadline follows the durations of the last ones and
-their scatter; the manifest bounds it.
+stragglers may take a fifth longer, and the grace period. An attempt's deadline follows the durations of the last ones
+and their scatter; the manifest bounds it.
 
-
-Keepalives from a peer that others wait for: a leader that collects tickets, or the delegate of a cell.
-
-A channel's own heartbeat is too slow here: the groups of the level above go on after a grace period. The awaited peer
+A channel's own heartbeat is too slow: the groups of the level above proceed after a grace period. The awaited peer
 therefore sends several keepalives in a grace period, and counts as quiet when they are later than its link explains. A
 quiet peer may be alive: a member still listens to it while it tries the next one (`first_result`).
 """
@@ -29,7 +26,7 @@ from p2ptrain.network.rpc.heartbeat import LATE_SECONDS
 from p2ptrain.network.schema import Message
 from p2ptrain.tasks import Tasks
 
-SLACK = 0.2  # extra time for the rest, as a fraction of the time until the quorum
+SLACK = 0.2  # extra time for stragglers, as a fraction of the time until the quorum
 MIN_HISTORY = 3
 SCATTERS = 6.0  # median absolute deviations above the median; 4 standard deviations of a normal distribution
 FORWARD_SECONDS = 0.5  # timeout for signatures and certificates to spread
@@ -39,8 +36,8 @@ LEADER_SHARE, LEAST_LEADER_SECONDS = 0.75, 1.5
 group can form within the grace period; > `SILENCE_SHARE`, because this wait delays nothing else."""
 QUIET_GRACES = 0.5
 """Allowed delay of a delegate's keepalive, in grace periods; two such delays fit the level above's grace period."""
-BEATS_PER_GRACE = 8
-LEAST_BEAT_SECONDS, MOST_BEAT_SECONDS = 0.1, 0.5
+KEEPALIVES_PER_GRACE = 8
+LEAST_KEEPALIVE_SECONDS, MOST_KEEPALIVE_SECONDS = 0.1, 0.5
 LEAST_QUIET_SECONDS = 0.5
 ROUND_TRIPS = 4.0  # round trips by which a keepalive may be late: a few retransmissions
 LATENESSES = 3.0  # the same in multiples of the peer's largest lateness, for slow links and machines
@@ -65,8 +62,8 @@ def least_mask(members: int, quorum: float) -> int:
     return min(math.ceil(members / 2), 1 + quorum_of_others(members - 1, quorum))
 
 
-def patience_seconds(seconds_until_quorum: float, grace_seconds: float) -> float:
-    """Return the timeout for the rest after a quorum took ``seconds_until_quorum``."""
+def straggler_seconds(seconds_until_quorum: float, grace_seconds: float) -> float:
+    """Return the timeout for stragglers after a quorum took ``seconds_until_quorum``."""
     return grace_seconds + SLACK * seconds_until_quorum
 
 
@@ -84,9 +81,9 @@ def attempt_seconds(history: Sequence[float], spec: AveragingSpec) -> float:
     return min(spec.round_seconds, usual + 2.0 * spec.grace_seconds)
 
 
-def beat_seconds(grace_seconds: float) -> float:
-    """Return the keepalive interval of a peer that others wait for (`p2ptrain.averaging.timing.deadlines`)."""
-    return min(MOST_BEAT_SECONDS, max(LEAST_BEAT_SECONDS, grace_seconds / BEATS_PER_GRACE))
+def keepalive_seconds(grace_seconds: float) -> float:
+    """Return the keepalive interval of a peer that others wait for."""
+    return min(MOST_KEEPALIVE_SECONDS, max(LEAST_KEEPALIVE_SECONDS, grace_seconds / KEEPALIVES_PER_GRACE))
 
 
 def quiet_seconds(
@@ -100,7 +97,7 @@ def quiet_seconds(
         latest_seconds: The peer's largest lateness so far.
     """
     late = max(allowance_seconds, LEAST_QUIET_SECONDS, ROUND_TRIPS * round_trip_seconds, LATENESSES * latest_seconds)
-    return beat_seconds(grace_seconds) + late
+    return keepalive_seconds(grace_seconds) + late
 
 
 def silence_seconds(grace_seconds: float, round_trip_seconds: float = 0.0) -> float:
@@ -110,7 +107,7 @@ def silence_seconds(grace_seconds: float, round_trip_seconds: float = 0.0) -> fl
 
 def leader_allowance_seconds(grace_seconds: float) -> float:
     """Return how late a leader's keepalive may be; see `quiet_seconds`."""
-    return max(LEADER_SHARE * grace_seconds, LEAST_LEADER_SECONDS) - beat_seconds(grace_seconds)
+    return max(LEADER_SHARE * grace_seconds, LEAST_LEADER_SECONDS) - keepalive_seconds(grace_seconds)
 
 
 def leader_dial_seconds(grace_seconds: float, usual_seconds: float | None, most_seconds: float) -> float:
@@ -155,7 +152,7 @@ class KeepaliveStatus:
         return self._changed
 
 
-async def beat_until(
+async def send_keepalives(
     channel: Channel,
     end: asyncio.Future[Any],
     grace_seconds: float,
@@ -166,12 +163,12 @@ async def beat_until(
     while not (end.done() or channel.lost.done()):
         await channel.send(keepalive(status.joined))
         waiting: set[asyncio.Future[Any]] = {end, channel.lost, status.changed()}
-        await asyncio.wait(waiting, timeout=beat_seconds(grace_seconds), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(waiting, timeout=keepalive_seconds(grace_seconds), return_when=asyncio.FIRST_COMPLETED)
 
 
 @dataclass(frozen=True)
-class Patience:
-    """Timeouts of the wait for an answer.
+class AnswerTimeouts:
+    """Timeouts of the wait for an answer that keepalives extend.
 
     Attributes:
         seconds: Deadline of the answer.
@@ -185,10 +182,10 @@ class Patience:
     round_trip_seconds: float
 
 
-async def answer_after_beats(
+async def receive_answer(
     channel: Channel,
     schema: type[T],
-    patience: Patience,
+    timeouts: AnswerTimeouts,
     max_bytes: int,
     on_quiet: Callable[[], None] | None = None,
 ) -> T:
@@ -206,13 +203,13 @@ async def answer_after_beats(
         DeadlineError: No answer by the deadline, or the peer fell quiet and ``on_quiet`` is None.
         PeerLostError, PeerRefusedError, ProtocolError: See `Channel.receive`.
     """
-    loop, grace = asyncio.get_running_loop(), patience.grace_seconds
+    loop, grace = asyncio.get_running_loop(), timeouts.grace_seconds
     heard = loop.time()
-    deadline, latest, num_beats, is_patient = heard + patience.seconds, 0.0, 0, False
+    deadline, latest, num_keepalives, only_deadline = heard + timeouts.seconds, 0.0, 0, False
     while True:
         now = loop.time()
-        quiet = quiet_seconds(grace, patience.allowance_seconds, patience.round_trip_seconds, latest)
-        until = deadline if is_patient else min(deadline, heard + quiet)
+        quiet = quiet_seconds(grace, timeouts.allowance_seconds, timeouts.round_trip_seconds, latest)
+        until = deadline if only_deadline else min(deadline, heard + quiet)
         try:
             message = await channel.receive(schema, max(0.0, until - now), max_bytes)
         except DeadlineError:
@@ -223,15 +220,15 @@ async def answer_after_beats(
                 continue
             if on_quiet is None:
                 raise DeadlineError(f"peer {channel.remote[-8:]} fell silent: nothing for {quiet:.1f} s") from None
-            is_patient = True
+            only_deadline = True
             on_quiet()
             continue
         if not isinstance(message, Keepalive):
             return message
-        if num_beats:
-            latest = max(latest, loop.time() - heard - beat_seconds(grace))
-        num_beats += 1
-        heard, is_patient = loop.time(), message.joined
+        if num_keepalives:
+            latest = max(latest, loop.time() - heard - keepalive_seconds(grace))
+        num_keepalives += 1
+        heard, only_deadline = loop.time(), message.joined
 
 
 async def first_result(

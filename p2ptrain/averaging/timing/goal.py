@@ -1,18 +1,15 @@
-"""The global batch of a round (``every = 1``): its progress, and which peers start another local batch.
+"""The goal of a round and the peers' progress towards it, from which its leader predicts the end of the round.
 
-The batch is full when the samples of all peers reach the target. Peers compute whole local batches, and would end with
-one too many each if they continued until they are told to stop. The leader therefore predicts from their reports when
-the batches in progress end. A peer starts another batch only if the others are predicted to need `PATIENCE` times as
-long: a surplus batch makes the step more expensive for all peers, and a needless wait costs a moment. An overdue peer
-is predicted to need as long again as it is late, so that a slow or dead peer does not delay the others long.
+**A global batch** (``every = 1``, `GlobalBatch`) is full when the samples of all peers reach the target. Peers compute
+whole local batches, and would each end with a surplus one if they continued until they were told to stop. The leader
+therefore predicts when the batches in progress end. A peer starts another one only if the others are predicted to need
+`WAIT_BATCHES` times as long: a surplus batch costs all peers more than a short wait. An overdue peer is predicted to
+need as long again as it is late, so a slow or dead peer does not delay the others long.
 
-
-Closing time of a round of local steps (``every = H``): the trainers' steps reach H per trainer.
-
-A fast peer does more steps than a slow one, and contributions are weighted by their tokens. The leader predicts from
-the trainers' reports when they reach H together, and announces this time as seconds from now. All peers step until
-then, and do not wait for the slowest. If a step of the slowest peer ends near this time, the round closes with it:
-otherwise a peer with few, long steps would wait for the rest of the round, or the others for the rest of its step.
+**Local steps** (``every = H``, `LocalSteps`): the round closes when the trainers reach H steps each on average. Fast
+peers do more steps than slow ones, and contributions are weighted by tokens. The leader announces the predicted time,
+and all peers step until then. If a step of the slowest peer ends near this time, the round closes with it. Otherwise
+this peer would idle for the rest of the round, or the others for the rest of its step.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from dataclasses import dataclass, field, replace
 
 MAX_REPORTS = 4096
 LONGEST_BATCH_SECONDS = 86400.0
-PATIENCE = 2.0
+WAIT_BATCHES = 2.0
 HOLD_SECONDS = 8.0  # timeout of held samples; holders report every few seconds
 
 
@@ -34,7 +31,7 @@ class Goal:
 
     Attributes:
         samples: Global batch of all peers (``every = 1``); 0 without one.
-        steps: Average local steps of a trainer (``every = H``, see `p2ptrain.averaging.timing.goal`); 0 without.
+        steps: Average local steps of a trainer (``every = H``); 0 without.
     """
 
     samples: int = 0
@@ -45,8 +42,8 @@ NO_GOAL = Goal()
 
 
 @dataclass(frozen=True)
-class Report:
-    """A peer's progress in a round.
+class BatchProgress:
+    """A peer's progress towards the global batch.
 
     Attributes:
         batch_samples: Samples of its last local batch; 0 for a peer without batches of its own.
@@ -69,7 +66,7 @@ class GlobalBatch:
     def __init__(self, target: int, pace: dict[str, float] | None = None) -> None:
         self.target = target
         self._pace: dict[str, float] = {} if pace is None else pace
-        self._reports: dict[str, Report] = {}
+        self._reports: dict[str, BatchProgress] = {}
         self._idle: set[str] = set()
         self._held: dict[str, tuple[int, float]] = {}
         self._began = math.inf
@@ -87,7 +84,7 @@ class GlobalBatch:
     def is_full(self) -> bool:
         return self.target > 0 and self.missing <= 0
 
-    def report(self, peer: str, report: Report) -> None:
+    def report(self, peer: str, report: BatchProgress) -> None:
         """Record a peer's report; it replaces an earlier one."""
         if peer in self._reports or len(self._reports) < MAX_REPORTS:
             self._reports[peer] = report
@@ -98,7 +95,7 @@ class GlobalBatch:
 
     def hand_in(self, peer: str, samples: int) -> None:
         """Record that a peer handed in its samples, and computes no more for this round."""
-        before = self._reports.get(peer, Report(0, 0, 0.0, 0.0))
+        before = self._reports.get(peer, BatchProgress(0, 0, 0.0, 0.0))
         self.report(peer, replace(before, samples=samples))
         self._idle.add(peer)
 
@@ -134,7 +131,7 @@ class GlobalBatch:
         own = self._reports.get(peer)
         if own is None or not self.target or not own.batch_samples:
             return True
-        done_at = now + PATIENCE * own.batch_seconds
+        done_at = now + WAIT_BATCHES * own.batch_seconds
         others = {*self._reports, *expected}.difference(self._idle, [peer])
         if sum(self._foresee(other, done_at, now) for other in others) >= self.missing:
             self._idle.add(peer)
@@ -162,7 +159,7 @@ MOST_ROUNDS = 4.0
 """Upper bound on a peer's steps in units of H, after which the round closes: a model that trains alone for longer
 drifts. At speeds of 1 : 1 : 8 the fast peer does 2.4 H."""
 SILENT_SECONDS = 30.0
-"""Report timeout, after which a trainer no longer counts; > 2 report intervals of at most
+"""BatchProgress timeout, after which a trainer no longer counts; > 2 report intervals of at most
 `p2ptrain.averaging.grouping.leaders.MOST_PROBE_SECONDS`."""
 LEAST_STEP_SECONDS = 1e-3  # lower bound on the step of a report: rates stay finite
 ALIGNED = 1 / 3  # maximum shift of the closing time to the end of a step, as a fraction of the round
@@ -170,8 +167,8 @@ STEADY = 0.5  # additional tolerance, relative to the first, once peers rely on 
 
 
 @dataclass(frozen=True)
-class StepReport:
-    """A trainer's progress in a round.
+class StepProgress:
+    """A trainer's local steps in a round.
 
     Attributes:
         seconds: Duration of a step; 0 before the first.
@@ -186,9 +183,9 @@ class StepReport:
     heard_at: float
     is_stepping: bool
 
-    def paced(self, seconds: float) -> StepReport:
+    def paced(self, seconds: float) -> StepProgress:
         """Return this report, with a pace from earlier rounds if it has none."""
-        return self if self.seconds else StepReport(self.steps, seconds, self.age, self.heard_at, self.is_stepping)
+        return self if self.seconds else StepProgress(self.steps, seconds, self.age, self.heard_at, self.is_stepping)
 
     @property
     def step_seconds(self) -> float:
@@ -207,7 +204,7 @@ class StepReport:
 
 
 @dataclass
-class Closing:
+class LocalSteps:
     """Reports of one round's trainers, and the predicted closing time.
 
     Attributes:
@@ -221,14 +218,14 @@ class Closing:
     began: float = 0.0
     pace: dict[str, float] = field(default_factory=dict)
     at: float | None = None
-    _reports: dict[str, StepReport] = field(default_factory=dict)
+    _reports: dict[str, StepProgress] = field(default_factory=dict)
     _last_step: tuple[str, int] | None = None
 
     @property
     def peers(self) -> Collection[str]:
         return self._reports.keys()
 
-    def report(self, peer: str, report: StepReport, max_reports: int) -> None:
+    def report(self, peer: str, report: StepProgress, max_reports: int) -> None:
         """Record a peer's report; it replaces an earlier one."""
         if peer in self._reports or len(self._reports) < max_reports:
             self._reports[peer] = report
@@ -237,8 +234,8 @@ class Closing:
 
     def hand_in(self, peer: str, now: float) -> None:
         """Record that a peer handed in its contribution, and does no more steps for this round."""
-        before = self._reports.get(peer, StepReport(0, 0.0, 0.0, now, False))
-        self._reports[peer] = StepReport(before.steps, before.seconds, 0.0, now, False)
+        before = self._reports.get(peer, StepProgress(0, 0.0, 0.0, now, False))
+        self._reports[peer] = StepProgress(before.steps, before.seconds, 0.0, now, False)
 
     def is_due(self, now: float) -> bool:
         """True if the round should close now, by the last `foresee`."""
@@ -266,7 +263,7 @@ class Closing:
         to_most = [max(0.0, most - report.steps_at(now)) * report.step_seconds for report in known.values()]
         return max(now, self._aligned(now + min([wanted / rate, *to_most]), known, now))
 
-    def _aligned(self, at: float, known: dict[str, StepReport], now: float) -> float:
+    def _aligned(self, at: float, known: dict[str, StepProgress], now: float) -> float:
         """Return the end of a step of the slowest peer near ``at``; keep the last choice while it stays near."""
         tolerance = ALIGNED * (at - self.began)
         if self._last_step is not None and self.at is not None:
@@ -287,19 +284,19 @@ class Closing:
                 return end
         return at
 
-    def absentees(self, expected: Collection[str], behind: Collection[str], now: float, patience: float) -> set[str]:
+    def absentees(self, expected: Collection[str], behind: Collection[str], now: float, seconds: float) -> set[str]:
         """Return the expected peers that will miss the group if the round closes now; they are not waited for.
 
-        Their step in progress takes longer than ``patience`` seconds, or began in an earlier round: it counts in the
+        Their step in progress takes longer than ``seconds``, or began in an earlier round: it counts in the
         round in which it ends. Peers ``behind`` missed the last round, and are in an earlier one by their records.
         """
 
         def is_absent(peer: str) -> bool:
             report = self._reports.get(peer)
             if report is None:
-                return peer in behind and now - self.began > patience
+                return peer in behind and now - self.began > seconds
             report = report.paced(self.pace.get(peer, 0.0))
-            return report.is_stepping and report.seconds > 0 and report.ends_at(report.steps + 1) > now + patience
+            return report.is_stepping and report.seconds > 0 and report.ends_at(report.steps + 1) > now + seconds
 
         return {peer for peer in expected if is_absent(peer)} if self.steps else set()
 

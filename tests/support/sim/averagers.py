@@ -58,7 +58,7 @@ class AveragingPeer:
                     record_of(other.peer, head), round(1e3 * runtime.now()), runtime.now() + RECORD_SECONDS
                 )
                 if head.outranks(self.averager.head):
-                    self.averager.set_head(head)
+                    self.averager.matchmaker.set_head(head)
 
     async def round(self, tokens: int = 10) -> RoundOutcome:
         """Average once, and go on to the next head; catch up first when the others are ahead."""
@@ -71,7 +71,7 @@ class AveragingPeer:
         self.outcomes.append(outcome)
         self.seconds.append(outcome.transfer_seconds)
         certificate = outcome.result.certificate
-        self.averager.set_head(certificate.body.next_head(b"d" * 32, certificate.to_bytes()))
+        self.averager.matchmaker.set_head(certificate.body.next_head(b"d" * 32, certificate.to_bytes()))
         return outcome
 
     async def try_round(self, tokens: int = 10) -> bool:
@@ -140,7 +140,7 @@ async def start_averagers(
         membership = Membership(peer.peer_id, peer.runtime)
         context = PeerContext(rpc, peer.runtime, peer.signer, SWARM, spec)
         averager = Averager(context, membership, head, parts or [(get_codec(spec.codec), num_values)], LAYOUT)
-        averager.matchmaker.participates = True
+        averager.matchmaker.participate(True)
         await rpc.start()
         vector = torch.randn(num_values, generator=torch.Generator().manual_seed(index))
         sizes = tuple(size for _, size in parts)

@@ -30,14 +30,14 @@ Corrupt = Callable[[AllReduceSession], None]
 
 def corrupt_rounds(averager: Averager, corrupt: Corrupt) -> None:
     """Let ``corrupt`` change each attempt of a peer before it begins."""
-    prepare = averager._attempts.prepare
+    prepare = averager._runner.prepare
 
     def prepare_lie(roster: Roster, head: Head, vector: Tensor, origin: Origin | None) -> AllReduceSession:
         session = prepare(roster, head, vector, origin)
         corrupt(session)
         return session
 
-    averager._attempts.prepare = prepare_lie  # type: ignore[method-assign]
+    averager._runner.prepare = prepare_lie  # type: ignore[method-assign]
 
 
 def falsify(chunks: Sequence[int] | None) -> Corrupt:

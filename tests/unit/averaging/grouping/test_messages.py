@@ -57,7 +57,7 @@ def test_a_leader_answers_or_refuses_whatever_is_asked_of_it(data: st.DataObject
     async def main(network: SimulatedNetwork) -> None:
         async with members(network, 2) as swarm:
             matchmaker, _ = make_matchmaker(swarm[0], swarm, AveragingSpec(group_size=8), HEAD, goal)
-            matchmaker.participates = True
+            matchmaker.participate(True)
             for name, request in asked:
                 with contextlib.suppress(PeerRefusedError):
                     await swarm[1].rpc.call(swarm[0].rpc.peer_id, name, request, dict, 150.0)
