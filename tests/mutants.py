@@ -55,7 +55,7 @@ MUTANTS = (
     Mutant(
         "a member that gives up says so while parts and means are on their way",
         "averaging/allreduce/streams.py",
-        "await channel.interrupt(session.given_up.result(), GAVE_UP)",
+        "await channel.interrupt(session.given_up.result(), messages.GAVE_UP)",
         "await tasks.close()",
         "sim/test_stragglers.py -k another_round_of_all_others",
     ),

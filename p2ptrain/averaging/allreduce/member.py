@@ -1,17 +1,17 @@
-"""State of the members of a group in one attempt, and detection of silent members."""
+"""The members of a group in one attempt: their state, detection of silent ones, and the verifier that trusts them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING
 
-from p2ptrain.averaging.allreduce.messages import Request, Statements
+from p2ptrain.averaging.allreduce.messages import Request
 from p2ptrain.averaging.protocol.certificate import Ticket
 from p2ptrain.averaging.timing.deadlines import keepalive_seconds, silence_seconds
 from p2ptrain.averaging.vector.chunks import PartCheck, RangeCheck, SumTree, mean_root
@@ -160,11 +160,19 @@ class Liveness:
 
 
 class Verifier:
-    """Trusts the owners: spot checks are off, the codec is sparse, or the group has one member."""
+    """Trusts the owners: spot checks are off, the codec is sparse, or the group has one member.
+
+    Attributes:
+        evidence: Against an owner that falsified its mean; empty without one.
+        faults: By owner whose share failed a check: how, and whether it was only late.
+        complaints: Chunks that this member could not check.
+    """
 
     def __init__(self, session: AllReduceSession) -> None:
         self._session = session
-        self.evidence = b""  # against an owner that falsified its mean
+        self.evidence = b""
+        self.faults: dict[Member, tuple[str, bool]] = {}
+        self.complaints: list[Complaint] = []
 
     # As a contributor, on an outgoing stream.
 
@@ -198,13 +206,8 @@ class Verifier:
     async def before_signature(self, channel: Channel) -> None:
         """Send `Clear` once the own checks passed, if members wait for it."""
 
-    async def open_chunks(self, channel: Channel, chunks: Sequence[int]) -> bool:
-        """Open chunks of the own share; return False if the answer was a majority's signatures."""
-        return True
-
-    def heard(self) -> Statements:
-        """Return the statements that owners sent to this member."""
-        return Statements(())
+    async def answer(self, channel: Channel, question: Request) -> None:
+        """Answer a question beside the main stream: open chunks, or send the statements of owners."""
 
     # The decision.
 
@@ -222,19 +225,11 @@ class Verifier:
     async def other_result(self, member: Member) -> None:
         """Find out why a member signed another result."""
 
-    def faulty(self) -> Collection[Member]:
-        """Return the owners whose shares failed a check."""
-        return ()
-
     def note_clear(self, member: Member) -> None:
         """Record that a member's checks passed."""
 
     def note_complaints(self, complaints: Sequence[Complaint]) -> None:
         """Record the chunks that a member could not check before it gave up."""
-
-    def complaints(self) -> tuple[Complaint, ...]:
-        """Return the chunks that this member could not check."""
-        return ()
 
     async def stop(self) -> None:
         """Stop all checks, and stop reading the own contribution, which may change from now on."""

@@ -1,4 +1,4 @@
-"""Verification of means before a session signs them: none (`Verifier`), or spot checks (`SpotChecks`).
+"""Spot checks of means before a session signs them.
 
 `p2ptrain.averaging.verification.audit` explains the checks. A member signs after its own checks passed, and after the
 others' passed or timed out. The others check any chunk that an owner did not show to one member before they sign.
@@ -10,23 +10,11 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from p2ptrain.averaging.allreduce import messages
 from p2ptrain.averaging.allreduce.member import Complaint, Member, Verifier
-from p2ptrain.averaging.allreduce.messages import (
-    AskChunks,
-    AskStatements,
-    Check,
-    Clear,
-    Committed,
-    FromOwner,
-    GaveUp,
-    Opens,
-    Signatures,
-    Stated,
-    Statements,
-)  # fmt: skip
 from p2ptrain.averaging.commit.attempt import AttemptFailedError, LateError
 from p2ptrain.averaging.timing.deadlines import FORWARD_SECONDS, quorum_of_others
 from p2ptrain.averaging.vector.chunks import PartCheck, RangeCheck, SumTree, mean_tree
@@ -71,9 +59,7 @@ class SpotChecks(Verifier):
             session.contribution.vector,
         )  # fmt: skip
         self._slow_checkers = slow_checkers
-        self._faults: dict[Member, tuple[str, bool]] = {}
         self._unshown: dict[Member, Sequence[int]] = {}
-        self._complaints: list[Complaint] = []
         self._others_complaints: list[Complaint] = []
         self._is_clear = asyncio.Event()
         self._looking = Tasks(session.on_defect)
@@ -92,11 +78,11 @@ class SpotChecks(Verifier):
     async def part_sent(self, stream: OutgoingStream, check: RangeCheck) -> None:
         assert isinstance(check, PartCheck)
         codec = self._session.contribution.codec.name
-        await stream.channel.send(Committed(await self.audit.commit(stream.member.index, codec, check)))
+        await stream.channel.send(messages.Committed(await self.audit.commit(stream.member.index, codec, check)))
 
     async def mean_received(self, stream: OutgoingStream, tree: SumTree) -> bool:
         session, owner = self._session, stream.member
-        stated = await stream.hear(Stated)
+        stated = await stream.hear(messages.Stated)
         try:
             self.audit.hear(owner.index, stated.statement, tree)
         except IntegrityError as error:
@@ -104,7 +90,7 @@ class SpotChecks(Verifier):
         # Checks start after the last mean arrived, and do not share the link with it.
         await stream.until(lambda: session.attempt.body is not None)
         chunks = self.audit.draw(owner.index, self._num_checkers(owner))
-        await stream.channel.send(Check(tuple(chunks)))
+        await stream.channel.send(messages.Check(tuple(chunks)))
         try:
             owner.is_checked = await self._examine(owner, chunks, stream.channel)
         except PeerSilentError:
@@ -121,20 +107,20 @@ class SpotChecks(Verifier):
             return True
         session = self._session
         now = asyncio.get_running_loop().time()
-        seconds = session.patience_ends(session.began, now) - now
+        seconds = session.straggler_deadline(session.began, now) - now
         # In a group of two, no member signs before the other: a slow link may take longer.
         seconds = ANSWER_SHARE * seconds if self._waits_for_clear else seconds + now - session.began
         try:
-            match await channel.receive(FromOwner, seconds):
-                case GaveUp() as message:
+            match await channel.receive(messages.FromOwner, seconds):
+                case messages.GaveUp() as message:
                     session.note_gave_up(owner, message)
-                case Signatures() as message:
+                case messages.Signatures() as message:
                     session.note_signatures(message)
                     if session.attempt.certificate() is None:
                         await self.other_result(owner)
                     self._unshown[owner] = chunks
                     session.changed()
-                case Opens(size) if 0 < size <= self.audit.max_answer_bytes(owner.index, len(chunks)):
+                case messages.Opens(size) if 0 < size <= self.audit.max_answer_bytes(owner.index, len(chunks)):
                     answer = await channel.receive_bytes(size, seconds)
                     await self.audit.check(owner.index, chunks, answer)
                     return True
@@ -150,7 +136,7 @@ class SpotChecks(Verifier):
 
     async def _ask_again(self, owner: Member, chunks: Sequence[int]) -> bool:
         """Check, on a new stream, chunks that an owner did not show; return True if they passed."""
-        request = AskChunks(self._session.attempt.roster.group_id, tuple(chunks))
+        request = messages.AskChunks(self._session.attempt.roster.group_id, tuple(chunks))
         try:
             async with self._session.liveness.open(owner, request) as channel:
                 return await self._examine(owner, chunks, channel)
@@ -163,10 +149,10 @@ class SpotChecks(Verifier):
         context, limit = self._session.context, len(self._session.members) * MAX_STATEMENT_BYTES
         try:
             async with self._session.liveness.open(
-                member, AskStatements(self._session.attempt.roster.group_id)
+                member, messages.AskStatements(self._session.attempt.roster.group_id)
             ) as channel:
-                heard = await channel.receive(FromOwner, FORWARD_SECONDS + context.spec.grace_seconds, limit)
-            if isinstance(heard, Statements):
+                heard = await channel.receive(messages.FromOwner, FORWARD_SECONDS + context.spec.grace_seconds, limit)
+            if isinstance(heard, messages.Statements):
                 await context.runtime.offload(self.audit.compare, heard.statements)
         except FalseMeanError as error:
             self._find_guilty(error, [])
@@ -176,7 +162,7 @@ class SpotChecks(Verifier):
     # --- as an owner ----------------------------------------------------------------------------------------------
 
     async def part_received(self, channel: Channel, sender: Member, codec: str, check: PartCheck) -> SumTree | None:
-        committed = await channel.receive(Committed, self._session.context.spec.round_seconds)
+        committed = await channel.receive(messages.Committed, self._session.context.spec.round_seconds)
         return await self.audit.admit(sender.index, codec, check, committed.commitment)
 
     async def state(self, mean: Buffer) -> bytes:
@@ -190,9 +176,9 @@ class SpotChecks(Verifier):
     async def mean_sent(self, channel: Channel) -> bool:
         """Answer a check; once a majority has signed, send the signatures instead: a slow member needs no more."""
         session = self._session
-        await channel.send(Stated(await asyncio.shield(self.audit.statement)))
+        await channel.send(messages.Stated(await asyncio.shield(self.audit.statement)))
         # It ends with the channel: cancelling it would end the channel before a `GaveUp`.
-        asking = session.tasks.call(channel.receive(Check, session.context.spec.round_seconds), "asking")
+        asking = session.tasks.call(channel.receive(messages.Check, session.context.spec.round_seconds), "asking")
         asking.add_done_callback(lambda task: task.cancelled() or task.exception())
         async with Tasks() as tasks:
             certified = tasks.call(session.is_certified.wait(), "certified")
@@ -204,30 +190,33 @@ class SpotChecks(Verifier):
         await asyncio.wait({asking})
         return False
 
+    async def answer(self, channel: Channel, question: messages.Request) -> None:
+        if isinstance(question, messages.AskChunks):
+            await self.open_chunks(channel, question.chunks)
+        elif isinstance(question, messages.AskStatements):
+            await channel.send(messages.Statements(self.audit.heard_statements()))
+
     async def open_chunks(self, channel: Channel, chunks: Sequence[int]) -> bool:
+        """Open chunks of the own share; return False if the answer was a majority's signatures."""
         if self._session.is_certified.is_set():
             await channel.send(self._session.signatures())
             return False
         answer = await self.audit.answer(chunks)
-        await channel.send(Opens(len(answer)))
+        await channel.send(messages.Opens(len(answer)))
         await channel.send_bytes(answer)
         return True
 
     async def before_signature(self, channel: Channel) -> None:
         if self._waits_for_clear:
             await self._is_clear.wait()
-            await channel.send(Clear())
-
-    def heard(self) -> Statements:
-        return Statements(self.audit.heard_statements())
+            await channel.send(messages.Clear())
 
     # --- findings -------------------------------------------------------------------------------------------------
 
     def _find_fault(self, owner: Member, chunks: Sequence[int], reason: str, *, late: bool) -> None:
         """Record that an owner's share failed; the others learn the chunks if the attempt fails."""
-        self._faults.setdefault(owner, (reason, late))
-        self._session.attempt.disputed = True
-        self._complaints += [(owner.index, chunk) for chunk in chunks][: self._max_complaints - len(self._complaints)]
+        self.faults.setdefault(owner, (reason, late))
+        self.complaints += [(owner.index, chunk) for chunk in chunks][: self._max_complaints - len(self.complaints)]
         self._session.changed()
 
     def _find_guilty(self, error: FalseMeanError, chunks: Sequence[int]) -> None:
@@ -236,16 +225,13 @@ class SpotChecks(Verifier):
             self.evidence = error.evidence
             self._session.observer.evidence_found(error.evidence)
         owner = self._session.members[error.owner]
-        self._faults.pop(owner, None)
+        self.faults.pop(owner, None)
         self._find_fault(owner, chunks, str(error), late=False)
 
     @property
     def _max_complaints(self) -> int:
         """Maximum number of complaints per member: the chunks that it may draw of one share."""
         return min(self._session.context.spec.spot_checks, MAX_CHUNKS)
-
-    def faulty(self) -> Collection[Member]:
-        return self._faults.keys()
 
     def note_clear(self, member: Member) -> None:
         member.is_clear = True
@@ -257,10 +243,6 @@ class SpotChecks(Verifier):
         for owner, chunk in complaints[: self._max_complaints]:
             if owner < len(members) and owner != own.index and chunk < self._session.attempt.num_chunks(owner):
                 self._others_complaints.append((owner, chunk))
-        self._session.attempt.disputed |= bool(complaints)
-
-    def complaints(self) -> tuple[Complaint, ...]:
-        return tuple(self._complaints)
 
     # --- the decision ---------------------------------------------------------------------------------------------
 
@@ -287,7 +269,7 @@ class SpotChecks(Verifier):
             elif until == math.inf:
                 passed = len(owners) - len(waiting)
                 if passed >= quorum_of_others(len(owners), session.context.spec.quorum):
-                    until = session.patience_ends(session.began, loop.time())
+                    until = session.straggler_deadline(session.began, loop.time())
             await session.wait_for(waiting, until)
 
     async def _wait_for_clear(self) -> None:
@@ -306,13 +288,13 @@ class SpotChecks(Verifier):
             if not waiting and not looking:
                 return
             if until == math.inf and 2 * sum(member.is_clear for member in counted) >= len(counted):
-                until = session.patience_ends(session.began, loop.time(), CLEAR_SHARE)
+                until = session.straggler_deadline(session.began, loop.time(), CLEAR_SHARE)
             if loop.time() >= until and not looking:
                 self._slow_checkers.update(member.peer for member in waiting)
                 return
-            patience = session.deadline if looking else until
-            with contextlib.nullcontext() if patience >= session.deadline else contextlib.suppress(LateError):
-                await session.wait_for([], patience)
+            deadline = session.deadline if looking else until
+            with contextlib.nullcontext() if deadline >= session.deadline else contextlib.suppress(LateError):
+                await session.wait_for([], deadline)
 
     def _is_excused(self, member: Member) -> bool:
         """True if a member's checks are not waited for: lost, late the last time, or too slow to own a share."""
@@ -327,7 +309,7 @@ class SpotChecks(Verifier):
     def _fail_on_faults(self) -> None:
         """Raise `AttemptFailedError` if a check failed; a timeout counts only until a majority has signed."""
         attempt = self._session.attempt
-        for owner, (fault, late) in sorted(self._faults.items(), key=lambda found: (found[1][1], found[0].index)):
+        for owner, (fault, late) in sorted(self.faults.items(), key=lambda found: (found[1][1], found[0].index)):
             if not (late and attempt.certificate() is not None):
                 message = f"{attempt.phase}: peer {owner.peer[-8:]}'s share did not pass a check: {fault}"
                 raise (LateError if late else AttemptFailedError)(message, (owner.peer,))
@@ -342,7 +324,7 @@ class SpotChecks(Verifier):
 
     async def _look_into(self, owner: Member, chunk: int) -> None:
         passed = await self._ask_again(owner, [chunk])
-        if not passed and owner not in self._faults and self._session.attempt.certificate() is None:
+        if not passed and owner not in self.faults and self._session.attempt.certificate() is None:
             self._find_fault(owner, [chunk], "it gave up instead of showing a chunk", late=True)
         self._num_looking -= 1
         self._session.changed()

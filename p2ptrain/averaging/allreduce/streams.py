@@ -1,8 +1,9 @@
-"""The stream that a member opens to another one: its part goes out, the mean and signatures come back.
+"""The streams of a session.
 
-The streams that other members open: their parts come in; the own share's mean and signatures go out.
+* `OutgoingStream`, opened by this member: its part goes out, the owner's mean and signatures come back.
+* `IncomingStreams`, opened by the others: their parts come in, the own share's mean and signatures go out.
 
-This side only checks that messages are well-formed; `AllReduceSession` decides what to reply.
+Both only check that messages are well-formed; `AllReduceSession` decides what to send and when.
 """
 
 from __future__ import annotations
@@ -13,25 +14,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from p2ptrain.averaging.allreduce import messages
 from p2ptrain.averaging.allreduce.member import Member
-from p2ptrain.averaging.allreduce.messages import (
-    GAVE_UP,
-    MAX_REFUSAL_LENGTH,
-    Arrived,
-    AskChunks,
-    AskStatements,
-    Bring,
-    Clear,
-    FromOwner,
-    GaveUp,
-    Mask,
-    MeanFollows,
-    Request,
-    Shown,
-    Signature,
-    Signatures,
-    Trace,
-)  # fmt: skip  # fmt: skip
 from p2ptrain.averaging.commit.attempt import part_codecs
 from p2ptrain.averaging.commit.provenance import Source
 from p2ptrain.averaging.timing.deadlines import FORWARD_SECONDS, least_mask
@@ -48,6 +32,7 @@ from p2ptrain.errors import (
     PeerSilentError,
     ProtocolError,
 )
+from p2ptrain.hashing import BulkHasher
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.tasks import Tasks
 
@@ -56,7 +41,7 @@ if TYPE_CHECKING:
 
 BAD_ANSWER, BAD_SIGNATURE, ANOTHER_RESULT = "bad answer", "bad signature", "another result"
 """Refusal counters: malformed mask or mean, invalid signature, signature of another result."""
-M = TypeVar("M", bound=FromOwner)
+M = TypeVar("M", bound=messages.FromOwner)
 
 
 class GaveUpError(Exception):
@@ -68,31 +53,22 @@ class OutgoingStream:
 
     def __init__(self, session: AllReduceSession, member: Member) -> None:
         self.member = member
-        self.task: asyncio.Task[None] | None = None
         self.channel: Channel
         self._session = session
-        self._codec: Codec | None = None
 
-    def start(self) -> None:
-        """Open the stream, and run the protocol on it in a task."""
-        self.task = self._session.tasks.start(self._run(), f"allreduce-{self.member.index}")
-
-    def cancel(self) -> None:
-        if self.task is not None:
-            self.task.cancel()
-
-    async def _run(self) -> None:
+    async def run(self) -> None:
+        """Open the stream and follow the protocol; the session learns how it ended."""
         session, member, attempt = self._session, self.member, self._session.attempt
         codec, origin = session.contribution.codec, session.contribution.origin
-        self._codec = codec.part(attempt.bounds[member.index], attempt.bounds[member.index + 1])
-        total = self._codec.encoded_bytes(member.size) + attempt.mean_codec_of(member.index).encoded_bytes(member.size)
-        request = Bring(attempt.roster.group_id, codec.name, origin.credential if origin else b"")
+        part_codec, mean_codec = attempt.part_of(codec, member.index), attempt.mean_codec_of(member.index)
+        total = part_codec.encoded_bytes(member.size) + mean_codec.encoded_bytes(member.size)
+        request = messages.Bring(attempt.roster.group_id, codec.name, origin.credential if origin else b"")
         member.is_opening = True
         try:
             async with session.liveness.open(member, request, total) as self.channel:
                 member.is_opening = False
                 member.outgoing = self.channel
-                if member.size and not await self._average():
+                if member.size and not await self._average(part_codec):
                     return
                 member.has_mean = True
                 await self._fetch_signatures()
@@ -107,8 +83,8 @@ class OutgoingStream:
 
     def _note_lost(self, error: PeerError | DeadlineError) -> None:
         session, member = self._session, self.member
-        if isinstance(error, PeerRefusedError) and error.reason == GAVE_UP:
-            session.note_gave_up(member, GaveUp())
+        if isinstance(error, PeerRefusedError) and error.reason == messages.GAVE_UP:
+            session.note_gave_up(member, messages.GaveUp())
         if not member.gave_up:
             member.lost = str(error)
             if isinstance(error, PeerSilentError):
@@ -126,8 +102,8 @@ class OutgoingStream:
             ProtocolError: The message is of another kind.
             PeerError, DeadlineError: See `Channel.receive`.
         """
-        message = await self.channel.receive(FromOwner, self.seconds_left())
-        if isinstance(message, GaveUp):
+        message = await self.channel.receive(messages.FromOwner, self.seconds_left())
+        if isinstance(message, messages.GaveUp):
             self._session.note_gave_up(self.member, message)
             raise GaveUpError
         if not isinstance(message, kinds):
@@ -137,51 +113,48 @@ class OutgoingStream:
     def seconds_left(self) -> float:
         return self._session.deadline - asyncio.get_running_loop().time()
 
-    async def _average(self) -> bool:
+    async def _average(self, codec: Codec) -> bool:
         """Send the part, and receive mask and mean; return True if the mean passed its checks."""
         session, member, attempt = self._session, self.member, self._session.attempt
-        await self._send_part()
-        message = await self.hear(Arrived, Trace)
-        if isinstance(message, Trace):
+        await self._send_part(codec)
+        message = await self.hear(messages.Arrived, messages.Trace)
+        if isinstance(message, messages.Trace):
             await self._show_origin(message)
-            await self.hear(Arrived)
+            await self.hear(messages.Arrived)
         member.arrived_at = asyncio.get_running_loop().time()
         session.changed()
-        mask = await self.hear(Mask)
+        mask = await self.hear(messages.Mask)
         member.mask, member.refused_us = self._contributors(mask), mask.refusal
         session.changed()
-        await self.hear(MeanFollows)
+        await self.hear(messages.MeanFollows)
         if attempt.lists_parts:
             await self._receive_list()
             return True
-        codec = attempt.mean_codec_of(member.index)
-        assert isinstance(codec, Codec)
-        hashes = PartCheck(codec, session.context.spec, attempt.chunk, measured=False, hashed=True)
-        mean, _ = await receive_checked(
-            self.channel, session.context.runtime, codec, member.size, self.seconds_left(), hashes, hashed=False
+        mean_codec = attempt.mean_codec_of(member.index)
+        assert isinstance(mean_codec, Codec)
+        hashes = PartCheck(mean_codec, session.context.spec, attempt.chunk, measured=False, hashed=True)
+        mean = await receive_checked(
+            self.channel, session.context.runtime, mean_codec, member.size, self.seconds_left(), hashes
         )
         tree = await session.context.runtime.offload(SumTree, hashes.leaves)
         attempt.add_mean(member.index, mean, tree.root[0])
         return await session.verifier.mean_received(self, tree)
 
-    async def _send_part(self) -> None:
+    async def _send_part(self, codec: Codec) -> None:
         session, attempt, index = self._session, self._session.attempt, self.member.index
-        assert self._codec is not None
         part = session.contribution.vector[attempt.bounds[index] : attempt.bounds[index + 1]]
-        check = session.verifier.new_check(self._codec)
+        check = session.verifier.new_check(codec)
         try:
-            session.sent_parts[index] = await send_encoded(
-                self.channel, session.context.runtime, self._codec, part, check
-            )
+            session.sent_parts[index] = await send_encoded(self.channel, session.context.runtime, codec, part, check)
             await session.verifier.part_sent(self, check)
         except PeerError:
             with contextlib.suppress(PeerError, DeadlineError):  # The owner may have sent `GaveUp` before.
-                message = await self.channel.receive(FromOwner, 0.0)
-                if isinstance(message, GaveUp):
+                message = await self.channel.receive(messages.FromOwner, 0.0)
+                if isinstance(message, messages.GaveUp):
                     session.note_gave_up(self.member, message)
             raise
 
-    async def _show_origin(self, trace: Trace) -> None:
+    async def _show_origin(self, trace: messages.Trace) -> None:
         session, attempt, peer = self._session, self._session.attempt, self.member.peer
         origin = session.contribution.origin
         if origin is None or not attempt.audited:
@@ -192,10 +165,10 @@ class OutgoingStream:
             raise ProtocolError(peer, "asks for chunks that are not there")
         spans = [attempt.span(self.member.index, chunk) for chunk in trace.chunks]
         shown = await session.context.runtime.offload(origin.show, spans)
-        await self.channel.send(Shown(len(shown)))
+        await self.channel.send(messages.Shown(len(shown)))
         await self.channel.send_bytes(shown)
 
-    def _contributors(self, mask: Mask) -> frozenset[int]:
+    def _contributors(self, mask: messages.Mask) -> frozenset[int]:
         size, contributors = len(self._session.members), frozenset(mask.contributors)
         if max(contributors, default=0) >= size:
             raise ProtocolError(self.member.peer, "counts members that are not there")
@@ -208,28 +181,29 @@ class OutgoingStream:
         session, attempt, index = self._session, self._session.attempt, self.member.index
         await self.until(lambda: attempt.contributors is not None)
         codec = attempt.mean_codec_of(index)
-        check_range = RangeCheck(codec, session.context.spec)
+        check_range, hasher = RangeCheck(codec, session.context.spec), BulkHasher()
 
         def check(piece: memoryview, low: int, high: int) -> None:
             check_range(piece, low, high)
             attempt.check_quotes(index, piece, session.own.index)
+            hasher.update(piece)
 
-        mean, digest = await receive_checked(
+        mean = await receive_checked(
             self.channel, session.context.runtime, codec, self.member.size, self.seconds_left(), check
         )
-        attempt.add_mean(index, mean, digest)
+        attempt.add_mean(index, mean, hasher.digest())
 
     async def _fetch_signatures(self) -> None:
         """Receive the member's signature, and the others that it holds if a majority is still missing."""
         session, attempt, peer = self._session, self._session.attempt, self.member.peer
-        message = await self.hear(Clear, Signature, Signatures)
-        if isinstance(message, Clear):
+        message = await self.hear(messages.Clear, messages.Signature, messages.Signatures)
+        if isinstance(message, messages.Clear):
             session.verifier.note_clear(self.member)
-            message = await self.hear(Signature, Signatures)
-        if isinstance(message, Signatures):
+            message = await self.hear(messages.Signature, messages.Signatures)
+        if isinstance(message, messages.Signatures):
             session.note_signatures(message)
             return
-        assert isinstance(message, Signature)
+        assert isinstance(message, messages.Signature)
         await self.until(lambda: attempt.body is not None)
         assert attempt.body is not None
         if message.body != attempt.body.body_hash:
@@ -245,7 +219,7 @@ class OutgoingStream:
                 async with asyncio.timeout(FORWARD_SECONDS):
                     await session.is_certified.wait()
         if attempt.certificate() is None:
-            session.note_signatures(await self.hear(Signatures))
+            session.note_signatures(await self.hear(messages.Signatures))
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Wait until ``holds()``; raise `DeadlineError` at the attempt's deadline."""
@@ -271,14 +245,14 @@ class IncomingStreams:
         self._served: dict[int, asyncio.Task[Any]] = {}
         self._questions: Counter[int] = Counter()
 
-    async def serve(self, channel: Channel, request: Request, source: Source | None = None) -> None:
+    async def serve(self, channel: Channel, request: messages.Request, source: Source | None = None) -> None:
         """See `AllReduceSession.serve`."""
         session = self._session
         index = session.attempt.roster.index_of(channel.remote)
         if index in (-1, session.own.index):
             raise ProtocolError(channel.remote, "is not expected on this roster")
         member = session.members[index]
-        if not isinstance(request, Bring):
+        if not isinstance(request, messages.Bring):
             await self._answer(channel, member, request)
             return
         if index in self._served:
@@ -296,21 +270,21 @@ class IncomingStreams:
                 work.result()
             else:
                 # Cancelling the work first would end the stream without `GaveUp`: the member would blame this one.
-                await channel.interrupt(session.given_up.result(), GAVE_UP)
+                await channel.interrupt(session.given_up.result(), messages.GAVE_UP)
 
-    async def _answer(self, channel: Channel, member: Member, question: Request) -> None:
+    async def _answer(self, channel: Channel, member: Member, question: messages.Request) -> None:
         session = self._session
         self._questions[member.index] += 1
         if self._questions[member.index] > MAX_QUESTIONS:
             raise ProtocolError(channel.remote, "asks too much")
         if session.given_up.done():
             await channel.send(session.given_up.result())
-        elif isinstance(question, AskChunks):
-            await session.verifier.open_chunks(channel, question.chunks)
-        elif isinstance(question, AskStatements):
-            await channel.send(session.verifier.heard())
+        else:
+            await session.verifier.answer(channel, question)
 
-    async def _serve_member(self, channel: Channel, member: Member, request: Bring, source: Source | None) -> None:
+    async def _serve_member(
+        self, channel: Channel, member: Member, request: messages.Bring, source: Source | None
+    ) -> None:
         session, attempt = self._session, self._session.attempt
         if session.own.size:
             await self._take_part(channel, member, request, source)
@@ -321,7 +295,7 @@ class IncomingStreams:
         await session.has_signed.wait()
         if (proof := attempt.proofs.get(session.own.peer)) is not None:
             assert attempt.body is not None
-            await channel.send(Signature(attempt.body.body_hash, proof))
+            await channel.send(messages.Signature(attempt.body.body_hash, proof))
             await session.is_certified.wait()
             await asyncio.wait({channel.lost}, timeout=FORWARD_SECONDS)
         if not channel.lost.done():  # It still waits for signatures: it may be unable to reach their authors.
@@ -329,7 +303,9 @@ class IncomingStreams:
 
     # No coroutine that waits for signatures holds large buffers: cancelled streams leave frames in reference cycles.
 
-    async def _take_part(self, channel: Channel, member: Member, request: Bring, source: Source | None) -> None:
+    async def _take_part(
+        self, channel: Channel, member: Member, request: messages.Bring, source: Source | None
+    ) -> None:
         """Receive a member's part of the own share, and verify its commitment and origin."""
         session = self._session
         try:
@@ -344,7 +320,7 @@ class IncomingStreams:
         except IntegrityError as error:
             session.refuse(channel.remote, str(error))
             raise ProtocolError(channel.remote, str(error)) from error
-        await channel.send(Arrived())
+        await channel.send(messages.Arrived())
         if not session.own_mean.done():
             session.share.add(member.index, part, check, tree)
             session.changed()
@@ -353,7 +329,7 @@ class IncomingStreams:
         attempt, index = self._session.attempt, self._session.own.index
         for codec in part_codecs(attempt.spec, attempt.codec, attempt.bounds[-1]):
             if codec.name == name:
-                return codec.part(attempt.bounds[index], attempt.bounds[index + 1])
+                return attempt.part_of(codec, index)
         raise IntegrityError(f"encodes its part in a way that is not allowed beside {attempt.codec.name}")
 
     async def _receive_part(self, channel: Channel, check: PartCheck) -> memoryview:
@@ -365,11 +341,10 @@ class IncomingStreams:
             arrived = filled
 
         try:
-            part, _ = await receive_checked(
+            return await receive_checked(
                 channel, session.context.runtime, check.codec, session.own.size, session.context.spec.round_seconds,
-                check, hashed=False, on_progress=watch,
+                check, watch,
             )  # fmt: skip
-            return part
         finally:
             session.observer.part_arrived(channel.remote, arrived, loop.time() - began, len(session.others))
 
@@ -379,8 +354,8 @@ class IncomingStreams:
         count, seconds = attempt.num_chunks(index), context.spec.round_seconds
         chunks = context.runtime.random.sample(range(count), min(context.spec.spot_checks, count, MAX_CHUNKS))
         spans = [attempt.span(index, chunk) for chunk in chunks]
-        await channel.send(Trace(tuple(chunks)))
-        size = (await channel.receive(Shown, seconds)).num_bytes
+        await channel.send(messages.Trace(tuple(chunks)))
+        size = (await channel.receive(messages.Shown, seconds)).num_bytes
         if not 0 < size <= source.max_bytes(spans):
             raise IntegrityError("shows something of an impossible size")
         shown = await channel.receive_bytes(size, seconds)
@@ -391,9 +366,9 @@ class IncomingStreams:
         session = self._session
         mask = await asyncio.shield(session.own_mask)
         refusal = session.share.refused.get(member.index, "")
-        await channel.send(Mask(tuple(sorted(mask)), refusal[:MAX_REFUSAL_LENGTH]))
+        await channel.send(messages.Mask(tuple(sorted(mask)), refusal[: messages.MAX_REFUSAL_LENGTH]))
         mean = await asyncio.shield(session.own_mean)
-        await channel.send(MeanFollows())  # Until then the owner can still send `GaveUp`.
+        await channel.send(messages.MeanFollows())  # Until then the owner can still send `GaveUp`.
         await mean.send(channel)
 
     async def close(self, linger_seconds: float) -> None:
@@ -404,7 +379,7 @@ class IncomingStreams:
                 async with asyncio.timeout(linger_seconds):
                     await self._serve_everybody()
         if not session.given_up.done():  # Waiting members learn that the attempt is over, without blame.
-            session.given_up.set_result(GaveUp())
+            session.given_up.set_result(messages.GaveUp())
         if self._served:
             await asyncio.wait(list(self._served.values()), timeout=FORWARD_SECONDS)
         session.own_mask.cancel()

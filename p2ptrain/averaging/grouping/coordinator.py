@@ -14,30 +14,10 @@ import logging
 from collections.abc import Callable, Collection
 
 from p2ptrain.averaging.context import PeerContext
+from p2ptrain.averaging.grouping import messages
 from p2ptrain.averaging.grouping.cells import Key
 from p2ptrain.averaging.grouping.leaders import Leaders, RoundPosition, is_ahead, probe, probe_seconds
 from p2ptrain.averaging.grouping.membership import Absentees, Membership, rank
-from p2ptrain.averaging.grouping.messages import (
-    JOIN,
-    PASS,
-    REPORT,
-    STEPS,
-    TAKE_ON,
-    Ahead,
-    Answer,
-    BatchAdvice,
-    BatchReport,
-    Behind,
-    Grant,
-    Join,
-    Pass,
-    Redirected,
-    Refused,
-    StepsAdvice,
-    StepsReport,
-    TakeOn,
-    Waiting,
-)
 from p2ptrain.averaging.grouping.pending_group import PendingGroup, decide
 from p2ptrain.averaging.protocol.certificate import Head, Ticket
 from p2ptrain.averaging.timing.deadlines import LEAST_QUIET_SECONDS, QUIET_GRACES, KeepaliveStatus, send_keepalives
@@ -98,11 +78,11 @@ class Coordinator:
         self._groups: dict[Key, PendingGroup] = {}
         self._tasks = Tasks()
         self.closed = False
-        context.rpc.serve_channel(JOIN, Join, self._serve_join)
-        context.rpc.serve(REPORT, BatchReport, self._serve_report)
-        context.rpc.serve(TAKE_ON, TakeOn, self._serve_take_on)
-        context.rpc.serve(STEPS, StepsReport, self._serve_steps)
-        context.rpc.serve(PASS, Pass, self._serve_pass)
+        context.rpc.serve_channel(messages.JOIN, messages.Join, self._serve_join)
+        context.rpc.serve(messages.REPORT, messages.BatchReport, self._serve_report)
+        context.rpc.serve(messages.TAKE_ON, messages.TakeOn, self._serve_take_on)
+        context.rpc.serve(messages.STEPS, messages.StepsReport, self._serve_steps)
+        context.rpc.serve(messages.PASS, messages.Pass, self._serve_pass)
 
     async def close(self) -> None:
         """Stop leading for good; followers turn to the next candidate."""
@@ -122,7 +102,7 @@ class Coordinator:
         outranked = self._leaders.priority(key, peer) < self._leaders.priority(key, own)
         if not (self._goes_before(key, peer) or (closing and (alone or outranked))):
             return False
-        group.answer_all(Redirected(peer))
+        group.answer_all(messages.Redirected(peer))
         return True
 
     def follow(self, key: Key, leader: str) -> str:
@@ -136,7 +116,7 @@ class Coordinator:
             return leader
         if group.has(leader) and rank(own, key) < rank(leader, key):
             return own
-        group.answer_all(Redirected(leader))
+        group.answer_all(messages.Redirected(leader))
         return leader
 
     def group(self, head: Head, key: Key) -> PendingGroup:
@@ -152,7 +132,7 @@ class Coordinator:
             while len(self._groups) >= MAX_PENDING_GROUPS:
                 # Tickets for invented rounds must not evict the real group.
                 oldest = min(self._groups, key=lambda k: (self._position.is_of(k), self._groups[k].last_activity))
-                self._groups.pop(oldest).answer_all(Refused("too many groups at once"))
+                self._groups.pop(oldest).answer_all(messages.Refused("too many groups at once"))
             now, goal = asyncio.get_running_loop().time(), NO_GOAL if key.level else self._goal
             target = -(-goal.samples // self._cells.num_cells(key))
             group = self._groups[key] = PendingGroup(
@@ -172,7 +152,7 @@ class Coordinator:
         grace = self._spec.grace_seconds * (1 + key.level)
         return self._spec if alone else self._spec.model_copy(update={"min_peers": 1, "grace_seconds": grace})
 
-    async def _serve_join(self, channel: Channel, request: Join) -> None:
+    async def _serve_join(self, channel: Channel, request: messages.Join) -> None:
         ticket, head = request.ticket, request.head
         same = (head.round, head.lineage, head.present) == (ticket.round, ticket.lineage, ticket.present)
         if ticket.peer != channel.remote or not same or ticket.level >= self._cells.num_levels(ticket.present):
@@ -187,27 +167,27 @@ class Coordinator:
         async with Tasks() as tasks:
             answer = tasks.call(self.enlist(ticket, head, request.tried, request.hops, request.avoid), "enlist")
             # Without keepalives from a leader that hangs, its followers turn to the next candidate.
-            await send_keepalives(channel, answer, self._spec.grace_seconds, Waiting, KeepaliveStatus())
+            await send_keepalives(channel, answer, self._spec.grace_seconds, messages.Waiting, KeepaliveStatus())
             if answer.done():
                 await channel.send(answer.result())
 
     async def enlist(
         self, ticket: Ticket, head: Head, tried: Collection[str], hops: int, avoid: Collection[str]
-    ) -> Answer:
+    ) -> messages.Answer:
         """Return the final answer to one ticket; see `Join`."""
         own = self._context.rpc.peer_id
         if self._position.is_ahead_of(head):
-            return Behind(own)
+            return messages.Behind(own)
         key = self._cells.key_of(ticket, ticket.peer, ticket.level)
         if self._position.following == (key, ticket.peer) and rank(ticket.peer, key) < rank(own, key):
-            return Redirected(ticket.peer)  # Tickets crossed: see `follow`.
+            return messages.Redirected(ticket.peer)  # Tickets crossed: see `follow`.
         if hops < MAX_HOPS:
             follows, leader = self._position.following or (None, own)
             if follows == key and leader not in (own, ticket.peer, *tried):
-                return Redirected(leader)  # Like the members before: see `follow`.
+                return messages.Redirected(leader)  # Like the members before: see `follow`.
             best = self._leaders.candidates(key, [*tried, *self._position.broken_leaders(key, ticket.peer)])[0]
             if best not in (own, ticket.peer):
-                return Redirected(best)
+                return messages.Redirected(best)
         await self._make_room(self.group(head, key), ticket.peer)
         group = self.group(head, key)
         answer = group.add(ticket, asyncio.get_running_loop().time(), frozenset(avoid))
@@ -227,36 +207,36 @@ class Coordinator:
         except (PeerError, DeadlineError):
             group.dismiss(holder, "another delegate of your cell came when you did not answer")
 
-    async def _serve_report(self, peer: str, report: BatchReport) -> BatchAdvice:
+    async def _serve_report(self, peer: str, report: messages.BatchReport) -> messages.BatchAdvice:
         """Record a trainer's progress, and answer once its next action is clear."""
         loop, group = asyncio.get_running_loop(), self._group_of_worker(peer, report.head)
         if group is None:
-            return BatchAdvice(closing=True)
+            return messages.BatchAdvice(closing=True)
         group.report(peer, BatchProgress(report.samples, report.batch_samples, report.batch_seconds, loop.time()))
         deadline = loop.time() + REPORT_WAIT_SECONDS
         while not (group.closing or group.batch.is_full or group.over):
             if group.batch.should_begin(peer, self._expected(group), loop.time()):
-                return BatchAdvice(closing=False)
+                return messages.BatchAdvice(closing=False)
             if loop.time() >= deadline:
-                return BatchAdvice(closing=False, wait=True)
+                return messages.BatchAdvice(closing=False, wait=True)
             await group.wait_for_change(min(FORESIGHT_SECONDS, deadline - loop.time()))
-        return BatchAdvice(closing=True)
+        return messages.BatchAdvice(closing=True)
 
-    async def _serve_take_on(self, peer: str, request: TakeOn) -> Grant:
+    async def _serve_take_on(self, peer: str, request: messages.TakeOn) -> messages.Grant:
         """Record a host's progress, and grant it samples (see `GlobalBatch.grant`)."""
         now, group = asyncio.get_running_loop().time(), self._group_of_worker(peer, request.head)
         if group is None:
-            return Grant(closing=True, granted=0)
+            return messages.Grant(closing=True, granted=0)
         group.report(peer, BatchProgress(request.samples, 0, 0.0, now))
         closing, asks = group.closing or group.over, request.held or request.wanted
         granted = group.batch.grant(peer, request.held, request.wanted, now) if asks and not closing else 0
-        return Grant(closing or group.batch.is_full, granted)
+        return messages.Grant(closing or group.batch.is_full, granted)
 
-    async def _serve_steps(self, peer: str, report: StepsReport) -> StepsAdvice:
+    async def _serve_steps(self, peer: str, report: messages.StepsReport) -> messages.StepsAdvice:
         """Record a trainer's local steps, and return in how many seconds the round closes."""
         self._leaders.reached(peer)
         if self._position.is_ahead_of(report.head):
-            return StepsAdvice(closing=True)  # It lives, but lags behind: the round does not wait for it.
+            return messages.StepsAdvice(closing=True)  # It lives, but lags behind: the round does not wait for it.
         self._membership.heard_from(peer)
         now = asyncio.get_running_loop().time()
         group = self._group_of(peer, report.head)
@@ -265,17 +245,17 @@ class Coordinator:
         group.steps.foresee(self._expected(group), now)
         at = group.steps.at
         closes_in = None if at is None or at - now > LONGEST_BATCH_SECONDS else max(0.0, at - now)
-        return StepsAdvice(group.closing or group.over, closes_in)
+        return messages.StepsAdvice(group.closing or group.over, closes_in)
 
-    async def _serve_pass(self, peer: str, request: Pass) -> Ahead:
+    async def _serve_pass(self, peer: str, request: messages.Pass) -> messages.Ahead:
         """Stop waiting for a peer that has no work for the round after its head."""
         if self._position.is_ahead_of(request.head):
-            return Ahead(is_ahead=True)
+            return messages.Ahead(is_ahead=True)
         self._membership.heard_from(peer)
         group = self._group_of(peer, request.head)
         group.passed.add(peer)
         group.stir()
-        return Ahead(is_ahead=False)
+        return messages.Ahead(is_ahead=False)
 
     def _group_of(self, peer: str, head: Head) -> PendingGroup:
         """Return the pending group in which a peer averages after its head."""
@@ -295,7 +275,7 @@ class Coordinator:
         """Discard the reports for a group that was closing, unless it has a ticket."""
         group = self._groups.get(key)
         if group is not None and not group.members:
-            group.answer_all(Refused("nothing is left of the round: it begins again"))
+            group.answer_all(messages.Refused("nothing is left of the round: it begins again"))
 
     def _goes_before(self, key: Key, peer: str) -> bool:
         return self._leaders.order(key, peer) < self._leaders.order(key, self._context.rpc.peer_id)
@@ -321,7 +301,7 @@ class Coordinator:
                 group.changed.clear()
                 now = loop.time()
                 if self._position.is_ahead_of(group.head):
-                    group.answer_all(Behind(self._context.rpc.peer_id))
+                    group.answer_all(messages.Behind(self._context.rpc.peer_id))
                     break
                 expected = self._expected(group)
                 if not group.closing:
@@ -340,7 +320,7 @@ class Coordinator:
                     break
                 if decision.action == "give up":
                     alone = len(group.members) == 1
-                    group.answer_all(Refused(decision.reason, alone=alone))
+                    group.answer_all(messages.Refused(decision.reason, alone=alone))
                     break
                 if not group.members and now - group.last_activity > IDLE_GROUP_SECONDS:
                     break
@@ -365,7 +345,7 @@ class Coordinator:
         finally:
             await asking.close()
             if not group.over:
-                group.answer_all(Refused("the leader stopped"))
+                group.answer_all(messages.Refused("the leader stopped"))
             if self._groups.get(key) is group:
                 del self._groups[key]
 
@@ -414,6 +394,6 @@ class Coordinator:
         if group.over:
             return
         if is_ahead(said.head, group.head):
-            group.answer_all(Behind(peer))
+            group.answer_all(messages.Behind(peer))
         elif leader and self._goes_before(key, leader) and not self._membership.is_suspect(leader):
-            group.answer_all(Redirected(leader))
+            group.answer_all(messages.Redirected(leader))

@@ -12,23 +12,11 @@ import logging
 from collections.abc import Callable, Iterable
 
 from p2ptrain.averaging.context import PeerContext
+from p2ptrain.averaging.grouping import messages
 from p2ptrain.averaging.grouping.cells import Cells, Key
 from p2ptrain.averaging.grouping.coordinator import CONVICTED, MAX_HOPS, Coordinator
 from p2ptrain.averaging.grouping.leaders import Leaders, RoundPosition, is_ahead, probe, probe_seconds
 from p2ptrain.averaging.grouping.membership import Membership
-from p2ptrain.averaging.grouping.messages import (
-    JOIN,
-    MAX_TRIED,
-    PROBE,
-    Answer,
-    Behind,
-    Formed,
-    Join,
-    Probe,
-    ProbeReply,
-    Redirected,
-    Refused,
-)
 from p2ptrain.averaging.grouping.pending_group import is_consistent
 from p2ptrain.averaging.grouping.reporting import Pacing, Standby
 from p2ptrain.averaging.protocol.certificate import Head, Roster, Ticket
@@ -97,10 +85,10 @@ class Matchmaker:
         self.leaders = Leaders(context.rpc.peer_id, membership, self.cells)
         self._coordinator = Coordinator(context, membership, self.leaders, self.position, goal, on_misled)
         self._tasks = Tasks()
-        self._asking: tuple[str, asyncio.Task[Answer]] | None = None
+        self._asking: tuple[str, asyncio.Task[messages.Answer]] | None = None
         self.standby = Standby(context, membership, self.leaders, self._coordinator, self.position)
         self.pacing = Pacing(context, self.leaders, self.position, goal.steps)
-        context.rpc.serve(PROBE, Probe, self._serve_probe)
+        context.rpc.serve(messages.PROBE, messages.Probe, self._serve_probe)
 
     def abandon(self, leader: str) -> None:
         """Stop following a leader that falsified a mean."""
@@ -194,7 +182,7 @@ class Matchmaker:
             self.leaders.lost(peer)  # It may have announced itself, and died since.
             logger.debug("peer %s was not told that this one takes part: %s", peer[-8:], error)
 
-    async def _serve_probe(self, peer: str, question: Probe) -> ProbeReply:
+    async def _serve_probe(self, peer: str, question: messages.Probe) -> messages.ProbeReply:
         key, closing = question.key, question.closing
         self.cells.check(key)
         if self._membership.is_convicted(peer):
@@ -209,7 +197,7 @@ class Matchmaker:
         if leader == self._context.rpc.peer_id and self._coordinator.give_way(key, peer, closing):
             leader = peer
         is_averaging = running is not None and running[0] == key
-        return ProbeReply(self.position.head.without_proof(), leader, self.leaders.gossip(key), is_averaging)
+        return messages.ProbeReply(self.position.head.without_proof(), leader, self.leaders.gossip(key), is_averaging)
 
     # --- following -----------------------------------------------------------------------------------------------
 
@@ -241,7 +229,7 @@ class Matchmaker:
                 leader = self._coordinator.follow(key, target or self.leaders.candidates(key, excluded)[0])
                 self.position.following = self._last_leader = (key, leader)
                 answer = await self._hand_in(leader, ticket, [*self._suspects(key), *excluded], hops, remaining)
-                if answer is not None and not isinstance(answer, Redirected):
+                if answer is not None and not isinstance(answer, messages.Redirected):
                     roster = self._accept(answer, ticket, leader)
                     self.position.running = (key, leader, roster.members)
                     if leader != self._context.rpc.peer_id:
@@ -280,14 +268,16 @@ class Matchmaker:
 
     async def _hand_in(
         self, leader: str, ticket: Ticket, excluded: list[str], hops: int, timeout_seconds: float
-    ) -> Answer | None:
+    ) -> messages.Answer | None:
         """Return one leader's answer; None if it failed."""
         avoid = self._membership.avoided()
         try:
             if leader == self._context.rpc.peer_id:
                 async with asyncio.timeout(timeout_seconds):
                     return await self._coordinator.enlist(ticket, self.position.head, excluded, MAX_HOPS, avoid)
-            request = Join(ticket, self.position.head.without_proof(), tuple(excluded[-MAX_TRIED:]), hops, tuple(avoid))
+            request = messages.Join(
+                ticket, self.position.head.without_proof(), tuple(excluded[-messages.MAX_TRIED :]), hops, tuple(avoid)
+            )
             try:
                 async with Tasks() as tasks:
                     asking = tasks.call(self._ask(leader, request, timeout_seconds), f"join-{leader[-8:]}")
@@ -305,26 +295,26 @@ class Matchmaker:
             logger.info("no group for round %d within the deadline", ticket.round)
         return None
 
-    async def _ask(self, leader: str, request: Join, timeout_seconds: float) -> Answer:
+    async def _ask(self, leader: str, request: messages.Join, timeout_seconds: float) -> messages.Answer:
         """Return another peer's answer to a ticket; keepalives extend the wait."""
         loop, rpc, grace = asyncio.get_running_loop(), self._context.rpc, self._spec.grace_seconds
         began = loop.time()
         dial_seconds = leader_dial_seconds(grace, rpc.dial_seconds(leader), OPEN_TIMEOUT_SECONDS)
-        async with rpc.open(leader, JOIN, request, dial_seconds) as channel:
+        async with rpc.open(leader, messages.JOIN, request, dial_seconds) as channel:
             dialled = loop.time() - began
             timeouts = AnswerTimeouts(timeout_seconds - dialled, grace, leader_allowance_seconds(grace), dialled)
-            return await receive_answer(channel, Answer, timeouts, MAX_ROSTER_BYTES)
+            return await receive_answer(channel, messages.Answer, timeouts, MAX_ROSTER_BYTES)
 
-    def _accept(self, answer: Answer, ticket: Ticket, leader: str) -> Roster:
+    def _accept(self, answer: messages.Answer, ticket: Ticket, leader: str) -> Roster:
         """Return the roster of a leader's final answer, or raise the error that the answer means."""
         match answer:
-            case Formed(tickets):
+            case messages.Formed(tickets):
                 return self._check_roster(Roster(tickets), ticket, leader)
-            case Refused(reason, mismatch, alone):
+            case messages.Refused(reason, mismatch, alone):
                 if leader == self._context.rpc.peer_id and alone:
                     self._last_leader = None  # No other peer came: this is no failure of the leader.
                 raise MismatchError(reason) if mismatch else NoGroupError(reason)
-            case Behind(peer):
+            case messages.Behind(peer):
                 raise BehindError(peer or leader)
         raise AssertionError(f"{answer} is no final answer")
 

@@ -18,26 +18,11 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 from p2ptrain.averaging.context import PeerContext
+from p2ptrain.averaging.grouping import messages
 from p2ptrain.averaging.grouping.cells import Key
 from p2ptrain.averaging.grouping.coordinator import Coordinator
 from p2ptrain.averaging.grouping.leaders import MOST_PROBE_SECONDS, Leaders, RoundPosition, probe, probe_seconds
 from p2ptrain.averaging.grouping.membership import Membership
-from p2ptrain.averaging.grouping.messages import (
-    MOVED,
-    PASS,
-    REPORT,
-    STEPS,
-    TAKE_ON,
-    Ahead,
-    AwaitMove,
-    BatchAdvice,
-    BatchReport,
-    Grant,
-    Pass,
-    StepsAdvice,
-    StepsReport,
-    TakeOn,
-)
 from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.averaging.timing.goal import LONGEST_BATCH_SECONDS, MOST_ROUNDS, SILENT_SECONDS
 from p2ptrain.errors import DeadlineError, PeerError, PeerRefusedError
@@ -112,9 +97,11 @@ class Pacing:
         seconds = min(batch_seconds, LONGEST_BATCH_SECONDS)
         while key == position.key:
             leader = self._leaders.first(key)
-            report = BatchReport(position.head.without_proof(), samples, min(batch_samples, samples), seconds)
+            report = messages.BatchReport(position.head.without_proof(), samples, min(batch_samples, samples), seconds)
             try:
-                advice = await rpc.call(leader, REPORT, report, BatchAdvice, probe_seconds(self._context.spec))
+                advice = await rpc.call(
+                    leader, messages.REPORT, report, messages.BatchAdvice, probe_seconds(self._context.spec)
+                )
             except PeerRefusedError:
                 return False
             except (PeerError, DeadlineError) as error:
@@ -249,11 +236,13 @@ class Pacing:
         head, asked_at, leader = position.head.without_proof(), loop.time(), self._leaders.first(key)
         if self._resting is None:
             age = min(max(0.0, asked_at - self._step_began), LONGEST_BATCH_SECONDS)
-            report = StepsReport(head, self._steps, self._seconds, age, is_stepping=True)
+            report = messages.StepsReport(head, self._steps, self._seconds, age, is_stepping=True)
         else:
-            report = StepsReport(head, self._resting, self._seconds, 0.0, is_stepping=False)
+            report = messages.StepsReport(head, self._resting, self._seconds, 0.0, is_stepping=False)
         try:
-            advice = await self._context.rpc.call(leader, STEPS, report, StepsAdvice, self._answer_seconds(leader))
+            advice = await self._context.rpc.call(
+                leader, messages.STEPS, report, messages.StepsAdvice, self._answer_seconds(leader)
+            )
         except PeerRefusedError:
             self._leaders.redirect_loop(key, leader)
             return
@@ -285,7 +274,7 @@ class Standby:
         self._coordinator = coordinator
         self._position = position
         self._moved = asyncio.Event()
-        context.rpc.serve(MOVED, AwaitMove, self._serve_moved)
+        context.rpc.serve(messages.MOVED, messages.AwaitMove, self._serve_moved)
 
     def moved(self) -> None:
         """Wake the peers that wait for this one's next head."""
@@ -305,9 +294,11 @@ class Standby:
         context, key = self._context, self._position.key
         for _ in range(MAX_ASKED):
             leader = self._leaders.first(key)
-            request = TakeOn(self._position.head.without_proof(), samples, held, wanted)
+            request = messages.TakeOn(self._position.head.without_proof(), samples, held, wanted)
             try:
-                reply = await context.rpc.call(leader, TAKE_ON, request, Grant, probe_seconds(context.spec))
+                reply = await context.rpc.call(
+                    leader, messages.TAKE_ON, request, messages.Grant, probe_seconds(context.spec)
+                )
             except (PeerError, DeadlineError) as error:
                 if leader == context.rpc.peer_id:  # It is leaving.
                     return 0
@@ -327,7 +318,11 @@ class Standby:
         context, key, head = self._context, self._position.key, self._position.head.without_proof()
         leader = self._leaders.first(key)
         try:
-            if (await context.rpc.call(leader, PASS, Pass(head), Ahead, probe_seconds(context.spec))).is_ahead:
+            if (
+                await context.rpc.call(
+                    leader, messages.PASS, messages.Pass(head), messages.Ahead, probe_seconds(context.spec)
+                )
+            ).is_ahead:
                 return leader
         except (PeerError, DeadlineError) as error:
             self._leaders.unanswered(key, leader, error)
@@ -361,9 +356,11 @@ class Standby:
         """Return the first of ``peers`` with a head that wins over ``head``; empty if none has one in time."""
 
         async def ask(peer: str) -> str:
-            request = AwaitMove(head, seconds)
+            request = messages.AwaitMove(head, seconds)
             with contextlib.suppress(PeerError, DeadlineError):
-                if (await self._context.rpc.call(peer, MOVED, request, Ahead, 2 * seconds + 1)).is_ahead:
+                if (
+                    await self._context.rpc.call(peer, messages.MOVED, request, messages.Ahead, 2 * seconds + 1)
+                ).is_ahead:
                     return peer
             await asyncio.sleep(seconds)
             return ""
@@ -379,9 +376,9 @@ class Standby:
                         return peer
         return ""
 
-    async def _serve_moved(self, peer: str, question: AwaitMove) -> Ahead:
+    async def _serve_moved(self, peer: str, question: messages.AwaitMove) -> messages.Ahead:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(question.seconds):
                 while not self._position.is_ahead_of(question.head):
                     await self._moved.wait()
-        return Ahead(self._position.is_ahead_of(question.head))
+        return messages.Ahead(self._position.is_ahead_of(question.head))

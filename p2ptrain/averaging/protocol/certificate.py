@@ -202,7 +202,7 @@ class Body:
         contributors: (index in the roster, tokens, samples) of each member whose contribution is in the mean.
         codec: Name and version of the codec, such as ``int8/1``.
         bounds: ``len(members) + 1`` offsets into the vector; member i owns ``[bounds[i], bounds[i+1])``.
-        hashes: `p2ptrain.averaging.vector.reduce.mean_root` of each share; `EMPTY_HASH` for an empty one.
+        hashes: `p2ptrain.averaging.vector.chunks.mean_root` of each share; `EMPTY_HASH` for an empty one.
         present: Number of peers in the swarm, by the members' median; it shapes the next round's tree.
         levels: Number of the tree's levels; only a result of the last one ends the round.
         peers: By member: number of peers that it represents; all 1 on level 0.

@@ -1,19 +1,8 @@
-"""Pipelined transfer of shares: encoding overlaps sending; checks and hashes overlap receiving.
+"""Pieces and chunks of a share: where they are cut, how they are checked, and the Merkle sum tree over the chunks.
 
-On the wire a share is one bulk buffer. Its bytes do not depend on the cuts into pieces (`p2ptrain.codecs.base.Codec`).
-
-
-The owner's side of a share: check the parts, choose the contributors, and reduce.
-
-1. `PartCheck` checks and measures each part while it arrives.
-2. `OwnShare.judge` drops outliers when the owner closes its mask, before the group agrees on the contributors.
-3. `OwnShare.reduce` combines the rest by the manifest's rule (`p2ptrain.averaging.vector.rules`), piece by piece. Each
-   piece of the result can be sent while the next is computed.
-
-
-Merkle sum tree: its root commits to the bytes of all chunks and to the sum of their energies.
-
-A leaf is the hash of a chunk and its *energy*, the sum of its squared values. An inner node holds the hash of its two
+A *piece* is the unit of work: encode, send, check, reduce. A *chunk* is the unit of hashes, commitments and audits. The
+root of a *Merkle sum tree* commits to the bytes of all chunks and to the sum of their energies. A leaf is the hash of a
+chunk and its *energy*, the sum of its squared values. An inner node holds the hash of its two
 children, energies included, and the sum of those energies (G. Maxwell's proofs of liabilities). So a peer that signs a
 root signs the norm of the whole: to misstate it, the peer must misstate a chunk's energy.
 
@@ -27,7 +16,6 @@ import math
 import struct
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
@@ -35,9 +23,6 @@ from p2ptrain.buffers import Buffer
 from p2ptrain.codecs import Codec, CodecError, Decoder, PartList
 from p2ptrain.hashing import EMPTY_HASH, HASH_BYTES, bulk_hash
 from p2ptrain.manifest import AveragingSpec
-
-if TYPE_CHECKING:
-    pass
 
 PIECE_VALUES = 1 << 20
 """Length of a piece: long enough to hide the cost of a thread switch, short enough to overlap with the network."""
@@ -55,11 +40,10 @@ chunk. Shorter chunks cost more to hash, longer ones more to reveal in an audit.
 
 
 def chunk_values(codec: Codec) -> int:
-    """Return the length of a chunk: the unit of hashes, commitments and audits, in values.
+    """Return the number of values in a chunk.
 
     Chunk k of every part and of the mean covers the same values, whatever their codecs. The mean's chunk depends on
-    the parts' chunks alone: no codec block and no input of a rule crosses a chunk border. See
-    `p2ptrain.averaging.verification.audit`.
+    the parts' chunks alone: no codec block and no input of a rule crosses a chunk border.
     """
     return math.lcm(CHUNK_VALUES, codec.block_size)
 

@@ -1,14 +1,11 @@
-"""Pipelined transfer of shares: encoding overlaps sending; checks and hashes overlap receiving.
+"""Shares in transit and at their owner, piece by piece: encode and send, receive and check, choose and reduce.
 
-On the wire a share is one bulk buffer. Its bytes do not depend on the cuts into pieces (`p2ptrain.codecs.base.Codec`).
-
-
-The owner's side of a share: check the parts, choose the contributors, and reduce.
-
-1. `PartCheck` checks and measures each part while it arrives.
-2. `OwnShare.judge` drops outliers when the owner closes its mask, before the group agrees on the contributors.
-3. `OwnShare.reduce` combines the rest by the manifest's rule (`p2ptrain.averaging.vector.rules`), piece by piece. Each
-   piece of the result can be sent while the next is computed.
+1. `send_encoded` encodes each piece of a part while it sends the one before. On the wire a share is one bulk buffer,
+   whose bytes do not depend on the cuts into pieces (`p2ptrain.codecs.base.Codec`).
+2. `receive_checked` checks each piece while the next arrives.
+3. `OwnShare.judge` drops outliers when the owner closes its mask, before the group agrees on the contributors.
+4. `OwnShare.reduce` combines the rest by the manifest's rule (`p2ptrain.averaging.vector.rules`). Each piece of the
+   result is sent (`EncodedStream`) while the next is computed.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from p2ptrain.averaging.vector.rules import MIN_FOR_MEDIAN, VotingRule, Weighted
 from p2ptrain.buffers import Buffer
 from p2ptrain.codecs import Codec, CodecError, Decoder, PartList, get_codec
 from p2ptrain.errors import ProtocolError
-from p2ptrain.hashing import EMPTY_HASH, BulkHasher
+from p2ptrain.hashing import EMPTY_HASH
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.runtime import Runtime
@@ -108,27 +105,21 @@ async def receive_checked(
     num_values: int,
     timeout_seconds: float,
     check: Check,
-    *,
-    hashed: bool = True,
     on_progress: Callable[[int], None] = lambda filled: None,
-) -> tuple[memoryview, bytes]:
-    """Receive an encoded share, and check it while it arrives.
+) -> memoryview:
+    """Receive and return an encoded share, and check it while it arrives.
 
     Args:
         timeout_seconds: Timeout for the whole share.
         check: Called with each piece, in order.
-        hashed: Whether to hash the share, which is most of the work.
         on_progress: Called with the number of bytes received so far.
-
-    Returns:
-        The share and its `bulk_hash`, or without ``hashed`` the hash of no bytes.
 
     Raises:
         ProtocolError: The share has the wrong length, or ``check`` refuses a value.
         PeerError, DeadlineError: See `Channel.receive_bytes`.
     """
     data = runtime.buffers.lend(codec.encoded_bytes(num_values))
-    arriving = _Arriving(runtime, codec, num_values, data, check, hashed)
+    arriving = _Arriving(runtime, codec, num_values, data, check)
 
     def progress(filled: int) -> None:
         on_progress(filled)
@@ -136,7 +127,8 @@ async def receive_checked(
 
     try:
         await channel.receive_bytes(len(data), timeout_seconds, data, on_progress=progress)
-        return data, await arriving.finish()
+        await arriving.finish()
+        return data
     except CodecError as error:
         raise ProtocolError(channel.remote, f"sent values that are refused: {error}") from error
     finally:
@@ -146,16 +138,12 @@ async def receive_checked(
 class _Arriving:
     """Checks complete pieces of a receive buffer in a pool thread, one call at a time."""
 
-    def __init__(
-        self, runtime: Runtime, codec: Decoder, num_values: int, data: memoryview, check: Check, hashed: bool
-    ) -> None:
+    def __init__(self, runtime: Runtime, codec: Decoder, num_values: int, data: memoryview, check: Check) -> None:
         self._data = data
         self._runtime = runtime
         self._codec = codec
         self._check_piece = check
-        self._hashed = hashed
         self._left = cut(num_values, codec.block_size)
-        self._hash = BulkHasher()
         self._tasks = Tasks()
         self._checking: asyncio.Task[None] | None = None
 
@@ -168,12 +156,11 @@ class _Arriving:
             del self._left[: len(complete)]
             self._checking = self._tasks.call(self._runtime.offload(self._check, complete), "check")
 
-    async def finish(self) -> bytes:
-        """Check the rest of the full buffer; return the hash of the whole."""
+    async def finish(self) -> None:
+        """Check the rest of the full buffer."""
         if self._checking is not None:
             await self._checking
         await self._runtime.offload(self._check, self._left)
-        return self._hash.digest()
 
     async def close(self) -> None:
         """Cancel the running check, and raise its error if it is no `CodecError`."""
@@ -187,8 +174,6 @@ class _Arriving:
         for low, high in spans:
             piece = self._data[self._codec.encoded_bytes(low) : self._codec.encoded_bytes(high)]
             self._check_piece(piece, low, high)
-            if self._hashed:
-                self._hash.update(piece)
 
 
 STACK_VALUES = 1 << 15
@@ -209,7 +194,7 @@ class OwnShare:
             only if it is encoded.
         refused: By member, owner included: the reason why `judge` left it out.
         trees: By member, owner included: the tree over its part's chunks.
-        is_measured: Whether norms are computed; False in a group of one or two.
+        is_measured: True if norms are computed; False in a group of one or two.
         own_part: The owner's own part, encoded by `measure_own`; None if it counts unencoded.
     """
 
@@ -232,9 +217,9 @@ class OwnShare:
             own: The owner's own part, fp32, ``[num_values]``; not changed.
             own_codec: Codec that the owner's own part passes through before it counts; None if it counts unencoded.
                 Set it for a sparse codec, where an unencoded part would have a larger norm than the others'.
-            lists_parts: Whether the result is a `PartList` of parts in ``own_codec``.
+            lists_parts: True if the result is a `PartList` of parts in ``own_codec``.
             chunk: `chunk_values` of the whole vector's codec; 0 if ``codec`` is that codec.
-            audited: Whether members audit the result: then parts are hashed, and kept after `reduce`.
+            audited: True if members audit the result: then parts are hashed, and kept after `reduce`.
 
         Raises:
             ValueError: ``lists_parts`` without ``own_codec``.

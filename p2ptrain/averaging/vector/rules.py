@@ -1,7 +1,8 @@
-"""Robust aggregation: pure functions that combine the contributions of a group that may hold Byzantine members.
+"""Aggregation rules by the name in the manifest: p2ptrain's own, and those of installed packages.
 
-`p2ptrain.averaging.vector.rules` builds the manifest's rules from them. They judge a member by its contribution alone
-and cannot tell a lie from unusual data. Each rule bounds how far a minority can move the result:
+All members of a group must run the same rule, because any member may recompute an owner's result. A rule judges a
+member by its contribution alone, and cannot tell a lie from unusual data. It bounds how far a minority of Byzantine
+members can move the result:
 
 =================  ======  ===========================================================================================
 rule               weight  bound on a minority
@@ -15,8 +16,8 @@ rule               weight  bound on a minority
 ``median``         equal   each coordinate is a median (same paper, definition 1)
 =================  ======  ===========================================================================================
 
-Members report their own tokens. So voting rules ignore tokens, and the others cap them at ``max_weight_ratio`` times
-the group's median.
+Members report their own tokens: voting rules ignore them, and the others cap them at ``max_weight_ratio`` times the
+group's median.
 
 An owner sees only its share of the vector, so norms and distances are per share or per chunk. BTARD (arXiv 2106.11257,
 section 3) also clips each partition separately: squared errors add up over partitions. A liar may still spend its whole
@@ -25,13 +26,7 @@ allowance on one share, up to the group's median norm there.
 **Bit-exact results.** A second owner can recompute a result. Values use single fp32 operations in a fixed order, that
 of the roster or of a sorting network. Norms come from `p2ptrain.codecs.norms.sum_of_squares`. Weights are computed in
 double and rounded once. Results are never negative zero, because minimum and maximum may order the two zeros either
-way.
-
-
-Aggregation rules by the name that the manifest gives: p2ptrain's own, and those of installed packages.
-
-All members of a group must run the same rule, because any member may recompute an owner's result.
-`p2ptrain.averaging.vector.rules` holds the formulas, `p2ptrain.averaging.vector.conformance` the contract check.
+way. `p2ptrain.averaging.vector.conformance` checks the contract.
 """
 
 from __future__ import annotations
@@ -55,6 +50,8 @@ CENTERED_CLIP_ITERATIONS = 1
 
 
 # --- norms and weights ----------------------------------------------------------------------------------------------
+
+
 def typical(values: Sequence[float]) -> float:
     """Return the lower median of the positive values, or 0 for fewer than `MIN_FOR_MEDIAN` of them.
 
@@ -66,10 +63,9 @@ def typical(values: Sequence[float]) -> float:
 
 
 def out_of_proportion(norms: Mapping[int, float], max_ratio: float) -> dict[int, float]:
-    """Return the members whose norm in a share exceeds ``max_ratio`` times the `typical` norm.
+    """Return the members whose norm in a share exceeds ``max_ratio`` times the `typical` norm, with this multiple.
 
-    Returns:
-        By member: its norm as a multiple of the typical norm. Empty in a group of one or two.
+    The result is empty in a group of one or two.
     """
     usual = typical(list(norms.values()))
     if usual == 0:
@@ -96,6 +92,8 @@ def counted_tokens(spec: AveragingSpec, tokens: Sequence[int]) -> list[float]:
 
 
 # --- rules on a stack of parts --------------------------------------------------------------------------------------
+
+
 def median(parts: list[Tensor]) -> Tensor:
     """Return the coordinate-wise median, for an even number the mean of the two middle values.
 
@@ -164,6 +162,8 @@ def _middle(parts: list[Tensor]) -> Tensor:
 
 
 # --- sorting --------------------------------------------------------------------------------------------------------
+
+
 def _select(parts: list[Tensor], first: int, stop: int) -> list[Tensor]:
     """Sort the parts at each coordinate; only the rows ``[first, stop)`` of the result are valid.
 
@@ -262,7 +262,7 @@ class VotingRule(Rule):
         Args:
             parts: One for each contributor in roster order: finite, fp32, shape ``[values]``. The rule may overwrite
                 them. If `by_coordinate`, any values of the share. Otherwise one whole chunk of
-                `p2ptrain.averaging.vector.reduce.chunk_values`, or the share's shorter last chunk.
+                `p2ptrain.averaging.vector.chunks.chunk_values`, or the share's shorter last chunk.
 
         Returns:
             fp32, ``[values]``; may be one of ``parts``.

@@ -173,7 +173,7 @@ def complain(session: AllReduceSession) -> None:
 
     async def examined(owner: Member, chunks: Sequence[int], channel: Channel) -> bool:
         right = await examine(owner, chunks, channel)
-        if not checks.faulty():
+        if not checks.faults:
             checks._find_fault(owner, chunks or [0], "nothing", late=False)
         return right
 
@@ -184,6 +184,7 @@ def claim_signatures(session: AllReduceSession) -> None:
     """Falsify the first chunk, and say that a majority has signed the result to who asks for that one."""
     falsify([0])(session)
     checks = session.verifier
+    assert isinstance(checks, SpotChecks)
     honest = checks.open_chunks
 
     async def claimed(channel: Channel, chunks: Sequence[int]) -> bool:
