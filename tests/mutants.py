@@ -408,7 +408,7 @@ MUTANTS = (
     Mutant(
         "work in a round that its peer did not see end is not brought again",
         "averaging/commit/round_log.py",
-        "return self._peer in contributors",
+        "return self._peer in body.contributing",
         "return False",
         "sim/test_catching_up.py -k whose_end_was_not_seen",
     ),
@@ -443,7 +443,7 @@ MUTANTS = (
     Mutant(
         "a delegate brings its group's result",
         "averaging/commit/provenance.py",
-        "if codec_here.encode(self._values(first, last, pieces)) != memoryview(part)[begin:end]:",
+        "if codec_here.encode(self._values(first, last, left)) != memoryview(part)[begin:end]:",
         "if self._values(first, last, pieces) is None:",
         "unit/averaging/commit/test_provenance.py -k a_change_is_found",
     ),

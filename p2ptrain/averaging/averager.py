@@ -278,9 +278,9 @@ class Averager:
     def _delegates(self, result: _GroupResult) -> list[str]:
         """Return a group's delegates in order: the first of its contributors, reachable ones before others."""
         body, tickets = result.certificate.body, result.attempt.roster.tickets
-        members = {tickets[index].peer: tickets[index].reachable for index, *_ in body.contributors}
-        order = delegate_order(body.lineage, body.round, body.level, members)
-        return sorted(order, key=lambda peer: not members[peer])[:MAX_DELEGATES]
+        reachable = {ticket.peer for ticket in tickets if ticket.reachable}
+        order = delegate_order(body.lineage, body.round, body.level, body.contributing)
+        return sorted(order, key=lambda peer: peer not in reachable)[:MAX_DELEGATES]
 
     async def _ascend_by(
         self,
@@ -344,7 +344,7 @@ class Averager:
     ) -> RoundOutcome:
         body, own_index = own_group.certificate.body, own_group.attempt.roster.index_of(self._context.rpc.peer_id)
         last = path.path[-1] if path.path else own_group.certificate
-        contributed = path.counts(body) and own_index in [index for index, *_ in body.contributors]
+        contributed = path.counts(body) and self._context.rpc.peer_id in body.contributing
         encoded = self._encoded([own_group, *above]) if contributed else ()
         for result in [own_group, *above]:
             if result.certificate is not last:
@@ -362,15 +362,13 @@ class Averager:
 
     def _encoded(self, results: list[_GroupResult]) -> tuple[Encoded, ...]:
         """Return this peer's encoded vectors on each level; each level multiplies the scale by `feedback_scale`."""
-        encoded, scale = [], 1.0
+        encoded, scale, own = [], 1.0, self._context.rpc.peer_id
         for result in results:
-            body, session = result.certificate.body, result.session
-            own_index = result.attempt.roster.index_of(self._context.rpc.peer_id)
-            indices = [index for index, *_ in body.contributors]
-            if own_index not in indices:
+            body, session, own_index = result.certificate.body, result.session, result.attempt.roster.index_of(own)
+            if own not in body.contributing:
                 break
-            tokens = [tokens for _, tokens, _ in body.contributors]
-            mean_scale = scale * feedback_scale(self._spec, tokens, indices.index(own_index))
+            tokens, position = [tokens for _, tokens, _ in body.contributors], body.contributing.index(own)
+            mean_scale = scale * feedback_scale(self._spec, tokens, position)
             encoded.append(
                 Encoded(
                     vector=session.contribution.vector,

@@ -171,9 +171,9 @@ class AttemptRunner:
             body = certificate.body
             if self._context.spec.spot_checks:
                 self.evidence.ask([peer for peer in body.members if peer != self._context.rpc.peer_id])
-            for index, *_ in body.contributors:
-                self._membership.finished_with(body.members[index])
-                self.rates.was_in_time(body.members[index])
+            for peer in body.contributing:
+                self._membership.finished_with(peer)
+                self.rates.was_in_time(peer)
 
     # --- `Observer` of the sessions -------------------------------------------------------------------------------
 

@@ -88,11 +88,7 @@ class DecidedError(TemporaryError):
 
 @dataclass(frozen=True)
 class TreePath:
-    """The path of a cell's result into the round's result.
-
-    Attributes:
-        means: Encoded means of the shares of the path's last certificate.
-    """
+    """The path of a cell's result into the round's result; ``means`` are those of the last certificate."""
 
     path: Path
     means: Means
@@ -101,19 +97,13 @@ class TreePath:
         """True if `path` proves that the round's result contains a cell's result."""
         for certificate in self.path:
             above = certificate.body
-            brought = {above.children[index] for index, *_ in above.contributors}
-            if body.body_hash not in brought:
+            if body.body_hash not in above.counted_children:
                 return False
             body = above
         return True
 
     def position_of(self, body: Body, index: int) -> tuple[int, int]:
-        """Return a member's index among all peers of the round, and the number of these peers.
-
-        Args:
-            body: Result of the member's group at level 0.
-            index: The member's index in that group.
-        """
+        """Return the index among all peers of the round of member ``index`` of a group at level 0, and their number."""
         for certificate in self.path:
             above = certificate.body
             index += sum(above.peers[: above.children.index(body.body_hash)])

@@ -50,13 +50,7 @@ PAUSE_SECONDS = 0.3
 
 
 def can_complete(members: int, majority: int, standings: Collection[Standing]) -> bool:
-    """True unless the standings prove that a roster has no certificate and never will.
-
-    Args:
-        members: Size of the roster.
-        majority: Signatures that a certificate needs.
-        standings: Known standings, including this member's.
-    """
+    """True unless the known standings, this member's included, prove that a roster never has a certificate."""
     renounced = sum(standing is Standing.RENOUNCED for standing in standings)
     return members - renounced >= majority and Standing.WITHHOLDS not in standings
 
@@ -67,12 +61,9 @@ def may_renounce(others: Mapping[str, Standing], silent: Collection[str]) -> boo
 
 
 class AskStanding(Message, frozen=True):
-    """Request for a member's standing in a broken attempt.
+    """Request for a member's standing in a broken attempt, with the sender's.
 
-    Attributes:
-        group: The roster's id.
-        standing: The sender's standing.
-        proof: The sender's signature of the result; empty if it has not signed.
+    ``proof`` is the sender's signature of the result; empty if it has not signed.
     """
 
     group: Hash
@@ -81,12 +72,7 @@ class AskStanding(Message, frozen=True):
 
 
 class StandingReply(Message, frozen=True):
-    """Reply to `AskStanding`.
-
-    Attributes:
-        body: Body of the member's result; empty if it holds none.
-        proofs: Known signatures of ``body``: (member, signature).
-    """
+    """Reply to `AskStanding`: with the member's result, if it holds one, and the signatures of it that it knows."""
 
     standing: Standing
     body: bytes = b""
@@ -156,15 +142,11 @@ class AttemptRecovery:
     async def recover(
         self, attempt: Attempt, elapsed_seconds: float = 0.0, silent: Collection[str] = ()
     ) -> Certificate | None:
-        """Recover a broken attempt, or give it up.
+        """Recover a broken attempt and return its certificate, or give it up and return None.
 
         Args:
-            attempt: This member's state of it.
             elapsed_seconds: Time from the attempt's start until it broke; sets the deadline for the others.
             silent: Other members that did not answer; the wait excludes them unless they act.
-
-        Returns:
-            The attempt's certificate; None if the attempt is given up.
         """
         attempt.is_over = True
         if len(attempt.roster.tickets) == 1 or attempt.withholds:

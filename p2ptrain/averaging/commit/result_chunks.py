@@ -69,12 +69,7 @@ class ResultChunks:
     def __init__(
         self, runtime: Runtime, body: Body, codecs: Sequence[Decoder], leaf_values: int, means: Means | None = None
     ) -> None:
-        """
-        Args:
-            body: Certified, and of this model.
-            codecs: Decoder of each share's mean.
-            means: Complete and verified; None to fetch them.
-        """
+        """``body`` is certified and of this model; ``means`` are complete and verified, or None to fetch them."""
         self._runtime = runtime
         self._codecs = codecs
         self._spans = [

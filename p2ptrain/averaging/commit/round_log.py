@@ -109,12 +109,10 @@ class RoundLog:
         return None
 
     def add(self, result: Result, is_followed: bool = False) -> None:
-        """Keep a result that this peer applied, and release the means of its attempt.
+        """Keep the newest result, which this peer applied, and release the means of its attempt.
 
-        Args:
-            result: The newest result.
-            is_followed: True while a newcomer fetches results. Then up to `FOLLOWED_BYTES` are kept, because a round
-                may be shorter than the newcomer's round trip.
+        While a newcomer fetches results (``is_followed``), up to `FOLLOWED_BYTES` are kept, because a round may be
+        shorter than the newcomer's round trip.
         """
         body = result.certificate.body
         self._results[body.lineage] = result
@@ -216,7 +214,7 @@ class RoundLog:
 
         Args:
             sources: Peers to ask, by preference: only the first for a small result.
-            timeout_seconds: Timeout; None for no limit but `RESULT_RATE`.
+            timeout_seconds: None for no limit but `RESULT_RATE`.
 
         Raises:
             PeerError, DeadlineError: The fetch failed.
@@ -322,8 +320,7 @@ class ContributionLog:
     def forget(self, waiting: Iterable[int] = ()) -> None:
         """Record that an earlier process of this peer may have contributed to rounds unknown to this process.
 
-        Args:
-            waiting: Parts with pending work of that process.
+        ``waiting`` are the parts with pending work of that process.
         """
         self._is_complete = False
         self._uncertain_parts.update(waiting)
@@ -341,20 +338,17 @@ class ContributionLog:
 
         Where this peer does not know the path up the tree, any delegate of its cell among the contributors suffices.
         """
-        contributors = [body.members[index] for index, *_ in body.contributors]
         if body.levels == 1:
-            return self._peer in contributors
-        mine = [result for result in self._results if result.lineage == body.lineage]
-        mine = [result for result in mine if self._peer in [result.members[index] for index, *_ in result.contributors]]
+            return self._peer in body.contributing
+        mine = [each for each in self._results if each.lineage == body.lineage and self._peer in each.contributing]
         gave_up = self._gave_up_on == body.lineage
         if not mine and self._is_complete and not gave_up:
             return False
         if mine and body.level == 1 and not gave_up:
-            brought = {body.children[index] for index, *_ in body.contributors}
-            return any(result.body_hash in brought for result in mine)
+            return any(result.body_hash in body.counted_children for result in mine)
         cells = self._position.cells
         key = cells.key_of(self._position.head, self._peer, body.level)
-        return cells.slot(key, self._peer) in {cells.slot(key, contributor) for contributor in contributors}
+        return cells.slot(key, self._peer) in {cells.slot(key, peer) for peer in body.contributing}
 
     def counts_in(self, body: Body) -> tuple[int, int] | None:
         """Return this peer's tokens and samples in a round's result; None if unknown.
@@ -363,8 +357,7 @@ class ContributionLog:
         """
         results = [body] if body.levels == 1 else [each for each in self._results if each.lineage == body.lineage]
         if body.levels == 2:
-            brought = {body.children[index] for index, *_ in body.contributors}
-            results = [result for result in results if result.body_hash in brought]
+            results = [result for result in results if result.body_hash in body.counted_children]
         elif body.levels > 2 and self._gave_up_on == body.lineage:
             return None
         for result in reversed(results):

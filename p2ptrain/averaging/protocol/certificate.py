@@ -1,13 +1,9 @@
-"""Values that their author signs, and the bounds of their fields.
-
-The head of a lineage: the facts that all holders of one certificate share.
-
-Tickets, rosters, results and their certificates.
+"""Tickets, rosters, results, certificates, and the heads that follow from them, with the bounds of their fields.
 
 A *ticket* is a peer's signed request to average one round. A *roster* is the list of tickets that a leader assembled.
 The roster's members reduce, and each member that holds the whole result signs its *body*. A body signed by a majority
 of the roster is a *certificate*. Only certificates advance a round. A roster has at most one: two majorities of it
-share a member, and a member signs one body per roster.
+share a member, and a member signs one body per roster. A *head* is the state of a lineage after a certificate.
 """
 
 from __future__ import annotations
@@ -28,10 +24,14 @@ from p2ptrain.signing import Signer
 MAX_MEMBERS = 256
 MAX_COUNT = (1 << 62) - 1
 MAX_PRESENT = 1 << 16  # bound on the peers of a swarm; keeps the computation of a tree's shape short
+MAX_LEVELS = 16
+MAX_RATES_BYTES = 1024
 MAX_PROOF_BYTES = 2048
+MAX_CERTIFICATE_BYTES = 1 << 20
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Present = Annotated[int, Meta(ge=0, le=MAX_PRESENT)]
 Positive = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
+Level = Annotated[int, Meta(ge=0, lt=MAX_LEVELS)]
 Name = Annotated[str, Meta(max_length=128)]  # a peer's id, or a codec's name
 Proof = Annotated[bytes, Meta(max_length=MAX_PROOF_BYTES)]  # a signature; empty before the value is signed
 
@@ -99,12 +99,6 @@ class Head:
 def genesis(swarm: bytes, digest: bytes) -> Head:
     """Return the head of a new lineage, whose initial state has this digest."""
     return Head(0, hashlib.sha256(b"p2ptrain genesis" + swarm + digest).digest(), 0, 0, digest)
-
-
-MAX_RATES_BYTES = 1024
-MAX_CERTIFICATE_BYTES = 1 << 20
-MAX_LEVELS = 16
-Level = Annotated[int, Meta(ge=0, lt=MAX_LEVELS)]
 
 
 @dataclass(frozen=True)
@@ -257,6 +251,16 @@ class Body:
     def next_lineage(self) -> bytes:
         """The lineage after this result, 32 bytes."""
         return hashlib.sha256(b"p2ptrain lineage" + self.lineage + self.body_hash).digest()
+
+    @property
+    def contributing(self) -> list[str]:
+        """Ids of the contributors, in roster order."""
+        return [self.members[index] for index, *_ in self.contributors]
+
+    @property
+    def counted_children(self) -> set[bytes]:
+        """Above level 0: `body_hash` of each result that is in the mean."""
+        return {self.children[index] for index, *_ in self.contributors}
 
     @property
     def tokens(self) -> int:

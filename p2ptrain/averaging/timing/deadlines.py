@@ -91,10 +91,7 @@ def quiet_seconds(
 ) -> float:
     """Return the keepalive timeout, from one keepalive to the next.
 
-    Args:
-        allowance_seconds: Minimum tolerated lateness: a fraction of the time that others wait.
-        round_trip_seconds: To the peer, as measured.
-        latest_seconds: The peer's largest lateness so far.
+    ``allowance_seconds`` is the minimum tolerated lateness, ``latest_seconds`` the peer's largest lateness so far.
     """
     late = max(allowance_seconds, LEAST_QUIET_SECONDS, ROUND_TRIPS * round_trip_seconds, LATENESSES * latest_seconds)
     return keepalive_seconds(grace_seconds) + late
@@ -113,7 +110,7 @@ def leader_allowance_seconds(grace_seconds: float) -> float:
 def leader_dial_seconds(grace_seconds: float, usual_seconds: float | None, most_seconds: float) -> float:
     """Return the timeout of a dial of a leader: its keepalive timeout, at most ``most_seconds``.
 
-    ``usual_seconds`` is the usual duration of its dials. An unknown leader has None, and gets ``most_seconds``.
+    ``usual_seconds`` is the usual duration of its dials; None for an unknown leader.
     """
     if usual_seconds is None:
         return most_seconds

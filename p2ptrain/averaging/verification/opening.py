@@ -172,11 +172,6 @@ def verify_evidence(
 ) -> tuple[str, str]:
     """Return an owner and its fault, if the evidence proves it from facts that every peer of the swarm knows.
 
-    Args:
-        data: Wire form of the evidence.
-        swarm: The manifest's digest, 32 bytes.
-        rules_of: Returns the rules of an attempt; the owner signed its round and level.
-
     Raises:
         IntegrityError: It convicts no owner.
     """
