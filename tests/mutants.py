@@ -444,7 +444,7 @@ MUTANTS = (
         "a delegate brings its group's result",
         "averaging/commit/provenance.py",
         "if codec_here.encode(self._values(first, last, left)) != memoryview(part)[begin:end]:",
-        "if self._values(first, last, pieces) is None:",
+        "if self._values(first, last, left) is None:",
         "unit/averaging/commit/test_provenance.py -k a_change_is_found",
     ),
     Mutant(

@@ -140,7 +140,7 @@ class Coordinator:
                 lambda peer: self._cells.slot(key, peer), LocalSteps(goal.steps, now, self._pace),
             )  # fmt: skip
             group.last_activity = now
-            self._tasks.start(self._lead(key, group), f"group-{head.round}")
+            self._tasks.start(self._lead(group), f"group-{head.round}")
         return group
 
     def _spec_of(self, key: Key) -> AveragingSpec:
@@ -290,10 +290,9 @@ class Coordinator:
         peers -= group.passed
         return sorted({group.slot_of(peer) for peer in peers if self._cells.includes(group.key, peer)})
 
-    async def _lead(self, key: Key, group: PendingGroup) -> None:
+    async def _lead(self, group: PendingGroup) -> None:
         """Run one pending group to its end; the leader's main loop."""
-        loop = asyncio.get_running_loop()
-        asking = Tasks()
+        loop, key, asking = asyncio.get_running_loop(), group.key, Tasks()
         probes: dict[str, asyncio.Task[None]] = {}
         probed_at: dict[str, float] = {}
         try:
@@ -330,7 +329,7 @@ class Coordinator:
                 for peer in missing if group.members or group.closing else []:
                     if peer not in probes and now - probed_at.get(peer, -PROBE_SECONDS) >= PROBE_SECONDS:
                         probed_at[peer] = now
-                        probes[peer] = asking.start(self._probe(peer, key, group), f"probe-{peer[-8:]}")
+                        probes[peer] = asking.start(self._probe(peer, group), f"probe-{peer[-8:]}")
                         probes[peer].add_done_callback(lambda _, peer=peer: probes.pop(peer, None))  # type: ignore[misc]
                 next_probe = min(
                     (probed_at[peer] + PROBE_SECONDS - now for peer in missing if peer in probed_at),
@@ -368,9 +367,9 @@ class Coordinator:
             self._membership.missed_round(peer)
         logger.debug("round %d: group of %d: %s", group.head.round, len(members), reason)
 
-    async def _probe(self, peer: str, key: Key, group: PendingGroup) -> None:
+    async def _probe(self, peer: str, group: PendingGroup) -> None:
         """Probe a missing peer, and end this group if another leader goes first or the swarm is ahead."""
-        loop, seconds = asyncio.get_running_loop(), probe_seconds(self._spec)
+        loop, key, seconds = asyncio.get_running_loop(), group.key, probe_seconds(self._spec)
         asked = loop.time()
         try:
             said = await probe(self._context.rpc, peer, key, seconds, closing=group.closing)

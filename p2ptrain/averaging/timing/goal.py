@@ -159,7 +159,7 @@ MOST_ROUNDS = 4.0
 """Upper bound on a peer's steps in units of H, after which the round closes: a model that trains alone for longer
 drifts. At speeds of 1 : 1 : 8 the fast peer does 2.4 H."""
 SILENT_SECONDS = 30.0
-"""BatchProgress timeout, after which a trainer no longer counts; > 2 report intervals of at most
+"""Report timeout, after which a trainer no longer counts; > 2 report intervals of at most
 `p2ptrain.averaging.grouping.leaders.MOST_PROBE_SECONDS`."""
 LEAST_STEP_SECONDS = 1e-3  # lower bound on the step of a report: rates stay finite
 ALIGNED = 1 / 3  # maximum shift of the closing time to the end of a step, as a fraction of the round

@@ -30,7 +30,7 @@ from p2ptrain.tasks import Tasks
 if TYPE_CHECKING:
     import torch
 
-Check = Callable[[memoryview, int, int], None]
+PieceCheck = Callable[[memoryview, int, int], None]
 """Called with (encoded piece, start, stop), offsets in values of the share; raises `CodecError` to refuse the piece."""
 
 
@@ -64,7 +64,7 @@ class EncodedStream:
 
 
 async def send_encoded(
-    channel: Channel, runtime: Runtime, codec: Codec, vector: torch.Tensor, check: Check
+    channel: Channel, runtime: Runtime, codec: Codec, vector: torch.Tensor, check: PieceCheck
 ) -> memoryview:
     """Encode and send a part, encoding one piece ahead of the network; return the encoded part.
 
@@ -104,7 +104,7 @@ async def receive_checked(
     codec: Decoder,
     num_values: int,
     timeout_seconds: float,
-    check: Check,
+    check: PieceCheck,
     on_progress: Callable[[int], None] = lambda filled: None,
 ) -> memoryview:
     """Receive and return an encoded share, and check it while it arrives.
@@ -138,7 +138,7 @@ async def receive_checked(
 class _Arriving:
     """Checks complete pieces of a receive buffer in a pool thread, one call at a time."""
 
-    def __init__(self, runtime: Runtime, codec: Decoder, num_values: int, data: memoryview, check: Check) -> None:
+    def __init__(self, runtime: Runtime, codec: Decoder, num_values: int, data: memoryview, check: PieceCheck) -> None:
         self._data = data
         self._runtime = runtime
         self._codec = codec

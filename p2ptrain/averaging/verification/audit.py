@@ -31,8 +31,8 @@ from p2ptrain.averaging.verification.opening import (
     MAX_CHUNKS,
     TWO_MEANS,
     Answer,
+    ChunkKey,
     FalseChunk,
-    Key,
     Opened,
     Opening,
     Rules,
@@ -149,7 +149,7 @@ class Audit:
 
     def _open(self, statement: Statement, chunks: Sequence[int]) -> bytes:
         openings: list[Opening] = []
-        keys: list[Key] = []
+        keys: list[ChunkKey] = []
         share = statement.share
         for chunk in chunks:
             low, high = self._rules.span(share.low, share.high, chunk)

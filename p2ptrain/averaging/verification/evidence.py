@@ -31,7 +31,7 @@ CALL_SECONDS = 5.0
 TRANSFER_SECONDS = 30.0
 ASK_AGAIN_SECONDS = 600.0
 MAX_KEPT_BYTES = 2 * MAX_EVIDENCE_BYTES
-MAX_TOLD = 64  # number of peers that new evidence is offered to
+MAX_OFFERED = 64  # number of peers that new evidence is offered to
 MAX_LISTED = 64
 Size = Annotated[int, Meta(ge=1, le=MAX_EVIDENCE_BYTES)]
 
@@ -115,7 +115,7 @@ class EvidenceStore:
             self._forget_some()
             self._membership.convict(peer)
             self._on_conviction(peer, fault)
-            for other in [p for p in self._membership.present() if p != peer][:MAX_TOLD]:
+            for other in [p for p in self._membership.present() if p != peer][:MAX_OFFERED]:
                 self._start(self._offer(other, peer, evidence))
         return peer
 

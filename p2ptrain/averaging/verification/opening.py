@@ -44,7 +44,7 @@ MAX_EVIDENCE_BYTES = 32 << 20
 TWO_MEANS = "it stated two means of its share"
 VALUE_BYTES = 4
 
-Key = tuple[Count, Hash]  # a chunk's number, and the hash of the owner's own values in it
+ChunkKey = tuple[Count, Hash]  # a chunk's number, and the hash of the owner's own values in it
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Rules:
 RulesOf = Callable[[Slice], Rules]  # returns the rules of the attempt to which a share belongs
 
 
-def keys_message(swarm: bytes, statement: Statement, keys: Sequence[Key]) -> bytes:
+def keys_message(swarm: bytes, statement: Statement, keys: Sequence[ChunkKey]) -> bytes:
     """Return the message that an owner signs with an answer; it authenticates the owner's own values."""
     said = hashlib.sha256(statement.message(swarm)).digest()
     return b"p2ptrain opening" + swarm + said + canonical_bytes([list(key) for key in keys])
@@ -114,7 +114,7 @@ class Opened(Message, frozen=True):
 
     statement: Statement
     commitments: Annotated[tuple[Commitment, ...], Meta(min_length=1, max_length=MAX_MEMBERS)]
-    keys: Annotated[tuple[Key, ...], Meta(min_length=1, max_length=MAX_CHUNKS)]
+    keys: Annotated[tuple[ChunkKey, ...], Meta(min_length=1, max_length=MAX_CHUNKS)]
     proof: Proof
 
     def verify(self, rules: Rules, verifier: Signer) -> None:
