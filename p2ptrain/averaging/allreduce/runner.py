@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from p2ptrain.averaging.allreduce.bandwidth import SendRates, part_codec, plan_shares
 from p2ptrain.averaging.allreduce.member import ALLREDUCE, Trouble
 from p2ptrain.averaging.allreduce.messages import GAVE_UP, Bring, Request
-from p2ptrain.averaging.allreduce.session import AllReduceSession, Contribution, SessionResult
+from p2ptrain.averaging.allreduce.session import AllReduceSession, Contribution, Observer, SessionResult
 from p2ptrain.averaging.commit.attempt import Attempt, LateError, UnencodableError, part_codecs
 from p2ptrain.averaging.commit.provenance import Origin, Source
 from p2ptrain.averaging.commit.recovery import AttemptRecovery
@@ -63,11 +63,11 @@ class AttemptRunner:
         self._matchmaker = matchmaker
         self._round_log = round_log
         self._contributions = contributions
-        self._on_phase = on_phase
         self.rates = SendRates()
         self.evidence = EvidenceStore(context, self._rules_of, membership, self._on_conviction)
         if context.spec.spot_checks:  # Without checks no member signs anything that could convict it.
             self.evidence.serve()
+        self._observer = Observer(on_phase, self.rates.observe, self.evidence.add_soon)
         self._slow_checkers: set[str] = set()
         self._durations: dict[int, deque[float]] = {}
         self._recovery = AttemptRecovery(context, round_log)
@@ -95,7 +95,8 @@ class AttemptRunner:
         levels = self._matchmaker.cells.num_levels(head.present)
         seconds = attempt_seconds(self._durations_of(level), context.spec)
         attempt = Attempt(roster, head, bounds, codec, context.swarm, context.spec, levels, seconds)
-        session = AllReduceSession(context, attempt, Contribution(vector, part, origin), self, self._slow_checkers)
+        contribution = Contribution(vector, part, origin)
+        session = AllReduceSession(context, attempt, contribution, self._observer, self._slow_checkers)
         self._round_log.remember(attempt)
         self._sessions.add(session)
         return session
@@ -174,17 +175,6 @@ class AttemptRunner:
             for peer in body.contributing:
                 self._membership.finished_with(peer)
                 self.rates.was_in_time(peer)
-
-    # --- `Observer` of the sessions -------------------------------------------------------------------------------
-
-    def phase_entered(self, phase: str) -> None:
-        self._on_phase(phase)
-
-    def part_arrived(self, peer: str, num_bytes: int, seconds: float, senders: int) -> None:
-        self.rates.observe(peer, num_bytes, seconds, senders)
-
-    def evidence_found(self, evidence: bytes) -> None:
-        self.evidence.add_soon(evidence)
 
     def _on_conviction(self, peer: str, fault: str) -> None:
         """Exclude a peer that falsified a mean, and fail the running attempts with it."""

@@ -32,9 +32,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.allreduce.member import Blame, Liveness, Member, Trouble, Verifier
 from p2ptrain.averaging.allreduce.messages import GaveUp, Request, Signatures
@@ -73,17 +73,19 @@ class Contribution:
     origin: Origin | None = None
 
 
-class Observer(Protocol):
-    """Callbacks of a session."""
+@dataclass(frozen=True)
+class Observer:
+    """Callbacks of a session.
 
-    def phase_entered(self, phase: str) -> None:
-        """A phase begins: reduce, gather or commit."""
+    Attributes:
+        phase_entered: A phase begins: reduce, gather or commit.
+        part_arrived: A part's transfer ended, complete or not: sender, bytes, seconds, and the sender's streams.
+        evidence_found: There is evidence that an owner falsified its mean; maybe after the session's `run`.
+    """
 
-    def part_arrived(self, peer: str, num_bytes: int, seconds: float, senders: int) -> None:
-        """A part's transfer ended, complete or not; its sender sent to ``senders`` members at once."""
-
-    def evidence_found(self, evidence: bytes) -> None:
-        """There is evidence that an owner falsified its mean; maybe after the session's `run`."""
+    phase_entered: Callable[[str], None]
+    part_arrived: Callable[[str, int, float, int], None]
+    evidence_found: Callable[[bytes], None]
 
 
 @dataclass(frozen=True)

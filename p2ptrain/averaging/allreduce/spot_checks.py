@@ -54,10 +54,7 @@ class SpotChecks(Verifier):
         """``slow_checkers`` are peers whose checks timed out in an earlier attempt; they are not waited for."""
         super().__init__(session)
         context = session.context
-        self.audit = Audit(
-            session.attempt, session.share, session.own.index, context.runtime, context.signer, context.spec,
-            session.contribution.vector,
-        )  # fmt: skip
+        self.audit = Audit(session.attempt, session.share, context.runtime, context.signer)
         self._slow_checkers = slow_checkers
         self._unshown: dict[Member, Sequence[int]] = {}
         self._others_complaints: list[Complaint] = []

@@ -190,6 +190,7 @@ class OwnShare:
     """One owner's share in one attempt.
 
     Attributes:
+        own: The owner's own part, fp32, ``[num_values]``; not changed.
         parts: By member: codec and bytes of its complete, valid part. The owner's own part is added by `reduce`, and
             only if it is encoded.
         refused: By member, owner included: the reason why `judge` left it out.
@@ -214,7 +215,6 @@ class OwnShare:
         """
         Args:
             codec: Codec of the result, unless that is a list of parts.
-            own: The owner's own part, fp32, ``[num_values]``; not changed.
             own_codec: Codec that the owner's own part passes through before it counts; None if it counts unencoded.
                 Set it for a sparse codec, where an unencoded part would have a larger norm than the others'.
             lists_parts: True if the result is a `PartList` of parts in ``own_codec``.
@@ -230,7 +230,7 @@ class OwnShare:
         self._own_codec = own_codec
         self._lists_parts = lists_parts
         self._spec = spec
-        self._own = own
+        self.own = own
         self._own_index = own_index
         self._audited = audited
         self._chunk = chunk or chunk_values(codec)
@@ -255,8 +255,8 @@ class OwnShare:
             return
         plain = get_codec("fp32")
         leaves: list[Node] = []
-        for low, high in cut(len(self._own), self._codec.block_size):
-            piece = self._own[low:high]
+        for low, high in cut(len(self.own), self._codec.block_size):
+            piece = self.own[low:high]
             least, greatest = (float(extreme) for extreme in piece.aminmax())  # a NaN makes both NaN
             check_range(max(-least, greatest), self._spec.max_value)
             if self.is_measured:
@@ -267,8 +267,8 @@ class OwnShare:
         self.trees[self._own_index] = SumTree(leaves or [(EMPTY_HASH, 0.0)])
 
     def _encode_own(self, codec: Codec) -> None:
-        part, check = codec.encode(self._own), self.new_check(codec)
-        for low, high in cut(len(self._own), codec.block_size):
+        part, check = codec.encode(self.own), self.new_check(codec)
+        for low, high in cut(len(self.own), codec.block_size):
             check(memoryview(part)[codec.encoded_bytes(low) : codec.encoded_bytes(high)], low, high)
         self.own_part = part
         self.trees[self._own_index] = SumTree(check.leaves or [(EMPTY_HASH, 0.0)])
@@ -367,7 +367,7 @@ class OwnShare:
 
     def spans(self) -> list[tuple[int, int]]:
         """Return (start, stop) of each piece in which the share is reduced."""
-        return cut(len(self._own), self._block_size())
+        return cut(len(self.own), self._block_size())
 
     def _block_size(self) -> int:
         """Return the smallest length at whose multiples all codecs can be cut."""
@@ -381,7 +381,7 @@ class OwnShare:
 
         weight_of = dict(zip(contributors, weights, strict=True))
         if self._own_index in weight_of and self._own_index not in self.parts:
-            torch.mul(self._own[low:high], weight_of.pop(self._own_index), out=exact)
+            torch.mul(self.own[low:high], weight_of.pop(self._own_index), out=exact)
         else:
             exact.zero_()
         for index, weight in weight_of.items():
@@ -392,7 +392,7 @@ class OwnShare:
         import torch
 
         if index == self._own_index and index not in self.parts:
-            return self._own[low:high].clone()
+            return self.own[low:high].clone()
         values = torch.empty(high - low, dtype=torch.float32)
         codec, piece = self._encoded(index, low, high)
         codec.decode_into(piece, values)

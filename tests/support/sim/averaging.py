@@ -9,7 +9,7 @@ import torch
 
 from p2ptrain.averaging.allreduce.member import ALLREDUCE
 from p2ptrain.averaging.allreduce.messages import Request
-from p2ptrain.averaging.allreduce.session import AllReduceSession, Contribution, SessionResult
+from p2ptrain.averaging.allreduce.session import AllReduceSession, Contribution, Observer, SessionResult
 from p2ptrain.averaging.commit.attempt import Attempt
 from p2ptrain.averaging.commit.recovery import AttemptRecovery
 from p2ptrain.averaging.commit.round_log import RoundLog
@@ -26,17 +26,7 @@ HEAD = genesis(SWARM, b"d" * 32)
 NUM_VALUES = 60
 
 
-class Unseen:
-    """Hears of nothing."""
-
-    def phase_entered(self, phase: str) -> None:
-        """See `Observer`."""
-
-    def part_arrived(self, peer: str, num_bytes: int, seconds: float, senders: int) -> None:
-        """See `Observer`."""
-
-    def evidence_found(self, evidence: bytes) -> None:
-        """See `Observer`."""
+UNSEEN = Observer(lambda phase: None, lambda *transfer: None, lambda evidence: None)
 
 
 @dataclass
@@ -99,7 +89,7 @@ def make_roster(
         member, attempt = swarm[i], Attempt(roster, HEAD, bounds, codec, SWARM, spec)
         rpc, runtime, signer = member.rpc, member.peer.runtime, member.peer.signer
         context = PeerContext(rpc, runtime, signer, SWARM, spec)
-        session = AllReduceSession(context, attempt, Contribution(vectors[i], codec), Unseen(), set())
+        session = AllReduceSession(context, attempt, Contribution(vectors[i], codec), UNSEEN, set())
         history = RoundLog(context, [(codec, bounds[-1])], 1 << 20)
         history.remember(attempt)
 

@@ -205,10 +205,10 @@ def state_two_means(session: AllReduceSession, delay_seconds: float = 0.0) -> No
     victim, served = session.others[0], session._incoming
     share, twin, twin_served = copy.copy(session.share), copy.copy(session), copy.copy(served)
     vector = 0.5 * session.contribution.vector
-    share._own = vector[attempt.bounds[index] : attempt.bounds[index + 1]]
+    share.own = vector[attempt.bounds[index] : attempt.bounds[index + 1]]
     twin.own_mean = asyncio.get_running_loop().create_future()
     twin.verifier = copy.copy(session.verifier)
-    twin_audit = Audit(attempt, share, index, context.runtime, context.signer, context.spec, vector)
+    twin_audit = Audit(attempt, share, context.runtime, context.signer)
     twin_audit._commitments = audit._commitments
     twin.verifier.audit = twin_audit  # type: ignore[attr-defined]
     twin_served._session = twin
@@ -223,7 +223,7 @@ def state_two_means(session: AllReduceSession, delay_seconds: float = 0.0) -> No
         assert attempt.contributors is not None
         share.parts, share.trees = session.share.parts, dict(session.share.trees)
         share.measure_own()
-        codec, size = share._codec, len(share._own)
+        codec, size = share._codec, len(share.own)
         mean = EncodedStream(bytearray(codec.encoded_bytes(size)))
         await share.reduce(context.runtime, attempt.contributors, [10] * len(attempt.contributors), mean)
         twin.own_mean.set_result(mean)
@@ -244,10 +244,7 @@ def understate_own_norm(session: AllReduceSession) -> None:
 
     def measure_falsely() -> None:
         measure()
-        share._own = share._own * 100  # Only here: what is sent to others is not changed.
-        audit = audit_of(session)
-        assert audit is not None
-        audit._own = share._own
+        share.own = share.own * 100  # Only here: what is sent to others is not changed.
 
     share.measure_own = measure_falsely  # type: ignore[method-assign]
-    assert torch.isfinite(share._own).all()
+    assert torch.isfinite(share.own).all()

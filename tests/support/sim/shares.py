@@ -68,7 +68,7 @@ class Group:
         )  # fmt: skip
         share.measure_own()
         runtime, signer = Runtime(random.Random(self.seed + index)), NamedSigner(self.names[index])
-        return Audit(attempt, share, index, runtime, signer, self.spec, self.vectors[index]), share
+        return Audit(attempt, share, runtime, signer), share
 
     async def reduced(self, owner: int) -> tuple[Audit, OwnShare, bytearray]:
         """An owner that has everybody's part and commitment, and its mean, which it did not state yet."""

@@ -62,7 +62,7 @@ def decoded(part: Tensor, codec_name: str) -> Tensor:
 
 
 def reduced(share: OwnShare, contributors: list[int], tokens: list[int], codec_name: str = "fp32") -> Tensor:
-    codec, num_values = get_codec(codec_name), len(share._own)
+    codec, num_values = get_codec(codec_name), len(share.own)
     mean = EncodedStream(bytearray(codec.encoded_bytes(num_values)))
     pieces = asyncio.run(share.reduce(Runtime(random.Random(0)), contributors, tokens, mean))
     assert (pieces is not None) == codec.lossy

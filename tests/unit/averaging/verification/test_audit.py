@@ -79,7 +79,7 @@ def leave_out(share: OwnShare, mean: bytearray) -> None:
 
 
 def encode_again(share: OwnShare, mean: bytearray, contributors: list[int], tokens: list[int]) -> None:
-    size = len(share._own)
+    size = len(share.own)
     weights = share.weights(contributors, tokens)
     share.reduce_piece(0, size, contributors, weights, torch.empty(size), mean)
 
@@ -114,8 +114,8 @@ def test_an_owner_s_own_part_is_bound_to_the_norm_that_it_counts_with() -> None:
     def exaggerate(share: OwnShare, mean: bytearray) -> None:
         tokens = [10, 11, 12]
         weights = share.weights([0, 1, 2], tokens)
-        share._own.mul_(100)
-        size = len(share._own)
+        share.own.mul_(100)
+        size = len(share.own)
         share.reduce_piece(0, size, [0, 1, 2], weights, torch.empty(size), mean)
 
     with pytest.raises(FalseMeanError, match="norm of its own part"):
