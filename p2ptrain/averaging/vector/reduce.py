@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.vector.chunks import Node, PartCheck, SumTree, check_range, chunk_values, cut
@@ -316,54 +316,52 @@ class OwnShare:
         if self.own_part is not None and self._own_codec is not None:
             self.parts[self._own_index] = self._own_codec, self.own_part
         if self._lists_parts:
-            await runtime.offload(self._list_parts, contributors, weights, mean.data)
+            await runtime.offload(self._list_parts, weights, mean.data)
             mean.grow(len(mean.data))
             self.parts.clear()
             return None
         spans = self.spans()
         exact = torch.empty(spans[0][1], dtype=torch.float32)  # one piece, to fit a core's cache
         for low, high in spans:
-            await runtime.offload(self.reduce_piece, low, high, contributors, weights, exact[: high - low], mean.data)
+            await runtime.offload(self.reduce_piece, low, high, weights, exact[: high - low], mean.data)
             mean.grow(self._codec.encoded_bytes(high))
-        found = ExactMean(self, contributors, weights) if self._codec.lossy else None
+        found = ExactMean(self, weights) if self._codec.lossy else None
         if not self._audited:
             self.parts.clear()
         return found
 
-    def weights(self, contributors: Sequence[int], tokens: Sequence[int]) -> list[float]:
-        """Return the contributors' `part_weights`."""
+    def weights(self, contributors: Sequence[int], tokens: Sequence[int]) -> dict[int, float]:
+        """Return the `part_weights` by contributor, in roster order."""
         norms = self.norms()
-        return part_weights(self._spec, [norms[index] for index in contributors], tokens)
+        weights = part_weights(self._spec, [norms[index] for index in contributors], tokens)
+        return dict(zip(contributors, weights, strict=True))
 
-    def _list_parts(self, contributors: Sequence[int], weights: list[float], encoded: bytearray | memoryview) -> None:
+    def _list_parts(self, weights: Mapping[int, float], encoded: bytearray | memoryview) -> None:
         assert self._own_codec is not None
-        parts = [self.parts[index][1] for index in contributors]
-        PartList(self._own_codec, len(parts)).write(weights, parts, encoded)
+        parts = [self.parts[index][1] for index in weights]
+        PartList(self._own_codec, len(parts)).write(list(weights.values()), parts, encoded)
 
     def reduce_piece(
-        self, low: int, high: int, contributors: Sequence[int], weights: list[float], exact: torch.Tensor,
-        encoded: bytearray | memoryview,
-    ) -> None:  # fmt: skip
+        self, low: int, high: int, weights: Mapping[int, float], exact: torch.Tensor, encoded: bytearray | memoryview
+    ) -> None:
         """Combine the values ``[low, high)`` into ``exact``, and encode them into their place in ``encoded``.
 
         ``low`` and ``high`` must be multiples of `chunk_values` or the share's end. Then cuts do not change the result.
         """
-        self.combine(low, high, contributors, weights, exact)
+        self.combine(low, high, weights, exact)
         first_byte, last_byte = self._codec.encoded_bytes(low), self._codec.encoded_bytes(high)
         self._codec.part(low, high).encode_into(exact, memoryview(encoded)[first_byte:last_byte])
 
-    def combine(
-        self, low: int, high: int, contributors: Sequence[int], weights: list[float], exact: torch.Tensor
-    ) -> None:
+    def combine(self, low: int, high: int, weights: Mapping[int, float], exact: torch.Tensor) -> None:
         """Combine the values ``[low, high)`` into ``exact``; see `reduce_piece`."""
         rule = get_rule(self._spec)
         if isinstance(rule, VotingRule):
             step = STACK_VALUES if rule.by_coordinate else self._chunk
             for first, last in cut(high - low, self._block_size(), step):
-                stack = [self._decoded(index, low + first, low + last) for index in contributors]
+                stack = [self._decoded(index, low + first, low + last) for index in weights]
                 exact[first:last] = rule.combine(self._spec, stack)
         else:
-            self._add_up(low, high, contributors, weights, exact)
+            self._add_up(low, high, weights, exact)
 
     def spans(self) -> list[tuple[int, int]]:
         """Return (start, stop) of each piece in which the share is reduced."""
@@ -373,18 +371,16 @@ class OwnShare:
         """Return the smallest length at whose multiples all codecs can be cut."""
         return math.lcm(self._codec.block_size, *(codec.block_size for codec, _ in self.parts.values()))
 
-    def _add_up(
-        self, low: int, high: int, contributors: Sequence[int], weights: list[float], exact: torch.Tensor
-    ) -> None:
+    def _add_up(self, low: int, high: int, weights: Mapping[int, float], exact: torch.Tensor) -> None:
         """Write the weighted sum to ``exact``: an unencoded own part first, the others in roster order."""
         import torch
 
-        weight_of = dict(zip(contributors, weights, strict=True))
-        if self._own_index in weight_of and self._own_index not in self.parts:
-            torch.mul(self.own[low:high], weight_of.pop(self._own_index), out=exact)
+        left = dict(weights)
+        if self._own_index in left and self._own_index not in self.parts:
+            torch.mul(self.own[low:high], left.pop(self._own_index), out=exact)
         else:
             exact.zero_()
-        for index, weight in weight_of.items():
+        for index, weight in left.items():
             codec, piece = self._encoded(index, low, high)
             codec.accumulate_into(piece, weight, exact)
 
@@ -406,14 +402,10 @@ class OwnShare:
 class ExactMean:
     """The mean of a share before encoding, recomputed on iteration, because the encoded parts take less memory."""
 
-    def __init__(self, share: OwnShare, contributors: Sequence[int], weights: list[float]) -> None:
-        """
-        Args:
-            share: The reduced share; may release its parts later. Its own values must not change.
-        """
+    def __init__(self, share: OwnShare, weights: Mapping[int, float]) -> None:
+        """``share`` may release its parts later; its own values must not change."""
         self._share = copy.copy(share)
         self._share.parts = dict(share.parts)
-        self._contributors = contributors
         self._weights = weights
 
     def __iter__(self) -> Iterator[tuple[int, int, torch.Tensor]]:
@@ -424,5 +416,5 @@ class ExactMean:
         exact = torch.empty(spans[0][1], dtype=torch.float32)
         for low, high in spans:
             piece = exact[: high - low]
-            self._share.combine(low, high, self._contributors, self._weights, piece)
+            self._share.combine(low, high, self._weights, piece)
             yield low, high, piece

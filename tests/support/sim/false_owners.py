@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,10 +48,9 @@ def falsify(chunks: Sequence[int] | None) -> Corrupt:
         reduce_piece = share.reduce_piece
 
         def reduce_falsely(
-            low: int, high: int, contributors: Sequence[int], weights: list[float], exact: Tensor,
-            encoded: bytearray | memoryview,
-        ) -> None:  # fmt: skip
-            reduce_piece(low, high, contributors, weights, exact, encoded)
+            low: int, high: int, weights: Mapping[int, float], exact: Tensor, encoded: bytearray | memoryview
+        ) -> None:
+            reduce_piece(low, high, weights, exact, encoded)
             for start in range(low, high, CHUNK_VALUES):
                 if chunks is None or start // CHUNK_VALUES in chunks:
                     encoded[share._codec.encoded_bytes(start) + 10] ^= 1
@@ -66,9 +65,9 @@ def weigh_falsely(session: AllReduceSession) -> None:
     share = session.share
     weights = share.weights
 
-    def doubled(contributors: Sequence[int], tokens: Sequence[int]) -> list[float]:
-        first, *others = weights(contributors, tokens)
-        return [2 * first, *(weight * (1 - 2 * first) / (1 - first) for weight in others)]
+    def doubled(contributors: Sequence[int], tokens: Sequence[int]) -> dict[int, float]:
+        (chosen, first), *others = weights(contributors, tokens).items()
+        return {chosen: 2 * first} | {index: weight * (1 - 2 * first) / (1 - first) for index, weight in others}
 
     share.weights = doubled  # type: ignore[method-assign]
 
@@ -78,9 +77,8 @@ def leave_one_out(session: AllReduceSession) -> None:
     share, own = session.share, session.own.index
     weights = share.weights
 
-    def without(contributors: Sequence[int], tokens: Sequence[int]) -> list[float]:
-        dropped = next(at for at, index in enumerate(contributors) if index != own)
-        return [0.0 if at == dropped else weight for at, weight in enumerate(weights(contributors, tokens))]
+    def without(contributors: Sequence[int], tokens: Sequence[int]) -> dict[int, float]:
+        return weights(contributors, tokens) | {next(index for index in contributors if index != own): 0.0}
 
     share.weights = without  # type: ignore[method-assign]
 

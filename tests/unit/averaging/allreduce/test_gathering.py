@@ -156,8 +156,8 @@ def tampered(owner: AllReduceSession, change: Callable[[bytearray], None]) -> No
         mean.data = bytearray(mean.data)
         return await reduce(runtime, contributors, tokens, mean)
 
-    def lie(contributors, weights, encoded):  # type: ignore[no-untyped-def]
-        list_parts(contributors, weights, encoded)
+    def lie(weights, encoded):  # type: ignore[no-untyped-def]
+        list_parts(weights, encoded)
         change(encoded)
 
     share._list_parts = lie  # type: ignore[method-assign]

@@ -81,7 +81,7 @@ def leave_out(share: OwnShare, mean: bytearray) -> None:
 def encode_again(share: OwnShare, mean: bytearray, contributors: list[int], tokens: list[int]) -> None:
     size = len(share.own)
     weights = share.weights(contributors, tokens)
-    share.reduce_piece(0, size, contributors, weights, torch.empty(size), mean)
+    share.reduce_piece(0, size, weights, torch.empty(size), mean)
 
 
 LIES = [flip, swap_weights, leave_out]
@@ -116,7 +116,7 @@ def test_an_owner_s_own_part_is_bound_to_the_norm_that_it_counts_with() -> None:
         weights = share.weights([0, 1, 2], tokens)
         share.own.mul_(100)
         size = len(share.own)
-        share.reduce_piece(0, size, [0, 1, 2], weights, torch.empty(size), mean)
+        share.reduce_piece(0, size, weights, torch.empty(size), mean)
 
     with pytest.raises(FalseMeanError, match="norm of its own part"):
         run_check(make_group(), 1, exaggerate, [0])
