@@ -132,13 +132,47 @@ def owner_rates(tickets: Sequence[Ticket], rates: Sequence[int]) -> list[float]:
     return [float(rate) if able or not any(reachable) else 0.0 for rate, able in zip(rates, reachable, strict=True)]
 
 
-def plan_shares(
-    tickets: Sequence[Ticket], num_values: int, block_size: int
-) -> tuple[list[int], list[Fraction], tuple[int, ...]]:
-    """Return the members' rates, their weights, and the offsets between their shares."""
+@dataclass(frozen=True)
+class SharePlan:
+    """The shares of a group's members.
+
+    Attributes:
+        rates: By member: bytes per second.
+        weights: By member: fraction of the vector that it owns.
+        bounds: Offsets between the shares; one more than members.
+    """
+
+    rates: Sequence[int]
+    weights: Sequence[Fraction]
+    bounds: tuple[int, ...]
+
+    def part_codec(self, codecs: Sequence[Codec], index: int, grace_seconds: float) -> Codec:
+        """Return a member's codec for its own parts: the first of ``codecs`` for which the others would wait.
+
+        The others wait for `SLACK` more than their own transfer time, and for the grace period, half of which is kept
+        for jitter. A slower member sends its parts in fewer bits; error feedback carries the loss to later rounds.
+
+        Args:
+            codecs: The swarm's codec, then alternatives of decreasing size. A lossless codec is always kept.
+        """
+        codec, num_members, num_values = codecs[0], len(self.rates), self.bounds[-1]
+        if not codec.lossy or num_members < 2:
+            return codec
+        loads = [float(1 + (num_members - 2) * weight) for weight in self.weights]
+        times = [load * codec.encoded_bytes(num_values) / rate for load, rate in zip(loads, self.rates, strict=True)]
+        usual = statistics.median(time for time, weight in zip(times, self.weights, strict=True) if weight)
+        allowed = (1 + SLACK) * usual + grace_seconds / 2
+        for candidate in codecs:
+            if loads[index] * candidate.encoded_bytes(num_values) / self.rates[index] <= allowed:
+                return candidate
+        return codecs[-1]
+
+
+def plan_shares(tickets: Sequence[Ticket], num_values: int, block_size: int) -> SharePlan:
+    """Return the shares that follow from the tickets; all members compute the same."""
     rates = agreed_rates(tickets)
     weights = share_weights(owner_rates(tickets, rates))
-    return rates, weights, (0, *(high for _, high in split_shares(num_values, weights, block_size)))
+    return SharePlan(rates, weights, (0, *(high for _, high in split_shares(num_values, weights, block_size))))
 
 
 def _on_ladder(rate: int, fastest: int) -> int:
@@ -147,40 +181,6 @@ def _on_ladder(rate: int, fastest: int) -> int:
     while step * 3 // 4 >= max(rate, 1):
         step = step * 3 // 4
     return step
-
-
-def part_codec(
-    codec: Codec,
-    smaller: Sequence[Codec],
-    rates: Sequence[int],
-    weights: Sequence[Fraction],
-    index: int,
-    num_values: int,
-    grace_seconds: float,
-) -> Codec:
-    """Return a member's codec for its own parts: the mean's, or a smaller one if the others would time out on it.
-
-    The others wait for `SLACK` more than their own transfer time, and for the grace period, half of which is kept for
-    jitter. A slower member sends its parts in fewer bits; error feedback carries the loss to later rounds.
-
-    Args:
-        codec: The swarm's codec. A lossless one is always kept.
-        smaller: Alternatives, in order of decreasing size.
-        weights: The members' shares; see `plan_shares`.
-        num_values: Length of the vector.
-    """
-    if not codec.lossy or len(rates) < 2:
-        return codec
-    loads = [float(1 + (len(rates) - 2) * weight) for weight in weights]
-    num_bytes = codec.encoded_bytes(num_values)
-    usual = statistics.median(
-        load * num_bytes / rate for load, rate, weight in zip(loads, rates, weights, strict=True) if weight
-    )
-    allowed = (1 + SLACK) * usual + grace_seconds / 2
-    for candidate in (codec, *smaller):
-        if loads[index] * candidate.encoded_bytes(num_values) / rates[index] <= allowed:
-            return candidate
-    return smaller[-1] if smaller else codec
 
 
 Share = tuple[int, int]

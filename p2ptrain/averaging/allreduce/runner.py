@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterator
 from typing import TYPE_CHECKING
 
-from p2ptrain.averaging.allreduce.bandwidth import SendRates, part_codec, plan_shares
+from p2ptrain.averaging.allreduce.bandwidth import SendRates, plan_shares
 from p2ptrain.averaging.allreduce.member import ALLREDUCE, Trouble
 from p2ptrain.averaging.allreduce.messages import GAVE_UP, Bring, Request
 from p2ptrain.averaging.allreduce.session import AllReduceSession, Contribution, Observer, SessionResult
@@ -86,16 +86,14 @@ class AttemptRunner:
             vector: This peer's contribution, fp32, as long as the round's vector; must not change until `run` returns.
             origin: Above level 0: the group result from which the vector was decoded.
         """
-        tickets, context, level = roster.tickets, self._context, roster.tickets[0].level
+        context, spec, level = self._context, self._context.spec, roster.tickets[0].level
         codec, num_values = codec_at(self._round_log.codec_of(head.round), level), vector.numel()
-        rates, weights, bounds = plan_shares(tickets, num_values, codec.block_size)
-        usual, *smaller = part_codecs(context.spec, codec, num_values)
-        own, grace = roster.index_of(context.rpc.peer_id), context.spec.grace_seconds
-        part = part_codec(usual, smaller, rates, weights, own, num_values, grace)
+        plan = plan_shares(roster.tickets, num_values, codec.block_size)
         levels = self._matchmaker.cells.num_levels(head.present)
-        seconds = attempt_seconds(self._durations_of(level), context.spec)
-        attempt = Attempt(roster, head, bounds, codec, context.swarm, context.spec, levels, seconds)
-        contribution = Contribution(vector, part, origin)
+        seconds = attempt_seconds(self._durations_of(level), spec)
+        attempt = Attempt(roster, head, plan.bounds, codec, context.swarm, spec, levels, seconds)
+        own, allowed = roster.index_of(context.rpc.peer_id), part_codecs(spec, codec, num_values)
+        contribution = Contribution(vector, plan.part_codec(allowed, own, spec.grace_seconds), origin)
         session = AllReduceSession(context, attempt, contribution, self._observer, self._slow_checkers)
         self._round_log.remember(attempt)
         self._sessions.add(session)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from p2ptrain.averaging.allreduce.bandwidth import (
     MAX_REPORTED,
     SendRates,
+    SharePlan,
     agreed_rates,
     owner_rates,
-    part_codec,
     share_weights,
 )
 from p2ptrain.averaging.protocol.certificate import MAX_RATES_BYTES, Ticket
@@ -130,7 +130,8 @@ def test_members_that_cannot_be_reached_own_nothing_unless_nobody_can() -> None:
 def codec_of(rates: list[int], index: int, name: str = "int8", grace_seconds: float = 0.0) -> str:
     weights: list[Fraction] = share_weights([float(rate) for rate in rates])
     codec = get_codec(name)
-    return part_codec(codec, smaller_codecs(codec, 10_000_000), rates, weights, index, 10_000_000, grace_seconds).name
+    plan = SharePlan(rates, weights, (0, 10_000_000))
+    return plan.part_codec((codec, *smaller_codecs(codec, 10_000_000)), index, grace_seconds).name
 
 
 def test_members_of_one_speed_all_use_the_swarm_s_codec() -> None:
