@@ -159,6 +159,8 @@ def test_nobody_stands_in_for_a_delegate_at_a_tenth_of_the_speed() -> None:
         await grow(started)
         for each in started:
             each.vector = torch.randn(100_000, generator=torch.Generator().manual_seed(1))
+            log = each.averager.round_log
+            log._parts = [(codec, len(each.vector)) for codec, _ in log._parts]
         stood: list[bytes] = []
 
         def count(each: AveragingPeer) -> None:
