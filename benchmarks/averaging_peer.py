@@ -22,10 +22,10 @@ from benchmarks.answers import hear, say
 from benchmarks.peers import SWARM, LoopbackPeer, loopback_peer
 from benchmarks.vectors import initial_vector, quality
 from p2ptrain.averaging.averager import Averager, RoundOutcome
-from p2ptrain.averaging.commit.encodings import decode_means
+from p2ptrain.averaging.commit.attempt import decode_means
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.membership import Membership
-from p2ptrain.averaging.protocol.head import Head, genesis
+from p2ptrain.averaging.protocol.certificate import Head, genesis
 from p2ptrain.codecs import get_codec, warm_up
 from p2ptrain.errors import P2PTrainError
 from p2ptrain.manifest import AveragingSpec
@@ -57,8 +57,8 @@ class Peer:
         )  # fmt: skip
         context = PeerContext(rpc, self._runtime, here.identity, SWARM, spec)
         self.averager = Averager(context, self._membership, _head(0), [(self._codec, len(self._vector))], LAYOUT)
-        self.averager.matchmaker.participates = True
-        self.averager.on_phase = self._on_phase
+        self.averager.matchmaker.participate(True)
+        self.averager.phase_listeners = [self._on_phase]
         self._stood = 0.0
         self._freeze = ""
 
@@ -92,8 +92,8 @@ class Peer:
         certificate = outcome.result.certificate
         await self._runtime.compute(self._decode, outcome)
         finished = time.monotonic()
-        self.averager.history.add(outcome.result)
-        self.averager.set_head(certificate.body.next_head(self.averager.head.digest, certificate.to_bytes()))
+        self.averager.round_log.add(outcome.result)
+        self.averager.matchmaker.set_head(certificate.body.next_head(self.averager.head.digest, certificate.to_bytes()))
         return {
             "ready": ready,
             "stood": self._stood,
@@ -109,7 +109,7 @@ class Peer:
 
     async def anew(self, number: int) -> dict[str, Any]:
         """Begin lineage ``number`` and forget how earlier rounds went, so that no round depends on those before it."""
-        self.averager.set_head(_head(number))
+        self.averager.matchmaker.set_head(_head(number))
         for record in self._membership.records():
             self._membership.heard_from(record.peer)
             self._membership.finished_with(record.peer)

@@ -22,7 +22,7 @@ from benchmarks.answers import hear, say
 from benchmarks.harness import Measured, exit_on_signals, report
 from benchmarks.peers import SWARM, LoopbackPeer, loopback_peer
 from benchmarks.workers import Workers
-from p2ptrain.averaging.protocol.head import Head, genesis
+from p2ptrain.averaging.protocol.certificate import Head, genesis
 from p2ptrain.errors import IntegrityError
 from p2ptrain.network.transport import Stream
 from p2ptrain.training.state.layout import Layout

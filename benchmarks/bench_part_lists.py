@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import torch
 
 from benchmarks.harness import Measured, alternate, report, thread_seconds
-from p2ptrain.averaging.vector.reduce import OwnShare, RangeCheck
-from p2ptrain.averaging.vector.streaming import EncodedStream
+from p2ptrain.averaging.vector.chunks import RangeCheck
+from p2ptrain.averaging.vector.reduce import EncodedStream, OwnShare
 from p2ptrain.codecs import Decoder, PartList, get_codec, warm_up
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.runtime import Runtime

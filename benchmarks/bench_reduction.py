@@ -17,8 +17,8 @@ import torch
 
 from benchmarks.harness import Measured, alternate, report, thread_seconds
 from p2ptrain.averaging.vector import reduce as reduction
-from p2ptrain.averaging.vector.reduce import OwnShare
-from p2ptrain.averaging.vector.streaming import EncodedStream, cut
+from p2ptrain.averaging.vector.chunks import cut
+from p2ptrain.averaging.vector.reduce import EncodedStream, OwnShare
 from p2ptrain.codecs import get_codec
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.runtime import Runtime

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from p2ptrain.averaging.allreduce.bandwidth import split_shares
 from p2ptrain.averaging.vector.error_feedback import Encoded, ErrorFeedback
-from p2ptrain.averaging.vector.partition import split_shares
 from p2ptrain.codecs import Codec, PartList, get_codec
 from p2ptrain.manifest import Manifest, ModelSpec, TrainingSpec
 from p2ptrain.models import build_model

@@ -1,4 +1,4 @@
-"""One peer's averaging: find a group, all-reduce, certify; retry without the members at fault.
+"""The life of a round at one peer: find a group, all-reduce, certify; retry without the members at fault.
 
 While the swarm fits in one group, its result ends the round. In a larger swarm the result goes up the tree
 (`p2ptrain.averaging.grouping.cells`). One delegate averages it in a group of delegates, and the other members wait for
@@ -14,27 +14,22 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from p2ptrain.averaging.allreduce.runner import Attempts
+from p2ptrain.averaging.allreduce.runner import AttemptRunner
 from p2ptrain.averaging.allreduce.session import SessionResult
-from p2ptrain.averaging.commit.attempt import Attempt, AttemptFailedError
+from p2ptrain.averaging.commit.attempt import Attempt, AttemptFailedError, decode_means
 from p2ptrain.averaging.commit.broadcast import DecidedError, Path, ResultBroadcast, TreePath
-from p2ptrain.averaging.commit.contribution_log import OwnWork
-from p2ptrain.averaging.commit.encodings import decode_means
 from p2ptrain.averaging.commit.provenance import Origin
 from p2ptrain.averaging.commit.result_chunks import Means
-from p2ptrain.averaging.commit.round_log import History, Result
+from p2ptrain.averaging.commit.round_log import ContributionLog, Result, RoundLog
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.cells import delegate_order
 from p2ptrain.averaging.grouping.matchmaker import Matchmaker
 from p2ptrain.averaging.grouping.membership import ANSWER_SECONDS, Membership
-from p2ptrain.averaging.protocol.certificate import Body, Certificate, Ticket
-from p2ptrain.averaging.protocol.head import Head
-from p2ptrain.averaging.protocol.signed import MAX_PRESENT
-from p2ptrain.averaging.timing.global_batch import NO_GOAL, Goal
-from p2ptrain.averaging.timing.keepalive import first_result
+from p2ptrain.averaging.protocol.certificate import MAX_PRESENT, Body, Certificate, Head, Ticket
+from p2ptrain.averaging.timing.deadlines import KeepaliveStatus, first_result
+from p2ptrain.averaging.timing.goal import NO_GOAL, Goal
 from p2ptrain.averaging.vector.error_feedback import Encoded
 from p2ptrain.averaging.vector.rules import feedback_scale
-from p2ptrain.averaging.verification.evidence import EvidenceStore
 from p2ptrain.codecs import Codec, dense_codec
 from p2ptrain.errors import IntegrityError, TemporaryError
 
@@ -45,7 +40,9 @@ logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
 MAX_DELEGATES = 3  # delegates of a group; each takes over after those before failed or fell quiet
-MIN_HISTORY_BYTES = 64 << 20
+MIN_LOG_BYTES = 64 << 20
+PhaseListener = Callable[[str, int], None]
+"""Called on the event loop with each new phase and the round in progress."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +52,8 @@ class RoundOutcome:
     Attributes:
         result: The certificate that ends the round, and the encoded means.
         contributed: True if this peer's contribution is in the mean.
-        place: This peer's position among all peers of the round, and their number; it selects the samples of the next.
-        encoded: What this peer encoded on each level, for error feedback.
+        position: This peer's index among all peers of the round, and their number; selects the samples of the next.
+        encoded: This peer's encoded vectors on each level, for error feedback.
         attempts: Number of attempts until this peer's group had a result.
         transfer_seconds: Time spent reducing and signing, on all levels.
         refusal: Why the group refused this peer's contribution; empty if it did not.
@@ -64,7 +61,7 @@ class RoundOutcome:
 
     result: Result
     contributed: bool
-    place: tuple[int, int]
+    position: tuple[int, int]
     encoded: tuple[Encoded, ...]
     attempts: int
     matchmaking_seconds: float
@@ -73,19 +70,7 @@ class RoundOutcome:
 
 
 @dataclass(frozen=True)
-class _Wish:
-    """The variable fields of this peer's ticket on one level."""
-
-    tokens: int
-    samples: int
-    bandwidth: int
-    level: int = 0
-    child: bytes = b""
-    peers: int = 1
-
-
-@dataclass(frozen=True)
-class _LevelResult:
+class _GroupResult:
     """A group's result on one level, as one member obtained it."""
 
     attempt: Attempt
@@ -105,8 +90,11 @@ class Averager:
 
     Attributes:
         phase: idle, matchmaking, scatter, reduce, gather or commit.
-        on_phase: Called on the event loop with each new phase and the round in progress.
-        matchmaker: Finds groups. `set_head` updates its ``head``; the owner of this averager sets ``participates``.
+        phase_listeners: Called at each change of phase.
+        matchmaker: Finds groups; holds this peer's head and `RoundPosition`.
+        round_log: Results of the last rounds.
+        contributions: This peer's part in them.
+        evidence: Evidence against owners that falsified a mean.
     """
 
     def __init__(
@@ -125,51 +113,47 @@ class Averager:
             goal: The condition on which a round is due.
         """
         self._context = context
-        self._spec = spec = context.spec
+        self._spec = context.spec
         self._membership = membership
         self._layout = layout
-        codecs = [codec for codec, _ in parts]
-        dense_bytes = sum(dense_codec(codec).encoded_bytes(num_values) for codec, num_values in parts)
-        self.history = History(
-            context.rpc, context.runtime, context.signer, context.swarm, codecs[0], spec,
-            max(MIN_HISTORY_BYTES, 2 * dense_bytes),
-        )  # fmt: skip
-        self.history.codec_of = lambda round_: codecs[round_ % len(codecs)]
-        self.history.max_rounds = spec.history_rounds * len(codecs)
-        self.matchmaker = Matchmaker(context, membership, head, goal)
         self.phase = "idle"
-        self.on_phase: Callable[[str, int], None] = lambda phase, round_: None
-        self.own_work = OwnWork(context.peer_id, self.matchmaker)
-        self.own_work.num_parts = len(parts)
-        sizes = [num_values for _, num_values in parts]
-        self._attempts = Attempts(context, membership, self.matchmaker, self.history, self.own_work, sizes)
-        self._attempts.on_phase = self._enter
-        self._broadcast = ResultBroadcast(context.rpc, context.runtime, self.history, spec.grace_seconds)
+        self.phase_listeners: list[PhaseListener] = []
+        dense_bytes = sum(dense_codec(codec).encoded_bytes(num_values) for codec, num_values in parts)
+        self.round_log = RoundLog(context, parts, max(MIN_LOG_BYTES, 2 * dense_bytes))
+        self.matchmaker = Matchmaker(context, membership, head, goal, self._on_misled)
+        self.contributions = ContributionLog(self.matchmaker.position, len(parts))
+        self._runner = AttemptRunner(
+            context, membership, self.matchmaker, self.round_log, self.contributions, self._enter
+        )
+        self.evidence = self._runner.evidence
+        self._keepalive_status = KeepaliveStatus()
+        self._broadcast = ResultBroadcast(context, self.round_log, self._keepalive_status)
 
     @property
     def head(self) -> Head:
-        return self.matchmaker.head
+        return self.matchmaker.position.head
 
-    def set_head(self, head: Head) -> None:
-        """Give matchmaking a new head; it answers requests for older rounds with «behind» from now on."""
-        self.matchmaker.move(head)
+    def _on_misled(self, peer: str, leader: str) -> None:
+        self.evidence.show(peer, leader)
 
-    @property
-    def evidence(self) -> EvidenceStore:
-        """Evidence against owners that falsified a mean."""
-        return self._attempts.evidence
+    def _enter(self, phase: str) -> None:
+        self.phase = phase
+        for listen in self.phase_listeners:
+            listen(phase, self.head.round)
 
     async def close(self) -> None:
         await self.matchmaker.close()
         self._broadcast.close()
-        await self._attempts.close()
+        await self._runner.close()
+
+    # --- a round --------------------------------------------------------------------------------------------------
 
     async def average(self, vector: torch.Tensor, tokens: int, samples: int, bandwidth: int = 0) -> RoundOutcome:
         """Average ``vector`` with the other peers' in the round of the current head.
 
         Args:
-            vector: This peer's contribution, fp32, one-dimensional, with the round's length and codec
-                (`History.codec_of`); must not change until this returns.
+            vector: This peer's contribution, fp32, one-dimensional, with the round's length and codec (see
+                `RoundLog`); must not change until this returns.
             tokens: Its weight, at least 1.
             samples: Samples read in this round.
             bandwidth: Limit on the send rate in bytes per second; 0 for none.
@@ -182,48 +166,78 @@ class Averager:
             UnencodableError: ``vector`` does not fit the codec.
         """
         loop, head = asyncio.get_running_loop(), self.head
-        wish = _Wish(tokens, samples, bandwidth)
-        above: list[_LevelResult] = []
+        ticket = self._ticket(head, tokens, samples, bandwidth)
+        above: list[_GroupResult] = []
         try:
-            ground = await self._average_level(head, vector, wish)
-            risen = loop.time()
-            if ground.certificate.body.is_last:
-                ascent = TreePath((), ground.means)
+            own_group = await self._average_group(head, vector, ticket)
+            certified_at = loop.time()
+            if own_group.certificate.body.is_last:
+                path = TreePath((), own_group.means)
             else:
-                ascent, above = await self._rise(head, ground, wish)
+                path, above = await self._ascend(head, own_group, ticket)
         finally:
             self._enter("idle")
-        return self._outcome(ground, ascent, above, loop.time() - risen)
+        return self._outcome(own_group, path, above, loop.time() - certified_at)
 
-    async def _average_level(
-        self, head: Head, vector: torch.Tensor, wish: _Wish, origin: Origin | None = None
-    ) -> _LevelResult:
-        """Find a group on one level of the tree, and average with it; raises like `average`."""
+    async def _average_group(
+        self, head: Head, vector: torch.Tensor, ticket: Ticket, origin: Origin | None = None
+    ) -> _GroupResult:
+        """Find a group on the ticket's level of the tree, and average with it; raises like `average`."""
         loop = asyncio.get_running_loop()
         matchmaking = transfer = 0.0
         failure = AttemptFailedError("no attempt was made")
         for attempt_number in range(1, MAX_ATTEMPTS + 1):
             started = loop.time()
             self._enter("matchmaking")
-            self._broadcast.stands(joined=False)
-            roster = await self.matchmaker.find_group(self._ticket(head, wish))
-            self._broadcast.stands(joined=wish.level > 0)
+            self._keepalive_status.set(joined=False)
+            roster = await self.matchmaker.find_group(self._signed(ticket))
+            self._keepalive_status.set(joined=ticket.level > 0)
             matched = loop.time()
             matchmaking += matched - started
-            session = self._attempts.prepare(roster, head, vector, origin)
+            session = self._runner.prepare(roster, head, vector, origin)
             self._enter("scatter")
-            certificate, result = await self._attempts.run(session)
+            certificate, result = await self._runner.run(session)
             failure = result.failure or failure
             transfer += loop.time() - matched
             if certificate is not None:
-                if len(roster.members) == 1 and wish.level == 0 and loop.time() - matched > ANSWER_SECONDS:
+                if len(roster.members) == 1 and ticket.level == 0 and loop.time() - matched > ANSWER_SECONDS:
                     await self.matchmaker.check_alone()
-                return _LevelResult(session.attempt, result, certificate, attempt_number, matchmaking, transfer)
+                return _GroupResult(session.attempt, result, certificate, attempt_number, matchmaking, transfer)
         raise failure
 
-    async def _rise(
-        self, head: Head, result: _LevelResult, wish: _Wish, on_path: Callable[[Path], None] = lambda path: None
-    ) -> tuple[TreePath, list[_LevelResult]]:
+    def _ticket(self, head: Head, tokens: int, samples: int, bandwidth: int) -> Ticket:
+        """Return this peer's unsigned ticket on level 0; `_signed` completes it for each attempt."""
+        return Ticket(
+            peer=self._context.rpc.peer_id,
+            round=head.round,
+            lineage=head.lineage,
+            digest=head.digest,
+            layout=self._layout,
+            tokens=tokens,
+            samples=samples,
+            bandwidth=bandwidth,
+            reachable=True,
+            rates=b"",
+            nonce=bytes(16),
+            present=head.present,
+        )
+
+    def _signed(self, ticket: Ticket) -> Ticket:
+        context = self._context
+        complete = replace(
+            ticket,
+            reachable=context.owner.is_reachable,
+            rates=self._runner.rates.encoded(),
+            nonce=context.runtime.random.randbytes(16),
+            sees=min(MAX_PRESENT, 1 + len(self._membership.alive_trainers())),
+        )
+        return complete.signed(context.swarm, context.signer)
+
+    # --- up the tree ----------------------------------------------------------------------------------------------
+
+    async def _ascend(
+        self, head: Head, result: _GroupResult, ticket: Ticket, on_path: Callable[[Path], None] = lambda path: None
+    ) -> tuple[TreePath, list[_GroupResult]]:
         """Take a group's result to the end of the round, as its delegate or through another one.
 
         Peers that wait for this one receive the certificates above (``on_path``) as soon as it does, and fetch chunks
@@ -235,59 +249,57 @@ class Averager:
         """
         body = result.certificate.body
         if body.level == 0:
-            self.own_work.add_result(body)
+            self.contributions.add_result(body)
         self._broadcast.expect(body)
 
         def tell(path: Path) -> None:
             self._broadcast.tell(body, path)
             on_path((result.certificate, *path))
 
-        brought: tuple[TreePath, list[_LevelResult]] | None = None
-        delegates = self._delegates(result)[:MAX_DELEGATES]
+        brought: tuple[TreePath, list[_GroupResult]] | None = None
         try:
             brought = await first_result(
-                [partial(self._bring, head, result, wish, delegate, tell) for delegate in delegates],
+                [partial(self._ascend_by, each, head, result, ticket, tell) for each in self._delegates(result)],
                 lambda error: isinstance(error, (TemporaryError, IntegrityError)) and type(error) is not DecidedError,
             )
         except DecidedError as error:  # The round has ended: no other delegate may end it again.
-            self.own_work.give_up_on(head)
+            self.contributions.give_up_on(head)
             raise AttemptFailedError(str(error)) from error
         finally:
             self._broadcast.conclude(body, brought[0] if brought else None)
         if brought is None:
-            self.own_work.give_up_on(head)
+            self.contributions.give_up_on(head)
             raise AttemptFailedError("no delegate brought the group's result to the others")
         return brought
 
-    async def _bring(
+    def _delegates(self, result: _GroupResult) -> list[str]:
+        """Return a group's delegates in order: the first of its contributors, reachable ones before others."""
+        body, tickets = result.certificate.body, result.attempt.roster.tickets
+        reachable = {ticket.peer for ticket in tickets if ticket.reachable}
+        order = delegate_order(body.lineage, body.round, body.level, body.contributing)
+        return sorted(order, key=lambda peer: peer not in reachable)[:MAX_DELEGATES]
+
+    async def _ascend_by(
         self,
-        head: Head,
-        result: _LevelResult,
-        wish: _Wish,
         delegate: str,
+        head: Head,
+        result: _GroupResult,
+        ticket: Ticket,
         on_path: Callable[[Path], None],
         on_quiet: Callable[[], None],
-    ) -> tuple[TreePath, list[_LevelResult]]:
-        """Take a group's result to the end of the round through one delegate, which may be this peer."""
-        body, own = result.certificate.body, delegate == self._context.peer_id
+    ) -> tuple[TreePath, list[_GroupResult]]:
+        """Take a group's result to the end of the round by one delegate, which may be this peer."""
+        body, own = result.certificate.body, delegate == self._context.rpc.peer_id
         try:
             if own:
-                return await self._represent(head, result, wish, on_path)
+                return await self._represent(head, result, ticket, on_path)
             self._enter("gather")
-            seconds = self._seconds_above(body)
-            return await self._broadcast.fetch(delegate, body, seconds, on_path, on_quiet), []
+            return await self._broadcast.fetch(delegate, body, self._seconds_above(body), on_path, on_quiet), []
         except (TemporaryError, IntegrityError) as error:
             logger.info("round %d: delegate %s failed: %s", body.round, delegate[-8:], error)
             if own:
                 self._broadcast.conclude(body, None)
             raise
-
-    def _delegates(self, result: _LevelResult) -> list[str]:
-        """Return a group's delegates in order: its contributors, reachable ones first."""
-        body, tickets = result.certificate.body, result.attempt.roster.tickets
-        members = {tickets[index].peer: tickets[index].reachable for index, *_ in body.contributors}
-        order = delegate_order(body.lineage, body.round, body.level, members)
-        return sorted(order, key=lambda peer: not members[peer])
 
     def _seconds_above(self, body: Body) -> float:
         """Return the timeout for the levels above a result."""
@@ -295,89 +307,78 @@ class Averager:
         return levels * (spec.matchmaking_seconds + spec.round_seconds + (1 + body.levels) * spec.grace_seconds)
 
     async def _represent(
-        self, head: Head, result: _LevelResult, wish: _Wish, on_path: Callable[[Path], None]
-    ) -> tuple[TreePath, list[_LevelResult]]:
+        self, head: Head, result: _GroupResult, ticket: Ticket, on_path: Callable[[Path], None]
+    ) -> tuple[TreePath, list[_GroupResult]]:
         """As a delegate: average a group's result on the next level, and continue from there."""
-        body = result.certificate.body
-        vector = await self._context.runtime.compute(self._decoded, body, result.means)
-        brought = replace(
-            wish, tokens=body.tokens, samples=body.most_samples, level=body.level + 1, child=body.body_hash,
+        body, means = result.certificate.body, result.means
+        vector = await self._context.runtime.compute(self._decoded, body, means)
+        ticket = replace(
+            ticket,
+            tokens=body.tokens,
+            samples=body.most_samples,
+            level=body.level + 1,
+            child=body.body_hash,
             peers=sum(body.peers),
-        )  # fmt: skip
-        source = self.history.source_of(self._context.peer_id, body, len(vector))
-        origin = Origin(result.certificate, result.means, source)
-        upper = await self._average_level(head, vector, brought, origin)
+        )
+        origin = Origin(result.certificate, means, self.round_log.source_of(ticket.peer, body))
+        upper = await self._average_group(head, vector, ticket, origin)
         if upper.certificate.body.is_last:
             return TreePath((upper.certificate,), upper.means), [upper]
-        ascent, above = await self._rise(head, upper, brought, on_path)
-        return TreePath((upper.certificate, *ascent.path), ascent.means), [upper, *above]
+        path, above = await self._ascend(head, upper, ticket, on_path)
+        return TreePath((upper.certificate, *path.path), path.means), [upper, *above]
 
     def _decoded(self, body: Body, means: Means) -> torch.Tensor:
         import torch
 
         vector = torch.empty(body.bounds[-1], dtype=torch.float32)
-        decode_means(self._spec, self.history.codec_of(body.round), body, means, vector)
+        decode_means(self._spec, self.round_log.codec_of(body.round), body, means, vector)
         return vector
 
+    # --- the end --------------------------------------------------------------------------------------------------
+
     def _outcome(
-        self, ground: _LevelResult, ascent: TreePath, above: list[_LevelResult], seconds_above: float
+        self, own_group: _GroupResult, path: TreePath, above: list[_GroupResult], seconds_above: float
     ) -> RoundOutcome:
-        body, own_index = ground.certificate.body, ground.attempt.roster.index_of(self._context.peer_id)
-        last = ascent.path[-1] if ascent.path else ground.certificate
-        contributed = ascent.counts(body) and own_index in [index for index, *_ in body.contributors]
-        encoded = self._encoded([ground, *above]) if contributed else ()
-        for result in [ground, *above]:
+        body, own_index = own_group.certificate.body, own_group.attempt.roster.index_of(self._context.rpc.peer_id)
+        last = path.path[-1] if path.path else own_group.certificate
+        contributed = path.counts(body) and self._context.rpc.peer_id in body.contributing
+        encoded = self._encoded([own_group, *above]) if contributed else ()
+        for result in [own_group, *above]:
             if result.certificate is not last:
                 result.attempt.means = []
         return RoundOutcome(
-            result=Result(last, ascent.means),
+            result=Result(last, path.means),
             contributed=contributed,
-            place=ascent.place_of(body, own_index),
+            position=path.position_of(body, own_index),
             encoded=encoded,
-            attempts=ground.attempts,
-            matchmaking_seconds=ground.matchmaking_seconds,
-            transfer_seconds=ground.transfer_seconds + seconds_above,
-            refusal=ground.session.refusal,
+            attempts=own_group.attempts,
+            matchmaking_seconds=own_group.matchmaking_seconds,
+            transfer_seconds=own_group.transfer_seconds + seconds_above,
+            refusal=own_group.session.refusal,
         )
 
-    def _encoded(self, results: list[_LevelResult]) -> tuple[Encoded, ...]:
-        """Return what this peer encoded on each level; the scale multiplies by each level's `feedback_scale`."""
-        encoded, scale = [], 1.0
+    def _encoded(self, results: list[_GroupResult]) -> tuple[Encoded, ...]:
+        """Return this peer's encoded vectors on each level; each level multiplies the scale by `feedback_scale`."""
+        encoded, scale, own = [], 1.0, self._context.rpc.peer_id
         for result in results:
-            body, session = result.certificate.body, result.session
-            own_index = result.attempt.roster.index_of(self._context.peer_id)
-            indices = [index for index, *_ in body.contributors]
-            if own_index not in indices:
+            body, session, own_index = result.certificate.body, result.session, result.attempt.roster.index_of(own)
+            if own not in body.contributing:
                 break
-            tokens = [tokens for _, tokens, _ in body.contributors]
-            mean_scale = scale * feedback_scale(self._spec, tokens, indices.index(own_index))
+            tokens, position = [tokens for _, tokens, _ in body.contributors], body.contributing.index(own)
+            mean_scale = scale * feedback_scale(self._spec, tokens, position)
             encoded.append(
                 Encoded(
-                    session.contribution.vector,
-                    body.bounds,
-                    session.sent_parts,
-                    session.contribution.codec,
-                    scale,
-                    own_index,
-                    session.exact_mean,
-                    result.means[own_index],
-                    dense_codec(result.attempt.codec),
-                    mean_scale,
+                    vector=session.contribution.vector,
+                    bounds=body.bounds,
+                    sent_parts=session.sent_parts,
+                    part_codec=session.contribution.codec,
+                    part_scale=scale,
+                    own_index=own_index,
+                    own_mean_exact=session.exact_mean,
+                    own_mean=result.means[own_index],
+                    mean_codec=dense_codec(result.attempt.codec),
+                    mean_scale=mean_scale,
                 )
             )
             scale = mean_scale
         return tuple(encoded)
-
-    def _enter(self, phase: str) -> None:
-        self.phase = phase
-        self.on_phase(phase, self.head.round)
-
-    def _ticket(self, head: Head, wish: _Wish) -> Ticket:
-        context = self._context
-        ticket = Ticket(
-            context.peer_id, head.round, head.lineage, head.digest, self._layout, wish.tokens, wish.samples,
-            wish.bandwidth, context.owner.is_reachable, self._attempts.speeds.told(),
-            context.runtime.random.randbytes(16), min(MAX_PRESENT, 1 + len(self._membership.alive_trainers())),
-            head.present, wish.level, wish.child, wish.peers,
-        )  # fmt: skip
-        return ticket.signed(context.swarm, context.signer)

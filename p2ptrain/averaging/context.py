@@ -45,7 +45,3 @@ class PeerContext:
     swarm: bytes
     spec: AveragingSpec
     owner: Owner = field(default_factory=Unconcerned)
-
-    @property
-    def peer_id(self) -> str:
-        return self.rpc.peer_id

@@ -28,7 +28,7 @@ FOREIGN_SLACK = 1.2
 """Bound on decoded values over `Codec.largest` for bytes that no encoder writes: int4 has a code -8 beside ±7."""
 
 _CHUNK = 1 << 14
-"""Values per norm (`p2ptrain.averaging.vector.reduce.CHUNK_VALUES`)."""
+"""Values per norm (`p2ptrain.averaging.vector.chunks.CHUNK_VALUES`)."""
 
 
 def check_codec(codec: Codec) -> None:

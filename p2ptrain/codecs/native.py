@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ENERGY_VALUES = 1 << 14
-"""The only native step of `Codec.squared_norms`: `p2ptrain.averaging.vector.reduce.CHUNK_VALUES`."""
+"""The only native step of `Codec.squared_norms`: `p2ptrain.averaging.vector.chunks.CHUNK_VALUES`."""
 
 NO_FUNCTIONS: Mapping[str, Function] = MappingProxyType({})
 SAMPLE_BLOCKS = 12

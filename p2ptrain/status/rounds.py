@@ -226,7 +226,7 @@ class RoundBook:
         assert entry.body is not None
         body = entry.body
         if body.levels == 1:
-            contributors = {body.members[index] for index, *_ in body.contributors}
+            contributors = set(body.contributing)
             members = [(peer, "counted" if peer in contributors else "late") for peer in sorted(body.members)]
             return [GroupView(0, tuple(members))]
         before = self._entries.get(newest - 1)

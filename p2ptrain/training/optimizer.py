@@ -1,7 +1,7 @@
 """`SwarmOptimizer`: an ordinary ``torch.optim.Optimizer`` whose steps are shared with the swarm.
 
 With ``every = H`` each `SwarmOptimizer.step` is an inner step. A round is due after H steps per peer on average
-(`p2ptrain.averaging.timing.local_steps`). The swarm then averages the pseudo-gradient (start of the round minus now)
+(`p2ptrain.averaging.timing.goal`). The swarm then averages the pseudo-gradient (start of the round minus now)
 and applies the outer step (DiLoCo, arXiv 2311.08105). With P fragments this happens every H / P steps, to one fragment
 at a time (Streaming DiLoCo, arXiv 2501.18512).
 

@@ -20,7 +20,7 @@ import torch
 
 from p2ptrain.averaging.allreduce.member import ALLREDUCE
 from p2ptrain.averaging.allreduce.messages import Bring, FromOwner, Request
-from p2ptrain.averaging.allreduce.outgoing import ANOTHER_RESULT, BAD_ANSWER, BAD_SIGNATURE
+from p2ptrain.averaging.allreduce.streams import ANOTHER_RESULT, BAD_ANSWER, BAD_SIGNATURE
 from p2ptrain.averaging.commit.attempt import AttemptFailedError
 from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.codecs import PartList, get_codec

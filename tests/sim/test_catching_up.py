@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from p2ptrain.averaging.protocol.certificate import Certificate
-from p2ptrain.averaging.protocol.head import Head
+from p2ptrain.averaging.protocol.certificate import Certificate, Head
 from p2ptrain.codecs import get_codec
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.training.sync import catch_up as following
@@ -95,10 +94,10 @@ class Trainers:
             self.network.restart(before.peer), self.manifest, self.ledger, width=WIDTH
         )
         trainer.state.replace(checkpoint.tensors, checkpoint.head)
-        trainer.sync.averager.set_head(checkpoint.head)
+        trainer.sync.averager.matchmaker.set_head(checkpoint.head)
         trainer.sync.replica.restore_residual(checkpoint.residual)
         if checkpoint.work[0] and trainer.work.restore(*checkpoint.work):
-            trainer.sync.averager.own_work.forget(range(len(trainer.work.pending)))
+            trainer.sync.averager.contributions.forget(range(len(trainer.work.pending)))
         await trainer.rpc.start()
         await trainer.presence.start()
         await trainer._join()
@@ -254,7 +253,7 @@ def test_work_in_a_round_whose_end_was_not_seen_is_not_brought_again(
                     swarm.leave("d")
 
             laggard.is_reachable = False
-            laggard.sync.averager.on_phase = on_phase
+            laggard.sync.averager.phase_listeners = [on_phase]
             for name in swarm.all:
                 swarm.step(name)
             await asyncio.gather(*(trainer.synchronize() for trainer in swarm.all.values()))
@@ -263,7 +262,7 @@ def test_work_in_a_round_whose_end_was_not_seen_is_not_brought_again(
             assert laggard.peer.peer_id in [body.members[index] for index, *_ in body.contributors]
             assert laggard.sync.head.lineage == body.lineage
             assert laggard.work.tokens > 0
-            laggard.sync.averager.on_phase = lambda phase, round_: None
+            laggard.sync.averager.phase_listeners = []
             await swarm.rounds("abc", 2)
             await swarm.come_back("d")
             await bytes_to_follow(laggard)
@@ -282,17 +281,17 @@ def test_rounds_that_the_source_does_not_have_come_from_others_before_the_state_
             swarm.leave("c")
             await swarm.rounds("ab", 1)
             newcomer = await swarm.start("n")
-            newcomer.sync.averager.history.clear()  # as after a download
+            newcomer.sync.averager.round_log.clear()  # as after a download
             await swarm.rounds("abn", 1)
             if not others_have_it:
                 for name in "ab":
-                    swarm.all[name].sync.averager.history.clear()
+                    swarm.all[name].sync.averager.round_log.clear()
             laggard = await swarm.come_back("c")
             source = newcomer.peer.peer_id
-            assert await newcomer.sync.averager.history.certificates_after(
+            assert await newcomer.sync.averager.round_log.certificates_after(
                 swarm.all["a"].peer.peer_id, laggard.sync.head.lineage
-            ) == swarm.all["a"].sync.averager.history.chain(laggard.sync.head.lineage)
-            assert not newcomer.sync.averager.history.chain(laggard.sync.head.lineage)
+            ) == swarm.all["a"].sync.averager.round_log.chain(laggard.sync.head.lineage)
+            assert not newcomer.sync.averager.round_log.chain(laggard.sync.head.lineage)
             assert await laggard.sync.catch_up.follow(source, laggard.work)
             assert laggard.sync.catch_up.resyncs == (not others_have_it)
             assert_equal_states(*swarm.all.values())

@@ -12,7 +12,7 @@ import torch
 from p2ptrain.averaging.allreduce.messages import Shown, Trace
 from p2ptrain.averaging.allreduce.session import AllReduceSession
 from p2ptrain.averaging.grouping.cells import Cells
-from p2ptrain.averaging.protocol.head import Head
+from p2ptrain.averaging.protocol.certificate import Ticket
 from p2ptrain.network.chunks.messages import Ask, FromReceiver, Open
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.simulated import SimulatedNetwork
@@ -30,15 +30,15 @@ def test_a_delegate_that_claims_more_than_its_cell_has_is_left_out(seed: int) ->
         liars: list[str] = []
 
         def claim_more(who: AveragingPeer) -> None:
-            ticket = who.averager._ticket
+            sign = who.averager._signed
 
-            def exaggerated(head: Head, wish: Any) -> Any:
-                if wish.level:
+            def exaggerated(ticket: Ticket) -> Ticket:
+                if ticket.level:
                     liars.append(who.peer.peer_id)
-                    wish = replace(wish, tokens=wish.tokens * 50)
-                return ticket(head, wish)
+                    ticket = replace(ticket, tokens=ticket.tokens * 50)
+                return sign(ticket)
 
-            who.averager._ticket = exaggerated  # type: ignore[method-assign]
+            who.averager._signed = exaggerated  # type: ignore[method-assign]
 
         hit = hit_first_delegate(started, claim_more)
         results = await asyncio.gather(*(each.try_round() for each in started))
@@ -155,12 +155,12 @@ def test_false_chunks_of_a_result_are_fetched_elsewhere_and_counted_against_who_
         evil = started[3]
 
         async def send_other_bytes(channel: Channel, request: Open) -> None:
-            chunks = evil.averager.history.shared(request.key)
+            chunks = evil.averager.round_log.shared(request.key)
             while chunks is not None and isinstance(asked := await channel.receive(FromReceiver, 60.0), Ask):
                 for index in asked.chunks:
                     await channel.send_bytes(bytes(chunks.wire_bytes(index)))
 
-        right = evil.averager.history.chunks_of
+        right = evil.averager.round_log.chunks_of
 
         def with_other_hashes(*arguments: Any) -> Any:
             chunks = right(*arguments)
@@ -171,7 +171,7 @@ def test_false_chunks_of_a_result_are_fetched_elsewhere_and_counted_against_who_
         if what == "chunks":
             evil.rpc.serve_channel("chunks.result", Open, send_other_bytes)
         else:
-            evil.averager.history.chunks_of = with_other_hashes  # type: ignore[method-assign, assignment]
+            evil.averager.round_log.chunks_of = with_other_hashes  # type: ignore[method-assign, assignment]
         honest = [each for each in started if each is not evil]
         committed, rounds, refused = 0, 0, set[str]()
         while rounds < 6 or not refused:  # Who is asked for pieces is a matter of the round.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from p2ptrain.averaging.allreduce.session import AllReduceSession
-from p2ptrain.averaging.vector.reduce import CHUNK_VALUES
+from p2ptrain.averaging.vector.chunks import CHUNK_VALUES
 from p2ptrain.averaging.verification.opening import TWO_MEANS, Rules, verify_evidence
 from p2ptrain.codecs import Codec, get_codec
 from p2ptrain.manifest import AveragingSpec

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from p2ptrain.averaging.protocol.head import Head
+from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.network.schema import Nothing
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.training.sync.heads import HeldHead

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.averaging.commit.recovery import Settlements
+from p2ptrain.averaging.commit.recovery import AttemptRecovery
 from p2ptrain.manifest import AveragingSpec
 from tests.support.sim.averagers import AveragingPeer
 from tests.support.sim.frozen import Arm, Cost, Swarm, in_phase, measure
@@ -78,13 +78,13 @@ def test_a_peer_that_freezes_while_it_settles_what_another_one_broke_costs_anoth
 ) -> None:
     swarm = Swarm(5, 1_000_000, seed=32)
     freezes: dict[str, Callable[[], None]] = {}
-    settle = Settlements.settle
+    recover = AttemptRecovery.recover
 
-    async def freeze_and_settle(settlements: Settlements, *args: Any) -> object:
-        freezes.get(settlements._rpc.peer_id, lambda: None)()
-        return await settle(settlements, *args)
+    async def freeze_and_recover(recovery: AttemptRecovery, *args: Any) -> object:
+        freezes.get(recovery._rpc.peer_id, lambda: None)()
+        return await recover(recovery, *args)
 
-    monkeypatch.setattr(Settlements, "settle", freeze_and_settle)
+    monkeypatch.setattr(AttemptRecovery, "recover", freeze_and_recover)
 
     def arm(each: AveragingPeer, freeze: Callable[[], None]) -> None:
         first: Arm = in_phase("reduce")

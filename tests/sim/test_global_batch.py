@@ -105,7 +105,7 @@ def test_a_survivor_does_not_wait_for_a_dead_leader_to_tell_it_that_the_batch_is
         one, two = swarm.trainers.values()
 
         def has_called(a: SimulatedTrainer, b: SimulatedTrainer) -> bool:
-            leaders, key = b.sync.averager.matchmaker._leaders, b.sync.averager.matchmaker._position.key
+            leaders, key = b.sync.averager.matchmaker.leaders, b.sync.averager.matchmaker.position.key
             return a.peer.peer_id in leaders.probers(key) and leaders.candidates(key, [])[0] == a.peer.peer_id
 
         await swarm.until(lambda: has_called(one, two) or has_called(two, one), 90, "a leader has shown itself")

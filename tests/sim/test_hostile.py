@@ -13,9 +13,8 @@ import torch
 
 from p2ptrain.averaging.allreduce.member import ALLREDUCE
 from p2ptrain.averaging.allreduce.messages import Bring, FromOwner, Mask, Request, Signature
-from p2ptrain.averaging.allreduce.outgoing import ANOTHER_RESULT, BAD_ANSWER, BAD_SIGNATURE
 from p2ptrain.averaging.allreduce.session import OUT_OF_PROPORTION, AllReduceSession
-from p2ptrain.averaging.averager import _Wish
+from p2ptrain.averaging.allreduce.streams import ANOTHER_RESULT, BAD_ANSWER, BAD_SIGNATURE
 from p2ptrain.averaging.commit.provenance import Origin
 from p2ptrain.averaging.grouping.coordinator import MAX_PENDING_GROUPS
 from p2ptrain.averaging.grouping.messages import (
@@ -30,8 +29,7 @@ from p2ptrain.averaging.grouping.messages import (
     Redirected,
     Refused,
 )
-from p2ptrain.averaging.protocol.certificate import Roster, Ticket
-from p2ptrain.averaging.protocol.head import Head
+from p2ptrain.averaging.protocol.certificate import Head, Roster, Ticket
 from p2ptrain.errors import PeerRefusedError, TemporaryError
 from p2ptrain.network.chunks.messages import Open
 from p2ptrain.network.schema import Nothing
@@ -99,7 +97,7 @@ def test_bad_parts_and_means_do_not_stop_the_others(bulk_lie: BulkLie) -> None:
 
 def exaggerate(trainer: SimulatedTrainer, times: float = math.inf) -> None:
     """Contribute the thousandfold, in so many rounds; to a simulated trainer's noise nothing worse can be done."""
-    prepare, left = trainer.sync.averager._attempts.prepare, times
+    prepare, left = trainer.sync.averager._runner.prepare, times
 
     def prepare_more(roster: Roster, head: Head, vector: torch.Tensor, origin: Origin | None) -> AllReduceSession:
         nonlocal left
@@ -108,7 +106,7 @@ def exaggerate(trainer: SimulatedTrainer, times: float = math.inf) -> None:
         left -= 1
         return prepare(roster, head, vector * 1000, origin)
 
-    trainer.sync.averager._attempts.prepare = prepare_more  # type: ignore[method-assign]
+    trainer.sync.averager._runner.prepare = prepare_more  # type: ignore[method-assign]
 
 
 @pytest.mark.fault(32)
@@ -167,7 +165,7 @@ def test_who_falls_silent_is_left_out_if_it_is_waited_for(silent_about: type, me
     """Rounds need everybody's mask. A majority of signatures is enough."""
 
     def fall_silent(evil: SimulatedTrainer) -> None:
-        serve = evil.sync.averager._attempts._serve
+        serve = evil.sync.averager._runner._serve
 
         async def silent(channel: Any, request: Request) -> None:
             send = channel.send
@@ -265,8 +263,9 @@ def test_tickets_that_lie_are_refused_with_a_reason() -> None:
         swarm, honest, _ = await start(network, lambda evil: None)
         evil, victim = swarm.trainers["evil"], honest[0]
         head = evil.sync.head
-        own = evil.sync.averager._ticket(head, _Wish(10, 1, 0))
-        stolen = victim.sync.averager._ticket(head, _Wish(10, 1, 0))
+        own, stolen = (
+            each.sync.averager._signed(each.sync.averager._ticket(head, 10, 1, 0)) for each in (evil, victim)
+        )
         lies: list[dict[str, Any]] = [
             {"tokens": 0},
             {"tokens": 10**12},

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.averaging.protocol.head import Head
+from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.errors import IntegrityError, ResourceError
 from p2ptrain.network.chunks.fetch import FetchOptions
 from p2ptrain.network.chunks.server import Ration

@@ -40,7 +40,7 @@ def set_trap(swarm: SimulatedSwarm, phase: str, role: str, fault: Callable[[Simu
             fault(who)
 
     for each in swarm.trainers.values():
-        each.sync.averager.on_phase = functools.partial(on_phase, each)
+        each.sync.averager.phase_listeners = [functools.partial(on_phase, each)]
     return hit
 
 
@@ -137,7 +137,7 @@ def test_who_was_stopped_in_a_round_of_its_own_does_not_end_it_when_another_has(
                 stopped.append(round)
                 network.stall(alone.peer, 40.0)
 
-        alone.sync.averager.on_phase = stop
+        alone.sync.averager.phase_listeners = [stop]
         network.stall(absent.peer, 25.0)
         await swarm.until(lambda: bool(stopped), 60, "one begins a round alone")
         front = stopped[0]

@@ -176,7 +176,7 @@ def test_all_go_on_from_checkpoints_of_which_one_unit_is_a_round_behind() -> Non
             assert after.hosted is not None
             own = after.hosted.units[0]
             own.synchronizer.state.replace(saved, state.head)
-            own.synchronizer.averager.set_head(state.head)
+            own.synchronizer.averager.matchmaker.set_head(state.head)
             own.work.adopt(False, None)
             pipeline.peers.append(after)
             await after.peer.spawn(after.start())

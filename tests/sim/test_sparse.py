@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from p2ptrain.averaging.commit.encodings import mean_codec_of
+from p2ptrain.averaging.commit.attempt import mean_codec_of
 from p2ptrain.averaging.commit.round_log import Result
 from p2ptrain.averaging.protocol.certificate import Body
 from p2ptrain.averaging.vector.error_feedback import ErrorFeedback

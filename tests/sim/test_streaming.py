@@ -45,7 +45,7 @@ def test_laggards_find_as_many_rounds_of_each_fragment() -> None:
 
         watch_head(trainer.sync.replica, watch)
         await swarm.until(lambda: swarm.in_agreement(7), 120, "rounds are committed")
-        history, last = trainer.sync.averager.history, trainer.sync.head.round
+        history, last = trainer.sync.averager.round_log, trainer.sync.head.round
         assert len(history.chain(lineages[last - 4])) == 4
         assert history.chain(lineages[last - 5]) == []
         await swarm.end()

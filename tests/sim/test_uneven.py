@@ -95,7 +95,7 @@ def test_the_others_go_on_at_full_speed_when_one_goes_in_mid_round(fault: str) -
         accounts = Accounts(swarm)
         start(swarm, [1, 2, 4, 8])
         await until_round(swarm, STEADY_ROUNDS)
-        key = swarm.trainers["t0"].sync.averager.matchmaker._position.key
+        key = swarm.trainers["t0"].sync.averager.matchmaker.position.key
         leader = min(swarm.alive, key=lambda trainer: rank(trainer.peer.peer_id, key))
         await swarm.until(lambda: min(t.steps_in_round for t in swarm.alive) >= 2, 200, "all are in mid round")
         gone = leader if fault == "leader dies" else next(t for t in swarm.alive if t is not leader)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from p2ptrain.averaging.protocol.head import Head
+from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.manifest import Manifest, TrainingSpec
 from p2ptrain.node.thread import LoopThread
 from p2ptrain.training.checkpoints.save_policy import SavePolicy
@@ -40,7 +40,7 @@ class LoneSynchronizer:
     def __init__(self, state: SharedState, spec: TrainingSpec) -> None:
         self.state = state
         self.feedback = SimpleNamespace(residual=torch.arange(state.layout.num_values, dtype=torch.float32))
-        self.averager = SimpleNamespace(own_work=self)
+        self.averager = SimpleNamespace(contributions=self)
         self.replica = self
         self.forgot: list[int] = []
         self.fail_rounds = False

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from p2ptrain.averaging.timing.deadlines import patience_seconds
+from p2ptrain.averaging.timing.deadlines import straggler_seconds
 from p2ptrain.network.rpc.channel import ChannelLimits
 from tests.support.processes.swarmlet import Swarmlet, Worker, check_states, nothing_left_behind, wait_for_agreement
 from tests.support.processes.tellers import Event
@@ -45,7 +45,7 @@ def promised_seconds(swarm: Swarmlet) -> float:
     """
     spec = swarm.manifest["averaging"]
     attempt = min(spec["round_seconds"], spec["grace_seconds"] + ChannelLimits().silence_seconds)
-    return float(2 * (spec["matchmaking_seconds"] + attempt) + patience_seconds(attempt, spec["grace_seconds"]))
+    return float(2 * (spec["matchmaking_seconds"] + attempt) + straggler_seconds(attempt, spec["grace_seconds"]))
 
 
 def wait_for_peace(swarm: Swarmlet) -> Event:

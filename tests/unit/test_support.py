@@ -55,7 +55,7 @@ def test_changing_seeds_follow_from_the_variable_and_are_apart_from_fixed_ones(m
     [
         (None, "image"),
         ([], "none"),
-        (["p2ptrain/averaging/protocol/head.py", "README.md"], "none"),
+        (["p2ptrain/averaging/protocol/certificate.py", "README.md"], "none"),
         (["README.md", "constraints.txt"], "image"),
         (["constraints.txt", "deploy/container/entrypoint.sh"], "all"),
         (["compose.stages.yaml"], "all"),

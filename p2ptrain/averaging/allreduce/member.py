@@ -1,11 +1,11 @@
-"""State of the members of a group in one attempt, and detection of silent members."""
+"""The members of a group in one attempt: their state, detection of silent ones, and the verifier that trusts them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -13,14 +13,19 @@ from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.allreduce.messages import Request
 from p2ptrain.averaging.protocol.certificate import Ticket
-from p2ptrain.averaging.timing.deadlines import beat_seconds, silence_seconds
+from p2ptrain.averaging.timing.deadlines import keepalive_seconds, silence_seconds
+from p2ptrain.averaging.vector.chunks import PartCheck, RangeCheck, SumTree, mean_root
+from p2ptrain.buffers import Buffer
+from p2ptrain.codecs import Codec
 from p2ptrain.network.rpc.channel import Channel, ChannelLimits
 
 if TYPE_CHECKING:
     from p2ptrain.averaging.allreduce.session import AllReduceSession
+    from p2ptrain.averaging.allreduce.streams import OutgoingStream
 
 ALLREDUCE = "allreduce"
 OPEN_TIMEOUT_SECONDS = 10.0
+Complaint = tuple[int, int]  # (owner, chunk) that the owner did not show
 
 
 @dataclass(eq=False)
@@ -138,7 +143,7 @@ class Liveness:
         if member.outgoing is None:
             return False
         quiet = asyncio.get_running_loop().time() - member.last_heard
-        return quiet >= seconds - beat_seconds(self._grace_seconds)
+        return quiet >= seconds - keepalive_seconds(self._grace_seconds)
 
     def note_silent(self, member: Member) -> None:
         """Record that a member fell silent, and every other one that did within about a keepalive interval.
@@ -152,3 +157,79 @@ class Liveness:
                 other.lost = f"peer {other.peer[-8:]} sent nothing any more"
                 other.is_silent = True
         self._session.changed()
+
+
+class Verifier:
+    """Trusts the owners: spot checks are off, the codec is sparse, or the group has one member.
+
+    Attributes:
+        evidence: Against an owner that falsified its mean; empty without one.
+        faults: By owner whose share failed a check: how, and whether it was only late.
+        complaints: Chunks that this member could not check.
+    """
+
+    def __init__(self, session: AllReduceSession) -> None:
+        self._session = session
+        self.evidence = b""
+        self.faults: dict[Member, tuple[str, bool]] = {}
+        self.complaints: list[Complaint] = []
+
+    # As a contributor, on an outgoing stream.
+
+    def new_check(self, codec: Codec) -> RangeCheck:
+        """Return the check that a part passes through while this member encodes it in ``codec``."""
+        return RangeCheck(codec, self._session.context.spec)
+
+    async def part_sent(self, stream: OutgoingStream, check: RangeCheck) -> None:
+        """Send the commitment to the part that ``check`` saw, if parts are signed."""
+
+    async def mean_received(self, stream: OutgoingStream, tree: SumTree) -> bool:
+        """Check an owner's mean, whose chunks form ``tree``; return True if it passed."""
+        return True
+
+    # As an owner, on an incoming stream.
+
+    async def part_received(self, channel: Channel, sender: Member, codec: str, check: PartCheck) -> SumTree | None:
+        """Return the tree of a part's chunks, if parts are signed; raise `IntegrityError` on a false commitment."""
+        return None
+
+    async def state(self, mean: Buffer) -> bytes:
+        """Return the hash that names the own share's mean, after signing a statement if means are signed."""
+        attempt, own = self._session.attempt, self._session.own
+        codec = attempt.mean_codec_of(own.index)
+        return await self._session.context.runtime.offload(mean_root, codec, mean, own.size, attempt.chunk)
+
+    async def mean_sent(self, channel: Channel) -> bool:
+        """Answer a check; return False if the answer was a majority's signatures."""
+        return True
+
+    async def before_signature(self, channel: Channel) -> None:
+        """Send `Clear` once the own checks passed, if members wait for it."""
+
+    async def answer(self, channel: Channel, question: Request) -> None:
+        """Answer a question beside the main stream: open chunks, or send the statements of owners."""
+
+    # The decision.
+
+    async def may_sign(self) -> bool:
+        """Return True once all checks passed; False if a majority signed before.
+
+        Raises:
+            AttemptFailedError: A check failed, or an owner was lost.
+        """
+        return True
+
+    def fail_on_evidence(self) -> None:
+        """Raise `AttemptFailedError` if there is evidence against an owner."""
+
+    async def other_result(self, member: Member) -> None:
+        """Find out why a member signed another result."""
+
+    def note_clear(self, member: Member) -> None:
+        """Record that a member's checks passed."""
+
+    def note_complaints(self, complaints: Sequence[Complaint]) -> None:
+        """Record the chunks that a member could not check before it gave up."""
+
+    async def stop(self) -> None:
+        """Stop all checks, and stop reading the own contribution, which may change from now on."""

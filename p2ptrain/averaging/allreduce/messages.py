@@ -9,7 +9,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from p2ptrain.averaging.protocol.signed import MAX_MEMBERS, Count, Name, Proof
+from p2ptrain.averaging.protocol.certificate import MAX_MEMBERS, Count, Name, Proof
 from p2ptrain.averaging.verification.commitments import Commitment, Statement
 from p2ptrain.averaging.verification.opening import MAX_CHUNKS
 from p2ptrain.network.schema import Hash, Message

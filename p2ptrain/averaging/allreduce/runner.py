@@ -6,25 +6,22 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 from typing import TYPE_CHECKING
 
-from p2ptrain.averaging.allreduce.bandwidth import Speeds, part_codec, plan_shares
+from p2ptrain.averaging.allreduce.bandwidth import SendRates, plan_shares
 from p2ptrain.averaging.allreduce.member import ALLREDUCE, Trouble
 from p2ptrain.averaging.allreduce.messages import GAVE_UP, Bring, Request
-from p2ptrain.averaging.allreduce.session import AllReduceSession, Contribution, SessionResult
-from p2ptrain.averaging.commit.attempt import Attempt, LateError, UnencodableError
-from p2ptrain.averaging.commit.contribution_log import OwnWork
-from p2ptrain.averaging.commit.encodings import part_codecs
+from p2ptrain.averaging.allreduce.session import AllReduceSession, Contribution, Observer, SessionResult
+from p2ptrain.averaging.commit.attempt import Attempt, LateError, UnencodableError, part_codecs
 from p2ptrain.averaging.commit.provenance import Origin, Source
-from p2ptrain.averaging.commit.recovery import Settlements
-from p2ptrain.averaging.commit.round_log import History
+from p2ptrain.averaging.commit.recovery import AttemptRecovery
+from p2ptrain.averaging.commit.round_log import ContributionLog, RoundLog
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.matchmaker import Matchmaker
 from p2ptrain.averaging.grouping.membership import Membership
-from p2ptrain.averaging.protocol.certificate import Certificate, Roster
-from p2ptrain.averaging.protocol.head import Head
-from p2ptrain.averaging.timing.deadlines import attempt_seconds, beat_seconds
+from p2ptrain.averaging.protocol.certificate import Certificate, Head, Roster
+from p2ptrain.averaging.timing.deadlines import attempt_seconds, keepalive_seconds
 from p2ptrain.averaging.verification.commitments import Slice
 from p2ptrain.averaging.verification.evidence import EvidenceStore
 from p2ptrain.averaging.verification.opening import Rules
@@ -43,35 +40,38 @@ ROSTER_WAIT_SECONDS = 5.0  # how long another member's stream waits for this pee
 MAX_REQUEST_BYTES = 1 << 20  # a delegate's request holds the certificate of its group's result
 
 
-class Attempts:
-    """Runs this peer's attempts, and serves the streams of the other members."""
+class AttemptRunner:
+    """Runs this peer's attempts, and serves the streams of the other members.
+
+    Attributes:
+        rates: Measured send rates of other peers.
+        evidence: Evidence against owners that falsified a mean.
+    """
 
     def __init__(
         self,
         context: PeerContext,
         membership: Membership,
         matchmaker: Matchmaker,
-        history: History,
-        own_work: OwnWork,
-        sizes: Sequence[int],
+        round_log: RoundLog,
+        contributions: ContributionLog,
+        on_phase: Callable[[str], None],
     ) -> None:
-        """See `p2ptrain.averaging.averager.Averager`; ``sizes`` are the lengths of its parts."""
+        """``on_phase`` is called with each phase of a session."""
         self._context = context
         self._membership = membership
         self._matchmaker = matchmaker
-        self._history = history
-        self._own_work = own_work
-        self._sizes = sizes
-        self.on_phase: Callable[[str], None] = lambda phase: None
-        self.speeds = Speeds()
+        self._round_log = round_log
+        self._contributions = contributions
+        self.rates = SendRates()
         self.evidence = EvidenceStore(context, self._rules_of, membership, self._on_conviction)
         if context.spec.spot_checks:  # Without checks no member signs anything that could convict it.
             self.evidence.serve()
-            matchmaker.on_misled(self.evidence.show)
+        self._observer = Observer(on_phase, self.rates.observe, self.evidence.add_soon)
         self._slow_checkers: set[str] = set()
         self._durations: dict[int, deque[float]] = {}
-        self._settlements = Settlements(context.rpc, context.signer, history)
-        self._sessions = Sessions(context.peer_id)
+        self._recovery = AttemptRecovery(context, round_log)
+        self._sessions = Sessions(context.rpc.peer_id)
         context.rpc.serve_channel(ALLREDUCE, Request, self._serve, max_request_bytes=MAX_REQUEST_BYTES)
 
     async def close(self) -> None:
@@ -86,23 +86,22 @@ class Attempts:
             vector: This peer's contribution, fp32, as long as the round's vector; must not change until `run` returns.
             origin: Above level 0: the group result from which the vector was decoded.
         """
-        tickets, context, level = roster.tickets, self._context, roster.tickets[0].level
-        codec, num_values = codec_at(self._history.codec_of(head.round), level), vector.numel()
-        rates, weights, bounds = plan_shares(tickets, num_values, codec.block_size)
-        usual, *smaller = part_codecs(context.spec, codec, num_values)
-        own, grace = roster.index_of(context.peer_id), context.spec.grace_seconds
-        part = part_codec(usual, smaller, rates, weights, own, num_values, grace)
+        context, spec, level = self._context, self._context.spec, roster.tickets[0].level
+        codec, num_values = codec_at(self._round_log.codec_of(head.round), level), vector.numel()
+        plan = plan_shares(roster.tickets, num_values, codec.block_size)
         levels = self._matchmaker.cells.num_levels(head.present)
-        seconds = attempt_seconds(self._durations_of(level), context.spec)
-        attempt = Attempt(roster, head, bounds, codec, context.swarm, context.spec, levels, seconds)
-        session = AllReduceSession(context, attempt, Contribution(vector, part, origin), self, self._slow_checkers)
-        self._settlements.remember(attempt)
+        seconds = attempt_seconds(self._durations_of(level), spec)
+        attempt = Attempt(roster, head, plan.bounds, codec, context.swarm, spec, levels, seconds)
+        own, allowed = roster.index_of(context.rpc.peer_id), part_codecs(spec, codec, num_values)
+        contribution = Contribution(vector, plan.part_codec(allowed, own, spec.grace_seconds), origin)
+        session = AllReduceSession(context, attempt, contribution, self._observer, self._slow_checkers)
+        self._round_log.remember(attempt)
         self._sessions.add(session)
         return session
 
     def _rules_of(self, share: Slice) -> Rules:
-        codec, size = self._history.codec_of(share.round), self._sizes[share.round % len(self._sizes)]
-        return Rules(self._context.swarm, self._context.spec, codec_at(codec, share.level), size)
+        codec = codec_at(self._round_log.codec_of(share.round), share.level)
+        return Rules(self._context.swarm, self._context.spec, codec, self._round_log.num_values(share.round))
 
     def _durations_of(self, level: int) -> deque[float]:
         return self._durations.setdefault(level, deque(maxlen=ROUNDS_REMEMBERED))
@@ -134,16 +133,16 @@ class Attempts:
         if result.evidence:
             with contextlib.suppress(IntegrityError):  # In a very large group it may exceed the size limit.
                 await self.evidence.add(result.evidence)
-        certificate = await self._settlements.settle(attempt, seconds, result.silent)
+        certificate = await self._recovery.recover(attempt, seconds, result.silent)
         blamed = {blame.peer for blame in result.blamed}
         for peer in sorted(attempt.fell_silent.keys() - result.silent - blamed):
-            self._matchmaker.lost(peer)
+            self._matchmaker.leaders.lost(peer)
             self._membership.suspect(peer, attempt.fell_silent[peer])
         if certificate is None:
             if not result.is_proven:  # Blame for late checks counts only if recovery failed, too.
                 self._blame(result)
             if not attempt.withholds:
-                self._own_work.give_up_on(attempt.head)
+                self._contributions.give_up_on(attempt.head)
             self._matchmaker.group_broke()
             if isinstance(result.failure, UnencodableError):
                 raise result.failure
@@ -151,13 +150,13 @@ class Attempts:
 
     def _blame(self, result: SessionResult) -> None:
         for blame in result.blamed:
-            self._matchmaker.lost(blame.peer)
+            self._matchmaker.leaders.lost(blame.peer)
             match blame.trouble:
                 case Trouble.LATE:
                     self._membership.suspect(blame.peer, blame.reason)
                 case Trouble.SLOW:
                     self._membership.suspect(blame.peer, blame.reason)
-                    self.speeds.was_late(blame.peer)
+                    self.rates.was_late(blame.peer)
                 case Trouble.FAULT:
                     self._membership.broke_with(blame.peer, blame.reason)  # No leader can cause this.
                 case Trouble.BROKE:
@@ -170,21 +169,10 @@ class Attempts:
         if certificate is not None:
             body = certificate.body
             if self._context.spec.spot_checks:
-                self.evidence.ask([peer for peer in body.members if peer != self._context.peer_id])
-            for index, *_ in body.contributors:
-                self._membership.finished_with(body.members[index])
-                self.speeds.was_in_time(body.members[index])
-
-    # --- `Observer` of the sessions -------------------------------------------------------------------------------
-
-    def phase_entered(self, phase: str) -> None:
-        self.on_phase(phase)
-
-    def part_arrived(self, peer: str, num_bytes: int, seconds: float, senders: int) -> None:
-        self.speeds.observe(peer, num_bytes, seconds, senders)
-
-    def evidence_found(self, evidence: bytes) -> None:
-        self.evidence.add_soon(evidence)
+                self.evidence.ask([peer for peer in body.members if peer != self._context.rpc.peer_id])
+            for peer in body.contributing:
+                self._membership.finished_with(peer)
+                self.rates.was_in_time(peer)
 
     def _on_conviction(self, peer: str, fault: str) -> None:
         """Exclude a peer that falsified a mean, and fail the running attempts with it."""
@@ -196,8 +184,8 @@ class Attempts:
     # --- streams of other members ---------------------------------------------------------------------------------
 
     async def _serve(self, channel: Channel, request: Request) -> None:
-        channel.beat(beat_seconds(self._context.spec.grace_seconds))
-        session = await self._sessions.find(request.group, self._settlements.knows)
+        channel.beat(keepalive_seconds(self._context.spec.grace_seconds))
+        session = await self._sessions.find(request.group, self._round_log.attempts)
         source = None
         if session.attempt.roster.tickets[0].level and isinstance(request, Bring):
             try:
@@ -227,7 +215,7 @@ class Attempts:
         cells = self._matchmaker.cells
         if len({cells.key_of(ticket, member, body.level) for member in body.members}) != 1:
             raise IntegrityError("its result is not one of a cell")
-        return self._history.source_of(peer, body, attempt.bounds[-1])
+        return self._round_log.source_of(peer, body)
 
 
 class Sessions:
@@ -248,20 +236,18 @@ class Sessions:
         self._arrived.set()
         self._arrived = asyncio.Event()
 
-    async def find(self, group: bytes, is_over: Callable[[bytes], bool]) -> AllReduceSession:
-        """Return the session of a group; wait up to `ROSTER_WAIT_SECONDS` for one that is unknown.
-
-        It does not wait for a group that this peer has left, by ``is_over``.
+    async def find(self, group: bytes, attempts: Container[bytes]) -> AllReduceSession:
+        """Return the session of a group; wait up to `ROSTER_WAIT_SECONDS` for one that is not among ``attempts``.
 
         Raises:
             PeerRefusedError: This peer is not in that group, or has left it.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ROSTER_WAIT_SECONDS):
-                while group not in self._running and not is_over(group):
+                while group not in self._running and group not in attempts:
                     await self._arrived.wait()
         if group not in self._running:
-            raise PeerRefusedError(self._own_id, GAVE_UP if is_over(group) else "this peer is not in that group")
+            raise PeerRefusedError(self._own_id, GAVE_UP if group in attempts else "this peer is not in that group")
         return self._running[group]
 
     def leave(self, session: AllReduceSession, *, committed: bool) -> None:

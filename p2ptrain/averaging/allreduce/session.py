@@ -20,7 +20,7 @@ owner closes its mask when all parts are complete, or when a quorum is and the r
 (`p2ptrain.averaging.timing.deadlines`). Members wait for masks and means by the same rule. The owner encodes its mean
 once, and decodes the same bytes as every other member. (Moshpit SGD, arXiv 2103.03239, section 3; the certificate is
 ours.) Sparse parts are not encoded again: their list is the mean. A slow member may encode its own parts with another
-codec than the mean's (`p2ptrain.averaging.commit.encodings`).
+codec than the mean's (`p2ptrain.averaging.commit.attempt`).
 
 Unreachable members own no share. Owners forward the signatures that two such members cannot exchange. A member that
 gives up blames the members at fault: it sends `GaveUp` instead of its pending messages. Its data stay in its `Attempt`,
@@ -32,22 +32,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from p2ptrain.averaging.allreduce.incoming import IncomingStreams
-from p2ptrain.averaging.allreduce.member import Blame, Liveness, Member, Trouble
+from p2ptrain.averaging.allreduce.member import Blame, Liveness, Member, Trouble, Verifier
 from p2ptrain.averaging.allreduce.messages import GaveUp, Request, Signatures
-from p2ptrain.averaging.allreduce.outgoing import OutgoingStream
-from p2ptrain.averaging.allreduce.spot_checks import SpotChecks, Verifier
+from p2ptrain.averaging.allreduce.spot_checks import SpotChecks
+from p2ptrain.averaging.allreduce.streams import IncomingStreams, OutgoingStream
 from p2ptrain.averaging.commit.attempt import Attempt, AttemptFailedError, LateError, UnencodableError
 from p2ptrain.averaging.commit.provenance import Origin, Source
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.protocol.certificate import Certificate
-from p2ptrain.averaging.timing.deadlines import FORWARD_SECONDS, patience_seconds, quorum_of_others
-from p2ptrain.averaging.vector.reduce import ExactMean, OwnShare
-from p2ptrain.averaging.vector.streaming import EncodedStream
+from p2ptrain.averaging.timing.deadlines import FORWARD_SECONDS, quorum_of_others, straggler_seconds
+from p2ptrain.averaging.vector.reduce import EncodedStream, ExactMean, OwnShare
 from p2ptrain.buffers import Buffer
 from p2ptrain.codecs import Codec, CodecError, dense_codec
 from p2ptrain.network.rpc.channel import Channel
@@ -75,17 +73,19 @@ class Contribution:
     origin: Origin | None = None
 
 
-class Observer(Protocol):
-    """Callbacks of a session."""
+@dataclass(frozen=True)
+class Observer:
+    """Callbacks of a session.
 
-    def phase_entered(self, phase: str) -> None:
-        """A phase begins: reduce, gather or commit."""
+    Attributes:
+        phase_entered: A phase begins: reduce, gather or commit.
+        part_arrived: A part's transfer ended, complete or not: sender, bytes, seconds, and the sender's streams.
+        evidence_found: There is evidence that an owner falsified its mean; maybe after the session's `run`.
+    """
 
-    def part_arrived(self, peer: str, num_bytes: int, seconds: float, senders: int) -> None:
-        """A part's transfer ended, complete or not; its sender sent to ``senders`` members at once."""
-
-    def evidence_found(self, evidence: bytes) -> None:
-        """There is evidence that an owner falsified its mean; maybe after the session's `run`."""
+    phase_entered: Callable[[str], None]
+    part_arrived: Callable[[str, int, float, int], None]
+    evidence_found: Callable[[bytes], None]
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class AllReduceSession:
         self.members = tuple(
             Member(index, ticket, attempt.size(index)) for index, ticket in enumerate(attempt.roster.tickets)
         )
-        self.own = self.members[attempt.roster.index_of(context.peer_id)]
+        self.own = self.members[attempt.roster.index_of(context.rpc.peer_id)]
         self.others = [member for member in self.members if member is not self.own]
         self.owners = [member for member in self.members if member.size]
         self.began = loop.time()
@@ -158,7 +158,7 @@ class AllReduceSession:
         self._exact_mean: ExactMean | None = None
         self.verifier = SpotChecks(self, slow_checkers) if attempt.audited else Verifier(self)
         self._incoming = IncomingStreams(self)
-        self._outgoing = [OutgoingStream(self, member) for member in self.others]
+        self._outgoing: dict[asyncio.Task[None], Member] = {}
         self._closing_mask: asyncio.Task[None] | None = None
 
     def _own_share(self) -> OwnShare:
@@ -194,8 +194,9 @@ class AllReduceSession:
         return self._result(certificate, failure)
 
     def _scatter(self) -> None:
-        for stream in self._outgoing:
-            stream.start()
+        for member in self.others:
+            stream = OutgoingStream(self, member)
+            self._outgoing[self.tasks.start(stream.run(), f"allreduce-{member.index}")] = member
         self._closing_mask = self.tasks.start(self._close_mask(), "mask")
 
     async def _close_mask(self) -> None:
@@ -213,7 +214,7 @@ class AllReduceSession:
         while sum(m.index in self.share.parts or bool(m.refusal) or m.is_silent for m in self.others) < others:
             if quorum_at == math.inf and len(self.share.parts) >= quorum:
                 quorum_at = loop.time()
-            until = min(self.deadline, self.patience_ends(self.began, quorum_at))
+            until = min(self.deadline, self.straggler_deadline(self.began, quorum_at))
             if loop.time() >= until:
                 break
             self.attempt.changed.clear()
@@ -256,7 +257,7 @@ class AllReduceSession:
         if self._mask_closed_at is None or len(arrivals) < needed:
             return math.inf
         arrived_at = arrivals[needed - 1] if owner.arrived_at is None else owner.arrived_at
-        return self.patience_ends(self.began, max(self._mask_closed_at, arrived_at))
+        return self.straggler_deadline(self.began, max(self._mask_closed_at, arrived_at))
 
     async def _reduce(self) -> None:
         """As an owner: average the parts and encode the mean once; streams send each piece as soon as it is ready."""
@@ -285,7 +286,7 @@ class AllReduceSession:
                 usual = loop.time() - began  # For the longest mean that arrived; a longer one takes longer.
                 longest = max((member.size for member in here), default=1)
                 usual *= max(1.0, max(member.size for member in waiting) / longest)
-                until = self.patience_ends(began, began + usual)
+                until = self.straggler_deadline(began, began + usual)
             await self.wait_for(waiting, until)
 
     async def _sign(self) -> None:
@@ -314,12 +315,12 @@ class AllReduceSession:
         return certificate
 
     def _result(self, certificate: Certificate | None, failure: AttemptFailedError | None) -> SessionResult:
-        troubles = self.verifier.faulty()
+        faults = self.verifier.faults
         blamed = {m.peer: Blame(m.peer, Trouble.LATE, m.lost) for m in self.others if m.is_silent} if failure else {}
         for peer in failure.suspects if failure else ():
             member = self.members[self.attempt.roster.index_of(peer)]
             trouble = Trouble.BROKE
-            if member in troubles:
+            if member in faults:
                 trouble = Trouble.FAULT
             elif isinstance(failure, LateError):
                 trouble = Trouble.SLOW if failure.as_owners else Trouble.LATE
@@ -332,7 +333,7 @@ class AllReduceSession:
             certificate,
             failure,
             tuple(blamed.values()),
-            not (isinstance(failure, LateError) and troubles),
+            not (isinstance(failure, LateError) and faults),
             frozenset(m.peer for m in self.others if m.is_silent or m.is_opening),
             {m.peer: m.refusal or m.contradiction for m in self.others if m.refusal or m.contradiction},
             self._refusal(),
@@ -389,7 +390,6 @@ class AllReduceSession:
         index = self.attempt.roster.index_of(peer)
         if index >= 0:
             self.members[index].accusation = fault
-            self.attempt.disputed = True
             self.changed()
 
     def fail_if_lost(self, needed: Collection[Member]) -> None:
@@ -422,14 +422,14 @@ class AllReduceSession:
             late = [member for member in waiting if not member.gave_up] or waiting
             raise LateError(f"{self.attempt.phase}: others took too long", self.ids(late)) from None
 
-    def patience_ends(self, since: float, quorum_at: float, share: float = 1.0) -> float:
+    def straggler_deadline(self, since: float, quorum_at: float, share: float = 1.0) -> float:
         """Return the deadline for the rest after a quorum at ``quorum_at``, in loop time; infinite without a quorum.
 
         The wait began at ``since``; ``share`` is the fraction of the usual timeout.
         """
         if quorum_at == math.inf:
             return math.inf
-        return quorum_at + share * patience_seconds(quorum_at - since, self.context.spec.grace_seconds)
+        return quorum_at + share * straggler_seconds(quorum_at - since, self.context.spec.grace_seconds)
 
     def _enter(self, phase: str) -> None:
         self.attempt.phase = phase
@@ -452,7 +452,7 @@ class AllReduceSession:
         self.attempt.withholds = self.own.size > 0 and not self.own_mean.done()
         if not self.given_up.done():
             blamed = tuple(self.attempt.roster.index_of(peer) for peer in suspects)
-            self.given_up.set_result(GaveUp(blamed, self.verifier.complaints()))
+            self.given_up.set_result(GaveUp(blamed, tuple(self.verifier.complaints)))
 
     async def _stop_sending(self) -> None:
         """End the streams that this member opened.
@@ -465,21 +465,21 @@ class AllReduceSession:
             await until_ended(self._closing_mask)
         await self.verifier.stop()
         certified = self.is_certified.is_set()
-        cut = [s for s in self._outgoing if not (s.member.is_through or (certified and s.member.has_mean))]
-        for stream in cut:
-            stream.cancel()
-        await until_ended(*[stream.task for stream in cut if stream.task is not None])
-        self._outgoing = [stream for stream in self._outgoing if stream not in cut]
+        cut = [task for task, m in self._outgoing.items() if not (m.is_through or (certified and m.has_mean))]
+        for task in cut:
+            task.cancel()
+        await until_ended(*cut)
+        for task in cut:
+            del self._outgoing[task]
 
     async def close(self, *, linger: bool) -> None:
         """End all streams; with ``linger``, first serve mean and signature for up to `LINGER_SECONDS`."""
         await self._stop_sending()
         await self._incoming.close(LINGER_SECONDS if linger else 0.0)
-        left = [stream.task for stream in self._outgoing if stream.task is not None]
-        if unfinished := [s.task for s in self._outgoing if s.task is not None and not s.member.is_through]:
+        if unfinished := [task for task, member in self._outgoing.items() if not member.is_through]:
             _, late = await asyncio.wait(unfinished, timeout=FORWARD_SECONDS)
             for task in late:
                 task.cancel()
-        await until_ended(*left)
-        self._outgoing = []
+        await until_ended(*self._outgoing)
+        self._outgoing.clear()
         self.contribution = replace(self.contribution, origin=None)  # Release it: streams refer to the session.

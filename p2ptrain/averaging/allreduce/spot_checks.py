@@ -1,4 +1,4 @@
-"""Verification of means before a session signs them: none (`Verifier`), or spot checks (`SpotChecks`).
+"""Spot checks of means before a session signs them.
 
 `p2ptrain.averaging.verification.audit` explains the checks. A member signs after its own checks passed, and after the
 others' passed or timed out. The others check any chunk that an owner did not show to one member before they sign.
@@ -10,27 +10,14 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from p2ptrain.averaging.allreduce.member import Member
-from p2ptrain.averaging.allreduce.messages import (
-    AskChunks,
-    AskStatements,
-    Check,
-    Clear,
-    Committed,
-    FromOwner,
-    GaveUp,
-    Opens,
-    Signatures,
-    Stated,
-    Statements,
-)  # fmt: skip
+from p2ptrain.averaging.allreduce import messages
+from p2ptrain.averaging.allreduce.member import Complaint, Member, Verifier
 from p2ptrain.averaging.commit.attempt import AttemptFailedError, LateError
 from p2ptrain.averaging.timing.deadlines import FORWARD_SECONDS, quorum_of_others
-from p2ptrain.averaging.vector.merkle_sum import SumTree
-from p2ptrain.averaging.vector.reduce import PartCheck, RangeCheck, mean_root, mean_tree
+from p2ptrain.averaging.vector.chunks import PartCheck, RangeCheck, SumTree, mean_tree
 from p2ptrain.averaging.verification.audit import Audit, FalseMeanError
 from p2ptrain.averaging.verification.commitments import MAX_STATEMENT_BYTES
 from p2ptrain.averaging.verification.opening import MAX_CHUNKS
@@ -49,97 +36,15 @@ from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.tasks import Tasks
 
 if TYPE_CHECKING:
-    from p2ptrain.averaging.allreduce.outgoing import OutgoingStream
     from p2ptrain.averaging.allreduce.session import AllReduceSession
+    from p2ptrain.averaging.allreduce.streams import OutgoingStream
 
 logger = logging.getLogger(__name__)
 
-Complaint = tuple[int, int]  # (owner, chunk) that the owner did not show
 CLEAR_SHARE = 0.9  # fraction of the usual timeout for the others' checks; the rest is left for their signatures
 ANSWER_SHARE = 0.75  # the same for an owner's answer; < `CLEAR_SHARE`: complaints arrive before the others sign
 REASON_SECONDS = 1.0  # how long to wait for the reason why a needed owner gave up
 RETRY_SECONDS = 0.3
-
-
-class Verifier:
-    """Trusts the owners: spot checks are off, the codec is sparse, or the group has one member."""
-
-    def __init__(self, session: AllReduceSession) -> None:
-        self._session = session
-        self.evidence = b""  # against an owner that falsified its mean
-
-    # As a contributor, on an outgoing stream.
-
-    def new_check(self, codec: Codec) -> RangeCheck:
-        """Return the check that a part passes through while this member encodes it in ``codec``."""
-        return RangeCheck(codec, self._session.context.spec)
-
-    async def part_sent(self, stream: OutgoingStream, check: RangeCheck) -> None:
-        """Send the commitment to the part that ``check`` saw, if parts are signed."""
-
-    async def mean_received(self, stream: OutgoingStream, tree: SumTree) -> bool:
-        """Check an owner's mean, whose chunks form ``tree``; return True if it passed."""
-        return True
-
-    # As an owner, on an incoming stream.
-
-    async def part_received(self, channel: Channel, sender: Member, codec: str, check: PartCheck) -> SumTree | None:
-        """Return the tree of a part's chunks, if parts are signed; raise `IntegrityError` on a false commitment."""
-        return None
-
-    async def state(self, mean: Buffer) -> bytes:
-        """Return the hash that names the own share's mean, after signing a statement if means are signed."""
-        attempt, own = self._session.attempt, self._session.own
-        codec = attempt.mean_codec_of(own.index)
-        return await self._session.context.runtime.offload(mean_root, codec, mean, own.size, attempt.chunk)
-
-    async def mean_sent(self, channel: Channel) -> bool:
-        """Answer a check; return False if the answer was a majority's signatures."""
-        return True
-
-    async def before_signature(self, channel: Channel) -> None:
-        """Send `Clear` once the own checks passed, if members wait for it."""
-
-    async def open_chunks(self, channel: Channel, chunks: Sequence[int]) -> bool:
-        """Open chunks of the own share; return False if the answer was a majority's signatures."""
-        return True
-
-    def heard(self) -> Statements:
-        """Return the statements that owners sent to this member."""
-        return Statements(())
-
-    # The decision.
-
-    async def may_sign(self) -> bool:
-        """Return True once all checks passed; False if a majority signed before.
-
-        Raises:
-            AttemptFailedError: A check failed, or an owner was lost.
-        """
-        return True
-
-    def fail_on_evidence(self) -> None:
-        """Raise `AttemptFailedError` if there is evidence against an owner."""
-
-    async def other_result(self, member: Member) -> None:
-        """Find out why a member signed another result."""
-
-    def faulty(self) -> Collection[Member]:
-        """Return the owners whose shares failed a check."""
-        return ()
-
-    def note_clear(self, member: Member) -> None:
-        """Record that a member's checks passed."""
-
-    def note_complaints(self, complaints: Sequence[Complaint]) -> None:
-        """Record the chunks that a member could not check before it gave up."""
-
-    def complaints(self) -> tuple[Complaint, ...]:
-        """Return the chunks that this member could not check."""
-        return ()
-
-    async def stop(self) -> None:
-        """Stop all checks, and stop reading the own contribution, which may change from now on."""
 
 
 class SpotChecks(Verifier):
@@ -149,14 +54,9 @@ class SpotChecks(Verifier):
         """``slow_checkers`` are peers whose checks timed out in an earlier attempt; they are not waited for."""
         super().__init__(session)
         context = session.context
-        self.audit = Audit(
-            session.attempt, session.share, session.own.index, context.runtime, context.signer, context.spec,
-            session.contribution.vector,
-        )  # fmt: skip
+        self.audit = Audit(session.attempt, session.share, context.runtime, context.signer)
         self._slow_checkers = slow_checkers
-        self._faults: dict[Member, tuple[str, bool]] = {}
         self._unshown: dict[Member, Sequence[int]] = {}
-        self._complaints: list[Complaint] = []
         self._others_complaints: list[Complaint] = []
         self._is_clear = asyncio.Event()
         self._looking = Tasks(session.on_defect)
@@ -175,11 +75,11 @@ class SpotChecks(Verifier):
     async def part_sent(self, stream: OutgoingStream, check: RangeCheck) -> None:
         assert isinstance(check, PartCheck)
         codec = self._session.contribution.codec.name
-        await stream.channel.send(Committed(await self.audit.commit(stream.member.index, codec, check)))
+        await stream.channel.send(messages.Committed(await self.audit.commit(stream.member.index, codec, check)))
 
     async def mean_received(self, stream: OutgoingStream, tree: SumTree) -> bool:
         session, owner = self._session, stream.member
-        stated = await stream.hear(Stated)
+        stated = await stream.hear(messages.Stated)
         try:
             self.audit.hear(owner.index, stated.statement, tree)
         except IntegrityError as error:
@@ -187,7 +87,7 @@ class SpotChecks(Verifier):
         # Checks start after the last mean arrived, and do not share the link with it.
         await stream.until(lambda: session.attempt.body is not None)
         chunks = self.audit.draw(owner.index, self._num_checkers(owner))
-        await stream.channel.send(Check(tuple(chunks)))
+        await stream.channel.send(messages.Check(tuple(chunks)))
         try:
             owner.is_checked = await self._examine(owner, chunks, stream.channel)
         except PeerSilentError:
@@ -204,20 +104,20 @@ class SpotChecks(Verifier):
             return True
         session = self._session
         now = asyncio.get_running_loop().time()
-        seconds = session.patience_ends(session.began, now) - now
+        seconds = session.straggler_deadline(session.began, now) - now
         # In a group of two, no member signs before the other: a slow link may take longer.
         seconds = ANSWER_SHARE * seconds if self._waits_for_clear else seconds + now - session.began
         try:
-            match await channel.receive(FromOwner, seconds):
-                case GaveUp() as message:
+            match await channel.receive(messages.FromOwner, seconds):
+                case messages.GaveUp() as message:
                     session.note_gave_up(owner, message)
-                case Signatures() as message:
+                case messages.Signatures() as message:
                     session.note_signatures(message)
                     if session.attempt.certificate() is None:
                         await self.other_result(owner)
                     self._unshown[owner] = chunks
                     session.changed()
-                case Opens(size) if 0 < size <= self.audit.max_answer_bytes(owner.index, len(chunks)):
+                case messages.Opens(size) if 0 < size <= self.audit.max_answer_bytes(owner.index, len(chunks)):
                     answer = await channel.receive_bytes(size, seconds)
                     await self.audit.check(owner.index, chunks, answer)
                     return True
@@ -233,7 +133,7 @@ class SpotChecks(Verifier):
 
     async def _ask_again(self, owner: Member, chunks: Sequence[int]) -> bool:
         """Check, on a new stream, chunks that an owner did not show; return True if they passed."""
-        request = AskChunks(self._session.attempt.roster.group_id, tuple(chunks))
+        request = messages.AskChunks(self._session.attempt.roster.group_id, tuple(chunks))
         try:
             async with self._session.liveness.open(owner, request) as channel:
                 return await self._examine(owner, chunks, channel)
@@ -246,10 +146,10 @@ class SpotChecks(Verifier):
         context, limit = self._session.context, len(self._session.members) * MAX_STATEMENT_BYTES
         try:
             async with self._session.liveness.open(
-                member, AskStatements(self._session.attempt.roster.group_id)
+                member, messages.AskStatements(self._session.attempt.roster.group_id)
             ) as channel:
-                heard = await channel.receive(FromOwner, FORWARD_SECONDS + context.spec.grace_seconds, limit)
-            if isinstance(heard, Statements):
+                heard = await channel.receive(messages.FromOwner, FORWARD_SECONDS + context.spec.grace_seconds, limit)
+            if isinstance(heard, messages.Statements):
                 await context.runtime.offload(self.audit.compare, heard.statements)
         except FalseMeanError as error:
             self._find_guilty(error, [])
@@ -259,7 +159,7 @@ class SpotChecks(Verifier):
     # --- as an owner ----------------------------------------------------------------------------------------------
 
     async def part_received(self, channel: Channel, sender: Member, codec: str, check: PartCheck) -> SumTree | None:
-        committed = await channel.receive(Committed, self._session.context.spec.round_seconds)
+        committed = await channel.receive(messages.Committed, self._session.context.spec.round_seconds)
         return await self.audit.admit(sender.index, codec, check, committed.commitment)
 
     async def state(self, mean: Buffer) -> bytes:
@@ -273,9 +173,9 @@ class SpotChecks(Verifier):
     async def mean_sent(self, channel: Channel) -> bool:
         """Answer a check; once a majority has signed, send the signatures instead: a slow member needs no more."""
         session = self._session
-        await channel.send(Stated(await asyncio.shield(self.audit.statement)))
+        await channel.send(messages.Stated(await asyncio.shield(self.audit.statement)))
         # It ends with the channel: cancelling it would end the channel before a `GaveUp`.
-        asking = session.tasks.call(channel.receive(Check, session.context.spec.round_seconds), "asking")
+        asking = session.tasks.call(channel.receive(messages.Check, session.context.spec.round_seconds), "asking")
         asking.add_done_callback(lambda task: task.cancelled() or task.exception())
         async with Tasks() as tasks:
             certified = tasks.call(session.is_certified.wait(), "certified")
@@ -287,30 +187,33 @@ class SpotChecks(Verifier):
         await asyncio.wait({asking})
         return False
 
+    async def answer(self, channel: Channel, question: messages.Request) -> None:
+        if isinstance(question, messages.AskChunks):
+            await self.open_chunks(channel, question.chunks)
+        elif isinstance(question, messages.AskStatements):
+            await channel.send(messages.Statements(self.audit.heard_statements()))
+
     async def open_chunks(self, channel: Channel, chunks: Sequence[int]) -> bool:
+        """Open chunks of the own share; return False if the answer was a majority's signatures."""
         if self._session.is_certified.is_set():
             await channel.send(self._session.signatures())
             return False
         answer = await self.audit.answer(chunks)
-        await channel.send(Opens(len(answer)))
+        await channel.send(messages.Opens(len(answer)))
         await channel.send_bytes(answer)
         return True
 
     async def before_signature(self, channel: Channel) -> None:
         if self._waits_for_clear:
             await self._is_clear.wait()
-            await channel.send(Clear())
-
-    def heard(self) -> Statements:
-        return Statements(self.audit.heard_statements())
+            await channel.send(messages.Clear())
 
     # --- findings -------------------------------------------------------------------------------------------------
 
     def _find_fault(self, owner: Member, chunks: Sequence[int], reason: str, *, late: bool) -> None:
         """Record that an owner's share failed; the others learn the chunks if the attempt fails."""
-        self._faults.setdefault(owner, (reason, late))
-        self._session.attempt.disputed = True
-        self._complaints += [(owner.index, chunk) for chunk in chunks][: self._max_complaints - len(self._complaints)]
+        self.faults.setdefault(owner, (reason, late))
+        self.complaints += [(owner.index, chunk) for chunk in chunks][: self._max_complaints - len(self.complaints)]
         self._session.changed()
 
     def _find_guilty(self, error: FalseMeanError, chunks: Sequence[int]) -> None:
@@ -319,16 +222,13 @@ class SpotChecks(Verifier):
             self.evidence = error.evidence
             self._session.observer.evidence_found(error.evidence)
         owner = self._session.members[error.owner]
-        self._faults.pop(owner, None)
+        self.faults.pop(owner, None)
         self._find_fault(owner, chunks, str(error), late=False)
 
     @property
     def _max_complaints(self) -> int:
         """Maximum number of complaints per member: the chunks that it may draw of one share."""
         return min(self._session.context.spec.spot_checks, MAX_CHUNKS)
-
-    def faulty(self) -> Collection[Member]:
-        return self._faults.keys()
 
     def note_clear(self, member: Member) -> None:
         member.is_clear = True
@@ -340,10 +240,6 @@ class SpotChecks(Verifier):
         for owner, chunk in complaints[: self._max_complaints]:
             if owner < len(members) and owner != own.index and chunk < self._session.attempt.num_chunks(owner):
                 self._others_complaints.append((owner, chunk))
-        self._session.attempt.disputed |= bool(complaints)
-
-    def complaints(self) -> tuple[Complaint, ...]:
-        return tuple(self._complaints)
 
     # --- the decision ---------------------------------------------------------------------------------------------
 
@@ -370,7 +266,7 @@ class SpotChecks(Verifier):
             elif until == math.inf:
                 passed = len(owners) - len(waiting)
                 if passed >= quorum_of_others(len(owners), session.context.spec.quorum):
-                    until = session.patience_ends(session.began, loop.time())
+                    until = session.straggler_deadline(session.began, loop.time())
             await session.wait_for(waiting, until)
 
     async def _wait_for_clear(self) -> None:
@@ -389,13 +285,13 @@ class SpotChecks(Verifier):
             if not waiting and not looking:
                 return
             if until == math.inf and 2 * sum(member.is_clear for member in counted) >= len(counted):
-                until = session.patience_ends(session.began, loop.time(), CLEAR_SHARE)
+                until = session.straggler_deadline(session.began, loop.time(), CLEAR_SHARE)
             if loop.time() >= until and not looking:
                 self._slow_checkers.update(member.peer for member in waiting)
                 return
-            patience = session.deadline if looking else until
-            with contextlib.nullcontext() if patience >= session.deadline else contextlib.suppress(LateError):
-                await session.wait_for([], patience)
+            deadline = session.deadline if looking else until
+            with contextlib.nullcontext() if deadline >= session.deadline else contextlib.suppress(LateError):
+                await session.wait_for([], deadline)
 
     def _is_excused(self, member: Member) -> bool:
         """True if a member's checks are not waited for: lost, late the last time, or too slow to own a share."""
@@ -410,7 +306,7 @@ class SpotChecks(Verifier):
     def _fail_on_faults(self) -> None:
         """Raise `AttemptFailedError` if a check failed; a timeout counts only until a majority has signed."""
         attempt = self._session.attempt
-        for owner, (fault, late) in sorted(self._faults.items(), key=lambda found: (found[1][1], found[0].index)):
+        for owner, (fault, late) in sorted(self.faults.items(), key=lambda found: (found[1][1], found[0].index)):
             if not (late and attempt.certificate() is not None):
                 message = f"{attempt.phase}: peer {owner.peer[-8:]}'s share did not pass a check: {fault}"
                 raise (LateError if late else AttemptFailedError)(message, (owner.peer,))
@@ -425,7 +321,7 @@ class SpotChecks(Verifier):
 
     async def _look_into(self, owner: Member, chunk: int) -> None:
         passed = await self._ask_again(owner, [chunk])
-        if not passed and owner not in self._faults and self._session.attempt.certificate() is None:
+        if not passed and owner not in self.faults and self._session.attempt.certificate() is None:
             self._find_fault(owner, [chunk], "it gave up instead of showing a chunk", late=True)
         self._num_looking -= 1
         self._session.changed()

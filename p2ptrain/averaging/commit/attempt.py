@@ -1,37 +1,104 @@
-"""One member's state of one roster's attempt at a round, and the errors that end an attempt."""
+"""One member's state of one roster's attempt at a round, and the encodings of a group's parts and means.
+
+Encodings are pure functions of the manifest, the model and the certificate's body. All members thus choose the same, in
+the round and in every replay:
+
+=====================================  ==================================  ===========================================
+the swarm's codec                      a part                              a share's mean
+=====================================  ==================================  ===========================================
+dense                                  the same, or smaller if slow        the same
+sparse, a weighted mean, few members   the same                            the list of the parts: no further loss
+sparse, otherwise                      the same                            dense, `p2ptrain.codecs.dense_codec`
+=====================================  ==================================  ===========================================
+
+Members are "few" while the list has fewer bytes than the dense mean (`p2ptrain.codecs.fewer_bytes_listed`). A
+`VotingRule` result is no weighted sum of parts. A list of parts would make every member repeat all owners' work.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 from statistics import median_low
+from typing import TYPE_CHECKING
 
-from p2ptrain.averaging.commit.encodings import lists_parts, mean_codec
-from p2ptrain.averaging.protocol.certificate import Body, Certificate, Roster, vote
-from p2ptrain.averaging.protocol.head import Head
-from p2ptrain.averaging.protocol.signed import MAX_PRESENT
-from p2ptrain.averaging.vector.reduce import chunk_span, chunk_values, num_chunks
-from p2ptrain.averaging.vector.rules import get_rule
+from p2ptrain.averaging.protocol.certificate import MAX_PRESENT, Body, Certificate, Head, Roster, vote
+from p2ptrain.averaging.vector.chunks import chunk_span, chunk_values, num_chunks
+from p2ptrain.averaging.vector.rules import VotingRule, get_rule
 from p2ptrain.buffers import Buffer
-from p2ptrain.codecs import Codec, CodecError, Decoder, PartList
+from p2ptrain.codecs import (
+    Codec,
+    CodecError,
+    Decoder,
+    PartList,
+    codec_at,
+    dense_codec,
+    fewer_bytes_listed,
+    smaller_codecs,
+)
 from p2ptrain.errors import TemporaryError
 from p2ptrain.hashing import EMPTY_HASH
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.signing import Signer
+
+if TYPE_CHECKING:
+    import torch
+
+
+def part_codecs(spec: AveragingSpec, codec: Codec, num_values: int) -> tuple[Codec, ...]:
+    """Return the codecs that a member may encode its own parts in: the swarm's, then ever smaller ones.
+
+    A sparse swarm codec has no alternative, because a list of parts has one codec. Under rules by coordinate no
+    alternative is sparse, because the zeros of a slow minority would count as votes.
+    """
+    if codec.sparse:
+        return (codec,)
+    smaller = smaller_codecs(codec, num_values)
+    return (codec, *(each for each in smaller if not (each.sparse and get_rule(spec).by_coordinate)))
+
+
+def lists_parts(spec: AveragingSpec, codec: Codec, num_values: int, num_members: int) -> bool:
+    """True if a roster of ``num_members`` sends means as lists of their parts."""
+    return (
+        codec.sparse
+        and not isinstance(get_rule(spec), VotingRule)
+        and fewer_bytes_listed(codec, dense_codec(codec), num_values, num_members)
+    )
+
+
+def mean_codec(spec: AveragingSpec, codec: Codec, num_values: int, num_members: int, num_contributors: int) -> Decoder:
+    """Return the decoder of a whole vector's mean; its `part` is the decoder of a share's mean.
+
+    Raises:
+        ValueError: No member contributed.
+    """
+    if lists_parts(spec, codec, num_values, num_members):
+        return PartList(codec, num_contributors)
+    return dense_codec(codec)
+
+
+def decode_means(spec: AveragingSpec, codec: Codec, body: Body, means: Sequence[Buffer], out: torch.Tensor) -> None:
+    """Decode the validated means of a result into ``out`` (fp32, ``[bounds[-1]]``), bit for bit equal at every peer."""
+    decoder = mean_codec_of(spec, codec, body)
+    for mean, (low, high) in zip(means, pairwise(body.bounds), strict=True):
+        if high > low:
+            decoder.part(low, high).decode_into(mean, out[low:high])
+
+
+def mean_codec_of(spec: AveragingSpec, codec: Codec, body: Body) -> Decoder:
+    """Return the decoder of a result's means; see `mean_codec`."""
+    return mean_codec(spec, codec_at(codec, body.level), body.bounds[-1], len(body.members), len(body.contributors))
+
 
 WEIGHT_SLACK = 1 + 2**-20
 """Tolerance of a part's weight over the limit from its tokens; weights are rounded to fp32."""
 
 
 class AttemptFailedError(TemporaryError):
-    """The attempt cannot give a result at this peer.
-
-    Args:
-        message: Description of the failure.
-        suspects: Members that did not do their part.
-    """
+    """The attempt cannot give a result at this peer; ``suspects`` are members that did not do their part."""
 
     def __init__(self, message: str, suspects: tuple[str, ...] = ()) -> None:
         super().__init__(message)
@@ -43,13 +110,7 @@ class UnencodableError(AttemptFailedError):
 
 
 class LateError(AttemptFailedError):
-    """Members missed a deadline; they may be alive but slow.
-
-    Args:
-        message: Description of the failure.
-        suspects: The late members.
-        as_owners: True if their share's mean was late, False if their contribution was.
-    """
+    """Members missed a deadline, ``as_owners`` with their share's mean or else with their contribution."""
 
     def __init__(self, message: str, suspects: tuple[str, ...] = (), *, as_owners: bool = True) -> None:
         super().__init__(message, suspects)
@@ -90,21 +151,17 @@ class Attempt:
         head: The head that the result will extend.
         bounds: Share offsets in values; one more than members.
         codec: Codec of the whole vector.
-        swarm: The manifest's digest, 32 bytes.
         levels: Levels of the round's tree.
         seconds: Timeout of the attempt; 0 for ``spec.round_seconds``.
         means: Encoded mean of each share; None until it arrives.
-        hashes: Root of each mean; see `p2ptrain.averaging.vector.reduce.mean_tree`.
+        hashes: Root of each mean; see `p2ptrain.averaging.vector.chunks.mean_tree`.
         contributors: Indices into the roster; None until agreed.
         sent_parts: By share: this member's encoded part, where means are lists of parts; see `check_quotes`.
         body: Body of the result; None until every mean is here.
         proofs: By peer: valid signatures of ``body``.
         phase: This peer's current step, for logs and reports.
-        audited: True if a member must check slices of all means before it signs; see
-            `p2ptrain.averaging.verification.audit`.
-        disputed: True if a share failed its checks at any member; members then wait for no other.
-        withholds: True if this peer ended before it began to reduce the share that it owns.
-            Then no member can ever hold a result.
+        audited: True if members spot-check the means before they sign (`p2ptrain.averaging.verification.audit`).
+        withholds: True if this peer ended before it began to reduce its share: no member can ever hold a result.
         is_over: True if this peer's attempt broke.
         is_fetching: True while this peer fetches another member's result.
         has_renounced: True if this peer will never sign.
@@ -130,7 +187,6 @@ class Attempt:
     proofs: dict[str, bytes] = field(default_factory=dict)
     phase: str = "scatter"
     audited: bool = False
-    disputed: bool = False
     withholds: bool = False
     is_over: bool = False
     is_fetching: bool = False
@@ -153,7 +209,7 @@ class Attempt:
 
     @property
     def chunk(self) -> int:
-        """Values in a chunk; see `p2ptrain.averaging.vector.reduce.chunk_values`."""
+        """Number of values in a chunk; see `chunk_values`."""
         return chunk_values(self.codec)
 
     def num_chunks(self, index: int) -> int:
@@ -169,6 +225,10 @@ class Attempt:
         """True if means are lists of their parts."""
         return lists_parts(self.spec, self.codec, self.bounds[-1], len(self.roster.tickets))
 
+    def part_of(self, codec: Codec, index: int) -> Codec:
+        """Return a codec of whole vectors for a member's share."""
+        return codec.part(self.bounds[index], self.bounds[index + 1])
+
     def mean_codec_of(self, index: int) -> Decoder:
         """Return the decoder of a share's mean; all members count as contributors until they agree."""
         members = len(self.roster.tickets)
@@ -179,12 +239,8 @@ class Attempt:
     def check_quotes(self, index: int, mean: Buffer, own_index: int) -> None:
         """Check the weights and this member's own part in an owner's list of parts; other means pass.
 
-        An owner that replaces an honest member's part thus loses that member's signature.
-
-        Args:
-            index: The share; no check happens before the contributors are agreed.
-            mean: Complete and valid.
-            own_index: This member's index in the roster.
+        An owner that replaces an honest member's part thus loses that member's signature. No check happens before the
+        contributors are agreed.
 
         Raises:
             CodecError: A weight exceeds its sender's tokens, or this member's part is not the one that it sent.
@@ -209,7 +265,6 @@ class Attempt:
             self.changed.set()
 
     def is_complete(self) -> bool:
-        """True if every share's mean is here."""
         return all(mean is not None for mean in self.means)
 
     def make_result(self, verifier: Signer) -> None:
@@ -221,7 +276,6 @@ class Attempt:
         self.changed.set()
 
     def sign(self, signer: Signer) -> None:
-        """Add this peer's signature of the body."""
         assert self.body is not None
         self.proofs[signer.peer_id] = signer.sign(vote(self.body.body_hash))
 

@@ -21,10 +21,20 @@ from typing import Annotated
 from msgspec import Meta
 
 from p2ptrain.averaging.commit.result_chunks import RESULT, Means, ResultChunks
-from p2ptrain.averaging.commit.round_log import KNOWN_WAIT_SECONDS, History
+from p2ptrain.averaging.commit.round_log import KNOWN_WAIT_SECONDS, RoundLog
+from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.protocol.certificate import MAX_LEVELS, Body, Certificate
-from p2ptrain.averaging.timing.deadlines import patience_seconds, quiet_seconds, quorum_of_others
-from p2ptrain.averaging.timing.keepalive import Keepalive, KeepaliveStatus, Patience, answer_after_beats, beat_until
+from p2ptrain.averaging.timing.deadlines import (
+    QUIET_GRACES,
+    AnswerTimeouts,
+    Keepalive,
+    KeepaliveStatus,
+    quiet_seconds,
+    quorum_of_others,
+    receive_answer,
+    send_keepalives,
+    straggler_seconds,
+)
 from p2ptrain.errors import (
     DeadlineError,
     IntegrityError,
@@ -34,16 +44,12 @@ from p2ptrain.errors import (
     TemporaryError,
 )
 from p2ptrain.network.rpc.channel import Channel
-from p2ptrain.network.rpc.client import Rpc
 from p2ptrain.network.schema import Hash, Message
-from p2ptrain.runtime import Runtime
 from p2ptrain.tasks import Tasks
 
 logger = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_SECONDS = 8.0
-QUIET_GRACES = 0.5
-"""Allowed delay of a delegate's keepalive, in grace periods; two such delays fit the level above's grace period."""
 TRIES_ABOVE = 4
 """Attempts to fetch a result from its makers, spread over one grace period."""
 MAX_REPLY_BYTES = 8 << 20
@@ -82,11 +88,7 @@ class DecidedError(TemporaryError):
 
 @dataclass(frozen=True)
 class TreePath:
-    """The path of a cell's result into the round's result.
-
-    Attributes:
-        means: Encoded means of the shares of the path's last certificate.
-    """
+    """The path of a cell's result into the round's result; ``means`` are those of the last certificate."""
 
     path: Path
     means: Means
@@ -95,19 +97,13 @@ class TreePath:
         """True if `path` proves that the round's result contains a cell's result."""
         for certificate in self.path:
             above = certificate.body
-            brought = {above.children[index] for index, *_ in above.contributors}
-            if body.body_hash not in brought:
+            if body.body_hash not in above.counted_children:
                 return False
             body = above
         return True
 
-    def place_of(self, body: Body, index: int) -> tuple[int, int]:
-        """Return a member's index among all peers of the round, and the number of these peers.
-
-        Args:
-            body: Result of the member's group at level 0.
-            index: The member's index in that group.
-        """
+    def position_of(self, body: Body, index: int) -> tuple[int, int]:
+        """Return the index among all peers of the round of member ``index`` of a group at level 0, and their number."""
         for certificate in self.path:
             above = certificate.body
             index += sum(above.peers[: above.children.index(body.body_hash)])
@@ -118,20 +114,17 @@ class TreePath:
 class ResultBroadcast:
     """Serves the results of rounds to waiting members of a cell, and fetches them from delegates."""
 
-    def __init__(self, rpc: Rpc, runtime: Runtime, history: History, grace_seconds: float) -> None:
-        """
-        Args:
-            history: Serves and fetches the chunks of a result.
-            grace_seconds: Extra time for peers slower than the quorum.
-        """
-        self._rpc = rpc
-        self._runtime = runtime
-        self._history = history
-        self._grace_seconds = grace_seconds
+    def __init__(self, context: PeerContext, round_log: RoundLog, status: KeepaliveStatus) -> None:
+        """``status`` is the content of this peer's keepalives as a delegate."""
+        self._context = context
+        self._rpc = context.rpc
+        self._runtime = context.runtime
+        self._round_log = round_log
+        self._grace_seconds = context.spec.grace_seconds
+        self._status = status
         self._ends: OrderedDict[bytes, asyncio.Future[Path | None]] = OrderedDict()
         self._changed = asyncio.Event()
-        self._status = KeepaliveStatus()
-        rpc.serve_channel(OUTCOME, AskOutcome, self._serve)
+        context.rpc.serve_channel(OUTCOME, AskOutcome, self._serve)
 
     def expect(self, cell: Body) -> None:
         """Register a cell whose result this peer holds; the caller must `conclude` it later."""
@@ -150,15 +143,11 @@ class ResultBroadcast:
     def conclude(self, cell: Body, found: TreePath | None) -> None:
         """Send waiting members the outcome of a cell's result; None refuses them."""
         end = self._ends.get(cell.body_hash)
-        if found is not None and self._history.shared((body := found.path[-1].body).body_hash) is None:
-            self._history.share(self._history.chunks_of(self._rpc.peer_id, body, body.bounds[-1], found.means))
+        if found is not None and self._round_log.shared((body := found.path[-1].body).body_hash) is None:
+            self._round_log.share(self._round_log.chunks_of(self._rpc.peer_id, body, found.means))
         if end is None or end.done():
             self.expect(cell)
         self._ends[cell.body_hash].set_result(None if found is None else found.path)
-
-    def stands(self, joined: bool) -> None:
-        """Set whether keepalives report that this peer is in a group of the level above."""
-        self._status.set(joined)
 
     def close(self) -> None:
         """Cancel all waits for outcomes."""
@@ -171,13 +160,13 @@ class ResultBroadcast:
         # `conclude` follows `expect` within the deadlines of the levels above; the asker has its own deadline.
         async with Tasks() as tasks:
             end = tasks.call(self._end_of(request.cell), "end of a result")
-            await beat_until(channel, end, self._grace_seconds, Waiting, self._status)
+            await send_keepalives(channel, end, self._grace_seconds, Waiting, self._status)
             if not end.done():
                 return
             path = end.result()
         if path is None:
             raise PeerRefusedError(self._rpc.peer_id, "nothing came of that result here")
-        chunks = self._history.shared(path[-1].body.body_hash)
+        chunks = self._round_log.shared(path[-1].body.body_hash)
         if chunks is None:
             raise PeerRefusedError(self._rpc.peer_id, "this result is not kept here any more")
         await channel.send(Outcome(tuple(each.to_bytes() for each in path), await chunks.find_hashes()))
@@ -223,19 +212,19 @@ class ResultBroadcast:
             path = await self._runtime.offload(self._check_path, cell, outcome.path)
         except IntegrityError as error:
             raise ProtocolError(delegate, f"sent a way to the result in which {error}") from error
-        chunks = self._history.chunks_of(delegate, path[-1].body, cell.bounds[-1])
+        chunks = self._round_log.chunks_of(delegate, path[-1].body)
         try:
             await chunks.trust(delegate, outcome.hashes)
         except ProtocolError:  # The path is valid, so the round has ended.
             self._rpc.count_refusal(delegate, f"bad {RESULT}")
             await self._fetch_from_makers(chunks, delegate, seconds)
             return TreePath(path, chunks.means)
-        self._history.share(chunks)
+        self._round_log.share(chunks)
         on_path(path)
         try:
             await self._fill(chunks, delegate, cell.members, seconds)
         except BaseException:
-            self._history.unshare(chunks)
+            self._round_log.unshare(chunks)
             raise
         return TreePath(path, chunks.means)
 
@@ -252,7 +241,7 @@ class ResultBroadcast:
         try:
             async with asyncio.timeout(seconds) as limit, Tasks() as tasks:
                 tasks.start(self._hurry(chunks, plan, limit), "hurry")
-                await self._history.fetch(chunks, list(plan), plan)
+                await self._round_log.fetch(chunks, list(plan), plan)
                 return
         except (TimeoutError, *FAILURES) as error:
             logger.debug("round %d: not all of the result came from its cell: %s", chunks.body.round, error)
@@ -268,8 +257,9 @@ class ResultBroadcast:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 for _ in range(TRIES_ABOVE):  # A maker serves the result once it has applied it.
+                    shuffled = self._runtime.random.sample(makers, len(makers))
                     with contextlib.suppress(*FAILURES):
-                        await self._history.fetch(chunks, [delegate, *self._runtime.random.sample(makers, len(makers))])
+                        await self._round_log.fetch(chunks, [delegate, *shuffled])
                         return
                     await asyncio.sleep(self._grace_seconds / TRIES_ABOVE)
         raise DecidedError("the round has ended, but nobody brings its result")
@@ -282,7 +272,7 @@ class ResultBroadcast:
             len(asked), 0.5
         ):
             await chunks.changed.wait()
-        until = loop.time() + patience_seconds(loop.time() - began, self._grace_seconds)
+        until = loop.time() + straggler_seconds(loop.time() - began, self._grace_seconds)
         limit.reschedule(min(until, limit.when() or until))
 
     async def _ask(self, delegate: str, cell: Body, seconds: float, on_quiet: Callable[[], None]) -> Outcome:
@@ -292,8 +282,8 @@ class ResultBroadcast:
         try:
             async with self._rpc.open(delegate, OUTCOME, AskOutcome(cell.body_hash), OPEN_TIMEOUT_SECONDS) as channel:
                 unreached.cancel()
-                patience = Patience(seconds, grace, allowance, loop.time() - began)
-                answer = await answer_after_beats(channel, FromDelegate, patience, MAX_REPLY_BYTES, on_quiet)
+                timeouts = AnswerTimeouts(seconds, grace, allowance, loop.time() - began)
+                answer = await receive_answer(channel, FromDelegate, timeouts, MAX_REPLY_BYTES, on_quiet)
                 assert isinstance(answer, Outcome), "the only other message is a keepalive"
                 return answer
         finally:
@@ -303,7 +293,7 @@ class ResultBroadcast:
         path: list[Certificate] = []
         below = cell
         for item in raw:
-            certificate = self._history.verified(item)
+            certificate = Certificate.from_bytes(item, self._context.swarm, self._context.signer)
             above = certificate.body
             if not (
                 (above.round, above.lineage, above.levels) == (cell.round, cell.lineage, cell.levels)
@@ -312,9 +302,9 @@ class ResultBroadcast:
                 and below.body_hash in above.children
             ):
                 raise IntegrityError("one does not follow from the other")
-            place = above.children.index(below.body_hash)
-            told = [counts for index, *counts in above.contributors if index == place]
-            if told not in ([], [[below.tokens, below.most_samples]]) or above.peers[place] != sum(below.peers):
+            position = above.children.index(below.body_hash)
+            counted = [counts for index, *counts in above.contributors if index == position]
+            if counted not in ([], [[below.tokens, below.most_samples]]) or above.peers[position] != sum(below.peers):
                 raise IntegrityError("one has another number of tokens, samples or peers than was brought to it")
             path.append(certificate)
             below = above

@@ -14,17 +14,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import msgpack
+from typing import TYPE_CHECKING, NamedTuple
 
 from p2ptrain.averaging.protocol.certificate import Body, Certificate
-from p2ptrain.averaging.vector.merkle_sum import MAX_DEPTH, NODE, SumTree, leaf_hash, root_of_proof
-from p2ptrain.averaging.vector.reduce import chunk_span, mean_tree, num_chunks
+from p2ptrain.averaging.vector.chunks import (
+    MAX_DEPTH,
+    NODE,
+    SumTree,
+    chunk_span,
+    leaf_hash,
+    mean_tree,
+    num_chunks,
+    root_of_proof,
+)
 from p2ptrain.buffers import Buffer
 from p2ptrain.codecs import Codec, CodecError, Decoder, PartList
 from p2ptrain.errors import IntegrityError
-from p2ptrain.manifest import canonical_bytes
+from p2ptrain.network.schema import Message, from_bytes, to_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +38,12 @@ if TYPE_CHECKING:
 Span = tuple[int, int]
 """Half-open range ``(first, end)`` of values or bytes."""
 FRAMING_BYTES = 64
+
+
+class ShownChunks(Message, frozen=True):
+    """Encoded chunks of means, each with its proof up to the root."""
+
+    chunks: tuple[tuple[bytes, bytes], ...]
 
 
 class _Chunk(NamedTuple):
@@ -51,12 +63,7 @@ class Source:
     """
 
     def __init__(self, body: Body, codecs: Sequence[Decoder], chunk: int) -> None:
-        """
-        Args:
-            body: Certified, and of this model.
-            codecs: Decoder of each share's mean; see `p2ptrain.averaging.commit.round_log.History.codecs_of`.
-            chunk: Values in a chunk: `chunk_values` of that level's codec.
-        """
+        """``body`` is certified and of this model; ``chunk`` is `chunk_values` of its level's codec."""
         self.body = body
         self._codecs = codecs
         self._chunk = chunk
@@ -108,12 +115,15 @@ class Source:
         Raises:
             IntegrityError: The part does not come from this result, or the proof is missing or invalid.
         """
-        pieces = _pieces(shown, sum(len(self.chunks(*span)) for span in spans))
+        pieces = from_bytes(ShownChunks, shown).chunks
+        if len(pieces) != sum(len(self.chunks(*span)) for span in spans):
+            raise IntegrityError("shows another number of chunks than were asked for")
+        left = iter(pieces)
         for first, last in spans:
             codec_here = codec.part(first - low, last - low)
             begin, end = codec.encoded_bytes(first - low), codec.encoded_bytes(last - low)
             try:
-                if codec_here.encode(self._values(first, last, pieces)) != memoryview(part)[begin:end]:
+                if codec_here.encode(self._values(first, last, left)) != memoryview(part)[begin:end]:
                     raise IntegrityError("does not bring its group's result")
             except CodecError as error:
                 raise IntegrityError(f"shows a result that is refused: {error}") from error
@@ -145,12 +155,6 @@ class Origin:
     """
 
     def __init__(self, certificate: Certificate, means: Sequence[Buffer], source: Source) -> None:
-        """
-        Args:
-            certificate: Certificate of the result.
-            means: Encoded mean of each share.
-            source: Chunk layout of the same result.
-        """
         self.credential = certificate.to_bytes()
         self._source = source
         self._means = means
@@ -162,24 +166,10 @@ class Origin:
         for chunk in [chunk for span in spans for chunk in self._source.chunks(*span)]:
             begin, end = self._source.span_in_mean(chunk)
             data = bytes(memoryview(self._means[chunk.share])[begin:end])
-            shown.append([data, self._tree(chunk.share).proof(chunk.number)])
-        return canonical_bytes(shown)
+            shown.append((data, self._tree(chunk.share).proof(chunk.number)))
+        return to_bytes(ShownChunks(tuple(shown)))
 
     def _tree(self, share: int) -> SumTree:
         if share not in self._trees:
             self._trees[share] = self._source.tree(share, self._means[share])
         return self._trees[share]
-
-
-def _pieces(shown: bytes | bytearray | memoryview, count: int) -> Iterator[tuple[bytes, bytes]]:
-    """Parse chunks and proofs; raise `IntegrityError` unless there are ``count``."""
-    try:
-        values: Any = msgpack.unpackb(shown, raw=False, max_ext_len=0)
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise IntegrityError("shows what cannot be parsed") from error
-    pairs = values if isinstance(values, list) else []
-    if len(pairs) != count or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-        raise IntegrityError("shows another number of chunks than were asked for")
-    if not all(type(item) is bytes for pair in pairs for item in pair):
-        raise IntegrityError("shows malformed chunks")
-    return iter([(data, proof) for data, proof in pairs])

@@ -2,7 +2,7 @@
 
 A member can miss the end of an attempt, as when an owner dies or signatures are lost. Every signer holds the result.
 
-1. A member whose attempt broke asks all others for their `Standing`; question and answer both carry the sender's.
+1. A member whose attempt broke asks all others for their `Standing`; request and reply both carry the sender's.
 2. It fetches a signer's result, signs it, and sends its signature with its next questions.
 3. It repeats this until there is a certificate, or none is possible, or the deadline passes.
 
@@ -27,39 +27,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated
 
 from msgspec import Meta
 
 from p2ptrain.averaging.commit.attempt import Attempt, Standing
-from p2ptrain.averaging.commit.round_log import History
-from p2ptrain.averaging.protocol.certificate import Body, Certificate
-from p2ptrain.averaging.protocol.signed import MAX_MEMBERS, Name, Proof
-from p2ptrain.averaging.timing.deadlines import patience_seconds, silence_seconds
+from p2ptrain.averaging.commit.round_log import RoundLog
+from p2ptrain.averaging.context import PeerContext
+from p2ptrain.averaging.protocol.certificate import MAX_MEMBERS, Body, Certificate, Name, Proof
+from p2ptrain.averaging.timing.deadlines import silence_seconds, straggler_seconds
 from p2ptrain.buffers import Buffer
 from p2ptrain.codecs import CodecError
 from p2ptrain.errors import DeadlineError, IntegrityError, PeerError, PeerLostError
-from p2ptrain.network.rpc.client import Rpc
 from p2ptrain.network.schema import Hash, Message
-from p2ptrain.signing import Signer
 from p2ptrain.tasks import Tasks, together
 
 logger = logging.getLogger(__name__)
 
+STANDING = "recovery.standing"
 PAUSE_SECONDS = 0.3
-MAX_ATTEMPTS_KEPT = 4
 
 
 def can_complete(members: int, majority: int, standings: Collection[Standing]) -> bool:
-    """True unless the standings prove that a roster has no certificate and never will.
-
-    Args:
-        members: Size of the roster.
-        majority: Signatures that a certificate needs.
-        standings: Known standings, including this member's.
-    """
+    """True unless the known standings, this member's included, prove that a roster never has a certificate."""
     renounced = sum(standing is Standing.RENOUNCED for standing in standings)
     return members - renounced >= majority and Standing.WITHHOLDS not in standings
 
@@ -69,13 +60,10 @@ def may_renounce(others: Mapping[str, Standing], silent: Collection[str]) -> boo
     return all(standing.is_over for peer, standing in others.items() if peer not in silent)
 
 
-class WhereNow(Message, frozen=True):
-    """Request for a member's standing in a broken attempt.
+class AskStanding(Message, frozen=True):
+    """Request for a member's standing in a broken attempt, with the sender's.
 
-    Attributes:
-        group: The roster's id.
-        standing: The sender's standing.
-        proof: The sender's signature of the result; empty if it has not signed.
+    ``proof`` is the sender's signature of the result; empty if it has not signed.
     """
 
     group: Hash
@@ -83,46 +71,22 @@ class WhereNow(Message, frozen=True):
     proof: Proof = b""
 
 
-class StandsAt(Message, frozen=True):
-    """Reply to `WhereNow`.
-
-    Attributes:
-        body: Body of the member's result; empty if it holds none.
-        proofs: Known signatures of ``body``: (member, signature).
-    """
+class StandingReply(Message, frozen=True):
+    """Reply to `AskStanding`: with the member's result, if it holds one, and the signatures of it that it knows."""
 
     standing: Standing
     body: bytes = b""
     proofs: Annotated[tuple[tuple[Name, Proof], ...], Meta(max_length=MAX_MEMBERS)] = ()
 
 
-class Settlements:
-    """Keeps this peer's last attempts, answers questions about them, and recovers broken ones."""
+class AttemptRecovery:
+    """Answers other members about the attempts that the round log keeps, and recovers broken ones."""
 
-    def __init__(self, rpc: Rpc, signer: Signer, history: History) -> None:
-        self._rpc = rpc
-        self._signer = signer
-        self._history = history
-        self._attempts: OrderedDict[bytes, Attempt] = OrderedDict()
-        history.find_attempt = self.find
-        rpc.serve("settle", WhereNow, self._serve)
-
-    def remember(self, attempt: Attempt) -> None:
-        """Keep an attempt, for other members' recovery; at most `MAX_ATTEMPTS_KEPT` are kept."""
-        self._attempts[attempt.roster.group_id] = attempt
-        while len(self._attempts) > MAX_ATTEMPTS_KEPT:
-            self._attempts.popitem(last=False)
-
-    def find(self, body_hash: bytes) -> Attempt | None:
-        """Return the complete attempt with this body hash; None if unknown."""
-        for attempt in self._attempts.values():
-            if attempt.body is not None and attempt.body.body_hash == body_hash:
-                return attempt
-        return None
-
-    def knows(self, group: bytes) -> bool:
-        """True if this peer keeps an attempt of this group."""
-        return group in self._attempts
+    def __init__(self, context: PeerContext, round_log: RoundLog) -> None:
+        self._rpc = context.rpc
+        self._signer = context.signer
+        self._round_log = round_log
+        context.rpc.serve(STANDING, AskStanding, self._serve)
 
     def _abandon(self, attempt: Attempt) -> None:
         """Discard an attempt except for this peer's standing.
@@ -158,35 +122,31 @@ class Settlements:
         self._conclude(attempt)
 
     def _conclude(self, attempt: Attempt) -> None:
-        """Renounce if all other standings allow it, and wake `settle`."""
+        """Renounce if all other standings allow it, and wake `recover`."""
         known = attempt.standings.keys() | attempt.silent | {self._rpc.peer_id}
         if self._standing(attempt) is Standing.OPEN and known.issuperset(attempt.roster.members):
             attempt.has_renounced = may_renounce(attempt.standings, attempt.silent)
         attempt.changed.set()
 
-    async def _serve(self, peer: str, question: WhereNow) -> StandsAt:
-        attempt = self._attempts.get(question.group)
+    async def _serve(self, peer: str, request: AskStanding) -> StandingReply:
+        attempt = self._round_log.attempts.get(request.group)
         if attempt is None or peer not in attempt.roster.members:
-            return StandsAt(Standing.UNKNOWN)
-        attempt.add_proof(peer, question.proof, self._signer)
-        self._note(attempt, peer, question.standing)
+            return StandingReply(Standing.UNKNOWN)
+        attempt.add_proof(peer, request.proof, self._signer)
+        self._note(attempt, peer, request.standing)
         standing = self._standing(attempt)
         if attempt.body is None:
-            return StandsAt(standing)
-        return StandsAt(standing, attempt.body.to_bytes(), tuple(sorted(attempt.proofs.items())))
+            return StandingReply(standing)
+        return StandingReply(standing, attempt.body.to_bytes(), tuple(sorted(attempt.proofs.items())))
 
-    async def settle(
+    async def recover(
         self, attempt: Attempt, elapsed_seconds: float = 0.0, silent: Collection[str] = ()
     ) -> Certificate | None:
-        """Recover a broken attempt, or give it up.
+        """Recover a broken attempt and return its certificate, or give it up and return None.
 
         Args:
-            attempt: This member's state of it.
             elapsed_seconds: Time from the attempt's start until it broke; sets the deadline for the others.
             silent: Other members that did not answer; the wait excludes them unless they act.
-
-        Returns:
-            The attempt's certificate; None if the attempt is given up.
         """
         attempt.is_over = True
         if len(attempt.roster.tickets) == 1 or attempt.withholds:
@@ -211,7 +171,7 @@ class Settlements:
         This peer stalled while they moved on. Its late certificate would start a second lineage.
         """
         seconds = silence_seconds(attempt.spec.grace_seconds)
-        await together("settle", (self._ask(attempt, peer, seconds) for peer in others))
+        await together("recover", (self._ask(attempt, peer, seconds) for peer in others))
         standings = attempt.standings.values()
         gone = (Standing.UNKNOWN, Standing.RENOUNCED, Standing.WITHHOLDS)
         return any(standing in gone for standing in standings) and all(
@@ -221,7 +181,7 @@ class Settlements:
     async def _ask_on(self, attempt: Attempt, others: list[str], tasks: Tasks, elapsed_seconds: float) -> None:
         """Ask the other members repeatedly until the outcome is clear or the deadline passes."""
         loop, grace = asyncio.get_running_loop(), attempt.spec.grace_seconds
-        deadline = loop.time() + patience_seconds(elapsed_seconds, grace)
+        deadline = loop.time() + straggler_seconds(elapsed_seconds, grace)
         fetched_by = deadline + elapsed_seconds
         asked: dict[str, tuple[Standing, float, asyncio.Task[None]]] = {}
         while not self._is_clear(attempt, others):
@@ -229,11 +189,11 @@ class Settlements:
             if now >= (fetched_by if attempt.is_fetching else deadline):
                 return
             for peer in others:
-                told, at, task = asked.get(peer, (None, 0.0, None))
+                sent, at, task = asked.get(peer, (None, 0.0, None))
                 # Send a changed standing at once: members may wait for it.
-                if task is None or own is not told or (task.done() and now - at >= PAUSE_SECONDS):
+                if task is None or own is not sent or (task.done() and now - at >= PAUSE_SECONDS):
                     question = self._ask(attempt, peer, silence_seconds(grace), fetched_by - now)
-                    asked[peer] = own, now, tasks.start(question, f"settle-{peer[-8:]}")
+                    asked[peer] = own, now, tasks.start(question, f"recover-{peer[-8:]}")
             attempt.changed.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(PAUSE_SECONDS):
@@ -257,13 +217,8 @@ class Settlements:
         """Ask for a member's standing, and fetch its result if this member has none."""
         own = attempt.proofs.get(self._rpc.peer_id, b"")
         try:
-            reply = await self._rpc.call(
-                peer,
-                "settle",
-                WhereNow(attempt.roster.group_id, self._standing(attempt), own),
-                StandsAt,
-                timeout_seconds,
-            )
+            request = AskStanding(attempt.roster.group_id, self._standing(attempt), own)
+            reply = await self._rpc.call(peer, STANDING, request, StandingReply, timeout_seconds)
             if reply.body:
                 await self._take_over(attempt, peer, reply, fetch_seconds)
         except (PeerError, DeadlineError, IntegrityError) as error:
@@ -275,7 +230,7 @@ class Settlements:
             return
         self._note(attempt, peer, reply.standing)
 
-    async def _take_over(self, attempt: Attempt, peer: str, reply: StandsAt, timeout_seconds: float) -> None:
+    async def _take_over(self, attempt: Attempt, peer: str, reply: StandingReply, timeout_seconds: float) -> None:
         """Fetch, adopt and sign a member's result if it is this attempt's, and add its signatures."""
         body = Body.from_bytes(reply.body)
         if attempt.body is None and not attempt.is_fetching:
@@ -284,7 +239,7 @@ class Settlements:
                 raise IntegrityError("its result is not one of this roster")
             attempt.is_fetching = True
             try:
-                means = await self._history.fetch_means([peer], body, attempt.bounds[-1], timeout_seconds)
+                means = await self._round_log.fetch_means([peer], body, timeout_seconds)
                 self._adopt(attempt, body, contributors, means)
             finally:
                 attempt.is_fetching = False

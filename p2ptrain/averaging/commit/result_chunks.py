@@ -1,6 +1,6 @@
 """A result's encoded means in chunks that its certificate authenticates.
 
-A certificate holds the root of a tree over short leaves of each share's mean (`p2ptrain.averaging.vector.merkle_sum`).
+A certificate holds the root of a tree over short leaves of each share's mean (`p2ptrain.averaging.vector.chunks`).
 A chunk is an aligned run of leaves; its hash is the tree's node above them. A receiver checks the sent hashes against
 the certificate before it checks chunks. A mean that is a list of parts is one chunk.
 """
@@ -16,8 +16,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from p2ptrain.averaging.protocol.certificate import Body
-from p2ptrain.averaging.vector.merkle_sum import SumTree, leaf_hashes
-from p2ptrain.averaging.vector.streaming import cut
+from p2ptrain.averaging.vector.chunks import SumTree, cut, leaf_hashes
 from p2ptrain.buffers import Buffer
 from p2ptrain.codecs import CodecError, Decoder, PartList
 from p2ptrain.errors import IntegrityError, PeerRefusedError, ProtocolError
@@ -70,12 +69,7 @@ class ResultChunks:
     def __init__(
         self, runtime: Runtime, body: Body, codecs: Sequence[Decoder], leaf_values: int, means: Means | None = None
     ) -> None:
-        """
-        Args:
-            body: Certified, and of this model.
-            codecs: Decoder of each share's mean.
-            means: Complete and verified; None to fetch them.
-        """
+        """``body`` is certified and of this model; ``means`` are complete and verified, or None to fetch them."""
         self._runtime = runtime
         self._codecs = codecs
         self._spans = [

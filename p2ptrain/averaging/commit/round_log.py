@@ -1,19 +1,20 @@
-"""Log of a peer's last encoded results: lagging peers replay rounds instead of downloading the whole state."""
+"""This peer's log of past rounds: their results, which lagging peers replay, and its own contributions to them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from p2ptrain.averaging.commit.attempt import Attempt
-from p2ptrain.averaging.commit.encodings import mean_codec_of
+from p2ptrain.averaging.commit.attempt import Attempt, mean_codec_of
 from p2ptrain.averaging.commit.provenance import Source
 from p2ptrain.averaging.commit.result_chunks import RESULT, Means, ResultChunks
-from p2ptrain.averaging.protocol.certificate import Body, Certificate
+from p2ptrain.averaging.context import PeerContext
+from p2ptrain.averaging.grouping.leaders import RoundPosition
+from p2ptrain.averaging.protocol.certificate import Body, Certificate, Head
 from p2ptrain.averaging.protocol.certificate_chain import (
     CALL_TIMEOUT_SECONDS,
     CHAIN,
@@ -22,22 +23,19 @@ from p2ptrain.averaging.protocol.certificate_chain import (
     Chain,
     fetch_certificates,
 )
-from p2ptrain.averaging.vector.reduce import chunk_values
+from p2ptrain.averaging.vector.chunks import chunk_values
 from p2ptrain.codecs import Codec, Decoder, codec_at
 from p2ptrain.errors import DeadlineError, PeerRefusedError, ProtocolError
-from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.chunks.fetch import FetchOptions, FetchReport, fetch
 from p2ptrain.network.chunks.messages import MAX_ASKED, Open
 from p2ptrain.network.chunks.server import ChunkServer, Ration
-from p2ptrain.network.rpc.client import Rpc
 from p2ptrain.network.rpc.pace import LeastRate
-from p2ptrain.runtime import Runtime
-from p2ptrain.signing import Signer
 
 MAX_CERTIFICATES = 256
 """Limit of kept certificates; those of evicted results still prove the lineage."""
+MAX_ATTEMPTS_KEPT = 4
 FOLLOWED_BYTES = 64 << 20
-"""Byte limit of results kept beyond ``max_rounds`` while a newcomer fetches them."""
+"""Byte limit of results kept beyond the limit of rounds while a newcomer fetches them."""
 RESULT_RATE = LeastRate(65536.0, 30.0)
 """Minimum rate of a source of a result, when no round waits for it."""
 RESULT_RATION = Ration(transfers=128, transfers_per_peer=16, idle_seconds=30.0)
@@ -47,6 +45,7 @@ MAX_SHARED = 2
 MAX_SOURCES = 4
 BYTES_PER_SOURCE = 4 << 20
 """A fetch uses one more source for each so many bytes, up to `MAX_SOURCES`."""
+MAX_OWN_RESULTS = 8
 
 
 @dataclass(frozen=True)
@@ -58,67 +57,75 @@ class Result:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of the encoded means."""
+        """The size of the encoded means."""
         return sum(len(mean) for mean in self.means)
 
 
-class History:
+class RoundLog:
     """Keeps and serves this peer's results, and fetches other peers' results.
 
-    ``max_rounds`` and ``max_bytes`` bound the kept results, except the newest. Certificates outlive their results.
+    ``spec.history_rounds`` for each part of the model and ``max_bytes`` bound the kept results, except the newest.
+    Certificates outlive their results.
 
     Attributes:
-        find_attempt: Lookup of a complete attempt by body hash; set by `Settlements`.
-        codec_of: Codec of a round's vectors.
-        max_rounds: Limit of kept results; ``spec.history_rounds``, or more if each covers a part of the model.
+        attempts: The last attempts by group, whose results other members may recover or fetch.
     """
 
-    def __init__(
-        self,
-        rpc: Rpc,
-        runtime: Runtime,
-        signer: Signer,
-        swarm: bytes,
-        codec: Codec,
-        spec: AveragingSpec,
-        max_bytes: int,
-    ) -> None:
-        self._rpc = rpc
-        self._runtime = runtime
-        self._signer = signer
-        self._swarm = swarm
-        self._spec = spec
+    def __init__(self, context: PeerContext, parts: Sequence[tuple[Codec, int]], max_bytes: int) -> None:
+        """``parts`` are codec and number of values of each of the model's P parts; round r averages part r mod P."""
+        self._context = context
+        self._parts = parts
+        self._max_rounds = context.spec.history_rounds * len(parts)
         self._max_bytes = max_bytes
+        self.attempts: OrderedDict[bytes, Attempt] = OrderedDict()
         self._results: OrderedDict[bytes, Result] = OrderedDict()
         self._certificates: OrderedDict[bytes, Certificate] = OrderedDict()
-        self.find_attempt: Callable[[bytes], Attempt | None] = lambda body_hash: None
-        self.codec_of: Callable[[int], Codec] = lambda round_: codec
-        self.max_rounds = spec.history_rounds
         self._shared: OrderedDict[bytes, ResultChunks] = OrderedDict()
         self._changed = asyncio.Event()
-        rpc.serve(CHAIN, AskChain, self._serve_chain)
-        ChunkServer(rpc, RESULT, self._find, RESULT_RATION)
+        context.rpc.serve(CHAIN, AskChain, self._serve_chain)
+        ChunkServer(context.rpc, RESULT, self._find, RESULT_RATION)
+
+    def codec_of(self, round_: int) -> Codec:
+        """Return the codec of a round's vectors on level 0."""
+        return self._parts[round_ % len(self._parts)][0]
+
+    def num_values(self, round_: int) -> int:
+        """Return the length of a round's vectors."""
+        return self._parts[round_ % len(self._parts)][1]
+
+    # --- own results ----------------------------------------------------------------------------------------------
+
+    def remember(self, attempt: Attempt) -> None:
+        """Keep an attempt, for other members' recovery; at most `MAX_ATTEMPTS_KEPT` are kept."""
+        self.attempts[attempt.roster.group_id] = attempt
+        while len(self.attempts) > MAX_ATTEMPTS_KEPT:
+            self.attempts.popitem(last=False)
+
+    def _attempt_of(self, body_hash: bytes) -> Attempt | None:
+        """Return the complete attempt with this body hash; None if unknown."""
+        for attempt in self.attempts.values():
+            if attempt.body is not None and attempt.body.body_hash == body_hash:
+                return attempt
+        return None
 
     def add(self, result: Result, is_followed: bool = False) -> None:
-        """Keep a result that this peer applied, and release the means of its attempt.
+        """Keep the newest result, which this peer applied, and release the means of its attempt.
 
-        Args:
-            result: The newest result.
-            is_followed: True while a newcomer fetches results. Then up to `FOLLOWED_BYTES` are kept, because a round
-                may be shorter than the newcomer's round trip.
+        While a newcomer fetches results (``is_followed``), up to `FOLLOWED_BYTES` are kept, because a round may be
+        shorter than the newcomer's round trip.
         """
         body = result.certificate.body
         self._results[body.lineage] = result
         self._certificates[body.lineage] = result.certificate
         self._wake()
-        if len(self._certificates) > max(MAX_CERTIFICATES, self.max_rounds):
+        if len(self._certificates) > max(MAX_CERTIFICATES, self._max_rounds):
             self._certificates.popitem(last=False)
-        if (attempt := self.find_attempt(body.body_hash)) is not None:
+        if (attempt := self._attempt_of(body.body_hash)) is not None:
             attempt.means = []
         max_bytes = min(FOLLOWED_BYTES, self._max_bytes) if is_followed else 0
         while len(self._results) > 1 and (
             self._num_bytes() > self._max_bytes
-            or (len(self._results) > self.max_rounds and self._num_bytes() > max_bytes)
+            or (len(self._results) > self._max_rounds and self._num_bytes() > max_bytes)
         ):
             self._results.popitem(last=False)
 
@@ -150,6 +157,8 @@ class History:
                 break
         return Chain(tuple(encoded))
 
+    # --- served results -------------------------------------------------------------------------------------------
+
     def share(self, chunks: ResultChunks) -> None:
         """Serve a complete or arriving result; at most the last `MAX_SHARED`."""
         self._shared[chunks.body.body_hash] = chunks
@@ -175,55 +184,44 @@ class History:
                     await self._changed.wait()
                 if found is not None:
                     return found
-        raise PeerRefusedError(self._rpc.peer_id, "this result is not kept here")
+        raise PeerRefusedError(self._context.rpc.peer_id, "this result is not kept here")
 
     def _find_now(self, body_hash: bytes) -> ResultChunks | None:
         if (shared := self._shared.get(body_hash)) is not None:
             return shared
+        own = self._context.rpc.peer_id
         for result in self._results.values():
             if (body := result.certificate.body).body_hash == body_hash:
-                return self.chunks_of(self._rpc.peer_id, body, body.bounds[-1], result.means)
-        attempt = self.find_attempt(body_hash)
+                return self.chunks_of(own, body, result.means)
+        attempt = self._attempt_of(body_hash)
         if attempt is None or attempt.body is None or not attempt.means:
             return None
-        means = [mean or b"" for mean in attempt.means]
-        return self.chunks_of(self._rpc.peer_id, attempt.body, attempt.bounds[-1], means)
+        return self.chunks_of(own, attempt.body, [mean or b"" for mean in attempt.means])
 
     def _wake(self) -> None:
         event, self._changed = self._changed, asyncio.Event()
         event.set()
 
+    # --- other peers' results -------------------------------------------------------------------------------------
+
     async def certificates_after(self, peer: str, lineage: bytes, *, proofs: bool = False) -> list[Certificate]:
-        """Fetch and verify a peer's chain of certificates from ``lineage`` on; empty if the peer has none.
+        """Fetch and verify a peer's chain of certificates; see `fetch_certificates`."""
+        context = self._context
+        return await fetch_certificates(context.rpc, peer, lineage, context.swarm, context.signer, proofs=proofs)
 
-        Args:
-            peer: The peer to ask.
-            lineage: Start of the chain.
-            proofs: True to accept certificates of results that the peer has evicted.
-
-        Raises:
-            PeerError, DeadlineError: The call failed.
-            ProtocolError: The certificates do not verify or do not form a chain.
-        """
-        return await fetch_certificates(self._rpc, peer, lineage, self._swarm, self._signer, proofs=proofs)
-
-    async def fetch_means(
-        self, sources: Sequence[str], body: Body, num_values: int, timeout_seconds: float | None = None
-    ) -> Means:
+    async def fetch_means(self, sources: Sequence[str], body: Body, timeout_seconds: float | None = None) -> Means:
         """Fetch the encoded means of a result, and check every chunk against the body's hashes.
 
         Args:
             sources: Peers to ask, by preference: only the first for a small result.
-            body: Body of the result.
-            num_values: Length of the averaged vector.
-            timeout_seconds: Timeout; None for no limit but `RESULT_RATE`.
+            timeout_seconds: None for no limit but `RESULT_RATE`.
 
         Raises:
             PeerError, DeadlineError: The fetch failed.
             IntegrityError: The means have other hashes, or are malformed.
             ProtocolError: The body does not fit this model.
         """
-        chunks = self.chunks_of(sources[0], body, num_values)
+        chunks = self.chunks_of(sources[0], body)
         try:
             async with asyncio.timeout(timeout_seconds):
                 await self.fetch(chunks, sources)
@@ -252,25 +250,15 @@ class History:
             waits=bool(plan),
             plan=plan,
         )
-        report = await fetch(self._rpc, RESULT, chunks.body.body_hash, chunks, lambda: asked, options)
+        report = await fetch(self._context.rpc, RESULT, chunks.body.body_hash, chunks, lambda: asked, options)
         await chunks.validate()
         return report
 
-    def verified(self, certificate: bytes) -> Certificate:
-        """Parse and verify a certificate in wire form.
+    # --- layout of a result that a peer offers: these raise `ProtocolError` if it does not fit this model ----------
 
-        Raises:
-            IntegrityError: It is malformed, of another swarm, or lacks valid signatures of a majority.
-        """
-        return Certificate.from_bytes(certificate, self._swarm, self._signer)
-
-    def codecs_of(self, peer: str, body: Body, num_values: int) -> list[Decoder]:
-        """Return the decoders of the shares' means in a result that a peer offers.
-
-        Raises:
-            ProtocolError: The body does not fit this model.
-        """
-        if body.bounds[0] != 0 or body.bounds[-1] != num_values:
+    def codecs_of(self, peer: str, body: Body) -> list[Decoder]:
+        """Return the decoders of the shares' means in a result that ``peer`` offers."""
+        if body.bounds[0] != 0 or body.bounds[-1] != self.num_values(body.round):
             raise ProtocolError(peer, "offers a result of another size than this model")
         usual = self.codec_of(body.round)
         codec = codec_at(usual, body.level)
@@ -278,32 +266,102 @@ class History:
             raise ProtocolError(peer, f"offers a result in codec {body.codec}")
         if not body.contributors:
             raise ProtocolError(peer, "offers a result of nobody's contributions")
-        means = mean_codec_of(self._spec, usual, body)
+        means = mean_codec_of(self._context.spec, usual, body)
         try:
             return [means.part(low, high) for low, high in pairwise(body.bounds)]
         except ValueError as error:
             raise ProtocolError(peer, f"offers a result that is cut within blocks: {error}") from error
 
-    def source_of(self, peer: str, body: Body, num_values: int) -> Source:
-        """Return the `Source` of a peer's result, for tracing; raises `ProtocolError` as `codecs_of`."""
-        chunk = chunk_values(codec_at(self.codec_of(body.round), body.level))
-        return Source(body, self.codecs_of(peer, body, num_values), chunk)
+    def num_bytes_of(self, peer: str, body: Body) -> int:
+        """Return the size of the encoded means."""
+        shares = zip(self.codecs_of(peer, body), pairwise(body.bounds), strict=True)
+        return sum(codec.encoded_bytes(high - low) for codec, (low, high) in shares)
 
-    def num_bytes_of(self, peer: str, body: Body, num_values: int) -> int:
-        """Return the size of the means of a result that a peer offers; raises `ProtocolError` as `codecs_of`."""
-        codecs = self.codecs_of(peer, body, num_values)
-        return sum(
-            codec.encoded_bytes(high - low) for codec, (low, high) in zip(codecs, pairwise(body.bounds), strict=True)
-        )
+    def source_of(self, peer: str, body: Body) -> Source:
+        """Return the `Source` of a result, for tracing."""
+        return Source(body, self.codecs_of(peer, body), self._leaf_values(body))
 
-    def chunks_of(self, peer: str, body: Body, num_values: int, means: Means | None = None) -> ResultChunks:
-        """Return the chunks of a result that a peer offers; raises `ProtocolError` as `codecs_of`.
+    def chunks_of(self, peer: str, body: Body, means: Means | None = None) -> ResultChunks:
+        """Return the chunks of a certified result; ``means`` are complete, or None to fetch them."""
+        codecs = self.codecs_of(peer, body)
+        return ResultChunks(self._context.runtime, body, codecs, self._leaf_values(body), means)
 
-        Args:
-            peer: The peer that a `ProtocolError` names.
-            body: Certified body of the result.
-            num_values: Length of the averaged vector.
-            means: The complete means; None to fetch them.
+    def _leaf_values(self, body: Body) -> int:
+        return chunk_values(codec_at(self.codec_of(body.round), body.level))
+
+
+class ContributionLog:
+    """Log of this peer's contributions: tells whether results that it did not complete contain them.
+
+    Thus no work counts twice, and none is lost.
+    """
+
+    def __init__(self, position: RoundPosition, num_parts: int) -> None:
+        """``num_parts`` is P, the number of the model's parts: round r averages part r mod P."""
+        self._position = position
+        self._peer = position.peer
+        self._num_parts = num_parts
+        self._results: deque[Body] = deque(maxlen=MAX_OWN_RESULTS)
+        self._gave_up_on = b""
+        self._uncertain_parts: set[int] = set()
+        self._is_complete = True
+
+    def add_result(self, body: Body) -> None:
+        """Record a result of this peer's group at level 0, which goes up the tree."""
+        self._results.append(body)
+        self._is_complete = True
+
+    def give_up_on(self, head: Head) -> None:
+        """Record that this peer gave up an attempt or a result at ``head`` that other peers may complete."""
+        self._gave_up_on = head.lineage
+        self._is_complete = True
+        self._uncertain_parts.add(head.round % self._num_parts)
+
+    def forget(self, waiting: Iterable[int] = ()) -> None:
+        """Record that an earlier process of this peer may have contributed to rounds unknown to this process.
+
+        ``waiting`` are the parts with pending work of that process.
         """
-        leaf_values = chunk_values(codec_at(self.codec_of(body.round), body.level))
-        return ResultChunks(self._runtime, body, self.codecs_of(peer, body, num_values), leaf_values, means)
+        self._is_complete = False
+        self._uncertain_parts.update(waiting)
+
+    def consumed(self, parts: Iterable[int]) -> None:
+        """Record that all earlier work on parts was counted or dropped, so none is pending."""
+        self._uncertain_parts.difference_update(parts)
+
+    def may_count(self, part: int) -> bool:
+        """True if pending work on a part may already count in a lineage unknown to this peer."""
+        return part in self._uncertain_parts
+
+    def is_in(self, body: Body) -> bool:
+        """True if a result that this peer did not complete contains its contribution.
+
+        Where this peer does not know the path up the tree, any delegate of its cell among the contributors suffices.
+        """
+        if body.levels == 1:
+            return self._peer in body.contributing
+        mine = [each for each in self._results if each.lineage == body.lineage and self._peer in each.contributing]
+        gave_up = self._gave_up_on == body.lineage
+        if not mine and self._is_complete and not gave_up:
+            return False
+        if mine and body.level == 1 and not gave_up:
+            return any(result.body_hash in body.counted_children for result in mine)
+        cells = self._position.cells
+        key = cells.key_of(self._position.head, self._peer, body.level)
+        return cells.slot(key, self._peer) in {cells.slot(key, peer) for peer in body.contributing}
+
+    def counts_in(self, body: Body) -> tuple[int, int] | None:
+        """Return this peer's tokens and samples in a round's result; None if unknown.
+
+        Above level 0 ``body`` lists only delegates' totals, so the counts come from this peer's own group's result.
+        """
+        results = [body] if body.levels == 1 else [each for each in self._results if each.lineage == body.lineage]
+        if body.levels == 2:
+            results = [result for result in results if result.body_hash in body.counted_children]
+        elif body.levels > 2 and self._gave_up_on == body.lineage:
+            return None
+        for result in reversed(results):
+            for index, tokens, samples in result.contributors:
+                if result.members[index] == self._peer:
+                    return tokens, samples
+        return None

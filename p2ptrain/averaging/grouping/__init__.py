@@ -1,1 +1,1 @@
-"""Who averages with whom: membership, leaders, and the groups that they form."""
+"""Matchmaking: membership, leaders, and the groups of each round."""

@@ -1,15 +1,12 @@
-"""Which group a peer belongs to, as all holders of one head compute it: pure functions.
+"""The cell of the tree in which a peer averages, as all holders of one head compute it: pure functions.
 
-While the swarm fits in one group there is one cell. A larger swarm averages in a **tree with delegates**: on level 0
-every peer averages in the cell that a hash of its id draws for this round. Then one delegate of each cell takes its
-cell's mean, weighted by the cell's total, to a group of delegates, and so on until one group is left, whose result
-everybody replays. It is exact after as many levels as `level_cells` has, however uneven the cells are, as long as one
-delegate of each gets through.
+A swarm that fits in one group has one cell. A larger one averages in a **tree with delegates**. On level 0 a hash of
+its id draws each peer's cell for the round. One delegate of each cell takes the cell's weighted mean to a group of
+delegates, up to the last group, whose result all peers replay. The mean is exact, however uneven the cells are, if one
+delegate of each cell succeeds.
 
-Peers have ids, not indices, and no two need to know of the same peers. So a peer's cell depends on its own id and on
-values that all holders of one head share (lineage, round, number of peers), never on whom the peer knows. Lineages
-cannot be foreseen, so nobody can choose an id that meets a victim in a later round. How the tree compares with Moshpit
-SGD's grid is measured by ``python -m benchmarks.bench_moshpit``.
+A cell depends on the peer's id and on the head's lineage, round and number of peers, not on the peers that one knows.
+Lineages are unpredictable: no peer can choose an id that meets a victim in a later round.
 """
 
 from __future__ import annotations
@@ -20,31 +17,23 @@ from decimal import Context, Decimal, localcontext
 from functools import lru_cache
 from typing import NamedTuple
 
-from p2ptrain.averaging.protocol.certificate import Level, Ticket
-from p2ptrain.averaging.protocol.head import Head
-from p2ptrain.averaging.protocol.signed import Count, Present
+from p2ptrain.averaging.protocol.certificate import Count, Head, Level, Present, Ticket
 from p2ptrain.errors import IntegrityError
 from p2ptrain.network.schema import Hash
 
 MOST_LEFT_OUT = 0.02
-"""Share of the peers for whom there is no room in a tree's cells, on average: their work waits a round. Cells in which
-there is room for all nearly always would be 18 to 45 % full in groups of 4 to 16, and trees often a level deeper.
-A second choice would let fewer wait; but a peer has one cell so that it counts once in a round, whatever it claims."""
+"""Maximum average fraction of peers without room in their cells; their work waits a round. Room for nearly all would
+need cells that are 18 to 45 % full, and often one more level. A peer has one cell, so it counts once in a round."""
 MOST_FILL_PERCENT = 80
-"""Large cells would be fuller than this: then a swarm that grew by a fifth since the last round would not fit in."""
+"""Maximum average fill of large cells, so that they have room for a swarm that grew by a fifth since the last round."""
 
-_DECIMALS = Context(prec=50, Emin=-999_999_999, Emax=999_999_999)  # Rounds alike everywhere, which libm does not.
+_DECIMALS = Context(prec=50, Emin=-999_999_999, Emax=999_999_999)  # unlike libm, it rounds alike on all machines
 
 
 class Key(NamedTuple):
-    """One group to be: a round of a lineage, and a cell of its tree.
+    """Identifies a group: a round of a lineage, and a cell of its tree.
 
-    Attributes:
-        round: The round in progress.
-        lineage: That it extends.
-        present: Peers that the lineage's head counts; says how many cells there are.
-        level: Of the tree.
-        cell: On that level.
+    ``present`` is the number of peers that the lineage's head counts; it determines the number of cells.
     """
 
     round: Count
@@ -61,30 +50,30 @@ class Cells:
         self._group_size = group_size
 
     def num_levels(self, present: int) -> int:
-        """Levels of the tree of a swarm of so many peers; 1 while they fit in one group."""
+        """Return the number of levels of the tree of ``present`` peers; 1 if they fit in one group."""
         return len(_num_cells(present, self._group_size))
 
     def num_cells(self, key: Key) -> int:
-        """Cells on the key's level."""
+        """Return the number of cells on the key's level."""
         return _num_cells(key.present, self._group_size)[key.level]
 
-    def key_of(self, place: Head | Ticket | Key, peer: str, level: int = 0) -> Key:
-        """The group in which a peer, or what it stands for, averages after a head, or in a ticket's or key's round."""
-        cell = _cell(place.round, place.lineage, place.present, self._group_size, level, peer)
-        return Key(place.round, place.lineage, place.present, level, cell)
+    def key_of(self, round_: Head | Ticket | Key, peer: str, level: int = 0) -> Key:
+        """Return the group of a level in which a peer or its result averages: after a head, or in a ticket's round."""
+        cell = _cell(round_.round, round_.lineage, round_.present, self._group_size, level, peer)
+        return Key(round_.round, round_.lineage, round_.present, level, cell)
 
     def includes(self, key: Key, peer: str) -> bool:
-        """Whether a peer, or what it would stand for, belongs to this group."""
-        return _cell(key.round, key.lineage, key.present, self._group_size, key.level, peer) == key.cell
+        """True if a peer, or the result that it would bring, belongs to this group."""
+        return self.key_of(key, peer, key.level) == key
 
     def slot(self, key: Key, peer: str) -> str:
-        """For whom a member of this group speaks: itself on level 0, above that its cell on the level below."""
+        """Return the unit that a member represents: itself on level 0, its cell of the level below otherwise."""
         if not key.level:
             return peer
-        return f"cell {_cell(key.round, key.lineage, key.present, self._group_size, key.level - 1, peer)}"
+        return f"cell {self.key_of(key, peer, key.level - 1).cell}"
 
     def check(self, key: Key) -> None:
-        """Raise `IntegrityError` unless there is such a cell."""
+        """Raise `IntegrityError` unless the tree has this cell."""
         if key.level >= self.num_levels(key.present) or key.cell >= self.num_cells(key):
             raise IntegrityError("a group that no tree has")
 
@@ -104,40 +93,36 @@ def _cell(round_: int, lineage: bytes, present: int, group_size: int, level: int
 
 
 def delegate_order(lineage: bytes, round_: int, sub_round: int, members: Iterable[str]) -> list[str]:
-    """The members of a group in the order in which they are to stand for it; when one fails, the next takes its place.
+    """Return the members of a group in the order in which they become its delegate; it differs in each round.
 
-    Differs from round to round, so that the work goes round too; among any two members the order is the same for all.
+    The order of any two members does not depend on the others.
     """
     numbers = (round_, sub_round)
     return sorted(set(members), key=lambda peer: (_hash(b"delegate", numbers, lineage, peer), peer))
 
 
 def cell_of(lineage: bytes, round_: int, level: int, peer: str, num_cells: int, choice: int = 0) -> int:
-    """The cell, 0 to ``num_cells - 1``, in which a peer averages.
+    """Return the cell, 0 to ``num_cells - 1``, that a hash draws for a peer.
 
     Args:
-        lineage: Of the head, 32 bytes.
-        round_: The round in progress.
-        level: The level of the tree.
-        peer: Who.
-        num_cells: How many there are; the same for all that hold the head.
-        choice: 0 at first; 1 for the cell to go to when the first one is full, and so on.
+        lineage: The head's, 32 bytes.
+        choice: 0 for the only cell of a tree; benchmarks compare it with further choices after a full cell.
 
     Raises:
         ValueError: A number is out of range.
     """
     if num_cells < 1:
         raise ValueError(f"there must be at least one cell, not {num_cells}")
-    # Uniform but for 2**-64 or so.
+    # Uniform up to about 2**-64.
     return int.from_bytes(_hash(b"cell", (round_, level, choice), lineage, peer)[:16], "big") * num_cells >> 128
 
 
 def left_out(num_peers: int, num_cells: int, group_size: int) -> float:
-    """The share of peers, on average, that come to a cell which has its ``group_size`` of those before them.
+    """Return the average fraction of peers whose cell is full before they come.
 
-    ``c / n · E[max(0, X - g)]`` for X of ``num_peers`` that come to the cell with probability ``1 / num_cells`` each,
-    where the expectation is ``n / c - g`` plus the sum of ``(g - k) p_k`` over the first g + 1 terms. It is right to 30
-    digits after the point, and the same on every machine.
+    It is ``c / n · E[max(0, X - g)]``, where X of n peers come to a cell with probability ``1 / c`` each. The
+    expectation is ``n / c - g`` plus the sum of ``(g - k) p_k`` over the first g + 1 terms. The result is exact to 30
+    decimal places, and equal on every machine.
 
     Raises:
         ValueError: A number is not positive.
@@ -155,7 +140,7 @@ def left_out(num_peers: int, num_cells: int, group_size: int) -> float:
 
 
 def _binomial(num_peers: int, num_cells: int, most: int) -> list[Decimal]:
-    """The chances that a cell gets 0, 1, ... ``most`` peers, each from the one before, in the context that is set."""
+    """Return the probabilities that a cell gets 0, 1, ... ``most`` peers."""
     terms = [(1 - Decimal(1) / num_cells) ** num_peers]
     for count in range(most):
         terms.append(terms[-1] * (num_peers - count) / ((count + 1) * (num_cells - 1)))
@@ -164,9 +149,9 @@ def _binomial(num_peers: int, num_cells: int, most: int) -> list[Decimal]:
 
 @lru_cache(maxsize=1024)
 def tree_cells(num_peers: int, group_size: int) -> int:
-    """The fewest cells of a tree's first level that leave out `MOST_LEFT_OUT` of the peers and are not too full.
+    """Return the least number of cells on a tree's first level within `MOST_LEFT_OUT` and `MOST_FILL_PERCENT`.
 
-    That makes 51 peers a cell for groups of 64, 12 for groups of 16, less than 5 for groups of 8 and 2 for groups of 4.
+    A cell has 51 peers for groups of 64, 12 for groups of 16, fewer than 5 for groups of 8, and 2 for groups of 4.
 
     Raises:
         ValueError: A number is out of range.
@@ -180,7 +165,7 @@ def tree_cells(num_peers: int, group_size: int) -> int:
 
 
 def _fewest(least: int, suffices: Callable[[int], bool]) -> int:
-    """The smallest number from ``least`` on that suffices, where all larger ones do."""
+    """Return the smallest number from ``least`` on that suffices; ``suffices`` must be monotonic."""
     too_few, enough = least - 1, least
     while not suffices(enough):
         too_few, enough = enough, 2 * enough
@@ -191,10 +176,9 @@ def _fewest(least: int, suffices: Callable[[int], bool]) -> int:
 
 
 def level_cells(num_peers: int, group_size: int) -> tuple[int, ...]:
-    """The number of cells on each level of the tree, from the one where all peers average to the last, which has one.
+    """Return the number of cells on each level of the tree, from level 0 to the last, which has one.
 
-    Only the first level is drawn (`cell_of`, `tree_cells`). Further up, the cells of the level before are known by
-    number, whoever stands for them, so they are dealt out evenly (`parent_cell`).
+    A hash draws the cells of level 0 (`cell_of`, `tree_cells`). Above, cells are assigned evenly (`parent_cell`).
     """
     cells = [tree_cells(num_peers, group_size)]
     while cells[-1] > 1:
@@ -203,10 +187,10 @@ def level_cells(num_peers: int, group_size: int) -> tuple[int, ...]:
 
 
 def parent_cell(cell: int, num_cells: int, num_parents: int) -> int:
-    """The cell of the next level in which this one's delegate averages: contiguous cells, as evenly as can be.
+    """Return the cell of the next level for a cell's delegate: contiguous cells share one, as evenly as possible.
 
     Raises:
-        ValueError: There is no such cell, or the next level has more cells than this one.
+        ValueError: The cell does not exist, or the next level has more cells than this one.
     """
     if not 0 <= cell < num_cells or not 1 <= num_parents <= num_cells:
         raise ValueError(f"cell {cell} of {num_cells} has no parent among {num_parents}")
@@ -214,7 +198,7 @@ def parent_cell(cell: int, num_cells: int, num_parents: int) -> int:
 
 
 def _hash(purpose: bytes, numbers: Iterable[int], shared: bytes, peer: str) -> bytes:
-    """32 bytes for one decision. The id comes last: in a swarm, all that is before it is of one length a purpose."""
+    """Return 32 bytes for one decision; the id comes last, because all fields before it have a fixed length."""
     try:
         encoded = b"".join(number.to_bytes(8, "big") for number in numbers)
     except OverflowError as error:

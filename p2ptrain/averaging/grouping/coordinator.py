@@ -1,9 +1,9 @@
-"""Forming a group, the leader's side over the network: pending groups of the rounds that this peer leads.
+"""The leader's side of matchmaking: the pending groups of the rounds that this peer leads.
 
-Every trainer runs a `Coordinator`. It takes tickets and reports of all peers that follow this one, or redirects them to
-a leader that goes first. A task for each pending group runs until
-`p2ptrain.averaging.grouping.pending_group.decide` says how it ends. It probes missing peers, which also hurries them
-and tells of a swarm that is ahead.
+Every trainer runs a `Coordinator`. It accepts tickets and reports from the peers that follow this one, or redirects
+them to an earlier candidate. Each pending group has a task, which follows the policy of
+`p2ptrain.averaging.grouping.pending_group.decide`. The task probes missing peers: this asks them to hand in, and shows
+whether the swarm is ahead.
 """
 
 from __future__ import annotations
@@ -13,40 +13,23 @@ import contextlib
 import logging
 from collections.abc import Callable, Collection
 
-from p2ptrain.averaging.commit.broadcast import QUIET_GRACES
 from p2ptrain.averaging.context import PeerContext
+from p2ptrain.averaging.grouping import messages
 from p2ptrain.averaging.grouping.cells import Key
-from p2ptrain.averaging.grouping.leaders import Leaders
+from p2ptrain.averaging.grouping.leaders import Leaders, RoundPosition, is_ahead, probe, probe_seconds
 from p2ptrain.averaging.grouping.membership import Absentees, Membership, rank
-from p2ptrain.averaging.grouping.messages import (
-    JOIN,
-    PASS,
-    REPORT,
-    STEPS,
-    TAKE_ON,
-    Ahead,
-    Answer,
-    BatchAdvice,
-    BatchReport,
-    Behind,
-    Grant,
-    Join,
-    Pass,
-    Redirected,
-    Refused,
-    StepsAdvice,
-    StepsReport,
-    TakeOn,
-    Waiting,
-)
 from p2ptrain.averaging.grouping.pending_group import PendingGroup, decide
-from p2ptrain.averaging.grouping.round_position import RoundPosition, is_ahead, probe, probe_seconds
-from p2ptrain.averaging.protocol.certificate import Ticket
-from p2ptrain.averaging.protocol.head import Head
-from p2ptrain.averaging.timing.deadlines import LEAST_QUIET_SECONDS
-from p2ptrain.averaging.timing.global_batch import LONGEST_BATCH_SECONDS, NO_GOAL, GlobalBatch, Goal, Report
-from p2ptrain.averaging.timing.keepalive import KeepaliveStatus, beat_until
-from p2ptrain.averaging.timing.local_steps import Closing, StepReport
+from p2ptrain.averaging.protocol.certificate import Head, Ticket
+from p2ptrain.averaging.timing.deadlines import LEAST_QUIET_SECONDS, QUIET_GRACES, KeepaliveStatus, send_keepalives
+from p2ptrain.averaging.timing.goal import (
+    LONGEST_BATCH_SECONDS,
+    NO_GOAL,
+    BatchProgress,
+    GlobalBatch,
+    Goal,
+    LocalSteps,
+    StepProgress,
+)
 from p2ptrain.errors import DeadlineError, IntegrityError, PeerError, PeerRefusedError
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.rpc.channel import Channel
@@ -65,16 +48,23 @@ CONVICTED = "there is evidence that you falsified a mean"
 
 
 class Coordinator:
-    """Leads groups of other peers, and of this one, when it is its turn.
+    """Leads groups when it is this peer's turn.
 
     Attributes:
-        closed: Whether this peer leads nobody any more.
-        on_misled: Called with a peer of a pending group, and the convicted leader that it follows.
+        absentees: The answers of absent peers.
+        closed: True once this peer leads no group any more.
     """
 
     def __init__(
-        self, context: PeerContext, membership: Membership, leaders: Leaders, position: RoundPosition, goal: Goal
+        self,
+        context: PeerContext,
+        membership: Membership,
+        leaders: Leaders,
+        position: RoundPosition,
+        goal: Goal,
+        on_misled: Callable[[str, str], None],
     ) -> None:
+        """``on_misled`` is called with a peer of a pending group, and the convicted leader that it follows."""
         self._context = context
         self._spec = context.spec
         self._membership = membership
@@ -82,93 +72,87 @@ class Coordinator:
         self._position = position
         self._goal = goal
         self._cells = position.cells
-        self._absentees = Absentees()
+        self._on_misled = on_misled
+        self.absentees = Absentees()
         self._pace: dict[str, float] = {}
         self._groups: dict[Key, PendingGroup] = {}
         self._tasks = Tasks()
-        self.on_misled: Callable[[str, str], None] = lambda peer, leader: None
         self.closed = False
-        context.rpc.serve_channel(JOIN, Join, self._serve_join)
-        context.rpc.serve(REPORT, BatchReport, self._serve_report)
-        context.rpc.serve(TAKE_ON, TakeOn, self._serve_take_on)
-        context.rpc.serve(STEPS, StepsReport, self._serve_steps)
-        context.rpc.serve(PASS, Pass, self._serve_pass)
+        context.rpc.serve_channel(messages.JOIN, messages.Join, self._serve_join)
+        context.rpc.serve(messages.REPORT, messages.BatchReport, self._serve_report)
+        context.rpc.serve(messages.TAKE_ON, messages.TakeOn, self._serve_take_on)
+        context.rpc.serve(messages.STEPS, messages.StepsReport, self._serve_steps)
+        context.rpc.serve(messages.PASS, messages.Pass, self._serve_pass)
 
     async def close(self) -> None:
-        """Stop leading, for good; followers move on to the next leader."""
+        """Stop leading for good; followers turn to the next candidate."""
         self.closed = True
         await self._tasks.close()
 
-    def heard_from(self, peer: str) -> None:
-        """Note that a peer asked something: it is there."""
-        self._absentees.heard_from(peer)
-
     def give_way(self, key: Key, peer: str, closing: bool) -> bool:
-        """Redirect the members of a group to a peer that leads the round rather than this one; True if there is one.
+        """If a peer leads the round rather than this one, redirect this group's members to it, and return True.
 
-        A leader that nobody came to also gives way to one that is ``closing`` its group, which has a quorum: peers
-        differ in which leaders they saw fail. Of two that both have a quorum, the one leads of which fewer groups
-        failed, or whose `rank` is smaller. But none gives way to one that has just failed in a group.
+        Views of failures differ, so a leader without members also yields to one that is ``closing``: that one's group
+        has a quorum. Of two with a quorum, `Leaders.priority` decides. No leader yields to a suspect.
         """
-        group, own = self._groups.get(key), self._context.peer_id
+        group, own = self._groups.get(key), self._context.rpc.peer_id
         if group is None or group.over or self._membership.is_suspect(peer):
             return False
         alone = group.members.keys() <= {group.slot_of(own)}
         outranked = self._leaders.priority(key, peer) < self._leaders.priority(key, own)
-        if not (self.goes_before(key, peer) or (closing and (alone or outranked))):
+        if not (self._goes_before(key, peer) or (closing and (alone or outranked))):
             return False
-        group.answer_all(Redirected(peer))
+        group.answer_all(messages.Redirected(peer))
         return True
 
-    def settle_on(self, key: Key, leader: str) -> str:
-        """Return the leader to hand in to, once ``leader`` has been chosen; redirect those that handed in here to it.
+    def follow(self, key: Key, leader: str) -> str:
+        """Redirect this group's members to the candidate ``leader``, and return the peer to send the own ticket to.
 
-        If the chosen one has itself handed in here, each takes the other for the leader, and both would wait for the
-        other's ticket: then the smaller `rank` leads.
+        If the candidate has sent its ticket to this peer, both would wait for each other: then the smaller `rank`
+        leads.
         """
-        own, group = self._context.peer_id, self._groups.get(key)
+        own, group = self._context.rpc.peer_id, self._groups.get(key)
         if leader == own or group is None or group.over or not group.members:
             return leader
         if group.has(leader) and rank(own, key) < rank(leader, key):
             return own
-        group.answer_all(Redirected(leader))
+        group.answer_all(messages.Redirected(leader))
         return leader
 
     def group(self, head: Head, key: Key) -> PendingGroup:
-        """Return the pending group of the round after this head; open one if there is none.
+        """Return the pending group of the round after this head, a new one if necessary.
 
         Raises:
-            PeerRefusedError: This peer leads nobody any more.
+            PeerRefusedError: This peer leads no group any more.
         """
         if self.closed:
-            raise PeerRefusedError(self._context.peer_id, "this peer is leaving")
+            raise PeerRefusedError(self._context.rpc.peer_id, "this peer is leaving")
         group = self._groups.get(key)
         if group is None or group.over:
             while len(self._groups) >= MAX_PENDING_GROUPS:
-                # Never let tickets for made-up rounds push out the real one.
+                # Tickets for invented rounds must not evict the real group.
                 oldest = min(self._groups, key=lambda k: (self._position.is_of(k), self._groups[k].last_activity))
-                self._groups.pop(oldest).answer_all(Refused("too many groups at once"))
+                self._groups.pop(oldest).answer_all(messages.Refused("too many groups at once"))
             now, goal = asyncio.get_running_loop().time(), NO_GOAL if key.level else self._goal
             target = -(-goal.samples // self._cells.num_cells(key))
             group = self._groups[key] = PendingGroup(
                 head, key, self._spec_of(key), GlobalBatch(target, self._pace),
-                lambda peer: self._cells.slot(key, peer), Closing(goal.steps, now, self._pace),
+                lambda peer: self._cells.slot(key, peer), LocalSteps(goal.steps, now, self._pace),
             )  # fmt: skip
             group.last_activity = now
-            self._tasks.start(self._conduct(key, group), f"group-{head.round}")
+            self._tasks.start(self._lead(group), f"group-{head.round}")
         return group
 
     def _spec_of(self, key: Key) -> AveragingSpec:
-        """Return quorum, grace, deadlines of one group.
+        """Return the rules of one group.
 
-        A small cell is as good as a large one: the minimum is that of the swarm. Groups of delegates get theirs after
-        others took up their grace periods.
+        ``min_peers`` is about the whole swarm, not a cell. Delegates wait for the grace periods of the levels below.
         """
         alone = self._cells.num_levels(key.present) == 1
         grace = self._spec.grace_seconds * (1 + key.level)
         return self._spec if alone else self._spec.model_copy(update={"min_peers": 1, "grace_seconds": grace})
 
-    async def _serve_join(self, channel: Channel, request: Join) -> None:
+    async def _serve_join(self, channel: Channel, request: messages.Join) -> None:
         ticket, head = request.ticket, request.head
         same = (head.round, head.lineage, head.present) == (ticket.round, ticket.lineage, ticket.present)
         if ticket.peer != channel.remote or not same or ticket.level >= self._cells.num_levels(ticket.present):
@@ -176,34 +160,34 @@ class Coordinator:
         ticket.verify(self._context.swarm, self._context.signer)
         ticket.check_weight(self._spec.max_weight)
         if self._membership.is_convicted(ticket.peer):
-            raise PeerRefusedError(self._context.peer_id, CONVICTED)
+            raise PeerRefusedError(self._context.rpc.peer_id, CONVICTED)
         self._membership.heard_from(ticket.peer)
         self._leaders.reached(ticket.peer)
-        self.heard_from(ticket.peer)
+        self.absentees.heard_from(ticket.peer)
         async with Tasks() as tasks:
             answer = tasks.call(self.enlist(ticket, head, request.tried, request.hops, request.avoid), "enlist")
-            # A leader that hangs says nothing, and is passed over soon.
-            await beat_until(channel, answer, self._spec.grace_seconds, Waiting, KeepaliveStatus())
+            # Without keepalives from a leader that hangs, its followers turn to the next candidate.
+            await send_keepalives(channel, answer, self._spec.grace_seconds, messages.Waiting, KeepaliveStatus())
             if answer.done():
                 await channel.send(answer.result())
 
     async def enlist(
         self, ticket: Ticket, head: Head, tried: Collection[str], hops: int, avoid: Collection[str]
-    ) -> Answer:
+    ) -> messages.Answer:
         """Return the final answer to one ticket; see `Join`."""
-        own = self._context.peer_id
+        own = self._context.rpc.peer_id
         if self._position.is_ahead_of(head):
-            return Behind(own)
+            return messages.Behind(own)
         key = self._cells.key_of(ticket, ticket.peer, ticket.level)
         if self._position.following == (key, ticket.peer) and rank(ticket.peer, key) < rank(own, key):
-            return Redirected(ticket.peer)  # Tickets crossed: see `settle_on`.
+            return messages.Redirected(ticket.peer)  # Tickets crossed: see `follow`.
         if hops < MAX_HOPS:
             follows, leader = self._position.following or (None, own)
             if follows == key and leader not in (own, ticket.peer, *tried):
-                return Redirected(leader)  # As those were that came before: see `settle_on`.
-            best = self._leaders.candidates(key, [*tried, *self._position.passed_over(key, ticket.peer)])[0]
+                return messages.Redirected(leader)  # Like the members before: see `follow`.
+            best = self._leaders.candidates(key, [*tried, *self._position.broken_leaders(key, ticket.peer)])[0]
             if best not in (own, ticket.peer):
-                return Redirected(best)
+                return messages.Redirected(best)
         await self._make_room(self.group(head, key), ticket.peer)
         group = self.group(head, key)
         answer = group.add(ticket, asyncio.get_running_loop().time(), frozenset(avoid))
@@ -213,103 +197,102 @@ class Coordinator:
             group.remove(ticket.peer, answer) if not group.over else None
 
     async def _make_room(self, group: PendingGroup, peer: str) -> None:
-        """If another peer speaks for a delegate's cell, ask whether it is there still; if not, dismiss it."""
+        """Probe another delegate of the peer's cell, if the group has one; dismiss it if it does not answer."""
         holder = group.holder(peer)
-        if holder in ("", self._context.peer_id):
+        if holder in ("", self._context.rpc.peer_id):
             return
-        patience = max(LEAST_QUIET_SECONDS, QUIET_GRACES * self._spec.grace_seconds)
+        seconds = max(LEAST_QUIET_SECONDS, QUIET_GRACES * self._spec.grace_seconds)
         try:
-            await probe(self._context.rpc, holder, group.key, patience, closing=group.closing)
+            await probe(self._context.rpc, holder, group.key, seconds, closing=group.closing)
         except (PeerError, DeadlineError):
             group.dismiss(holder, "another delegate of your cell came when you did not answer")
 
-    async def _serve_report(self, peer: str, report: BatchReport) -> BatchAdvice:
-        """Note how far a trainer is, and answer once it is clear what it should do."""
-        self._membership.heard_from(peer)
-        self._leaders.reached(peer)
-        if self._position.is_ahead_of(report.head):
-            return BatchAdvice(closing=True)
-        loop = asyncio.get_running_loop()
-        group = self._group_of(peer, report.head)
-        group.passed.discard(peer)
-        group.report(peer, Report(report.samples, report.batch_samples, report.batch_seconds, loop.time()))
+    async def _serve_report(self, peer: str, report: messages.BatchReport) -> messages.BatchAdvice:
+        """Record a trainer's progress, and answer once its next action is clear."""
+        loop, group = asyncio.get_running_loop(), self._group_of_worker(peer, report.head)
+        if group is None:
+            return messages.BatchAdvice(closing=True)
+        group.report(peer, BatchProgress(report.samples, report.batch_samples, report.batch_seconds, loop.time()))
         deadline = loop.time() + REPORT_WAIT_SECONDS
         while not (group.closing or group.batch.is_full or group.over):
             if group.batch.should_begin(peer, self._expected(group), loop.time()):
-                return BatchAdvice(closing=False)
+                return messages.BatchAdvice(closing=False)
             if loop.time() >= deadline:
-                return BatchAdvice(closing=False, wait=True)
+                return messages.BatchAdvice(closing=False, wait=True)
             await group.wait_for_change(min(FORESIGHT_SECONDS, deadline - loop.time()))
-        return BatchAdvice(closing=True)
+        return messages.BatchAdvice(closing=True)
 
-    async def _serve_take_on(self, peer: str, request: TakeOn) -> Grant:
-        """Note how far a host is, and grant it samples (see `GlobalBatch.grant`)."""
-        self._membership.heard_from(peer)
-        self._leaders.reached(peer)
-        if self._position.is_ahead_of(request.head):
-            return Grant(closing=True, granted=0)
-        now = asyncio.get_running_loop().time()
-        group = self._group_of(peer, request.head)
-        group.passed.discard(peer)
-        group.report(peer, Report(request.samples, 0, 0.0, now))
+    async def _serve_take_on(self, peer: str, request: messages.TakeOn) -> messages.Grant:
+        """Record a host's progress, and grant it samples (see `GlobalBatch.grant`)."""
+        now, group = asyncio.get_running_loop().time(), self._group_of_worker(peer, request.head)
+        if group is None:
+            return messages.Grant(closing=True, granted=0)
+        group.report(peer, BatchProgress(request.samples, 0, 0.0, now))
         closing, asks = group.closing or group.over, request.held or request.wanted
         granted = group.batch.grant(peer, request.held, request.wanted, now) if asks and not closing else 0
-        return Grant(closing or group.batch.is_full, granted)
+        return messages.Grant(closing or group.batch.is_full, granted)
 
-    async def _serve_steps(self, peer: str, report: StepsReport) -> StepsAdvice:
-        """Note how far a trainer is in a round of local steps, and say in how many seconds the round closes."""
+    async def _serve_steps(self, peer: str, report: messages.StepsReport) -> messages.StepsAdvice:
+        """Record a trainer's local steps, and return in how many seconds the round closes."""
         self._leaders.reached(peer)
         if self._position.is_ahead_of(report.head):
-            # Its process lives, but its training does not come along: it is not waited for.
-            return StepsAdvice(closing=True)
+            return messages.StepsAdvice(closing=True)  # It lives, but lags behind: the round does not wait for it.
         self._membership.heard_from(peer)
         now = asyncio.get_running_loop().time()
         group = self._group_of(peer, report.head)
         if not group.has(peer):
-            group.report_steps(peer, StepReport(report.steps, report.seconds, report.age, now, report.is_stepping))
+            group.report_steps(peer, StepProgress(report.steps, report.seconds, report.age, now, report.is_stepping))
         group.steps.foresee(self._expected(group), now)
         at = group.steps.at
         closes_in = None if at is None or at - now > LONGEST_BATCH_SECONDS else max(0.0, at - now)
-        return StepsAdvice(group.closing or group.over, closes_in)
+        return messages.StepsAdvice(group.closing or group.over, closes_in)
 
-    async def _serve_pass(self, peer: str, request: Pass) -> Ahead:
-        """Note that a peer has nothing for the round after a head: nobody waits for it."""
+    async def _serve_pass(self, peer: str, request: messages.Pass) -> messages.Ahead:
+        """Stop waiting for a peer that has no work for the round after its head."""
         if self._position.is_ahead_of(request.head):
-            return Ahead(is_ahead=True)
+            return messages.Ahead(is_ahead=True)
         self._membership.heard_from(peer)
         group = self._group_of(peer, request.head)
         group.passed.add(peer)
         group.stir()
-        return Ahead(is_ahead=False)
+        return messages.Ahead(is_ahead=False)
 
     def _group_of(self, peer: str, head: Head) -> PendingGroup:
         """Return the pending group in which a peer averages after its head."""
         return self.group(head, self._cells.key_of(head, peer))
 
+    def _group_of_worker(self, peer: str, head: Head) -> PendingGroup | None:
+        """Return the pending group of a peer that reports work for it; None if its round is over."""
+        self._membership.heard_from(peer)
+        self._leaders.reached(peer)
+        if self._position.is_ahead_of(head):
+            return None
+        group = self._group_of(peer, head)
+        group.passed.discard(peer)
+        return group
+
     def reopen(self, key: Key) -> None:
-        """Forget the reports for a group that was to be closed, unless it has a ticket."""
+        """Discard the reports for a group that was closing, unless it has a ticket."""
         group = self._groups.get(key)
         if group is not None and not group.members:
-            group.answer_all(Refused("nothing is left of the round: it begins again"))
+            group.answer_all(messages.Refused("nothing is left of the round: it begins again"))
 
-    def goes_before(self, key: Key, peer: str) -> bool:
-        """Return True if another peer leads this round rather than this one."""
-        return self._leaders.order(key, peer) < self._leaders.order(key, self._context.peer_id)
+    def _goes_before(self, key: Key, peer: str) -> bool:
+        return self._leaders.order(key, peer) < self._leaders.order(key, self._context.rpc.peer_id)
 
     def _expected(self, group: PendingGroup) -> list[str]:
         """Return the slots that a group waits for."""
-        told = {*group.reporters, *self._leaders.probers(group.key)}
-        peers = {*self._membership.expected(), *(peer for peer in told if not self._membership.is_suspect(peer))}
-        peers.discard(self._context.peer_id)
+        active = {*group.reporters, *self._leaders.probers(group.key)}
+        peers = {*self._membership.expected(), *(peer for peer in active if not self._membership.is_suspect(peer))}
+        peers.discard(self._context.rpc.peer_id)
         if self._position.participates and self._position.is_of(group.key):
-            peers.add(self._context.peer_id)
+            peers.add(self._context.rpc.peer_id)
         peers -= group.passed
         return sorted({group.slot_of(peer) for peer in peers if self._cells.includes(group.key, peer)})
 
-    async def _conduct(self, key: Key, group: PendingGroup) -> None:
+    async def _lead(self, group: PendingGroup) -> None:
         """Run one pending group to its end; the leader's main loop."""
-        loop = asyncio.get_running_loop()
-        asking = Tasks()
+        loop, key, asking = asyncio.get_running_loop(), group.key, Tasks()
         probes: dict[str, asyncio.Task[None]] = {}
         probed_at: dict[str, float] = {}
         try:
@@ -317,7 +300,7 @@ class Coordinator:
                 group.changed.clear()
                 now = loop.time()
                 if self._position.is_ahead_of(group.head):
-                    group.answer_all(Behind(self._context.peer_id))
+                    group.answer_all(messages.Behind(self._context.rpc.peer_id))
                     break
                 expected = self._expected(group)
                 if not group.closing:
@@ -336,24 +319,24 @@ class Coordinator:
                     break
                 if decision.action == "give up":
                     alone = len(group.members) == 1
-                    group.answer_all(Refused(decision.reason, alone=alone))
+                    group.answer_all(messages.Refused(decision.reason, alone=alone))
                     break
                 if not group.members and now - group.last_activity > IDLE_GROUP_SECONDS:
                     break
-                # Above level 0 nobody is asked: who stands for a cell is the cell's business.
+                # Above level 0 the leader probes no peer: each cell chooses its delegate.
                 missing = [] if key.level else [peer for peer in expected if peer not in group.members]
-                missing = unasked or [peer for peer in missing if peer != self._context.peer_id]
+                missing = unasked or [peer for peer in missing if peer != self._context.rpc.peer_id]
                 for peer in missing if group.members or group.closing else []:
                     if peer not in probes and now - probed_at.get(peer, -PROBE_SECONDS) >= PROBE_SECONDS:
                         probed_at[peer] = now
-                        probes[peer] = asking.start(self._probe(peer, key, group), f"probe-{peer[-8:]}")
+                        probes[peer] = asking.start(self._probe(peer, group), f"probe-{peer[-8:]}")
                         probes[peer].add_done_callback(lambda _, peer=peer: probes.pop(peer, None))  # type: ignore[misc]
                 next_probe = min(
                     (probed_at[peer] + PROBE_SECONDS - now for peer in missing if peer in probed_at),
                     default=PROBE_SECONDS,
                 )
                 pause = max(next_probe, MIN_PAUSE_SECONDS)
-                if not unasked:  # Whose answers alone are waited for: the time for everything else is over.
+                if not unasked:  # Otherwise only the answers matter: all other deadlines have passed.
                     pause = min(pause, group.next_change(now))
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(pause):
@@ -361,21 +344,21 @@ class Coordinator:
         finally:
             await asking.close()
             if not group.over:
-                group.answer_all(Refused("the leader stopped"))
+                group.answer_all(messages.Refused("the leader stopped"))
             if self._groups.get(key) is group:
                 del self._groups[key]
 
     def _unasked(self, group: PendingGroup, now: float) -> list[str]:
-        """Return the absent peers to ask whether the swarm is ahead, before this group ends the round without them."""
+        """Return the absent peers to probe before this group ends the round without them; see `Absentees`."""
         if group.key.level:
             return []
         group.asking_since = now if group.asking_since is None else group.asking_since
         if now - group.asking_since > group.spec.matchmaking_seconds:
             return []
-        # After a long stop all records have run out; but who was in the last round is known.
-        trainers = {*self._membership.trainers(), *self._position.head.members} - {self._context.peer_id}
+        # After a long suspension all records have expired, but the members of the last round are known.
+        trainers = {*self._membership.trainers(), *self._position.head.members} - {self._context.rpc.peer_id}
         absent = [peer for peer in sorted(trainers - group.members.keys()) if self._cells.includes(group.key, peer)]
-        return self._absentees.to_ask(group.key, len(group.members), absent, now)
+        return self.absentees.to_ask(group.key, len(group.members), absent, now)
 
     def _finish(self, group: PendingGroup, expected: list[str], reason: str) -> None:
         late = [] if group.key.level else [peer for peer in expected if peer not in group.members]
@@ -384,19 +367,19 @@ class Coordinator:
             self._membership.missed_round(peer)
         logger.debug("round %d: group of %d: %s", group.head.round, len(members), reason)
 
-    async def _probe(self, peer: str, key: Key, group: PendingGroup) -> None:
-        """Ask a missing peer whether it lives; hurry it; learn of a leader that goes first or a swarm that is ahead."""
-        loop, patience = asyncio.get_running_loop(), probe_seconds(self._spec)
+    async def _probe(self, peer: str, group: PendingGroup) -> None:
+        """Probe a missing peer, and end this group if another leader goes first or the swarm is ahead."""
+        loop, key, seconds = asyncio.get_running_loop(), group.key, probe_seconds(self._spec)
         asked = loop.time()
         try:
-            said = await probe(self._context.rpc, peer, key, patience, closing=group.closing)
+            said = await probe(self._context.rpc, peer, key, seconds, closing=group.closing)
         except PeerRefusedError:
-            self._absentees.answered(peer, key, asked)
+            self.absentees.answered(peer, key, asked)
             return
         except (PeerError, DeadlineError) as error:
             self._membership.suspect(peer, str(error))
             self._leaders.lost(peer)
-            self._absentees.silent(peer, asked, loop.time(), patience)
+            self.absentees.silent(peer, asked, loop.time(), seconds)
             return
         finally:
             group.changed.set()
@@ -404,12 +387,12 @@ class Coordinator:
         self._membership.answered(peer)
         leader = said.leader
         if self._membership.is_convicted(leader):
-            self.on_misled(peer, leader)
+            self._on_misled(peer, leader)
         if not said.is_averaging:
-            self._absentees.answered(peer, key, asked)
+            self.absentees.answered(peer, key, asked)
         if group.over:
             return
         if is_ahead(said.head, group.head):
-            group.answer_all(Behind(peer))
-        elif leader and self.goes_before(key, leader) and not self._membership.is_suspect(leader):
-            group.answer_all(Redirected(leader))
+            group.answer_all(messages.Behind(peer))
+        elif leader and self._goes_before(key, leader) and not self._membership.is_suspect(leader):
+            group.answer_all(messages.Redirected(leader))

@@ -1,35 +1,115 @@
-"""Who leads the round in progress: in order of rank, but a leader that failed goes to the end of the line.
+"""The round in progress as this peer sees it: its head, and the peers that may lead its group.
 
-All members of a group see it break, so they pass over the same leader when they try again. A peer that was not in the
-group is redirected by the leader itself. Without that, a peer that leads badly, by malice or because others cannot
-reach it, would hold up its round for ever: ranks change only with the round.
+Peers lead in the order of `rank`, which changes with each round. A leader that failed goes to the end: its followers
+saw the group break, and all skip it in the next attempt. Without this, a malicious or unreachable leader would block
+its round for ever. A peer that was not in the group is redirected by the leader that took over.
 
-Each peer has its own view of the failures, and views differ where a peer comes late or comes again: two may each take
-the other for the leader, or both insist. Rank, on which all agree, decides between two that hand in to each other
-(`p2ptrain.averaging.grouping.coordinator.Coordinator.settle_on`). Between two that both have followers, failures of
-groups and rank decide (`Leaders.priority`), which they mostly see alike. That a peer could not be reached counts only
-until it is reached.
+Views of failures differ, so two peers may each follow the other, or both claim to lead. Between two peers that sent
+each other tickets, rank decides (`p2ptrain.averaging.grouping.coordinator.Coordinator.follow`). Between two that both
+have followers, failures of groups and rank decide (`Leaders.priority`); peers mostly agree on those.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from p2ptrain.averaging.grouping.cells import Cells, Key
 from p2ptrain.averaging.grouping.membership import Membership, rank
-from p2ptrain.averaging.grouping.messages import MAX_GOSSIP, Failures
+from p2ptrain.averaging.grouping.messages import MAX_GOSSIP, PROBE, Failures, Probe, ProbeReply
+from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.errors import PeerUnreachableError
+from p2ptrain.manifest import AveragingSpec
+from p2ptrain.network.rpc.client import Rpc
 
+LEAST_PROBE_SECONDS, MOST_PROBE_SECONDS = 3.0, 10.0
 MAX_PROBERS = 64
 MAX_FAILED = 1024
 MOST_BELIEVED = 3
 
 
 @dataclass
+class RoundPosition:
+    """The position of this peer among the rounds, shared by both sides of matchmaking.
+
+    Attributes:
+        peer: This peer's id.
+        participates: True if this peer trains; then it also waits for itself as a leader.
+        following: The group and the leader to which it sent a ticket.
+        closing: The group that should form with the work that this peer has.
+        running: The group, leader and members of the attempt that this peer is in.
+        on_close: Called each time another peer says that the round in progress closes.
+    """
+
+    head: Head
+    peer: str
+    cells: Cells
+    participates: bool = field(default=False, init=False)
+    following: tuple[Key, str] | None = field(default=None, init=False)
+    closing: Key | None = field(default=None, init=False)
+    running: tuple[Key, str, tuple[str, ...]] | None = field(default=None, init=False)
+    on_close: Callable[[], None] = lambda: None
+
+    @property
+    def key(self) -> Key:
+        """This peer's group on level 0 in the round in progress."""
+        return self.cells.key_of(self.head, self.peer)
+
+    @property
+    def is_closing(self) -> bool:
+        """True if this peer should hand in its work for the round in progress."""
+        return self.closing == self.key
+
+    def is_of(self, key: Key) -> bool:
+        """True if a group belongs to the round in progress."""
+        return key[:3] == (self.head.round, self.head.lineage, self.head.present)
+
+    def is_ahead_of(self, head: Head) -> bool:
+        """True if this peer's head wins over another one, whose round is then over."""
+        return is_ahead(self.head, head)
+
+    def broken_leaders(self, key: Key, peer: str) -> list[str]:
+        """Return the leader of this peer's running attempt, if ``peer`` sends a new ticket: there the attempt broke."""
+        if self.running is None or self.running[0] != key or peer not in self.running[2]:
+            return []
+        return [self.running[1]]
+
+    def close(self, key: Key) -> None:
+        """Close the round in progress with the work that this peer has, if ``key`` is its group."""
+        if key == self.key:
+            self.closing = key
+            self.on_close()
+
+
+def is_ahead(head: Head, other: Head) -> bool:
+    """True if ``head`` is later in the same lineage, or of one that wins."""
+    return head.lineage != other.lineage and head.outranks(other)
+
+
+def probe_seconds(spec: AveragingSpec) -> float:
+    """Return the timeout of a probe: a grace period, which fits the swarm's round trips."""
+    return min(max(LEAST_PROBE_SECONDS, spec.grace_seconds), MOST_PROBE_SECONDS)
+
+
+async def probe(rpc: Rpc, peer: str, key: Key, timeout_seconds: float, *, closing: bool = False) -> ProbeReply:
+    """Tell a peer that this one is in a round, and whether it closes; return that peer's position.
+
+    Raises:
+        PeerError: The peer is unreachable, refuses, or its reply is malformed.
+        DeadlineError: No reply in time.
+    """
+    return await rpc.call(peer, PROBE, Probe(key, closing), ProbeReply, timeout_seconds)
+
+
+@dataclass
 class _Seen:
-    """What was seen of one group to be."""
+    """Observations about one group.
+
+    Attributes:
+        probers: Peers that are in this round by their own account, even if no record says so yet.
+        unreachable: Leaders that this peer could not reach.
+    """
 
     failures: Counter[str] = field(default_factory=Counter)
     detours: Counter[str] = field(default_factory=Counter)
@@ -38,10 +118,7 @@ class _Seen:
 
 
 class Leaders:
-    """The candidates for one round after the other, seen from one peer.
-
-    Of each level of the tree it remembers one group, and forgets it when it is told of another.
-    """
+    """Candidates for the leader of each round; remembers the latest group on each level of the tree."""
 
     def __init__(self, own_id: str, membership: Membership, cells: Cells) -> None:
         self._own_id = own_id
@@ -49,71 +126,71 @@ class Leaders:
         self._cells = cells
         self._seen: dict[int, tuple[Key, _Seen]] = {}
 
-    def _turn_to(self, key: Key) -> _Seen:
+    def _remember(self, key: Key) -> _Seen:
+        """Return the observations about a group, and forget those about another group of its level."""
         if key.level not in self._seen or self._seen[key.level][0] != key:
             self._seen[key.level] = (key, _Seen())
         return self._seen[key.level][1]
 
     def _seen_of(self, key: Key) -> _Seen:
-        """Return the view of this group; an empty one if it is not the one that is remembered."""
         known, seen = self._seen.get(key.level, (None, _Seen()))
         return seen if known == key else _Seen()
 
     def failed(self, key: Key, leader: str) -> None:
-        """Note that nothing came of a group that this peer led."""
-        seen = self._turn_to(key)
-        if leader in seen.failures or len(seen.failures) < MAX_FAILED:
-            seen.failures[leader] += 1
+        """Record that a leader's group failed."""
+        self._count(self._remember(key).failures, leader)
 
     def redirect_loop(self, key: Key, leader: str) -> None:
-        """Note that a leader redirected this peer to one further back in the line, or in circles."""
-        seen = self._turn_to(key)
-        if leader in seen.detours or len(seen.detours) < MAX_FAILED:
-            seen.detours[leader] += 1
+        """Record that a leader redirected this peer to a later candidate, or in a loop."""
+        self._count(self._remember(key).detours, leader)
+
+    def _count(self, counter: Counter[str], leader: str) -> None:
+        if leader in counter or len(counter) < MAX_FAILED:
+            counter[leader] += 1
 
     def priority(self, key: Key, peer: str) -> tuple[int, bytes]:
-        """As `order`, without what concerns this peer alone: detours, and which leaders it could not reach."""
+        """Return the part of `order` on which peers mostly agree: failures of groups, and rank."""
         return (self._seen_of(key).failures[peer], rank(peer, key))
 
     def gossip(self, key: Key) -> Failures:
-        """Return how often leaders of this group failed, for a peer that comes new; the worst ones."""
+        """Return the leaders of this group with most failures, for newcomers."""
         return tuple(self._seen_of(key).failures.most_common(MAX_GOSSIP))
 
     def learn(self, key: Key, failures: Failures) -> None:
-        """Take over another peer's `gossip`, if this one saw no failure in the round itself.
+        """Adopt another peer's `gossip`, unless this peer has seen a failure in the round itself.
 
-        Otherwise a peer that comes late would send the others back to leaders that failed. A lie can make this peer
-        follow the liar for an attempt or two; its own view soon outweighs `MOST_BELIEVED` failures.
+        Otherwise a newcomer would redirect the others to leaders that failed. A liar gains an attempt or two: own
+        observations soon outweigh `MOST_BELIEVED` failures.
         """
-        seen = self._turn_to(key)
+        seen = self._remember(key)
         if not seen.failures:
             seen.failures.update({peer: min(number, MOST_BELIEVED) for peer, number in failures})
 
     def unanswered(self, key: Key, leader: str, error: Exception) -> None:
-        """Note that a leader did not answer: it is a suspect, and last in line if it could not be reached."""
+        """Suspect a leader that did not answer; if it was unreachable, it is the last candidate until `reached`."""
         self._membership.suspect(leader, str(error))
         self.lost(leader)
-        if isinstance(error, PeerUnreachableError) and len(self._turn_to(key).unreachable) < MAX_FAILED:
-            self._turn_to(key).unreachable.add(leader)
+        if isinstance(error, PeerUnreachableError) and len(self._remember(key).unreachable) < MAX_FAILED:
+            self._remember(key).unreachable.add(leader)
 
     def unreachable(self, key: Key) -> set[str]:
-        """Leaders of this group that could not be asked, and were not `reached` since."""
+        """Return the leaders of this group that were not `reached` since a dial failed."""
         return self._seen_of(key).unreachable
 
     def reached(self, peer: str) -> None:
-        """Note that a peer answered or asked: it may have started again, and is connected now."""
+        """Record that a peer is connected: it may have restarted."""
         for _, seen in self._seen.values():
             seen.unreachable.discard(peer)
 
     def probed_by(self, key: Key, peer: str) -> None:
-        """Note that a peer is in this round, even if no record says so yet: it sent a probe, or was in the last one."""
-        seen = self._turn_to(key)
+        """Record that a peer is in this round by its own account: it sent a probe, or was in the last round."""
+        seen = self._remember(key)
         self.reached(peer)
         if len(seen.probers) < MAX_PROBERS:
             seen.probers.add(peer)
 
     def lost(self, peer: str) -> None:
-        """Note that a peer does not answer; the membership knows only those that have a record."""
+        """Record that a peer does not answer; the membership only knows peers with a record."""
         for _, seen in self._seen.values():
             seen.probers.discard(peer)
 
@@ -122,15 +199,14 @@ class Leaders:
         return self._seen_of(key).probers
 
     def order(self, key: Key, peer: str) -> tuple[int, bytes]:
-        """Return a peer's sort key in the line of leaders; the smallest leads."""
+        """Return a peer's sort key among the candidates; the smallest leads."""
         seen = self._seen_of(key)
         return (seen.failures[peer] + seen.detours[peer] + (peer in seen.unreachable), rank(peer, key))
 
     def candidates(self, key: Key, excluded: Collection[str]) -> list[str]:
-        """Return the peers of the cell that may lead, the first in line first; at least this peer.
+        """Return the peers of the cell that may lead, in order; at least this peer.
 
-        Absentees are among them: if peers that left each other out did not ask each other, they would go on as lone
-        lineages for ever.
+        Absentees are included: peers that excluded each other would otherwise fork into lone lineages for ever.
         """
         others = {*self._membership.alive_trainers(), *self.probers(key)}.difference(excluded)
         others = {peer for peer in others if not self._membership.is_convicted(peer)}
@@ -138,5 +214,5 @@ class Leaders:
         return sorted(there, key=lambda peer: self.order(key, peer))
 
     def first(self, key: Key) -> str:
-        """Return the peer to report to: the first in line that could be reached so far."""
+        """Return the peer to report to: the first candidate that is not unreachable."""
         return self.candidates(key, self.unreachable(key))[0]

@@ -1,8 +1,7 @@
-"""Forming a group, a member's side over the network: who leads, who follows, who is too late or ahead.
+"""A member's side of matchmaking: send a ticket to the round's leader, and check the roster that it returns.
 
-Every trainer runs a `Matchmaker`. `find_group` hands a ticket to the round's leader (possibly itself) and returns the
-roster. Views of who is there may differ, so two peers may both think that they lead: a follower is redirected to a
-leader of smaller rank, and leaders that probe each other's followers merge into the one of smaller rank.
+Every trainer runs a `Matchmaker`. Views of the present peers may differ, so that two peers both claim to lead. Then
+followers are redirected to the leader of smaller rank, and leaders that probe each other's followers merge.
 """
 
 from __future__ import annotations
@@ -10,38 +9,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from p2ptrain.averaging.context import PeerContext
+from p2ptrain.averaging.grouping import messages
 from p2ptrain.averaging.grouping.cells import Cells, Key
 from p2ptrain.averaging.grouping.coordinator import CONVICTED, MAX_HOPS, Coordinator
-from p2ptrain.averaging.grouping.leaders import Leaders
+from p2ptrain.averaging.grouping.leaders import Leaders, RoundPosition, is_ahead, probe, probe_seconds
 from p2ptrain.averaging.grouping.membership import Membership
-from p2ptrain.averaging.grouping.messages import (
-    JOIN,
-    MAX_TRIED,
-    PROBE,
-    REPORT,
-    Answer,
-    BatchAdvice,
-    BatchReport,
-    Behind,
-    Formed,
-    Join,
-    Probe,
-    ProbeReply,
-    Redirected,
-    Refused,
+from p2ptrain.averaging.grouping.pending_group import is_consistent
+from p2ptrain.averaging.grouping.reporting import Pacing, Standby
+from p2ptrain.averaging.protocol.certificate import Head, Roster, Ticket
+from p2ptrain.averaging.timing.deadlines import (
+    AnswerTimeouts,
+    leader_allowance_seconds,
+    leader_dial_seconds,
+    receive_answer,
+    silence_seconds,
 )
-from p2ptrain.averaging.grouping.pacing import Pacing
-from p2ptrain.averaging.grouping.pending_group import agrees_with_itself
-from p2ptrain.averaging.grouping.round_position import RoundPosition, is_ahead, probe, probe_seconds
-from p2ptrain.averaging.grouping.standby import Standby
-from p2ptrain.averaging.protocol.certificate import Roster, Ticket
-from p2ptrain.averaging.protocol.head import Head
-from p2ptrain.averaging.timing.deadlines import leader_allowance_seconds, leader_dial_seconds, silence_seconds
-from p2ptrain.averaging.timing.global_batch import LONGEST_BATCH_SECONDS, NO_GOAL, Goal
-from p2ptrain.averaging.timing.keepalive import Patience, answer_after_beats
+from p2ptrain.averaging.timing.goal import NO_GOAL, Goal
 from p2ptrain.errors import DeadlineError, IntegrityError, PeerError, PeerRefusedError, TemporaryError
 from p2ptrain.tasks import Tasks, together
 
@@ -57,7 +43,7 @@ class BehindError(TemporaryError):
     """The swarm is ahead of this peer, or on a lineage that wins over its own.
 
     Args:
-        source: A peer that holds the better head, or knows who does.
+        source: A peer that holds the better head, or knows a holder.
     """
 
     def __init__(self, source: str) -> None:
@@ -70,120 +56,110 @@ class MismatchError(TemporaryError):
 
 
 class NoGroupError(TemporaryError):
-    """No group could be formed; the message says why."""
+    """No group formed; the message says why."""
 
 
 class Matchmaker:
-    """Finds groups for this peer; its `Coordinator` leads groups when it is its turn."""
+    """Finds groups for this peer; its `Coordinator` leads groups.
 
-    def __init__(self, context: PeerContext, membership: Membership, head: Head, goal: Goal = NO_GOAL) -> None:
+    Attributes:
+        position: This peer's head and place in matchmaking; `set_head` updates it.
+        leaders: Candidates for the leader.
+        last_leader: Leader of the group found last; empty before the first.
+    """
+
+    def __init__(
+        self,
+        context: PeerContext,
+        membership: Membership,
+        head: Head,
+        goal: Goal = NO_GOAL,
+        on_misled: Callable[[str, str], None] = lambda peer, leader: None,
+    ) -> None:
         self._context = context
         self._spec = context.spec
         self._membership = membership
         self.cells = Cells(context.spec.group_size)
-        self._position = RoundPosition(head, context.peer_id, self.cells)
+        self.position = RoundPosition(head, context.rpc.peer_id, self.cells)
         self._last_leader: tuple[Key, str] | None = None
-        self._leaders = Leaders(context.peer_id, membership, self.cells)
-        self._coordinator = Coordinator(context, membership, self._leaders, self._position, goal)
+        self.leaders = Leaders(context.rpc.peer_id, membership, self.cells)
+        self._coordinator = Coordinator(context, membership, self.leaders, self.position, goal, on_misled)
         self._tasks = Tasks()
-        self._asking: tuple[str, asyncio.Task[Answer]] | None = None
-        self.standby = Standby(context, membership, self._leaders, self._coordinator, self._position)
-        self.pacing = Pacing(context, self._leaders, self._position, goal.steps)
-        context.rpc.serve(PROBE, Probe, self._serve_probe)
-
-    @property
-    def head(self) -> Head:
-        """This peer's head; its owner keeps it current with `move`."""
-        return self._position.head
-
-    def on_misled(self, show: Callable[[str, str], None]) -> None:
-        """Have ``show`` called with each peer that follows a leader which is convicted here, and that leader."""
-        self._coordinator.on_misled = show
+        self._asking: tuple[str, asyncio.Task[messages.Answer]] | None = None
+        self.standby = Standby(context, membership, self.leaders, self._coordinator, self.position)
+        self.pacing = Pacing(context, self.leaders, self.position, goal.steps)
+        context.rpc.serve(messages.PROBE, messages.Probe, self._serve_probe)
 
     def abandon(self, leader: str) -> None:
-        """Follow a peer no longer: it was proved to have falsified a mean."""
+        """Stop following a leader that falsified a mean."""
         if self._asking is not None and self._asking[0] == leader:
             self._asking[1].cancel()
 
-    @property
-    def participates(self) -> bool:
-        """Whether this peer trains: a leader then waits for itself too."""
-        return self._position.participates
-
-    @participates.setter
-    def participates(self, value: bool) -> None:
-        self._position.participates = value
-        (self.pacing.start if value else self.pacing.stop)()
+    def participate(self, trains: bool) -> None:
+        """Set whether this peer trains; if so, it reports its steps, and waits for itself as a leader."""
+        self.position.participates = trains
+        (self.pacing.start if trains else self.pacing.stop)()
 
     @property
     def last_leader(self) -> str:
-        """Who led the group found last; empty before the first."""
         return self._last_leader[1] if self._last_leader is not None else ""
 
-    def is_closing(self) -> bool:
-        """Return True if the round in progress should be closed with what this peer has."""
-        return self._position.is_closing
-
-    def move(self, head: Head) -> None:
-        """Go on to another head, with the members of its last round, even if no record says so yet."""
-        self._position.head = head
-        self._position.running = None
+    def set_head(self, head: Head) -> None:
+        """Continue from another head, and expect the members of its last round even without records."""
+        self.position.head = head
+        self.position.running = None
         self.standby.moved()
-        for peer in head.members:
-            here = self.cells.includes(self._position.key, peer)
-            if here and peer != self._context.peer_id and self._membership.is_news(peer):
-                self._leaders.probed_by(self._position.key, peer)
+        for peer in self._in_cell(self.position.key, head.members):
+            if peer != self._context.rpc.peer_id and self._membership.is_unannounced(peer):
+                self.leaders.probed_by(self.position.key, peer)
+
+    def _in_cell(self, key: Key, peers: Iterable[str]) -> list[str]:
+        return [peer for peer in peers if self.cells.includes(key, peer)]
 
     async def close(self) -> None:
-        """Stop leading; followers move on to the next leader."""
+        """Stop leading; followers turn to the next candidate."""
         await self.pacing.close()
         await self._tasks.close()
         await self._coordinator.close()
 
     def announce_soon(self, head: Head) -> None:
-        """`announce`, while this peer is still on its way to ``head``: the others wait a grace period for it."""
+        """Run `announce` while this peer still catches up with ``head``: the others wait a grace period for it."""
         self._tasks.start(self.announce(head), "announce")
 
     async def announce(self, head: Head | None = None) -> None:
-        """Tell all of its cell that train, or are about to, that this peer takes part in the round after a head.
+        """Tell the present peers of its cell that this one takes part in the round after ``head``, by default its own.
 
-        Records spread with a delay; without this, two peers that start together would each end their first round alone.
-
-        Args:
-            head: None for the head of this peer.
+        Records spread with a delay: without this, peers that start together would each end their first round alone.
         """
-        key = self.cells.key_of(head or self._position.head, self._context.peer_id)
-        peers = [peer for peer in self._membership.present() if self.cells.includes(key, peer)][:MAX_GREETED]
+        key = self.cells.key_of(head or self.position.head, self._context.rpc.peer_id)
+        peers = self._in_cell(key, self._membership.present())[:MAX_GREETED]
         await together("greet", (self._greet(peer, key) for peer in peers))
 
     async def check_alone(self) -> None:
-        """Ask the others once more before a round is ended alone that took so long that their answers are old news.
-
-        A peer that was stopped in the middle of it would end a round that the others have ended meanwhile.
+        """Probe the others before this peer ends a long round alone: it may have been suspended meanwhile.
 
         Raises:
-            BehindError: They have.
+            BehindError: The others have ended the round.
         """
-        key, ahead, seconds = self._position.key, list[str](), probe_seconds(self._spec)
+        key, ahead, seconds = self.position.key, list[str](), probe_seconds(self._spec)
 
         async def ask(peer: str) -> None:
             with contextlib.suppress(PeerError, DeadlineError):
-                if is_ahead((await probe(self._context.rpc, peer, key, seconds)).head, self.head):
+                if is_ahead((await probe(self._context.rpc, peer, key, seconds)).head, self.position.head):
                     ahead.append(peer)
 
-        trainers = {*self._membership.trainers(), *self.head.members} - {self._context.peer_id}
-        there = [peer for peer in sorted(trainers) if self.cells.includes(key, peer)]
-        await together("ask", (ask(peer) for peer in there[:MAX_GREETED]))
+        trainers = {*self._membership.trainers(), *self.position.head.members} - {self._context.rpc.peer_id}
+        await together("ask", (ask(peer) for peer in self._in_cell(key, sorted(trainers))[:MAX_GREETED]))
         if ahead:
             raise BehindError(ahead[0])
 
     def _ask_absentees(self, key: Key, members: tuple[str, ...]) -> None:
-        """Find out in the background which expected peers did not come because they do not live.
+        """Probe the expected peers that did not join, in the background.
 
-        The leader asked them before it formed the group. The next round has another leader, which would wait again.
+        The group's leader has probed them, but the next round's leader has not, and would wait for dead ones.
         """
         absent = set(self._membership.expected()).difference(members) if key.level == 0 else set()
-        for peer in sorted(peer for peer in absent if self.cells.includes(key, peer))[:MAX_GREETED]:
+        for peer in self._in_cell(key, sorted(absent))[:MAX_GREETED]:
             self._tasks.start(self._ask_absentee(peer, key), "absentee")
 
     async def _ask_absentee(self, peer: str, key: Key) -> None:
@@ -193,55 +169,51 @@ class Matchmaker:
             return
         except (PeerError, DeadlineError) as error:
             self._membership.suspect(peer, str(error))
-            self._leaders.lost(peer)
+            self.leaders.lost(peer)
 
     async def _greet(self, peer: str, key: Key) -> None:
         try:
             said = await probe(self._context.rpc, peer, key, probe_seconds(self._spec))
-            if key == self._position.key:
-                self._leaders.learn(key, said.failures)
+            if key == self.position.key:
+                self.leaders.learn(key, said.failures)
         except PeerRefusedError as error:
             logger.debug("peer %s takes no part: %s", peer[-8:], error)
         except (PeerError, DeadlineError) as error:
-            self._leaders.lost(peer)  # It may have said that it takes part, and died since.
+            self.leaders.lost(peer)  # It may have announced itself, and died since.
             logger.debug("peer %s was not told that this one takes part: %s", peer[-8:], error)
 
-    async def _serve_probe(self, peer: str, question: Probe) -> ProbeReply:
+    async def _serve_probe(self, peer: str, question: messages.Probe) -> messages.ProbeReply:
         key, closing = question.key, question.closing
         self.cells.check(key)
         if self._membership.is_convicted(peer):
-            raise PeerRefusedError(self._context.peer_id, CONVICTED)
-        self._coordinator.heard_from(peer)
+            raise PeerRefusedError(self._context.rpc.peer_id, CONVICTED)
+        self._coordinator.absentees.heard_from(peer)
         if closing:
-            self._position.close(key)
-        if key == self._position.key and self.cells.includes(key, peer):
-            self._leaders.probed_by(key, peer)
-        followed, running = self._position.following, self._position.running
+            self.position.close(key)
+        if key == self.position.key and self.cells.includes(key, peer):
+            self.leaders.probed_by(key, peer)
+        followed, running = self.position.following, self.position.running
         leader = followed[1] if followed is not None and followed[0] == key else ""
-        if leader == self._context.peer_id and self._coordinator.give_way(key, peer, closing):
+        if leader == self._context.rpc.peer_id and self._coordinator.give_way(key, peer, closing):
             leader = peer
         is_averaging = running is not None and running[0] == key
-        return ProbeReply(self.head.without_proof(), leader, self._leaders.gossip(key), is_averaging)
-
-    def lost(self, peer: str) -> None:
-        """Note that a peer did not do its part in a group: it is not asked to lead until it shows itself again."""
-        self._leaders.lost(peer)
+        return messages.ProbeReply(self.position.head.without_proof(), leader, self.leaders.gossip(key), is_averaging)
 
     # --- following -----------------------------------------------------------------------------------------------
 
     def group_broke(self) -> None:
-        """Note that the group found last broke: another peer leads the next attempt."""
-        self._position.running = None
+        """Record that the group found last broke: another peer leads the next attempt."""
+        self.position.running = None
         if self._last_leader is not None:
-            self._leaders.failed(*self._last_leader)
+            self.leaders.failed(*self._last_leader)
 
     async def find_group(self, ticket: Ticket) -> Roster:
-        """Hand in a ticket and wait for the roster.
+        """Send a ticket to the leader, and return the roster.
 
         Raises:
             BehindError: The swarm is ahead, or on a better lineage.
             MismatchError: This peer's digest or layout is not the group's.
-            NoGroupError: The deadline passed, or too few peers are there.
+            NoGroupError: The deadline passed, or too few peers are present.
         """
         loop = asyncio.get_running_loop()
         grace = (1 + ticket.level) * self._spec.grace_seconds
@@ -253,57 +225,59 @@ class Matchmaker:
             while (remaining := deadline - loop.time()) > 0:
                 if self._coordinator.closed:
                     raise NoGroupError("this peer is leaving")
-                excluded = [*tried, *sorted(self._leaders.unreachable(key))]
-                leader = self._coordinator.settle_on(key, target or self._leaders.candidates(key, excluded)[0])
-                self._position.following = self._last_leader = (key, leader)
+                excluded = [*tried, *sorted(self.leaders.unreachable(key))]
+                leader = self._coordinator.follow(key, target or self.leaders.candidates(key, excluded)[0])
+                self.position.following = self._last_leader = (key, leader)
                 answer = await self._hand_in(leader, ticket, [*self._suspects(key), *excluded], hops, remaining)
-                if answer is not None and not isinstance(answer, Redirected):
+                if answer is not None and not isinstance(answer, messages.Redirected):
                     roster = self._accept(answer, ticket, leader)
-                    self._position.running = (key, leader, roster.members)
-                    if leader != self._context.peer_id:
+                    self.position.running = (key, leader, roster.members)
+                    if leader != self._context.rpc.peer_id:
                         self._ask_absentees(key, roster.members)
                     return roster
                 hops += answer is not None
                 target = self._next_leader(key, leader, answer.peer, tried, hops) if answer else ""
-                worse = not target or self._leaders.order(key, target) > self._leaders.order(key, leader)
-                if worse and leader not in self._leaders.unreachable(key):
-                    # It failed, leads no more, or leads in circles; nor must this peer send others there.
+                worse = not target or self.leaders.order(key, target) > self.leaders.order(key, leader)
+                if worse and leader not in self.leaders.unreachable(key):
+                    # It failed, stopped leading, or redirects in a loop; this peer must not redirect others to it.
                     tried.append(leader)
-                    (self._leaders.redirect_loop if answer else self._leaders.failed)(key, leader)
+                    (self.leaders.redirect_loop if answer else self.leaders.failed)(key, leader)
                 if hops > MAX_HOPS:
                     await asyncio.sleep(RETRY_SECONDS)
         except TemporaryError:
             self.group_broke()
             raise
         finally:
-            self._position.following = None
+            self.position.following = None
         self.group_broke()
         raise NoGroupError("no group was found before the matchmaking deadline")
 
     def _suspects(self, key: Key) -> list[str]:
-        """Return the peers that this one would not follow now, the first in line last."""
-        there = [peer for peer in self._membership.suspects() if self.cells.includes(key, peer)]
-        return sorted(there, key=lambda peer: self._leaders.order(key, peer), reverse=True)
+        """Return the suspects of the cell, the first candidate last."""
+        there = self._in_cell(key, self._membership.suspects())
+        return sorted(there, key=lambda peer: self.leaders.order(key, peer), reverse=True)
 
     def _next_leader(self, key: Key, leader: str, wanted: str, tried: list[str], hops: int) -> str:
-        """Return the peer to which a leader redirected; empty if that is of no use."""
-        if wanted in self._leaders.unreachable(key):
+        """Return the peer ``wanted`` to which a leader redirected; empty if this peer must not follow it."""
+        if wanted in self.leaders.unreachable(key):
             return ""
-        if leader == self._context.peer_id:  # Its own coordinator heard from the other that it leads now.
+        if leader == self._context.rpc.peer_id:  # Its own coordinator yielded to the other.
             return wanted
         useless = hops > MAX_HOPS or wanted in tried or self._membership.is_suspect(wanted)
         return "" if useless else wanted
 
     async def _hand_in(
         self, leader: str, ticket: Ticket, excluded: list[str], hops: int, timeout_seconds: float
-    ) -> Answer | None:
-        """Return one leader's answer; None when it failed and the next should be asked."""
+    ) -> messages.Answer | None:
+        """Return one leader's answer; None if it failed."""
         avoid = self._membership.avoided()
         try:
-            if leader == self._context.peer_id:
+            if leader == self._context.rpc.peer_id:
                 async with asyncio.timeout(timeout_seconds):
-                    return await self._coordinator.enlist(ticket, self.head, excluded, MAX_HOPS, avoid)
-            request = Join(ticket, self.head.without_proof(), tuple(excluded[-MAX_TRIED:]), hops, tuple(avoid))
+                    return await self._coordinator.enlist(ticket, self.position.head, excluded, MAX_HOPS, avoid)
+            request = messages.Join(
+                ticket, self.position.head.without_proof(), tuple(excluded[-messages.MAX_TRIED :]), hops, tuple(avoid)
+            )
             try:
                 async with Tasks() as tasks:
                     asking = tasks.call(self._ask(leader, request, timeout_seconds), f"join-{leader[-8:]}")
@@ -315,41 +289,37 @@ class Matchmaker:
         except PeerRefusedError as error:
             logger.info("peer %s does not lead round %d: %s", leader[-8:], ticket.round, error.reason)
         except (PeerError, DeadlineError) as error:
-            self._leaders.unanswered(self.cells.key_of(ticket, ticket.peer, ticket.level), leader, error)
+            self.leaders.unanswered(self.cells.key_of(ticket, ticket.peer, ticket.level), leader, error)
             logger.info("leader %s of round %d failed: %s", leader[-8:], ticket.round, error)
         except TimeoutError:
             logger.info("no group for round %d within the deadline", ticket.round)
         return None
 
-    async def _ask(self, leader: str, request: Join, timeout_seconds: float) -> Answer:
+    async def _ask(self, leader: str, request: messages.Join, timeout_seconds: float) -> messages.Answer:
         """Return another peer's answer to a ticket; keepalives extend the wait."""
         loop, rpc, grace = asyncio.get_running_loop(), self._context.rpc, self._spec.grace_seconds
         began = loop.time()
         dial_seconds = leader_dial_seconds(grace, rpc.dial_seconds(leader), OPEN_TIMEOUT_SECONDS)
-        async with rpc.open(leader, JOIN, request, dial_seconds) as channel:
+        async with rpc.open(leader, messages.JOIN, request, dial_seconds) as channel:
             dialled = loop.time() - began
-            patience = Patience(timeout_seconds - dialled, grace, leader_allowance_seconds(grace), dialled)
-            return await answer_after_beats(channel, Answer, patience, MAX_ROSTER_BYTES)
+            timeouts = AnswerTimeouts(timeout_seconds - dialled, grace, leader_allowance_seconds(grace), dialled)
+            return await receive_answer(channel, messages.Answer, timeouts, MAX_ROSTER_BYTES)
 
-    def _accept(self, answer: Answer, ticket: Ticket, leader: str) -> Roster:
-        """Turn a leader's final answer into a roster or a typed error; nothing in it is trusted."""
+    def _accept(self, answer: messages.Answer, ticket: Ticket, leader: str) -> Roster:
+        """Return the roster of a leader's final answer, or raise the error that the answer means."""
         match answer:
-            case Formed(tickets):
+            case messages.Formed(tickets):
                 return self._check_roster(Roster(tickets), ticket, leader)
-            case Refused(reason, mismatch, alone):
-                if leader == self._context.peer_id and alone:
-                    self._last_leader = None  # Nobody came to this peer: that says nothing against it.
+            case messages.Refused(reason, mismatch, alone):
+                if leader == self._context.rpc.peer_id and alone:
+                    self._last_leader = None  # No other peer came: this is no failure of the leader.
                 raise MismatchError(reason) if mismatch else NoGroupError(reason)
-            case Behind(peer):
+            case messages.Behind(peer):
                 raise BehindError(peer or leader)
         raise AssertionError(f"{answer} is no final answer")
 
     def _check_roster(self, roster: Roster, own: Ticket, leader: str) -> Roster:
-        """Return a roster if this peer may take part in it.
-
-        Raises:
-            NoGroupError: It must not.
-        """
+        """Return a roster; raise `NoGroupError` unless it is valid and this peer may take part in it."""
         context, spec = self._context, self._spec
         try:
             if len(roster.tickets) > spec.group_size:
@@ -361,7 +331,7 @@ class Matchmaker:
         except IntegrityError as error:
             self._membership.suspect(leader, str(error))
             raise NoGroupError(f"the leader sent a roster with {error}") from error
-        if own not in roster.tickets or not agrees_with_itself(roster, self.cells):
+        if own not in roster.tickets or not is_consistent(roster, self.cells):
             raise NoGroupError("the leader sent a roster that does not agree with itself")
         if any(self._membership.is_convicted(peer) for peer in roster.members):
             raise NoGroupError("the leader sent a roster with a peer that was proved to have falsified a mean")
@@ -370,38 +340,3 @@ class Matchmaker:
         if is_last and peers < spec.min_peers:
             raise NoGroupError(f"{peers} of at least {spec.min_peers} peers are ready")
         return roster
-
-    async def report(
-        self, samples: int, batch_samples: int, batch_seconds: float, is_behind: Callable[[], bool]
-    ) -> bool:
-        """Tell the round's leader how far this peer is, and wait while another local batch would be too much.
-
-        Args:
-            samples: Samples that this peer has for the round.
-            batch_samples: Of which in its last local batch.
-            batch_seconds: How long that took.
-            is_behind: True if others are known to be ahead: then nobody comes to fill the batch of this round.
-
-        Returns:
-            True when the round should be closed now, or is over elsewhere; False when this peer should compute another
-            local batch.
-        """
-        key, rpc = self._position.key, self._context.rpc
-        seconds = min(batch_seconds, LONGEST_BATCH_SECONDS)
-        while key == self._position.key:
-            leader = self._leaders.first(key)
-            report = BatchReport(self.head.without_proof(), samples, min(batch_samples, samples), seconds)
-            try:
-                advice = await rpc.call(leader, REPORT, report, BatchAdvice, probe_seconds(self._spec))
-            except PeerRefusedError:
-                return False
-            except (PeerError, DeadlineError) as error:
-                self._leaders.unanswered(key, leader, error)
-                return False
-            if advice.closing:
-                self._position.close(key)
-            if self.is_closing() or not advice.wait:
-                break
-            if is_behind():
-                return True
-        return self.is_closing()

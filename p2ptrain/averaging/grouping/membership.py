@@ -1,16 +1,16 @@
-"""Who is there, as far as this peer can tell: records from the directory, corrected by what it saw itself.
+"""The swarm's peers in one peer's view: records of the directory, corrected by own observations.
 
-A record says that a peer lived when it wrote it; a failed dial or a silent stream says that it does not answer *now*.
-A suspect is not waited for until it proves otherwise: by a ticket or report of its own at once, by a record that was
-written after it fell silent, after a back-off that doubles with every failure. Nobody is ever banned for failing, and
-suspicion is not gossiped, so a false accusation harms nobody.
+A record proves that a peer lived when it wrote the record. A failed dial or a silent stream makes the peer a *suspect*.
+No round waits for a suspect until it acts (a ticket, a report), or until a record written after its silence arrives and
+a backoff has passed, which doubles with each failure. Failures ban no peer, and suspicion is not gossiped.
 
-Three things outlast a peer's word that it is well. A peer that was proved to have lied
-(`p2ptrain.averaging.verification.evidence`) never comes into this peer's groups again. A peer with which rounds broke
-again and again stays out of them for a while (`Membership.broke_with`): two peers that reach everybody but each other
-would otherwise break every round of the swarm. And a peer whose record turned out to promise too much is not followed
-for a while (`Membership.mistrust`); if it let this one wait as well, then only once it has shown, to a question that
-nobody waits for, that it holds what it announces (`Membership.vouch`).
+Three judgements outlast a peer's own signs of life:
+
+* A *convicted* peer falsified a mean (`p2ptrain.averaging.verification.evidence`), and never joins this peer's groups.
+* An *avoided* peer broke rounds repeatedly (`Membership.broke_with`), and stays out for a while. Otherwise two peers
+  that reach all others but not each other would break every round.
+* A *mistrusted* peer lacked the state that it announced, and is not followed for a while. If it also stalled this peer,
+  it is *doubted* until it has answered a question on which no round depends (`Membership.vouch`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from p2ptrain.runtime import Runtime
 FIRST_SUSPICION_SECONDS = 2.0
 LONGEST_SUSPICION_SECONDS = 60.0
 RECORD_DELAY_SECONDS = 5.0
-"""A record may be seen so long after it was written: `p2ptrain.node.presence` looks every 2 seconds, with look-ups of
-some seconds. What is seen within this time proves nothing about a peer that fell silent."""
+"""Maximum delay from a record's writing to its arrival: the interval of `p2ptrain.node.presence`, and a look-up. A
+record that arrives within this time of a silence may be older than the silence."""
 BREAKS_BEFORE_AVOIDING = 2
 FIRST_AVOIDANCE_SECONDS = 15.0
 LONGEST_AVOIDANCE_SECONDS = 240.0
@@ -36,13 +36,13 @@ LONGEST_MISTRUST_SECONDS = 240.0
 MAX_AVOIDED_PEERS = 16
 MAX_KNOWN_PEERS = 4096
 ANSWER_SECONDS = 2.0
-"""A peer that answered is not asked again about the same round for so long: others wait longer for a leader."""
+"""Time for which a peer's answer about a round holds; < the time that followers wait for a leader."""
 SILENCE_SECONDS = 10.0
-"""A peer that did not answer is not asked again about any round for so long."""
+"""Time for which a silent peer is not asked again about any round."""
 ARRIVING_STATES = ("starting", "syncing")
-"""States of a peer that will hand in tickets."""
+"""States of a peer that will send tickets."""
 ACTIVE_STATES = ("training", "paused")
-"""States of a peer that hands in tickets; one that is paused keeps asking for a group."""
+"""States of a peer that sends tickets; a paused one keeps looking for a group."""
 
 
 @dataclass
@@ -65,7 +65,7 @@ class _Known:
 
 
 class Membership:
-    """The peers of a swarm, seen from one of them."""
+    """One peer's view of the others; lists of peers are sorted by id and without this peer."""
 
     def __init__(self, own_id: str, runtime: Runtime) -> None:
         self._own_id = own_id
@@ -74,7 +74,7 @@ class Membership:
         self._convicted: set[str] = set()
 
     def update(self, record: PeerRecord, sequence: int, expires_at: float) -> None:
-        """Take in a verified record; older sequences are ignored."""
+        """Store a verified record; ignore older sequences."""
         if record.peer == self._own_id:
             return
         known = self._known.get(record.peer)
@@ -88,21 +88,21 @@ class Membership:
                 known.suspect_sequence = sequence
 
     def forget(self, peer: str) -> None:
-        """Drop a peer that says that it is no longer one of these."""
+        """Drop a peer that says that it has left."""
         self._known.pop(peer, None)
 
     def forget_expired(self) -> None:
-        """Drop peers whose records ran out."""
+        """Drop peers with expired records."""
         now = self._runtime.now()
         self._known = {peer: known for peer, known in self._known.items() if known.expires_at > now}
 
     def records(self) -> list[PeerRecord]:
-        """The unexpired records of other peers, suspects included, ordered by peer id."""
+        """Return all unexpired records, suspects' included."""
         now = self._runtime.now()
         return [self._known[peer].record for peer in sorted(self._known) if self._known[peer].expires_at > now]
 
     def suspect(self, peer: str, reason: str) -> None:
-        """Note that a peer did not answer: it is not waited for until it shows signs of life."""
+        """Record that a peer did not answer; rounds do not wait for it until it shows signs of life."""
         known = self._known.get(peer)
         if known is None:
             return
@@ -114,7 +114,7 @@ class Membership:
         known.reason = reason
 
     def heard_from(self, peer: str) -> None:
-        """Note that a peer acted (a ticket, a report): suspicion ends at once."""
+        """Record that a peer acted (a ticket, a report): suspicion ends at once."""
         known = self._known.get(peer)
         if known is not None:
             known.failures = 0
@@ -124,19 +124,17 @@ class Membership:
             known.reason = ""
 
     def answered(self, peer: str) -> None:
-        """Note that a peer answered: it is waited for, unless it stayed away from the last round."""
+        """Record that a peer answered: suspicion ends, but rounds that it missed still count."""
         known = self._known.get(peer)
         if known is not None:
             known.suspect_until, known.suspect_sequence = 0.0, -1
 
     def broke_with(self, peer: str, reason: str, leader: str = "") -> None:
-        """Note that an attempt broke on a peer: it is a suspect, and after a second time also avoided.
+        """Record that an attempt broke on a peer: it is a suspect, and from the second time on also avoided.
 
         Args:
-            peer: With which it broke.
-            reason: How.
-            leader: Who put the group together, where that could be the cause: then only a second leader's group that
-                breaks on the same peer tells that it is the peer. Empty when the peer did wrong for certain.
+            leader: Leader of the group, if it may have caused this: then only breaks under two leaders count. Empty if
+                the peer is at fault for certain.
         """
         self.suspect(peer, reason)
         known = self._known.get(peer)
@@ -148,7 +146,7 @@ class Membership:
                 known.avoid_until = self._runtime.now() + min(doubled, LONGEST_AVOIDANCE_SECONDS)
 
     def finished_with(self, peer: str) -> None:
-        """Note that a round came to its end with a peer in it."""
+        """Record that a round with a peer was completed."""
         known = self._known.get(peer)
         if known is not None:
             known.breaks = 0
@@ -156,15 +154,15 @@ class Membership:
             known.avoid_until = 0.0
 
     def convict(self, peer: str) -> None:
-        """Note that a peer was proved to have lied: it stays out of this peer's groups for good."""
+        """Exclude a peer from this peer's groups for good: there is evidence that it lied."""
         self._convicted.add(peer)
 
     def is_convicted(self, peer: str) -> bool:
-        """Whether a peer was proved to have lied."""
+        """True if a peer is excluded for good."""
         return peer in self._convicted
 
     def avoided(self) -> list[str]:
-        """Peers that this peer cannot be in one group with, convicted ones first, then the latest; bounded."""
+        """Return the peers that this peer cannot share a group with: convicted ones first, then the latest; bounded."""
         now = self._runtime.now()
         convicted = sorted(self._convicted & self._known.keys())
         avoided = [peer for peer in sorted(self._known.keys() - self._convicted) if self._known[peer].avoid_until > now]
@@ -172,12 +170,7 @@ class Membership:
         return [*convicted, *avoided][:MAX_AVOIDED_PEERS]
 
     def mistrust(self, peer: str, *, stalled: bool = False) -> None:
-        """Note that a peer did not hold the state that it announced: it is not followed for a while.
-
-        Args:
-            peer: Which.
-            stalled: Whether that took long to find out; then it is doubted as well.
-        """
+        """Record that a peer lacked the state that it announced; with ``stalled``, also doubt it."""
         known = self._known.get(peer)
         if known is not None:
             pause = min(FIRST_MISTRUST_SECONDS * 2 ** min(known.broken_promises, 16), LONGEST_MISTRUST_SECONDS)
@@ -186,42 +179,42 @@ class Membership:
             known.mistrust_until = self._runtime.now() + pause
 
     def kept_promise(self, peer: str) -> None:
-        """Note that a peer held what it announced."""
+        """Record that a peer had the state that it announced."""
         known = self._known.get(peer)
         if known is not None:
             known.broken_promises = 0
             known.is_doubted = False
 
     def vouch(self, peer: str) -> None:
-        """Note that a peer showed that it holds what it announces: it may be followed; failing again counts on."""
+        """End the doubt: the peer showed the state that it announces. The backoff of `mistrust` keeps growing."""
         known = self._known.get(peer)
         if known is not None:
             known.is_doubted = False
 
     def is_doubted(self, peer: str) -> bool:
-        """Whether a peer has let this one wait for what it did not hold, and has not kept its word since."""
+        """True if the peer stalled this one with a state that it could not serve, and has not recovered since."""
         known = self._known.get(peer)
         return known is not None and known.is_doubted
 
     def is_mistrusted(self, peer: str) -> bool:
-        """Whether what the peer announces is not to be relied on now."""
+        """True if the peer's announcements do not count now."""
         known = self._known.get(peer)
         return known is not None and self._runtime.now() < known.mistrust_until
 
-    def is_news(self, peer: str) -> bool:
-        """Whether no record has told yet that this peer trains."""
+    def is_unannounced(self, peer: str) -> bool:
+        """True if no record says yet that this peer trains."""
         known = self._known.get(peer)
         return known is None or known.record.state in ARRIVING_STATES
 
     def missed_round(self, peer: str) -> None:
-        """Note that a peer answered but did not join in time: the next rounds do not wait for it until it acts."""
+        """Record that a peer answered but did not join in time: rounds do not wait for it until it acts."""
         known = self._known.get(peer)
         if known is not None:
             known.rounds_missed += 1
             known.reason = "answers, but did not join the last round"
 
     def is_suspect(self, peer: str) -> bool:
-        """Whether the peer is presumed not to answer."""
+        """True if the peer presumably does not answer, or is convicted."""
         known = self._known.get(peer)
         if peer in self._convicted:
             return True
@@ -230,11 +223,11 @@ class Membership:
         return self._runtime.now() < known.suspect_until or known.sequence <= known.suspect_sequence
 
     def suspects(self) -> list[str]:
-        """Other peers that are presumed not to answer; sorted."""
+        """Return the peers that presumably do not answer."""
         return [peer for peer in sorted(self._known) if self.is_suspect(peer)]
 
     def why_not_expected(self, peer: str) -> str:
-        """The reason for not waiting for a peer; empty when it is expected."""
+        """Return the reason why rounds do not wait for a peer; empty if they do."""
         known = self._known.get(peer)
         if known is None or known.expires_at <= self._runtime.now():
             return "no record"
@@ -247,46 +240,31 @@ class Membership:
         return ""
 
     def expected(self) -> list[str]:
-        """Other peers that a round waits for: training, not suspect, not absent from the last round; sorted."""
+        """Return the peers that a round waits for: training, not suspect, not absent from the last round."""
         return [peer for peer in sorted(self._known) if not self.why_not_expected(peer)]
 
     def trainers(self) -> list[str]:
-        """Other peers that train by their last account, those included that are presumed not to answer; sorted."""
-        return [
-            record.peer
-            for record in self.records()
-            if record.state in ACTIVE_STATES and record.peer not in self._convicted
-        ]
+        """Return the peers that train by their records, suspects included."""
+        active = [record.peer for record in self.records() if record.state in ACTIVE_STATES]
+        return [peer for peer in active if peer not in self._convicted]
 
     def present(self) -> list[str]:
-        """Other peers that train or are about to, and are not suspects; sorted."""
-        return [
-            record.peer
-            for record in self.records()
-            if record.role == "trainer"
-            and record.state in (*ACTIVE_STATES, *ARRIVING_STATES)
-            and not self.is_suspect(record.peer)
-        ]
+        """Return the peers that train or soon will, without suspects."""
+        trainers = [record for record in self.records() if record.role == "trainer"]
+        present = [record.peer for record in trainers if record.state in (*ACTIVE_STATES, *ARRIVING_STATES)]
+        return [peer for peer in present if not self.is_suspect(peer)]
 
     def alive_trainers(self) -> list[str]:
-        """Other peers that train and are not suspects, absent ones included; sorted."""
-        now = self._runtime.now()
-        return [
-            peer
-            for peer in sorted(self._known)
-            if self._known[peer].expires_at > now
-            and self._known[peer].record.state in ACTIVE_STATES
-            and not self.is_suspect(peer)
-        ]
+        """Return the peers that train, absent ones included, without suspects."""
+        return [peer for peer in self.trainers() if not self.is_suspect(peer)]
 
 
 class Absentees:
-    """Tells which absent peers a leader asks before few peers end a round. Times are the event loop's.
+    """Remembers the absent peers' answers to a leader that would end a round without them. Times are in loop time.
 
-    A peer that was stopped for a while goes on with old news: its deadlines have passed, nobody seems to answer, and it
-    would end alone a round that the others have ended meanwhile. That makes two lineages, of which one is lost. So
-    unless most of the peers came, each absent one that says that it trains is asked once more first. A silent one costs
-    a few seconds, and not in each round. One that is ending the round with others is waited for, for a while.
+    A suspended process resumes with stale data: all deadlines have passed, and no peer seems to answer. It would end
+    alone a round that the others have ended, and fork the lineage. Unless most peers came, the leader therefore asks
+    each absent trainer first.
     """
 
     def __init__(self) -> None:
@@ -294,14 +272,7 @@ class Absentees:
         self._silences: dict[str, float] = {}
 
     def to_ask(self, key: Key, present: int, absent: Sequence[str], now: float) -> list[str]:
-        """Return the peers to ask before a round ends without them.
-
-        Args:
-            key: Which group of which round.
-            present: How many peers are here.
-            absent: The others that say that they train, suspects included.
-            now: The time.
-        """
+        """Return those of the ``absent`` trainers to ask before ``present`` peers end a round without them."""
         self._answers = {
             peer: (about, until) for peer, (about, until) in self._answers.items() if about == key and until > now
         }
@@ -310,23 +281,23 @@ class Absentees:
         return [] if present > len(absent) else [peer for peer in absent if peer not in known]
 
     def answered(self, peer: str, key: Key, asked: float) -> None:
-        """Note that a peer was asked then, and is neither ahead nor ending the round with others."""
+        """Record that a peer, asked at ``asked``, is neither ahead nor ends the round with others."""
         self._answers[peer] = (key, asked + ANSWER_SECONDS)
 
-    def silent(self, peer: str, asked: float, now: float, patience_seconds: float) -> None:
-        """Note that a peer was asked then, and did not answer in time.
+    def silent(self, peer: str, asked: float, now: float, timeout_seconds: float) -> None:
+        """Record that a peer, asked at ``asked``, did not answer within the timeout.
 
-        If that took much longer than it should have, it was this peer that stood still, and the answer may be waiting.
+        A much longer wait shows that this process was suspended; the answer may be unread.
         """
-        if now - asked <= 2 * patience_seconds:
+        if now - asked <= 2 * timeout_seconds:
             self._silences[peer] = asked + SILENCE_SECONDS
 
     def heard_from(self, peer: str) -> None:
-        """Note that a peer is not silent any more."""
+        """Record that a peer is not silent any more."""
         self._silences.pop(peer, None)
 
 
 def rank(peer: str, key: Key) -> bytes:
-    """Return a peer's rank in a group, 32 bytes; the smallest leads. Differs from round to round."""
+    """Return a peer's rank in a group, 32 bytes: the smallest leads; it differs in each round."""
     numbers = b"".join(number.to_bytes(8, "big") for number in (key.round, key.present, key.level, key.cell))
     return hashlib.sha256(key.lineage + numbers + peer.encode()).digest()

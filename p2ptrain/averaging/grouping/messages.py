@@ -1,8 +1,7 @@
 """Messages by which peers form groups.
 
-`p2ptrain.averaging.grouping.matchmaker` sends tickets and probes, `p2ptrain.averaging.grouping.pacing` and
-`p2ptrain.averaging.grouping.standby` send reports; `p2ptrain.averaging.grouping.coordinator` answers most of them. Each
-``head`` is the sender's, without proof.
+`p2ptrain.averaging.grouping.matchmaker` sends tickets, `p2ptrain.averaging.grouping.reporting` sends reports, and
+`p2ptrain.averaging.grouping.coordinator` answers most of them. Each ``head`` is the sender's, without proof.
 """
 
 from __future__ import annotations
@@ -13,11 +12,9 @@ from msgspec import Meta
 
 from p2ptrain.averaging.grouping.cells import Key
 from p2ptrain.averaging.grouping.membership import MAX_AVOIDED_PEERS
-from p2ptrain.averaging.protocol.certificate import Ticket
-from p2ptrain.averaging.protocol.head import Head
-from p2ptrain.averaging.protocol.signed import MAX_MEMBERS, Count, Name, Positive
-from p2ptrain.averaging.timing.global_batch import LONGEST_BATCH_SECONDS
-from p2ptrain.averaging.timing.keepalive import Keepalive
+from p2ptrain.averaging.protocol.certificate import MAX_MEMBERS, Count, Head, Name, Positive, Ticket
+from p2ptrain.averaging.timing.deadlines import Keepalive
+from p2ptrain.averaging.timing.goal import LONGEST_BATCH_SECONDS
 from p2ptrain.network.schema import Message
 
 JOIN, PROBE, REPORT = "group.join", "group.probe", "group.report"
@@ -37,7 +34,7 @@ class Join(Message, frozen=True):
 
     Attributes:
         tried: Peers to which the leader must not redirect the sender.
-        hops: How often the sender was redirected.
+        hops: Number of redirections so far.
         avoid: Peers with which rounds broke for the sender.
     """
 
@@ -53,11 +50,11 @@ class Answer(Message, frozen=True, tag=True):
 
 
 class Waiting(Answer, Keepalive, frozen=True, tag="waiting"):
-    """The final answer will come."""
+    """Keepalive: the final answer is pending."""
 
 
 class Formed(Answer, frozen=True, tag="formed"):
-    """The group stands; its tickets are in the order of the roster."""
+    """The group has formed; the tickets are in the order of the roster."""
 
     tickets: Annotated[tuple[Ticket, ...], Meta(min_length=1, max_length=MAX_MEMBERS)]
 
@@ -69,7 +66,7 @@ class Redirected(Answer, frozen=True, tag="redirected"):
 
 
 class Behind(Answer, frozen=True, tag="behind"):
-    """This peer is further on, or on a lineage that wins."""
+    """``peer`` has a head that wins over the ticket's."""
 
     peer: Name
 
@@ -78,8 +75,8 @@ class Refused(Answer, frozen=True, tag="refused"):
     """No group for this ticket.
 
     Attributes:
-        mismatch: Whether the sender's state differs from the group's.
-        alone: Whether no other peer came to the leader.
+        mismatch: True if the sender's state differs from the group's.
+        alone: True if no other peer came to the leader.
     """
 
     reason: Annotated[str, Meta(max_length=MAX_REASON_LENGTH)]
@@ -88,19 +85,19 @@ class Refused(Answer, frozen=True, tag="refused"):
 
 
 class Probe(Message, frozen=True):
-    """The sender is in this round, which is perhaps to be closed; where do you stand?"""
+    """Request for the receiver's position; says that the sender is in this round, and whether the round closes."""
 
     key: Key
     closing: bool
 
 
 class ProbeReply(Message, frozen=True):
-    """Where a peer stands; none of it is to be trusted.
+    """A peer's position, by its own account.
 
     Attributes:
         leader: The leader that it follows in the group of the probe; empty for none.
-        failures: Leaders of that group that failed, as it sees it, and how often.
-        is_averaging: Whether it is in an attempt to end that round.
+        failures: `Leaders.gossip` about that group.
+        is_averaging: True if it is in an attempt to end that round.
     """
 
     head: Head
@@ -110,7 +107,7 @@ class ProbeReply(Message, frozen=True):
 
 
 class BatchReport(Message, frozen=True):
-    """How far a trainer is in a round with a global batch; see `p2ptrain.averaging.timing.global_batch.Report`."""
+    """A trainer's progress in a round with a global batch; see `p2ptrain.averaging.timing.goal.BatchProgress`."""
 
     head: Head
     samples: Samples
@@ -123,19 +120,19 @@ class BatchReport(Message, frozen=True):
 
 
 class BatchAdvice(Message, frozen=True):
-    """Close the round, or wait and ask again; otherwise compute another local batch."""
+    """Instruction to close the round, to wait and ask again, or else to compute another local batch."""
 
     closing: bool
     wait: bool = False
 
 
 class TakeOn(Message, frozen=True):
-    """How far a host is in a round with a global batch, and how much others ask of it.
+    """A host's progress in a round with a global batch, and its request for more.
 
     Attributes:
-        samples: Samples that it has done for the round.
-        held: Samples that it has taken on for the round, done or not.
-        wanted: Samples that others would like it to take on.
+        samples: Samples that it has computed for the round.
+        held: Samples that it has admitted to the round, computed or not.
+        wanted: Samples that trainers ask it to admit.
     """
 
     head: Head
@@ -145,14 +142,14 @@ class TakeOn(Message, frozen=True):
 
 
 class Grant(Message, frozen=True):
-    """Close the round, or take on so many of the samples that were asked for."""
+    """Instruction to close the round, or to admit ``granted`` of the wanted samples."""
 
     closing: bool
     granted: Samples
 
 
 class StepsReport(Message, frozen=True):
-    """How far a trainer is in a round of local steps; see `p2ptrain.averaging.timing.local_steps.StepReport`."""
+    """A trainer's progress in a round of local steps; see `p2ptrain.averaging.timing.goal.StepProgress`."""
 
     head: Head
     steps: Samples
@@ -162,26 +159,26 @@ class StepsReport(Message, frozen=True):
 
 
 class StepsAdvice(Message, frozen=True):
-    """Close the round, or close it in so many seconds; None where that is not known."""
+    """Instruction to close the round now, or in ``closes_in`` seconds; None if unknown."""
 
     closing: bool
     closes_in: Seconds | None = None
 
 
 class Pass(Message, frozen=True):
-    """The sender has nothing for the round after its head."""
+    """The sender has no work for the round after its head."""
 
     head: Head
 
 
 class AwaitMove(Message, frozen=True):
-    """Answer once you are further on than this head, or after this time."""
+    """Request to answer once the receiver's head wins over this one, or after this time."""
 
     head: Head
     seconds: Annotated[float, Meta(ge=0.0, le=LONGEST_WAIT_SECONDS)]
 
 
 class Ahead(Message, frozen=True):
-    """Tells whether the sender is further on than a head: the round after that is over."""
+    """Tells whether the sender's head wins over the one in question, whose round is then over."""
 
     is_ahead: bool

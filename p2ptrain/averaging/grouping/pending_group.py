@@ -1,8 +1,6 @@
-"""A group that its leader is forming: it collects tickets until the round should close.
+"""A group that its leader forms: it collects tickets until the round closes.
 
-For each round the peer of the smallest `rank` leads. Leading is independent of training, costs a few small messages,
-and moves on every round; when a leader fails, its followers go to the next in rank. `decide` is the whole policy, a
-pure function; the rest of this file is the shell that feeds it.
+`decide` is the whole policy, a pure function of a `Situation`; `PendingGroup` holds the tickets and reports behind it.
 """
 
 from __future__ import annotations
@@ -17,15 +15,13 @@ from typing import Literal
 from p2ptrain.averaging.grouping.cells import Cells, Key
 from p2ptrain.averaging.grouping.membership import rank
 from p2ptrain.averaging.grouping.messages import Answer, Formed, Refused
-from p2ptrain.averaging.protocol.certificate import Roster, Ticket
-from p2ptrain.averaging.protocol.head import Head
-from p2ptrain.averaging.timing.global_batch import MAX_REPORTS, GlobalBatch, Report
-from p2ptrain.averaging.timing.local_steps import Closing, StepReport
+from p2ptrain.averaging.protocol.certificate import Head, Roster, Ticket
+from p2ptrain.averaging.timing.goal import MAX_REPORTS, BatchProgress, GlobalBatch, LocalSteps, StepProgress
 from p2ptrain.manifest import AveragingSpec
 
 
-def agrees_with_itself(roster: Roster, cells: Cells) -> bool:
-    """Return True if the tickets of a roster belong together, and are in the order of the peers' ids."""
+def is_consistent(roster: Roster, cells: Cells) -> bool:
+    """True if the tickets of a roster belong to one group, and are in the order of the peers' ids."""
     first = roster.tickets[0]
     key = cells.key_of(first, first.peer, first.level)
     slots = {cells.slot(key, peer) for peer in roster.members}
@@ -36,16 +32,15 @@ def agrees_with_itself(roster: Roster, cells: Cells) -> bool:
 
 @dataclass(frozen=True)
 class Situation:
-    """What a leader knows about one round.
+    """A leader's knowledge about one round.
 
     Attributes:
-        ready: Peers that handed in a ticket.
-        missing: Peers that are expected to, but did not yet.
-        batch_is_full: Whether the peers have reached the round's goal together.
-        seconds_waiting: Since the first ticket; 0 without tickets.
-        seconds_since_quorum: Since the quorum was ready; None before.
-        of_delegates: Whether the peers are delegates. Two halves of them would end the round in two lineages, so half
-            of them are no quorum until the time is up.
+        ready: Number of peers that sent a ticket.
+        missing: Number of expected peers without one.
+        batch_is_full: True if the peers reached the round's goal together.
+        seconds_waiting: Time since the first ticket; 0 without tickets.
+        seconds_since_quorum: None before the quorum.
+        of_delegates: True above level 0. Two halves would fork the lineage, so half is no quorum before the deadline.
     """
 
     ready: int
@@ -58,14 +53,14 @@ class Situation:
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do, and why, in words that a log or a status page can show."""
+    """A leader's next action, and the reason for its log."""
 
     action: Literal["wait", "close", "form", "give up"]
     reason: str
 
 
 def has_quorum(situation: Situation, spec: AveragingSpec) -> bool:
-    """Return True if enough of the expected peers are ready for the round to close without the rest."""
+    """True if enough of the expected peers are ready to close the round without the rest."""
     in_time = situation.seconds_waiting < spec.matchmaking_seconds
     if situation.of_delegates and in_time and situation.ready <= situation.missing:
         return False
@@ -73,7 +68,7 @@ def has_quorum(situation: Situation, spec: AveragingSpec) -> bool:
 
 
 def decide(situation: Situation, spec: AveragingSpec) -> Decision:
-    """Decide to wait, to hurry the rest (``close``), to form the group of the peers that are ready, or to give up."""
+    """Return the next action: wait, ask the rest to hand in (``close``), form the group as it is, or give up."""
     total = situation.ready + situation.missing
     out_of_time = situation.seconds_waiting >= spec.matchmaking_seconds
     if not situation.ready:
@@ -96,14 +91,14 @@ def decide(situation: Situation, spec: AveragingSpec) -> Decision:
 
 
 def without_conflicts(avoid: Mapping[str, frozenset[str]], least: int = 1) -> list[str]:
-    """Return the peers that can be in one group, in the order given, where pairs of them cannot work together.
+    """Return peers that can share a group, in the given order.
 
-    The peer in most such pairs is left out first, so that one that complains about everybody leaves out itself; among
-    equals the last in order, which changes from round to round.
+    The peer in most conflicts is excluded first: a peer that complains about all others excludes itself. Of equals, the
+    last in order is excluded; the order differs in each round.
 
     Args:
         avoid: By peer: the peers with which rounds broke for it.
-        least: So many are kept in any case.
+        least: Minimum number of peers to keep.
     """
     kept = list(avoid)
     while len(kept) > least:
@@ -126,22 +121,20 @@ class _Member:
 
 @dataclass
 class PendingGroup:
-    """The tickets and reports for one group of one round, held by its leader.
+    """Tickets and reports for one group of one round, at its leader.
 
     Attributes:
-        head: The head whose round this closes, as its first member described it.
-        key: Which group of that round.
-        spec: Quorum, grace, deadlines.
-        batch: The global batch, as far as it was reported or handed in.
-        slot_of: For whom a peer speaks in this group; see `p2ptrain.averaging.grouping.cells.Cells.slot`.
-        steps: When the round closes, going by the local steps that were reported.
-        members: By slot: tickets handed in, in order of arrival.
-        passed: Peers that have nothing for this round. Nobody waits for them.
-        closing: Whether the rest was told to come with what they have.
-        over: Whether members got their answers; later arrivals open a new group.
+        head: The head before the round, as the first member sent it.
+        batch: Progress of the global batch.
+        slot_of: Returns the unit that a peer represents; see `p2ptrain.averaging.grouping.cells.Cells.slot`.
+        steps: Progress of the local steps.
+        members: By slot: tickets, in order of arrival.
+        passed: Peers without work for this round; the group does not wait for them.
+        closing: True once the other peers were asked to hand in.
+        over: True once members got their answers; later arrivals open a new group.
         changed: Set by every change; the leader's loop clears it.
-        last_activity: When a ticket or report came last.
-        asking_since: When absent peers were first asked before the group is formed; None before.
+        last_activity: Time of the last ticket or report.
+        asking_since: Time when the leader first asked absent peers before it forms the group; None before.
     """
 
     head: Head
@@ -149,7 +142,7 @@ class PendingGroup:
     spec: AveragingSpec
     batch: GlobalBatch
     slot_of: Callable[[str], str] = lambda peer: peer
-    steps: Closing = field(default_factory=Closing)
+    steps: LocalSteps = field(default_factory=LocalSteps)
     members: dict[str, _Member] = field(default_factory=dict, init=False)
     passed: set[str] = field(default_factory=set, init=False)
     closing: bool = field(default=False, init=False)
@@ -162,9 +155,9 @@ class PendingGroup:
     _quorum_at: float | None = field(default=None, init=False)
 
     def add(self, ticket: Ticket, now: float, avoid: frozenset[str] = frozenset()) -> asyncio.Future[Answer]:
-        """Take a ticket; the future resolves with the final answer.
+        """Add a ticket, which replaces the peer's older one; the future resolves with the final answer.
 
-        A peer's newer ticket replaces its older. Two peers cannot speak for one cell: the second is refused.
+        Two peers cannot represent one cell: the second is refused.
         """
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         slot = self.slot_of(ticket.peer)
@@ -185,19 +178,19 @@ class PendingGroup:
         return answer
 
     def remove(self, peer: str, answer: asyncio.Future[Answer]) -> None:
-        """Forget a member that went away, unless it came again meanwhile."""
+        """Remove a member that left, unless it has sent a new ticket."""
         member = self.members.get(self.slot_of(peer))
         if member is not None and member.answer is answer:
             del self.members[self.slot_of(peer)]
             self.stir()
 
     def holder(self, peer: str) -> str:
-        """Return the other peer that holds this one's slot; empty if there is none."""
+        """Return the other peer that represents this one's slot; empty if there is none."""
         member = self.members.get(self.slot_of(peer))
         return "" if member is None or member.ticket.peer == peer or self.over else member.ticket.peer
 
     def dismiss(self, peer: str, reason: str) -> None:
-        """Refuse a ticket that was taken before."""
+        """Refuse a member's ticket."""
         member = self.members.get(self.slot_of(peer))
         if member is not None and member.ticket.peer == peer and not member.answer.done():
             member.answer.set_result(Refused(reason))
@@ -205,41 +198,41 @@ class PendingGroup:
             self.stir()
 
     def has(self, peer: str) -> bool:
-        """Return True if this peer handed in a ticket."""
+        """True if this peer sent a ticket."""
         member = self.members.get(self.slot_of(peer))
         return member is not None and member.ticket.peer == peer
 
-    def report(self, peer: str, report: Report) -> None:
-        """Note how far a peer is in this round."""
+    def report(self, peer: str, report: BatchProgress) -> None:
+        """Record a peer's progress towards the global batch."""
         self.batch.report(peer, report)
         self.last_activity = report.reported_at
         self.stir()
 
-    def report_steps(self, peer: str, report: StepReport) -> None:
-        """Note how many local steps a peer has done in this round."""
+    def report_steps(self, peer: str, report: StepProgress) -> None:
+        """Record a peer's local steps."""
         self.steps.report(peer, report, MAX_REPORTS)
         self.last_activity = report.heard_at
         self.stir()
 
     @property
     def reporters(self) -> set[str]:
-        """The peers that reported."""
+        """The peers that reported progress."""
         return {*self.batch.peers, *self.steps.peers}
 
     def stir(self) -> None:
-        """Wake all that wait for a change."""
+        """Wake all tasks that wait for a change."""
         self.changed.set()
         self._stirred.set()
         self._stirred = asyncio.Event()
 
     async def wait_for_change(self, timeout_seconds: float) -> None:
-        """Return after a change, or after this time."""
+        """Wait for a change, at most this long."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_seconds):
                 await self._stirred.wait()
 
     def situation(self, expected: list[str], now: float) -> Situation:
-        """Drop members that went away, and return the facts for `decide` if these slots are waited for."""
+        """Drop members that left, and return the input of `decide` for these expected slots."""
         self.members = {slot: member for slot, member in self.members.items() if not member.answer.done()}
         missing = [slot for slot in expected if slot not in self.members]
         waiting = 0.0 if self._first_ticket_at is None else now - self._first_ticket_at
@@ -252,7 +245,7 @@ class PendingGroup:
         return replace(situation, seconds_since_quorum=now - self._quorum_at)
 
     def next_change(self, now: float) -> float:
-        """Return the seconds until `decide` may decide otherwise without any message; bounded."""
+        """Return the seconds until `decide` may change its mind without a message; bounded."""
         times = [2.0]
         if self.steps.at is not None and not self.closing:
             times.append(self.steps.at - now)
@@ -263,7 +256,7 @@ class PendingGroup:
         return max(0.0, min(times)) + 0.001
 
     def answer_all(self, answer: Answer) -> None:
-        """Give every member the same answer, and end this."""
+        """Give all members the same answer, and end this group."""
         self.over = True
         for member in self.members.values():
             if not member.answer.done():
@@ -271,10 +264,10 @@ class PendingGroup:
         self.stir()
 
     def form(self) -> list[str]:
-        """Put the group together and answer everybody; return the peers in it.
+        """Form the group, answer all members, and return the peers in it.
 
-        Members whose digest differs from the most common one are refused (they must re-sync), as are members that
-        cannot work with the others, and those beyond the group size; they keep their work for the next round.
+        It refuses members whose state is not the most common one, members in conflict with others, and members beyond
+        the group size. Refused members keep their work for the next round.
         """
         digests = Counter((m.ticket.digest, m.ticket.layout) for m in self.members.values())
         common = max(digests, key=lambda key: (digests[key], key))

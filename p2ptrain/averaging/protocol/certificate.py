@@ -1,9 +1,9 @@
-"""Tickets, rosters, results and their certificates.
+"""Tickets, rosters, results, certificates, and the heads that follow from them, with the bounds of their fields.
 
 A *ticket* is a peer's signed request to average one round. A *roster* is the list of tickets that a leader assembled.
 The roster's members reduce, and each member that holds the whole result signs its *body*. A body signed by a majority
 of the roster is a *certificate*. Only certificates advance a round. A roster has at most one: two majorities of it
-share a member, and a member signs one body per roster.
+share a member, and a member signs one body per roster. A *head* is the state of a lineage after a certificate.
 """
 
 from __future__ import annotations
@@ -11,31 +11,94 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Self
 
 from msgspec import Meta
 
-from p2ptrain.averaging.protocol.head import Head
-from p2ptrain.averaging.protocol.signed import (
-    MAX_MEMBERS,
-    MAX_PRESENT,
-    Count,
-    Name,
-    Positive,
-    Present,
-    Proof,
-    Signed,
-)  # fmt: skip
 from p2ptrain.errors import IntegrityError
 from p2ptrain.hashing import HASH_BYTES
 from p2ptrain.manifest import canonical_bytes
 from p2ptrain.network.schema import Hash, from_bytes, to_bytes, to_wire
 from p2ptrain.signing import Signer
 
-MAX_RATES_BYTES = 1024
-MAX_CERTIFICATE_BYTES = 1 << 20
+MAX_MEMBERS = 256
+MAX_COUNT = (1 << 62) - 1
+MAX_PRESENT = 1 << 16  # bound on the peers of a swarm; keeps the computation of a tree's shape short
 MAX_LEVELS = 16
+MAX_RATES_BYTES = 1024
+MAX_PROOF_BYTES = 2048
+MAX_CERTIFICATE_BYTES = 1 << 20
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+Present = Annotated[int, Meta(ge=0, le=MAX_PRESENT)]
+Positive = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 Level = Annotated[int, Meta(ge=0, lt=MAX_LEVELS)]
+Name = Annotated[str, Meta(max_length=128)]  # a peer's id, or a codec's name
+Proof = Annotated[bytes, Meta(max_length=MAX_PROOF_BYTES)]  # a signature; empty before the value is signed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signed:
+    """A value whose ``proof`` is its author's signature of all other fields and of the swarm's digest."""
+
+    CONTEXT: ClassVar[bytes]
+    """Domain separator: a signature is only valid for values of this type."""
+    proof: Proof = b""
+
+    @property
+    def author(self) -> str:
+        """Id of the peer that signs."""
+        raise NotImplementedError
+
+    def message(self, swarm: bytes) -> bytes:
+        """Return the bytes that the author signs; ``swarm`` is the manifest's digest, 32 bytes."""
+        return self.CONTEXT + swarm + canonical_bytes(to_wire(self) | {"proof": b""})
+
+    def signed(self, swarm: bytes, signer: Signer) -> Self:
+        """Return this value with its author's signature."""
+        return replace(self, proof=signer.sign(self.message(swarm)))
+
+    def verify(self, swarm: bytes, verifier: Signer) -> None:
+        """Raise `IntegrityError` unless the author signed this value."""
+        if not verifier.verify(self.author, self.message(swarm), self.proof):
+            raise IntegrityError(f"a {type(self).__name__.lower()}'s signature does not match its author")
+
+
+@dataclass(frozen=True)
+class Head:
+    """The newest state of a lineage that a peer holds.
+
+    Attributes:
+        round: Rounds committed since the lineage began; also the number of the round in progress.
+        lineage: Hash chain over the bodies of all its certificates, 32 bytes.
+        tokens: Tokens that contributed to it in all rounds; the lineage with more tokens wins.
+        samples: Data position up to which the lineage has handed out samples.
+        digest: Merkle root of parameters, buffers and shared optimizer state at the start of the round, 32 bytes.
+        members: Roster of the round before, in order; empty at the start, and after a roster of delegates.
+        certificate: Certificate of the round before, in wire form; empty at the start.
+        present: Number of peers that the round before counted; 0 at the start.
+    """
+
+    round: Count
+    lineage: Hash
+    tokens: Count
+    samples: Count
+    digest: Hash
+    members: Annotated[tuple[Name, ...], Meta(max_length=MAX_MEMBERS)] = ()
+    certificate: bytes = b""
+    present: Present = 0
+
+    def without_proof(self) -> Head:
+        """Return this head without members and certificate, for messages that need not prove it."""
+        return Head(self.round, self.lineage, self.tokens, self.samples, self.digest, present=self.present)
+
+    def outranks(self, other: Head) -> bool:
+        """True if this lineage wins: by more tokens, then by more rounds, then by the smaller hash."""
+        return (self.tokens, self.round, other.lineage) > (other.tokens, other.round, self.lineage)
+
+
+def genesis(swarm: bytes, digest: bytes) -> Head:
+    """Return the head of a new lineage, whose initial state has this digest."""
+    return Head(0, hashlib.sha256(b"p2ptrain genesis" + swarm + digest).digest(), 0, 0, digest)
 
 
 @dataclass(frozen=True)
@@ -133,7 +196,7 @@ class Body:
         contributors: (index in the roster, tokens, samples) of each member whose contribution is in the mean.
         codec: Name and version of the codec, such as ``int8/1``.
         bounds: ``len(members) + 1`` offsets into the vector; member i owns ``[bounds[i], bounds[i+1])``.
-        hashes: `p2ptrain.averaging.vector.reduce.mean_root` of each share; `EMPTY_HASH` for an empty one.
+        hashes: `p2ptrain.averaging.vector.chunks.mean_root` of each share; `EMPTY_HASH` for an empty one.
         present: Number of peers in the swarm, by the members' median; it shapes the next round's tree.
         levels: Number of the tree's levels; only a result of the last one ends the round.
         peers: By member: number of peers that it represents; all 1 on level 0.
@@ -188,6 +251,16 @@ class Body:
     def next_lineage(self) -> bytes:
         """The lineage after this result, 32 bytes."""
         return hashlib.sha256(b"p2ptrain lineage" + self.lineage + self.body_hash).digest()
+
+    @property
+    def contributing(self) -> list[str]:
+        """Ids of the contributors, in roster order."""
+        return [self.members[index] for index, *_ in self.contributors]
+
+    @property
+    def counted_children(self) -> set[bytes]:
+        """Above level 0: `body_hash` of each result that is in the mean."""
+        return {self.children[index] for index, *_ in self.contributors}
 
     @property
     def tokens(self) -> int:

@@ -7,7 +7,7 @@ A peer keeps two encoding errors (Seide et al. 2014; Karimireddy et al. 2019, ar
   encoded as the list of its parts (`p2ptrain.codecs.part_list`) has no error.
 
 Values that an aggregation rule removes, by clipping or voting, are not kept: a clipped peer must not bring the rest in
-the next round. Rules by coordinate (`median`, `trimmed` of `p2ptrain.averaging.vector.aggregation`) discard the mean's
+the next round. Rules by coordinate (`median`, `trimmed` of `p2ptrain.averaging.vector.rules`) discard the mean's
 error, because they would drop a value from one member as an outlier. Under ``norm_clip``, an owner's feedback counts
 towards its norm.
 

@@ -1,132 +1,183 @@
-"""The owner's side of a share: check the parts, choose the contributors, and reduce.
+"""Shares in transit and at their owner, piece by piece: encode and send, receive and check, choose and reduce.
 
-1. `PartCheck` checks and measures each part while it arrives.
-2. `OwnShare.judge` drops outliers when the owner closes its mask, before the group agrees on the contributors.
-3. `OwnShare.reduce` combines the rest by the manifest's rule (`p2ptrain.averaging.vector.rules`), piece by piece. Each
-   piece of the result can be sent while the next is computed.
+1. `send_encoded` encodes each piece of a part while it sends the one before. On the wire a share is one bulk buffer,
+   whose bytes do not depend on the cuts into pieces (`p2ptrain.codecs.base.Codec`).
+2. `receive_checked` checks each piece while the next arrives.
+3. `OwnShare.judge` drops outliers when the owner closes its mask, before the group agrees on the contributors.
+4. `OwnShare.reduce` combines the rest by the manifest's rule (`p2ptrain.averaging.vector.rules`). Each piece of the
+   result is sent (`EncodedStream`) while the next is computed.
 """
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from p2ptrain.averaging.vector.aggregation import MIN_FOR_MEDIAN, out_of_proportion
-from p2ptrain.averaging.vector.merkle_sum import Node, SumTree, leaf_hashes
-from p2ptrain.averaging.vector.rules import VotingRule, WeightedRule, get_rule
-from p2ptrain.averaging.vector.streaming import EncodedStream, cut
+from p2ptrain.averaging.vector.chunks import Node, PartCheck, SumTree, check_range, chunk_values, cut
+from p2ptrain.averaging.vector.rules import MIN_FOR_MEDIAN, VotingRule, WeightedRule, get_rule, out_of_proportion
 from p2ptrain.buffers import Buffer
 from p2ptrain.codecs import Codec, CodecError, Decoder, PartList, get_codec
-from p2ptrain.hashing import EMPTY_HASH, bulk_hash
+from p2ptrain.errors import ProtocolError
+from p2ptrain.hashing import EMPTY_HASH
 from p2ptrain.manifest import AveragingSpec
+from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.runtime import Runtime
+from p2ptrain.tasks import Tasks
 
 if TYPE_CHECKING:
     import torch
 
-STACK_VALUES = 1 << 15
-"""Values of each part that a rule by coordinate combines at a time; the stack of parts must fit a core's cache."""
-
-RANGE_SLACK = 1.01
-"""Factor by which encoded values may exceed ``max_value``, because a codec may round up."""
+PieceCheck = Callable[[memoryview, int, int], None]
+"""Called with (encoded piece, start, stop), offsets in values of the share; raises `CodecError` to refuse the piece."""
 
 
-CHUNK_VALUES = 1 << 14
-"""Base length of a chunk; see `chunk_values`. Equal for all members, because ``centered_clip`` takes distances per
-chunk. Shorter chunks cost more to hash, longer ones more to reveal in an audit."""
-
-
-def chunk_values(codec: Codec) -> int:
-    """Return the length of a chunk: the unit of hashes, commitments and audits, in values.
-
-    Chunk k of every part and of the mean covers the same values, whatever their codecs. The mean's chunk depends on
-    the parts' chunks alone: no codec block and no input of a rule crosses a chunk border. See
-    `p2ptrain.averaging.verification.audit`.
-    """
-    return math.lcm(CHUNK_VALUES, codec.block_size)
-
-
-def num_chunks(num_values: int, chunk: int) -> int:
-    """Return the number of chunks in a share of ``num_values`` values."""
-    return -(-num_values // chunk)
-
-
-def chunk_span(low: int, high: int, number: int, chunk: int) -> tuple[int, int]:
-    """Return (start, stop) of chunk ``number`` of the share ``[low, high)``."""
-    first = low + number * chunk
-    return first, min(first + chunk, high)
-
-
-def mean_root(codec: Decoder, mean: Buffer, num_values: int, chunk: int) -> bytes:
-    """Return the digest that identifies an encoded mean: its `mean_tree` root, or the hash of a list of parts."""
-    return bulk_hash(mean) if isinstance(codec, PartList) else mean_tree(codec, mean, num_values, chunk).root[0]
-
-
-def mean_tree(codec: Decoder, mean: Buffer, num_values: int, chunk: int) -> SumTree:
-    """Return the hash tree over the chunks of an encoded mean; all energies are zero.
-
-    Args:
-        mean: At least one value.
-        chunk: `chunk_values` of the whole vector's codec.
-    """
-    ends = [codec.encoded_bytes(high) for _, high in cut(num_values, chunk, chunk)]
-    return SumTree([(leaf, 0.0) for leaf in leaf_hashes(mean, ends)])
-
-
-class RangeCheck:
-    """Refuses pieces of an encoded share that are malformed or hold values beyond the manifest's ``max_value``."""
-
-    def __init__(self, codec: Decoder, spec: AveragingSpec) -> None:
-        self.codec = codec
-        self._max_value = spec.max_value
-
-    def __call__(self, piece: memoryview, low: int, high: int) -> None:
-        """Check the values ``[low, high)`` of the share.
-
-        Raises:
-            CodecError: The piece is malformed, or a value is not finite or out of range.
-        """
-        codec = self.codec.part(low, high)
-        codec.validate(piece, high - low)
-        check_range(codec.largest(piece, high - low), self._max_value * RANGE_SLACK)
-
-
-class PartCheck(RangeCheck):
-    """A `RangeCheck` that also hashes and measures each chunk; the pieces must come in order.
+class EncodedStream:
+    """Encoded share that can be sent to any number of peers while it is still being produced.
 
     Attributes:
-        leaves: Hash and energy of each chunk so far: `EMPTY_HASH` unless ``hashed``, 0 unless ``measured``.
+        data: The encoded share; complete after `grow` with its length.
     """
 
-    codec: Codec
+    def __init__(self, data: bytearray | memoryview) -> None:
+        self.data = data
+        self._ready = 0
+        self._grew = asyncio.Event()
 
-    def __init__(self, codec: Codec, spec: AveragingSpec, chunk: int, *, measured: bool, hashed: bool) -> None:
-        super().__init__(codec, spec)
-        self._chunk = chunk
-        self._measured = measured
-        self._hashed = hashed
-        self.leaves: list[Node] = []
+    def grow(self, ready: int) -> None:
+        """Release the first ``ready`` bytes to senders; those bytes must not change afterwards."""
+        self._ready = ready
+        self._grew.set()
+        self._grew = asyncio.Event()
 
-    def __call__(self, piece: memoryview, low: int, high: int) -> None:
-        super().__call__(piece, low, high)
-        if not (self._measured or self._hashed):
+    async def send(self, channel: Channel) -> None:
+        """Send the whole share as one buffer, as its bytes become ready; see `Channel.send_bytes`."""
+        view, sent = memoryview(self.data), 0
+        while sent < len(view):
+            while self._ready == sent:
+                await self._grew.wait()
+            ready = self._ready
+            await channel.send_bytes(view[sent:ready], more=ready < len(view))
+            sent = ready
+
+
+async def send_encoded(
+    channel: Channel, runtime: Runtime, codec: Codec, vector: torch.Tensor, check: PieceCheck
+) -> memoryview:
+    """Encode and send a part, encoding one piece ahead of the network; return the encoded part.
+
+    The result is the vector's own memory if the codec has an `encoded_view` of it.
+
+    Raises:
+        CodecError: A value cannot be encoded, or ``check`` refuses it.
+        PeerError, DeadlineError: See `Channel.send_bytes`.
+    """
+    view = codec.encoded_view(vector)
+    encoded = runtime.buffers.lend(codec.encoded_bytes(len(vector))) if view is None else view
+
+    async def encode(low: int, high: int) -> memoryview:
+        piece = encoded[codec.encoded_bytes(low) : codec.encoded_bytes(high)]
+        await runtime.offload(encode_piece, low, high, piece)
+        return piece
+
+    def encode_piece(low: int, high: int, piece: memoryview) -> None:
+        if view is None:
+            codec.part(low, high).encode_into(vector[low:high], piece)
+        check(piece, low, high)
+
+    first, *others = cut(len(vector), codec.block_size)
+    async with Tasks() as tasks:
+        ahead = tasks.call(encode(*first), "encode")
+        for span in [*others, None]:
+            piece = await ahead
+            if span is not None:
+                ahead = tasks.call(encode(*span), "encode")
+            await channel.send_bytes(piece, more=span is not None)
+    return encoded
+
+
+async def receive_checked(
+    channel: Channel,
+    runtime: Runtime,
+    codec: Decoder,
+    num_values: int,
+    timeout_seconds: float,
+    check: PieceCheck,
+    on_progress: Callable[[int], None] = lambda filled: None,
+) -> memoryview:
+    """Receive and return an encoded share, and check it while it arrives.
+
+    Args:
+        timeout_seconds: Timeout for the whole share.
+        check: Called with each piece, in order.
+        on_progress: Called with the number of bytes received so far.
+
+    Raises:
+        ProtocolError: The share has the wrong length, or ``check`` refuses a value.
+        PeerError, DeadlineError: See `Channel.receive_bytes`.
+    """
+    data = runtime.buffers.lend(codec.encoded_bytes(num_values))
+    arriving = _Arriving(runtime, codec, num_values, data, check)
+
+    def progress(filled: int) -> None:
+        on_progress(filled)
+        arriving.on_progress(filled)
+
+    try:
+        await channel.receive_bytes(len(data), timeout_seconds, data, on_progress=progress)
+        await arriving.finish()
+        return data
+    except CodecError as error:
+        raise ProtocolError(channel.remote, f"sent values that are refused: {error}") from error
+    finally:
+        await arriving.close()
+
+
+class _Arriving:
+    """Checks complete pieces of a receive buffer in a pool thread, one call at a time."""
+
+    def __init__(self, runtime: Runtime, codec: Decoder, num_values: int, data: memoryview, check: PieceCheck) -> None:
+        self._data = data
+        self._runtime = runtime
+        self._codec = codec
+        self._check_piece = check
+        self._left = cut(num_values, codec.block_size)
+        self._tasks = Tasks()
+        self._checking: asyncio.Task[None] | None = None
+
+    def on_progress(self, filled: int) -> None:
+        """Start a check of all complete pieces unless one is still running."""
+        if self._checking is not None and not self._checking.done():
             return
-        codec = self.codec.part(low, high)
-        spans = cut(high - low, self._chunk, self._chunk)
-        energies, hashes = [0.0] * len(spans), [EMPTY_HASH] * len(spans)
-        if self._measured:
-            energies = codec.squared_norms(piece, high - low, self._chunk)
-        if self._hashed:
-            hashes = leaf_hashes(piece, [codec.encoded_bytes(last) for _, last in spans])
-        self.leaves += zip(hashes, energies, strict=True)
+        complete = [span for span in self._left if self._codec.encoded_bytes(span[1]) <= filled]
+        if complete and (self._checking is None or self._checking.exception() is None):
+            del self._left[: len(complete)]
+            self._checking = self._tasks.call(self._runtime.offload(self._check, complete), "check")
+
+    async def finish(self) -> None:
+        """Check the rest of the full buffer."""
+        if self._checking is not None:
+            await self._checking
+        await self._runtime.offload(self._check, self._left)
+
+    async def close(self) -> None:
+        """Cancel the running check, and raise its error if it is no `CodecError`."""
+        await self._tasks.close()
+        if self._checking is not None and not self._checking.cancelled():
+            error = self._checking.exception()
+            if error is not None and not isinstance(error, CodecError):
+                raise error
+
+    def _check(self, spans: list[tuple[int, int]]) -> None:
+        for low, high in spans:
+            piece = self._data[self._codec.encoded_bytes(low) : self._codec.encoded_bytes(high)]
+            self._check_piece(piece, low, high)
 
 
-def check_range(largest: float, limit: float) -> None:
-    """Raise `CodecError` if the largest magnitude is NaN or above the limit."""
-    if not largest <= limit:
-        raise CodecError(f"a value of magnitude {largest:.3g} is beyond the manifest's averaging.max_value")
+STACK_VALUES = 1 << 15
+"""Values of each part that a rule by coordinate combines at a time; the stack of parts must fit a core's cache."""
 
 
 def part_weights(spec: AveragingSpec, norms: Sequence[float], tokens: Sequence[int]) -> list[float]:
@@ -139,11 +190,12 @@ class OwnShare:
     """One owner's share in one attempt.
 
     Attributes:
+        own: The owner's own part, fp32, ``[num_values]``; not changed.
         parts: By member: codec and bytes of its complete, valid part. The owner's own part is added by `reduce`, and
             only if it is encoded.
         refused: By member, owner included: the reason why `judge` left it out.
         trees: By member, owner included: the tree over its part's chunks.
-        is_measured: Whether norms are computed; False in a group of one or two.
+        is_measured: True if norms are computed; False in a group of one or two.
         own_part: The owner's own part, encoded by `measure_own`; None if it counts unencoded.
     """
 
@@ -163,12 +215,11 @@ class OwnShare:
         """
         Args:
             codec: Codec of the result, unless that is a list of parts.
-            own: The owner's own part, fp32, ``[num_values]``; not changed.
             own_codec: Codec that the owner's own part passes through before it counts; None if it counts unencoded.
                 Set it for a sparse codec, where an unencoded part would have a larger norm than the others'.
-            lists_parts: Whether the result is a `PartList` of parts in ``own_codec``.
+            lists_parts: True if the result is a `PartList` of parts in ``own_codec``.
             chunk: `chunk_values` of the whole vector's codec; 0 if ``codec`` is that codec.
-            audited: Whether members audit the result: then parts are hashed, and kept after `reduce`.
+            audited: True if members audit the result: then parts are hashed, and kept after `reduce`.
 
         Raises:
             ValueError: ``lists_parts`` without ``own_codec``.
@@ -179,7 +230,7 @@ class OwnShare:
         self._own_codec = own_codec
         self._lists_parts = lists_parts
         self._spec = spec
-        self._own = own
+        self.own = own
         self._own_index = own_index
         self._audited = audited
         self._chunk = chunk or chunk_values(codec)
@@ -204,8 +255,8 @@ class OwnShare:
             return
         plain = get_codec("fp32")
         leaves: list[Node] = []
-        for low, high in cut(len(self._own), self._codec.block_size):
-            piece = self._own[low:high]
+        for low, high in cut(len(self.own), self._codec.block_size):
+            piece = self.own[low:high]
             least, greatest = (float(extreme) for extreme in piece.aminmax())  # a NaN makes both NaN
             check_range(max(-least, greatest), self._spec.max_value)
             if self.is_measured:
@@ -216,8 +267,8 @@ class OwnShare:
         self.trees[self._own_index] = SumTree(leaves or [(EMPTY_HASH, 0.0)])
 
     def _encode_own(self, codec: Codec) -> None:
-        part, check = codec.encode(self._own), self.new_check(codec)
-        for low, high in cut(len(self._own), codec.block_size):
+        part, check = codec.encode(self.own), self.new_check(codec)
+        for low, high in cut(len(self.own), codec.block_size):
             check(memoryview(part)[codec.encoded_bytes(low) : codec.encoded_bytes(high)], low, high)
         self.own_part = part
         self.trees[self._own_index] = SumTree(check.leaves or [(EMPTY_HASH, 0.0)])
@@ -265,75 +316,71 @@ class OwnShare:
         if self.own_part is not None and self._own_codec is not None:
             self.parts[self._own_index] = self._own_codec, self.own_part
         if self._lists_parts:
-            await runtime.offload(self._list_parts, contributors, weights, mean.data)
+            await runtime.offload(self._list_parts, weights, mean.data)
             mean.grow(len(mean.data))
             self.parts.clear()
             return None
         spans = self.spans()
         exact = torch.empty(spans[0][1], dtype=torch.float32)  # one piece, to fit a core's cache
         for low, high in spans:
-            await runtime.offload(self.reduce_piece, low, high, contributors, weights, exact[: high - low], mean.data)
+            await runtime.offload(self.reduce_piece, low, high, weights, exact[: high - low], mean.data)
             mean.grow(self._codec.encoded_bytes(high))
-        found = ExactMean(self, contributors, weights) if self._codec.lossy else None
+        found = ExactMean(self, weights) if self._codec.lossy else None
         if not self._audited:
             self.parts.clear()
         return found
 
-    def weights(self, contributors: Sequence[int], tokens: Sequence[int]) -> list[float]:
-        """Return the contributors' `part_weights`."""
+    def weights(self, contributors: Sequence[int], tokens: Sequence[int]) -> dict[int, float]:
+        """Return the `part_weights` by contributor, in roster order."""
         norms = self.norms()
-        return part_weights(self._spec, [norms[index] for index in contributors], tokens)
+        weights = part_weights(self._spec, [norms[index] for index in contributors], tokens)
+        return dict(zip(contributors, weights, strict=True))
 
-    def _list_parts(self, contributors: Sequence[int], weights: list[float], encoded: bytearray | memoryview) -> None:
+    def _list_parts(self, weights: Mapping[int, float], encoded: bytearray | memoryview) -> None:
         assert self._own_codec is not None
-        parts = [self.parts[index][1] for index in contributors]
-        PartList(self._own_codec, len(parts)).write(weights, parts, encoded)
+        parts = [self.parts[index][1] for index in weights]
+        PartList(self._own_codec, len(parts)).write(list(weights.values()), parts, encoded)
 
     def reduce_piece(
-        self, low: int, high: int, contributors: Sequence[int], weights: list[float], exact: torch.Tensor,
-        encoded: bytearray | memoryview,
-    ) -> None:  # fmt: skip
+        self, low: int, high: int, weights: Mapping[int, float], exact: torch.Tensor, encoded: bytearray | memoryview
+    ) -> None:
         """Combine the values ``[low, high)`` into ``exact``, and encode them into their place in ``encoded``.
 
         ``low`` and ``high`` must be multiples of `chunk_values` or the share's end. Then cuts do not change the result.
         """
-        self.combine(low, high, contributors, weights, exact)
+        self.combine(low, high, weights, exact)
         first_byte, last_byte = self._codec.encoded_bytes(low), self._codec.encoded_bytes(high)
         self._codec.part(low, high).encode_into(exact, memoryview(encoded)[first_byte:last_byte])
 
-    def combine(
-        self, low: int, high: int, contributors: Sequence[int], weights: list[float], exact: torch.Tensor
-    ) -> None:
+    def combine(self, low: int, high: int, weights: Mapping[int, float], exact: torch.Tensor) -> None:
         """Combine the values ``[low, high)`` into ``exact``; see `reduce_piece`."""
         rule = get_rule(self._spec)
         if isinstance(rule, VotingRule):
             step = STACK_VALUES if rule.by_coordinate else self._chunk
             for first, last in cut(high - low, self._block_size(), step):
-                stack = [self._decoded(index, low + first, low + last) for index in contributors]
+                stack = [self._decoded(index, low + first, low + last) for index in weights]
                 exact[first:last] = rule.combine(self._spec, stack)
         else:
-            self._add_up(low, high, contributors, weights, exact)
+            self._add_up(low, high, weights, exact)
 
     def spans(self) -> list[tuple[int, int]]:
         """Return (start, stop) of each piece in which the share is reduced."""
-        return cut(len(self._own), self._block_size())
+        return cut(len(self.own), self._block_size())
 
     def _block_size(self) -> int:
         """Return the smallest length at whose multiples all codecs can be cut."""
         return math.lcm(self._codec.block_size, *(codec.block_size for codec, _ in self.parts.values()))
 
-    def _add_up(
-        self, low: int, high: int, contributors: Sequence[int], weights: list[float], exact: torch.Tensor
-    ) -> None:
+    def _add_up(self, low: int, high: int, weights: Mapping[int, float], exact: torch.Tensor) -> None:
         """Write the weighted sum to ``exact``: an unencoded own part first, the others in roster order."""
         import torch
 
-        weight_of = dict(zip(contributors, weights, strict=True))
-        if self._own_index in weight_of and self._own_index not in self.parts:
-            torch.mul(self._own[low:high], weight_of.pop(self._own_index), out=exact)
+        left = dict(weights)
+        if self._own_index in left and self._own_index not in self.parts:
+            torch.mul(self.own[low:high], left.pop(self._own_index), out=exact)
         else:
             exact.zero_()
-        for index, weight in weight_of.items():
+        for index, weight in left.items():
             codec, piece = self._encoded(index, low, high)
             codec.accumulate_into(piece, weight, exact)
 
@@ -341,7 +388,7 @@ class OwnShare:
         import torch
 
         if index == self._own_index and index not in self.parts:
-            return self._own[low:high].clone()
+            return self.own[low:high].clone()
         values = torch.empty(high - low, dtype=torch.float32)
         codec, piece = self._encoded(index, low, high)
         codec.decode_into(piece, values)
@@ -355,14 +402,10 @@ class OwnShare:
 class ExactMean:
     """The mean of a share before encoding, recomputed on iteration, because the encoded parts take less memory."""
 
-    def __init__(self, share: OwnShare, contributors: Sequence[int], weights: list[float]) -> None:
-        """
-        Args:
-            share: The reduced share; may release its parts later. Its own values must not change.
-        """
+    def __init__(self, share: OwnShare, weights: Mapping[int, float]) -> None:
+        """``share`` may release its parts later; its own values must not change."""
         self._share = copy.copy(share)
         self._share.parts = dict(share.parts)
-        self._contributors = contributors
         self._weights = weights
 
     def __iter__(self) -> Iterator[tuple[int, int, torch.Tensor]]:
@@ -373,5 +416,5 @@ class ExactMean:
         exact = torch.empty(spans[0][1], dtype=torch.float32)
         for low, high in spans:
             piece = exact[: high - low]
-            self._share.combine(low, high, self._contributors, self._weights, piece)
+            self._share.combine(low, high, self._weights, piece)
             yield low, high, piece

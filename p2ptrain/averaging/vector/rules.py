@@ -1,28 +1,220 @@
-"""Aggregation rules by the name that the manifest gives: p2ptrain's own, and those of installed packages.
+"""Aggregation rules by the name in the manifest: p2ptrain's own, and those of installed packages.
 
-All members of a group must run the same rule, because any member may recompute an owner's result.
-`p2ptrain.averaging.vector.aggregation` holds the formulas, `p2ptrain.averaging.vector.conformance` the contract check.
+All members of a group must run the same rule, because any member may recompute an owner's result. A rule judges a
+member by its contribution alone, and cannot tell a lie from unusual data. It bounds how far a minority of Byzantine
+members can move the result:
+
+=================  ======  ===========================================================================================
+rule               weight  bound on a minority
+=================  ======  ===========================================================================================
+``mean``           tokens  none but `out_of_proportion` and the limits on tokens and values
+``norm_clip``      tokens  a contribution is at most ``clip_ratio`` times as long as the group's median (SparseLoCo,
+                           arXiv 2508.15706); its direction is free
+``centered_clip``  equal   a contribution pulls with at most ``center_ratio`` times the median distance
+                           (Karimireddy et al., arXiv 2012.10333, algorithm 2)
+``trimmed``        equal   each coordinate is a trimmed mean (Yin et al., arXiv 1803.01498, definition 2)
+``median``         equal   each coordinate is a median (same paper, definition 1)
+=================  ======  ===========================================================================================
+
+Members report their own tokens: voting rules ignore them, and the others cap them at ``max_weight_ratio`` times the
+group's median.
+
+An owner sees only its share of the vector, so norms and distances are per share or per chunk. BTARD (arXiv 2106.11257,
+section 3) also clips each partition separately: squared errors add up over partitions. A liar may still spend its whole
+allowance on one share, up to the group's median norm there.
+
+**Bit-exact results.** A second owner can recompute a result. Values use single fp32 operations in a fixed order, that
+of the roster or of a sorting network. Norms come from `p2ptrain.codecs.norms.sum_of_squares`. Weights are computed in
+double and rounded once. Results are never negative zero, because minimum and maximum may order the two zeros either
+way. `p2ptrain.averaging.vector.conformance` checks the contract.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar
 
-from p2ptrain.averaging.vector.aggregation import (
-    CENTERED_CLIP_ITERATIONS,
-    centered_clip,
-    clip_factors,
-    counted_tokens,
-    median,
-    trimmed,
-)
 from p2ptrain.extensions import Extensions
 from p2ptrain.manifest import AveragingSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+MIN_FOR_MEDIAN = 3
+"""Fewer values have no majority to compare with."""
+CENTERED_CLIP_ITERATIONS = 1
+"""More iterations gain nothing when the first starts at the median."""
+
+
+# --- norms and weights ----------------------------------------------------------------------------------------------
+
+
+def typical(values: Sequence[float]) -> float:
+    """Return the lower median of the positive values, or 0 for fewer than `MIN_FOR_MEDIAN` of them.
+
+    A minority cannot move it out of the range of the others' values. Zeros do not count, because a share may hold
+    parameters that most members' data did not touch.
+    """
+    positive = sorted(value for value in values if value > 0)
+    return positive[(len(positive) - 1) // 2] if len(positive) >= MIN_FOR_MEDIAN else 0.0
+
+
+def out_of_proportion(norms: Mapping[int, float], max_ratio: float) -> dict[int, float]:
+    """Return the members whose norm in a share exceeds ``max_ratio`` times the `typical` norm, with this multiple.
+
+    The result is empty in a group of one or two.
+    """
+    usual = typical(list(norms.values()))
+    if usual == 0:
+        return {}
+    return {index: norm / usual for index, norm in norms.items() if not norm <= max_ratio * usual}
+
+
+def clip_factors(spec: AveragingSpec, norms: Sequence[float], tokens: Sequence[int]) -> list[float]:
+    """Return the factor that clips each contribution to the limit of ``norm_clip``; all 1 in a group of one or two.
+
+    The limit is ``clip_ratio`` times the larger of two values: the `typical` norm, and the typical norm per token times
+    the peer's `counted_tokens`. The second admits a fast peer, whose update after many steps is longer.
+    """
+    usual, counted = typical(norms), counted_tokens(spec, tokens)
+    pace = typical([norm / count for norm, count in zip(norms, counted, strict=True)])
+    limits = [spec.clip_ratio * max(usual, pace * count) for count in counted]
+    return [limit / norm if 0 < limit < norm else 1.0 for norm, limit in zip(norms, limits, strict=True)]
+
+
+def counted_tokens(spec: AveragingSpec, tokens: Sequence[int]) -> list[float]:
+    """Return each contributor's tokens, capped at ``max_weight_ratio`` times the `typical` count if there is one."""
+    usual = typical(tokens)
+    return [min(float(count), spec.max_weight_ratio * usual) if usual else float(count) for count in tokens]
+
+
+# --- rules on a stack of parts --------------------------------------------------------------------------------------
+
+
+def median(parts: list[Tensor]) -> Tensor:
+    """Return the coordinate-wise median, for an even number the mean of the two middle values.
+
+    If fewer than half of the parts are hostile, every coordinate lies between honest values.
+    See `VotingRule.combine`.
+    """
+    return _middle(parts).add_(0.0)
+
+
+def trimmed(parts: list[Tensor], fraction: float) -> Tensor:
+    """Return the coordinate-wise mean without the ``ceil(fraction * n)`` smallest and largest values.
+
+    That many hostile parts cannot move a coordinate out of the range of its honest values. At least one value stays, or
+    two for an even number. See `VotingRule.combine`.
+    """
+    num_parts = len(parts)
+    low = num_trimmed(num_parts, fraction)
+    ordered = _select(parts, low, num_parts - low)
+    # Sum differences from one kept value, so that the mean of equal values is exact.
+    center = ordered[low]
+    if num_parts - 2 * low > 1:
+        total = ordered[low + 1].sub_(center)
+        for row in ordered[low + 2 : num_parts - low]:
+            total.add_(row.sub_(center))
+        center.add_(total.div_(num_parts - 2 * low))
+    return center.add_(0.0)
+
+
+def num_trimmed(num_parts: int, fraction: float) -> int:
+    """Return the number of values that `trimmed` drops at each end."""
+    return min(math.ceil(fraction * num_parts - 1e-9), (num_parts - 1) // 2)
+
+
+def centered_clip(parts: list[Tensor], center_ratio: float, iterations: int) -> Tensor:
+    """Return CenteredClip (arXiv 2012.10333, algorithm 2), started at the coordinate-wise median.
+
+    Each iteration moves the center ``v`` by the mean of ``min(1, tau / |x - v|) * (x - v)``, where ``tau`` is
+    ``center_ratio`` times the lower median of the distances. A hostile minority moves it by less than ``tau``. If all
+    parts lie within ``tau``, the result is the plain mean. See `VotingRule.combine`.
+    """
+    import torch
+
+    from p2ptrain.codecs.norms import sum_of_squares
+
+    num_parts = len(parts)
+    center = _middle([part.clone() for part in parts])
+    shift, scratch = center, torch.empty_like(center)
+    for _ in range(iterations):
+        distances = []
+        for part in parts:  # parts now hold differences from the center
+            distances.append(math.sqrt(sum_of_squares(part.sub_(shift), scratch)))
+        limit = center_ratio * sorted(distances)[(num_parts - 1) // 2]
+        shift = torch.zeros_like(center)
+        for part, distance in zip(parts, distances, strict=True):
+            shift.add_(part if distance <= limit else torch.mul(part, limit / distance, out=scratch))
+        shift.div_(num_parts)
+        center = center.add(shift)
+    return center.add_(0.0)
+
+
+def _middle(parts: list[Tensor]) -> Tensor:
+    """Return the median of each coordinate; overwrites ``parts``."""
+    low, high = (len(parts) - 1) // 2, len(parts) // 2
+    ordered = _select(parts, low, high + 1)
+    return ordered[low] if low == high else ordered[low].add_(ordered[high]).mul_(0.5)
+
+
+# --- sorting --------------------------------------------------------------------------------------------------------
+
+
+def _select(parts: list[Tensor], first: int, stop: int) -> list[Tensor]:
+    """Sort the parts at each coordinate; only the rows ``[first, stop)`` of the result are valid.
+
+    A sorting network on whole rows: minimum and maximum are exact and vectorised.
+    """
+    import torch
+
+    rows, spare = list(parts), torch.empty_like(parts[0])
+    for low, high, keeps_low, keeps_high in _selection_network(len(parts), first, stop):
+        if not keeps_high:
+            torch.minimum(rows[low], rows[high], out=rows[low])
+        elif not keeps_low:
+            torch.maximum(rows[low], rows[high], out=rows[high])
+        else:
+            torch.minimum(rows[low], rows[high], out=spare)
+            torch.maximum(rows[low], rows[high], out=rows[high])
+            rows[low], spare = spare, rows[low]
+    return rows
+
+
+@lru_cache(maxsize=256)
+def _selection_network(num_rows: int, first: int, stop: int) -> tuple[tuple[int, int, bool, bool], ...]:
+    """Return the comparators of `_batcher` on which the rows ``[first, stop)`` of its result depend.
+
+    Returns:
+        In order: (row of the smaller value, row of the larger, whether each is needed later).
+    """
+    needed = set(range(first, stop))
+    kept = []
+    for low, high in reversed(_batcher(num_rows)):
+        keeps_low, keeps_high = low in needed, high in needed
+        if keeps_low or keeps_high:
+            needed |= {low, high}
+            kept.append((low, high, keeps_low, keeps_high))
+    return tuple(reversed(kept))
+
+
+def _batcher(num_rows: int) -> list[tuple[int, int]]:
+    """Return the comparators of Batcher's odd-even merge sort for any number of rows (TAOCP 3, algorithm 5.2.2M)."""
+    comparators = []
+    levels = max(1, math.ceil(math.log2(num_rows))) if num_rows > 1 else 0
+    step = 1 << (levels - 1) if levels else 0
+    while step:
+        span, remainder, distance = 1 << (levels - 1), 0, step
+        while True:
+            comparators += [(i, i + distance) for i in range(num_rows - distance) if i & step == remainder]
+            if span == step:
+                break
+            distance, span, remainder = span - step, span >> 1, step
+        step >>= 1
+    return comparators
 
 
 class Rule(ABC):
@@ -70,7 +262,7 @@ class VotingRule(Rule):
         Args:
             parts: One for each contributor in roster order: finite, fp32, shape ``[values]``. The rule may overwrite
                 them. If `by_coordinate`, any values of the share. Otherwise one whole chunk of
-                `p2ptrain.averaging.vector.reduce.chunk_values`, or the share's shorter last chunk.
+                `p2ptrain.averaging.vector.chunks.chunk_values`, or the share's shorter last chunk.
 
         Returns:
             fp32, ``[values]``; may be one of ``parts``.

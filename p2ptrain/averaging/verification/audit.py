@@ -23,16 +23,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.commit.attempt import Attempt
-from p2ptrain.averaging.vector.aggregation import MIN_FOR_MEDIAN
-from p2ptrain.averaging.vector.merkle_sum import NODE, SumTree, leaf_hash
-from p2ptrain.averaging.vector.reduce import OwnShare, PartCheck, chunk_values
+from p2ptrain.averaging.vector.chunks import NODE, PartCheck, SumTree, chunk_values, leaf_hash
+from p2ptrain.averaging.vector.reduce import OwnShare
+from p2ptrain.averaging.vector.rules import MIN_FOR_MEDIAN
 from p2ptrain.averaging.verification.commitments import Commitment, Slice, Statement, digest_of
 from p2ptrain.averaging.verification.opening import (
     MAX_CHUNKS,
     TWO_MEANS,
     Answer,
+    ChunkKey,
     FalseChunk,
-    Key,
     Opened,
     Opening,
     Rules,
@@ -42,13 +42,12 @@ from p2ptrain.averaging.verification.opening import (
 )
 from p2ptrain.codecs import Codec
 from p2ptrain.errors import IntegrityError
-from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.schema import from_bytes, to_bytes
 from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 OVERHEAD_BYTES = 4096  # bound on the signature, names and framing of one contributor in an answer
 
@@ -65,16 +64,14 @@ class FalseMeanError(IntegrityError):
 class Audit:
     """One member's side of the spot checks in one attempt, as owner (`statement` is its own) and as checker."""
 
-    def __init__(self, attempt: Attempt, share: OwnShare, index: int, runtime: Runtime, signer: Signer,
-                 spec: AveragingSpec, vector: torch.Tensor) -> None:  # fmt: skip
-        """``share`` and ``index`` are of this member as an owner; ``vector`` is its contribution."""
+    def __init__(self, attempt: Attempt, share: OwnShare, runtime: Runtime, signer: Signer) -> None:
+        """``share`` is this member's as an owner."""
         self._attempt = attempt
         self._share = share
-        self._index = index
+        self._index = attempt.roster.index_of(signer.peer_id)
         self._runtime = runtime
         self._signer = signer
-        self._rules = Rules(attempt.swarm, spec, attempt.codec, attempt.bounds[-1])
-        self._own = vector[attempt.bounds[index] : attempt.bounds[index + 1]]
+        self._rules = Rules(attempt.swarm, attempt.spec, attempt.codec, attempt.bounds[-1])
         self._commitments: dict[int, Commitment] = {}
         self._mean_trees: dict[int, SumTree] = {}
         self._stated: list[Commitment] = []
@@ -149,7 +146,7 @@ class Audit:
 
     def _open(self, statement: Statement, chunks: Sequence[int]) -> bytes:
         openings: list[Opening] = []
-        keys: list[Key] = []
+        keys: list[ChunkKey] = []
         share = statement.share
         for chunk in chunks:
             low, high = self._rules.span(share.low, share.high, chunk)
@@ -158,7 +155,7 @@ class Audit:
                 index = self._attempt.roster.index_of(each.sender)
                 proof = self._share.trees[index].proof(chunk)
                 if index == self._index:
-                    own, own_proof = self._own[low:high].numpy().tobytes(), proof
+                    own, own_proof = self._share.own[low:high].numpy().tobytes(), proof
                 else:
                     codec, part = self._share.parts[index]
                     others.append((bytes(part[codec.encoded_bytes(low) : codec.encoded_bytes(high)]), proof))

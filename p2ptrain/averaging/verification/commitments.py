@@ -16,7 +16,7 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from p2ptrain.averaging.protocol.signed import MAX_PROOF_BYTES, Count, Name, Positive, Signed
+from p2ptrain.averaging.protocol.certificate import MAX_PROOF_BYTES, Count, Name, Positive, Signed
 from p2ptrain.errors import IntegrityError
 from p2ptrain.manifest import canonical_bytes
 from p2ptrain.network.schema import Hash, to_wire

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.membership import MAX_KNOWN_PEERS, Membership
-from p2ptrain.averaging.protocol.signed import Name
+from p2ptrain.averaging.protocol.certificate import Name
 from p2ptrain.averaging.verification.opening import MAX_EVIDENCE_BYTES, RulesOf, verify_evidence
 from p2ptrain.errors import DeadlineError, IntegrityError, PeerError, PeerRefusedError
 from p2ptrain.network.rpc.channel import Channel
@@ -31,7 +31,7 @@ CALL_SECONDS = 5.0
 TRANSFER_SECONDS = 30.0
 ASK_AGAIN_SECONDS = 600.0
 MAX_KEPT_BYTES = 2 * MAX_EVIDENCE_BYTES
-MAX_TOLD = 64  # number of peers that new evidence is offered to
+MAX_OFFERED = 64  # number of peers that new evidence is offered to
 MAX_LISTED = 64
 Size = Annotated[int, Meta(ge=1, le=MAX_EVIDENCE_BYTES)]
 
@@ -115,7 +115,7 @@ class EvidenceStore:
             self._forget_some()
             self._membership.convict(peer)
             self._on_conviction(peer, fault)
-            for other in [p for p in self._membership.present() if p != peer][:MAX_TOLD]:
+            for other in [p for p in self._membership.present() if p != peer][:MAX_OFFERED]:
                 self._start(self._offer(other, peer, evidence))
         return peer
 

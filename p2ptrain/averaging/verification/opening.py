@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta
 
-from p2ptrain.averaging.protocol.signed import MAX_MEMBERS, Count, Proof
-from p2ptrain.averaging.vector.aggregation import MIN_FOR_MEDIAN
-from p2ptrain.averaging.vector.merkle_sum import leaf_hash, root_of_proof
-from p2ptrain.averaging.vector.reduce import (
+from p2ptrain.averaging.protocol.certificate import MAX_MEMBERS, Count, Proof
+from p2ptrain.averaging.vector.chunks import (
     RANGE_SLACK,
-    OwnShare,
     check_range,
     chunk_span,
     chunk_values,
+    leaf_hash,
     num_chunks,
-    part_weights,
-)  # fmt: skip
+    root_of_proof,
+)
+from p2ptrain.averaging.vector.reduce import OwnShare, part_weights
+from p2ptrain.averaging.vector.rules import MIN_FOR_MEDIAN
 from p2ptrain.averaging.verification.commitments import Commitment, Slice, Statement, verify_commitments
 from p2ptrain.codecs import Codec, CodecError, smaller_codecs
 from p2ptrain.errors import IntegrityError
@@ -44,7 +44,7 @@ MAX_EVIDENCE_BYTES = 32 << 20
 TWO_MEANS = "it stated two means of its share"
 VALUE_BYTES = 4
 
-Key = tuple[Count, Hash]  # a chunk's number, and the hash of the owner's own values in it
+ChunkKey = tuple[Count, Hash]  # a chunk's number, and the hash of the owner's own values in it
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Rules:
 RulesOf = Callable[[Slice], Rules]  # returns the rules of the attempt to which a share belongs
 
 
-def keys_message(swarm: bytes, statement: Statement, keys: Sequence[Key]) -> bytes:
+def keys_message(swarm: bytes, statement: Statement, keys: Sequence[ChunkKey]) -> bytes:
     """Return the message that an owner signs with an answer; it authenticates the owner's own values."""
     said = hashlib.sha256(statement.message(swarm)).digest()
     return b"p2ptrain opening" + swarm + said + canonical_bytes([list(key) for key in keys])
@@ -114,7 +114,7 @@ class Opened(Message, frozen=True):
 
     statement: Statement
     commitments: Annotated[tuple[Commitment, ...], Meta(min_length=1, max_length=MAX_MEMBERS)]
-    keys: Annotated[tuple[Key, ...], Meta(min_length=1, max_length=MAX_CHUNKS)]
+    keys: Annotated[tuple[ChunkKey, ...], Meta(min_length=1, max_length=MAX_CHUNKS)]
     proof: Proof
 
     def verify(self, rules: Rules, verifier: Signer) -> None:
@@ -172,11 +172,6 @@ def verify_evidence(
 ) -> tuple[str, str]:
     """Return an owner and its fault, if the evidence proves it from facts that every peer of the swarm knows.
 
-    Args:
-        data: Wire form of the evidence.
-        swarm: The manifest's digest, 32 bytes.
-        rules_of: Returns the rules of an attempt; the owner signed its round and level.
-
     Raises:
         IntegrityError: It convicts no owner.
     """
@@ -213,35 +208,40 @@ def judge(opened: Opened, position: int, opening: Opening, mean: bytes | memoryv
     Raises:
         IntegrityError: The opening does not match the commitments, and so proves nothing.
     """
+    import torch
+
     share, chunk = opened.statement.share, opened.keys[position][0]
     low, high = rules.span(share.low, share.high, chunk)
     mean_codec, part_codecs = rules.codecs_of(share.low + low, share.low + high)
-    count = rules.num_chunks(share.high - share.low)
-    own, parts = _parts_of(opened, position, opening, count, high - low)
+    size, chunk_length = high - low, chunk_values(rules.codec)
+    own, parts = _parts_of(opened, position, opening, rules.num_chunks(share.high - share.low), size)
     measured = len(opened.commitments) >= MIN_FOR_MEDIAN
     limit = rules.spec.max_value * RANGE_SLACK * RANGE_SLACK
-    held = {}
+    own_index = next((i for i in range(len(opened.commitments)) if i not in parts), -1)
+    values = torch.empty(0) if own is None else own[0]
+    recomputed = OwnShare(mean_codec, rules.spec, values, own_index, len(opened.commitments), chunk=chunk_length)
     try:
         for index, (data, energy) in parts.items():
             codec = part_codecs.get(opened.commitments[index].codec)
             if codec is None:
                 return "counted a part in a codec that is not allowed"
-            codec.validate(data, high - low)
-            check_range(codec.largest(data, high - low), limit)
-            if measured and codec.squared_norms(data, high - low, chunk_values(rules.codec)) != [energy]:
+            codec.validate(data, size)
+            check_range(codec.largest(data, size), limit)
+            if measured and codec.squared_norms(data, size, chunk_length) != [energy]:
                 return "counted a part whose sender misstated its norm"
-            held[index] = codec, data
+            recomputed.parts[index] = codec, bytearray(data)
     except CodecError as error:
         return f"counted a part that has to be refused: {error}"
-    own_index = next((i for i in range(len(opened.commitments)) if i not in parts), -1)
-    if own is not None:
-        values, energy = own
-        fault = _judge_own(values, energy if measured else None, limit, rules)
-        if fault:
-            return fault
-    return _judge_mean(
-        opened.commitments, own[0] if own else None, own_index, held, mean, mean_codec, rules, high - low
-    )
+    if own is not None and (fault := _judge_own(values, own[1] if measured else None, limit, rules)):
+        return fault
+    norms = [math.sqrt(each.root[1]) for each in opened.commitments]
+    weights = part_weights(rules.spec, norms, [each.tokens for each in opened.commitments])
+    exact, encoded = torch.empty(size), bytearray(mean_codec.encoded_bytes(size))
+    try:
+        recomputed.reduce_piece(0, size, dict(enumerate(weights)), exact, encoded)
+    except (CodecError, ValueError) as error:
+        raise IntegrityError(f"an opening cannot be averaged: {error}") from error
+    return "" if bytes(encoded) == bytes(mean) else "its mean is not that of the parts"
 
 
 def _judge_own(values: torch.Tensor, energy: float | None, limit: float, rules: Rules) -> str:
@@ -252,33 +252,6 @@ def _judge_own(values: torch.Tensor, energy: float | None, limit: float, rules: 
     if energy is not None and sums_of_squares(values, chunk_values(rules.codec)) != [energy]:
         return "misstated the norm of its own part"
     return ""
-
-
-def _judge_mean(
-    commitments: Sequence[Commitment], own: torch.Tensor | None, own_index: int, held: dict[int, tuple[Codec, bytes]],
-    mean: bytes | memoryview, codec: Codec, rules: Rules, size: int,
-) -> str:  # fmt: skip
-    """Recompute the mean, and compare."""
-    import torch
-
-    indices = list(range(len(commitments)))
-    share = OwnShare(
-        codec,
-        rules.spec,
-        torch.empty(0) if own is None else own,
-        own_index,
-        len(indices),
-        chunk=chunk_values(rules.codec),
-    )
-    share.parts.update({index: (part_codec, bytearray(data)) for index, (part_codec, data) in held.items()})
-    norms = [math.sqrt(each.root[1]) for each in commitments]
-    weights = part_weights(rules.spec, norms, [each.tokens for each in commitments])
-    exact, encoded = torch.empty(size), bytearray(codec.encoded_bytes(size))
-    try:
-        share.reduce_piece(0, size, indices, weights, exact, encoded)
-    except (CodecError, ValueError) as error:
-        raise IntegrityError(f"an opening cannot be averaged: {error}") from error
-    return "" if bytes(encoded) == bytes(mean) else "its mean is not that of the parts"
 
 
 def _parts_of(

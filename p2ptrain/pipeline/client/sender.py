@@ -50,7 +50,7 @@ FULL_SECONDS = 3.0
 """Timeout of the next round, after which the full one is retried: it may have room again."""
 ROOM_SECONDS = 12.0
 """Timeout for a substitute first host to find room in a full round; >
-`p2ptrain.averaging.timing.global_batch.HOLD_SECONDS`."""
+`p2ptrain.averaging.timing.goal.HOLD_SECONDS`."""
 NO_HOST_SECONDS = 120.0
 """Timeout of a stage without a host, and of the first round."""
 DONE_PAUSES_SECONDS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from p2ptrain.averaging.protocol.head import genesis
+from p2ptrain.averaging.protocol.certificate import genesis
 from p2ptrain.manifest import TrainingSpec
 from p2ptrain.pipeline.stage.gradients import GradientSum
 from p2ptrain.training.state.adamw import AdamWStep

@@ -30,7 +30,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from p2ptrain.averaging.protocol.head import Head
+from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.errors import CheckpointError, IncompatibleError, IntegrityError, ResourceError
 from p2ptrain.network.schema import from_wire, to_wire
 from p2ptrain.progress import Jobs, untold

@@ -71,7 +71,7 @@ class Saver:
             self._synchronizer.replica.restore_residual(local["residual"])
         waiting = {name: tensor for name, tensor in local.items() if name in ("live", "accumulated")}
         if waiting and _is_finite("the work that waits", waiting) and work.restore(extra["work"], waiting):
-            self._synchronizer.averager.own_work.forget(range(len(work.pending)))
+            self._synchronizer.averager.contributions.forget(range(len(work.pending)))
         else:
             work.state.layout.write(work.state.vector, work.module)
 

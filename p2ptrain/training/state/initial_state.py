@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from p2ptrain.averaging.protocol.head import genesis
+from p2ptrain.averaging.protocol.certificate import genesis
 from p2ptrain.manifest import Manifest
 from p2ptrain.training.learning_rate import LearningRates
 from p2ptrain.training.optimizer_checks import step_rule

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from p2ptrain.averaging.protocol.head import Head
+from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.errors import IncompatibleError, TemporaryError
 from p2ptrain.hashing import HASH_BYTES
 from p2ptrain.training.state.digest import ChunkedBytes, MerkleTree, NamedTensors, TensorSpec, new_tensors, tree_of

@@ -22,8 +22,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 
 from p2ptrain.averaging.commit.round_log import Result
 from p2ptrain.averaging.grouping.membership import ACTIVE_STATES
-from p2ptrain.averaging.protocol.certificate import Certificate
-from p2ptrain.averaging.protocol.head import Head
+from p2ptrain.averaging.protocol.certificate import Certificate, Head
 from p2ptrain.errors import IncompatibleError, IntegrityError, TemporaryError
 from p2ptrain.network.transport import PeerId
 from p2ptrain.progress import Advance, Jobs
@@ -61,7 +60,7 @@ class StateDownload:
         self._replica = replica
         self._context = replica.context
         self._state = replica.state
-        self._history = replica.averager.history
+        self._round_log = replica.averager.round_log
         self._membership = replica.membership
         self._jobs = jobs
         scratch, swarm = self._context.runtime.scratch, self._context.swarm
@@ -115,7 +114,7 @@ class StateDownload:
                 RoundsSince.open, rounds, self._context.swarm, self._context.signer
             )
             for _, stamp in self._partial.chunks():  # Their digests were believed when they were kept.
-                self._claims.setdefault(stamp.lineage, {})[self._context.peer_id] = stamp.digest
+                self._claims.setdefault(stamp.lineage, {})[self._context.rpc.peer_id] = stamp.digest
             if self._partial.num_done:
                 logger.info(
                     "going on with a download: %d of %d MiB are there",
@@ -212,12 +211,12 @@ class StateDownload:
         """Fetch the newer results of the first peer that has any; return True if there were some."""
         for peer in sorted(self._sources(), key=self._failures.__getitem__):
             try:
-                chain = await self._history.certificates_after(peer, self._rounds.tip)
+                chain = await self._round_log.certificates_after(peer, self._rounds.tip)
                 for some in self._batches(peer, chain):
                     async with self._is_collecting:
                         sources = [peer, *(other for other in self._sources() if other != peer)]
                         bodies = [certificate.body for certificate in some]
-                        fetching = (self._history.fetch_means(sources, b, self._replica.num_values(b)) for b in bodies)
+                        fetching = (self._round_log.fetch_means(sources, b) for b in bodies)
                         for certificate, means in zip(some, await together("fetch", fetching), strict=True):
                             await self._context.runtime.offload(self._rounds.append, Result(certificate, means))
                     self._tell_news()
@@ -231,7 +230,7 @@ class StateDownload:
 
     def _batches(self, peer: PeerId, chain: Sequence[Certificate]) -> Iterator[Sequence[Certificate]]:
         """Split a chain into batches to fetch at once: several results if they are small, else one."""
-        sizes = [self._history.num_bytes_of(peer, each.body, self._replica.num_values(each.body)) for each in chain[:1]]
+        sizes = [self._round_log.num_bytes_of(peer, each.body) for each in chain[:1]]
         step = MAX_AT_ONCE if sizes and sizes[0] * MAX_AT_ONCE <= MAX_BATCH_BYTES else 1
         for start in range(0, len(chain), step):
             yield chain[start : start + step]
@@ -257,7 +256,7 @@ class StateDownload:
         """Return the head of the chunk that a peer waits to send, or its present head if no certificate is found."""
         stamp = self._waiting.get(peer)
         if stamp is not None:
-            for certificate in await self._history.certificates_after(peer, self._rounds.tip, proofs=True):
+            for certificate in await self._round_log.certificates_after(peer, self._rounds.tip, proofs=True):
                 if certificate.body.next_lineage == stamp.lineage:
                     return certificate.body.next_head(stamp.digest, certificate.to_bytes())
         return await fetch_head(self._context.rpc, peer)

@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from p2ptrain.averaging.commit.attempt import AttemptFailedError
 from p2ptrain.averaging.commit.round_log import Result
 from p2ptrain.averaging.grouping.membership import ACTIVE_STATES
-from p2ptrain.averaging.protocol.certificate import Certificate
-from p2ptrain.averaging.protocol.head import Head
+from p2ptrain.averaging.protocol.certificate import Certificate, Head
 from p2ptrain.errors import (
     IncompatibleError,
     IntegrityError,
@@ -66,7 +65,7 @@ class CatchUp:
         self._replica = replica
         self._context = replica.context
         self._state = replica.state
-        self._history = replica.averager.history
+        self._round_log = replica.averager.round_log
         self._matchmaker = replica.averager.matchmaker
         self._membership = replica.membership
         self._jobs = jobs
@@ -147,7 +146,7 @@ class CatchUp:
     async def _ask(self, peer: str) -> None:
         started = asyncio.get_running_loop().time()
         try:
-            if not await self._history.certificates_after(peer, self._state.head.lineage):
+            if not await self._round_log.certificates_after(peer, self._state.head.lineage):
                 head = await fetch_head(self._context.rpc, peer)
                 check_head(self._context, self._membership, head)
                 if not head.outranks(self._state.head):
@@ -158,16 +157,14 @@ class CatchUp:
             self._membership.vouch(peer)
 
     async def _catch_up(self, source: str, work: Contribution | None) -> None:
-        chain = await self._history.certificates_after(source, self._state.head.lineage)
+        chain = await self._round_log.certificates_after(source, self._state.head.lineage)
         holder = source
         if not chain:
             holder, chain = await self._chain_of_others(source)
         if not chain:
             await self._download(source, work, keep_work=True)
             return
-        replay_bytes = sum(
-            self._history.num_bytes_of(holder, each.body, self._replica.num_values(each.body)) for each in chain
-        )
+        replay_bytes = sum(self._round_log.num_bytes_of(holder, each.body) for each in chain)
         way = choose_way(len(chain), replay_bytes, self._state_bytes())
         logger.info("catching up with peer %s: %s", holder[-8:], way.reason)
         if way.is_download:
@@ -204,8 +201,8 @@ class CatchUp:
                 raise IntegrityError("a certificate's counts do not follow from its lineage")
             if body.levels != self._matchmaker.cells.num_levels(head.present):
                 raise IntegrityError("a certificate is of another tree than its lineage has")
-            chunks = self._history.chunks_of(holder, body, self._replica.num_values(body))
-            report = await self._history.fetch(chunks, [holder, *others])
+            chunks = self._round_log.chunks_of(holder, body)
+            report = await self._round_log.fetch(chunks, [holder, *others])
             for liar in report.liars:
                 self._membership.mistrust(liar)
             await self._replica.apply_missed(Result(certificate, chunks.means), work)
@@ -220,7 +217,7 @@ class CatchUp:
 
         async def ask(peer: str) -> list[Certificate]:
             try:
-                chain = await self._history.certificates_after(peer, start)
+                chain = await self._round_log.certificates_after(peer, start)
             except FAILURES_TO_FOLLOW as error:
                 logger.debug("peer %s tells no history: %s", peer[-8:], error)
                 return []
@@ -291,7 +288,7 @@ class CatchUp:
         if not repairs and not head.outranks(self._state.head):
             raise AttemptFailedError(f"peer {source[-8:]} is not ahead of this one")
         if chain and between(chain, self._state.head.lineage, head.lineage) is None:  # The source committed more.
-            chain = [*chain, *await self._history.certificates_after(source, chain[-1].body.next_lineage)]
+            chain = [*chain, *await self._round_log.certificates_after(source, chain[-1].body.next_lineage)]
         async with self._downloaded.fetched(source, head) as rounds:
             count = await to_its_end(self._take_over(work, keep_work, chain))
             logger.info("downloaded the state of round %d from peer %s", self._state.head.round, source[-8:])

@@ -6,8 +6,7 @@ from collections import Counter
 
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.membership import Membership
-from p2ptrain.averaging.protocol.certificate import Certificate
-from p2ptrain.averaging.protocol.head import Head, genesis
+from p2ptrain.averaging.protocol.certificate import Certificate, Head, genesis
 from p2ptrain.errors import IntegrityError
 from p2ptrain.network.rpc.client import Rpc
 from p2ptrain.network.schema import Message, Nothing

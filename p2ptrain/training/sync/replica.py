@@ -11,14 +11,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.averager import Averager
-from p2ptrain.averaging.commit.encodings import decode_means
+from p2ptrain.averaging.commit.attempt import decode_means
 from p2ptrain.averaging.commit.result_chunks import Means
 from p2ptrain.averaging.commit.round_log import Result
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.membership import Membership
-from p2ptrain.averaging.protocol.certificate import Body, Certificate
-from p2ptrain.averaging.protocol.head import Head
-from p2ptrain.averaging.timing.global_batch import Goal
+from p2ptrain.averaging.protocol.certificate import Body, Certificate, Head
+from p2ptrain.averaging.timing.goal import Goal
 from p2ptrain.averaging.vector.error_feedback import Encoded, ErrorFeedback
 from p2ptrain.errors import DivergedError
 from p2ptrain.manifest import TrainingSpec
@@ -73,10 +72,6 @@ class Replica:
     def fragment_of(self, body: Body) -> Fragment:
         return self.state.fragments.of_round(body.round)
 
-    def num_values(self, body: Body) -> int:
-        """Return the length of the vector that a round averaged."""
-        return self.fragment_of(body).num_values
-
     async def is_intact(self) -> bool:
         """True if the state in memory has its digest."""
         tree = await self.context.runtime.compute(self.state.tree)
@@ -124,12 +119,12 @@ class Replica:
             logger.warning("the checkpoint's error-feedback residual does not fit, or is not finite: dropped")
             return
         own.copy_(residual)
-        self.averager.own_work.forget()
+        self.averager.contributions.forget()
 
     async def begin_anew(self, work: Contribution) -> None:
         """Drop all local work, the local optimizer's state and the residual; call while ``work`` is at rest."""
         await self.context.runtime.compute(work.begin_anew)
-        self.averager.own_work.consumed(range(len(self._codecs)))
+        self.averager.contributions.consumed(range(len(self._codecs)))
         self.feedback.reset()
 
     async def drop(self, work: Contribution, reason: str) -> str:
@@ -153,7 +148,7 @@ class Replica:
     async def apply_missed(self, result: Result, work: Contribution | None) -> None:
         """Apply the result of a missed round, which may include this peer's work."""
         body = result.certificate.body
-        contributed = self.averager.own_work.is_in(body)
+        contributed = self.averager.contributions.is_in(body)
         if contributed:  # The old residual is in the state; the new error is not known.
             await self.context.runtime.compute(self._feedbacks[self.fragment_of(body).index].reset)
         await self.apply(result, work, contributed)
@@ -163,12 +158,12 @@ class Replica:
         tree_root = await self.context.runtime.compute(self._apply_means, body, result.means, work, contributed)
         if contributed:
             self._drops_in_a_row = 0
-            tokens, _ = self.averager.own_work.counts_in(body) or (0, 0)
+            tokens, _ = self.averager.contributions.counts_in(body) or (0, 0)
             self.trained_tokens += tokens
             self.trained_rounds += 1
-            self.averager.own_work.consumed([self.fragment_of(body).index])
+            self.averager.contributions.consumed([self.fragment_of(body).index])
         self._move(body.next_head(tree_root, result.certificate.to_bytes()))
-        self.averager.history.add(result, self._server.chunks.is_serving())
+        self.averager.round_log.add(result, self._server.chunks.is_serving())
 
     def _apply_means(self, body: Body, means: Means, work: Contribution | None, contributed: bool) -> bytes:
         carry, fragment = None, self.fragment_of(body)
@@ -178,7 +173,7 @@ class Replica:
         if work is not None:
             counted = (0, 0)
             if contributed:  # If the result does not tell the count, all pending work is taken as counted.
-                counted = self.averager.own_work.counts_in(body) or (work.tokens_of(fragment), work.samples)
+                counted = self.averager.contributions.counts_in(body) or (work.tokens_of(fragment), work.samples)
             work.adopt(contributed, carry, fragment, counted)
         return self.state.tree().root
 
@@ -201,7 +196,7 @@ class Replica:
 
     def _move(self, head: Head) -> None:
         self.state.head = head
-        self.averager.set_head(head)
+        self.averager.matchmaker.set_head(head)
         self.context.owner.state_changed()
 
     # --- replacing the whole --------------------------------------------------------------------------------------
@@ -226,8 +221,8 @@ class Replica:
         head = await assemble()
         self.state.head = head
         await self.context.runtime.compute(self._adopt, work, kept, carries, missed is not None)
-        self.averager.own_work.consumed(index for index, part in enumerate(kept) if part is None)
-        self.averager.history.clear()
+        self.averager.contributions.consumed(index for index, part in enumerate(kept) if part is None)
+        self.averager.round_log.clear()
         self._move(head)
 
     def _kept(self, missed: Sequence[Certificate] | None) -> list[float | None]:
@@ -235,12 +230,12 @@ class Replica:
         if missed is None:
             # The new state may include an abandoned attempt that other peers completed.
             parts = range(len(self.state.fragments))
-            return [None if self.drops_stale or self.averager.own_work.may_count(part) else 1.0 for part in parts]
+            return [None if self.drops_stale or self.averager.contributions.may_count(part) else 1.0 for part in parts]
         kept: list[float | None] = [1.0] * len(self.state.fragments)
         for certificate in missed:
             index = self.fragment_of(certificate.body).index
             before = kept[index]
-            is_counted = before is None or self.averager.own_work.is_in(certificate.body)
+            is_counted = before is None or self.averager.contributions.is_in(certificate.body)
             kept[index] = None if before is None or is_counted else before * self.context.spec.late_decay
         return kept
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from p2ptrain.averaging.commit.round_log import Result
-from p2ptrain.averaging.protocol.certificate import Certificate
-from p2ptrain.averaging.protocol.head import Head
+from p2ptrain.averaging.protocol.certificate import Certificate, Head
 from p2ptrain.buffers import Buffer
 from p2ptrain.errors import IntegrityError, ResourceError
 from p2ptrain.hashing import HASH_BYTES, bulk_hash

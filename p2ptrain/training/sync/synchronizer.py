@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from p2ptrain.averaging.averager import RoundOutcome
 from p2ptrain.averaging.commit.attempt import AttemptFailedError, UnencodableError
 from p2ptrain.averaging.grouping.matchmaker import BehindError, MismatchError, NoGroupError
-from p2ptrain.averaging.protocol.head import Head
+from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.errors import TemporaryError
 from p2ptrain.network.records.record import RoundReport
 from p2ptrain.progress import Jobs, untold
@@ -78,14 +78,14 @@ class Synchronizer:
         """This peer's place among the peers of the last round, which selects its samples; None if it was not there."""
         if self._place is not None and self._place[0] == self.head.lineage:
             return self._place[1]
-        return place_among(self.head.members, self.replica.context.peer_id)
+        return place_among(self.head.members, self.replica.context.rpc.peer_id)
 
     def sees_others(self) -> bool:
         return bool(self._membership.alive_trainers())
 
     def is_closing(self) -> bool:
         """True if the swarm closes the round now; safe from any thread."""
-        return self.averager.matchmaker.is_closing()
+        return self.averager.matchmaker.position.is_closing
 
     async def report(self, samples: int, batch_samples: int, batch_seconds: float) -> bool:
         """Report the accumulated samples to the leader, and wait while another local batch would overfill the round.
@@ -93,7 +93,7 @@ class Synchronizer:
         Returns:
             True if the swarm's global batch is full, or others are ahead of this peer.
         """
-        return await self.averager.matchmaker.report(samples, batch_samples, batch_seconds, self.catch_up.is_behind)
+        return await self.averager.matchmaker.pacing.report_batch(samples, batch_samples, batch_seconds)
 
     def note_steps(self, steps: int, seconds: float = 0.0) -> None:
         """Record the local steps of the round (``every = H``) and the last one's seconds; call on the event loop."""
@@ -221,7 +221,7 @@ class Synchronizer:
             # The group would refuse the same work again, with a longer backoff each time.
             reason = await self.replica.drop(work, f"this peer {outcome.refusal}")
         await self.replica.apply(outcome.result, work, outcome.contributed)
-        self._place = (self.head.lineage, outcome.place)
+        self._place = (self.head.lineage, outcome.position)
         return RoundResult(
             committed=True,
             round=self.head.round,

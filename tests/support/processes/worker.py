@@ -191,7 +191,7 @@ class Orders:
 
 def follow_phases(orders: Orders, synchronizer: Synchronizer) -> None:
     """Let faults happen in the middle of a round, and in the middle of serving state."""
-    synchronizer.averager.on_phase = orders.on_phase
+    synchronizer.averager.phase_listeners = [orders.on_phase]
     read = SharedState.read
 
     def read_chunk(state: SharedState, index: int, *rest: Any, **options: Any) -> int:

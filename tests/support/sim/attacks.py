@@ -16,9 +16,8 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from p2ptrain.averaging.vector.partition import split_shares
-from p2ptrain.averaging.vector.reduce import OwnShare
-from p2ptrain.averaging.vector.streaming import EncodedStream
+from p2ptrain.averaging.allreduce.bandwidth import split_shares
+from p2ptrain.averaging.vector.reduce import EncodedStream, OwnShare
 from p2ptrain.codecs import CodecError, get_codec
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.runtime import Runtime

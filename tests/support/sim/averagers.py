@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import torch
 
 from p2ptrain.averaging.averager import Averager, RoundOutcome
-from p2ptrain.averaging.commit.encodings import decode_means
+from p2ptrain.averaging.commit.attempt import decode_means
 from p2ptrain.averaging.context import PeerContext, Unconcerned
 from p2ptrain.averaging.grouping.matchmaker import BehindError, Matchmaker
 from p2ptrain.averaging.grouping.membership import Membership
-from p2ptrain.averaging.protocol.head import Head, genesis
-from p2ptrain.averaging.timing.global_batch import NO_GOAL, Goal
+from p2ptrain.averaging.protocol.certificate import Head, genesis
+from p2ptrain.averaging.timing.goal import NO_GOAL, Goal
 from p2ptrain.codecs import Codec, get_codec
 from p2ptrain.errors import TemporaryError
 from p2ptrain.manifest import AveragingSpec
@@ -59,7 +59,7 @@ class AveragingPeer:
                     record_of(other.peer, head), round(1e3 * runtime.now()), runtime.now() + RECORD_SECONDS
                 )
                 if head.outranks(self.averager.head):
-                    self.averager.set_head(head)
+                    self.averager.matchmaker.set_head(head)
 
     async def round(self, tokens: int = 10) -> RoundOutcome:
         """Average once, and go on to the next head; catch up first when the others are ahead."""
@@ -72,7 +72,7 @@ class AveragingPeer:
         self.outcomes.append(outcome)
         self.seconds.append(outcome.transfer_seconds)
         certificate = outcome.result.certificate
-        self.averager.set_head(certificate.body.next_head(b"d" * 32, certificate.to_bytes()))
+        self.averager.matchmaker.set_head(certificate.body.next_head(b"d" * 32, certificate.to_bytes()))
         return outcome
 
     async def try_round(self, tokens: int = 10) -> bool:
@@ -142,7 +142,7 @@ async def start_averagers(
         owner = Unconcerned()
         context = PeerContext(rpc, peer.runtime, peer.signer, SWARM, spec, owner)
         averager = Averager(context, membership, head, parts or [(get_codec(spec.codec), num_values)], LAYOUT)
-        averager.matchmaker.participates = True
+        averager.matchmaker.participate(True)
         await rpc.start()
         vector = torch.randn(num_values, generator=torch.Generator().manual_seed(index))
         sizes = tuple(size for _, size in parts)

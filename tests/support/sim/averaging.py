@@ -9,14 +9,13 @@ import torch
 
 from p2ptrain.averaging.allreduce.member import ALLREDUCE
 from p2ptrain.averaging.allreduce.messages import Request
-from p2ptrain.averaging.allreduce.session import AllReduceSession, Contribution, SessionResult
+from p2ptrain.averaging.allreduce.session import AllReduceSession, Contribution, Observer, SessionResult
 from p2ptrain.averaging.commit.attempt import Attempt
-from p2ptrain.averaging.commit.recovery import Settlements
-from p2ptrain.averaging.commit.round_log import History
+from p2ptrain.averaging.commit.recovery import AttemptRecovery
+from p2ptrain.averaging.commit.round_log import RoundLog
 from p2ptrain.averaging.context import PeerContext
-from p2ptrain.averaging.protocol.certificate import Certificate, Roster, Ticket
-from p2ptrain.averaging.protocol.head import Head, genesis
-from p2ptrain.averaging.timing.deadlines import beat_seconds
+from p2ptrain.averaging.protocol.certificate import Certificate, Head, Roster, Ticket, genesis
+from p2ptrain.averaging.timing.deadlines import keepalive_seconds
 from p2ptrain.codecs import Codec, get_codec
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.rpc.channel import Channel
@@ -27,17 +26,7 @@ HEAD = genesis(SWARM, b"d" * 32)
 NUM_VALUES = 60
 
 
-class Unseen:
-    """Hears of nothing."""
-
-    def phase_entered(self, phase: str) -> None:
-        """See `Observer`."""
-
-    def part_arrived(self, peer: str, num_bytes: int, seconds: float, senders: int) -> None:
-        """See `Observer`."""
-
-    def evidence_found(self, evidence: bytes) -> None:
-        """See `Observer`."""
+UNSEEN = Observer(lambda phase: None, lambda *transfer: None, lambda evidence: None)
 
 
 @dataclass
@@ -47,8 +36,8 @@ class RosterMember:
     member: Member
     attempt: Attempt
     session: AllReduceSession
-    history: History
-    settlements: Settlements
+    history: RoundLog
+    recovery: AttemptRecovery
     result: SessionResult = field(init=False)
 
     async def run(self) -> Certificate:
@@ -100,17 +89,16 @@ def make_roster(
         member, attempt = swarm[i], Attempt(roster, HEAD, bounds, codec, SWARM, spec)
         rpc, runtime, signer = member.rpc, member.peer.runtime, member.peer.signer
         context = PeerContext(rpc, runtime, signer, SWARM, spec)
-        session = AllReduceSession(context, attempt, Contribution(vectors[i], codec), Unseen(), set())
-        history = History(rpc, runtime, signer, SWARM, codec, spec, 1 << 20)
-        settlements = Settlements(rpc, signer, history)
-        settlements.remember(attempt)
+        session = AllReduceSession(context, attempt, Contribution(vectors[i], codec), UNSEEN, set())
+        history = RoundLog(context, [(codec, bounds[-1])], 1 << 20)
+        history.remember(attempt)
 
         async def serve(channel: Channel, request: Request, session: AllReduceSession = session) -> None:
-            channel.beat(beat_seconds(spec.grace_seconds))
+            channel.beat(keepalive_seconds(spec.grace_seconds))
             await session.serve(channel, request)
 
         rpc.serve_channel(ALLREDUCE, Request, serve)
-        result.append(RosterMember(member, attempt, session, history, settlements))
+        result.append(RosterMember(member, attempt, session, history, AttemptRecovery(context, history)))
     return result
 
 

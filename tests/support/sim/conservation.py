@@ -223,15 +223,15 @@ class Conservation:
         """Follow this trainer from now on: not its values if rounds have some of them only, or more come meanwhile."""
         sync, work = trainer.sync, trainer.work
         stages: list[Body] = []
-        average_level = sync.averager._average_level
+        average_group = sync.averager._average_group
 
-        async def watched_level(*args: Any) -> Any:
-            stage = await average_level(*args)
+        async def watched_group(*args: Any) -> Any:
+            stage = await average_group(*args)
             stages.append(stage.certificate.body)
             self.results[stage.certificate.body.body_hash] = stage.certificate.body
             return stage
 
-        sync.averager._average_level = watched_level  # type: ignore[method-assign, assignment]
+        sync.averager._average_group = watched_group  # type: ignore[method-assign, assignment]
         training = trainer.manifest.training
         if training.fragments > 1 or training.overlap_steps:
             return

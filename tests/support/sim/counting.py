@@ -286,7 +286,7 @@ class CountingPeer(PipelinePeer):
         module = CountingStage()
         hosted = self._put_together(stage, CountingCompute(module, stage == 0), device, HOP_LIMITS)
         self.plan.accounts.watch(hosted)
-        hosted.units[0].synchronizer.averager.on_phase = lambda phase, round: self._comes_to(phase)
+        hosted.units[0].synchronizer.averager.phase_listeners = [lambda phase, round: self._comes_to(phase)]
         return hosted
 
     def _payloads(self, number: int) -> tuple[Payload, Payload]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from p2ptrain.averaging.protocol.head import Head, genesis
+from p2ptrain.averaging.protocol.certificate import Head, genesis
 from p2ptrain.errors import IntegrityError, TemporaryError
 from p2ptrain.network.chunks.fetch import FetchReport
 from p2ptrain.network.chunks.server import Ration

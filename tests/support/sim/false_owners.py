@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,9 @@ from p2ptrain.averaging.allreduce.session import AllReduceSession
 from p2ptrain.averaging.allreduce.spot_checks import SpotChecks
 from p2ptrain.averaging.averager import Averager
 from p2ptrain.averaging.commit.provenance import Origin
-from p2ptrain.averaging.protocol.certificate import Roster
-from p2ptrain.averaging.protocol.head import Head
-from p2ptrain.averaging.vector.reduce import CHUNK_VALUES, mean_tree
-from p2ptrain.averaging.vector.streaming import EncodedStream
+from p2ptrain.averaging.protocol.certificate import Head, Roster
+from p2ptrain.averaging.vector.chunks import CHUNK_VALUES, mean_tree
+from p2ptrain.averaging.vector.reduce import EncodedStream
 from p2ptrain.averaging.verification.audit import Audit
 from p2ptrain.averaging.verification.opening import Answer, Opening
 from p2ptrain.errors import IntegrityError
@@ -31,14 +30,14 @@ Corrupt = Callable[[AllReduceSession], None]
 
 def corrupt_rounds(averager: Averager, corrupt: Corrupt) -> None:
     """Let ``corrupt`` change each attempt of a peer before it begins."""
-    prepare = averager._attempts.prepare
+    prepare = averager._runner.prepare
 
     def prepare_lie(roster: Roster, head: Head, vector: Tensor, origin: Origin | None) -> AllReduceSession:
         session = prepare(roster, head, vector, origin)
         corrupt(session)
         return session
 
-    averager._attempts.prepare = prepare_lie  # type: ignore[method-assign]
+    averager._runner.prepare = prepare_lie  # type: ignore[method-assign]
 
 
 def falsify(chunks: Sequence[int] | None) -> Corrupt:
@@ -49,10 +48,9 @@ def falsify(chunks: Sequence[int] | None) -> Corrupt:
         reduce_piece = share.reduce_piece
 
         def reduce_falsely(
-            low: int, high: int, contributors: Sequence[int], weights: list[float], exact: Tensor,
-            encoded: bytearray | memoryview,
-        ) -> None:  # fmt: skip
-            reduce_piece(low, high, contributors, weights, exact, encoded)
+            low: int, high: int, weights: Mapping[int, float], exact: Tensor, encoded: bytearray | memoryview
+        ) -> None:
+            reduce_piece(low, high, weights, exact, encoded)
             for start in range(low, high, CHUNK_VALUES):
                 if chunks is None or start // CHUNK_VALUES in chunks:
                     encoded[share._codec.encoded_bytes(start) + 10] ^= 1
@@ -67,9 +65,9 @@ def weigh_falsely(session: AllReduceSession) -> None:
     share = session.share
     weights = share.weights
 
-    def doubled(contributors: Sequence[int], tokens: Sequence[int]) -> list[float]:
-        first, *others = weights(contributors, tokens)
-        return [2 * first, *(weight * (1 - 2 * first) / (1 - first) for weight in others)]
+    def doubled(contributors: Sequence[int], tokens: Sequence[int]) -> dict[int, float]:
+        (chosen, first), *others = weights(contributors, tokens).items()
+        return {chosen: 2 * first} | {index: weight * (1 - 2 * first) / (1 - first) for index, weight in others}
 
     share.weights = doubled  # type: ignore[method-assign]
 
@@ -79,9 +77,8 @@ def leave_one_out(session: AllReduceSession) -> None:
     share, own = session.share, session.own.index
     weights = share.weights
 
-    def without(contributors: Sequence[int], tokens: Sequence[int]) -> list[float]:
-        dropped = next(at for at, index in enumerate(contributors) if index != own)
-        return [0.0 if at == dropped else weight for at, weight in enumerate(weights(contributors, tokens))]
+    def without(contributors: Sequence[int], tokens: Sequence[int]) -> dict[int, float]:
+        return weights(contributors, tokens) | {next(index for index in contributors if index != own): 0.0}
 
     share.weights = without  # type: ignore[method-assign]
 
@@ -174,7 +171,7 @@ def complain(session: AllReduceSession) -> None:
 
     async def examined(owner: Member, chunks: Sequence[int], channel: Channel) -> bool:
         right = await examine(owner, chunks, channel)
-        if not checks.faulty():
+        if not checks.faults:
             checks._find_fault(owner, chunks or [0], "nothing", late=False)
         return right
 
@@ -185,6 +182,7 @@ def claim_signatures(session: AllReduceSession) -> None:
     """Falsify the first chunk, and say that a majority has signed the result to who asks for that one."""
     falsify([0])(session)
     checks = session.verifier
+    assert isinstance(checks, SpotChecks)
     honest = checks.open_chunks
 
     async def claimed(channel: Channel, chunks: Sequence[int]) -> bool:
@@ -205,10 +203,10 @@ def state_two_means(session: AllReduceSession, delay_seconds: float = 0.0) -> No
     victim, served = session.others[0], session._incoming
     share, twin, twin_served = copy.copy(session.share), copy.copy(session), copy.copy(served)
     vector = 0.5 * session.contribution.vector
-    share._own = vector[attempt.bounds[index] : attempt.bounds[index + 1]]
+    share.own = vector[attempt.bounds[index] : attempt.bounds[index + 1]]
     twin.own_mean = asyncio.get_running_loop().create_future()
     twin.verifier = copy.copy(session.verifier)
-    twin_audit = Audit(attempt, share, index, context.runtime, context.signer, context.spec, vector)
+    twin_audit = Audit(attempt, share, context.runtime, context.signer)
     twin_audit._commitments = audit._commitments
     twin.verifier.audit = twin_audit  # type: ignore[attr-defined]
     twin_served._session = twin
@@ -223,7 +221,7 @@ def state_two_means(session: AllReduceSession, delay_seconds: float = 0.0) -> No
         assert attempt.contributors is not None
         share.parts, share.trees = session.share.parts, dict(session.share.trees)
         share.measure_own()
-        codec, size = share._codec, len(share._own)
+        codec, size = share._codec, len(share.own)
         mean = EncodedStream(bytearray(codec.encoded_bytes(size)))
         await share.reduce(context.runtime, attempt.contributors, [10] * len(attempt.contributors), mean)
         twin.own_mean.set_result(mean)
@@ -244,10 +242,7 @@ def understate_own_norm(session: AllReduceSession) -> None:
 
     def measure_falsely() -> None:
         measure()
-        share._own = share._own * 100  # Only here: what is sent to others is not changed.
-        audit = audit_of(session)
-        assert audit is not None
-        audit._own = share._own
+        share.own = share.own * 100  # Only here: what is sent to others is not changed.
 
     share.measure_own = measure_falsely  # type: ignore[method-assign]
-    assert torch.isfinite(share._own).all()
+    assert torch.isfinite(share.own).all()

@@ -72,7 +72,7 @@ def in_phase(phase: str) -> Arm:
     """Freeze a peer as it enters a phase."""
 
     def arm(each: AveragingPeer, freeze: Callable[[], None]) -> None:
-        each.averager.on_phase = lambda entered, round_: freeze() if entered == phase else None
+        each.averager.phase_listeners = [lambda entered, round_: freeze() if entered == phase else None]
 
     return arm
 
@@ -96,7 +96,7 @@ def measure(swarm: Swarm, arm: Arm, role: str = "follower", frozen: int = 1) -> 
         started = await start_averagers(network, peers, swarm.spec, swarm.values)
         for _ in range(ROUNDS_BEFORE):
             cost.normal = await _round(network, started, cost)
-        key = started[0].averager.matchmaker._position.key
+        key = started[0].averager.matchmaker.position.key
         order = sorted(started, key=lambda each: rank(each.peer.peer_id, key))
         victims = order[:frozen] if role == "leader" else order[-frozen:]
         survivors = [each for each in started if each not in victims]

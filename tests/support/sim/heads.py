@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from p2ptrain.averaging.protocol.head import Head
+from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.training.sync.replica import Replica
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from p2ptrain.averaging.grouping.leaders import probe
 from p2ptrain.averaging.grouping.membership import Membership
-from p2ptrain.averaging.grouping.round_position import probe
 from p2ptrain.errors import TemporaryError
 from p2ptrain.manifest import AveragingSpec, LoraSpec, Manifest, ModelSpec, PipelineSpec, TrainingSpec
 from p2ptrain.models import build_model

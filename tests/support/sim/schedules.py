@@ -168,7 +168,7 @@ class Run:
                 trainer.is_hostile = True
                 self.accounts.values.hostile.add(trainer.peer.peer_id)
                 HOSTILITIES[schedule.hostility](trainer)
-            trainer.sync.averager.on_phase = lambda phase, round_: self._spring(trainer.peer, phase)
+            trainer.sync.averager.phase_listeners = [lambda phase, round_: self._spring(trainer.peer, phase)]
             return trainer
 
         self.swarm._launch = launch_and_corrupt  # type: ignore[method-assign, assignment]

@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from p2ptrain.averaging.commit.attempt import Attempt
-from p2ptrain.averaging.protocol.certificate import Roster, Ticket
-from p2ptrain.averaging.protocol.head import genesis
-from p2ptrain.averaging.vector.merkle_sum import SumTree
-from p2ptrain.averaging.vector.reduce import OwnShare, chunk_values, mean_tree
-from p2ptrain.averaging.vector.streaming import EncodedStream
+from p2ptrain.averaging.protocol.certificate import Roster, Ticket, genesis
+from p2ptrain.averaging.vector.chunks import SumTree, chunk_values, mean_tree
+from p2ptrain.averaging.vector.reduce import EncodedStream, OwnShare
 from p2ptrain.averaging.verification.audit import Audit
 from p2ptrain.averaging.verification.opening import Rules
 from p2ptrain.codecs import Codec
@@ -70,7 +68,7 @@ class Group:
         )  # fmt: skip
         share.measure_own()
         runtime, signer = Runtime(random.Random(self.seed + index)), NamedSigner(self.names[index])
-        return Audit(attempt, share, index, runtime, signer, self.spec, self.vectors[index]), share
+        return Audit(attempt, share, runtime, signer), share
 
     async def reduced(self, owner: int) -> tuple[Audit, OwnShare, bytearray]:
         """An owner that has everybody's part and commitment, and its mean, which it did not state yet."""

@@ -208,7 +208,7 @@ class SimulatedTrainer:
         self.status = "syncing"
         await find_the_others(self.presence, self.membership, self.sync, self.work)
         self.status = "training"
-        self.sync.averager.matchmaker.participates = True
+        self.sync.averager.matchmaker.participate(True)
         await step_in(self.presence, self.sync)
 
     async def _compute(self) -> None:
@@ -249,7 +249,7 @@ class SimulatedTrainer:
             self.ledger.commits.append((loop.time(), self.peer.name, result.round))
             if result.contributed:
                 body = Certificate.from_bytes(self.sync.head.certificate, self.swarm, self.peer.signer).body
-                tokens, _ = self.sync.averager.own_work.counts_in(body) or (0, 0)
+                tokens, _ = self.sync.averager.contributions.counts_in(body) or (0, 0)
                 name = self.peer.name
                 self.ledger.contributed[name] = self.ledger.contributed.get(name, 0) + tokens
         self.results.append(result)

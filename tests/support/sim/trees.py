@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from p2ptrain.averaging.grouping.cells import Cells
-from p2ptrain.averaging.protocol.head import Head
+from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from tests.support.sim.averagers import AveragingPeer, start_averagers, stop_averagers

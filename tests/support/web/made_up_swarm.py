@@ -19,8 +19,7 @@ from pathlib import Path
 import base58
 
 from p2ptrain.averaging.grouping.cells import Cells
-from p2ptrain.averaging.protocol.certificate import Body, Certificate
-from p2ptrain.averaging.protocol.head import Head
+from p2ptrain.averaging.protocol.certificate import Body, Certificate, Head
 from p2ptrain.manifest import AveragingSpec, Manifest, ModelSpec, PipelineSpec, SignedManifest, TrainingSpec
 from p2ptrain.monitor.serve import answer_first
 from p2ptrain.monitor.store import Store

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from p2ptrain.averaging.grouping.cells import Cells
-from p2ptrain.averaging.protocol.head import Head
+from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.network.records.record import RoundReport
 from p2ptrain.status.rounds import MAX_ABSENCES, MAX_ROUNDS, OPEN_ROUNDS, RoundBook
 from p2ptrain.status.views import RoundView

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from p2ptrain.averaging.protocol.head import genesis
+from p2ptrain.averaging.protocol.certificate import genesis
 from p2ptrain.errors import UsageError
 from p2ptrain.manifest import Manifest, TrainingSpec
 from p2ptrain.training.learning_rate import LearningRates, by_round, learning_rate_factor

@@ -9,19 +9,25 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from p2ptrain.averaging.allreduce.bandwidth import MAX_TOLD, Speeds, agreed_rates, owner_rates, part_codec
+from p2ptrain.averaging.allreduce.bandwidth import (
+    MAX_REPORTED,
+    SendRates,
+    SharePlan,
+    agreed_rates,
+    owner_rates,
+    share_weights,
+)
 from p2ptrain.averaging.protocol.certificate import MAX_RATES_BYTES, Ticket
-from p2ptrain.averaging.vector.partition import share_weights
 from p2ptrain.codecs import get_codec, smaller_codecs
 
 MEGABYTE = 1 << 20
 
 
 def seen(rates: dict[str, float]) -> bytes:
-    speeds = Speeds()
+    speeds = SendRates()
     for peer, rate in rates.items():
         speeds.observe(peer, 10 * MEGABYTE, 10 * MEGABYTE / rate, 1)
-    return speeds.told()
+    return speeds.encoded()
 
 
 def ticket(peer: str, rates: bytes = b"", bandwidth: int = 0, reachable: bool = True) -> Ticket:
@@ -39,10 +45,10 @@ def test_a_told_rate_is_within_a_sixteenth_and_an_eighth_of_what_was_seen(rate: 
 
 def test_what_comes_slowly_is_measured_however_little_it_is_and_what_is_there_at_once_is_not() -> None:
     for num_bytes, seconds, expected in ((20_000, 2.5, 8_000), (20_000, 0.1, 1_000_000)):
-        speeds = Speeds()
+        speeds = SendRates()
         speeds.observe("b", 10 * MEGABYTE, 10 * MEGABYTE / 1e6, 1)
         speeds.observe("a", num_bytes, seconds, 1)
-        slow, _, _ = agreed_rates([ticket("a"), ticket("b", speeds.told()), ticket("c", speeds.told())])
+        slow, _, _ = agreed_rates([ticket("a"), ticket("b", speeds.encoded()), ticket("c", speeds.encoded())])
         assert 0.8 * expected <= slow <= expected * 4 / 3
 
 
@@ -91,21 +97,21 @@ def test_garbage_in_a_ticket_is_of_no_consequence(garbage: bytes) -> None:
 
 def test_what_is_told_stays_within_a_ticket_s_bound() -> None:
     told = seen({f"peer{i}": 1e6 for i in range(1000)})
-    assert len(told) == 9 * MAX_TOLD <= MAX_RATES_BYTES
+    assert len(told) == 9 * MAX_REPORTED <= MAX_RATES_BYTES
 
 
 def test_parts_too_small_to_measure_say_nothing() -> None:
-    speeds = Speeds()
+    speeds = SendRates()
     speeds.observe("a", 1000, 0.5, 1)
-    assert speeds.told() == b""
+    assert speeds.encoded() == b""
 
 
 def test_an_owner_that_was_late_counts_as_slower_until_it_was_in_time_often_enough() -> None:
-    speeds = Speeds()
+    speeds = SendRates()
 
     def rate() -> int:
         speeds.observe("a", 10 * MEGABYTE, 1.0, 1)
-        return agreed_rates([ticket("a"), ticket("b", speeds.told())])[0]
+        return agreed_rates([ticket("a"), ticket("b", speeds.encoded())])[0]
 
     usual = rate()
     speeds.was_late("a")
@@ -124,7 +130,8 @@ def test_members_that_cannot_be_reached_own_nothing_unless_nobody_can() -> None:
 def codec_of(rates: list[int], index: int, name: str = "int8", grace_seconds: float = 0.0) -> str:
     weights: list[Fraction] = share_weights([float(rate) for rate in rates])
     codec = get_codec(name)
-    return part_codec(codec, smaller_codecs(codec, 10_000_000), rates, weights, index, 10_000_000, grace_seconds).name
+    plan = SharePlan(rates, weights, (0, 10_000_000))
+    return plan.part_codec((codec, *smaller_codecs(codec, 10_000_000)), index, grace_seconds).name
 
 
 def test_members_of_one_speed_all_use_the_swarm_s_codec() -> None:

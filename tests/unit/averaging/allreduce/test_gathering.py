@@ -156,8 +156,8 @@ def tampered(owner: AllReduceSession, change: Callable[[bytearray], None]) -> No
         mean.data = bytearray(mean.data)
         return await reduce(runtime, contributors, tokens, mean)
 
-    def lie(contributors, weights, encoded):  # type: ignore[no-untyped-def]
-        list_parts(contributors, weights, encoded)
+    def lie(weights, encoded):  # type: ignore[no-untyped-def]
+        list_parts(weights, encoded)
         change(encoded)
 
     share._list_parts = lie  # type: ignore[method-assign]
@@ -248,13 +248,13 @@ def test_a_laggard_fetches_lists_and_refuses_those_of_other_contributors() -> No
             await run(roster)
             body, source, reader = roster[0].attempt.body, roster[0].member.rpc.peer_id, roster[1].history
             assert body is not None
-            assert await reader.fetch_means([source], body, SIZE, 5.0) == roster[0].attempt.means
+            assert await reader.fetch_means([source], body, 5.0) == roster[0].attempt.means
             more = replace(body, contributors=tuple((i, TOKENS[i], 1) for i in range(4)))
             roster[0].attempt.body = more  # So that it is found.
             with pytest.raises(IntegrityError, match="bytes"):
-                await reader.fetch_means([source], more, SIZE, 5.0)
+                await reader.fetch_means([source], more, 5.0)
             with pytest.raises(ProtocolError, match="nobody"):
-                await reader.fetch_means([source], replace(body, contributors=()), SIZE, 5.0)
+                await reader.fetch_means([source], replace(body, contributors=()), 5.0)
 
     simulate(main, seed=8)
 
@@ -268,7 +268,7 @@ def test_a_member_that_missed_the_end_takes_lists_over_from_a_signer() -> None:
             attempt, means = late.attempt, list(late.attempt.means)
             attempt.proofs.clear()
             attempt.body, attempt.contributors, attempt.means = None, None, [None] * 4
-            assert await late.settlements.settle(attempt) is not None
+            assert await late.recovery.recover(attempt) is not None
             assert attempt.means == means
             assert torch.equal(decoded(late), reference([0, 1, 2, 3]))
             assert network.loop.time() < 6.0 + SPEC.round_seconds
@@ -314,7 +314,7 @@ def test_a_misquoted_member_does_not_sign_when_it_settles_either() -> None:
             )  # As if the others' list were wrong.
             first.attempt.proofs.clear()
             first.attempt.body, first.attempt.contributors, first.attempt.means = None, None, [None] * 4
-            await first.settlements.settle(first.attempt)
+            await first.recovery.recover(first.attempt)
             assert first.attempt.body is None
             assert first.attempt.proofs == {}
 

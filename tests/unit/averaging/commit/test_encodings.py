@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from p2ptrain.averaging.commit.encodings import lists_parts, mean_codec, mean_codec_of, part_codecs
+from p2ptrain.averaging.commit.attempt import lists_parts, mean_codec, mean_codec_of, part_codecs
 from p2ptrain.averaging.protocol.certificate import Body
 from p2ptrain.codecs import Codec, PartList, codec_names, dense_codec, get_codec
 from p2ptrain.codecs.mixed import by_size

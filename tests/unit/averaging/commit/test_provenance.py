@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2ptrain.averaging.commit.encodings import decode_means
+from p2ptrain.averaging.commit.attempt import decode_means
 from p2ptrain.averaging.commit.provenance import Origin, Source, Span
 from p2ptrain.averaging.protocol.certificate import Body, Certificate
-from p2ptrain.averaging.vector.reduce import CHUNK_VALUES, chunk_values, mean_root
+from p2ptrain.averaging.vector.chunks import CHUNK_VALUES, chunk_values, mean_root
 from p2ptrain.codecs import Codec, PartList, codec_at, get_codec, smaller_codecs
 from p2ptrain.codecs.mixed import by_size
 from p2ptrain.errors import IntegrityError

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from p2ptrain.averaging.commit.attempt import Standing
-from p2ptrain.averaging.commit.recovery import MAX_ATTEMPTS_KEPT, can_complete, may_renounce
+from p2ptrain.averaging.commit.recovery import STANDING, can_complete, may_renounce
+from p2ptrain.averaging.commit.round_log import MAX_ATTEMPTS_KEPT
 from p2ptrain.averaging.protocol.certificate import vote
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from tests.support.sim.averaging import NUM_VALUES, RosterMember, make_roster, stop
@@ -53,7 +54,7 @@ def test_a_member_that_missed_the_end_takes_it_over_from_a_signer() -> None:
         async with completed(network) as roster:
             means = list(roster[1].attempt.means)
             forget(roster[0])
-            certificate = await roster[0].settlements.settle(roster[0].attempt)
+            certificate = await roster[0].recovery.recover(roster[0].attempt)
             assert certificate is not None
             assert certificate.body == roster[1].attempt.body
             assert roster[0].attempt.means == means
@@ -66,7 +67,7 @@ def test_members_that_hold_all_but_each_other_s_signatures_exchange_them() -> No
         async with completed(network) as roster:
             for each in roster:
                 forget(each, proofs_only=True)
-            certificates = await asyncio.gather(*(each.settlements.settle(each.attempt) for each in roster))
+            certificates = await asyncio.gather(*(each.recovery.recover(each.attempt) for each in roster))
             assert len({certificate.body for certificate in certificates if certificate is not None}) == 1
             assert all(certificates)
 
@@ -80,7 +81,7 @@ def test_without_a_majority_the_attempt_is_given_up_within_the_deadline() -> Non
             for each in roster[1:]:
                 network.crash(each.member.peer)
             started = network.loop.time()
-            assert await roster[0].settlements.settle(roster[0].attempt) is None
+            assert await roster[0].recovery.recover(roster[0].attempt) is None
             assert network.loop.time() - started <= 4
 
     simulate(main, seed=3)
@@ -97,10 +98,10 @@ def test_who_gave_up_hands_out_no_signature_to_one_that_comes_late() -> None:
             network.crash(roster[2].member.peer)
             body = roster[1].attempt.body
             assert body is not None
-            assert await roster[1].settlements.settle(roster[1].attempt) is None
-            assert roster[1].settlements.find(body.body_hash) is None
+            assert await roster[1].recovery.recover(roster[1].attempt) is None
+            assert roster[1].history._attempt_of(body.body_hash) is None
             network.mend(roster[0].member.peer)
-            assert await roster[0].settlements.settle(roster[0].attempt) is None
+            assert await roster[0].recovery.recover(roster[0].attempt) is None
             assert roster[1].member.rpc.peer_id not in roster[0].attempt.proofs
 
     simulate(main, seed=4)
@@ -117,10 +118,10 @@ def test_a_result_that_all_others_gave_up_is_given_up_though_a_majority_signed_i
             network.cut(late.member.peer)
             for each in others:
                 each.attempt.proofs.clear()
-                assert await each.settlements.settle(each.attempt) is None
+                assert await each.recovery.recover(each.attempt) is None
             network.mend(late.member.peer)
             assert late.attempt.certificate() is not None
-            assert await late.settlements.settle(late.attempt) is None
+            assert await late.recovery.recover(late.attempt) is None
 
     simulate(main, seed=6)
 
@@ -129,11 +130,11 @@ def test_a_complete_result_is_kept_while_anybody_knows_it_or_nobody_answers() ->
     async def main(network: SimulatedNetwork) -> None:
         async with completed(network) as roster:
             late, knows, forgot = roster
-            forgot.settlements._abandon(forgot.attempt)
-            assert await late.settlements.settle(late.attempt) is not None
+            forgot.recovery._abandon(forgot.attempt)
+            assert await late.recovery.recover(late.attempt) is not None
             for each in (knows, forgot):
                 network.crash(each.member.peer)
-            assert await late.settlements.settle(late.attempt) is not None
+            assert await late.recovery.recover(late.attempt) is not None
 
     simulate(main, seed=7)
 
@@ -151,8 +152,8 @@ def test_a_result_of_another_roster_is_not_taken_over() -> None:
                 return {"standing": "signed", "body": wrong.to_bytes(), "proofs": []}
 
             for each in roster[1:]:
-                each.member.rpc.serve("settle", dict, lie)
-            assert await roster[0].settlements.settle(roster[0].attempt) is None
+                each.member.rpc.serve(STANDING, dict, lie)
+            assert await roster[0].recovery.recover(roster[0].attempt) is None
             assert roster[0].attempt.body is None
             assert roster[0].attempt.proofs == {}
 
@@ -195,7 +196,7 @@ def test_members_that_hold_no_result_settle_in_round_trips_when_another_one_is_k
             frozen, *others = roster
             network.stall(frozen.member.peer)
             started, silent = network.loop.time(), [frozen.member.rpc.peer_id]
-            settling = [each.settlements.settle(each.attempt, 5.0, silent) for each in others]
+            settling = [each.recovery.recover(each.attempt, 5.0, silent) for each in others]
             assert await asyncio.gather(*settling) == [None, None]
             assert network.loop.time() - started < 1.0
             assert {each.attempt.left_as for each in others} == {Standing.RENOUNCED}
@@ -212,7 +213,7 @@ def test_a_signer_s_result_is_completed_by_the_others_while_one_is_silent() -> N
             network.stall(frozen.member.peer)
             silent = [frozen.member.rpc.peer_id]
             certificates = await asyncio.gather(
-                *(each.settlements.settle(each.attempt, 0.0, silent) for each in (late, signer))
+                *(each.recovery.recover(each.attempt, 0.0, silent) for each in (late, signer))
             )
             assert len({certificate.body for certificate in certificates if certificate is not None}) == 1
             assert all(certificates)
@@ -229,9 +230,9 @@ def test_who_renounced_signs_no_more_though_a_silent_member_comes_back_with_a_re
                 forget(each)
             network.stall(frozen.member.peer)
             silent = [frozen.member.rpc.peer_id]
-            await asyncio.gather(*(each.settlements.settle(each.attempt, 0.0, silent) for each in others))
+            await asyncio.gather(*(each.recovery.recover(each.attempt, 0.0, silent) for each in others))
             network.resume(frozen.member.peer)
-            assert await frozen.settlements.settle(frozen.attempt) is None
+            assert await frozen.recovery.recover(frozen.attempt) is None
             assert all(each.attempt.proofs == {} for each in roster)
 
     simulate(main, seed=10)
@@ -242,7 +243,7 @@ def test_only_a_few_attempts_are_kept() -> None:
         async with members(network, 2) as swarm:
             first = make_roster(swarm, vectors(2), [10, 10])[0]
             for tokens in range(20, 30):
-                first.settlements.remember(make_roster(swarm, vectors(2), [tokens, 10])[0].attempt)
-            assert len(first.settlements._attempts) == MAX_ATTEMPTS_KEPT
+                first.history.remember(make_roster(swarm, vectors(2), [tokens, 10])[0].attempt)
+            assert len(first.history.attempts) == MAX_ATTEMPTS_KEPT
 
     simulate(main, seed=6)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from p2ptrain.averaging.commit.round_log import MAX_CERTIFICATES, History, Result
+from p2ptrain.averaging.commit.round_log import MAX_CERTIFICATES, Result, RoundLog
 from p2ptrain.averaging.protocol.certificate import Certificate, vote
 from p2ptrain.averaging.protocol.certificate_chain import AskChain, Chain
 from p2ptrain.codecs import Codec, get_codec
@@ -17,7 +17,7 @@ from p2ptrain.errors import IntegrityError, PeerRefusedError, ProtocolError
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from tests.support.sim.averaging import NUM_VALUES, SPEC, RosterMember, make_roster, stop
-from tests.support.sim.peers import SWARM, Member, members
+from tests.support.sim.peers import Member, members
 
 
 async def certify(swarm: list[Member], codec: str | Codec = "fp32") -> tuple[list[RosterMember], Result]:
@@ -55,7 +55,7 @@ def test_a_laggard_gets_the_chain_and_the_means() -> None:
             chain = await reader.certificates_after(source, result.certificate.body.lineage)
             assert [certificate.body.round for certificate in chain] == [0, 1]
             body = result.certificate.body
-            assert await reader.fetch_means([source], body, NUM_VALUES, 5.0) == result.means
+            assert await reader.fetch_means([source], body, 5.0) == result.means
             assert await reader.certificates_after(source, b"?" * 32) == []
 
     simulate(main, seed=1)
@@ -68,12 +68,12 @@ def test_means_in_several_codecs_are_fetched_and_those_cut_within_blocks_refused
             roster, result = await certify(swarm, codec)
             source, reader = roster[0].member.rpc.peer_id, roster[1].history
             body = result.certificate.body
-            assert await reader.fetch_means([source], body, NUM_VALUES, 5.0) == result.means
+            assert await reader.fetch_means([source], body, 5.0) == result.means
             other = by_size(get_codec("int8"), get_codec("bf16"), [15, 10, 35], 10)
-            reader.codec_of = lambda _: other
+            reader._parts = [(other, NUM_VALUES)]
             misfit = replace(body, codec=f"{other.name}/1")
             with pytest.raises(ProtocolError, match="within blocks"):
-                await reader.fetch_means([source], misfit, NUM_VALUES, 5.0)
+                await reader.fetch_means([source], misfit, 5.0)
 
     simulate(main, seed=6)
 
@@ -100,8 +100,8 @@ def test_the_newest_result_is_kept_whatever_its_size_and_the_oldest_go_first() -
         async with members(network, 2) as swarm:
             roster, result = await certify(swarm)
             member = roster[1].member
-            signer, codec = member.peer.signer, roster[1].attempt.codec
-            history = History(member.rpc, member.peer.runtime, signer, SWARM, codec, with_rounds(2), 10**9)
+            context, parts = roster[1].session.context, [(roster[1].attempt.codec, NUM_VALUES)]
+            history = RoundLog(replace(context, spec=with_rounds(2)), parts, 10**9)
             results = [result]
             for _ in range(3):
                 results.append(following(results[-1], swarm))
@@ -114,7 +114,7 @@ def test_the_newest_result_is_kept_whatever_its_size_and_the_oldest_go_first() -
             asker = roster[0].history
             assert await asker.certificates_after(peer, start) == []
             assert len(await asker.certificates_after(peer, start, proofs=True)) == 4
-            tiny = History(member.rpc, member.peer.runtime, signer, SWARM, codec, with_rounds(8), 1)
+            tiny = RoundLog(replace(context, spec=with_rounds(8)), parts, 1)
             for each in results:
                 tiny.add(each)
             assert tiny.chain(results[2].certificate.body.lineage) == []
@@ -131,12 +131,9 @@ def test_as_many_results_are_kept_as_fit_into_the_bytes(num_fit: int) -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with members(network, 2) as swarm:
             roster, result = await certify(swarm)
-            member = roster[1].member
             max_bytes = (num_fit + 1) * result.num_bytes - 1
-            history = History(
-                member.rpc, member.peer.runtime, member.peer.signer, SWARM, roster[1].attempt.codec, with_rounds(8),
-                max_bytes,
-            )  # fmt: skip
+            context = replace(roster[1].session.context, spec=with_rounds(8))
+            history = RoundLog(context, [(roster[1].attempt.codec, NUM_VALUES)], max_bytes)
             results = [result]
             for _ in range(4):
                 results.append(following(results[-1], swarm))
@@ -153,11 +150,9 @@ def test_a_result_that_is_not_kept_is_refused_with_the_reason() -> None:
         async with members(network, 2) as swarm:
             roster, result = await certify(swarm)
             roster[0].history.clear()
-            roster[0].settlements._attempts.clear()
+            roster[0].history.attempts.clear()
             with pytest.raises(PeerRefusedError, match="not kept here"):
-                await roster[1].history.fetch_means(
-                    [roster[0].member.rpc.peer_id], result.certificate.body, NUM_VALUES, 5.0
-                )
+                await roster[1].history.fetch_means([roster[0].member.rpc.peer_id], result.certificate.body, 5.0)
 
     simulate(main, seed=3)
 
@@ -167,11 +162,12 @@ def test_a_source_that_sends_other_means_is_found_out() -> None:
         async with members(network, 2) as swarm:
             roster, result = await certify(swarm)
             roster[0].history.add(Result(result.certificate, [bytes(len(mean)) for mean in result.means]))
-            source = roster[0].member.rpc.peer_id
+            source, reader = roster[0].member.rpc.peer_id, roster[1].history
             with pytest.raises(IntegrityError, match="do not match its certificate"):
-                await roster[1].history.fetch_means([source], result.certificate.body, NUM_VALUES, 5.0)
+                await reader.fetch_means([source], result.certificate.body, 5.0)
+            reader._parts = [(roster[1].attempt.codec, NUM_VALUES + 1)]
             with pytest.raises(ProtocolError, match="another size"):
-                await roster[1].history.fetch_means([source], result.certificate.body, NUM_VALUES + 1, 5.0)
+                await reader.fetch_means([source], result.certificate.body, 5.0)
 
     simulate(main, seed=4)
 

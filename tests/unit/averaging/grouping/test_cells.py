@@ -25,7 +25,7 @@ from p2ptrain.averaging.grouping.cells import (
     parent_cell,
     tree_cells,
 )  # fmt: skip
-from p2ptrain.averaging.protocol.head import Head
+from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.errors import IntegrityError
 
 LINEAGE = bytes(range(32))

@@ -39,9 +39,9 @@ async def matchmakers(
         result = []
         for member in swarm:
             matchmaker, membership = make_matchmaker(member, swarm, spec, HEAD)
-            matchmaker.participates = True
+            matchmaker.participate(True)
             result.append((member, matchmaker, membership))
-        line = result[0][1]._leaders.candidates(Key(HEAD.round, HEAD.lineage), [])
+        line = result[0][1].leaders.candidates(Key(HEAD.round, HEAD.lineage), [])
         result.sort(key=lambda entry: line.index(entry[0].rpc.peer_id))
         try:
             yield result
@@ -99,7 +99,7 @@ def test_after_a_broken_group_another_peer_leads_also_for_those_that_come_new() 
         async with matchmakers(network, 4) as all_:
             in_group, new = all_[:3], all_[3]
             for _, matchmaker, _ in in_group:
-                matchmaker._leaders.failed(Key(HEAD.round, HEAD.lineage), all_[0][0].rpc.peer_id)
+                matchmaker.leaders.failed(Key(HEAD.round, HEAD.lineage), all_[0][0].rpc.peer_id)
             rosters = await asyncio.gather(*(m.find_group(make_ticket(member)) for member, m, _ in [*in_group, new]))
             assert len(set(rosters)) == 1
             assert len(rosters[0].tickets) == 4
@@ -115,9 +115,9 @@ def test_two_that_each_take_the_other_for_the_leader_meet_at_once(first_in_line:
     async def main(network: SimulatedNetwork) -> None:
         async with matchmakers(network, 2) as all_:
             for (_, matchmaker, _), (other, _, _) in zip(all_, reversed(all_), strict=True):
-                own = matchmaker._context.peer_id
-                matchmaker._leaders.failed(KEY, own)
-                assert matchmaker._leaders.candidates(KEY, [])[0] == other.rpc.peer_id
+                own = matchmaker._context.rpc.peer_id
+                matchmaker.leaders.failed(KEY, own)
+                assert matchmaker.leaders.candidates(KEY, [])[0] == other.rpc.peer_id
             searches = []
             for member, matchmaker, _ in (all_[first_in_line], all_[1 - first_in_line]):
                 searches.append(asyncio.create_task(matchmaker.find_group(make_ticket(member))))
@@ -137,7 +137,7 @@ def test_a_leader_that_could_not_be_reached_is_last_in_line_until_it_is() -> Non
             searches = [other.find_group(make_ticket(each)) for each, other, _ in all_[1:]]
             rosters = await asyncio.gather(*searches)
             assert len(rosters[0].tickets) == 2
-            leaders = all_[2][1]._leaders
+            leaders = all_[2][1].leaders
             assert leaders.unreachable(KEY) == {first}
             assert sorted([first, second, own], key=lambda peer: leaders.order(KEY, peer)) == [second, own, first]
             leaders.probed_by(KEY, first)
@@ -170,7 +170,7 @@ def test_who_insists_on_leading_but_is_alone_follows_a_leader_that_has_a_quorum(
         async with matchmakers(network, 4) as all_:
             *others, (_, insisting, _) = all_
             for other, _, _ in others:
-                insisting._leaders.failed(KEY, other.rpc.peer_id)
+                insisting.leaders.failed(KEY, other.rpc.peer_id)
             rosters = await asyncio.gather(*(m.find_group(make_ticket(member)) for member, m, _ in all_))
             assert len(set(rosters)) == 1
             assert len(rosters[0].tickets) == 4
@@ -190,10 +190,10 @@ def test_of_two_that_insist_and_both_have_followers_one_leads_all(failures_of_fi
                 for other, _, _ in all_:
                     if other.rpc.peer_id != own:
                         for _ in range(2):
-                            matchmaker._leaders.redirect_loop(KEY, other.rpc.peer_id)
+                            matchmaker.leaders.redirect_loop(KEY, other.rpc.peer_id)
                 for _ in range(failures_of_first):
-                    matchmaker._leaders.failed(KEY, first)
-                assert matchmaker._leaders.candidates(KEY, [])[0] == own
+                    matchmaker.leaders.failed(KEY, first)
+                assert matchmaker.leaders.candidates(KEY, [])[0] == own
             rosters = await asyncio.gather(*(m.find_group(make_ticket(member)) for member, m, _ in all_))
             assert len(set(rosters)) == 1
             assert len(rosters[0].tickets) == 4
@@ -209,7 +209,7 @@ def test_a_leader_that_nobody_came_to_still_leads() -> None:
             member, leader, _ = all_[0]
             with pytest.raises(NoGroupError, match="no quorum"):
                 await leader.find_group(make_ticket(member))
-            assert leader._leaders.candidates(KEY, [])[0] == member.rpc.peer_id
+            assert leader.leaders.candidates(KEY, [])[0] == member.rpc.peer_id
 
     simulate(main, seed=16)
 
@@ -219,9 +219,9 @@ def test_who_comes_new_learns_which_leaders_failed() -> None:
         async with matchmakers(network, 3) as all_:
             failed = all_[0][0].rpc.peer_id
             for _, matchmaker, _ in all_[:2]:
-                matchmaker._leaders.failed(KEY, failed)
+                matchmaker.leaders.failed(KEY, failed)
             await all_[2][1].announce()
-            lines = [matchmaker._leaders.candidates(KEY, []) for _, matchmaker, _ in all_]
+            lines = [matchmaker.leaders.candidates(KEY, []) for _, matchmaker, _ in all_]
             assert lines[0] == lines[1] == lines[2]
             assert lines[0][-1] == failed
 
@@ -231,7 +231,7 @@ def test_who_comes_new_learns_which_leaders_failed() -> None:
 def test_only_a_peer_that_saw_no_failure_believes_gossip_and_not_all_of_it() -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with matchmakers(network, 2) as all_:
-            leaders = all_[0][1]._leaders
+            leaders = all_[0][1].leaders
             leaders.learn(KEY, (("x", 1 << 40),))
             assert leaders.gossip(KEY) == (("x", MOST_BELIEVED),)
             leaders.learn(KEY, (("y", 1),))
@@ -271,7 +271,7 @@ def test_who_is_leaving_leads_nobody_and_looks_for_no_group() -> None:
                 await matchmaker.find_group(make_ticket(member))
             assert network.loop.time() == began
             with pytest.raises(PeerRefusedError, match="leaving"):
-                await matchmaker._coordinator.enlist(make_ticket(other), matchmaker.head, [], 99, [])
+                await matchmaker._coordinator.enlist(make_ticket(other), matchmaker.position.head, [], 99, [])
 
     simulate(main, seed=1)
 
@@ -289,7 +289,7 @@ async def answered(network: SimulatedNetwork, answer: object) -> None:
             await matchmaker.find_group(make_ticket(member))
         finally:
             # Whatever it said, the next attempt has another leader.
-            assert matchmaker._leaders.candidates(Key(HEAD.round, HEAD.lineage), [])[0] == all_[1][0].rpc.peer_id
+            assert matchmaker.leaders.candidates(Key(HEAD.round, HEAD.lineage), [])[0] == all_[1][0].rpc.peer_id
 
 
 @pytest.mark.parametrize(
@@ -350,7 +350,7 @@ def test_a_cancelled_search_leaves_no_ticket_behind() -> None:
                 search.cancel()
                 await asyncio.gather(search, return_exceptions=True)
                 await asyncio.sleep(0.5)
-                assert matchmaker._position.following is None
+                assert matchmaker.position.following is None
                 groups = [group for _, other, _ in all_ for group in other._coordinator._groups.values()]
                 assert not any(group.members for group in groups)
 

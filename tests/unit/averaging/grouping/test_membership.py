@@ -287,7 +287,7 @@ def test_who_answered_is_asked_again_about_the_next_round_or_after_a_while() -> 
 def test_who_was_silent_is_not_asked_about_later_rounds_until_it_is_heard_from() -> None:
     absent = Absentees()
     for peer in ("a", "b"):
-        absent.silent(peer, asked=5.0, now=8.0, patience_seconds=3.0)
+        absent.silent(peer, asked=5.0, now=8.0, timeout_seconds=3.0)
     assert absent.to_ask(NEXT, 1, ["a", "b"], 9.0) == []
     absent.heard_from("a")
     assert absent.to_ask(NEXT, 1, ["a", "b"], 9.0) == ["a"]
@@ -296,5 +296,5 @@ def test_who_was_silent_is_not_asked_about_later_rounds_until_it_is_heard_from()
 
 def test_who_stood_still_itself_knows_nothing_of_the_others_silence() -> None:
     absent = Absentees()
-    absent.silent("a", asked=5.0, now=12.0, patience_seconds=3.0)
+    absent.silent("a", asked=5.0, now=12.0, timeout_seconds=3.0)
     assert absent.to_ask(KEY, 1, ["a"], 12.0) == ["a"]

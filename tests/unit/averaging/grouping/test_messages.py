@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from p2ptrain.averaging.grouping import messages
 from p2ptrain.averaging.grouping.coordinator import MAX_PENDING_GROUPS
-from p2ptrain.averaging.timing.global_batch import Goal
+from p2ptrain.averaging.timing.goal import Goal
 from p2ptrain.errors import PeerRefusedError
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
@@ -57,7 +57,7 @@ def test_a_leader_answers_or_refuses_whatever_is_asked_of_it(data: st.DataObject
     async def main(network: SimulatedNetwork) -> None:
         async with members(network, 2) as swarm:
             matchmaker, _ = make_matchmaker(swarm[0], swarm, AveragingSpec(group_size=8), HEAD, goal)
-            matchmaker.participates = True
+            matchmaker.participate(True)
             for name, request in asked:
                 with contextlib.suppress(PeerRefusedError):
                     await swarm[1].rpc.call(swarm[0].rpc.peer_id, name, request, dict, 150.0)

@@ -9,10 +9,9 @@ from dataclasses import replace
 import pytest
 
 from p2ptrain.averaging.grouping.membership import rank
-from p2ptrain.averaging.grouping.pacing import LEAST_WAIT_SECONDS, REPORT_SECONDS, Pacing
-from p2ptrain.averaging.protocol.head import Head
-from p2ptrain.averaging.timing.global_batch import Goal
-from p2ptrain.averaging.timing.local_steps import SILENT_SECONDS, StepReport
+from p2ptrain.averaging.grouping.reporting import LEAST_WAIT_SECONDS, REPORT_SECONDS, Pacing
+from p2ptrain.averaging.protocol.certificate import Head
+from p2ptrain.averaging.timing.goal import SILENT_SECONDS, Goal, StepProgress
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from tests.support.sim.averagers import make_matchmaker
@@ -36,9 +35,9 @@ class Peer:
     def pacing(self) -> Pacing:
         return self.matchmaker.pacing
 
-    def reports(self) -> dict[str, StepReport]:
+    def reports(self) -> dict[str, StepProgress]:
         """What this peer, if it leads, knows of the steps in its round."""
-        group = self.matchmaker._coordinator._groups.get(self.matchmaker._position.key)
+        group = self.matchmaker._coordinator._groups.get(self.matchmaker.position.key)
         return {} if group is None else group.steps._reports
 
     def leads(self, head: Head, other: Peer) -> bool:
@@ -68,7 +67,7 @@ def run(
                     await peer.matchmaker.close()
 
     async def begin(peer: Peer) -> None:
-        peer.matchmaker.participates = True
+        peer.matchmaker.participate(True)
 
     simulate(main, seed=1)
 
@@ -124,7 +123,7 @@ def test_a_peer_that_caught_up_knows_at_once_when_the_round_closes() -> None:
         with follower.pacing.handing_in():
             head = next(head for head in NEXT if leader.leads(head, follower))
             for peer in (leader, follower):
-                peer.matchmaker.move(head)
+                peer.matchmaker.set_head(head)
             leader.pacing.note(0)
             await asyncio.sleep(REPORT_SECONDS)
             before = follower.pacing.has_time

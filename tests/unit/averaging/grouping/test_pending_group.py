@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from p2ptrain.averaging.grouping.cells import Key
 from p2ptrain.averaging.grouping.messages import Formed, Refused
 from p2ptrain.averaging.grouping.pending_group import PendingGroup, Situation, decide
-from p2ptrain.averaging.protocol.certificate import Ticket
-from p2ptrain.averaging.protocol.head import Head
-from p2ptrain.averaging.timing.global_batch import GlobalBatch, Report
+from p2ptrain.averaging.protocol.certificate import Head, Ticket
+from p2ptrain.averaging.timing.goal import BatchProgress, GlobalBatch
 from p2ptrain.manifest import AveragingSpec
 
 SPEC = AveragingSpec(grace_seconds=3, matchmaking_seconds=20, quorum=0.5, min_peers=2, group_size=8)
@@ -147,7 +146,7 @@ def test_a_newer_ticket_replaces_the_older_one_of_the_same_peer() -> None:
 @pytest.mark.parametrize(("samples", "full"), [((30, 33), False), ((30, 34), True)])
 def test_the_global_batch_counts_every_peer_once(samples: tuple[int, int], full: bool) -> None:
     group = PendingGroup(HEAD, KEY, SPEC, GlobalBatch(64))
-    group.report("a", Report(5, 5, 1.0, 0.0))
-    group.report("a", Report(samples[0], 5, 1.0, 1.0))
-    group.report("b", Report(samples[1], 5, 1.0, 1.0))
+    group.report("a", BatchProgress(5, 5, 1.0, 0.0))
+    group.report("a", BatchProgress(samples[0], 5, 1.0, 1.0))
+    group.report("b", BatchProgress(samples[1], 5, 1.0, 1.0))
     assert group.batch.is_full is full

@@ -13,8 +13,8 @@ from p2ptrain.averaging.grouping.cells import Key
 from p2ptrain.averaging.grouping.matchmaker import Matchmaker
 from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.averaging.grouping.messages import TAKE_ON, Grant, TakeOn
-from p2ptrain.averaging.grouping.standby import Standby
-from p2ptrain.averaging.timing.global_batch import HOLD_SECONDS, Goal
+from p2ptrain.averaging.grouping.reporting import Standby
+from p2ptrain.averaging.timing.goal import HOLD_SECONDS, Goal
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from tests.support.sim.averagers import make_matchmaker
@@ -42,6 +42,9 @@ class Peer:
     def standby(self) -> Standby:
         return self.matchmaker.standby
 
+    def is_closing(self) -> bool:
+        return self.matchmaker.position.is_closing
+
     def take_on(self, samples: int, held: int, wanted: int) -> asyncio.Task[int]:
         return self.member.peer.spawn(self.standby.take_on(samples, held, wanted))
 
@@ -56,9 +59,9 @@ async def standing_by(network: SimulatedNetwork, count: int) -> AsyncIterator[li
         peers = []
         for member in swarm:
             matchmaker, membership = make_matchmaker(member, swarm, SPEC, HEAD, Goal(TARGET))
-            matchmaker.participates = True
+            matchmaker.participate(True)
             peers.append(Peer(member, matchmaker, membership))
-        line = peers[0].matchmaker._leaders.candidates(Key(HEAD.round, HEAD.lineage), [])
+        line = peers[0].matchmaker.leaders.candidates(Key(HEAD.round, HEAD.lineage), [])
         peers.sort(key=lambda peer: line.index(peer.id))
         try:
             yield peers
@@ -92,9 +95,9 @@ def test_the_round_is_closed_when_what_is_done_fills_it() -> None:
             peer.standby.on_closing(lambda peer=peer: told.append(peer.id))  # type: ignore[misc]
         assert await peers[1].take_on(0, 0, 12) == 12
         assert await peers[2].take_on(0, 0, 1) == 0
-        assert not peers[1].matchmaker.is_closing()
+        assert not peers[1].is_closing()
         assert await peers[1].take_on(12, 12, 1) == 0
-        assert peers[1].matchmaker.is_closing()
+        assert peers[1].is_closing()
         await asyncio.sleep(3.0)
         assert {peer.id for peer in peers[:2]} <= set(told), "the leader knows as well"
 
@@ -106,11 +109,11 @@ def test_a_round_of_which_nothing_is_left_begins_again() -> None:
         assert await peers[1].take_on(0, 0, 12) == 12
         assert await peers[1].take_on(12, 12, 1) == 0
         assert await peers[0].take_on(0, 0, 1) == 0
-        assert peers[0].matchmaker.is_closing()
+        assert peers[0].is_closing()
         network.crash(peers[1].member.peer)
         peers[0].standby.reopen()
         assert await peers[0].take_on(0, 0, 4) == 4
-        assert not peers[0].matchmaker.is_closing()
+        assert not peers[0].is_closing()
 
     run(3, test)
 
@@ -145,7 +148,7 @@ def test_without_anybody_else_a_peer_grants_itself() -> None:
         for peer in peers[1:]:
             network.crash(peer.member.peer)
         assert await peers[0].take_on(0, 0, 20) == 12
-        peers[0].matchmaker._position.head = NEXT
+        peers[0].matchmaker.position.head = NEXT
         assert await peers[0].take_on(0, 0, 7) == 7, "a round after the other"
 
     run(3, test)
@@ -153,9 +156,9 @@ def test_without_anybody_else_a_peer_grants_itself() -> None:
 
 def test_a_leader_that_is_further_on_says_that_the_round_is_over() -> None:
     async def test(network: SimulatedNetwork, peers: list[Peer]) -> None:
-        peers[0].matchmaker.move(NEXT)
+        peers[0].matchmaker.set_head(NEXT)
         assert await peers[1].take_on(0, 0, 4) == 0
-        assert peers[1].matchmaker.is_closing()
+        assert peers[1].is_closing()
 
     run(2, test)
 
@@ -186,8 +189,8 @@ def test_nobody_waits_for_who_sits_a_round_out_and_it_learns_who_is_further_on()
         assert network.loop.time() - began < 1.0
         assert {len(roster.tickets) for roster in rosters} == {2}
         assert not any(task.done() for task in sitting)
-        peers[1].matchmaker.move(NEXT)
-        peers[0].matchmaker.move(NEXT)
+        peers[1].matchmaker.set_head(NEXT)
+        peers[0].matchmaker.set_head(NEXT)
         sources = await asyncio.gather(*sitting)
         assert set(sources) <= {peer.id for peer in peers[:2]}
         assert network.loop.time() - began < 3.0
@@ -197,7 +200,7 @@ def test_nobody_waits_for_who_sits_a_round_out_and_it_learns_who_is_further_on()
 
 def test_a_leader_that_is_further_on_says_so_at_once() -> None:
     async def test(network: SimulatedNetwork, peers: list[Peer]) -> None:
-        peers[0].matchmaker.move(NEXT)
+        peers[0].matchmaker.set_head(NEXT)
         assert await peers[1].sit_out(20.0) == peers[0].id
         assert network.loop.time() < 2.0
 
@@ -211,7 +214,7 @@ def test_when_the_leader_is_gone_others_tell_that_they_are_further_on(is_stalled
         sitting = peers[1].sit_out(20.0)
         await asyncio.sleep(8.0)
         assert not sitting.done()
-        peers[2].matchmaker.move(NEXT)
+        peers[2].matchmaker.set_head(NEXT)
         assert await sitting == peers[2].id
         assert network.loop.time() < 12.0
         assert peers[1].membership.is_suspect(peers[0].id)
@@ -240,7 +243,7 @@ def test_the_leader_itself_may_sit_a_round_out() -> None:
         ticket = make_ticket(peers[1].member)
         roster = await peers[1].member.peer.spawn(peers[1].matchmaker.find_group(ticket))
         assert [each.peer for each in roster.tickets] == [peers[1].id]
-        peers[1].matchmaker.move(NEXT)
+        peers[1].matchmaker.set_head(NEXT)
         assert await sitting == peers[1].id
 
     run(2, test)

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from p2ptrain.averaging.timing.deadlines import (
     attempt_seconds,
-    beat_seconds,
+    keepalive_seconds,
     leader_dial_seconds,
     least_mask,
-    patience_seconds,
     quiet_seconds,
     quorum_of_others,
+    straggler_seconds,
 )
 from p2ptrain.manifest import AveragingSpec
 
@@ -39,12 +39,12 @@ def test_an_honest_owner_that_refuses_a_minority_counts_enough(members: int, quo
 
 @given(st.floats(0, 1e4), st.floats(0, 600))
 def test_the_rest_costs_at_most_a_fifth_more_and_the_grace_period(until_quorum: float, grace: float) -> None:
-    assert until_quorum + patience_seconds(until_quorum, grace) == pytest.approx(1.2 * until_quorum + grace)
+    assert until_quorum + straggler_seconds(until_quorum, grace) == pytest.approx(1.2 * until_quorum + grace)
 
 
 def test_a_beat_may_be_later_where_the_link_or_the_machine_is_slow() -> None:
     usual = quiet_seconds(8.0, 0.5, 0.01, 0.0)
-    assert usual == beat_seconds(8.0) + 0.5
+    assert usual == keepalive_seconds(8.0) + 0.5
     assert quiet_seconds(8.0, 0.5, 1.0, 0.0) == usual + 3.5
     assert quiet_seconds(8.0, 0.5, 0.01, 2.0) == usual + 5.5
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from p2ptrain.averaging.timing.global_batch import HOLD_SECONDS, MAX_REPORTS, GlobalBatch, Report
+from p2ptrain.averaging.timing.goal import HOLD_SECONDS, MAX_REPORTS, BatchProgress, GlobalBatch
 
 LOOK_AGAIN_SECONDS = 0.25
 
@@ -45,7 +45,7 @@ class Round:
             assert now < 1e4, "it is never full"
             if done:
                 self.samples[peer] = self.samples.get(peer, 0) + self.size
-            self.batch.report(peer, Report(self.samples[peer], self.size, self.seconds[peer], now))
+            self.batch.report(peer, BatchProgress(self.samples[peer], self.size, self.seconds[peer], now))
             computing[peer] = not self.foresight or self.batch.should_begin(peer, list(self.seconds), now)
             pause = self.seconds[peer] if computing[peer] else LOOK_AGAIN_SECONDS
             heapq.heappush(events, (now + pause, peer, computing[peer]))
@@ -91,15 +91,15 @@ def test_who_is_alone_with_a_dead_peer_fills_the_batch() -> None:
 
 def test_without_a_global_batch_everybody_computes() -> None:
     batch = GlobalBatch(0)
-    batch.report("a", Report(1000, 10, 1.0, 5.0))
+    batch.report("a", BatchProgress(1000, 10, 1.0, 5.0))
     assert batch.should_begin("a", ["a", "b"], 5.0)
     assert not batch.is_full
 
 
 def test_who_handed_in_computes_nothing_more() -> None:
     batch = GlobalBatch(24)
-    batch.report("a", Report(8, 8, 1.0, 1.0))
-    batch.report("b", Report(8, 8, 1.0, 1.0))
+    batch.report("a", BatchProgress(8, 8, 1.0, 1.0))
+    batch.report("b", BatchProgress(8, 8, 1.0, 1.0))
     assert not batch.should_begin("a", ["a", "b"], 1.0)
     batch.hand_in("b", 8)
     assert batch.should_begin("a", ["a", "b"], 1.0)
@@ -177,7 +177,7 @@ class Grants(RuleBasedStateMachine):
 
     def say(self, name: str, wanted: int) -> None:
         peer = self.peers[name]
-        self.batch.report(name, Report(peer.done, 0, 0.0, self.now))
+        self.batch.report(name, BatchProgress(peer.done, 0, 0.0, self.now))
         granted = self.batch.grant(name, peer.held, wanted, self.now)
         assert 0 <= granted <= wanted
         peer.held += granted
@@ -210,7 +210,7 @@ def test_all_together_are_asked_to_take_on_the_global_batch_and_no_more() -> Non
 
 def test_what_a_silent_peer_holds_is_given_to_others_but_what_it_has_done_is_not() -> None:
     batch = GlobalBatch(10)
-    batch.report("a", Report(3, 0, 0.0, 0.0))
+    batch.report("a", BatchProgress(3, 0, 0.0, 0.0))
     assert batch.grant("a", 3, 7, 0.0) == 7
     assert batch.grant("b", 0, 10, HOLD_SECONDS - 0.1) == 0
     assert batch.grant("b", 0, 10, HOLD_SECONDS) == 7

@@ -10,15 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2ptrain.averaging.timing.deadlines import beat_seconds, quiet_seconds
-from p2ptrain.averaging.timing.keepalive import (
+from p2ptrain.averaging.timing.deadlines import (
+    AnswerTimeouts,
     Keepalive,
     KeepaliveStatus,
-    Patience,
-    answer_after_beats,
-    beat_until,
     first_result,
-)  # fmt: skip
+    keepalive_seconds,
+    quiet_seconds,
+    receive_answer,
+    send_keepalives,
+)
 from p2ptrain.errors import DeadlineError, TemporaryError
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.schema import Message, Nothing
@@ -37,8 +38,8 @@ def test_a_beat_is_due_several_times_before_a_peer_counts_as_quiet(
     grace: float, allowance: float, round_trip: float, latest: float
 ) -> None:
     patience = quiet_seconds(grace, allowance, round_trip, latest)
-    assert patience >= 2 * beat_seconds(grace)
-    assert patience >= beat_seconds(grace) + max(allowance, round_trip, latest)
+    assert patience >= 2 * keepalive_seconds(grace)
+    assert patience >= keepalive_seconds(grace) + max(allowance, round_trip, latest)
 
 
 def way(after: float, outcome: Outcome, quiet_at: float | None = None) -> tuple[Try, list[str]]:
@@ -132,7 +133,7 @@ def listen(
             async def serve(channel: Channel, request: Nothing) -> None:
                 end = asyncio.create_task(asyncio.sleep(answer_after))
                 try:
-                    await beat_until(channel, end, GRACE, Waiting, status)
+                    await send_keepalives(channel, end, GRACE, Waiting, status)
                     await channel.send(Done())
                 finally:
                     end.cancel()
@@ -144,8 +145,8 @@ def listen(
             on_quiet = None if quiet is None else lambda: quiet.append(loop.time() - began)
             try:
                 async with asker.rpc.open(asked.peer.peer_id, "wait", Nothing(), 5.0) as channel:
-                    patience = Patience(60.0, GRACE, GRACE, 0.1)
-                    return await answer_after_beats(channel, Said, patience, 1 << 16, on_quiet), 0.0
+                    patience = AnswerTimeouts(60.0, GRACE, GRACE, 0.1)
+                    return await receive_answer(channel, Said, patience, 1 << 16, on_quiet), 0.0
             except DeadlineError as error:
                 return str(error), loop.time() - began
             finally:
@@ -171,7 +172,7 @@ def test_a_peer_that_is_cut_off_or_stopped_is_quiet_within_little_more_than_the_
     for fault in (lambda network, who: network.cut(who.peer), lambda network, who: network.stall(who.peer)):
         answer, seconds = listen(fault, 30.0, None)
         assert "fell silent" in answer
-        assert 1.0 + GRACE < seconds < 1.0 + GRACE + 3 * beat_seconds(GRACE)
+        assert 1.0 + GRACE < seconds < 1.0 + GRACE + 3 * keepalive_seconds(GRACE)
 
 
 def test_a_peer_that_was_quiet_may_still_answer() -> None:

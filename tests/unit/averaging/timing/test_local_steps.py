@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2ptrain.averaging.timing.local_steps import ALIGNED, MOST_ROUNDS, SILENT_SECONDS, Closing, StepReport
+from p2ptrain.averaging.timing.goal import ALIGNED, MOST_ROUNDS, SILENT_SECONDS, LocalSteps, StepProgress
 
 EVERY = 32
 
 
-def closing_of(seconds: dict[str, float], now: float = 0.0, every: int = EVERY) -> Closing:
+def closing_of(seconds: dict[str, float], now: float = 0.0, every: int = EVERY) -> LocalSteps:
     """A round in which these peers began a step together, and have said so."""
-    closing = Closing(every)
+    closing = LocalSteps(every)
     for peer, each in seconds.items():
-        closing.report(peer, StepReport(0, each, 0.0, now, True), 64)
+        closing.report(peer, StepProgress(0, each, 0.0, now, True), 64)
     closing.foresee(list(seconds), now)
     return closing
 
@@ -51,11 +51,11 @@ def test_a_peer_that_has_not_reported_yet_is_taken_for_one_like_the_others() -> 
 
 @pytest.mark.parametrize("has_reported", [True, False])
 def test_a_peer_that_says_nothing_counts_no_more(has_reported: bool) -> None:
-    closing, now = Closing(128), SILENT_SECONDS + 1.0
+    closing, now = LocalSteps(128), SILENT_SECONDS + 1.0
     if has_reported:
-        closing.report("silent", StepReport(0, 0.1, 0.0, 0.0, True), 64)
-    closing.report("a", StepReport(int(now), 1.0, 0.0, now, True), 64)
-    closing.report("b", StepReport(int(4 * now), 0.25, 0.0, now, True), 64)
+        closing.report("silent", StepProgress(0, 0.1, 0.0, 0.0, True), 64)
+    closing.report("a", StepProgress(int(now), 1.0, 0.0, now, True), 64)
+    closing.report("b", StepProgress(int(4 * now), 0.25, 0.0, now, True), 64)
     closing.foresee(["a", "b", "silent"], now)
     assert closing.at == pytest.approx(round(2 * 128 / 5)), "neither its steps nor its share of the goal"
 
@@ -65,9 +65,9 @@ def test_peers_that_wait_for_the_end_do_not_put_it_off() -> None:
     told = closing.at
     assert told is not None
     for now in (told - 0.5, told - 0.25):
-        closing.report("a", StepReport(int(told), 1.0, 0.0, now, False), 64)
-        closing.report("b", StepReport(int(told), 1.0, 0.0, now, False), 64)
-        closing.report("c", StepReport(int(8 * now), 0.125, 0.0, now, True), 64)
+        closing.report("a", StepProgress(int(told), 1.0, 0.0, now, False), 64)
+        closing.report("b", StepProgress(int(told), 1.0, 0.0, now, False), 64)
+        closing.report("c", StepProgress(int(8 * now), 0.125, 0.0, now, True), 64)
         closing.foresee("abc", now)
         assert closing.at == pytest.approx(told, abs=0.5)
     assert closing.is_due(told + 0.5)
@@ -78,8 +78,8 @@ def test_a_round_stays_with_the_step_that_peers_were_told_of() -> None:
     closing = closing_of({"slow": 1.0, "fast": 0.125}, every=8)
     told = closing.at
     assert told == pytest.approx(2.0)
-    closing.report("slow", StepReport(1, 1.1, 0.0, 1.1, True), 64)
-    closing.report("fast", StepReport(7, 0.14, 0.0, 1.1, True), 64)
+    closing.report("slow", StepProgress(1, 1.1, 0.0, 1.1, True), 64)
+    closing.report("fast", StepProgress(7, 0.14, 0.0, 1.1, True), 64)
     closing.foresee(["slow", "fast"], 1.1)
     assert closing.at == pytest.approx(2.2), "the end of the same step"
 
@@ -103,7 +103,7 @@ def test_who_has_said_nothing_in_this_round_and_is_in_an_earlier_one_is_not_wait
 
 
 def test_a_stuck_step_is_foreseen_to_take_as_long_again_as_it_is_late() -> None:
-    report = StepReport(3, 1.0, 5.0, 10.0, True)
+    report = StepProgress(3, 1.0, 5.0, 10.0, True)
     assert report.ends_at(4) == pytest.approx(14.0)
 
 
@@ -124,9 +124,9 @@ def test_a_round_ends_in_time_however_uneven_the_peers_are(seconds: list[float],
 
 
 def test_steps_that_take_no_time_do_not_break_the_leader() -> None:
-    closing = Closing(128)
-    closing.report("a", StepReport(1, 1.0, 0.0, 0.0, True), 64)
-    closing.report("liar", StepReport(1, 5e-324, 0.0, 0.0, True), 64)
+    closing = LocalSteps(128)
+    closing.report("a", StepProgress(1, 1.0, 0.0, 0.0, True), 64)
+    closing.report("liar", StepProgress(1, 5e-324, 0.0, 0.0, True), 64)
     closing.foresee(["a", "liar"], 1.0)
     assert closing.at is not None
     assert 1.0 <= closing.at <= EVERY

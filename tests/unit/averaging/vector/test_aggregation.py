@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from p2ptrain.averaging.vector import aggregation as robust
-from p2ptrain.averaging.vector.aggregation import (
+from p2ptrain.averaging.vector import rules as robust
+from p2ptrain.averaging.vector.rules import (
     centered_clip,
     clip_factors,
     median,

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from p2ptrain.averaging.vector.partition import share_weights, split_shares
+from p2ptrain.averaging.allreduce.bandwidth import share_weights, split_shares
 
 bandwidth_lists = st.lists(
     st.one_of(st.just(0.0), st.floats(1e-3, 1e9), st.sampled_from([1.0, 10.0, 100.0])), min_size=1, max_size=12

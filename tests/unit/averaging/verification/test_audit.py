@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from p2ptrain.averaging.protocol.certificate import Roster
-from p2ptrain.averaging.vector.reduce import CHUNK_VALUES, OwnShare
+from p2ptrain.averaging.vector.chunks import CHUNK_VALUES
+from p2ptrain.averaging.vector.reduce import OwnShare
 from p2ptrain.averaging.verification.audit import FalseMeanError
 from p2ptrain.averaging.verification.commitments import Slice
 from p2ptrain.averaging.verification.opening import Answer, Evidence, FalseChunk, Rules, verify_evidence
@@ -78,9 +79,9 @@ def leave_out(share: OwnShare, mean: bytearray) -> None:
 
 
 def encode_again(share: OwnShare, mean: bytearray, contributors: list[int], tokens: list[int]) -> None:
-    size = len(share._own)
+    size = len(share.own)
     weights = share.weights(contributors, tokens)
-    share.reduce_piece(0, size, contributors, weights, torch.empty(size), mean)
+    share.reduce_piece(0, size, weights, torch.empty(size), mean)
 
 
 LIES = [flip, swap_weights, leave_out]
@@ -113,9 +114,9 @@ def test_an_owner_s_own_part_is_bound_to_the_norm_that_it_counts_with() -> None:
     def exaggerate(share: OwnShare, mean: bytearray) -> None:
         tokens = [10, 11, 12]
         weights = share.weights([0, 1, 2], tokens)
-        share._own.mul_(100)
-        size = len(share._own)
-        share.reduce_piece(0, size, [0, 1, 2], weights, torch.empty(size), mean)
+        share.own.mul_(100)
+        size = len(share.own)
+        share.reduce_piece(0, size, weights, torch.empty(size), mean)
 
     with pytest.raises(FalseMeanError, match="norm of its own part"):
         run_check(make_group(), 1, exaggerate, [0])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from p2ptrain.averaging.protocol.head import Head
+from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.config import PeerConfig
 from p2ptrain.node.roles.stage_saving import save_and_tell
 from p2ptrain.pipeline.checkpoints.saving import StageSaves

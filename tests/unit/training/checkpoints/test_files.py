@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from p2ptrain.averaging.protocol.head import Head, genesis
+from p2ptrain.averaging.protocol.certificate import Head, genesis
 from p2ptrain.errors import CheckpointError, IncompatibleError, ResourceError
 from p2ptrain.training.checkpoints import files as checkpoint_module
 from p2ptrain.training.checkpoints.files import (

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from p2ptrain.averaging.protocol.head import Head, genesis
+from p2ptrain.averaging.protocol.certificate import Head, genesis
 from p2ptrain.errors import IncompatibleError, TemporaryError
 from p2ptrain.manifest import TrainingSpec
 from p2ptrain.training.state.adamw import AdamWStep
