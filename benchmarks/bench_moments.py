@@ -54,7 +54,9 @@ def train(moments: Moments, seed: int, steps: int, train_on: torch.Tensor, held_
     for step in range(steps):
         model.zero_grad()
         torch.autograd.backward(loss_of(model, windows(train_on, BATCH, generator)))
-        layout.read_gradients(model, mean)
+        for entry, parameter in layout.parameters_of(model):
+            assert parameter.grad is not None
+            mean[entry.offset : entry.end] = parameter.grad.reshape(-1)
         stepper.step(vector, mean, step)
         layout.write(vector, model)
     with torch.no_grad():

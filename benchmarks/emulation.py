@@ -27,8 +27,8 @@ from p2ptrain.training.data.windows import Sampler
 from p2ptrain.training.evaluate import held_out_loss, language_model_loss
 from p2ptrain.training.learning_rate import LearningRates, Shape, learning_rate_factor
 from p2ptrain.training.local_update import LocalWork
-from p2ptrain.training.state.fragments import Fragment
 from p2ptrain.training.state.initial_state import initial_state
+from p2ptrain.training.state.layout import Fragment
 
 CURVE_POINTS = 10
 CURVE_WINDOWS, FINAL_WINDOWS = 64, 512
@@ -211,7 +211,9 @@ class Swarm:
         for batch in batches:
             self._backward(0, batch)
             contribution = torch.zeros(fragment.num_values)
-            self.state.layout.read_gradients(self.modules[0], contribution)
+            for entry, parameter in self.state.layout.parameters_of(self.modules[0]):
+                assert parameter.grad is not None
+                contribution[entry.offset : entry.end] = parameter.grad.reshape(-1)
             contributions.append(contribution)
         self.state.apply(self._mean(contributions, fragment), step, fragment)
 

@@ -20,7 +20,7 @@ import torch
 
 from p2ptrain.training.gradients import is_sparse
 from p2ptrain.training.model_lock import Rest
-from p2ptrain.training.state.fragments import Fragment
+from p2ptrain.training.state.layout import Fragment
 from p2ptrain.training.state.shared_state import SharedState
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class LocalWork:
 
     def collect(self, out: torch.Tensor, fragment: Fragment | None = None) -> None:
         """Write shared minus live values; with accumulated gradients, their weighted mean in the parameters' part."""
-        fragment = fragment or self.state.fragments.whole
+        fragment = fragment or self.state.layout.whole
         fragment.layout.read(self.module, out)
         torch.sub(self._shared(fragment), out, out=out)
         if self.accumulated is not None:
@@ -101,7 +101,7 @@ class LocalWork:
         counted: tuple[int, int] = (0, 0),
     ) -> None:
         affected = range(len(self.pending)) if fragment is None else [fragment.index]
-        fragment = fragment or self.state.fragments.whole
+        fragment = fragment or self.state.layout.whole
         target = self._shared(fragment)
         if contributed and self._mixing:
             target = self._mixed(target, fragment)

@@ -18,8 +18,7 @@ from p2ptrain.averaging.protocol.head import genesis
 from p2ptrain.manifest import TrainingSpec
 from p2ptrain.pipeline.stage.gradients import GradientSum
 from p2ptrain.training.state.adamw import AdamWStep
-from p2ptrain.training.state.fragments import Fragment
-from p2ptrain.training.state.layout import Layout
+from p2ptrain.training.state.layout import Fragment, Layout
 from p2ptrain.training.state.shared_state import SharedState
 
 

@@ -9,8 +9,7 @@ from p2ptrain.manifest import Manifest
 from p2ptrain.training.learning_rate import LearningRates
 from p2ptrain.training.optimizer_checks import step_rule
 from p2ptrain.training.state.adamw import AdamWStep
-from p2ptrain.training.state.fragments import Fragments
-from p2ptrain.training.state.layout import Layout
+from p2ptrain.training.state.layout import Fragments, Layout
 from p2ptrain.training.state.outer_optimizers import AdamStep, AverageStep, GradientStep, NesterovStep, Stepper
 from p2ptrain.training.state.shared_state import SharedState
 

@@ -22,8 +22,7 @@ from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.errors import IncompatibleError, TemporaryError
 from p2ptrain.hashing import HASH_BYTES
 from p2ptrain.training.state.digest import ChunkedBytes, MerkleTree, NamedTensors, TensorSpec, new_tensors, tree_of
-from p2ptrain.training.state.fragments import Fragment, Fragments
-from p2ptrain.training.state.layout import Layout
+from p2ptrain.training.state.layout import Fragment, Fragments, Layout
 from p2ptrain.training.state.outer_optimizers import Stepper
 
 __all__ = ["Head", "SharedState", "Stamp"]

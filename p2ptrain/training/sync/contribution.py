@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from p2ptrain.training.state.fragments import Fragment
+    from p2ptrain.training.state.layout import Fragment
 
 
 class Contribution(Protocol):

@@ -30,7 +30,7 @@ from p2ptrain.training.sync.state_server import StateServer
 if TYPE_CHECKING:
     import torch
 
-    from p2ptrain.training.state.fragments import Fragment
+    from p2ptrain.training.state.layout import Fragment
     from p2ptrain.training.sync.contribution import Contribution
 
 logger = logging.getLogger(__name__)

@@ -20,8 +20,7 @@ from p2ptrain.training.learning_rate import LearningRates
 from p2ptrain.training.local_update import LocalWork
 from p2ptrain.training.model_lock import Rest
 from p2ptrain.training.optimizer import Bridge, SwarmOptimizer
-from p2ptrain.training.state.fragments import Fragments
-from p2ptrain.training.state.layout import Layout
+from p2ptrain.training.state.layout import Fragments, Layout
 from p2ptrain.training.state.outer_optimizers import AverageStep
 from p2ptrain.training.state.shared_state import SharedState
 from p2ptrain.training.sync.contribution import RoundResult

@@ -17,8 +17,7 @@ from p2ptrain.errors import ManifestError
 from p2ptrain.manifest import ModelSpec, parse_manifest
 from p2ptrain.models import build_model
 from p2ptrain.training.local_update import LocalWork
-from p2ptrain.training.state.fragments import Fragments
-from p2ptrain.training.state.layout import Layout
+from p2ptrain.training.state.layout import Fragments, Layout
 from p2ptrain.training.state.outer_optimizers import AdamStep, AverageStep, NesterovStep, Stepper
 from p2ptrain.training.state.shared_state import SharedState
 

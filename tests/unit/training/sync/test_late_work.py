@@ -60,7 +60,7 @@ def test_work_that_missed_a_round_is_carried_on_as_much_as_is_kept(
     make: Callable[[], tuple[Contribution, SharedState]],
 ) -> None:
     work, state = make()
-    fragment = state.fragments.whole
+    fragment = state.layout.whole
     before = torch.empty(fragment.num_values)
     work.collect(before, fragment)
     assert before.abs().max() > 0
