@@ -1,8 +1,8 @@
 """A swarm without a network: some trainers in one process, synchronised with the product's own arithmetic.
 
 What a peer contributes, encodes, keeps back, averages, applies and mixes is done by the code that does it in a swarm
-(`LocalWork`, codecs, `ErrorFeedback`, `Fragments`, outer steps). Streams, deadlines and failures are left out; all
-contribute to every round, with equal weight.
+(`LocalContribution`, codecs, `ErrorFeedback`, `Fragments`, outer steps). Streams, deadlines and failures are left out;
+all contribute to every round, with equal weight.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from p2ptrain.training.data.corpus import Corpus
 from p2ptrain.training.data.windows import Sampler
 from p2ptrain.training.evaluate import held_out_loss, language_model_loss
 from p2ptrain.training.learning_rate import LearningRates, Shape, learning_rate_factor
-from p2ptrain.training.local_update import LocalWork
+from p2ptrain.training.local_update import LocalContribution
 from p2ptrain.training.state.initial_state import initial_state
 from p2ptrain.training.state.layout import Fragment
 
@@ -139,7 +139,7 @@ class Swarm:
             self.modules[0], self.inner[0], manifest, manifest.digest, self.spec.clip_norm, self.rates[0]
         )
         mixing = self.spec.mixing if self.spec.overlap_steps else None
-        self.works = [LocalWork(module, self.state, accumulate=False, mixing=mixing) for module in self.modules]
+        self.works = [LocalContribution(module, self.state, accumulate=False, mixing=mixing) for module in self.modules]
         self.codec = get_codec(method.codec)
         self.feedbacks = [
             [ErrorFeedback(fragment.num_values, self.codec, method.feedback_decay) for fragment in self.state.fragments]

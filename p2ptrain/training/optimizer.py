@@ -31,7 +31,7 @@ from p2ptrain.manifest import TrainingSpec
 from p2ptrain.training.dropped_batches import DROPS_TO_BEGIN_ANEW, DroppedBatches
 from p2ptrain.training.gradients import clip_gradients
 from p2ptrain.training.learning_rate import LearningRates, SwarmScheduler
-from p2ptrain.training.local_update import LocalWork
+from p2ptrain.training.local_update import LocalContribution
 from p2ptrain.training.loss_watch import LossWatch
 from p2ptrain.training.optimizer_checks import check_layout_is_kept
 from p2ptrain.training.sync.synchronizer import RoundResult, Synchronizer
@@ -182,7 +182,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._overlap_steps = spec.overlap_steps
         mixing = spec.mixing if spec.overlap_steps else None
         own = None if spec.every == 1 else inner
-        self._work = LocalWork(module, synchronizer.state, accumulate=spec.every == 1, mixing=mixing, inner=own)
+        self._work = LocalContribution(module, synchronizer.state, accumulate=spec.every == 1, mixing=mixing, inner=own)
         self._flight: Future[RoundResult] | None = None
         self.samples_per_step = spec.local_batch
         self.on_step: Callable[[], None] = lambda: None
@@ -208,7 +208,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         return self.last_result is not None and self.last_result.committed
 
     @property
-    def work(self) -> LocalWork:
+    def work(self) -> LocalContribution:
         return self._work
 
     @property
@@ -379,24 +379,24 @@ class SwarmOptimizer(torch.optim.Optimizer):
         """Start a round under compute; return once it has read the contribution."""
         self._check_layout()
         self._work.steps = 0
-        self._work.rest.reserve()
+        self._work.model_lock.reserve()
         try:
             self._flight = self._bridge.start(self._synchronizer.synchronize(self._work))
-            self._flight.add_done_callback(lambda _: self._work.rest.end_reservation())
-            self._work.rest.resume(self._bridge.is_over)
+            self._flight.add_done_callback(lambda _: self._work.model_lock.end_reservation())
+            self._work.model_lock.acquire(self._bridge.is_over)
         except BaseException:
-            self._work.rest.end_reservation()
+            self._work.model_lock.end_reservation()
             raise
 
     def _look_after_flight(self) -> None:
         """Lend the model to a round under compute; wait for its result once it is due."""
         if self._flight is None:
             return
-        self._work.rest.park()
+        self._work.model_lock.release()
         if self._flight.done() or self._work.steps >= self._overlap_steps:
             self._synchronize_when_enough()
         else:
-            self._work.rest.resume(self._bridge.is_over)
+            self._work.model_lock.acquire(self._bridge.is_over)
 
     def _rest(self, result: RoundResult) -> bool:
         self._bridge.rest(PAUSE_SECONDS)
@@ -418,7 +418,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
             UsageError: Parameters were frozen or unfrozen since this optimizer was made.
         """
         self._check_layout()
-        self._work.rest.park()
+        self._work.model_lock.release()
         flight, self._flight = self._flight, None
         if flight is not None:
             self.last_result = self._bridge.finish(flight)

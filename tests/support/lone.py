@@ -19,7 +19,7 @@ from p2ptrain.node.thread import LoopThread
 from p2ptrain.training.checkpoints.save_policy import SavePolicy
 from p2ptrain.training.checkpoints.saving import Saver
 from p2ptrain.training.learning_rate import LearningRates, Schedule
-from p2ptrain.training.local_update import LocalWork
+from p2ptrain.training.local_update import LocalContribution
 from p2ptrain.training.optimizer import Bridge, SwarmOptimizer
 from p2ptrain.training.state.initial_state import initial_state
 from p2ptrain.training.state.shared_state import SharedState
@@ -69,10 +69,10 @@ class LoneSynchronizer:
     async def report(self, samples: int, batch_samples: int, batch_seconds: float) -> bool:
         return samples >= self._global_batch
 
-    async def begin_anew(self, work: LocalWork) -> None:
+    async def begin_anew(self, work: LocalContribution) -> None:
         work.begin_anew()
 
-    async def synchronize(self, work: LocalWork) -> RoundResult:
+    async def synchronize(self, work: LocalContribution) -> RoundResult:
         head, fragment = self.head, self.state.fragments.of_round(self.head.round)
         if self.fail_rounds:
             return RoundResult(False, head.round, "the test says so")

@@ -8,7 +8,7 @@ sum.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import torch
@@ -62,6 +62,7 @@ class StageWork:
         self._part = part
         self._state = state
         self._lock = lock
+        self.model_lock = nullcontext()  # Only passes touch the stage, and ``lock`` excludes them.
         self._scale = scale
         names = dict(part.named_parameters())
         found = [(entry.offset, total.places.get(id(names[entry.name]))) for entry in state.layout.parameter_entries]
@@ -75,10 +76,6 @@ class StageWork:
     def tokens_of(self, fragment: Fragment) -> int:
         """See `Contribution.tokens_of`."""
         return self.tokens
-
-    def at_rest(self) -> AbstractAsyncContextManager[None]:
-        """See `Contribution.at_rest`; only passes touch the stage, and a lock excludes them."""
-        return nullcontext()
 
     def collect(self, out: torch.Tensor, fragment: Fragment | None = None) -> None:
         """Write the mean gradient of the uncontributed tokens to ``out``."""

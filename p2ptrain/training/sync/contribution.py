@@ -15,9 +15,13 @@ if TYPE_CHECKING:
 class Contribution(Protocol):
     """A peer's local work since its last contribution: the live model's side of a synchronisation.
 
-    The caller holds `at_rest`, and calls the methods off the event loop, one at a time. With P fragments a token
+    The caller holds `model_lock`, and calls the methods off the event loop, one at a time. With P fragments a token
     contributes to each fragment in turn, and weighs 1 / P each time. A fragment of None is the whole vector.
     """
+
+    @property
+    def model_lock(self) -> AbstractAsyncContextManager[object]:
+        """Keeps other threads off the live model; reusable."""
 
     @property
     def tokens(self) -> int:
@@ -52,9 +56,6 @@ class Contribution(Protocol):
 
     def begin_anew(self) -> None:
         """Set the live model from the shared state; drop all local work and the local optimizer's state."""
-
-    def at_rest(self) -> AbstractAsyncContextManager[None]:
-        """Return a context manager that keeps other threads off the live model."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """One peer's side of synchronisation: contribute, apply the certified result, catch up when behind.
 
 A local phase ends with `Synchronizer.synchronize`. The training thread waits for it, or lends it the model between
-two steps when rounds run under compute (`Contribution.at_rest`).
+two steps when rounds run under compute (`Contribution.model_lock`).
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Synchronizer:
     async def _synchronize(self, work: Contribution) -> RoundResult:
         before, pacing = self.head, self.averager.matchmaker.pacing
         for _ in range(MAX_STEPS):
-            async with work.at_rest():
+            async with work.model_lock:
                 ready = await self._prepare(work, before)
             if isinstance(ready, RoundResult):
                 return ready
@@ -165,12 +165,12 @@ class Synchronizer:
             try:
                 outcome = await self.averager.average(*ready, self._bandwidth)
             except (BehindError, MismatchError, UnencodableError) as error:
-                async with work.at_rest():
+                async with work.model_lock:
                     result = await self._recover(error, work)
                 if result is not None:
                     return result
                 continue
-            async with work.at_rest():
+            async with work.model_lock:
                 return await self._take_home(outcome, work)
         raise AttemptFailedError("the swarm moved on faster than this peer could follow")
 

@@ -22,7 +22,7 @@ from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
 from p2ptrain.node.presence import Presence
 from p2ptrain.node.roles.training import find_the_others, step_in
 from p2ptrain.training.learning_rate import LearningRates
-from p2ptrain.training.local_update import LocalWork
+from p2ptrain.training.local_update import LocalContribution
 from p2ptrain.training.state.initial_state import initial_state
 from p2ptrain.training.sync.replica import Replica
 from p2ptrain.training.sync.synchronizer import RoundResult, Synchronizer
@@ -137,7 +137,7 @@ class SimulatedTrainer:
         self.sync = Synchronizer(Replica(context, manifest.training, self.state, self.membership))
         self.sync.replica.on_change = self._changed
         spec = manifest.training
-        self.work = LocalWork(
+        self.work = LocalContribution(
             self.module, self.state, accumulate=spec.every == 1, mixing=spec.mixing if spec.overlap_steps else None
         )
         self.first_step = 0

@@ -17,8 +17,7 @@ from torch import nn
 from p2ptrain.errors import ManifestError, TemporaryError
 from p2ptrain.manifest import TrainingSpec, parse_manifest
 from p2ptrain.training.learning_rate import LearningRates
-from p2ptrain.training.local_update import LocalWork
-from p2ptrain.training.model_lock import Rest
+from p2ptrain.training.local_update import LocalContribution, ModelLock
 from p2ptrain.training.optimizer import Bridge, SwarmOptimizer
 from p2ptrain.training.state.layout import Fragments, Layout
 from p2ptrain.training.state.outer_optimizers import AverageStep
@@ -52,7 +51,7 @@ def _read(module: nn.Module) -> torch.Tensor:
 
 def test_a_result_is_mixed_in_and_later_work_is_still_to_be_contributed() -> None:
     module, state = _shared(2)
-    work = LocalWork(module, state, accumulate=False, mixing=0.25)
+    work = LocalContribution(module, state, accumulate=False, mixing=0.25)
     fragment = state.fragments.of_round(1)
     work.add_step(4, 40)
     work.add_step(4, 40)
@@ -75,67 +74,67 @@ def test_a_result_is_mixed_in_and_later_work_is_still_to_be_contributed() -> Non
 
 
 def test_whoever_synchronises_gets_the_model_between_two_steps(loop: asyncio.AbstractEventLoop) -> None:
-    rest, events = Rest(), []
+    lock, events = ModelLock(), []
 
     async def touch() -> None:
-        async with rest.held():
+        async with lock:
             events.append("held")
             await asyncio.sleep(0)
             events.append("given back")
 
-    rest.resume(lambda: False)
+    lock.acquire(lambda: False)
     future = asyncio.run_coroutine_threadsafe(touch(), loop)
     asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(WAIT_SECONDS)
     events.append("step")
-    rest.park()
-    rest.resume(lambda: False)
+    lock.release()
+    lock.acquire(lambda: False)
     events.append("next step")
     future.result(WAIT_SECONDS)
     assert events == ["step", "held", "given back", "next step"]
 
 
 def test_training_waits_for_what_the_model_is_reserved_for(loop: asyncio.AbstractEventLoop) -> None:
-    rest = Rest()
+    lock = ModelLock()
 
     async def touch() -> str:
-        async with rest.held():
+        async with lock:
             return "touched"
 
-    rest.reserve()
+    lock.reserve()
     future = asyncio.run_coroutine_threadsafe(touch(), loop)
-    rest.resume(lambda: False)
+    lock.acquire(lambda: False)
     assert future.done() or future.result(WAIT_SECONDS) == "touched"
-    rest.park()
-    rest.reserve()
-    rest.end_reservation()
-    rest.resume(lambda: False)
+    lock.release()
+    lock.reserve()
+    lock.end_reservation()
+    lock.acquire(lambda: False)
 
 
 def test_training_ends_when_the_other_side_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("p2ptrain.training.model_lock.LOOK_SECONDS", 0.01)
-    rest = Rest()
-    rest.reserve()
+    monkeypatch.setattr("p2ptrain.training.local_update.POLL_SECONDS", 0.01)
+    lock = ModelLock()
+    lock.reserve()
     with pytest.raises(TemporaryError, match="closed during a round"):
-        rest.resume(lambda: True)
+        lock.acquire(lambda: True)
 
 
 def test_who_gives_up_waiting_for_the_model_does_not_keep_it(loop: asyncio.AbstractEventLoop) -> None:
-    rest = Rest()
+    lock = ModelLock()
 
     async def touch() -> None:
-        async with rest.held():
+        async with lock:
             raise AssertionError("it was cancelled before")
 
     async def cancelled() -> None:
         task = asyncio.create_task(touch())
         await asyncio.sleep(0)
-        rest.park()  # Granted, but the task learns of its cancellation first.
+        lock.release()  # Granted, but the task learns of its cancellation first.
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
-    rest.resume(lambda: False)
+    lock.acquire(lambda: False)
     asyncio.run_coroutine_threadsafe(cancelled(), loop).result(WAIT_SECONDS)
-    rest.resume(lambda: False)
+    lock.acquire(lambda: False)
 
 
 @dataclass
@@ -154,17 +153,17 @@ class ScriptedSynchronizer:
     def is_due(self, steps: int) -> bool:
         return steps >= self.steps_per_round
 
-    async def synchronize(self, work: LocalWork) -> RoundResult:
+    async def synchronize(self, work: LocalContribution) -> RoundResult:
         fragment = self.state.fragments.of_round(self.head.round)
         contribution = torch.empty(fragment.num_values)
-        async with work.at_rest():
+        async with work.model_lock:
             counted = work.tokens_of(fragment), work.samples
             self.begun.append(list(work.pending))
             work.collect(contribution, fragment)
         arrival: Future[RoundResult] = Future()
         self.arrivals.append(arrival)
         result = await asyncio.wrap_future(arrival)
-        async with work.at_rest():
+        async with work.model_lock:
             if result.committed:
                 self.state.apply(contribution, self.head.round, fragment)
                 self.head.round += 1

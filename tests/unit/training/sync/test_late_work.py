@@ -11,7 +11,7 @@ from torch import nn
 
 from p2ptrain.pipeline.stage.contribution import Part, StageWork, unit_state
 from p2ptrain.pipeline.stage.gradients import GradientSum
-from p2ptrain.training.local_update import LocalWork
+from p2ptrain.training.local_update import LocalContribution
 from p2ptrain.training.state.layout import Layout
 from p2ptrain.training.state.outer_optimizers import AverageStep
 from p2ptrain.training.state.shared_state import SharedState
@@ -25,7 +25,7 @@ def _gradients() -> tuple[Contribution, SharedState]:
     module = nn.Linear(3, 3)
     layout = Layout.from_module(module)
     state = SharedState.from_module(module, layout, AverageStep(layout, 1.0))
-    work = LocalWork(module, state, accumulate=True)
+    work = LocalContribution(module, state, accumulate=True)
     module(torch.ones(2, 3)).pow(2).sum().backward()
     work.add_gradients(TOKENS)
     work.add_step(4, TOKENS)
@@ -36,7 +36,7 @@ def _pseudo_gradient() -> tuple[Contribution, SharedState]:
     module = nn.Linear(3, 3)
     layout = Layout.from_module(module)
     state = SharedState.from_module(module, layout, AverageStep(layout, 1.0))
-    work = LocalWork(module, state, accumulate=False)
+    work = LocalContribution(module, state, accumulate=False)
     with torch.no_grad():
         module.weight.add_(torch.arange(9.0).reshape(3, 3))
     work.add_step(4, TOKENS)
