@@ -33,7 +33,7 @@ POLL_SECONDS = 1.0
 
 
 class LocalContribution:
-    """The local work since the last contribution; implements `p2ptrain.training.sync.contribution.Contribution`.
+    """The local work since the last contribution; implements `p2ptrain.training.sync.replica.Contribution`.
 
     It contributes gradients if ``accumulate`` (``every = 1``), else pseudo-gradients. ``mixing`` is None without
     overlap. ``inner``, the optimizer of local steps, is None if its state is shared.

@@ -1,4 +1,4 @@
-"""A stage host's contribution to averaging; see `p2ptrain.training.sync.contribution.Contribution`.
+"""A stage host's contribution to averaging; see `p2ptrain.training.sync.replica.Contribution`.
 
 A host averages its stage's own unit and, with tied embeddings, the unit shared with another stage
 (`p2ptrain.pipeline.plan.Unit`). Each unit has its own `StageWork` over its parameters and their part of the gradient
@@ -49,7 +49,7 @@ def unit_state(part: Part, spec: TrainingSpec, swarm: bytes, moments: Literal["f
 
 
 class StageWork:
-    """Implements `p2ptrain.training.sync.contribution.Contribution` for one unit of a stage.
+    """Implements `p2ptrain.training.sync.replica.Contribution` for one unit of a stage.
 
     ``tokens`` and ``samples`` count uncontributed work. ``lock`` is held while parameters or the sum ``total`` change.
     """

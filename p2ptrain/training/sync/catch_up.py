@@ -33,9 +33,8 @@ from p2ptrain.tasks import Tasks, to_its_end, together
 from p2ptrain.training.state.digest import spec_of
 from p2ptrain.training.sync.background_download import StateDownload
 from p2ptrain.training.sync.catch_up_policy import between, choose_way
-from p2ptrain.training.sync.contribution import Contribution
 from p2ptrain.training.sync.heads import check_head, fetch_head
-from p2ptrain.training.sync.replica import Replica
+from p2ptrain.training.sync.replica import Contribution, Replica
 
 logger = logging.getLogger(__name__)
 

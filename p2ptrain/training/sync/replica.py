@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+import torch
 
 from p2ptrain.averaging.averager import Averager
 from p2ptrain.averaging.commit.encodings import decode_means
@@ -20,23 +23,65 @@ from p2ptrain.averaging.protocol.certificate import Body, Certificate
 from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.averaging.timing.global_batch import Goal
 from p2ptrain.averaging.vector.error_feedback import Encoded, ErrorFeedback
+from p2ptrain.codecs import Codec, get_codec
+from p2ptrain.codecs.mixed import by_size
 from p2ptrain.errors import DivergedError
-from p2ptrain.manifest import TrainingSpec
+from p2ptrain.manifest import AveragingSpec, TrainingSpec
 from p2ptrain.tasks import to_its_end
+from p2ptrain.training.state.layout import Fragment, Layout
 from p2ptrain.training.state.shared_state import SharedState
-from p2ptrain.training.state.vector_codec import vector_codec
 from p2ptrain.training.sync.state_server import StateServer
-
-if TYPE_CHECKING:
-    import torch
-
-    from p2ptrain.training.state.layout import Fragment
-    from p2ptrain.training.sync.contribution import Contribution
 
 logger = logging.getLogger(__name__)
 
 MAX_DROPS = 5
 """Consecutive dropped contributions that end this peer's training."""
+
+
+class Contribution(Protocol):
+    """A peer's local work since its last contribution: the live model's side of a synchronisation.
+
+    The caller holds `model_lock`, and calls the methods off the event loop, one at a time. With P fragments a token
+    contributes to each fragment in turn, and weighs 1 / P each time. A fragment of None is the whole vector.
+    """
+
+    @property
+    def model_lock(self) -> AbstractAsyncContextManager[object]:
+        """Keeps other threads off the live model; reusable."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of work not contributed yet, over all fragments; 0 if there is nothing to contribute."""
+
+    @property
+    def samples(self) -> int:
+        """Samples read since the last contribution to any fragment."""
+
+    def tokens_of(self, fragment: Fragment) -> int:
+        """Return the weight of a fragment's contribution, in tokens; 0 if there is nothing to contribute."""
+
+    def collect(self, out: torch.Tensor, fragment: Fragment | None = None) -> None:
+        """Write shared minus live values, or the mean gradient, into ``out`` (fp32, ``[fragment.num_values]``)."""
+
+    def adopt(
+        self,
+        contributed: bool,
+        carry: torch.Tensor | None,
+        fragment: Fragment | None = None,
+        counted: tuple[int, int] = (0, 0),
+    ) -> None:
+        """Set the live model from the shared state, which has just changed in ``fragment``.
+
+        Args:
+            contributed: True if the state includes the work. Then only work done since stays pending.
+            carry: Without ``contributed``: the output of `collect` from before the change, to put on top of the new
+                state; None drops the work.
+            fragment: The part of the state that changed.
+            counted: With ``contributed``: the tokens and samples that the state includes.
+        """
+
+    def begin_anew(self) -> None:
+        """Set the live model from the shared state; drop all local work and the local optimizer's state."""
 
 
 class Replica:
@@ -95,16 +140,12 @@ class Replica:
         return out if await self.context.runtime.compute(self._collect, work, out, fragment) else None
 
     def _room_for(self, fragment: Fragment) -> torch.Tensor:
-        import torch
-
         if self._buffer is None:
             size = max(fragment.num_values for fragment in self.state.fragments)
             self._buffer = torch.empty(size, dtype=torch.float32)
         return self._buffer[: fragment.num_values]
 
     def _collect(self, work: Contribution, out: torch.Tensor, fragment: Fragment) -> bool:
-        import torch
-
         work.collect(out, fragment)
         self._feedbacks[fragment.index].add_to(out)
         return bool(torch.isfinite(out.sum(dtype=torch.float64)))
@@ -193,8 +234,6 @@ class Replica:
 
     def _carry(self, work: Contribution, fragment: Fragment, part: float) -> torch.Tensor | None:
         """Return the work to put on top of the next state, scaled by ``part``; None if there is none."""
-        import torch
-
         if work.tokens_of(fragment) <= 0:
             return None
         carry = torch.empty(fragment.num_values, dtype=torch.float32)
@@ -269,3 +308,12 @@ class Replica:
         for fragment in self.state.fragments:
             if work is not None:
                 work.adopt(False, carries[fragment.index], fragment)
+
+
+def vector_codec(spec: AveragingSpec, layout: Layout) -> Codec:
+    """Return ``spec.codec``, mixed with ``spec.small_tensors`` if set; raise `IncompatibleError` if one is unknown."""
+    codec = get_codec(spec.codec)
+    if not spec.small_tensors:
+        return codec
+    sizes = [entry.num_values for entry in layout.entries]
+    return by_size(codec, get_codec(spec.small_tensors), sizes, spec.small_values)

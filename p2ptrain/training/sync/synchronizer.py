@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+
+import torch
 
 from p2ptrain.averaging.averager import RoundOutcome
 from p2ptrain.averaging.commit.attempt import AttemptFailedError, UnencodableError
@@ -21,18 +22,38 @@ from p2ptrain.network.records.record import RoundReport
 from p2ptrain.progress import Jobs, untold
 from p2ptrain.training.data.windows import Place, place_among
 from p2ptrain.training.sync.catch_up import CatchUp
-from p2ptrain.training.sync.contribution import Contribution, RoundResult
-from p2ptrain.training.sync.replica import Replica
-
-if TYPE_CHECKING:
-    import torch
-
-__all__ = ["Contribution", "RoundResult", "Synchronizer"]
+from p2ptrain.training.sync.replica import Contribution, Replica
 
 logger = logging.getLogger(__name__)
 
 MAX_STEPS = 12
 MAX_REPORTS = 8
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """The outcome of one synchronisation. A failure is a value, not an exception.
+
+    Attributes:
+        committed: True if the shared state moved on: a certified result was applied, or this peer caught up.
+        round: The round in progress afterwards.
+        reason: Why it failed, or a remark.
+        contributed: True if the result includes this peer's work.
+        members: Size of the group, of which ``contributors`` contributed.
+        paused: True if the swarm is below its minimum of peers.
+        seconds: Duration, which includes ``matchmaking_seconds``, and ``transfer_seconds`` to reduce and sign.
+    """
+
+    committed: bool
+    round: int
+    reason: str
+    contributed: bool = False
+    members: int = 0
+    contributors: int = 0
+    paused: bool = False
+    seconds: float = 0.0
+    matchmaking_seconds: float = 0.0
+    transfer_seconds: float = 0.0
 
 
 class Synchronizer:

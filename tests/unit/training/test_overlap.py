@@ -22,7 +22,7 @@ from p2ptrain.training.optimizer import Bridge, SwarmOptimizer
 from p2ptrain.training.state.layout import Fragments, Layout
 from p2ptrain.training.state.outer_optimizers import AverageStep
 from p2ptrain.training.state.shared_state import SharedState
-from p2ptrain.training.sync.contribution import RoundResult
+from p2ptrain.training.sync.synchronizer import RoundResult
 
 WAIT_SECONDS = 20.0
 

@@ -15,7 +15,7 @@ from p2ptrain.training.local_update import LocalContribution
 from p2ptrain.training.state.layout import Layout
 from p2ptrain.training.state.outer_optimizers import AverageStep
 from p2ptrain.training.state.shared_state import SharedState
-from p2ptrain.training.sync.contribution import Contribution
+from p2ptrain.training.sync.replica import Contribution
 from tests.support.sim.stage_hosts import plan_of, stage_of
 
 TOKENS = 40
