@@ -218,7 +218,7 @@ class Trainer:
 
     def _is_left_alone(self) -> bool:
         """True if the other peers of the last round are gone: a round without them would only fork the lineage."""
-        return len(self._synchronizer.head.members) > 1 and not self._synchronizer.sees_others()
+        return len(self._synchronizer.head.members) > 1 and not self._synchronizer.replica.membership.alive_trainers()
 
     def _held_out(self, seconds: float = EVALUATION_SECONDS) -> float:
         with self._jobs("measuring the held-out loss", "windows") as advance:

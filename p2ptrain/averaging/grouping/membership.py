@@ -279,6 +279,16 @@ class Membership:
             and not self.is_suspect(peer)
         ]
 
+    def trusted_records(self) -> list[PeerRecord]:
+        """Return the records of training peers that are neither suspected nor mistrusted, ordered by peer id."""
+        return [
+            record
+            for record in self.records()
+            if record.state in ACTIVE_STATES
+            and not self.is_suspect(record.peer)
+            and not self.is_mistrusted(record.peer)
+        ]
+
 
 class Absentees:
     """Tells which absent peers a leader asks before few peers end a round. Times are the event loop's.

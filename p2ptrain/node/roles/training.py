@@ -70,7 +70,7 @@ async def find_the_others(
         if not answers:  # Without an answer, it is unknown whether other peers are there.
             await asyncio.sleep(PAUSE_SECONDS)
             continue
-        followed = await synchronizer.catch_up.follow_swarm(work)
+        followed = await synchronizer.follow_swarm(work)
         trainers = [record for record in membership.records() if record.state in ACTIVE_STATES]
         if not trainers and not was_alone:
             was_alone = True

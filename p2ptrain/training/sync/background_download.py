@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 
 from p2ptrain.averaging.commit.round_log import Result
-from p2ptrain.averaging.grouping.membership import ACTIVE_STATES
 from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.errors import IncompatibleError, IntegrityError, TemporaryError
@@ -51,11 +50,18 @@ TELL_SECONDS = 60.0
 MAX_STATE_RATIO = 16
 """Limit of the state's size in sizes of its parameters; no optimizer shares more."""
 
-FAILURES = (TemporaryError, IntegrityError, IncompatibleError)
+SOURCE_FAILURES = (TemporaryError, IntegrityError, IncompatibleError)
+"""Errors that a broken or hostile peer can cause; none of them may end training.
+
+A `ResourceError` is this machine's own: its disk or memory is full."""
 
 
 class StateDownload:
-    """One peer's download of the swarm's state, and the rounds since; implements `Admission`."""
+    """One peer's download of the swarm's state; implements `Admission`.
+
+    Attributes:
+        rounds: The rounds since the download began.
+    """
 
     def __init__(self, replica: Replica, jobs: Jobs) -> None:
         self._replica = replica
@@ -68,7 +74,7 @@ class StateDownload:
         self._folder = scratch / f"download-{swarm.hex()[:16]}" if scratch is not None else None
         self._part = self._folder / "state" if self._folder is not None else None
         self._partial: PartialDownload | None = None
-        self._rounds = RoundsSince()
+        self.rounds = RoundsSince()
         self._claims: dict[bytes, dict[PeerId, bytes]] = {}
         self._failures: Counter[PeerId] = Counter()
         self._source = ""
@@ -85,13 +91,8 @@ class StateDownload:
             return self._partial.num_done > 0
         return self._part is not None and self._part.is_dir()
 
-    @property
-    def certificates(self) -> list[Certificate]:
-        """Certificates of the rounds since the download began, in order."""
-        return self._rounds.certificates
-
     @contextlib.asynccontextmanager
-    async def fetched(self, source: PeerId, head: Head) -> AsyncIterator[RoundsSince]:
+    async def fetched(self, source: PeerId, head: Head) -> AsyncIterator[None]:
         """Download the missing chunks, from ``source`` first; collect results until the body ends.
 
         ``head`` is the verified head of ``source``. Raises the errors of `download_state`; received chunks stay.
@@ -105,13 +106,13 @@ class StateDownload:
                 while not (partial.is_complete and self._fits_together(partial)):
                     layout = self._state.layout.fingerprint
                     await download_state(self._context.rpc, self._sources, layout, partial, self, advance=told)
-            yield self._rounds
+            yield
 
     async def _open(self, source: PeerId, head: Head) -> PartialDownload:
         if self._partial is None:
             rounds = self._folder / "rounds" if self._folder is not None else None
             self._partial = await self._context.runtime.offload(PartialDownload.open, self._part)
-            self._rounds = await self._context.runtime.offload(
+            self.rounds = await self._context.runtime.offload(
                 RoundsSince.open, rounds, self._context.swarm, self._context.signer
             )
             for _, stamp in self._partial.chunks():  # Their digests were believed when they were kept.
@@ -121,28 +122,24 @@ class StateDownload:
                     "going on with a download: %d of %d MiB are there",
                     self._partial.bytes_done >> 20, self._partial.num_bytes >> 20,
                 )  # fmt: skip
-        if self._rounds.base is not None:
+        if self.rounds.base is not None:
             await self._extend()
-        if self._rounds.position(head.lineage) is None:
+        if self.rounds.position(head.lineage) is None:
             self._begin_at(head)
         self._claims.setdefault(head.lineage, {})[source] = head.digest
         return self._partial
 
     def _begin_at(self, head: Head) -> None:
         """Collect results from this head on; `_fits_together` drops chunks of other rounds later."""
-        if self._rounds.base is not None and self._partial is not None and self._partial.num_done:
+        if self.rounds.base is not None and self._partial is not None and self._partial.num_done:
             logger.warning("the download begins anew at round %d: no peer has the rounds since", head.round)
-        self._rounds.start(head)
+        self.rounds.start(head)
         self._claims = {}
 
     def _sources(self) -> list[PeerId]:
         """Return the trusted peers, the current source first, then peers at a known round."""
-        records = [
-            record for record in self._membership.records()
-            if record.state in ACTIVE_STATES and record.peer != self._source
-            and not self._membership.is_suspect(record.peer) and not self._membership.is_mistrusted(record.peer)
-        ]  # fmt: skip
-        records.sort(key=lambda record: self._rounds.position(record.lineage) is None)
+        records = [record for record in self._membership.trusted_records() if record.peer != self._source]
+        records.sort(key=lambda record: self.rounds.position(record.lineage) is None)
         return [self._source, *(record.peer for record in records)]
 
     # Which chunks to take
@@ -157,7 +154,7 @@ class StateDownload:
         """See `Admission`: the round's result must be here, and no other digest may be more frequent."""
         try:
             async with asyncio.timeout(ADMISSION_SECONDS):
-                while self._rounds.position(stamp.lineage) is None:
+                while self.rounds.position(stamp.lineage) is None:
                     self._waiting[source] = stamp
                     self._wanted.set()
                     await self._news.wait()
@@ -180,7 +177,7 @@ class StateDownload:
         return counted.most_common(1)[0][0] if counted else b""
 
     def _is_usable(self, index: int, stamp: Stamp) -> bool:
-        return self._rounds.position(stamp.lineage) is not None and self._believed(stamp.lineage) == stamp.digest
+        return self.rounds.position(stamp.lineage) is not None and self._believed(stamp.lineage) == stamp.digest
 
     def _fits_together(self, partial: PartialDownload) -> bool:
         """Drop chunks that do not fit the others; return True if all fit.
@@ -188,7 +185,7 @@ class StateDownload:
         All common chunks must be of one round, and no chunk may be older.
         """
         dropped = partial.retain(self._is_usable)
-        positions = {index: self._rounds.position(stamp.lineage) or 0 for index, stamp in partial.chunks()}
+        positions = {index: self.rounds.position(stamp.lineage) or 0 for index, stamp in partial.chunks()}
         if not positions:
             return False
         common = [position for index, position in positions.items() if index < partial.cut.num_common]
@@ -212,16 +209,16 @@ class StateDownload:
         """Fetch the newer results of the first peer that has any; return True if there were some."""
         for peer in sorted(self._sources(), key=self._failures.__getitem__):
             try:
-                chain = await self._history.certificates_after(peer, self._rounds.tip)
+                chain = await self._history.certificates_after(peer, self.rounds.tip)
                 for some in self._batches(peer, chain):
                     async with self._is_collecting:
                         sources = [peer, *(other for other in self._sources() if other != peer)]
                         bodies = [certificate.body for certificate in some]
                         fetching = (self._history.fetch_means(sources, b, self._replica.num_values(b)) for b in bodies)
                         for certificate, means in zip(some, await together("fetch", fetching), strict=True):
-                            await self._context.runtime.offload(self._rounds.append, Result(certificate, means))
+                            await self._context.runtime.offload(self.rounds.append, Result(certificate, means))
                     self._tell_news()
-            except FAILURES as error:
+            except SOURCE_FAILURES as error:
                 logger.debug("peer %s has no results for the download: %s", peer[-8:], error)
                 self._failures[peer] += 1
                 continue
@@ -242,14 +239,14 @@ class StateDownload:
         for peer in sorted(self._sources(), key=self._waiting.__contains__):
             try:
                 head = await self._head_of(peer)
-                if self._rounds.position(head.lineage) is not None:
+                if self.rounds.position(head.lineage) is not None:
                     return
                 check_head(self._context, self._membership, head)
-            except FAILURES:
+            except SOURCE_FAILURES:
                 continue
             if best is None or peer in self._waiting or head.outranks(best):
                 best = head
-        if best is not None and self._rounds.base is not None and best.outranks(self._rounds.base):
+        if best is not None and self.rounds.base is not None and best.outranks(self.rounds.base):
             self._begin_at(best)
             self._tell_news()
 
@@ -257,7 +254,7 @@ class StateDownload:
         """Return the head of the chunk that a peer waits to send, or its present head if no certificate is found."""
         stamp = self._waiting.get(peer)
         if stamp is not None:
-            for certificate in await self._history.certificates_after(peer, self._rounds.tip, proofs=True):
+            for certificate in await self._history.certificates_after(peer, self.rounds.tip, proofs=True):
                 if certificate.body.next_lineage == stamp.lineage:
                     return certificate.body.next_head(stamp.digest, certificate.to_bytes())
         return await fetch_head(self._context.rpc, peer)
@@ -272,7 +269,7 @@ class StateDownload:
         """Return the position of the newest chunks among the rounds since, and their lineage."""
         assert self._partial is not None
         stamps = {stamp.lineage for _, stamp in self._partial.chunks()}
-        return max((self._rounds.position(lineage) or 0, lineage) for lineage in stamps)
+        return max((self.rounds.position(lineage) or 0, lineage) for lineage in stamps)
 
     async def assemble(self) -> Head:
         """Overwrite the shared state with the chunks, each brought to the newest round; return its head.
@@ -281,7 +278,7 @@ class StateDownload:
             IntegrityError: The result has the wrong digest; the shared state is invalid until a new download. If the
                 chunks were of several rounds, the next download takes them from one round.
         """
-        partial, rounds = self._partial, self._rounds
+        partial, rounds = self._partial, self.rounds
         assert partial is not None
         newest, lineage = self.newest()
         by_position: dict[int, list[int]] = {}
@@ -308,7 +305,7 @@ class StateDownload:
         """Forget the download and delete its files, those of an earlier process included."""
         if self._partial is not None:
             self._partial.discard()
-        self._rounds.discard()
+        self.rounds.discard()
         self._claims = {}
         if self._folder is not None and self._folder.exists():
             shutil.rmtree(self._folder, ignore_errors=True)

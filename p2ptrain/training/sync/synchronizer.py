@@ -81,7 +81,7 @@ class Synchronizer:
         self.feedback = replica.feedback
         self.jobs = jobs
         self.catch_up = CatchUp(replica, jobs)
-        self.averager.matchmaker.pacing.is_behind = self.catch_up.is_behind
+        self.averager.matchmaker.pacing.is_behind = self.is_behind
         self._place: tuple[bytes, Place] | None = None
         self.rounds_committed = 0
         self.rounds_aborted = 0
@@ -101,9 +101,6 @@ class Synchronizer:
             return self._place[1]
         return place_among(self.head.members, self.replica.context.peer_id)
 
-    def sees_others(self) -> bool:
-        return bool(self._membership.alive_trainers())
-
     def is_closing(self) -> bool:
         """True if the swarm closes the round now; safe from any thread."""
         return self.averager.matchmaker.is_closing()
@@ -114,7 +111,7 @@ class Synchronizer:
         Returns:
             True if the swarm's global batch is full, or others are ahead of this peer.
         """
-        return await self.averager.matchmaker.report(samples, batch_samples, batch_seconds, self.catch_up.is_behind)
+        return await self.averager.matchmaker.report(samples, batch_samples, batch_seconds, self.is_behind)
 
     def note_steps(self, steps: int, seconds: float = 0.0) -> None:
         """Record the local steps of the round (``every = H``) and the last one's seconds; call on the event loop."""
@@ -123,6 +120,34 @@ class Synchronizer:
     def is_due(self, steps: int) -> bool:
         """True if a peer with this many steps in the round should contribute now; safe from any thread."""
         return self.is_closing() or self.averager.matchmaker.pacing.is_due(steps)
+
+    def is_behind(self) -> bool:
+        """True if a trusted peer announces a head that outranks this peer's."""
+        return self._best_source() is not None
+
+    async def follow_swarm(self, work: Contribution | None) -> bool:
+        """Catch up with the best lineage that a trusted peer announces; return True if this peer's head moved.
+
+        A doubted peer must prove its state in the background first. Else it could stall each round until a timeout.
+        """
+        before = self.head
+        for _ in range(3):
+            best = self._best_source()
+            if best is None:
+                break
+            await self.catch_up.follow(best, work)
+        return self.head != before
+
+    def _best_source(self) -> str | None:
+        best, source = self.head, None
+        for record in self._membership.trusted_records():
+            announced = Head(record.round, record.lineage, record.lineage_tokens, 0, record.digest)
+            if announced.lineage != best.lineage and announced.outranks(best):
+                if self._membership.is_doubted(record.peer):
+                    self.catch_up.check_soon(record.peer)
+                else:
+                    best, source = announced, record.peer
+        return source
 
     async def close(self) -> None:
         await self.catch_up.close()
@@ -197,7 +222,7 @@ class Synchronizer:
 
     async def _prepare(self, work: Contribution, before: Head) -> tuple[torch.Tensor, int, int] | RoundResult:
         for _ in range(MAX_STEPS):
-            await self.catch_up.follow_swarm(work)
+            await self.follow_swarm(work)
             if 0 < self.last_round <= self.head.round:
                 return RoundResult(self.head != before, self.head.round, "the last round is over")
             if await self.replica.is_intact():
