@@ -82,14 +82,14 @@ MUTANTS = (
     ),
     Mutant(
         "a head follows from its certificate",
-        "training/sync/heads.py",
+        "training/sync/state_server.py",
         "if body.next_head(head.digest, head.certificate) != head:",
         "if False:",
         "sim/test_false_states.py -k certificate",
     ),
     Mutant(
         "a downloaded state has the digest that most announce",
-        "training/sync/heads.py",
+        "training/sync/state_server.py",
         "if votes and votes[head.digest] < max(votes.values()):",
         "if False:",
         "sim/test_false_states.py -k most_others",

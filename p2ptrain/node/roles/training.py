@@ -9,8 +9,8 @@ from p2ptrain.averaging.grouping.membership import ACTIVE_STATES, Membership
 from p2ptrain.errors import IncompatibleError
 from p2ptrain.node.peer import Peer
 from p2ptrain.node.presence import Presence
-from p2ptrain.training.sync.agreement import check_agreement
 from p2ptrain.training.sync.replica import Contribution
+from p2ptrain.training.sync.state_server import check_agreement
 from p2ptrain.training.sync.synchronizer import Synchronizer
 
 logger = logging.getLogger(__name__)

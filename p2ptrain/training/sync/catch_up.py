@@ -25,8 +25,8 @@ from p2ptrain.progress import Advance, Jobs
 from p2ptrain.tasks import Tasks, to_its_end, together
 from p2ptrain.training.state.digest import spec_of
 from p2ptrain.training.sync.background_download import SOURCE_FAILURES, StateDownload
-from p2ptrain.training.sync.heads import check_head, fetch_head
 from p2ptrain.training.sync.replica import Contribution, Replica
+from p2ptrain.training.sync.state_server import check_head, fetch_head
 
 logger = logging.getLogger(__name__)
 

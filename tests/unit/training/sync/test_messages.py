@@ -7,9 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.network.schema import Message
-from p2ptrain.training.sync.agreement import Trained
-from p2ptrain.training.sync.heads import HeldHead
-from p2ptrain.training.sync.state_server import HeldState
+from p2ptrain.training.sync.state_server import HeldHead, HeldState, Trained
 from tests.support.fuzz import check
 
 
