@@ -28,8 +28,7 @@ from p2ptrain.network.transport import Stream
 from p2ptrain.training.state.layout import Layout
 from p2ptrain.training.state.outer_optimizers import AverageStep
 from p2ptrain.training.state.shared_state import SharedState, Stamp
-from p2ptrain.training.sync.download import download_state
-from p2ptrain.training.sync.partial_download import PartialDownload
+from p2ptrain.training.sync.download import PartialDownload, download_state
 from p2ptrain.training.sync.state_server import StateServer, fetch_head
 
 START_SECONDS = 60.0

@@ -96,7 +96,7 @@ MUTANTS = (
     ),
     Mutant(
         "a downloaded state is finite",
-        "training/sync/partial_download.py",
+        "training/sync/download.py",
         "if not is_finite(self.specs, index, data):",
         "if False:",
         "sim/test_false_states.py -k finite",
@@ -533,7 +533,7 @@ MUTANTS = (
     ),
     Mutant(
         "a chunk's proof leads to the digest",
-        "training/sync/partial_download.py",
+        "training/sync/download.py",
         "if not proves(self._description, leaf, index, self.cut.num_chunks, proof, stamp.digest):",
         "if False:",
         "unit/training/sync/test_download.py -k 'lying_source or only_liars'",

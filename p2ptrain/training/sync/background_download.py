@@ -29,8 +29,7 @@ from p2ptrain.progress import Advance, Jobs
 from p2ptrain.tasks import Tasks, together
 from p2ptrain.training.state.digest import CHUNK_BYTES
 from p2ptrain.training.state.shared_state import Stamp
-from p2ptrain.training.sync.download import download_state
-from p2ptrain.training.sync.partial_download import PartialDownload
+from p2ptrain.training.sync.download import PartialDownload, download_state
 from p2ptrain.training.sync.replica import Replica
 from p2ptrain.training.sync.rounds_since import RoundsSince
 from p2ptrain.training.sync.state_server import check_head, fetch_head

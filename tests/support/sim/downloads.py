@@ -20,8 +20,7 @@ from p2ptrain.training.state.digest import ChunkedBytes, NamedTensors, merkle_tr
 from p2ptrain.training.state.layout import Layout
 from p2ptrain.training.state.outer_optimizers import NesterovStep
 from p2ptrain.training.state.shared_state import SharedState, Stamp
-from p2ptrain.training.sync.download import download_state
-from p2ptrain.training.sync.partial_download import PartialDownload
+from p2ptrain.training.sync.download import PartialDownload, download_state
 from p2ptrain.training.sync.state_server import StateServer
 from tests.support.sim.peers import Member, members
 
