@@ -25,7 +25,7 @@ from p2ptrain.models import build_model
 from p2ptrain.training.data.corpus import Corpus
 from p2ptrain.training.data.windows import Sampler
 from p2ptrain.training.evaluate import held_out_loss, language_model_loss
-from p2ptrain.training.learning_rate import LearningRates, Shape, learning_rate_factor
+from p2ptrain.training.learning_rate import Shape, WrappedOptimizer, learning_rate_factor
 from p2ptrain.training.local_update import LocalContribution
 from p2ptrain.training.state.initial_state import initial_state
 from p2ptrain.training.state.layout import Fragment
@@ -134,10 +134,9 @@ class Swarm:
             learning_rate_factor, warmup_steps=self.total_steps // 20, schedule=method.schedule,
             total_steps=self.total_steps,
         )  # fmt: skip
-        self.rates = [LearningRates(inner, schedule) for inner in self.inner]
-        self.state = initial_state(
-            self.modules[0], self.inner[0], manifest, manifest.digest, self.spec.clip_norm, self.rates[0]
-        )
+        wrapped = [WrappedOptimizer(inner, schedule, self.spec.clip_norm) for inner in self.inner]
+        self.rates = [each.rates for each in wrapped]
+        self.state = initial_state(self.modules[0], wrapped[0], manifest, manifest.digest)
         mixing = self.spec.mixing if self.spec.overlap_steps else None
         self.works = [LocalContribution(module, self.state, accumulate=False, mixing=mixing) for module in self.modules]
         self.codec = get_codec(method.codec)

@@ -174,7 +174,7 @@ async def _serve(peer: Peer, config: PeerConfig, signals: StopSignals) -> None:
 
 async def _train(peer: Peer, config: PeerConfig, signals: StopSignals) -> None:
     from p2ptrain.node.roles.trainer import build_trainer
-    from p2ptrain.training.optimizer import Bridge
+    from p2ptrain.training.bridge import Bridge
 
     loop, run_dir = asyncio.get_running_loop(), config.run_dir
     started = loop.time()
@@ -184,7 +184,7 @@ async def _train(peer: Peer, config: PeerConfig, signals: StopSignals) -> None:
         return  # Its initial state is on disk.
     gc.collect()
     gc.freeze()  # Loaded objects stay; their garbage collection would block the event loop.
-    done, reason = bridge.begin(trainer.run), ""
+    done, reason = bridge.run_thread(trainer.run), ""
     try:
         timeout = config.stop_after.minutes * 60 if config.stop_after.minutes else None
         async with Tasks() as tasks:

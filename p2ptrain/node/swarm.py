@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     from p2ptrain.pipeline.client.remote_model import PipelineModule
     from p2ptrain.pipeline.client.sender import MicrobatchSender
     from p2ptrain.pipeline.plan import PipelinePlan
+    from p2ptrain.training.bridge import Bridge
     from p2ptrain.training.checkpoints.saving import Saver
     from p2ptrain.training.data.sampler import SwarmSampler
-    from p2ptrain.training.optimizer import Bridge, SwarmOptimizer
+    from p2ptrain.training.optimizer import SwarmOptimizer
     from p2ptrain.training.state.shared_state import SharedState
     from p2ptrain.training.sync.synchronizer import Synchronizer
 
@@ -208,8 +209,9 @@ class Swarm:
             IncompatibleError: Other peers train a model of another shape, or with ``every = 1`` use another optimizer.
             CheckpointError: No checkpoint in ``run_dir`` is intact.
         """
-        from p2ptrain.training.learning_rate import LearningRates, by_round
-        from p2ptrain.training.optimizer import Bridge, SwarmOptimizer
+        from p2ptrain.training.bridge import Bridge
+        from p2ptrain.training.learning_rate import WrappedOptimizer, by_round
+        from p2ptrain.training.optimizer import SwarmOptimizer
         from p2ptrain.training.optimizer_checks import check_optimizer
         from p2ptrain.training.state.initial_state import initial_state
 
@@ -220,21 +222,22 @@ class Swarm:
         spec = self.manifest.training
         for oddity in check_optimizer(model, optimizer, spec.every):
             logger.warning("%s", oddity)
-        rates = LearningRates(optimizer, by_round(schedule, spec.steps_per_round) if schedule else None)
-        state = initial_state(model, optimizer, self.manifest, self._peer.swarm, clip_norm, rates)
+        by_step = by_round(schedule, spec.steps_per_round) if schedule else None
+        wrapped = WrappedOptimizer(optimizer, by_step, clip_norm)
+        state = initial_state(model, wrapped, self.manifest, self._peer.swarm)
         samples = samples_per_step or spec.local_batch
         tokens = tokens_per_step or samples * self.manifest.model.context
         bridge = Bridge(self._thread.loop)
 
         def wrap(synchronizer: Synchronizer) -> SwarmOptimizer:
-            return SwarmOptimizer(model, optimizer, synchronizer, bridge, spec, tokens, clip_norm, rates)
+            return SwarmOptimizer(model, wrapped, synchronizer, bridge, spec, tokens)
 
-        wrapped = self._optimizer = self._enter(state, wrap)
-        wrapped.samples_per_step = samples
+        made = self._optimizer = self._enter(state, wrap)
+        made.samples_per_step = samples
         # Without its daemon, this peer would believe that it is the last survivor, and train alone.
         self._cancel_without_network(bridge)
-        self._tell_pace(lambda: Pace(wrapped.loss, wrapped.tokens_per_second, wrapped.tokens_in_round))
-        return wrapped
+        self._tell_pace(lambda: Pace(made.loss, made.tokens_per_second, made.tokens_in_round))
+        return made
 
     def _tell_pace(self, pace: Callable[[], Pace]) -> None:
         self._peer.activity = replace(self._peer.activity, pace=pace)
@@ -268,7 +271,8 @@ class Swarm:
             logger.info("restored round %d from %s", checkpoint.head.round, checkpoint.path)
         self._thread.call(enter_training(self._peer, wrapped.work))
         if saver is not None:
-            self._saver, wrapped.on_step = saver, saver.save_if_due
+            self._saver = saver
+            wrapped.register_step_post_hook(lambda *_: saver.save_if_due())
         return wrapped
 
     def sampler(self, dataset: Sized, *, seed: int | None = None) -> SwarmSampler:
@@ -320,7 +324,7 @@ class Swarm:
         """
         from p2ptrain.pipeline.client.remote_model import PipelineModule
         from p2ptrain.pipeline.plan import PipelinePlan
-        from p2ptrain.training.optimizer import Bridge
+        from p2ptrain.training.bridge import Bridge
 
         if not self.manifest.in_stages:
             raise UsageError("this swarm's model is not cut into stages: use Swarm.optimizer")

@@ -127,6 +127,23 @@ class LearningRates:
         return ""
 
 
+class WrappedOptimizer:
+    """A torch optimizer whose steps a swarm shares.
+
+    Attributes:
+        optimizer: The torch optimizer.
+        rates: Its learning rates, by the swarm's schedule.
+        clip_norm: Norm limit of a step's gradient; 0 for none.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, schedule: Schedule | None = None, clip_norm: float = 0.0
+    ) -> None:
+        self.optimizer = optimizer
+        self.rates = LearningRates(optimizer, schedule)
+        self.clip_norm = clip_norm
+
+
 class SwarmScheduler(LRScheduler):
     """The swarm's schedule as a torch scheduler, for training loops that require one.
 

@@ -127,13 +127,13 @@ class LocalContribution:
         if self._mixing is None and (contributed or carry is None or len(self.pending) > 1):
             self.steps = 0  # A carried fragment waits for its next turn.
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         self.adopt(False, None)
         if self._inner is not None:
             self._inner.state.clear()
             self._inner.state.update({key: copy.deepcopy(value) for key, value in self._first_state.items()})
 
-    def mend_buffers(self) -> None:
+    def restore_buffers(self) -> None:
         """Restore the live buffers from the shared state if a bad batch left a value that is not finite."""
         if not all(bool(buffer.isfinite().all()) for buffer in self.module.buffers()):
             self.state.layout.write(self.state.vector, self.module, kind="buffer")

@@ -16,10 +16,11 @@ from p2ptrain.node.roles.training import enter_training
 if TYPE_CHECKING:
     import torch
 
+    from p2ptrain.training.bridge import Bridge
     from p2ptrain.training.checkpoints.saving import Saver
     from p2ptrain.training.data.corpus import Corpus
     from p2ptrain.training.loop import Trainer
-    from p2ptrain.training.optimizer import Bridge, SwarmOptimizer
+    from p2ptrain.training.optimizer import SwarmOptimizer
     from p2ptrain.training.state.shared_state import SharedState
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ async def build_trainer(peer: Peer, config: PeerConfig, run_dir: Path, bridge: B
     from p2ptrain.training.checkpoints.files import load_newest_valid
     from p2ptrain.training.checkpoints.save_policy import SavePolicy
     from p2ptrain.training.checkpoints.saving import Saver, restore_shared
-    from p2ptrain.training.learning_rate import LearningRates, manifest_schedule
+    from p2ptrain.training.learning_rate import WrappedOptimizer, manifest_schedule
     from p2ptrain.training.optimizer import SwarmOptimizer
 
     loop = asyncio.get_running_loop()
@@ -49,15 +50,15 @@ async def build_trainer(peer: Peer, config: PeerConfig, run_dir: Path, bridge: B
         await peer.runtime.compute(restore_shared, state, checkpoint)
     synchronizer = peer.train(state)
     tokens = spec.local_batch * peer.manifest.model.context
-    rates = LearningRates(inner, manifest_schedule(spec))
-    optimizer = SwarmOptimizer(module, inner, synchronizer, bridge, spec, tokens, spec.clip_norm, rates)
+    wrapped = WrappedOptimizer(inner, manifest_schedule(spec), spec.clip_norm)
+    optimizer = SwarmOptimizer(module, wrapped, synchronizer, bridge, spec, tokens)
     policy = SavePolicy(config.checkpoints.every_rounds, 0, config.checkpoints.keep_last)
     saver = Saver(directory, policy, synchronizer, optimizer, peer.swarm)
     if checkpoint is not None:
         await peer.runtime.compute(saver.restore, checkpoint)
         logger.info("restored round %d from %s", checkpoint.head.round, checkpoint.path)
     await enter_training(peer, optimizer.work)
-    return _assemble(peer, config, run_dir, module, corpus, optimizer, saver)
+    return _assemble(peer, config, run_dir, corpus, optimizer, saver)
 
 
 def choose_device(config: PeerConfig) -> torch.device:
@@ -112,44 +113,34 @@ def _make_state(peer: Peer, module: torch.nn.Module) -> tuple[torch.optim.Optimi
 
 
 def _assemble(
-    peer: Peer,
-    config: PeerConfig,
-    run_dir: Path,
-    module: torch.nn.Module,
-    corpus: Corpus,
-    optimizer: SwarmOptimizer,
-    saver: Saver,
+    peer: Peer, config: PeerConfig, run_dir: Path, corpus: Corpus, optimizer: SwarmOptimizer, saver: Saver
 ) -> Trainer:
-    from p2ptrain.training.loop import Trainer
+    from p2ptrain.training.loop import Progress, Trainer
     from p2ptrain.training.metrics import MetricsWriter
 
-    manifest, sync = peer.manifest, peer.synchronizer
-    assert sync is not None
-    stop = config.stop_after
+    manifest, sync, stop = peer.manifest, optimizer.synchronizer, config.stop_after
     limits = [limit for limit in (stop.at_round, manifest.training.rounds) if limit]
     if stop.rounds:
         limits.append(sync.head.round + stop.rounds)
-    trainer = Trainer(
-        module, optimizer, sync, manifest, corpus, peer.identity.peer_id,
-        MetricsWriter(run_dir / "metrics.jsonl"), saver, max_rounds=min(limits, default=0), jobs=peer.jobs,
-    )  # fmt: skip
-    progress = trainer.progress
-
-    def pace() -> Pace:
-        return Pace(progress.loss, progress.tokens_per_second, optimizer.tokens_in_round)
-
-    peer.activity = replace(peer.activity, pace=pace)
+    sync.last_round = min(limits, default=0)
     loop = asyncio.get_running_loop()
 
-    def publish() -> None:
+    def publish(progress: Progress) -> None:
         peer.status.note = progress.note
         paused = progress.note != "" and sync.is_paused
         if (peer.status.state == "paused") != paused:
             peer.set_state("paused" if paused else "training")
         peer.presence.changed()
 
-    def publish_from_thread() -> None:
-        loop.call_soon_threadsafe(publish)
+    def publish_from_thread(progress: Progress) -> None:
+        loop.call_soon_threadsafe(publish, progress)
 
-    trainer.on_progress = publish_from_thread
+    metrics = MetricsWriter(run_dir / "metrics.jsonl")
+    trainer = Trainer(optimizer, saver, manifest, corpus, metrics, publish_from_thread)
+    progress = trainer.progress
+
+    def pace() -> Pace:
+        return Pace(progress.loss, progress.tokens_per_second, optimizer.tokens_in_round)
+
+    peer.activity = replace(peer.activity, pace=pace)
     return trainer

@@ -102,6 +102,6 @@ class StageWork:
                 for offset, part in self._sums:
                     torch.mul(carry[offset : offset + len(part)], max(self.tokens, 1) / self._scale, out=part)
 
-    def begin_anew(self) -> None:
-        """See `Contribution.begin_anew`."""
+    def reset(self) -> None:
+        """See `Contribution.reset`."""
         self.adopt(False, None)

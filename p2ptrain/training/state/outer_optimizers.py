@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from p2ptrain.errors import IncompatibleError
 from p2ptrain.training.gradients import is_sparse
-from p2ptrain.training.learning_rate import LearningRates
+from p2ptrain.training.learning_rate import WrappedOptimizer
 from p2ptrain.training.state.digest import NamedTensors
 from p2ptrain.training.state.layout import Fragment, Layout
 
@@ -225,23 +225,13 @@ class GradientStep(Stepper):
     Any torch optimizer will do whose state is tensors and numbers per parameter.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        module: nn.Module,
-        layout: Layout,
-        clip_norm: float = 0.0,
-        rates: LearningRates | None = None,
-    ) -> None:
-        """Raise `ValueError` if the optimizer holds a parameter that is not the module's.
-
-        ``clip_norm`` limits the mean gradient's norm over all parameters; 0 is no limit.
-        """
-        self._optimizer = optimizer
+    def __init__(self, wrapped: WrappedOptimizer, module: nn.Module, layout: Layout) -> None:
+        """Raise `ValueError` if the optimizer holds a parameter that is not the module's."""
+        self._optimizer = optimizer = wrapped.optimizer
         self._module = module
         self._layout = layout
-        self._clip_norm = clip_norm
-        self._rates = rates or LearningRates(optimizer)
+        self._clip_norm = wrapped.clip_norm
+        self._rates = wrapped.rates
         owned = {id(parameter) for parameter in module.parameters()}
         if any(id(p) not in owned for group in optimizer.param_groups for p in group["params"]):
             raise ValueError("the optimizer has parameters that are not the module's")

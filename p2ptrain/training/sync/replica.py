@@ -80,7 +80,7 @@ class Contribution(Protocol):
             counted: With ``contributed``: the tokens and samples that the state includes.
         """
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Set the live model from the shared state; drop all local work and the local optimizer's state."""
 
 
@@ -169,15 +169,15 @@ class Replica:
         own.copy_(residual)
         self.averager.own_work.forget()
 
-    async def begin_anew(self, work: Contribution) -> None:
+    async def reset(self, work: Contribution) -> None:
         """Drop all local work, the local optimizer's state and the residual; call while ``work`` is at rest."""
-        await self.context.runtime.compute(work.begin_anew)
+        await self.context.runtime.compute(work.reset)
         self.averager.own_work.consumed(range(len(self._codecs)))
         self.feedback.reset()
 
     async def drop(self, work: Contribution, reason: str) -> str:
         """Drop a contribution that cannot count; return why. Raise `DivergedError` at `MAX_DROPS` in a row."""
-        await self.begin_anew(work)
+        await self.reset(work)
         self._drops_in_a_row += 1
         if self._drops_in_a_row >= MAX_DROPS:
             raise DivergedError(

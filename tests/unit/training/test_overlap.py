@@ -16,9 +16,10 @@ from torch import nn
 
 from p2ptrain.errors import ManifestError, TemporaryError
 from p2ptrain.manifest import TrainingSpec, parse_manifest
-from p2ptrain.training.learning_rate import LearningRates
+from p2ptrain.training.bridge import Bridge
+from p2ptrain.training.learning_rate import LearningRates, WrappedOptimizer
 from p2ptrain.training.local_update import LocalContribution, ModelLock
-from p2ptrain.training.optimizer import Bridge, SwarmOptimizer
+from p2ptrain.training.optimizer import SwarmOptimizer
 from p2ptrain.training.state.layout import Fragments, Layout
 from p2ptrain.training.state.outer_optimizers import AverageStep
 from p2ptrain.training.state.shared_state import SharedState
@@ -176,7 +177,7 @@ def _optimizer(loop: asyncio.AbstractEventLoop, **spec: Any) -> tuple[SwarmOptim
     training = TrainingSpec.model_validate({"local_batch": 1, **spec})
     synchronizer = ScriptedSynchronizer(state, training.steps_per_round)
     inner = torch.optim.SGD(module.parameters(), lr=0.1)
-    return SwarmOptimizer(module, inner, synchronizer, Bridge(loop), training, 10), synchronizer  # type: ignore[arg-type]
+    return SwarmOptimizer(module, WrappedOptimizer(inner), synchronizer, Bridge(loop), training, 10), synchronizer  # type: ignore[arg-type]
 
 
 def _step(optimizer: SwarmOptimizer, times: int = 1) -> None:
@@ -200,7 +201,7 @@ def _arrive(synchronizer: ScriptedSynchronizer, result: RoundResult, loop: async
 def test_steps_go_on_under_a_round_and_count_for_the_next(loop: asyncio.AbstractEventLoop) -> None:
     optimizer, synchronizer = _optimizer(loop, every=8, fragments=2, overlap_steps=3)
     _step(optimizer, 4)
-    assert [optimizer.is_under_way] == [True]
+    assert [optimizer.is_round_running] == [True]
     assert synchronizer.begun == [[40, 40]]
     _step(optimizer, 2)
     assert [optimizer.last_result] == [None]
@@ -212,7 +213,7 @@ def test_steps_go_on_under_a_round_and_count_for_the_next(loop: asyncio.Abstract
     assert synchronizer.begun == [[40, 40], [40, 80]]
     _arrive(synchronizer, _committed(2), loop)
     assert optimizer.synchronize().round == 2
-    assert [optimizer.is_under_way] == [False]
+    assert [optimizer.is_round_running] == [False]
 
 
 def test_training_waits_for_a_round_that_takes_longer_than_the_overlap(loop: asyncio.AbstractEventLoop) -> None:
@@ -230,13 +231,13 @@ def test_training_waits_for_a_round_that_takes_longer_than_the_overlap(loop: asy
 def test_a_round_that_fails_under_compute_leaves_all_work_for_the_next(loop: asyncio.AbstractEventLoop) -> None:
     optimizer, synchronizer = _optimizer(loop, every=8, overlap_steps=1)
     _step(optimizer, 8)
-    before, live = synchronizer.state.vector.clone(), _read(optimizer._module)
+    before, live = synchronizer.state.vector.clone(), _read(optimizer.module)
     _arrive(synchronizer, RoundResult(False, 0, "it broke"), loop)
     _step(optimizer)
     assert optimizer.last_result is not None
     assert not optimizer.last_result.committed
     assert torch.equal(synchronizer.state.vector, before)
-    torch.testing.assert_close(_read(optimizer._module), live - 0.1)
+    torch.testing.assert_close(_read(optimizer.module), live - 0.1)
     _step(optimizer, 2)
     assert synchronizer.begun == [[80], [110]]
     _arrive(synchronizer, _committed(1), loop)

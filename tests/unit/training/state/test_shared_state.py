@@ -13,6 +13,7 @@ from torch import nn
 from p2ptrain.averaging.protocol.head import Head, genesis
 from p2ptrain.errors import IncompatibleError, TemporaryError
 from p2ptrain.manifest import TrainingSpec
+from p2ptrain.training.learning_rate import WrappedOptimizer
 from p2ptrain.training.state.adamw import AdamWStep
 from p2ptrain.training.state.digest import CHUNK_BYTES, cut_of, description_hash, leaf_of, proves
 from p2ptrain.training.state.layout import Layout
@@ -102,7 +103,9 @@ def _stepped(kind: str, seed: int) -> SharedState:
         "average": lambda: AverageStep(layout, 0.7),
         "adamw": lambda: AdamWStep(layout, spec),
         "adamw 8 bit": lambda: AdamWStep(layout, spec, "8bit"),
-        "torch": lambda: GradientStep(torch.optim.AdamW(module.parameters(), lr=0.01), module, layout, 1.0),
+        "torch": lambda: GradientStep(
+            WrappedOptimizer(torch.optim.AdamW(module.parameters(), lr=0.01), clip_norm=1.0), module, layout
+        ),
     }
     state = SharedState.from_module(module, layout, steppers[kind]())
     state.head = genesis(b"s" * 32, state.tree().root)
