@@ -188,7 +188,7 @@ class Synchronizer:
                 result.transfer_seconds,
             )
         )
-        self.replica.on_change()
+        self.replica.notify()
         return result
 
     def _below_minimum(self, error: TemporaryError) -> bool:

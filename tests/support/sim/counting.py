@@ -114,7 +114,7 @@ class Accounts:
     def watch(self, hosted: HostedStage) -> None:
         """Learn what is applied to a host's state."""
         synchronizer, number = hosted.units[0].synchronizer, hosted.number
-        state, changed = synchronizer.state, synchronizer.replica.on_change
+        state = synchronizer.state
         applied: list[tuple[bytes, int, torch.Tensor]] = []
         apply = state.apply
 
@@ -124,7 +124,6 @@ class Accounts:
             apply(mean, round_, None)
 
         def moved() -> None:
-            changed()
             while applied:
                 lineage, tokens, mean = applied.pop(0)
                 if applied or state.head.lineage == lineage:
@@ -137,7 +136,7 @@ class Accounts:
                 self.counts[key] = total
 
         state.apply = record  # type: ignore[method-assign]
-        synchronizer.replica.on_change = moved
+        synchronizer.replica.listeners.append(moved)
 
     def chain(self, hosted: HostedStage) -> list[bytes]:
         """The lineages that led to a host's state, one for each round, the latest first."""
