@@ -76,10 +76,6 @@ class TensorSpec(Message, frozen=True, array_like=True):
     def num_bytes(self) -> int:
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
-    def to_list(self) -> list[Any]:
-        """Return name, dtype, shape and size in plain values, for hashes."""
-        return [self.name, self.dtype, list(self.shape), self.num_bytes]
-
 
 class Description(Message, frozen=True):
     """The tensors of a state."""
@@ -249,11 +245,8 @@ class ChunkedBytes:
     def __init__(self, tensors: NamedTensors) -> None:
         self.specs = tuple(spec_of(name, tensor) for name, tensor in tensors)
         self.cut = cut_of(self.specs)
+        self.num_chunks = self.cut.num_chunks
         self._views = [byte_view(tensor) for _, tensor in tensors]
-
-    @property
-    def num_chunks(self) -> int:
-        return self.cut.num_chunks
 
     def pieces(self, index: int) -> list[memoryview]:
         """Return the memory of one chunk in order: one piece per tensor."""
@@ -322,14 +315,9 @@ def tree_of(chunks: ChunkedBytes) -> MerkleTree:
     return MerkleTree(leaves, _root(description_hash(chunks.specs), levels[-1]), levels)
 
 
-def root_of(specs: Sequence[TensorSpec], leaves: Sequence[bytes]) -> bytes:
-    """Return the digest, 32 bytes, of tensors with these specs and these chunk hashes."""
-    return _root(description_hash(specs), _levels(leaves)[-1])
-
-
 def description_hash(specs: Sequence[TensorSpec]) -> bytes:
     """Return the hash of names, dtypes and shapes, 32 bytes."""
-    return bulk_hash(canonical_bytes([spec.to_list() for spec in specs]))
+    return bulk_hash(canonical_bytes([[spec.name, spec.dtype, list(spec.shape), spec.num_bytes] for spec in specs]))
 
 
 def leaf_of(data: bytes | bytearray | memoryview) -> bytes:

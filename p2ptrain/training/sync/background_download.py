@@ -123,7 +123,7 @@ class StateDownload:
                 )  # fmt: skip
         if self.rounds.base is not None:
             await self._extend()
-        if self.rounds.position(head.lineage) is None:
+        if head.lineage not in self.rounds.positions:
             self._begin_at(head)
         self._claims.setdefault(head.lineage, {})[source] = head.digest
         return self._partial
@@ -138,7 +138,7 @@ class StateDownload:
     def _sources(self) -> list[PeerId]:
         """Return the trusted peers, the current source first, then peers at a known round."""
         records = [record for record in self._membership.trusted_records() if record.peer != self._source]
-        records.sort(key=lambda record: self.rounds.position(record.lineage) is None)
+        records.sort(key=lambda record: record.lineage not in self.rounds.positions)
         return [self._source, *(record.peer for record in records)]
 
     # Which chunks to take
@@ -153,7 +153,7 @@ class StateDownload:
         """See `Admission`: the round's result must be here, and no other digest may be more frequent."""
         try:
             async with asyncio.timeout(ADMISSION_SECONDS):
-                while self.rounds.position(stamp.lineage) is None:
+                while stamp.lineage not in self.rounds.positions:
                     self._waiting[source] = stamp
                     self._wanted.set()
                     await self._news.wait()
@@ -176,7 +176,7 @@ class StateDownload:
         return counted.most_common(1)[0][0] if counted else b""
 
     def _is_usable(self, index: int, stamp: Stamp) -> bool:
-        return self.rounds.position(stamp.lineage) is not None and self._believed(stamp.lineage) == stamp.digest
+        return stamp.lineage in self.rounds.positions and self._believed(stamp.lineage) == stamp.digest
 
     def _fits_together(self, partial: PartialDownload) -> bool:
         """Drop chunks that do not fit the others; return True if all fit.
@@ -184,7 +184,7 @@ class StateDownload:
         All common chunks must be of one round, and no chunk may be older.
         """
         dropped = partial.retain(self._is_usable)
-        positions = {index: self.rounds.position(stamp.lineage) or 0 for index, stamp in partial.chunks()}
+        positions = {index: self.rounds.positions.get(stamp.lineage, 0) for index, stamp in partial.chunks()}
         if not positions:
             return False
         common = [position for index, position in positions.items() if index < partial.cut.num_common]
@@ -238,7 +238,7 @@ class StateDownload:
         for peer in sorted(self._sources(), key=self._waiting.__contains__):
             try:
                 head = await self._head_of(peer)
-                if self.rounds.position(head.lineage) is not None:
+                if head.lineage in self.rounds.positions:
                     return
                 check_head(self._context, self._membership, head)
             except SOURCE_FAILURES:
@@ -268,7 +268,7 @@ class StateDownload:
         """Return the position of the newest chunks among the rounds since, and their lineage."""
         assert self._partial is not None
         stamps = {stamp.lineage for _, stamp in self._partial.chunks()}
-        return max((self.rounds.position(lineage) or 0, lineage) for lineage in stamps)
+        return max((self.rounds.positions.get(lineage, 0), lineage) for lineage in stamps)
 
     async def assemble(self) -> Head:
         """Overwrite the shared state with the chunks, each brought to the newest round; return its head.
@@ -282,7 +282,7 @@ class StateDownload:
         newest, lineage = self.newest()
         by_position: dict[int, list[int]] = {}
         for index, stamp in partial.chunks():
-            by_position.setdefault(rounds.position(stamp.lineage) or 0, []).append(index)
+            by_position.setdefault(rounds.positions.get(stamp.lineage, 0), []).append(index)
         oldest = min(by_position)
         with self._jobs("applying the rounds since", "rounds") as advance:
             for position in range(oldest, newest + 1):

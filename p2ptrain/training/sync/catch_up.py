@@ -23,7 +23,6 @@ from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.errors import IncompatibleError, IntegrityError, PeerRefusedError, ResourceError
 from p2ptrain.progress import Advance, Jobs
 from p2ptrain.tasks import Tasks, to_its_end, together
-from p2ptrain.training.state.digest import spec_of
 from p2ptrain.training.sync.background_download import SOURCE_FAILURES, StateDownload
 from p2ptrain.training.sync.replica import Contribution, Replica
 from p2ptrain.training.sync.state_server import check_head, fetch_head
@@ -196,7 +195,7 @@ class CatchUp:
         """Return the size of a download; 0 for a torch optimizer before its first step, which has no state yet."""
         if self._state.head.round == 0 and self._replica.drops_stale:
             return 0
-        return sum(spec_of(name, tensor).num_bytes for name, tensor in self._state.tensors())
+        return sum(tensor.nbytes for _, tensor in self._state.tensors())
 
     def others_hold_another_state(self) -> bool:
         head = self._state.head

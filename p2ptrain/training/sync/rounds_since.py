@@ -32,13 +32,14 @@ class RoundsSince:
     Attributes:
         base: The head where the chain begins; None before `start`.
         certificates: In the order of the rounds.
+        positions: By lineage on the chain: how many results lead to it from the base.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
         self.base: Head | None = None
         self.certificates: list[Certificate] = []
-        self._positions: dict[bytes, int] = {}
+        self.positions: dict[bytes, int] = {}
         self._means: list[list[Buffer]] = []
 
     @classmethod
@@ -67,10 +68,6 @@ class RoundsSince:
             return self.certificates[-1].body.next_lineage
         return self.base.lineage if self.base is not None else b""
 
-    def position(self, lineage: bytes) -> int | None:
-        """Return how many results lead from the base to a lineage; None if it is not on the chain."""
-        return self._positions.get(lineage)
-
     def start(self, base: Head) -> None:
         """Discard the old chain and begin a new one; raise `ResourceError` if it cannot be written."""
         self.discard()
@@ -84,7 +81,7 @@ class RoundsSince:
 
     def _begin(self, base: Head) -> None:
         self.base = base
-        self._positions = {base.lineage: 0}
+        self.positions = {base.lineage: 0}
 
     def append(self, result: Result) -> None:
         """Keep the result that follows `tip`; raise `ResourceError` if it cannot be written."""
@@ -104,7 +101,7 @@ class RoundsSince:
     def _take(self, certificate: Certificate, means: list[Buffer]) -> None:
         self.certificates.append(certificate)
         self._means.append(means)
-        self._positions[certificate.body.next_lineage] = len(self.certificates)
+        self.positions[certificate.body.next_lineage] = len(self.certificates)
 
     def result(self, position: int) -> Result:
         """Return the result that leads from a position to the next."""
@@ -121,7 +118,7 @@ class RoundsSince:
     def discard(self) -> None:
         """Forget the chain and delete its files."""
         self.base = None
-        self.certificates, self._means, self._positions = [], [], {}
+        self.certificates, self._means, self.positions = [], [], {}
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
