@@ -189,7 +189,7 @@ MUTANTS = (
     ),
     Mutant(
         "a checkpoint's description is on the disk before the rename",
-        "training/checkpoints/files.py",
+        "training/checkpoints/sealed_json.py",
         "        file.flush()\n        os.fsync(file.fileno())\n",
         "        file.flush()\n",
         "unit/training/checkpoints/test_files.py -k on_the_disk",
@@ -197,7 +197,7 @@ MUTANTS = (
     Mutant(
         "a checkpoint's folder is on the disk before the rename",
         "training/checkpoints/files.py",
-        "                _sync_folder(unfinished)\n",
+        "                sync_folder(unfinished)\n",
         "",
         "unit/training/checkpoints/test_files.py -k on_the_disk",
     ),

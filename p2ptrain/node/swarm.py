@@ -19,7 +19,7 @@ from p2ptrain.node.peer import Pace, Peer, PeerOptions
 from p2ptrain.node.signals import SigtermExit
 from p2ptrain.node.thread import LoopThread
 from p2ptrain.runtime import Runtime, real_runtime
-from p2ptrain.training.checkpoints.save_policy import SavePolicy
+from p2ptrain.training.checkpoints import SavePolicy
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,7 @@ from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.manifest import Manifest, TrainingSpec
 from p2ptrain.node.thread import LoopThread
 from p2ptrain.training.bridge import Bridge
-from p2ptrain.training.checkpoints.save_policy import SavePolicy
+from p2ptrain.training.checkpoints import SavePolicy
 from p2ptrain.training.checkpoints.saving import Saver
 from p2ptrain.training.learning_rate import Schedule, WrappedOptimizer
 from p2ptrain.training.local_update import LocalContribution

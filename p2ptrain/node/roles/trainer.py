@@ -34,8 +34,8 @@ async def build_trainer(peer: Peer, config: PeerConfig, run_dir: Path, bridge: B
         ConfigError: The text cannot be read.
         IncompatibleError: The other peers train a model of another shape.
     """
+    from p2ptrain.training.checkpoints import SavePolicy
     from p2ptrain.training.checkpoints.files import load_newest_valid
-    from p2ptrain.training.checkpoints.save_policy import SavePolicy
     from p2ptrain.training.checkpoints.saving import Saver, restore_shared
     from p2ptrain.training.learning_rate import WrappedOptimizer, manifest_schedule
     from p2ptrain.training.optimizer import SwarmOptimizer

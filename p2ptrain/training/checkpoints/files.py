@@ -15,7 +15,6 @@ Tensors are written one by one from live memory, without a second copy.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import logging
 import os
@@ -34,6 +33,7 @@ from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.errors import CheckpointError, IncompatibleError, IntegrityError, ResourceError
 from p2ptrain.network.schema import from_wire, to_wire
 from p2ptrain.progress import Jobs, untold
+from p2ptrain.training.checkpoints.sealed_json import DAMAGE, seal, sync_folder, unseal, write_synced
 from p2ptrain.training.checkpoints.stage_list import STAGES_FILE
 from p2ptrain.training.checkpoints.tensor_file import hash_file, write_tensors
 from p2ptrain.training.state.digest import NamedTensors, merkle_tree
@@ -71,18 +71,14 @@ class CheckpointInfo:
 
 
 @dataclass(frozen=True)
-class LoadedCheckpoint:
+class LoadedCheckpoint(CheckpointInfo):
     """A checkpoint with every byte verified.
 
     ``tensors`` is the shared state, for `SharedState.replace`. ``local`` holds this peer's own tensors, on the CPU.
     """
 
-    path: Path
-    head: Head
-    swarm: bytes
     tensors: list[tuple[str, Tensor]]
     local: dict[str, Tensor]
-    extra: dict[str, Any]
 
 
 def save_checkpoint(
@@ -135,12 +131,12 @@ def save_checkpoint(
                 _write_files(unfinished, head, tensors, local, extra, swarm)
                 if _versions(tensors, local) != versions:
                     raise CheckpointError("a tensor changed while it was saved: save on the thread that trains")
-                _sync_folder(unfinished)
+                sync_folder(unfinished)
                 unfinished.rename(path)
             except BaseException:
                 shutil.rmtree(unfinished, ignore_errors=True)
                 raise
-            _sync_folder(directory)
+            sync_folder(directory)
             _prune(directory, keep_last)
     except OSError as error:
         raise ResourceError(
@@ -191,7 +187,7 @@ def load_checkpoint(path: Path, jobs: Jobs = untold) -> LoadedCheckpoint:
         is_right = merkle_tree(shared).root == info.head.digest
     if not is_right:
         raise CheckpointError(f"{path / SHARED_FILE} has not the digest of its round: {_ADVICE}")
-    return LoadedCheckpoint(path, info.head, info.swarm, shared, local, info.extra)
+    return LoadedCheckpoint(**vars(info), tensors=shared, local=local)
 
 
 def load_newest_valid(directory: Path, swarm: bytes, jobs: Jobs = untold) -> LoadedCheckpoint | None:
@@ -243,11 +239,7 @@ def _write_files(
         "files": {name: {"sha256": written.sha256, "bytes": written.num_bytes} for name, written in files.items()},
         "extra": extra,
     }
-    data = _canonical({**description, "checksum": _checksum(description)})
-    with (folder / DESCRIPTION_FILE).open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    write_synced(folder / DESCRIPTION_FILE, seal(description))
 
 
 def _read_info(path: Path) -> tuple[CheckpointInfo, dict[str, dict[str, Any]]]:
@@ -255,11 +247,7 @@ def _read_info(path: Path) -> tuple[CheckpointInfo, dict[str, dict[str, Any]]]:
     try:
         if file.stat().st_size > MAX_DESCRIPTION_BYTES:
             raise ValueError("too large")
-        data = file.read_bytes()
-        description = json.loads(data)
-        checksum = description.pop("checksum")
-        if checksum != _checksum(description) or data != _canonical({**description, "checksum": checksum}):
-            raise ValueError("its checksum is wrong")
+        description = unseal(file.read_bytes())
         if description["format"] != FORMAT:
             raise CheckpointError(
                 f"{file} has format {description['format']}, this version reads {FORMAT}: use the version that wrote it"
@@ -276,9 +264,9 @@ def _read_info(path: Path) -> tuple[CheckpointInfo, dict[str, dict[str, Any]]]:
         return CheckpointInfo(path, head, swarm, num_bytes, description["extra"]), files
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read ({error.strerror or error}): {_ADVICE}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, IntegrityError) as error:
-        if isinstance(error, CheckpointError):
-            raise
+    except CheckpointError:
+        raise
+    except (*DAMAGE, IntegrityError) as error:
         raise CheckpointError(f"{file} is damaged ({error}): {_ADVICE}") from error
 
 
@@ -300,14 +288,6 @@ def _read_tensors(file: Path) -> list[tuple[str, Tensor]]:
             return [(name, opened.get_tensor(name).clone()) for name in order]
     except (OSError, SafetensorError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read ({error}): {_ADVICE}") from error
-
-
-def _canonical(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, sort_keys=True, indent=1).encode() + b"\n"
-
-
-def _checksum(description: dict[str, Any]) -> str:
-    return hashlib.sha256(_canonical(description)).hexdigest()
 
 
 def _versions(tensors: NamedTensors, local: dict[str, Tensor]) -> list[tuple[str, int]]:
@@ -385,11 +365,3 @@ def _check_room(directory: Path, num_bytes: int) -> None:
             f"a checkpoint of {num_bytes >> 20} MiB does not fit in {directory}, which has {free >> 20} MiB free;"
             " earlier checkpoints are intact: free some space or choose another directory"
         )
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

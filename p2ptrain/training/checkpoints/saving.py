@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from p2ptrain.errors import CheckpointError, IntegrityError, ResourceError
+from p2ptrain.training.checkpoints import SavePolicy
 from p2ptrain.training.checkpoints.files import LoadedCheckpoint, save_checkpoint
-from p2ptrain.training.checkpoints.save_policy import SavePolicy
 from p2ptrain.training.state.shared_state import SharedState
 
 if TYPE_CHECKING:
