@@ -228,7 +228,7 @@ def _describe_stages(signed: SignedManifest, config: PeerConfig) -> str:
 
 def _least_stage(manifest: Manifest, config: PeerConfig) -> tuple[int, int]:
     """Return the bytes of memory and of state of the stage to host; of the smallest one if none is chosen."""
-    from p2ptrain.models.registry import PROCESS_BYTES
+    from p2ptrain.models import PROCESS_BYTES
     from p2ptrain.pipeline.plan import PipelinePlan
 
     if config.role == "trainer":
