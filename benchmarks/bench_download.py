@@ -68,7 +68,7 @@ async def serve(role: str, num_values: int) -> None:
     layout = Layout.from_module(module)
     async with loopback_peer() as peer:
         if role == "source":
-            state = SharedState.from_module(module, layout, AverageStep(layout, 0.7))
+            state = SharedState(module, layout, AverageStep(layout, 0.7))
             state.head = genesis(SWARM, state.tree().root)
             StateServer(peer.rpc, state)
             await peer.transport.serve(RAW, lambda stream: _send_raw(stream, 4 * num_values))

@@ -43,7 +43,7 @@ def unit_state(part: Part, spec: TrainingSpec, swarm: bytes, moments: Literal["f
     Gradients are clipped by the norm of this unit alone.
     """
     layout = Layout.from_module(part)
-    state = SharedState.from_module(part, layout, AdamWStep(layout, spec, moments))
+    state = SharedState(part, layout, AdamWStep(layout, spec, moments))
     state.head = genesis(swarm, state.tree().root)
     return state
 

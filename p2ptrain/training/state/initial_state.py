@@ -44,6 +44,6 @@ def initial_state(
         )  # fmt: skip
     else:
         stepper = AverageStep(layout, spec.outer_learning_rate)
-    state = SharedState.from_module(model, layout, stepper, Fragments(layout, spec.fragments))
+    state = SharedState(model, layout, stepper, Fragments(layout, spec.fragments))
     state.head = genesis(swarm, state.tree().root)
     return state

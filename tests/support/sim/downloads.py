@@ -34,7 +34,7 @@ def shared_state(num_values: int = NUM_VALUES) -> SharedState:
     module = nn.Module()
     module.weight = nn.Parameter(torch.randn(num_values, generator=torch.Generator().manual_seed(3)))
     layout = Layout.from_module(module)
-    state = SharedState.from_module(module, layout, NesterovStep(layout, 0.7, 0.9))
+    state = SharedState(module, layout, NesterovStep(layout, 0.7, 0.9))
     state.stepper.state_tensors()[0][1].copy_(torch.randn(num_values, generator=torch.Generator().manual_seed(4)))
     state.head = genesis(b"s" * 32, state.tree().root)
     return state

@@ -43,7 +43,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 def _shared(num_fragments: int = 1) -> tuple[nn.Module, SharedState]:
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     layout = Layout.from_module(module)
-    return module, SharedState.from_module(module, layout, AverageStep(layout, 1.0), Fragments(layout, num_fragments))
+    return module, SharedState(module, layout, AverageStep(layout, 1.0), Fragments(layout, num_fragments))
 
 
 def _read(module: nn.Module) -> torch.Tensor:

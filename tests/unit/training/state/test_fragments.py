@@ -102,7 +102,7 @@ def test_fragments_in_turn_give_the_bits_of_whole_steps(name: str) -> None:
 def _work(count: int) -> tuple[nn.Module, SharedState, LocalContribution]:
     module = _model()
     layout = Layout.from_module(module)
-    state = SharedState.from_module(module, layout, AverageStep(layout, 1.0), Fragments(layout, count))
+    state = SharedState(module, layout, AverageStep(layout, 1.0), Fragments(layout, count))
     return module, state, LocalContribution(module, state, accumulate=False)
 
 

@@ -28,7 +28,7 @@ def _state(seed: int = 1) -> SharedState:
     generator = torch.Generator().manual_seed(seed)
     module.weight = nn.Parameter(torch.randn(NUM_VALUES, generator=generator))
     layout = Layout.from_module(module)
-    state = SharedState.from_module(module, layout, NesterovStep(layout, 0.7, 0.9))
+    state = SharedState(module, layout, NesterovStep(layout, 0.7, 0.9))
     state.head = genesis(b"s" * 32, state.tree().root)
     return state
 
@@ -107,7 +107,7 @@ def _stepped(kind: str, seed: int) -> SharedState:
             WrappedOptimizer(torch.optim.AdamW(module.parameters(), lr=0.01), clip_norm=1.0), module, layout
         ),
     }
-    state = SharedState.from_module(module, layout, steppers[kind]())
+    state = SharedState(module, layout, steppers[kind]())
     state.head = genesis(b"s" * 32, state.tree().root)
     for _ in range(seed):
         _step(state, generator)
@@ -229,6 +229,6 @@ def test_reading_does_not_wait_for_a_step_unless_asked() -> None:
 def test_a_state_without_a_head_says_so() -> None:
     module = nn.Linear(2, 2)
     layout = Layout.from_module(module)
-    state = SharedState.from_module(module, layout, NesterovStep(layout, 0.7, 0.9))
+    state = SharedState(module, layout, NesterovStep(layout, 0.7, 0.9))
     with pytest.raises(ValueError, match="no head"):
         _ = state.head

@@ -24,7 +24,7 @@ TOKENS = 40
 def _gradients() -> tuple[Contribution, SharedState]:
     module = nn.Linear(3, 3)
     layout = Layout.from_module(module)
-    state = SharedState.from_module(module, layout, AverageStep(layout, 1.0))
+    state = SharedState(module, layout, AverageStep(layout, 1.0))
     work = LocalContribution(module, state, accumulate=True)
     module(torch.ones(2, 3)).pow(2).sum().backward()
     work.add_gradients(TOKENS)
@@ -35,7 +35,7 @@ def _gradients() -> tuple[Contribution, SharedState]:
 def _pseudo_gradient() -> tuple[Contribution, SharedState]:
     module = nn.Linear(3, 3)
     layout = Layout.from_module(module)
-    state = SharedState.from_module(module, layout, AverageStep(layout, 1.0))
+    state = SharedState(module, layout, AverageStep(layout, 1.0))
     work = LocalContribution(module, state, accumulate=False)
     with torch.no_grad():
         module.weight.add_(torch.arange(9.0).reshape(3, 3))
