@@ -77,12 +77,10 @@ def check_reads_text(spec: ModelSpec) -> None:
 
 
 def model_blocks(spec: ModelSpec) -> tuple[Block, ...]:
-    """Return the blocks of a model, without building it."""
     return tuple(get_family(spec).blocks(spec))
 
 
 def whole(spec: ModelSpec) -> Span:
-    """Return the span of all blocks."""
     return Span(0, len(model_blocks(spec)))
 
 

@@ -51,7 +51,6 @@ class Block:
 
     @property
     def num_parameters(self) -> int:
-        """Number of its own parameters."""
         return sum(math.prod(shape) for shape in self.shapes.values())
 
 

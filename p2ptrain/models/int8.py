@@ -58,7 +58,6 @@ class Int8Linear(nn.Module):
         self.requires_grad_(False)
 
     def quantized(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the buffers for an fp32 weight of the original layer."""
         rounded, scale = quantize(weight.t() if self.transposed else weight)
         return {"weight": rounded, "scale": scale}
 
@@ -80,7 +79,6 @@ class Int8Embedding(nn.Module):
             self.register_buffer(name, value)
 
     def quantized(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the buffers for an fp32 table."""
         rounded, scale = quantize(weight)
         return {"weight": rounded, "scale": scale}
 

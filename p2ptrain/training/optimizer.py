@@ -127,7 +127,6 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
     @property
     def is_round_running(self) -> bool:
-        """True if a round runs under compute."""
         return self._running_round is not None
 
     @property

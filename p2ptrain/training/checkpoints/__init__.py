@@ -20,6 +20,5 @@ class SavePolicy:
     keep_last: int = 3
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` for numbers out of range."""
         if self.every_rounds < 0 or not 0 <= self.every_minutes < 1e9 or self.keep_last < 1:
             raise ValueError(f"a save policy needs intervals >= 0 and keep_last >= 1, not {self}")

@@ -299,7 +299,6 @@ def _versions(tensors: NamedTensors, local: dict[str, Tensor]) -> list[tuple[str
 
 
 def _folders(directory: Path) -> list[Path]:
-    """Return all checkpoints, oldest first, intact or not."""
     try:
         paths = [path for path in directory.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
     except FileNotFoundError:

@@ -137,7 +137,6 @@ class Saver:
         self.close()
 
     def wait(self) -> None:
-        """Wait for a background save; a failure is logged."""
         writing, self._writing = self._writing, None
         if writing is None:
             return

@@ -27,7 +27,6 @@ def unseal(data: bytes) -> dict[str, Any]:
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Write a file, and sync it to the disk."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -35,7 +34,6 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Sync a folder's names to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -61,7 +61,6 @@ class SwarmSampler(Sampler[int]):
         return self._shares.num_samples
 
     def __iter__(self) -> Iterator[int]:
-        """Yield indices of samples, each drawn on demand."""
         for _ in range(len(self)):
             yield self._draw()
 

@@ -36,7 +36,6 @@ Place = tuple[int, int]
 
 
 def place_among(members: Collection[str], peer: str) -> Place | None:
-    """Return a member's place in the order of ids; None for other peers."""
     return (sorted(members).index(peer), len(members)) if peer in members else None
 
 

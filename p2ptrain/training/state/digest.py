@@ -83,7 +83,6 @@ class Description(Message, frozen=True):
     tensors: Annotated[tuple[TensorSpec, ...], Meta(min_length=1, max_length=MAX_TENSORS)]
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` for duplicate names or a state above `MAX_STATE_BYTES`."""
         if len({spec.name for spec in self.tensors}) != len(self.tensors):
             raise ValueError("a tensor is named twice")
         if self.num_bytes > MAX_STATE_BYTES:
@@ -171,7 +170,6 @@ class Cut:
 
     @property
     def depth(self) -> int:
-        """Levels of the tree above the leaves."""
         return max(0, self.num_chunks - 1).bit_length()
 
     @cached_property
@@ -195,7 +193,6 @@ class Cut:
 
 @lru_cache(maxsize=8)
 def cut_of(specs: tuple[TensorSpec, ...]) -> Cut:
-    """Return the cached `Cut` of these specs."""
     return Cut(specs)
 
 
@@ -316,12 +313,10 @@ def tree_of(chunks: ChunkedBytes) -> MerkleTree:
 
 
 def description_hash(specs: Sequence[TensorSpec]) -> bytes:
-    """Return the hash of names, dtypes and shapes, 32 bytes."""
     return bulk_hash(canonical_bytes([[spec.name, spec.dtype, list(spec.shape), spec.num_bytes] for spec in specs]))
 
 
 def leaf_of(data: bytes | bytearray | memoryview) -> bytes:
-    """Return the hash of a chunk with these bytes, 32 bytes."""
     return _leaf([data])
 
 

@@ -116,7 +116,6 @@ class Layout:
 
     @cached_property
     def whole(self) -> Fragment:
-        """The whole vector as one fragment."""
         return Fragment(0, self.entries)
 
     def new_vector(self) -> Tensor:
@@ -124,7 +123,6 @@ class Layout:
 
     @torch.no_grad()
     def read(self, module: nn.Module, out: Tensor) -> None:
-        """Copy the module's values into ``out``."""
         self._check_vector(out)
         for entry, tensor in self._bind(module, self.entries):
             out[entry.offset : entry.end].view(entry.shape).copy_(tensor)

@@ -121,7 +121,6 @@ class Replica:
         return self.state.fragments.of_round(body.round)
 
     def num_values(self, body: Body) -> int:
-        """Return the length of the vector that a round averaged."""
         return self.fragment_of(body).num_values
 
     async def is_intact(self) -> bool:
@@ -246,7 +245,6 @@ class Replica:
         self.notify()
 
     def notify(self) -> None:
-        """Call the listeners."""
         for listener in self.listeners:
             listener()
 

@@ -108,7 +108,6 @@ class RoundsSince:
         return Result(self.certificates[position], self._means[position])
 
     def head_at(self, position: int, digest: bytes) -> Head:
-        """Return the head at a position, for a state with this digest."""
         assert self.base is not None
         if not position:
             return self.base
