@@ -61,9 +61,9 @@ async def find_the_others(
     loop = asyncio.get_running_loop()
     deadline = loop.time() + SETTLE_SECONDS
     was_alone = False
-    while loop.time() < deadline or synchronizer.catch_up.lacks_a_state():
+    while loop.time() < deadline or synchronizer.catch_up.has_partial_state():
         answers = await presence.refresh()
-        if synchronizer.catch_up.lacks_a_state() and not membership.alive_trainers():
+        if synchronizer.catch_up.has_partial_state() and not membership.alive_trainers():
             await _wait_for_a_source(membership, synchronizer)
             deadline = loop.time() + SETTLE_SECONDS
             continue

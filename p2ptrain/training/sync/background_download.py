@@ -43,7 +43,7 @@ ADMISSION_SECONDS = 60.0
 MAX_AT_ONCE = 8
 MAX_BATCH_BYTES = 4 << 20
 """Size limit of `MAX_AT_ONCE` results fetched at once."""
-TELL_SECONDS = 60.0
+LOG_SECONDS = 60.0
 """Interval between log lines of a long download."""
 
 MAX_STATE_RATIO = 16
@@ -78,7 +78,7 @@ class StateDownload:
         self._failures: Counter[PeerId] = Counter()
         self._source = ""
         self._must_be_one_round = False
-        self._is_collecting = asyncio.Lock()
+        self._link = asyncio.Lock()
         self._waiting: dict[PeerId, Stamp] = {}
         self._wanted = asyncio.Event()
         self._news = asyncio.Event()
@@ -101,10 +101,10 @@ class StateDownload:
         async with Tasks() as tasks:
             tasks.start(self._collect(), "collect rounds")
             with self._jobs("downloading the state") as advance:
-                told = _Teller(advance)
+                progress = _LoggedProgress(advance)
                 while not (partial.is_complete and self._fits_together(partial)):
                     layout = self._state.layout.fingerprint
-                    await download_state(self._context.rpc, self._sources, layout, partial, self, advance=told)
+                    await download_state(self._context.rpc, self._sources, layout, partial, self, advance=progress)
             yield
 
     async def _open(self, source: PeerId, head: Head) -> PartialDownload:
@@ -166,7 +166,7 @@ class StateDownload:
             raise IntegrityError(f"peer {source[-8:]} has another digest for its round than most")
 
     async def wait_for_turn(self) -> None:
-        async with self._is_collecting:
+        async with self._link:
             pass
 
     def _believed(self, lineage: bytes) -> bytes:
@@ -202,7 +202,7 @@ class StateDownload:
             was_wanted = self._wanted.is_set()
             self._wanted.clear()
             if not await self._extend() and was_wanted:
-                await self._look_for_a_gap()
+                await self._skip_a_gap()
 
     async def _extend(self) -> bool:
         """Fetch the newer results of the first peer that has any; return True if there were some."""
@@ -210,13 +210,13 @@ class StateDownload:
             try:
                 chain = await self._history.certificates_after(peer, self.rounds.tip)
                 for some in self._batches(peer, chain):
-                    async with self._is_collecting:
+                    async with self._link:
                         sources = [peer, *(other for other in self._sources() if other != peer)]
                         bodies = [certificate.body for certificate in some]
                         fetching = (self._history.fetch_means(sources, b, self._replica.num_values(b)) for b in bodies)
                         for certificate, means in zip(some, await together("fetch", fetching), strict=True):
                             await self._context.runtime.offload(self.rounds.append, Result(certificate, means))
-                    self._tell_news()
+                    self._notify()
             except SOURCE_FAILURES as error:
                 logger.debug("peer %s has no results for the download: %s", peer[-8:], error)
                 self._failures[peer] += 1
@@ -232,7 +232,7 @@ class StateDownload:
         for start in range(0, len(chain), step):
             yield chain[start : start + step]
 
-    async def _look_for_a_gap(self) -> None:
+    async def _skip_a_gap(self) -> None:
         """Begin anew, best at a waiting chunk's head, if no peer is at a known round and none has the results since."""
         best: Head | None = None
         for peer in sorted(self._sources(), key=self._waiting.__contains__):
@@ -247,7 +247,7 @@ class StateDownload:
                 best = head
         if best is not None and self.rounds.base is not None and best.outranks(self.rounds.base):
             self._begin_at(best)
-            self._tell_news()
+            self._notify()
 
     async def _head_of(self, peer: PeerId) -> Head:
         """Return the head of the chunk that a peer waits to send, or its present head if no certificate is found."""
@@ -258,7 +258,7 @@ class StateDownload:
                     return certificate.body.next_head(stamp.digest, certificate.to_bytes())
         return await fetch_head(self._context.rpc, peer)
 
-    def _tell_news(self) -> None:
+    def _notify(self) -> None:
         event, self._news = self._news, asyncio.Event()
         event.set()
 
@@ -316,24 +316,24 @@ class StateDownload:
             self._partial = None
 
 
-class _Teller:
-    """Reports the progress of a download, and logs it every `TELL_SECONDS`."""
+class _LoggedProgress:
+    """Reports the progress of a download, and logs it every `LOG_SECONDS`."""
 
     def __init__(self, advance: Advance) -> None:
         self._advance = advance
         self._loop = asyncio.get_running_loop()
-        self._told = (self._loop.time(), -1)
+        self._logged = (self._loop.time(), -1)
 
     def __call__(self, done: int, total: int) -> None:
         self._advance(done, total)
         now = self._loop.time()
-        since, before = self._told
+        since, before = self._logged
         if before < 0:
-            self._told = (now, done)
-        elif now - since >= TELL_SECONDS:
+            self._logged = (now, done)
+        elif now - since >= LOG_SECONDS:
             rate = (done - before) / (now - since)
             logger.info(
                 "downloading the state: %.0f of %.0f MB (%.0f %%), %.2f MB/s",
                 done / 1e6, total / 1e6, 100 * done / max(1, total), rate / 1e6,
             )  # fmt: skip
-            self._told = (now, done)
+            self._logged = (now, done)

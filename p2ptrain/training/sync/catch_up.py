@@ -93,7 +93,7 @@ class CatchUp:
         stalled = asyncio.get_running_loop().time() - asked_at > STALL_SECONDS
         self._membership.mistrust(source, stalled=stalled)
 
-    def lacks_a_state(self) -> bool:
+    def has_partial_state(self) -> bool:
         """True if this peer has an untrained model and an unfinished download."""
         return self._state.head.round == 0 and self._downloaded.has_begun
 

@@ -55,7 +55,7 @@ DESCRIPTION_FILE = "description"
 CHUNKS_FILE = "chunks"
 INDEX_FILE = "index"
 
-_NOTE = struct.Struct(f">I{Stamp.NUM_BYTES}s{HASH_BYTES}s")
+_ENTRY = struct.Struct(f">I{Stamp.NUM_BYTES}s{HASH_BYTES}s")
 
 
 class Admission(Protocol):
@@ -204,7 +204,7 @@ class PartialDownload:
         self.bytes_done = 0
         self._description = b""
         self._data = memoryview(b"")
-        self._notes = -1
+        self._index = -1
 
     @classmethod
     def open(cls, folder: Path | None) -> PartialDownload:
@@ -267,7 +267,7 @@ class PartialDownload:
             finally:
                 os.close(descriptor)
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-            self._notes = os.open(self._folder / INDEX_FILE, flags, 0o600)
+            self._index = os.open(self._folder / INDEX_FILE, flags, 0o600)
         self.specs, self._description = specs, description_hash(specs)
         self.stamps, self.done = [None] * self.cut.num_chunks, bytearray(self.cut.num_chunks)
         self.bytes_done = 0
@@ -275,9 +275,9 @@ class PartialDownload:
     def _restore(self, folder: Path) -> None:
         self._map(from_bytes(Description, (folder / DESCRIPTION_FILE).read_bytes()).tensors)
         notes = (folder / INDEX_FILE).read_bytes()
-        whole = len(notes) // _NOTE.size * _NOTE.size
-        os.ftruncate(self._notes, whole)
-        newest = {index: (stamp, leaf) for index, stamp, leaf in _NOTE.iter_unpack(notes[:whole])}
+        whole = len(notes) // _ENTRY.size * _ENTRY.size
+        os.ftruncate(self._index, whole)
+        newest = {index: (stamp, leaf) for index, stamp, leaf in _ENTRY.iter_unpack(notes[:whole])}
         for index, (stamp, leaf) in newest.items():
             if index < len(self.done) and leaf_of(self.chunk(index)) == leaf:
                 self._mark(index, Stamp.from_bytes(stamp))
@@ -306,9 +306,9 @@ class PartialDownload:
             raise NotFiniteError("the state to be downloaded has values that are not finite")
         if not self.done[index]:
             self.chunk(index)[:] = data
-            if self._notes >= 0:
+            if self._index >= 0:
                 try:
-                    os.write(self._notes, _NOTE.pack(index, stamp.to_bytes(), leaf))
+                    os.write(self._index, _ENTRY.pack(index, stamp.to_bytes(), leaf))
                 except OSError as error:
                     raise self._no_room(self.num_bytes, error) from error
             self._mark(index, stamp)
@@ -330,8 +330,8 @@ class PartialDownload:
 
     def close(self) -> None:
         """Release the memory; keep the files."""
-        if self._notes >= 0:
-            os.close(self._notes)
+        if self._index >= 0:
+            os.close(self._index)
         self._forget()
 
     def discard(self) -> None:

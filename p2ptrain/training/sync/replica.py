@@ -135,10 +135,10 @@ class Replica:
 
     async def collect(self, work: Contribution, fragment: Fragment) -> torch.Tensor | None:
         """Return the contribution plus the error-feedback residual, in a reused buffer; None if it is not finite."""
-        out = self._room_for(fragment)
+        out = self._buffer_for(fragment)
         return out if await self.context.runtime.compute(self._collect, work, out, fragment) else None
 
-    def _room_for(self, fragment: Fragment) -> torch.Tensor:
+    def _buffer_for(self, fragment: Fragment) -> torch.Tensor:
         if self._buffer is None:
             size = max(fragment.num_values for fragment in self.state.fragments)
             self._buffer = torch.empty(size, dtype=torch.float32)
@@ -209,7 +209,7 @@ class Replica:
             self.trained_tokens += tokens
             self.trained_rounds += 1
             self.averager.own_work.consumed([self.fragment_of(body).index])
-        self._move(body.next_head(tree_root, result.certificate.to_bytes()))
+        self._set_head(body.next_head(tree_root, result.certificate.to_bytes()))
         self.averager.history.add(result, self._server.chunks.is_serving())
 
     def _apply_means(self, body: Body, means: Means, work: Contribution | None, contributed: bool) -> bytes:
@@ -227,7 +227,7 @@ class Replica:
     def step(self, body: Body, means: Means) -> None:
         """Take the shared step on a certified result; leave the live model and the head alone."""
         fragment = self.fragment_of(body)
-        mean = self._room_for(fragment)
+        mean = self._buffer_for(fragment)
         decode_means(self.context.spec, self._codecs[fragment.index], body, means, mean)
         self.state.apply(mean, body.round, fragment)
 
@@ -239,7 +239,7 @@ class Replica:
         work.collect(carry, fragment)
         return carry.mul_(part)
 
-    def _move(self, head: Head) -> None:
+    def _set_head(self, head: Head) -> None:
         self.state.head = head
         self.averager.set_head(head)
         self.notify()
@@ -272,7 +272,7 @@ class Replica:
         await self.context.runtime.compute(self._adopt, work, kept, carries, missed is not None)
         self.averager.own_work.consumed(index for index, part in enumerate(kept) if part is None)
         self.averager.history.clear()
-        self._move(head)
+        self._set_head(head)
 
     def _kept(self, missed: Sequence[Certificate] | None) -> list[float | None]:
         """Return by fragment the factor of local work carried to a later state; None to drop it."""

@@ -52,7 +52,7 @@ WAIT_SECONDS = 0.05
 BUSY = "busy with a round: ask again in a moment"
 
 
-class Trained(Message, frozen=True):
+class LayoutReply(Message, frozen=True):
     """The fingerprint of a peer's layout, and its step rule (see `step_rule`)."""
 
     fingerprint: Hash
@@ -82,8 +82,8 @@ class StateServer:
         rpc.serve(HEAD, Nothing, self._on_head, max_request_bytes=1024)
         self.chunks = ChunkServer(rpc, STATE, self._open, ration or Ration())
 
-    async def _on_layout(self, peer: PeerId, request: Nothing) -> Trained:
-        return Trained(self._state.layout.fingerprint, self._state.layout.rule)
+    async def _on_layout(self, peer: PeerId, request: Nothing) -> LayoutReply:
+        return LayoutReply(self._state.layout.fingerprint, self._state.layout.rule)
 
     async def _on_head(self, peer: PeerId, request: Nothing) -> HeldHead:
         head, _ = await self.describe()
@@ -140,9 +140,9 @@ class _Supply:
 async def check_agreement(rpc: Rpc, layout: Layout, trainers: Sequence[str]) -> None:
     """Ask up to `MAX_ASKED` trainers; raise `IncompatibleError` if all that answer differ in layout or step rule."""
 
-    async def ask(peer: str) -> Trained | None:
+    async def ask(peer: str) -> LayoutReply | None:
         try:
-            return await rpc.call(peer, LAYOUT, Nothing(), Trained, CALL_SECONDS, max_reply_bytes=MAX_LAYOUT_BYTES)
+            return await rpc.call(peer, LAYOUT, Nothing(), LayoutReply, CALL_SECONDS, max_reply_bytes=MAX_LAYOUT_BYTES)
         except (PeerError, DeadlineError) as error:
             logger.debug("peer %s does not say what it trains: %s", peer[-8:], error)
             return None

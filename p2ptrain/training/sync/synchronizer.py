@@ -217,7 +217,7 @@ class Synchronizer:
                     return result
                 continue
             async with work.model_lock:
-                return await self._take_home(outcome, work)
+                return await self._apply_outcome(outcome, work)
         raise AttemptFailedError("the swarm moved on faster than this peer could follow")
 
     async def _prepare(self, work: Contribution, before: Head) -> tuple[torch.Tensor, int, int] | RoundResult:
@@ -258,7 +258,7 @@ class Synchronizer:
     async def _drop(self, work: Contribution, reason: str) -> RoundResult:
         return RoundResult(False, self.head.round, await self.replica.drop(work, reason))
 
-    async def _take_home(self, outcome: RoundOutcome, work: Contribution) -> RoundResult:
+    async def _apply_outcome(self, outcome: RoundOutcome, work: Contribution) -> RoundResult:
         body = outcome.result.certificate.body
         if outcome.contributed:
             await self.replica.keep_feedback(body, outcome.encoded)
