@@ -265,7 +265,7 @@ class Swarm:
 
         synchronizer = self._thread.call(train())
         wrapped = wrap(synchronizer)
-        saver = Saver(directory, self._saving, synchronizer, wrapped, swarm) if directory is not None else None
+        saver = Saver(directory, self._saving, wrapped, swarm) if directory is not None else None
         if saver is not None and checkpoint is not None:
             saver.restore(checkpoint)
             logger.info("restored round %d from %s", checkpoint.head.round, checkpoint.path)

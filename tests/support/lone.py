@@ -118,7 +118,7 @@ def lone_peer(
         state = initial_state(module, wrapped, manifest, manifest.digest)
         synchronizer: Any = LoneSynchronizer(state, manifest.training)
         optimizer = SwarmOptimizer(module, wrapped, synchronizer, Bridge(thread.loop), manifest.training, 10)
-        saver = Saver(directory, policy or SavePolicy(), synchronizer, optimizer, manifest.digest)
+        saver = Saver(directory, policy or SavePolicy(), optimizer, manifest.digest)
         yield LonePeer(module, optimizer, synchronizer, saver)
         saver.close()
     finally:

@@ -53,7 +53,7 @@ async def build_trainer(peer: Peer, config: PeerConfig, run_dir: Path, bridge: B
     wrapped = WrappedOptimizer(inner, manifest_schedule(spec), spec.clip_norm)
     optimizer = SwarmOptimizer(module, wrapped, synchronizer, bridge, spec, tokens)
     policy = SavePolicy(config.checkpoints.every_rounds, 0, config.checkpoints.keep_last)
-    saver = Saver(directory, policy, synchronizer, optimizer, peer.swarm)
+    saver = Saver(directory, policy, optimizer, peer.swarm)
     if checkpoint is not None:
         await peer.runtime.compute(saver.restore, checkpoint)
         logger.info("restored round %d from %s", checkpoint.head.round, checkpoint.path)

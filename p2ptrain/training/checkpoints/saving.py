@@ -23,7 +23,6 @@ from p2ptrain.training.state.shared_state import SharedState
 
 if TYPE_CHECKING:
     from p2ptrain.training.optimizer import SwarmOptimizer
-    from p2ptrain.training.sync.synchronizer import Synchronizer
 
 logger = logging.getLogger(__name__)
 
@@ -37,15 +36,13 @@ class Saver:
     All methods but `save_shared` run on the training thread.
     """
 
-    def __init__(
-        self, directory: Path, policy: SavePolicy, synchronizer: Synchronizer, optimizer: SwarmOptimizer, swarm: bytes
-    ) -> None:
+    def __init__(self, directory: Path, policy: SavePolicy, optimizer: SwarmOptimizer, swarm: bytes) -> None:
         self._directory = directory
         self._policy = policy
-        self._synchronizer = synchronizer
+        self._synchronizer = optimizer.synchronizer
         self._optimizer = optimizer
         self._swarm = swarm
-        self._saved_round = synchronizer.head.round
+        self._saved_round = optimizer.round
         self._saved_at = time.monotonic()
         self._writer: ThreadPoolExecutor | None = None
         self._writing: Future[Path] | None = None

@@ -131,7 +131,7 @@ class Replica:
         logger.warning("round %d: parameters in memory do not match their digest", self.state.head.round)
         return False
 
-    # --- contributing ---------------------------------------------------------------------------------------------
+    # --- contributing
 
     async def collect(self, work: Contribution, fragment: Fragment) -> torch.Tensor | None:
         """Return the contribution plus the error-feedback residual, in a reused buffer; None if it is not finite."""
@@ -186,7 +186,7 @@ class Replica:
         logger.warning("round %d: %s: it was dropped, and this peer begins anew", self.state.head.round, reason)
         return f"{reason}: it was dropped"
 
-    # --- applying results -----------------------------------------------------------------------------------------
+    # --- applying results
 
     async def apply(self, result: Result, work: Contribution | None, contributed: bool) -> None:
         """Apply the certified result of the round in progress to the shared state and the live model, atomically."""
@@ -248,7 +248,7 @@ class Replica:
         for listener in self.listeners:
             listener()
 
-    # --- replacing the whole --------------------------------------------------------------------------------------
+    # --- replacing the whole
 
     async def replace(
         self,

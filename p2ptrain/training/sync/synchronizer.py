@@ -101,59 +101,11 @@ class Synchronizer:
             return self._place[1]
         return place_among(self.head.members, self.replica.context.peer_id)
 
-    def is_closing(self) -> bool:
-        """True if the swarm closes the round now; safe from any thread."""
-        return self.averager.matchmaker.is_closing()
-
-    async def report(self, samples: int, batch_samples: int, batch_seconds: float) -> bool:
-        """Report the accumulated samples to the leader, and wait while another local batch would overfill the round.
-
-        Returns:
-            True if the swarm's global batch is full, or others are ahead of this peer.
-        """
-        return await self.averager.matchmaker.report(samples, batch_samples, batch_seconds, self.is_behind)
-
-    def note_steps(self, steps: int, seconds: float = 0.0) -> None:
-        """Record the local steps of the round (``every = H``) and the last one's seconds; call on the event loop."""
-        self.averager.matchmaker.pacing.note(steps, seconds)
-
-    def is_due(self, steps: int) -> bool:
-        """True if a peer with this many steps in the round should contribute now; safe from any thread."""
-        return self.is_closing() or self.averager.matchmaker.pacing.is_due(steps)
-
-    def is_behind(self) -> bool:
-        """True if a trusted peer announces a head that outranks this peer's."""
-        return self._best_source() is not None
-
-    async def follow_swarm(self, work: Contribution | None) -> bool:
-        """Catch up with the best lineage that a trusted peer announces; return True if this peer's head moved.
-
-        A doubted peer must prove its state in the background first. Else it could stall each round until a timeout.
-        """
-        before = self.head
-        for _ in range(3):
-            best = self._best_source()
-            if best is None:
-                break
-            await self.catch_up.follow(best, work)
-        return self.head != before
-
-    def _best_source(self) -> str | None:
-        best, source = self.head, None
-        for record in self._membership.trusted_records():
-            announced = Head(record.round, record.lineage, record.lineage_tokens, 0, record.digest)
-            if announced.lineage != best.lineage and announced.outranks(best):
-                if self._membership.is_doubted(record.peer):
-                    self.catch_up.check_soon(record.peer)
-                else:
-                    best, source = announced, record.peer
-        return source
-
     async def close(self) -> None:
         await self.catch_up.close()
         await self.averager.close()
 
-    # --- the main path --------------------------------------------------------------------------------------------
+    # --- the main path
 
     async def synchronize(self, work: Contribution) -> RoundResult:
         """Contribute ``work`` to the round in progress and apply the result; catch up first if the swarm is ahead."""
@@ -278,3 +230,55 @@ class Synchronizer:
             matchmaking_seconds=outcome.matchmaking_seconds,
             transfer_seconds=outcome.transfer_seconds,
         )
+
+    # --- catching up
+
+    def is_behind(self) -> bool:
+        """True if a trusted peer announces a head that outranks this peer's."""
+        return self._best_source() is not None
+
+    async def follow_swarm(self, work: Contribution | None) -> bool:
+        """Catch up with the best lineage that a trusted peer announces; return True if this peer's head moved.
+
+        A doubted peer must prove its state in the background first. Else it could stall each round until a timeout.
+        """
+        before = self.head
+        for _ in range(3):
+            best = self._best_source()
+            if best is None:
+                break
+            await self.catch_up.follow(best, work)
+        return self.head != before
+
+    def _best_source(self) -> str | None:
+        best, source = self.head, None
+        for record in self._membership.trusted_records():
+            announced = Head(record.round, record.lineage, record.lineage_tokens, 0, record.digest)
+            if announced.lineage != best.lineage and announced.outranks(best):
+                if self._membership.is_doubted(record.peer):
+                    self.catch_up.check_soon(record.peer)
+                else:
+                    best, source = announced, record.peer
+        return source
+
+    # --- when a round is due
+
+    def is_closing(self) -> bool:
+        """True if the swarm closes the round now; safe from any thread."""
+        return self.averager.matchmaker.is_closing()
+
+    async def report(self, samples: int, batch_samples: int, batch_seconds: float) -> bool:
+        """Report the accumulated samples to the leader, and wait while another local batch would overfill the round.
+
+        Returns:
+            True if the swarm's global batch is full, or others are ahead of this peer.
+        """
+        return await self.averager.matchmaker.report(samples, batch_samples, batch_seconds, self.is_behind)
+
+    def note_steps(self, steps: int, seconds: float = 0.0) -> None:
+        """Record the local steps of the round (``every = H``) and the last one's seconds; call on the event loop."""
+        self.averager.matchmaker.pacing.note(steps, seconds)
+
+    def is_due(self, steps: int) -> bool:
+        """True if a peer with this many steps in the round should contribute now; safe from any thread."""
+        return self.is_closing() or self.averager.matchmaker.pacing.is_due(steps)
