@@ -94,16 +94,8 @@ def save_checkpoint(
     """Write a checkpoint atomically, and delete the oldest beyond ``keep_last``; return its folder.
 
     Call it on the training thread: nothing may change the tensors meanwhile. A change is detected, and nothing is
-    saved.
-
-    Args:
-        directory: The folder of checkpoints, created as needed.
-        head: Names the digest of ``tensors``.
-        tensors: The shared state.
-        local: This peer's own tensors, on any device.
-        extra: Plain values that JSON can hold.
-        swarm: The manifest's digest, 32 bytes.
-        keep_last: Checkpoints to keep, this one included; at least 1.
+    saved. ``tensors`` are the shared state, with the digest of ``head``; ``local`` are this peer's own, on any device;
+    ``extra`` holds what JSON can hold.
 
     Raises:
         ResourceError: The disk is full or cannot be written; earlier checkpoints are intact.

@@ -47,9 +47,7 @@ class FileHash:
 def write_tensors(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> FileHash:
     """Write ``tensors`` to a new file and sync it to disk; the metadata entry ``order`` keeps their order.
 
-    Args:
-        path: A file that does not exist yet.
-        tensors: On any device; copied to the CPU one at a time where needed.
+    Tensors on other devices are copied to the CPU one at a time.
 
     Raises:
         OSError: The file cannot be written.

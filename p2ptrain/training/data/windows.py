@@ -49,12 +49,8 @@ class SampleOrder:
     def index(self, cursor: int, place: Place | None, peer: str, round: int, number: int) -> int:
         """Return the sample that ``peer`` reads as number ``number`` (0, 1, …) of a round.
 
-        Args:
-            cursor: Positions that the lineage consumed before this round.
-            place: The peer's place in the last round; without one its samples may overlap with other peers'.
-            peer: The reader's id.
-            round: The round; changes a newcomer's samples only.
-            number: Samples that the peer has read in this round before.
+        ``cursor`` counts the positions that the lineage consumed before this round. A peer without a place in the last
+        round is a newcomer: its samples depend on the round, and may overlap with other peers'.
         """
         if place is not None:
             rank, count = place

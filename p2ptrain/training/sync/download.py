@@ -50,7 +50,6 @@ MAX_DESCRIPTION_BYTES = 16 << 20
 EXPECTED_BYTES = 64 << 20
 """Size hint for the transport; the exact size is known only on the stream."""
 
-
 DESCRIPTION_FILE = "description"
 CHUNKS_FILE = "chunks"
 INDEX_FILE = "index"

@@ -259,11 +259,8 @@ class Replica:
     ) -> None:
         """Replace the shared state by another one, atomically.
 
-        Args:
-            assemble: Overwrites the state, and returns its head.
-            missed: The certificates from this peer's head to the new one; None if they are not known.
-            work: The live model.
-            keeps_work: True if work may be carried to the new state.
+        ``assemble`` overwrites the state, and returns its head. ``missed`` are the certificates from this peer's head
+        to the new one; None if they are not known. With ``keeps_work`` work may be carried to the new state.
         """
         kept = self._kept(missed) if keeps_work else [None] * len(self.state.fragments)
         carries = await self.context.runtime.compute(self._carries, work, kept)
