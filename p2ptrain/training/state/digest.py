@@ -265,7 +265,7 @@ class ChunkedBytes:
             at += len(piece)
 
     def leaf(self, index: int) -> bytes:
-        return _leaf(self.pieces(index))
+        return leaf_of(*self.pieces(index))
 
 
 def is_finite(specs: tuple[TensorSpec, ...], index: int, data: memoryview) -> bool:
@@ -316,8 +316,9 @@ def description_hash(specs: Sequence[TensorSpec]) -> bytes:
     return bulk_hash(canonical_bytes([[spec.name, spec.dtype, list(spec.shape), spec.num_bytes] for spec in specs]))
 
 
-def leaf_of(data: bytes | bytearray | memoryview) -> bytes:
-    return _leaf([data])
+def leaf_of(*pieces: bytes | bytearray | memoryview) -> bytes:
+    """Return the hash, 32 bytes, of a chunk that consists of these pieces."""
+    return bulk_hash(b"\x00", *pieces)
 
 
 def proves(
@@ -349,7 +350,3 @@ def _levels(leaves: Sequence[bytes]) -> list[list[bytes]]:
 
 def _root(description: bytes, top: Sequence[bytes]) -> bytes:
     return bulk_hash(b"p2ptrain state 2", description, *top)
-
-
-def _leaf(pieces: Sequence[bytes | bytearray | memoryview]) -> bytes:
-    return bulk_hash(b"\x00", *pieces)
