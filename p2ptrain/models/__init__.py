@@ -157,7 +157,7 @@ def export_hugging_face(model: nn.Module, spec: ModelSpec, directory: Path, toke
     from safetensors.torch import save_file
     from transformers.generation.configuration_utils import GenerationConfig
 
-    from p2ptrain.models.tokenizers import load_tokenizer
+    from p2ptrain.models.tokenizers import byte_tokenizer, load_pretrained_tokenizer
 
     family = get_family(spec)
     if any(value.dtype == torch.int8 for value in model.state_dict().values()):
@@ -168,9 +168,10 @@ def export_hugging_face(model: nn.Module, spec: ModelSpec, directory: Path, toke
     directory.mkdir(parents=True, exist_ok=True)
     save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
     if family.reads_text:
-        exporter = load_tokenizer(tokenizer, spec.context)
+        is_bytes = tokenizer == "bytes"
+        exporter = byte_tokenizer(spec.context) if is_bytes else load_pretrained_tokenizer(tokenizer)
         # the byte tokenizer has no special tokens; documents end with byte 0 (`p2ptrain.training.data.corpus`)
-        settings.eos_token_id = 0 if tokenizer == "bytes" else exporter.eos_token_id
+        settings.eos_token_id = 0 if is_bytes else exporter.eos_token_id
         GenerationConfig.from_model_config(settings).save_pretrained(directory)
         exporter.save_pretrained(directory)
     settings.save_pretrained(directory)

@@ -36,51 +36,49 @@ _EXACT_INPUTS = 1024
 """Products of this many int8 values add up to less than 2 ** 24, below which fp32 is exact."""
 
 
-class Int8Linear(nn.Module):
-    """A frozen linear layer: ``weight`` int8 ``[outputs, inputs]``, ``scale`` fp32 ``[outputs]``, original bias.
+class Frozen(nn.Module):
+    """A layer whose ``weight`` is an int8 buffer, with an fp32 ``scale`` for each row.
 
     Attributes:
-        transposed: True if the original weight was ``[inputs, outputs]``.
+        transposed: True if the original weight had a column for each row.
         product: The kernel; None selects that of the device.
     """
 
     weight: torch.Tensor
     scale: torch.Tensor
 
-    def __init__(self, layer: nn.Linear | Affine) -> None:
+    def __init__(self, weight: torch.Tensor, *, transposed: bool = False) -> None:
         super().__init__()
-        self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.transposed = isinstance(layer, Affine)
+        self.transposed = transposed
         self.product: Product | None = None
-        for name, value in self.quantized(layer.weight.detach()).items():
+        for name, value in self.quantized(weight.detach()).items():
             self.register_buffer(name, value)
-        self.bias = layer.bias
-        self.requires_grad_(False)
 
     def quantized(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the buffers for an fp32 weight of the original layer."""
         rounded, scale = quantize(weight.t() if self.transposed else weight)
         return {"weight": rounded, "scale": scale}
+
+
+class Int8Linear(Frozen):
+    """A frozen linear layer: ``weight`` ``[outputs, inputs]``, ``scale`` ``[outputs]``, and the original bias."""
+
+    def __init__(self, layer: nn.Linear | Affine) -> None:
+        super().__init__(layer.weight, transposed=isinstance(layer, Affine))
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.bias = layer.bias
+        self.requires_grad_(False)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         outputs = int8_linear(inputs, self.weight, self.scale, self.product)
         return outputs if self.bias is None else outputs + self.bias
 
 
-class Int8Embedding(nn.Module):
-    """A frozen embedding table: ``weight`` int8 ``[entries, width]``, ``scale`` fp32 ``[entries]``."""
-
-    weight: torch.Tensor
-    scale: torch.Tensor
+class Int8Embedding(Frozen):
+    """A frozen embedding table: ``weight`` ``[entries, width]``, ``scale`` ``[entries]``."""
 
     def __init__(self, table: nn.Embedding) -> None:
-        super().__init__()
-        self.product: Product | None = None
-        for name, value in self.quantized(table.weight.detach()).items():
-            self.register_buffer(name, value)
-
-    def quantized(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        rounded, scale = quantize(weight)
-        return {"weight": rounded, "scale": scale}
+        super().__init__(table.weight)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return dequantize(
@@ -92,7 +90,6 @@ class Int8Embedding(nn.Module):
         return int8_linear(hidden, self.weight, self.scale, self.product)
 
 
-Frozen = Int8Linear | Int8Embedding
 _REPLACED: dict[type[nn.Module], Callable[[Any], nn.Module]] = {
     nn.Linear: Int8Linear,
     Affine: Int8Linear,
