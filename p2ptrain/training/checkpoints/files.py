@@ -59,6 +59,7 @@ class CheckpointInfo:
 
     Attributes:
         swarm: The manifest's digest, 32 bytes.
+        files: SHA-256 and size of its tensor files, by name.
         num_bytes: Size of its tensor files.
         extra: The plain values saved with it.
     """
@@ -66,6 +67,7 @@ class CheckpointInfo:
     path: Path
     head: Head
     swarm: bytes
+    files: dict[str, dict[str, Any]]
     num_bytes: int
     extra: dict[str, Any]
 
@@ -143,20 +145,15 @@ def list_checkpoints(directory: Path) -> list[CheckpointInfo]:
     found = []
     for path in _folders(directory):
         try:
-            found.append(_read_info(path)[0])
+            found.append(describe_checkpoint(path))
         except CheckpointError as error:
             logger.warning("%s", error)
     return found
 
 
-def describe_checkpoint(path: Path) -> CheckpointInfo:
-    """Return a checkpoint's description alone; raise `CheckpointError` if it is missing or damaged."""
-    return _read_info(path)[0]
-
-
 def verify_checkpoint(path: Path, jobs: Jobs = untold) -> CheckpointInfo:
     """Check every byte of a checkpoint; raise `CheckpointError` if something is missing or changed."""
-    info, files = _read_info(path)
+    info = describe_checkpoint(path)
     checked = 0
     with jobs(f"checking {path.name}") as advance:
 
@@ -165,7 +162,7 @@ def verify_checkpoint(path: Path, jobs: Jobs = untold) -> CheckpointInfo:
             checked += count
             advance(checked, info.num_bytes)
 
-        for name, described in files.items():
+        for name, described in info.files.items():
             _check_file(path / name, described, on_bytes)
     return info
 
@@ -194,7 +191,7 @@ def load_newest_valid(directory: Path, swarm: bytes, jobs: Jobs = untold) -> Loa
     foreign = 0
     for path in reversed(folders):
         try:
-            if _read_info(path)[0].swarm != swarm:
+            if describe_checkpoint(path).swarm != swarm:
                 foreign += 1
                 continue
             return load_checkpoint(path, jobs)
@@ -234,7 +231,8 @@ def _write_files(
     write_synced(folder / DESCRIPTION_FILE, seal(description))
 
 
-def _read_info(path: Path) -> tuple[CheckpointInfo, dict[str, dict[str, Any]]]:
+def describe_checkpoint(path: Path) -> CheckpointInfo:
+    """Return a checkpoint's description alone; raise `CheckpointError` if it is missing or damaged."""
     file = path / DESCRIPTION_FILE
     try:
         if file.stat().st_size > MAX_DESCRIPTION_BYTES:
@@ -253,7 +251,7 @@ def _read_info(path: Path) -> tuple[CheckpointInfo, dict[str, dict[str, Any]]]:
             raise ValueError("it does not list the right files")
         num_bytes = sum(described["bytes"] for described in files.values())
         swarm = bytes.fromhex(description["swarm"])
-        return CheckpointInfo(path, head, swarm, num_bytes, description["extra"]), files
+        return CheckpointInfo(path, head, swarm, files, num_bytes, description["extra"])
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read ({error.strerror or error}): {_ADVICE}") from error
     except CheckpointError:
