@@ -364,7 +364,7 @@ class Peer:
         self.synchronizer = Synchronizer(replica, self.options.upload_bandwidth, self.jobs)
         self._stack.push_async_callback(self.synchronizer.close)
         self.synchronizer.averager.is_reachable = lambda: not self.reach.is_outbound_only
-        self.synchronizer.replica.listeners.append(self.presence.changed)
+        self.synchronizer.replica.on_change = self.presence.changed
         return self.synchronizer
 
     def host(self, stage: HostedStage) -> None:
@@ -377,7 +377,7 @@ class Peer:
         self.synchronizer = stage.units[0].synchronizer
         for unit in stage.units:
             unit.synchronizer.averager.is_reachable = lambda: not self.reach.is_outbound_only
-            unit.synchronizer.replica.listeners.append(self.presence.changed)
+            unit.synchronizer.replica.on_change = self.presence.changed
 
     async def _close_hosted(self) -> None:
         for stage in self.hosted:

@@ -38,11 +38,13 @@ def test_laggards_find_as_many_rounds_of_each_fragment() -> None:
         swarm = SimulatedSwarm(network, make_manifest(FRAGMENTS, history_rounds=2), 0)
         trainer, _ = swarm.start("t0"), swarm.start("t1")
         lineages: dict[int, bytes] = {}
+        changed = trainer.sync.replica.on_change
 
         def watch() -> None:
+            changed()
             lineages[trainer.sync.head.round] = trainer.sync.head.lineage
 
-        trainer.sync.replica.listeners.append(watch)
+        trainer.sync.replica.on_change = watch
         await swarm.until(lambda: swarm.in_agreement(7), 120, "rounds are committed")
         history, last = trainer.sync.averager.history, trainer.sync.head.round
         assert len(history.chain(lineages[last - 4])) == 4
@@ -59,12 +61,15 @@ def test_a_round_moves_its_fragment_alone() -> None:
         history: dict[int, torch.Tensor] = {}
         for index in range(3):
             trainer = swarm.start(f"t{index}")
+            changed = trainer.sync.replica.on_change
 
-            def watch(trainer: SimulatedTrainer = trainer) -> None:
+            def watch(trainer: SimulatedTrainer = trainer, changed: object = changed) -> None:
+                assert callable(changed)
+                changed()
                 vector = history.setdefault(trainer.sync.head.round, trainer.state.vector.clone())
                 assert torch.equal(vector, trainer.state.vector)
 
-            trainer.sync.replica.listeners.append(watch)
+            trainer.sync.replica.on_change = watch
         await swarm.until(lambda: swarm.in_agreement(6), 120, "rounds are committed")
         state = swarm.trainers["t0"].state
         for before, after in itertools.pairwise(sorted(history)):

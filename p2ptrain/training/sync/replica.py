@@ -92,7 +92,7 @@ class Replica:
         feedback: Compression error of this peer's contributions, for all fragments in order.
         trained_tokens: Tokens of this peer's work in committed rounds.
         trained_rounds: Committed rounds with this peer's work.
-        listeners: Called on the event loop after each change of head, and after each synchronisation.
+        on_change: Called after every change of head.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Replica:
         self._server = StateServer(context.rpc, state)
         self.trained_tokens = 0
         self.trained_rounds = 0
-        self.listeners: list[Callable[[], None]] = []
+        self.on_change: Callable[[], None] = lambda: None
 
     def fragment_of(self, body: Body) -> Fragment:
         return self.state.fragments.of_round(body.round)
@@ -242,11 +242,7 @@ class Replica:
     def _set_head(self, head: Head) -> None:
         self.state.head = head
         self.averager.set_head(head)
-        self.notify()
-
-    def notify(self) -> None:
-        for listener in self.listeners:
-            listener()
+        self.on_change()
 
     # --- replacing the whole
 

@@ -140,7 +140,7 @@ class Synchronizer:
                 result.transfer_seconds,
             )
         )
-        self.replica.notify()
+        self.replica.on_change()
         return result
 
     def _below_minimum(self, error: TemporaryError) -> bool:

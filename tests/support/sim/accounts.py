@@ -66,7 +66,7 @@ class Accounts:
         swarm._launch = launch_and_watch  # type: ignore[method-assign, assignment]
 
     def _watch(self, trainer: SimulatedTrainer) -> None:
-        name, work = trainer.peer.name, trainer.work
+        name, work, changed = trainer.peer.name, trainer.work, trainer.sync.replica.on_change
         if trainer.peer.incarnation:
             self.crashed.add(name)
         book = self.books[name] = Book(self._swarm.ledger.produced.get(name, 0))
@@ -88,8 +88,12 @@ class Accounts:
             else:
                 book.dropped += forgotten
 
+        def watched_change() -> None:
+            changed()
+            self.check(trainer)
+
         work.adopt = watched_adopt  # type: ignore[method-assign]
-        trainer.sync.replica.listeners.append(lambda: self.check(trainer))
+        trainer.sync.replica.on_change = watched_change
 
     def totals(self, lineage: bytes) -> Counter[str]:
         """By peer id: the tokens that it contributed to a lineage, over all its rounds."""

@@ -114,7 +114,7 @@ class Accounts:
     def watch(self, hosted: HostedStage) -> None:
         """Learn what is applied to a host's state."""
         synchronizer, number = hosted.units[0].synchronizer, hosted.number
-        state = synchronizer.state
+        state, changed = synchronizer.state, synchronizer.replica.on_change
         applied: list[tuple[bytes, int, torch.Tensor]] = []
         apply = state.apply
 
@@ -124,6 +124,7 @@ class Accounts:
             apply(mean, round_, None)
 
         def moved() -> None:
+            changed()
             while applied:
                 lineage, tokens, mean = applied.pop(0)
                 if applied or state.head.lineage == lineage:
@@ -136,7 +137,7 @@ class Accounts:
                 self.counts[key] = total
 
         state.apply = record  # type: ignore[method-assign]
-        synchronizer.replica.listeners.append(moved)
+        synchronizer.replica.on_change = moved
 
     def chain(self, hosted: HostedStage) -> list[bytes]:
         """The lineages that led to a host's state, one for each round, the latest first."""

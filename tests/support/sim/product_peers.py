@@ -124,8 +124,9 @@ class SimulatedNode(Peer):
             head, digests = synchronizer.head, self.swarm_of.digests
             digest = digests.setdefault(head.lineage, head.digest)
             assert digest == head.digest, f"{self.options.name} holds another digest at round {head.round}"
+            self.presence.changed()
 
-        synchronizer.replica.listeners.append(moved)
+        synchronizer.replica.on_change = moved
 
     def _warm_up_codecs(self) -> None:
         """Codecs need no warming up: torch gives the same bits."""

@@ -134,7 +134,7 @@ class SimulatedTrainer:
         self.presence = Presence(peer.directory, peer.runtime, self.swarm, peer.signer, self.membership, self.describe)
         context = PeerContext(self.rpc, peer.runtime, peer.signer, self.swarm, manifest.averaging)
         self.sync = Synchronizer(Replica(context, manifest.training, self.state, self.membership))
-        self.sync.replica.listeners.append(self._changed)
+        self.sync.replica.on_change = self._changed
         spec = manifest.training
         self.work = LocalContribution(
             self.module, self.state, accumulate=spec.every == 1, mixing=spec.mixing if spec.overlap_steps else None
