@@ -120,11 +120,6 @@ class SwarmOptimizer(torch.optim.Optimizer):
         return self.last_result is not None and self.last_result.committed
 
     @property
-    def is_inner_shared(self) -> bool:
-        """True if the wrapped optimizer's state is part of the shared state (``every = 1``)."""
-        return self._every == 1
-
-    @property
     def is_round_running(self) -> bool:
         return self._running_round is not None
 
@@ -357,10 +352,6 @@ class SwarmOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the live gradients, but not those accumulated for the global batch."""
         self.inner.zero_grad(set_to_none)
-
-    def load_inner_state(self, state: dict[Any, Any]) -> None:
-        """Load the ``state`` of the wrapped optimizer's `state_dict`; its hyperparameters stay as they are."""
-        self.load_state_dict({**self.inner.state_dict(), "state": state})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state, and the counts and gradients not contributed yet."""

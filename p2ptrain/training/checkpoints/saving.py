@@ -59,7 +59,8 @@ class Saver:
         moments = {name: tensor for name, tensor in local.items() if name.startswith(OPTIMIZER)}
         if "optimizer_state" in extra and _is_finite("the inner optimizer's state", moments):
             try:
-                self._optimizer.load_inner_state(_unflatten(extra["optimizer_state"], local))
+                state = _unflatten(extra["optimizer_state"], local)
+                self._optimizer.load_state_dict({**self._optimizer.inner.state_dict(), "state": state})
             except (ValueError, KeyError, RuntimeError) as error:
                 logger.warning(
                     "the inner optimizer in %s does not fit this one, and begins anew: %s", checkpoint.path, error
@@ -165,7 +166,7 @@ class Saver:
         extra: dict[str, Any] = {"steps": optimizer.total_steps}
         if residual is not None and _is_finite("the residual", {"residual": residual}):
             local["residual"] = residual
-        if not optimizer.is_inner_shared:
+        if optimizer.work.accumulated is None:  # Else the inner optimizer's state is in the shared state.
             flat: dict[str, torch.Tensor] = {}
             layout = _flatten(optimizer.inner.state_dict()["state"], flat)
             if _is_finite("the inner optimizer's state", flat):
