@@ -64,7 +64,7 @@ class Stepper(ABC):
 
 
 class VectorStep(Stepper):
-    """A step on the CPU vectors, whose state is a fixed set of fp32 tensors.
+    """A step on the CPU vectors, whose state is a fixed set of tensors.
 
     Attributes:
         misfit: Error message for another optimizer's state.
