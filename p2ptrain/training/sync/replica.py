@@ -149,7 +149,7 @@ class Replica:
         self._feedbacks[fragment.index].add_to(out)
         return bool(torch.isfinite(out.sum(dtype=torch.float64)))
 
-    async def keep_feedback(self, body: Body, encoded: Sequence[Encoded]) -> None:
+    async def update_feedback(self, body: Body, encoded: Sequence[Encoded]) -> None:
         """Record the compression error of a contribution that is in a result."""
         await self.context.runtime.compute(self._feedbacks[self.fragment_of(body).index].update, encoded)
 

@@ -26,7 +26,7 @@ from p2ptrain.training.sync.replica import Contribution, Replica
 
 logger = logging.getLogger(__name__)
 
-MAX_STEPS = 12
+MAX_RETRIES = 12
 MAX_REPORTS = 8
 
 
@@ -150,7 +150,7 @@ class Synchronizer:
 
     async def _synchronize(self, work: Contribution) -> RoundResult:
         before, pacing = self.head, self.averager.matchmaker.pacing
-        for _ in range(MAX_STEPS):
+        for _ in range(MAX_RETRIES):
             async with work.model_lock:
                 ready = await self._prepare(work, before)
             if isinstance(ready, RoundResult):
@@ -173,7 +173,7 @@ class Synchronizer:
         raise AttemptFailedError("the swarm moved on faster than this peer could follow")
 
     async def _prepare(self, work: Contribution, before: Head) -> tuple[torch.Tensor, int, int] | RoundResult:
-        for _ in range(MAX_STEPS):
+        for _ in range(MAX_RETRIES):
             await self.follow_swarm(work)
             if 0 < self.last_round <= self.head.round:
                 return RoundResult(self.head != before, self.head.round, "the last round is over")
@@ -213,7 +213,7 @@ class Synchronizer:
     async def _apply_outcome(self, outcome: RoundOutcome, work: Contribution) -> RoundResult:
         body = outcome.result.certificate.body
         if outcome.contributed:
-            await self.replica.keep_feedback(body, outcome.encoded)
+            await self.replica.update_feedback(body, outcome.encoded)
         reason = "" if outcome.contributed else "late: this peer's work waits for the next round"
         if outcome.refusal and not outcome.contributed:
             # The group would refuse the same work again, with a longer backoff each time.
