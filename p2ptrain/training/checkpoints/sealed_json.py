@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
-"""What reading a damaged description raises."""
+"""Errors that reading a damaged description raises."""
 
 
 def seal(description: dict[str, Any]) -> bytes:

@@ -1,4 +1,4 @@
-"""What a peer tells of its shared state: the fingerprint of its layout, its head, and its chunks.
+"""A peer's account of its shared state: the fingerprint of its layout, its head, and its chunks.
 
 Other peers compare the layout before they take part (`check_agreement`), and verify a head before they follow it
 (`check_head`). `p2ptrain.training.sync.download` is the client for chunks. Each chunk is copied out of the live state
