@@ -28,10 +28,8 @@ from p2ptrain.network.transport import Stream
 from p2ptrain.training.state.layout import Layout
 from p2ptrain.training.state.outer_optimizers import AverageStep
 from p2ptrain.training.state.shared_state import SharedState, Stamp
-from p2ptrain.training.sync.download import download_state
-from p2ptrain.training.sync.heads import fetch_head
-from p2ptrain.training.sync.partial_download import PartialDownload
-from p2ptrain.training.sync.state_server import StateServer
+from p2ptrain.training.sync.download import PartialDownload, download_state
+from p2ptrain.training.sync.state_server import StateServer, fetch_head
 
 START_SECONDS = 60.0
 TURN_SECONDS = 120.0
@@ -70,7 +68,7 @@ async def serve(role: str, num_values: int) -> None:
     layout = Layout.from_module(module)
     async with loopback_peer() as peer:
         if role == "source":
-            state = SharedState.from_module(module, layout, AverageStep(layout, 0.7))
+            state = SharedState(module, layout, AverageStep(layout, 0.7))
             state.head = genesis(SWARM, state.tree().root)
             StateServer(peer.rpc, state)
             await peer.transport.serve(RAW, lambda stream: _send_raw(stream, 4 * num_values))

@@ -22,6 +22,7 @@ from benchmarks.harness import alternate, format_table, progress, report, thread
 from p2ptrain.manifest import DataSpec, ModelSpec, TrainingSpec
 from p2ptrain.models import build_model
 from p2ptrain.training.data.corpus import load_corpus
+from p2ptrain.training.learning_rate import WrappedOptimizer
 from p2ptrain.training.state.adamw import AdamWStep
 from p2ptrain.training.state.layout import Layout
 from p2ptrain.training.state.outer_optimizers import GradientStep, Stepper
@@ -54,7 +55,9 @@ def train(moments: Moments, seed: int, steps: int, train_on: torch.Tensor, held_
     for step in range(steps):
         model.zero_grad()
         torch.autograd.backward(loss_of(model, windows(train_on, BATCH, generator)))
-        layout.read_gradients(model, mean)
+        for entry, parameter in layout.parameters_of(model):
+            assert parameter.grad is not None
+            mean[entry.offset : entry.end] = parameter.grad.reshape(-1)
         stepper.step(vector, mean, step)
         layout.write(vector, model)
     with torch.no_grad():
@@ -76,7 +79,8 @@ def step_seconds(num_values: int, repeats: int) -> dict[str, float]:
     module.weight = nn.Parameter(torch.randn(num_values))
     layout, vector, mean = Layout.from_module(module), torch.randn(num_values), torch.randn(num_values)
     steppers = {moments: AdamWStep(layout, TRAINING, moments) for moments in MOMENTS}
-    of_torch = GradientStep(torch.optim.AdamW(module.parameters(), lr=1e-3), module, layout, TRAINING.clip_norm)
+    wrapped = WrappedOptimizer(torch.optim.AdamW(module.parameters(), lr=1e-3), clip_norm=TRAINING.clip_norm)
+    of_torch = GradientStep(wrapped, module, layout)
     steps: dict[str, Stepper] = {"torch": of_torch} | {str(name): each for name, each in steppers.items()}
     cases = {name: thread_seconds(partial(stepper.step, vector, mean, 0)) for name, stepper in steps.items()}
     return {name: measured.median for name, measured in alternate(cases, repeats).items()}

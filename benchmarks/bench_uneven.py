@@ -194,10 +194,10 @@ def serve(speed: float) -> None:
             optimizer.step()
             optimizer.zero_grad()
             if not began and optimizer.round >= first:
-                began, before, first = time.monotonic(), optimizer._synchronizer.head.tokens, optimizer.round
+                began, before, first = time.monotonic(), optimizer.synchronizer.head.tokens, optimizer.round
             if began and not is_said and optimizer.round >= first + rounds:
                 is_said = True
-                say(tokens=optimizer._synchronizer.head.tokens - before, seconds=time.monotonic() - began)
+                say(tokens=optimizer.synchronizer.head.tokens - before, seconds=time.monotonic() - began)
 
 
 def loss_after(speeds: Sequence[float], tokens: int, folder: Path, seed: int) -> float:
@@ -221,11 +221,13 @@ def loss_after(speeds: Sequence[float], tokens: int, folder: Path, seed: int) ->
             use_virtual_time(patch, swarm)
 
             def look(name: str, trainer: Any) -> None:
-                sync = trainer._synchronizer
+                sync = trainer.optimizer.synchronizer
                 if sync.head.tokens >= tokens:
                     if not losses:
-                        sync.state.layout.write(sync.state.vector, trainer._module)
-                        losses.append(held_out_loss(trainer._module, trainer._corpus.held_out, model.context).loss)
+                        sync.state.layout.write(sync.state.vector, trainer.optimizer.module)
+                        losses.append(
+                            held_out_loss(trainer.optimizer.module, trainer._corpus.held_out, model.context).loss
+                        )
                     trainer.stop()
 
             swarm.before_step = look

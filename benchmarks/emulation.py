@@ -1,8 +1,8 @@
 """A swarm without a network: some trainers in one process, synchronised with the product's own arithmetic.
 
 What a peer contributes, encodes, keeps back, averages, applies and mixes is done by the code that does it in a swarm
-(`LocalWork`, codecs, `ErrorFeedback`, `Fragments`, outer steps). Streams, deadlines and failures are left out; all
-contribute to every round, with equal weight.
+(`LocalContribution`, codecs, `ErrorFeedback`, `Fragments`, outer steps). Streams, deadlines and failures are left out;
+all contribute to every round, with equal weight.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from p2ptrain.models import build_model
 from p2ptrain.training.data.corpus import Corpus
 from p2ptrain.training.data.windows import Sampler
 from p2ptrain.training.evaluate import held_out_loss, language_model_loss
-from p2ptrain.training.learning_rate import LearningRates, Shape, learning_rate_factor
-from p2ptrain.training.local_update import LocalWork
-from p2ptrain.training.state.fragments import Fragment
+from p2ptrain.training.learning_rate import Shape, WrappedOptimizer, learning_rate_factor
+from p2ptrain.training.local_update import LocalContribution
 from p2ptrain.training.state.initial_state import initial_state
+from p2ptrain.training.state.layout import Fragment
 
 CURVE_POINTS = 10
 CURVE_WINDOWS, FINAL_WINDOWS = 64, 512
@@ -134,12 +134,11 @@ class Swarm:
             learning_rate_factor, warmup_steps=self.total_steps // 20, schedule=method.schedule,
             total_steps=self.total_steps,
         )  # fmt: skip
-        self.rates = [LearningRates(inner, schedule) for inner in self.inner]
-        self.state = initial_state(
-            self.modules[0], self.inner[0], manifest, manifest.digest, self.spec.clip_norm, self.rates[0]
-        )
+        wrapped = [WrappedOptimizer(inner, schedule, self.spec.clip_norm) for inner in self.inner]
+        self.rates = [each.rates for each in wrapped]
+        self.state = initial_state(self.modules[0], wrapped[0], manifest, manifest.digest)
         mixing = self.spec.mixing if self.spec.overlap_steps else None
-        self.works = [LocalWork(module, self.state, accumulate=False, mixing=mixing) for module in self.modules]
+        self.works = [LocalContribution(module, self.state, accumulate=False, mixing=mixing) for module in self.modules]
         self.codec = get_codec(method.codec)
         self.feedbacks = [
             [ErrorFeedback(fragment.num_values, self.codec, method.feedback_decay) for fragment in self.state.fragments]
@@ -211,7 +210,9 @@ class Swarm:
         for batch in batches:
             self._backward(0, batch)
             contribution = torch.zeros(fragment.num_values)
-            self.state.layout.read_gradients(self.modules[0], contribution)
+            for entry, parameter in self.state.layout.parameters_of(self.modules[0]):
+                assert parameter.grad is not None
+                contribution[entry.offset : entry.end] = parameter.grad.reshape(-1)
             contributions.append(contribution)
         self.state.apply(self._mean(contributions, fragment), step, fragment)
 

@@ -23,7 +23,7 @@ _HOMES = {
     "LoraSpec": "p2ptrain.manifest",
     "Manifest": "p2ptrain.manifest",
     "P2PTrainError": "p2ptrain.errors",
-    "SavePolicy": "p2ptrain.training.checkpoints.save_policy",
+    "SavePolicy": "p2ptrain.training.checkpoints",
     "SignedManifest": "p2ptrain.manifest",
     "Swarm": "p2ptrain.node.swarm",
 }

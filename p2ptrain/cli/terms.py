@@ -11,9 +11,8 @@ import psutil
 from p2ptrain.config import PeerConfig, parse_size
 from p2ptrain.errors import ConfigError, ResourceError
 from p2ptrain.manifest import Manifest, SignedManifest
-from p2ptrain.models import estimate_memory_bytes, num_parameters
+from p2ptrain.models import PROCESS_BYTES, estimate_memory_bytes, num_parameters
 from p2ptrain.models.pretrained import local_data, not_given
-from p2ptrain.models.registry import PROCESS_BYTES
 from p2ptrain.pipeline.measure import available_memory
 from p2ptrain.pipeline.plan import PipelinePlan
 from p2ptrain.status.formats import human_bytes, human_count

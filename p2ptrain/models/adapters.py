@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
-from p2ptrain.errors import ConfigError, UsageError
+from p2ptrain.errors import UsageError
 from p2ptrain.manifest import LoraSpec, ModelSpec
+from p2ptrain.models import get_family, whole
+from p2ptrain.models.building import deterministic_normal_
 from p2ptrain.models.families.layers import Affine
-from p2ptrain.models.frozen import Int8Linear
-from p2ptrain.models.initial import deterministic_normal_
-from p2ptrain.models.registry import get_family, whole
+from p2ptrain.models.int8 import Int8Linear
 from p2ptrain.models.stage import Stage
 
 if TYPE_CHECKING:
@@ -114,7 +113,7 @@ def export_adapters(
         UsageError: Adapters are missing or foreign; or transformers has no such model, or its module names differ from
             its files, as for ``vit``.
     """
-    _check(values, adapter_shapes(spec, lora), UsageError, "what is to be exported")
+    _check_shapes(values, adapter_shapes(spec, lora))
     family = get_family(spec)
     with torch.device("meta"):
         layers = _targets(family.stage(spec, whole(spec)), lora)
@@ -130,31 +129,15 @@ def export_adapters(
     save_file(held, directory / FILE, metadata={"format": "pt"})
 
 
-def load_adapters(stage: Stage, directory: Path) -> None:
-    """Load a stage's adapters from a folder of `export_adapters` or peft; raises `ConfigError` if any are missing."""
-    try:
-        values = load_file(directory / FILE)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{directory / FILE} cannot be read: {error}") from error
-    own = adapter_parameters(stage)
-    found = {name: value for name, value in values.items() if name in own}
-    _check(found, {name: tuple(parameter.shape) for name, parameter in own.items()}, ConfigError, str(directory))
-    with torch.no_grad():
-        for name, parameter in own.items():
-            parameter.copy_(found[name])
-
-
-def _check(
-    values: Mapping[str, torch.Tensor],
-    shapes: Mapping[str, tuple[int, ...]],
-    error: type[UsageError | ConfigError],
-    what: str,
-) -> None:
+def _check_shapes(values: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
     for name in sorted(values.keys() | shapes.keys()):
         found = list(values[name].shape) if name in values else "missing"
         expected = list(shapes[name]) if name in shapes else "no adapter of this model"
         if found != expected:
-            raise error(f"{what}: {name} is {found} and should be {expected}; were all stages and settings the same?")
+            raise UsageError(
+                f"what is to be exported: {name} is {found} and should be {expected}; were all stages and settings the"
+                " same?"
+            )
 
 
 def _check_names(layers: Mapping[str, Any], settings: Any) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.manifest import ModelSpec
 from p2ptrain.models.family import Block, Family, Shape, Span, check_span, stage_shapes, stage_ties
-from p2ptrain.models.frozen import freeze_int8, frozen_state
-from p2ptrain.models.initial import deterministic_normal_
+from p2ptrain.models.int8 import freeze_int8, frozen_state
 from p2ptrain.models.stage import Stage
 from p2ptrain.models.weights import BlockDigest, Weights
 from p2ptrain.progress import Jobs, untold
@@ -83,3 +84,20 @@ def _initial(family: Family, spec: ModelSpec, name: str, shape: Shape) -> torch.
     value = torch.empty(shape)
     deterministic_normal_(value, std, f"{spec.initial_seed} {name}")
     return value
+
+
+def deterministic_normal_(parameter: torch.Tensor, std: float, key: str) -> None:
+    """Fill a contiguous fp32 CPU tensor with nearly normal values of mean 0 that depend on ``key`` alone.
+
+    Peers must start from equal bits, and torch's normal generator gives other bits on CPUs with other vector
+    instructions.
+
+    Each value is a sum of four 16-bit integers from Philox, whose stream NumPy keeps stable across versions. It lies
+    within 3.5 ``std``. The only rounding is in the final multiplication, which IEEE 754 defines.
+    """
+    seed = int.from_bytes(hashlib.sha256(f"initial {key}".encode()).digest()[:16], "little")
+    words = np.random.Philox(key=seed).random_raw(parameter.numel()).astype("<u8", copy=False)
+    sums = words.view("<u2").reshape(-1, 4).sum(axis=1, dtype=np.int32) - 2 * 65535
+    variance = 4 * (65536**2 - 1) / 12  # of four independent uniform integers below 65536
+    values = sums.astype(np.float32) * np.float32(std / variance**0.5)
+    parameter.copy_(torch.from_numpy(values).view(parameter.shape))

@@ -51,7 +51,6 @@ class Block:
 
     @property
     def num_parameters(self) -> int:
-        """Number of its own parameters."""
         return sum(math.prod(shape) for shape in self.shapes.values())
 
 
@@ -64,6 +63,8 @@ class Family(ABC):
     lookups: ClassVar[frozenset[str]] = frozenset()
     """Parameters of two or more dimensions that the first block reads rows of, instead of multiplying."""
 
+    settings: ClassVar[Mapping[str, str]] = {}
+    """Settings of the model, with their names in a transformers configuration; empty if there is none."""
     only_settings: ClassVar[tuple[str, ...]] = ()
     """Settings of a transformers configuration with one supported value."""
     has_fixed_context: ClassVar[bool] = False
@@ -90,7 +91,13 @@ class Family(ABC):
 
     def from_hugging_face(self, config: Any) -> dict[str, Any]:
         """Return this family's settings from a transformers configuration; raises `UsageError` if it cannot."""
-        raise UsageError(f"pretrained models of the family {self.name!r} cannot be read")
+        if not self.settings:
+            raise UsageError(f"pretrained models of the family {self.name!r} cannot be read")
+        return {own: getattr(config, theirs) for own, theirs in self.settings.items()}
+
+    def translated(self, spec: ModelSpec) -> dict[str, Any]:
+        """Return the model's `settings` by their names in a transformers configuration."""
+        return {theirs: getattr(spec, own) for own, theirs in self.settings.items()}
 
     def tokens(self, spec: ModelSpec) -> int:
         """Return the number of positions of one sample."""
@@ -119,6 +126,14 @@ class Family(ABC):
     def outputs(self, spec: ModelSpec) -> int:
         """Return the number of output values per position, or per sample for a classifier."""
         return spec.vocabulary
+
+
+def layer_blocks(prefix: str, shapes: Mapping[str, Shape], count: int) -> list[Block]:
+    """Return equal layers as blocks, with parameters named ``PREFIX.NUMBER.NAME``."""
+    return [
+        Block(f"layer {number}", {f"{prefix}.{number}.{name}": shape for name, shape in shapes.items()})
+        for number in range(count)
+    ]
 
 
 def check_span(span: Span, blocks: Sequence[Block]) -> None:

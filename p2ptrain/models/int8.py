@@ -1,4 +1,4 @@
-"""Products with frozen 8-bit weights: the arithmetic, and its kernels.
+"""Frozen layers with int8 weights: the layers, their arithmetic, and its kernels.
 
 A weight ``[outputs, inputs]`` is one int8 per value and an fp32 scale per row, the row's greatest absolute value over
 127 (*LLM.int8()*, Dettmers et al., 2022, section 2.1). Inputs are two int8 digits and a scale per token:
@@ -17,7 +17,11 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.nn import functional
+
+from p2ptrain.models.families.layers import Affine, Embedding
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """A kernel: int8 ``[rows, inputs]`` times the transposed int8 ``[outputs, inputs]``, as int32 ``[rows, outputs]``."""
@@ -30,6 +34,93 @@ _BLOCK_VALUES, _BLOCK_TOKENS = 1 << 20, 64
 
 _EXACT_INPUTS = 1024
 """Products of this many int8 values add up to less than 2 ** 24, below which fp32 is exact."""
+
+
+class Frozen(nn.Module):
+    """A layer whose ``weight`` is an int8 buffer, with an fp32 ``scale`` for each row.
+
+    Attributes:
+        transposed: True if the original weight had a column for each row.
+        product: The kernel; None selects that of the device.
+    """
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+
+    def __init__(self, weight: torch.Tensor, *, transposed: bool = False) -> None:
+        super().__init__()
+        self.transposed = transposed
+        self.product: Product | None = None
+        for name, value in self.quantized(weight.detach()).items():
+            self.register_buffer(name, value)
+
+    def quantized(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the buffers for an fp32 weight of the original layer."""
+        rounded, scale = quantize(weight.t() if self.transposed else weight)
+        return {"weight": rounded, "scale": scale}
+
+
+class Int8Linear(Frozen):
+    """A frozen linear layer: ``weight`` ``[outputs, inputs]``, ``scale`` ``[outputs]``, and the original bias."""
+
+    def __init__(self, layer: nn.Linear | Affine) -> None:
+        super().__init__(layer.weight, transposed=isinstance(layer, Affine))
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.bias = layer.bias
+        self.requires_grad_(False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs = int8_linear(inputs, self.weight, self.scale, self.product)
+        return outputs if self.bias is None else outputs + self.bias
+
+
+class Int8Embedding(Frozen):
+    """A frozen embedding table: ``weight`` ``[entries, width]``, ``scale`` ``[entries]``."""
+
+    def __init__(self, table: nn.Embedding) -> None:
+        super().__init__(table.weight)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return dequantize(
+            functional.embedding(ids, self.weight), functional.embedding(ids, self.scale[:, None])[..., 0]
+        )
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[..., width]`` to ``[..., entries]``: the tied head."""
+        return int8_linear(hidden, self.weight, self.scale, self.product)
+
+
+_REPLACED: dict[type[nn.Module], Callable[[Any], nn.Module]] = {
+    nn.Linear: Int8Linear,
+    Affine: Int8Linear,
+    nn.Embedding: Int8Embedding,
+    Embedding: Int8Embedding,
+}
+
+
+def freeze_int8(module: nn.Module) -> None:
+    """Replace the linear layers and embeddings of a module by frozen int8 ones, and freeze the rest in fp32.
+
+    Layers are replaced one by one, and unreferenced originals are freed at once. Unknown subclasses, such as the one in
+    ``nn.MultiheadAttention``, stay in fp32, because they may use their weight in another way.
+    """
+    # A list of all modules would keep the replaced ones alive.
+    for parent in [each for each in module.modules() if type(each) not in _REPLACED]:
+        for name in [name for name, _ in parent.named_children()]:
+            layer = parent.get_submodule(name)
+            if type(layer) in _REPLACED:
+                setattr(parent, name, _REPLACED[type(layer)](layer))
+            del layer
+    module.requires_grad_(False)
+
+
+def frozen_state(stage: nn.Module, name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return a `freeze_int8` stage's entries for a parameter of the original: its buffers, or the value itself."""
+    owner, _, own = name.rpartition(".")
+    layer = stage.get_submodule(owner)
+    if own == "weight" and isinstance(layer, Frozen):
+        return {f"{owner}.{buffer}": held for buffer, held in layer.quantized(value).items()}
+    return {name: value}
 
 
 def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,13 +8,6 @@ from typing import Any
 from p2ptrain.errors import ConfigError
 
 
-def load_tokenizer(name: str, context: int) -> Any:
-    """Return the transformers tokenizer of a manifest's ``data.tokenizer``; raises as `load_pretrained_tokenizer`."""
-    if name == "bytes":
-        return byte_tokenizer(context)
-    return load_pretrained_tokenizer(name)
-
-
 def load_pretrained_tokenizer(name: str) -> Any:
     """Return the transformers tokenizer of ``path:DIR`` or ``hub:OWNER/NAME[@REVISION]``; raises `ConfigError`."""
     kind, _, place = name.partition(":")

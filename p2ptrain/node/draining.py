@@ -24,8 +24,8 @@ from p2ptrain.runtime import Runtime, left_behind
 from p2ptrain.tasks import Tasks
 
 if TYPE_CHECKING:
+    from p2ptrain.training.bridge import Bridge
     from p2ptrain.training.loop import Trainer
-    from p2ptrain.training.optimizer import Bridge
 
 logger = logging.getLogger(__name__)
 

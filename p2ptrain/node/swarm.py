@@ -12,7 +12,7 @@ from p2ptrain.network.libp2p.settings import Libp2pSettings
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.node.process import SigtermExit
 from p2ptrain.node.thread import PeerThread
-from p2ptrain.training.checkpoints.save_policy import SavePolicy
+from p2ptrain.training.checkpoints import SavePolicy
 
 if TYPE_CHECKING:
     import torch

@@ -14,9 +14,17 @@ from typing import TYPE_CHECKING
 
 from p2ptrain.errors import ManifestError
 from p2ptrain.manifest import Manifest
-from p2ptrain.models import build_stage, estimate_memory_bytes, get_family, model_blocks
+from p2ptrain.models import (
+    FROZEN_BYTES,
+    MOMENTS_SAVED_BYTES,
+    PROCESS_BYTES,
+    TRAINED_BYTES,
+    build_stage,
+    estimate_memory_bytes,
+    get_family,
+    model_blocks,
+)
 from p2ptrain.models.family import Shape, Span, stage_shapes, stage_ties
-from p2ptrain.models.registry import FROZEN_BYTES, MOMENTS_SAVED_BYTES, PROCESS_BYTES, TRAINED_BYTES
 from p2ptrain.pipeline.messages import IDS, Payload
 from p2ptrain.pipeline.partition import equal_work, explicit, within_memory
 from p2ptrain.pipeline.placement import StageNeed

@@ -67,8 +67,6 @@ def held_out_loss(
     Args:
         model: Measured in eval mode, on the device of its first parameter.
         tokens: Held-out tokens, ``[num_tokens]``, at least ``context + 1``.
-        context: Tokens per window.
-        max_windows: Limit of windows to read.
         batch_size: Windows per forward pass.
         loss_function: The default suits causal language models.
         max_seconds: Timeout, checked after each batch; None for none.

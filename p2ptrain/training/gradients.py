@@ -9,7 +9,6 @@ from torch import Tensor
 
 
 def is_sparse(gradient: Tensor) -> bool:
-    """True if a gradient is in a sparse layout."""
     return gradient.layout != torch.strided
 
 

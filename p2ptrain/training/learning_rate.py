@@ -114,8 +114,10 @@ class LearningRates:
         if not 0 <= factor < math.inf:
             raise UsageError(f"the schedule returned {factor:g} for step {step}: return a finite factor of at least 0")
         for group, base in zip(self._optimizer.param_groups, self._base, strict=True):
-            if base is not None:
-                _assign(group, base * factor)
+            if base is not None and isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(base * factor)
+            elif base is not None:
+                group["lr"] = base * factor
         self._last = self.current()
 
     def change(self) -> str:
@@ -125,6 +127,23 @@ class LearningRates:
             if old != new:
                 return f"the learning rate of parameter group {number} went from {old} to {new}"
         return ""
+
+
+class WrappedOptimizer:
+    """A torch optimizer whose steps a swarm shares.
+
+    Attributes:
+        optimizer: The torch optimizer.
+        rates: Its learning rates, by the swarm's schedule.
+        clip_norm: Norm limit of a step's gradient; 0 for none.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, schedule: Schedule | None = None, clip_norm: float = 0.0
+    ) -> None:
+        self.optimizer = optimizer
+        self.rates = LearningRates(optimizer, schedule)
+        self.clip_norm = clip_norm
 
 
 class SwarmScheduler(LRScheduler):
@@ -160,10 +179,3 @@ class SwarmScheduler(LRScheduler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.step()
-
-
-def _assign(group: dict[str, Any], rate: float) -> None:
-    if isinstance(group["lr"], torch.Tensor):
-        group["lr"].fill_(rate)
-    else:
-        group["lr"] = rate

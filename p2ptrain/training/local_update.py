@@ -1,4 +1,4 @@
-"""The live model's side of a synchronisation: the pending local work, and the update of the live values.
+"""The live model's side of a synchronisation: the pending local work, its contribution, and the model's lock.
 
 A step adds its tokens to the pending ones of each of the P fragments. A contribution to a fragment weighs 1 / P of its
 pending tokens. So a token counts once after all fragments' turns, and a fragment that missed its turn weighs more in
@@ -11,23 +11,29 @@ since the contribution was read stays pending.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import logging
-from contextlib import AbstractAsyncContextManager
+import threading
+from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
 import torch
 
+from p2ptrain.errors import TemporaryError
 from p2ptrain.training.gradients import is_sparse
-from p2ptrain.training.model_lock import Rest
-from p2ptrain.training.state.fragments import Fragment
+from p2ptrain.training.state.layout import Fragment
 from p2ptrain.training.state.shared_state import SharedState
 
 logger = logging.getLogger(__name__)
 
+POLL_SECONDS = 1.0
+"""Interval at which a waiting training thread checks whether the event loop's side has ended."""
 
-class LocalWork:
-    """The local work since the last contribution; implements `p2ptrain.training.sync.contribution.Contribution`.
+
+class LocalContribution:
+    """The local work since the last contribution; implements `p2ptrain.training.sync.replica.Contribution`.
 
     It contributes gradients if ``accumulate`` (``every = 1``), else pseudo-gradients. ``mixing`` is None without
     overlap. ``inner``, the optimizer of local steps, is None if its state is shared.
@@ -36,7 +42,6 @@ class LocalWork:
         pending: By fragment: tokens of work not contributed yet.
         samples: Samples read since the last contribution.
         steps: Local batches since the last contribution; with overlap, since the last one was read.
-        rest: The lock between the training thread and the synchronising side.
     """
 
     def __init__(
@@ -52,7 +57,7 @@ class LocalWork:
         self.pending = [0] * len(state.fragments)
         self.samples = 0
         self.steps = 0
-        self.rest = Rest()
+        self.model_lock = ModelLock()
         self._mixing = mixing
         self._inner = inner
         # Kept for optimizers that have state before their first step, and cannot recreate it.
@@ -66,9 +71,6 @@ class LocalWork:
 
     def tokens_of(self, fragment: Fragment) -> int:
         return self.pending[fragment.index] // len(self.pending)
-
-    def at_rest(self) -> AbstractAsyncContextManager[None]:
-        return self.rest.held()
 
     def add_step(self, samples: int, tokens: int) -> None:
         self.samples += samples
@@ -87,7 +89,7 @@ class LocalWork:
 
     def collect(self, out: torch.Tensor, fragment: Fragment | None = None) -> None:
         """Write shared minus live values; with accumulated gradients, their weighted mean in the parameters' part."""
-        fragment = fragment or self.state.fragments.whole
+        fragment = fragment or self.state.layout.whole
         fragment.layout.read(self.module, out)
         torch.sub(self._shared(fragment), out, out=out)
         if self.accumulated is not None:
@@ -101,7 +103,7 @@ class LocalWork:
         counted: tuple[int, int] = (0, 0),
     ) -> None:
         affected = range(len(self.pending)) if fragment is None else [fragment.index]
-        fragment = fragment or self.state.fragments.whole
+        fragment = fragment or self.state.layout.whole
         target = self._shared(fragment)
         if contributed and self._mixing:
             target = self._mixed(target, fragment)
@@ -125,13 +127,13 @@ class LocalWork:
         if self._mixing is None and (contributed or carry is None or len(self.pending) > 1):
             self.steps = 0  # A carried fragment waits for its next turn.
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         self.adopt(False, None)
         if self._inner is not None:
             self._inner.state.clear()
             self._inner.state.update({key: copy.deepcopy(value) for key, value in self._first_state.items()})
 
-    def mend_buffers(self) -> None:
+    def restore_buffers(self) -> None:
         """Restore the live buffers from the shared state if a bad batch left a value that is not finite."""
         if not all(bool(buffer.isfinite().all()) for buffer in self.module.buffers()):
             self.state.layout.write(self.state.vector, self.module, kind="buffer")
@@ -173,3 +175,88 @@ class LocalWork:
         values = torch.empty(fragment.num_values, dtype=torch.float32)
         fragment.gather(self.state.vector, values)
         return values
+
+
+class ModelLock:
+    """The lock on the live model, between the training thread and the event loop's side of a round.
+
+    When a round runs under compute (``training.overlap_steps``), the event loop's side needs the model twice: to read
+    the contribution, and to apply the result. It waits in ``async with lock``, and the training thread grants the lock
+    at the end of a step. Without overlap the training thread waits for the whole round, so the lock is free.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._training = False
+        self._reserved = False
+        self._held = False
+        self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
+
+    # --- the training thread's side
+
+    def release(self) -> None:
+        """Release the model, and grant it to the waiting side."""
+        with self._changed:
+            self._training = False
+            if self._waiting is not None:
+                (loop, future), self._waiting = self._waiting, None
+                self._held = True
+                loop.call_soon_threadsafe(_grant, future)
+
+    def acquire(self, is_over: Callable[[], bool]) -> None:
+        """Take the model; wait while it is held or reserved.
+
+        Raises:
+            TemporaryError: The event loop's side has ended (``is_over``) without releasing it.
+        """
+        with self._changed:
+            while self._held or self._reserved:
+                if not self._changed.wait(POLL_SECONDS) and is_over():
+                    raise TemporaryError("the swarm was closed during a round: call Swarm.join again to go on")
+            self._training = True
+
+    def reserve(self) -> None:
+        """Keep the model for the event loop's side, whose task has not come yet; call after `release`."""
+        with self._changed:
+            self._reserved = True
+
+    def end_reservation(self) -> None:
+        """Cancel `reserve` if the task did not come; safe from any thread."""
+        with self._changed:
+            self._reserved = False
+            self._changed.notify_all()
+
+    # --- the event loop's side
+
+    async def __aenter__(self) -> None:
+        with self._changed:
+            if not self._training:
+                self._reserved, self._held = False, True
+                return
+            loop = asyncio.get_running_loop()
+            future: asyncio.Future[None] = loop.create_future()
+            self._waiting = (loop, future)
+        try:
+            await future
+        except asyncio.CancelledError:
+            with self._changed:
+                granted = self._waiting is None
+                self._waiting = None
+            if granted:
+                self._give_back()
+            raise
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._give_back()
+
+    def _give_back(self) -> None:
+        with self._changed:
+            self._held = False
+            self._changed.notify_all()
+
+
+def _grant(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

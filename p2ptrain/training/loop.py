@@ -13,17 +13,17 @@ import torch
 
 from p2ptrain.errors import CheckpointError, P2PTrainError, ResourceError, TemporaryError
 from p2ptrain.manifest import Manifest
-from p2ptrain.progress import Jobs, untold
 from p2ptrain.training.checkpoints.saving import Saver
 from p2ptrain.training.data.corpus import Corpus
 from p2ptrain.training.data.windows import Sampler
 from p2ptrain.training.evaluate import Evaluation, held_out_loss, language_model_loss
 from p2ptrain.training.metrics import MetricsWriter
 from p2ptrain.training.optimizer import PAUSE_SECONDS, SwarmOptimizer
-from p2ptrain.training.sync.synchronizer import RoundResult, Synchronizer
+from p2ptrain.training.sync.synchronizer import RoundResult
 
 logger = logging.getLogger(__name__)
 
+REPORT_SECONDS = 2.0
 EVALUATION_SECONDS = 20.0
 GLANCE_SECONDS = 10.0
 """Least interval of short held-out measurements; longer if they would take over 1/50 of the time."""
@@ -43,12 +43,12 @@ class Progress:
 
 
 class Trainer:
-    """Trains until it is stopped, the swarm reaches ``max_rounds`` (0 for never), or an error ends it.
+    """Trains until it is stopped, the swarm reaches ``Synchronizer.last_round``, or an error ends it.
 
-    ``optimizer`` wraps AdamW on ``module``; ``saver`` has restored it. ``peer`` is this peer's id, and selects its
-    samples. ``evaluate`` enables the held-out loss. ``on_progress`` is called on the training thread.
+    ``optimizer`` wraps AdamW; ``saver`` has restored it. ``on_progress`` is called on the training thread.
 
     Attributes:
+        peer_id: Selects this peer's samples.
         is_saving: True while a checkpoint is written; safe from any thread.
         is_saved: True once the final checkpoint is written.
         unsaved: Why the last checkpoint was not written; None if it was.
@@ -56,42 +56,34 @@ class Trainer:
 
     def __init__(
         self,
-        module: torch.nn.Module,
         optimizer: SwarmOptimizer,
-        synchronizer: Synchronizer,
+        saver: Saver,
         manifest: Manifest,
         corpus: Corpus,
-        peer: str,
         metrics: MetricsWriter,
-        saver: Saver,
-        max_rounds: int = 0,
-        evaluate: bool = True,
-        jobs: Jobs = untold,
-        on_progress: Callable[[Progress], object] = lambda progress: None,
+        on_progress: Callable[[Progress], None],
     ) -> None:
         self.progress = Progress()
         self.optimizer = optimizer
-        self._module = module
-        self._synchronizer = synchronizer
+        self.saver = saver
+        self.peer_id = optimizer.synchronizer.replica.context.rpc.peer_id
+        self.is_saving = self.is_saved = False
+        self.unsaved: ResourceError | CheckpointError | None = None
+        self._module = optimizer.module
+        self._device = next(self._module.parameters()).device
+        self._synchronizer = optimizer.synchronizer
+        self._jobs = optimizer.synchronizer.jobs
         self._spec = manifest.training
         self._context = manifest.model.context
         self._corpus = corpus
         self._sampler = Sampler(corpus.train, manifest.model.context, manifest.data.seed)
-        self._peer = peer
         self._metrics = metrics
-        self.saver = saver
-        self.is_saving = self.is_saved = False
-        self.unsaved: ResourceError | CheckpointError | None = None
-        synchronizer.last_round = max_rounds
-        self._evaluate = evaluate
-        self._jobs = jobs
-        self._device = next(module.parameters()).device
+        self._on_progress = on_progress
         self._stop = threading.Event()
         self._deadline: float | None = None
         self._round = -1
         self._index = 0
         self._next_glance = 0.0
-        self._on_progress = on_progress
         optimizer.on_pause = self._on_pause
 
     def stop(self, seconds: float | None = None) -> None:
@@ -105,9 +97,9 @@ class Trainer:
 
     def run(self) -> Progress:
         """Train on the calling thread; raise `P2PTrainError` if training cannot continue."""
-        if self._evaluate:
-            self.progress.held_out_loss_before = self._held_out()
-        started, last_report, tokens_before = time.monotonic(), time.monotonic(), 0
+        self.progress.held_out_loss_before = self._measure()
+        started = last_report = time.monotonic()
+        tokens_before = 0
         while not self._stop.is_set() and not self._is_done():
             try:
                 loss = self._train_step()
@@ -116,21 +108,21 @@ class Trainer:
                     raise
                 logger.info("the round in progress is given up: %s", error)
                 break
-            result = self._new_result()
+            result, self.optimizer.last_result = self.optimizer.last_result, None
             if result is not None:
-                self._after_round(result, loss)
+                self._after_round(result, float(loss))
             now = time.monotonic()
-            if now - last_report >= 2.0:
+            if now - last_report >= REPORT_SECONDS:
                 rate = (self.optimizer.total_tokens - tokens_before) / (now - last_report)
                 last_report, tokens_before = now, self.optimizer.total_tokens
-                self.progress.loss, self.progress.tokens_per_second = float(loss), rate
-                self.progress.tokens = self.optimizer.total_tokens
-                self._metrics.write("step", loss=float(loss), tokens_per_second=rate, step=self.optimizer.total_steps)
-                self._on_progress(self.progress)
-        self._finish()
-        elapsed = max(time.monotonic() - started, 1e-9)
+                self._report(float(loss), rate)
+        self._contribute_rest()
+        with self._jobs("saving a checkpoint", ""):
+            self._save()
+        self.is_saved = self.unsaved is None
+        self._measure_shared_state()
         self.progress.tokens = self.optimizer.total_tokens
-        self.progress.tokens_per_second = self.optimizer.total_tokens / elapsed
+        self.progress.tokens_per_second = self.optimizer.total_tokens / max(time.monotonic() - started, 1e-9)
         return self.progress
 
     def _is_done(self) -> bool:
@@ -140,8 +132,8 @@ class Trainer:
         head = self._synchronizer.head
         if head.round != self._round:
             self._round, self._index = head.round, self.optimizer.samples_in_round  # Samples carried over.
-        size = self._spec.local_batch
-        batch = self._sampler.batch(head.samples, self._synchronizer.place, self._peer, head.round, self._index, size)
+        size, place = self._spec.local_batch, self._synchronizer.place
+        batch = self._sampler.batch(head.samples, place, self.peer_id, head.round, self._index, size)
         self._index += size
         tokens = torch.from_numpy(batch).to(self._device, non_blocking=True)
         with torch.autocast("cuda", torch.bfloat16) if self._device.type == "cuda" else contextlib.nullcontext():
@@ -151,19 +143,14 @@ class Trainer:
         self.optimizer.zero_grad()
         return loss.detach()
 
-    def _new_result(self) -> RoundResult | None:
-        result = self.optimizer.last_result
-        self.optimizer.last_result = None
-        return result
-
-    def _after_round(self, result: RoundResult, loss: torch.Tensor) -> None:
-        self.progress.loss = float(loss)
+    def _after_round(self, result: RoundResult, loss: float) -> None:
+        self.progress.loss = loss
         self.progress.note = "" if result.committed else result.reason
         if result.committed:
             pace = self.progress.tokens_per_second  # 0 before it has been measured
             logger.info(
                 "round %d: loss %.3f, %d of %d peers contributed, %.1f s%s%s",
-                result.round, float(loss), result.contributors, result.members, result.seconds,
+                result.round, loss, result.contributors, result.members, result.seconds,
                 f", {pace:.0f} tokens/s" if pace else "", f" ({result.reason})" if result.reason else "",
             )  # fmt: skip
         else:
@@ -172,8 +159,14 @@ class Trainer:
         self._on_progress(self.progress)
         if result.committed and result.contributed and self.saver.is_due():
             self._save()
-        if self._evaluate and result.committed and time.monotonic() >= self._next_glance:
+        if result.committed and time.monotonic() >= self._next_glance:
             self._glance()
+
+    def _report(self, loss: float, rate: float) -> None:
+        self.progress.loss, self.progress.tokens_per_second = loss, rate
+        self.progress.tokens = self.optimizer.total_tokens
+        self._metrics.write("step", loss=loss, tokens_per_second=rate, step=self.optimizer.total_steps)
+        self._on_progress(self.progress)
 
     def _write_round(self, result: RoundResult) -> None:
         self._metrics.write(
@@ -188,10 +181,12 @@ class Trainer:
         self._on_progress(self.progress)
         return not self._stop.wait(PAUSE_SECONDS)
 
-    def _finish(self) -> None:
-        """Contribute the pending work, save, and measure the shared state."""
+    # --- the end
+
+    def _contribute_rest(self) -> None:
+        """Finish a round under compute, and contribute the pending work."""
         try:
-            if self.optimizer.is_under_way:
+            if self.optimizer.is_round_running:
                 self._write_round(self.optimizer.synchronize())
             for _ in range(self._spec.fragments):
                 if not self.optimizer.tokens_in_round or self._is_done() or self._is_left_alone():
@@ -203,25 +198,35 @@ class Trainer:
                     break
         except P2PTrainError as error:
             logger.info("the last local steps were not contributed: %s", error)
-        with self._jobs("saving a checkpoint", ""):
-            self._save()
-        self.is_saved = self.unsaved is None
-        seconds = self._seconds_to_measure()
-        if self._evaluate and seconds > 0:
-            self._synchronizer.state.layout.write(self._synchronizer.state.vector, self._module)
-            self.progress.held_out_loss_after = self._held_out(seconds)
-
-    def _seconds_to_measure(self) -> float:
-        """Return the timeout of the last held-out measurement: at most half of the drain's remaining time."""
-        if self._deadline is None:
-            return EVALUATION_SECONDS
-        return min(EVALUATION_SECONDS, (self._deadline - time.monotonic()) / 2)
 
     def _is_left_alone(self) -> bool:
         """True if the other peers of the last round are gone: a round without them would only fork the lineage."""
-        return len(self._synchronizer.head.members) > 1 and not self._synchronizer.sees_others()
+        others = self._synchronizer.replica.membership.alive_trainers()
+        return len(self._synchronizer.head.members) > 1 and not others
 
-    def _held_out(self, seconds: float = EVALUATION_SECONDS) -> float:
+    def _save(self) -> None:
+        self.is_saving, self.unsaved = True, None
+        try:
+            self.saver.save()
+        except (ResourceError, CheckpointError) as error:
+            # Training continues: the next synchronisation detects and repairs a damaged state.
+            self.progress.note, self.unsaved = str(error), error
+            logger.error("%s", error)
+        finally:
+            self.is_saving = False
+
+    # --- the held-out loss
+
+    def _measure_shared_state(self) -> None:
+        """Measure the shared state at the end, in at most half of the drain's remaining time."""
+        seconds = EVALUATION_SECONDS
+        if self._deadline is not None:
+            seconds = min(seconds, (self._deadline - time.monotonic()) / 2)
+        if seconds > 0:
+            self._synchronizer.state.layout.write(self._synchronizer.state.vector, self._module)
+            self.progress.held_out_loss_after = self._measure(seconds)
+
+    def _measure(self, seconds: float = EVALUATION_SECONDS) -> float:
         with self._jobs("measuring the held-out loss", "windows") as advance:
             evaluation = held_out_loss(
                 self._module, self._corpus.held_out, self._context, max_seconds=seconds, advance=advance
@@ -246,14 +251,3 @@ class Trainer:
         self._metrics.write(
             "held_out", round=self._synchronizer.head.round, loss=evaluation.loss, windows=evaluation.num_windows
         )
-
-    def _save(self) -> None:
-        self.is_saving, self.unsaved = True, None
-        try:
-            self.saver.save()
-        except (ResourceError, CheckpointError) as error:
-            # Training continues: the next synchronisation detects and repairs a damaged state.
-            self.progress.note, self.unsaved = str(error), error
-            logger.error("%s", error)
-        finally:
-            self.is_saving = False

@@ -15,7 +15,7 @@ from p2ptrain.averaging.protocol.certificate import Certificate, Head
 from p2ptrain.codecs import get_codec
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.training.sync import catch_up as following
-from p2ptrain.training.sync.catch_up_policy import Way
+from p2ptrain.training.sync.catch_up import Way
 from tests.support.sim.trainers import TOKENS_PER_STEP, Ledger, SimulatedTrainer, make_manifest
 
 WIDTH = 200
@@ -138,7 +138,7 @@ async def trainers(
 async def bytes_to_follow(trainer: SimulatedTrainer) -> int:
     """What a trainer receives to catch up."""
     before = trainer.rpc.bytes_received
-    assert await trainer.sync.catch_up.follow_swarm(trainer.work)
+    assert await trainer.sync.follow_swarm(trainer.work)
     return trainer.rpc.bytes_received - before
 
 

@@ -91,13 +91,13 @@ def test_a_peer_whose_contributions_count_again_is_not_ended_by_those_before() -
     async def main(network: SimulatedNetwork) -> None:
         swarm, broken = await start(network)
         begun: list[int] = []
-        begin_anew = broken.work.begin_anew
+        reset = broken.work.reset
 
         def watched() -> None:
             begun.append(broken.sync.head.round)
-            begin_anew()
+            reset()
 
-        broken.work.begin_anew = watched  # type: ignore[method-assign]
+        broken.work.reset = watched  # type: ignore[method-assign]
         for drops in (MAX_DROPS - 1, 2 * (MAX_DROPS - 1)):
             spoil_updates(broken, not_a_number, while_=lambda: len(begun) < drops)  # noqa: B023
             await swarm.until(lambda: len(begun) == drops, SECONDS, "its updates are dropped")  # noqa: B023

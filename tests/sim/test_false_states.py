@@ -13,7 +13,7 @@ import torch
 from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.network.schema import Nothing
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from p2ptrain.training.sync.heads import HeldHead
+from p2ptrain.training.sync.state_server import HeldHead
 from tests.support.sim.trainers import Ledger, SimulatedTrainer, make_manifest
 
 

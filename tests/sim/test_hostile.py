@@ -34,7 +34,7 @@ from p2ptrain.errors import PeerRefusedError, TemporaryError
 from p2ptrain.network.chunks.messages import Open
 from p2ptrain.network.schema import Nothing
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from p2ptrain.training.sync.heads import HeldHead
+from p2ptrain.training.sync.state_server import HeldHead
 from tests.support.lying import BulkLie, Lie
 from tests.support.sim.accounts import Accounts
 from tests.support.sim.hostile import BAD_MESSAGES, BROKEN_PARTS, boast, lead_badly, lie_in_rounds, never

@@ -24,8 +24,7 @@ from p2ptrain.training.state.shared_state import SharedState, Stamp
 from p2ptrain.training.sync import background_download as downloading
 from p2ptrain.training.sync import rounds_since, state_server
 from p2ptrain.training.sync.background_download import StateDownload
-from p2ptrain.training.sync.download import download_state
-from p2ptrain.training.sync.partial_download import PartialDownload
+from p2ptrain.training.sync.download import PartialDownload, download_state
 from tests.support.sim.trainers import SimulatedSwarm, SimulatedTrainer, make_manifest
 
 WIDTH = 100

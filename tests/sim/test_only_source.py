@@ -19,8 +19,7 @@ from p2ptrain.training.loop import Trainer
 from p2ptrain.training.state import digest
 from p2ptrain.training.sync import background_download as downloading
 from p2ptrain.training.sync import state_server
-from p2ptrain.training.sync.download import download_state
-from p2ptrain.training.sync.partial_download import PartialDownload
+from p2ptrain.training.sync.download import PartialDownload, download_state
 from tests.support.sim.product_peers import ProductSwarm, small_manifest, use_virtual_time
 
 CHUNK_BYTES = 1024

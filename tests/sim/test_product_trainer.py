@@ -257,7 +257,7 @@ def test_trainers_of_uneven_speeds_do_the_sum_of_what_they_can(
         marks: list[tuple[float, int, int]] = []
 
         def look(name: str, trainer: Trainer) -> None:
-            head = trainer._synchronizer.head
+            head = trainer.optimizer.synchronizer.head
             if not marks or head.round > marks[-1][1]:
                 marks.append((network.loop.time(), head.round, head.tokens))
 

@@ -16,11 +16,12 @@ import torch
 from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.manifest import Manifest, TrainingSpec
 from p2ptrain.node.thread import LoopThread
-from p2ptrain.training.checkpoints.save_policy import SavePolicy
+from p2ptrain.training.bridge import Bridge
+from p2ptrain.training.checkpoints import SavePolicy
 from p2ptrain.training.checkpoints.saving import Saver
-from p2ptrain.training.learning_rate import LearningRates, Schedule
-from p2ptrain.training.local_update import LocalWork
-from p2ptrain.training.optimizer import Bridge, SwarmOptimizer
+from p2ptrain.training.learning_rate import Schedule, WrappedOptimizer
+from p2ptrain.training.local_update import LocalContribution
+from p2ptrain.training.optimizer import SwarmOptimizer
 from p2ptrain.training.state.initial_state import initial_state
 from p2ptrain.training.state.shared_state import SharedState
 from p2ptrain.training.sync.synchronizer import RoundResult
@@ -69,10 +70,10 @@ class LoneSynchronizer:
     async def report(self, samples: int, batch_samples: int, batch_seconds: float) -> bool:
         return samples >= self._global_batch
 
-    async def begin_anew(self, work: LocalWork) -> None:
-        work.begin_anew()
+    async def reset(self, work: LocalContribution) -> None:
+        work.reset()
 
-    async def synchronize(self, work: LocalWork) -> RoundResult:
+    async def synchronize(self, work: LocalContribution) -> RoundResult:
         head, fragment = self.head, self.state.fragments.of_round(self.head.round)
         if self.fail_rounds:
             return RoundResult(False, head.round, "the test says so")
@@ -113,12 +114,11 @@ def lone_peer(
     )
     thread = LoopThread()
     try:
-        state = initial_state(module, inner, manifest, manifest.digest, clip_norm)
+        wrapped = WrappedOptimizer(inner, clip_norm=clip_norm)
+        state = initial_state(module, wrapped, manifest, manifest.digest)
         synchronizer: Any = LoneSynchronizer(state, manifest.training)
-        optimizer = SwarmOptimizer(
-            module, inner, synchronizer, Bridge(thread.loop), manifest.training, 10, clip_norm=clip_norm
-        )
-        saver = Saver(directory, policy or SavePolicy(), synchronizer, optimizer, manifest.digest)
+        optimizer = SwarmOptimizer(module, wrapped, synchronizer, Bridge(thread.loop), manifest.training, 10)
+        saver = Saver(directory, policy or SavePolicy(), optimizer, manifest.digest)
         yield LonePeer(module, optimizer, synchronizer, saver)
         saver.close()
     finally:
@@ -134,7 +134,7 @@ class InlineBridge(Bridge):
     def is_over(self) -> bool:
         return False
 
-    def tell(self, callback: Callable[..., object], *values: object) -> None:
+    def call_soon(self, callback: Callable[..., object], *values: object) -> None:
         callback(*values)
 
     def start(self, coroutine: Any) -> Future[Any]:
@@ -193,11 +193,11 @@ def lone_optimizer(
     usual = {"local_batch": 1, "global_batch": 1, "outer_learning_rate": 1.0}
     manifest = Manifest.model_validate({"name": "lone", "training": training_over(usual, training)})
     inner = make(module)
-    rates = LearningRates(inner, schedule)
-    state = initial_state(module, inner, manifest, manifest.digest, clip_norm, rates)
+    wrapped = WrappedOptimizer(inner, schedule, clip_norm)
+    state = initial_state(module, wrapped, manifest, manifest.digest)
     state.head = dataclasses.replace(state.head, round=round_)
     synchronizer: Any = LoneSynchronizer(state, manifest.training)
-    optimizer = SwarmOptimizer(module, inner, synchronizer, InlineBridge(), manifest.training, 10, clip_norm, rates)
+    optimizer = SwarmOptimizer(module, wrapped, synchronizer, InlineBridge(), manifest.training, 10)
     lone = LoneOptimizer(module, optimizer, synchronizer)
     inner.register_step_pre_hook(lambda *_: lone.applied_rates.append(float(inner.param_groups[0]["lr"])))
     return lone

@@ -229,10 +229,10 @@ def test_its_state_dict_holds_the_wrapped_optimizer_and_what_is_not_contributed_
 
 
 def lose_progress(opt: SwarmOptimizer) -> None:
-    opt._work.samples = opt._work.steps = 0
-    opt._work.pending = [0]
-    assert opt._work.accumulated is not None
-    opt._work.accumulated.zero_()
+    opt.work.samples = opt.work.steps = 0
+    opt.work.pending = [0]
+    assert opt.work.accumulated is not None
+    opt.work.accumulated.zero_()
 
 
 def test_one_swarm_trains_one_model(tmp_path: Path) -> None:

@@ -258,6 +258,16 @@ class Membership:
         """Return the peers that train, absent ones included, without suspects."""
         return [peer for peer in self.trainers() if not self.is_suspect(peer)]
 
+    def trusted_records(self) -> list[PeerRecord]:
+        """Return the records of training peers that are neither suspected nor mistrusted, ordered by peer id."""
+        return [
+            record
+            for record in self.records()
+            if record.state in ACTIVE_STATES
+            and not self.is_suspect(record.peer)
+            and not self.is_mistrusted(record.peer)
+        ]
+
 
 class Absentees:
     """Remembers the absent peers' answers to a leader that would end a round without them. Times are in loop time.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from p2ptrain.manifest import ModelSpec
-from p2ptrain.models.family import Block, Family, Shape, Span
+from p2ptrain.models.family import Block, Family, Shape, Span, layer_blocks
 
 if TYPE_CHECKING:
     from p2ptrain.models.families.gpt2_stage import GPT2Stage
@@ -20,6 +20,16 @@ class GPT2(Family):
 
     name = "gpt2"
     lookups = frozenset({"transformer.wte.weight", "transformer.wpe.weight"})
+    settings: ClassVar[Mapping[str, str]] = {
+        "layers": "n_layer",
+        "hidden": "n_embd",
+        "heads": "n_head",
+        "intermediate": "n_inner",
+        "vocabulary": "vocab_size",
+        "context": "n_positions",
+        "tied_embeddings": "tie_word_embeddings",
+        "norm_epsilon": "layer_norm_epsilon",
+    }
     only_settings = (
         "activation_function", "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention",
     )  # fmt: skip
@@ -41,10 +51,7 @@ class GPT2(Family):
             "mlp.c_proj.weight": (spec.intermediate, width),
             "mlp.c_proj.bias": (width,),
         }
-        layers = [
-            Block(f"layer {number}", {f"transformer.h.{number}.{name}": shape for name, shape in shapes.items()})
-            for number in range(spec.layers)
-        ]
+        layers = layer_blocks("transformer.h", shapes, spec.layers)
         table: Shape = (spec.vocabulary, width)
         embeddings = {"transformer.wte.weight": table, "transformer.wpe.weight": (spec.context, width)}
         norm: dict[str, Shape] = {"transformer.ln_f.weight": (width,), "transformer.ln_f.bias": (width,)}
@@ -72,15 +79,8 @@ class GPT2(Family):
         from transformers.models.gpt2.configuration_gpt2 import GPT2Config
 
         return GPT2Config(
+            **self.translated(spec),
             architectures=["GPT2LMHeadModel"],
-            vocab_size=spec.vocabulary,
-            n_positions=spec.context,
-            n_embd=spec.hidden,
-            n_layer=spec.layers,
-            n_head=spec.heads,
-            n_inner=spec.intermediate,
-            layer_norm_epsilon=spec.norm_epsilon,
-            tie_word_embeddings=spec.tied_embeddings,
             resid_pdrop=0.0,
             embd_pdrop=0.0,
             attn_pdrop=0.0,
@@ -89,13 +89,4 @@ class GPT2(Family):
         )
 
     def from_hugging_face(self, config: Any) -> dict[str, Any]:
-        return {
-            "layers": config.n_layer,
-            "hidden": config.n_embd,
-            "heads": config.n_head,
-            "intermediate": config.n_inner or 4 * config.n_embd,
-            "vocabulary": config.vocab_size,
-            "context": config.n_positions,
-            "tied_embeddings": config.tie_word_embeddings,
-            "norm_epsilon": config.layer_norm_epsilon,
-        }
+        return {**super().from_hugging_face(config), "intermediate": config.n_inner or 4 * config.n_embd}

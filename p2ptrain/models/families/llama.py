@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from p2ptrain.errors import ManifestError
 from p2ptrain.manifest import ModelSpec
-from p2ptrain.models.family import Block, Family, Shape, Span
+from p2ptrain.models.family import Block, Family, Shape, Span, layer_blocks
 
 if TYPE_CHECKING:
     from p2ptrain.models.families.llama_stage import LlamaStage
@@ -21,6 +21,17 @@ class Llama(Family):
     """Decoders with rotary positions, grouped-query attention and gated feed-forward layers."""
 
     name = "llama"
+    settings: ClassVar[Mapping[str, str]] = {
+        "layers": "num_hidden_layers",
+        "hidden": "hidden_size",
+        "heads": "num_attention_heads",
+        "kv_heads": "num_key_value_heads",
+        "intermediate": "intermediate_size",
+        "vocabulary": "vocab_size",
+        "context": "max_position_embeddings",
+        "tied_embeddings": "tie_word_embeddings",
+        "norm_epsilon": "rms_norm_eps",
+    }
     only_settings = ("hidden_act", "attention_bias", "mlp_bias", "rope_parameters", "head_dim")
     lookups = frozenset({"model.embed_tokens.weight"})
 
@@ -44,10 +55,7 @@ class Llama(Family):
             "input_layernorm.weight": (width,),
             "post_attention_layernorm.weight": (width,),
         }
-        layers = [
-            Block(f"layer {number}", {f"model.layers.{number}.{name}": shape for name, shape in shapes.items()})
-            for number in range(spec.layers)
-        ]
+        layers = layer_blocks("model.layers", shapes, spec.layers)
         embedding, head_name, table = "model.embed_tokens.weight", "lm_head.weight", (spec.vocabulary, width)
         norm: dict[str, Shape] = {"model.norm.weight": (width,)}
         end = (
@@ -78,16 +86,8 @@ class Llama(Family):
         from transformers.models.llama.configuration_llama import LlamaConfig
 
         return LlamaConfig(
+            **self.translated(spec),
             architectures=["LlamaForCausalLM"],
-            vocab_size=spec.vocabulary,
-            hidden_size=spec.hidden,
-            intermediate_size=spec.intermediate,
-            num_hidden_layers=spec.layers,
-            num_attention_heads=spec.heads,
-            num_key_value_heads=spec.kv_heads,
-            max_position_embeddings=spec.context,
-            tie_word_embeddings=spec.tied_embeddings,
-            rms_norm_eps=spec.norm_epsilon,
             rope_parameters={"rope_type": "default", "rope_theta": spec.rope_theta},
             bos_token_id=None,
             eos_token_id=None,
@@ -95,15 +95,4 @@ class Llama(Family):
         )
 
     def from_hugging_face(self, config: Any) -> dict[str, Any]:
-        return {
-            "layers": config.num_hidden_layers,
-            "hidden": config.hidden_size,
-            "heads": config.num_attention_heads,
-            "kv_heads": config.num_key_value_heads,
-            "intermediate": config.intermediate_size,
-            "vocabulary": config.vocab_size,
-            "context": config.max_position_embeddings,
-            "tied_embeddings": config.tie_word_embeddings,
-            "rope_theta": config.rope_parameters["rope_theta"],
-            "norm_epsilon": config.rms_norm_eps,
-        }
+        return {**super().from_hugging_face(config), "rope_theta": config.rope_parameters["rope_theta"]}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from p2ptrain.errors import ManifestError
 from p2ptrain.manifest import ModelSpec
-from p2ptrain.models.family import Block, Family, Shape, Span
+from p2ptrain.models.family import Block, Family, Shape, Span, layer_blocks
 
 if TYPE_CHECKING:
     from p2ptrain.models.families.vit_stage import ViTStage
@@ -19,6 +19,16 @@ class ViT(Family):
     """Encoders over the patches of an image; a class token is classified."""
 
     name = "vit"
+    settings: ClassVar[Mapping[str, str]] = {
+        "layers": "num_hidden_layers",
+        "hidden": "hidden_size",
+        "heads": "num_attention_heads",
+        "intermediate": "intermediate_size",
+        "image_size": "image_size",
+        "patch_size": "patch_size",
+        "channels": "num_channels",
+        "norm_epsilon": "layer_norm_eps",
+    }
     only_settings = ("hidden_act", "qkv_bias")
     reads_text = False
     lookups = frozenset({"vit.embeddings.cls_token", "vit.embeddings.position_embeddings"})
@@ -39,16 +49,11 @@ class ViT(Family):
             "intermediate.dense": (spec.intermediate, width),
             "output.dense": (width, spec.intermediate),
         }
-        norms = ("layernorm_before", "layernorm_after")
-        layers = []
-        for number in range(spec.layers):
-            shapes: dict[str, Shape] = {}
-            for name, shape in linears.items():
-                shapes[f"{name}.weight"], shapes[f"{name}.bias"] = shape, shape[:1]
-            for name in norms:
-                shapes[f"{name}.weight"], shapes[f"{name}.bias"] = (width,), (width,)
-            prefix = f"vit.encoder.layer.{number}"
-            layers.append(Block(f"layer {number}", {f"{prefix}.{name}": shape for name, shape in shapes.items()}))
+        shapes: dict[str, Shape] = {}
+        for name, shape in linears.items():
+            shapes[f"{name}.weight"], shapes[f"{name}.bias"] = shape, shape[:1]
+        for name in ("layernorm_before", "layernorm_after"):
+            shapes[f"{name}.weight"], shapes[f"{name}.bias"] = (width,), (width,)
         embeddings: dict[str, Shape] = {
             "vit.embeddings.cls_token": (1, 1, width),
             "vit.embeddings.position_embeddings": (1, patches + 1, width),
@@ -63,6 +68,7 @@ class ViT(Family):
             "classifier.weight": (spec.classes, width),
             "classifier.bias": (spec.classes,),
         }
+        layers = layer_blocks("vit.encoder.layer", shapes, spec.layers)
         return [Block("embeddings", embeddings), *layers, Block("head", head)]
 
     def stage(self, spec: ModelSpec, span: Span) -> ViTStage:
@@ -79,30 +85,13 @@ class ViT(Family):
         from transformers.models.vit.configuration_vit import ViTConfig
 
         return ViTConfig(
+            **self.translated(spec),
             architectures=["ViTForImageClassification"],
-            image_size=spec.image_size,
-            patch_size=spec.patch_size,
-            num_channels=spec.channels,
-            hidden_size=spec.hidden,
-            num_hidden_layers=spec.layers,
-            num_attention_heads=spec.heads,
-            intermediate_size=spec.intermediate,
-            layer_norm_eps=spec.norm_epsilon,
             id2label={number: str(number) for number in range(spec.classes)},
         )
 
     def from_hugging_face(self, config: Any) -> dict[str, Any]:
-        return {
-            "layers": config.num_hidden_layers,
-            "hidden": config.hidden_size,
-            "heads": config.num_attention_heads,
-            "intermediate": config.intermediate_size,
-            "image_size": config.image_size,
-            "patch_size": config.patch_size,
-            "channels": config.num_channels,
-            "classes": len(config.id2label),
-            "norm_epsilon": config.layer_norm_eps,
-        }
+        return {**super().from_hugging_face(config), "classes": len(config.id2label)}
 
     def tokens(self, spec: ModelSpec) -> int:
         return (spec.image_size // spec.patch_size) ** 2 + 1

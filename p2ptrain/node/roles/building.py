@@ -14,16 +14,17 @@ from p2ptrain.node.roles.training import start_training
 if TYPE_CHECKING:
     import torch
 
+    from p2ptrain.training.bridge import Bridge
     from p2ptrain.training.loop import Progress, Trainer
-    from p2ptrain.training.optimizer import Bridge, SwarmOptimizer
+    from p2ptrain.training.optimizer import SwarmOptimizer
     from p2ptrain.training.state.shared_state import SharedState
     from p2ptrain.training.sync.synchronizer import Synchronizer
 
 
 async def build_trainer(peer: Peer, config: PeerConfig, bridge: Bridge) -> Trainer:
     """Return a trainer with its model and data, restored from the newest checkpoint and up to date with the swarm."""
-    from p2ptrain.training.checkpoints.save_policy import SavePolicy
-    from p2ptrain.training.learning_rate import LearningRates, manifest_schedule
+    from p2ptrain.training.checkpoints import SavePolicy
+    from p2ptrain.training.learning_rate import WrappedOptimizer, manifest_schedule
     from p2ptrain.training.loop import Trainer
     from p2ptrain.training.metrics import MetricsWriter
     from p2ptrain.training.optimizer import SwarmOptimizer
@@ -34,13 +35,13 @@ async def build_trainer(peer: Peer, config: PeerConfig, bridge: Bridge) -> Train
     inner, state = await peer.runtime.compute(_make_state, peer, module)
 
     def wrap(synchronizer: Synchronizer) -> SwarmOptimizer:
-        tokens, rates = spec.local_batch * manifest.model.context, LearningRates(inner, manifest_schedule(spec))
-        return SwarmOptimizer(module, inner, synchronizer, bridge, spec, tokens, spec.clip_norm, rates)
+        wrapped = WrappedOptimizer(inner, manifest_schedule(spec), spec.clip_norm)
+        return SwarmOptimizer(module, wrapped, synchronizer, bridge, spec, spec.local_batch * manifest.model.context)
 
     policy = SavePolicy(config.checkpoints.every_rounds, 0, config.checkpoints.keep_last)
     optimizer, saver = await start_training(peer, state, wrap, config.run_dir / "checkpoints", policy)
-    synchronizer = peer.held.synchronizer
-    assert synchronizer is not None
+    synchronizer = optimizer.synchronizer
+    synchronizer.last_round = last_round(peer, config, synchronizer.head.round)
     assert saver is not None
 
     def publish(progress: Progress) -> None:
@@ -50,13 +51,11 @@ async def build_trainer(peer: Peer, config: PeerConfig, bridge: Bridge) -> Train
             peer.set_state("paused" if paused else "training")
         peer.presence.changed()
 
-    trainer = Trainer(
-        module, optimizer, synchronizer, manifest, corpus, peer.identity.peer_id,
-        MetricsWriter(config.run_dir / "metrics.jsonl"), saver, jobs=peer.jobs,
-        max_rounds=last_round(peer, config, synchronizer.head.round),
-        on_progress=lambda progress: loop.call_soon_threadsafe(publish, progress),
-    )  # fmt: skip
+    def publish_from_thread(progress: Progress) -> None:
+        loop.call_soon_threadsafe(publish, progress)
 
+    metrics = MetricsWriter(config.run_dir / "metrics.jsonl")
+    trainer = Trainer(optimizer, saver, manifest, corpus, metrics, publish_from_thread)
     progress = trainer.progress
     peer.record.parts.append(
         lambda record: replace(

@@ -13,10 +13,11 @@ from p2ptrain.node.roles.training import start_training
 from p2ptrain.node.thread import PeerThread
 from p2ptrain.pipeline.client.remote_model import PipelineModule
 from p2ptrain.pipeline.plan import PipelinePlan
-from p2ptrain.training.checkpoints.save_policy import SavePolicy
+from p2ptrain.training.bridge import Bridge
+from p2ptrain.training.checkpoints import SavePolicy
 from p2ptrain.training.checkpoints.saving import Saver
-from p2ptrain.training.learning_rate import LearningRates, by_round
-from p2ptrain.training.optimizer import Bridge, SwarmOptimizer
+from p2ptrain.training.learning_rate import WrappedOptimizer, by_round
+from p2ptrain.training.optimizer import SwarmOptimizer
 from p2ptrain.training.optimizer_checks import check_optimizer
 from p2ptrain.training.state.initial_state import initial_state
 from p2ptrain.training.sync.synchronizer import Synchronizer
@@ -44,21 +45,18 @@ def share_optimizer(
     spec, run_dir = manifest.training, peer.options.run_dir
     for oddity in check_optimizer(model, inner, spec.every):
         logger.warning("%s", oddity)
-    rates = LearningRates(inner, by_round(schedule, spec.steps_per_round) if schedule else None)
-    state = initial_state(model, inner, manifest, peer.swarm, clip_norm, rates)
+    wrapped = WrappedOptimizer(inner, by_round(schedule, spec.steps_per_round) if schedule else None, clip_norm)
+    state = initial_state(model, wrapped, manifest, peer.swarm)
     bridge = Bridge(running.thread.loop)
-    saver: Saver | None = None
-
-    def save_if_due() -> None:
-        if saver is not None:
-            saver.save_if_due()
 
     def wrap(synchronizer: Synchronizer) -> SwarmOptimizer:
-        return SwarmOptimizer(model, inner, synchronizer, bridge, spec, tokens, clip_norm, rates, save_if_due)
+        return SwarmOptimizer(model, wrapped, synchronizer, bridge, spec, tokens)
 
     directory = run_dir / "checkpoints" if run_dir is not None else None
     shared, saver = running.thread.call(start_training(peer, state, wrap, directory, saving))
     shared.samples_per_step = samples
+    if saver is not None:
+        shared.register_step_post_hook(lambda *_: saver.save_if_due())
     # Without its daemon, this peer would believe that it is the last survivor, and train alone.
     _cancel_without_network(running, bridge)
     peer.record.parts.append(

@@ -16,7 +16,7 @@ from p2ptrain.node.reports.summary import write_summary
 async def train(peer: Peer, config: PeerConfig, signals: StopSignals) -> None:
     """Train until stopped, until the last round, or for ``stop_after.minutes``; then drain."""
     from p2ptrain.node.roles.building import build_trainer
-    from p2ptrain.training.optimizer import Bridge
+    from p2ptrain.training.bridge import Bridge
 
     loop = asyncio.get_running_loop()
     started = loop.time()
@@ -26,7 +26,7 @@ async def train(peer: Peer, config: PeerConfig, signals: StopSignals) -> None:
         return  # Its initial state is on disk.
     gc.collect()
     gc.freeze()  # Loaded objects stay; their garbage collection would block the event loop.
-    done, reason = bridge.begin(trainer.run), ""
+    done, reason = bridge.run_thread(trainer.run), ""
     try:
         reason = await until_over(done, signals, config.stop_after.minutes)
     finally:

@@ -12,12 +12,12 @@ from p2ptrain.averaging.grouping.membership import ACTIVE_STATES, Membership
 from p2ptrain.errors import IncompatibleError
 from p2ptrain.node.peer import Peer
 from p2ptrain.node.presence import Presence
-from p2ptrain.training.sync.agreement import check_agreement
-from p2ptrain.training.sync.contribution import Contribution
+from p2ptrain.training.sync.replica import Contribution
+from p2ptrain.training.sync.state_server import check_agreement
 from p2ptrain.training.sync.synchronizer import Synchronizer
 
 if TYPE_CHECKING:
-    from p2ptrain.training.checkpoints.save_policy import SavePolicy
+    from p2ptrain.training.checkpoints import SavePolicy
     from p2ptrain.training.checkpoints.saving import Saver
     from p2ptrain.training.optimizer import SwarmOptimizer
     from p2ptrain.training.state.shared_state import SharedState
@@ -59,7 +59,7 @@ async def start_training(
     synchronizer = peer.held.train(state)
     optimizer = await compute(wrap, synchronizer)
     if directory is not None:
-        saver = Saver(directory, policy, synchronizer, optimizer, peer.swarm)
+        saver = Saver(directory, policy, optimizer, peer.swarm)
     if saver is not None and checkpoint is not None:
         await compute(saver.restore, checkpoint)
         logger.info("restored round %d from %s", checkpoint.head.round, checkpoint.path)
@@ -94,16 +94,16 @@ async def find_the_others(
     loop = asyncio.get_running_loop()
     deadline = loop.time() + SETTLE_SECONDS
     was_alone = False
-    while loop.time() < deadline or synchronizer.catch_up.lacks_a_state():
+    while loop.time() < deadline or synchronizer.catch_up.has_partial_state():
         answers = await presence.refresh()
-        if synchronizer.catch_up.lacks_a_state() and not membership.alive_trainers():
+        if synchronizer.catch_up.has_partial_state() and not membership.alive_trainers():
             await _wait_for_a_source(membership, synchronizer)
             deadline = loop.time() + SETTLE_SECONDS
             continue
         if not answers:  # Without an answer, it is unknown whether other peers are there.
             await asyncio.sleep(PAUSE_SECONDS)
             continue
-        followed = await synchronizer.catch_up.follow_swarm(work)
+        followed = await synchronizer.follow_swarm(work)
         trainers = [record for record in membership.records() if record.state in ACTIVE_STATES]
         if not trainers and not was_alone:
             was_alone = True

@@ -22,7 +22,7 @@ from p2ptrain.errors import UsageError
 from p2ptrain.pipeline.client.sender import MicrobatchSender, Opened
 from p2ptrain.pipeline.messages import pack
 from p2ptrain.pipeline.plan import PipelinePlan
-from p2ptrain.training.optimizer import Bridge
+from p2ptrain.training.bridge import Bridge
 
 
 class PipelineModule(nn.Module):

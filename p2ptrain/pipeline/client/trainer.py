@@ -143,7 +143,7 @@ class PipelineTrainer:
     async def _one(self) -> None:
         size = self._spec.local_batch
         first = self._position.take(size)
-        windows = [self._sampler.shares.at(first + row) for row in range(size)]
+        windows = [self._sampler.order.at(first + row) for row in range(size)]
         try:
             accepted = await self._send(windows)
         except LostError as error:

@@ -1,4 +1,4 @@
-"""A stage host's contribution to averaging; see `p2ptrain.training.sync.contribution.Contribution`.
+"""A stage host's contribution to averaging; see `p2ptrain.training.sync.replica.Contribution`.
 
 A host averages its stage's own unit and, with tied embeddings, the unit shared with another stage
 (`p2ptrain.pipeline.plan.Unit`). Each unit has its own `StageWork` over its parameters and their part of the gradient
@@ -8,7 +8,7 @@ sum.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import torch
@@ -18,8 +18,7 @@ from p2ptrain.averaging.protocol.certificate import genesis
 from p2ptrain.manifest import TrainingSpec
 from p2ptrain.pipeline.stage.gradients import GradientSum
 from p2ptrain.training.state.adamw import AdamWStep
-from p2ptrain.training.state.fragments import Fragment
-from p2ptrain.training.state.layout import Layout
+from p2ptrain.training.state.layout import Fragment, Layout
 from p2ptrain.training.state.shared_state import SharedState
 
 
@@ -44,13 +43,13 @@ def unit_state(part: Part, spec: TrainingSpec, swarm: bytes, moments: Literal["f
     Gradients are clipped by the norm of this unit alone.
     """
     layout = Layout.from_module(part)
-    state = SharedState.from_module(part, layout, AdamWStep(layout, spec, moments))
+    state = SharedState(part, layout, AdamWStep(layout, spec, moments))
     state.head = genesis(swarm, state.tree().root)
     return state
 
 
 class StageWork:
-    """Implements `p2ptrain.training.sync.contribution.Contribution` for one unit of a stage.
+    """Implements `p2ptrain.training.sync.replica.Contribution` for one unit of a stage.
 
     ``tokens`` and ``samples`` count uncontributed work. ``lock`` is held while parameters or the sum ``total`` change.
     """
@@ -63,6 +62,7 @@ class StageWork:
         self._part = part
         self._state = state
         self._lock = lock
+        self.model_lock = nullcontext()  # Only passes touch the stage, and ``lock`` excludes them.
         self._scale = scale
         names = dict(part.named_parameters())
         found = [(entry.offset, total.places.get(id(names[entry.name]))) for entry in state.layout.parameter_entries]
@@ -76,10 +76,6 @@ class StageWork:
     def tokens_of(self, fragment: Fragment) -> int:
         """See `Contribution.tokens_of`."""
         return self.tokens
-
-    def at_rest(self) -> AbstractAsyncContextManager[None]:
-        """See `Contribution.at_rest`; only passes touch the stage, and a lock excludes them."""
-        return nullcontext()
 
     def collect(self, out: torch.Tensor, fragment: Fragment | None = None) -> None:
         """Write the mean gradient of the uncontributed tokens to ``out``."""
@@ -106,6 +102,6 @@ class StageWork:
                 for offset, part in self._sums:
                     torch.mul(carry[offset : offset + len(part)], max(self.tokens, 1) / self._scale, out=part)
 
-    def begin_anew(self) -> None:
-        """See `Contribution.begin_anew`."""
+    def reset(self) -> None:
+        """See `Contribution.reset`."""
         self.adopt(False, None)

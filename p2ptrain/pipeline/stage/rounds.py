@@ -148,7 +148,7 @@ class StageRounds:
         while not (self._is_stopping or queue.is_over_elsewhere):
             queue.stirred.clear()
             await self._tell()
-            if own.is_closing() or any(unit.synchronizer.catch_up.is_behind() for unit in self._units):
+            if own.is_closing() or any(unit.synchronizer.is_behind() for unit in self._units):
                 break
             try:
                 async with asyncio.timeout(TELL_SECONDS):
@@ -238,7 +238,7 @@ class StageRounds:
         if source:
             await synchronizer.catch_up.follow(source, unit.work)
             return False
-        if await synchronizer.catch_up.follow_swarm(unit.work):
+        if await synchronizer.follow_swarm(unit.work):
             return False
         patience = 2 * self._grace_seconds + SIT_OUT_SECONDS
         if asyncio.get_running_loop().time() - since <= patience:

@@ -15,7 +15,6 @@ Tensors are written one by one from live memory, without a second copy.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import logging
 import os
@@ -34,6 +33,7 @@ from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.errors import CheckpointError, IncompatibleError, IntegrityError, ResourceError
 from p2ptrain.network.schema import from_wire, to_wire
 from p2ptrain.progress import Jobs, untold
+from p2ptrain.training.checkpoints.sealed_json import DAMAGE, seal, sync_folder, unseal, write_synced
 from p2ptrain.training.checkpoints.stage_list import STAGES_FILE
 from p2ptrain.training.checkpoints.tensor_file import hash_file, write_tensors
 from p2ptrain.training.state.digest import NamedTensors, merkle_tree
@@ -59,6 +59,7 @@ class CheckpointInfo:
 
     Attributes:
         swarm: The manifest's digest, 32 bytes.
+        files: SHA-256 and size of its tensor files, by name.
         num_bytes: Size of its tensor files.
         extra: The plain values saved with it.
     """
@@ -66,23 +67,20 @@ class CheckpointInfo:
     path: Path
     head: Head
     swarm: bytes
+    files: dict[str, dict[str, Any]]
     num_bytes: int
     extra: dict[str, Any]
 
 
 @dataclass(frozen=True)
-class LoadedCheckpoint:
+class LoadedCheckpoint(CheckpointInfo):
     """A checkpoint with every byte verified.
 
     ``tensors`` is the shared state, for `SharedState.replace`. ``local`` holds this peer's own tensors, on the CPU.
     """
 
-    path: Path
-    head: Head
-    swarm: bytes
     tensors: list[tuple[str, Tensor]]
     local: dict[str, Tensor]
-    extra: dict[str, Any]
 
 
 def save_checkpoint(
@@ -98,16 +96,8 @@ def save_checkpoint(
     """Write a checkpoint atomically, and delete the oldest beyond ``keep_last``; return its folder.
 
     Call it on the training thread: nothing may change the tensors meanwhile. A change is detected, and nothing is
-    saved.
-
-    Args:
-        directory: The folder of checkpoints, created as needed.
-        head: Names the digest of ``tensors``.
-        tensors: The shared state.
-        local: This peer's own tensors, on any device.
-        extra: Plain values that JSON can hold.
-        swarm: The manifest's digest, 32 bytes.
-        keep_last: Checkpoints to keep, this one included; at least 1.
+    saved. ``tensors`` are the shared state, with the digest of ``head``; ``local`` are this peer's own, on any device;
+    ``extra`` holds what JSON can hold.
 
     Raises:
         ResourceError: The disk is full or cannot be written; earlier checkpoints are intact.
@@ -135,12 +125,12 @@ def save_checkpoint(
                 _write_files(unfinished, head, tensors, local, extra, swarm)
                 if _versions(tensors, local) != versions:
                     raise CheckpointError("a tensor changed while it was saved: save on the thread that trains")
-                _sync_folder(unfinished)
+                sync_folder(unfinished)
                 unfinished.rename(path)
             except BaseException:
                 shutil.rmtree(unfinished, ignore_errors=True)
                 raise
-            _sync_folder(directory)
+            sync_folder(directory)
             _prune(directory, keep_last)
     except OSError as error:
         raise ResourceError(
@@ -155,20 +145,15 @@ def list_checkpoints(directory: Path) -> list[CheckpointInfo]:
     found = []
     for path in _folders(directory):
         try:
-            found.append(_read_info(path)[0])
+            found.append(describe_checkpoint(path))
         except CheckpointError as error:
             logger.warning("%s", error)
     return found
 
 
-def describe_checkpoint(path: Path) -> CheckpointInfo:
-    """Return a checkpoint's description alone; raise `CheckpointError` if it is missing or damaged."""
-    return _read_info(path)[0]
-
-
 def verify_checkpoint(path: Path, jobs: Jobs = untold) -> CheckpointInfo:
     """Check every byte of a checkpoint; raise `CheckpointError` if something is missing or changed."""
-    info, files = _read_info(path)
+    info = describe_checkpoint(path)
     checked = 0
     with jobs(f"checking {path.name}") as advance:
 
@@ -177,7 +162,7 @@ def verify_checkpoint(path: Path, jobs: Jobs = untold) -> CheckpointInfo:
             checked += count
             advance(checked, info.num_bytes)
 
-        for name, described in files.items():
+        for name, described in info.files.items():
             _check_file(path / name, described, on_bytes)
     return info
 
@@ -191,7 +176,7 @@ def load_checkpoint(path: Path, jobs: Jobs = untold) -> LoadedCheckpoint:
         is_right = merkle_tree(shared).root == info.head.digest
     if not is_right:
         raise CheckpointError(f"{path / SHARED_FILE} has not the digest of its round: {_ADVICE}")
-    return LoadedCheckpoint(path, info.head, info.swarm, shared, local, info.extra)
+    return LoadedCheckpoint(**vars(info), tensors=shared, local=local)
 
 
 def load_newest_valid(directory: Path, swarm: bytes, jobs: Jobs = untold) -> LoadedCheckpoint | None:
@@ -206,7 +191,7 @@ def load_newest_valid(directory: Path, swarm: bytes, jobs: Jobs = untold) -> Loa
     foreign = 0
     for path in reversed(folders):
         try:
-            if _read_info(path)[0].swarm != swarm:
+            if describe_checkpoint(path).swarm != swarm:
                 foreign += 1
                 continue
             return load_checkpoint(path, jobs)
@@ -243,23 +228,16 @@ def _write_files(
         "files": {name: {"sha256": written.sha256, "bytes": written.num_bytes} for name, written in files.items()},
         "extra": extra,
     }
-    data = _canonical({**description, "checksum": _checksum(description)})
-    with (folder / DESCRIPTION_FILE).open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    write_synced(folder / DESCRIPTION_FILE, seal(description))
 
 
-def _read_info(path: Path) -> tuple[CheckpointInfo, dict[str, dict[str, Any]]]:
+def describe_checkpoint(path: Path) -> CheckpointInfo:
+    """Return a checkpoint's description alone; raise `CheckpointError` if it is missing or damaged."""
     file = path / DESCRIPTION_FILE
     try:
         if file.stat().st_size > MAX_DESCRIPTION_BYTES:
             raise ValueError("too large")
-        data = file.read_bytes()
-        description = json.loads(data)
-        checksum = description.pop("checksum")
-        if checksum != _checksum(description) or data != _canonical({**description, "checksum": checksum}):
-            raise ValueError("its checksum is wrong")
+        description = unseal(file.read_bytes())
         if description["format"] != FORMAT:
             raise CheckpointError(
                 f"{file} has format {description['format']}, this version reads {FORMAT}: use the version that wrote it"
@@ -273,12 +251,12 @@ def _read_info(path: Path) -> tuple[CheckpointInfo, dict[str, dict[str, Any]]]:
             raise ValueError("it does not list the right files")
         num_bytes = sum(described["bytes"] for described in files.values())
         swarm = bytes.fromhex(description["swarm"])
-        return CheckpointInfo(path, head, swarm, num_bytes, description["extra"]), files
+        return CheckpointInfo(path, head, swarm, files, num_bytes, description["extra"])
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read ({error.strerror or error}): {_ADVICE}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, IntegrityError) as error:
-        if isinstance(error, CheckpointError):
-            raise
+    except CheckpointError:
+        raise
+    except (*DAMAGE, IntegrityError) as error:
         raise CheckpointError(f"{file} is damaged ({error}): {_ADVICE}") from error
 
 
@@ -302,14 +280,6 @@ def _read_tensors(file: Path) -> list[tuple[str, Tensor]]:
         raise CheckpointError(f"{file} cannot be read ({error}): {_ADVICE}") from error
 
 
-def _canonical(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, sort_keys=True, indent=1).encode() + b"\n"
-
-
-def _checksum(description: dict[str, Any]) -> str:
-    return hashlib.sha256(_canonical(description)).hexdigest()
-
-
 def _versions(tensors: NamedTensors, local: dict[str, Tensor]) -> list[tuple[str, int]]:
     """Return torch's counters of in-place changes; equal lists mean that no tensor changed."""
     return [(name, tensor._version) for name, tensor in [*tensors, *local.items()] if not tensor.is_inference()]
@@ -319,7 +289,6 @@ def _versions(tensors: NamedTensors, local: dict[str, Tensor]) -> list[tuple[str
 
 
 def _folders(directory: Path) -> list[Path]:
-    """Return all checkpoints, oldest first, intact or not."""
     try:
         paths = [path for path in directory.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
     except FileNotFoundError:
@@ -385,11 +354,3 @@ def _check_room(directory: Path, num_bytes: int) -> None:
             f"a checkpoint of {num_bytes >> 20} MiB does not fit in {directory}, which has {free >> 20} MiB free;"
             " earlier checkpoints are intact: free some space or choose another directory"
         )
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

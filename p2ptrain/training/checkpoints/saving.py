@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from p2ptrain.errors import CheckpointError, IntegrityError, ResourceError
+from p2ptrain.training.checkpoints import SavePolicy
 from p2ptrain.training.checkpoints.files import LoadedCheckpoint, save_checkpoint
-from p2ptrain.training.checkpoints.save_policy import SavePolicy
 from p2ptrain.training.state.shared_state import SharedState
 
 if TYPE_CHECKING:
     from p2ptrain.training.optimizer import SwarmOptimizer
-    from p2ptrain.training.sync.synchronizer import Synchronizer
 
 logger = logging.getLogger(__name__)
 
@@ -37,15 +36,13 @@ class Saver:
     All methods but `save_shared` run on the training thread.
     """
 
-    def __init__(
-        self, directory: Path, policy: SavePolicy, synchronizer: Synchronizer, optimizer: SwarmOptimizer, swarm: bytes
-    ) -> None:
+    def __init__(self, directory: Path, policy: SavePolicy, optimizer: SwarmOptimizer, swarm: bytes) -> None:
         self._directory = directory
         self._policy = policy
-        self._synchronizer = synchronizer
+        self._synchronizer = optimizer.synchronizer
         self._optimizer = optimizer
         self._swarm = swarm
-        self._saved_round = synchronizer.head.round
+        self._saved_round = optimizer.round
         self._saved_at = time.monotonic()
         self._writer: ThreadPoolExecutor | None = None
         self._writing: Future[Path] | None = None
@@ -62,7 +59,8 @@ class Saver:
         moments = {name: tensor for name, tensor in local.items() if name.startswith(OPTIMIZER)}
         if "optimizer_state" in extra and _is_finite("the inner optimizer's state", moments):
             try:
-                self._optimizer.load_inner_state(_unflatten(extra["optimizer_state"], local))
+                state = _unflatten(extra["optimizer_state"], local)
+                self._optimizer.load_state_dict({**self._optimizer.inner.state_dict(), "state": state})
             except (ValueError, KeyError, RuntimeError) as error:
                 logger.warning(
                     "the inner optimizer in %s does not fit this one, and begins anew: %s", checkpoint.path, error
@@ -137,7 +135,6 @@ class Saver:
         self.close()
 
     def wait(self) -> None:
-        """Wait for a background save; a failure is logged."""
         writing, self._writing = self._writing, None
         if writing is None:
             return
@@ -169,7 +166,7 @@ class Saver:
         extra: dict[str, Any] = {"steps": optimizer.total_steps}
         if residual is not None and _is_finite("the residual", {"residual": residual}):
             local["residual"] = residual
-        if not optimizer.is_inner_shared:
+        if optimizer.work.accumulated is None:  # Else the inner optimizer's state is in the shared state.
             flat: dict[str, torch.Tensor] = {}
             layout = _flatten(optimizer.inner.state_dict()["state"], flat)
             if _is_finite("the inner optimizer's state", flat):

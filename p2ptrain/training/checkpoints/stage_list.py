@@ -7,15 +7,12 @@ the digests (`p2ptrain.pipeline.checkpoints.saving`).
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from p2ptrain.errors import CheckpointError, ResourceError
+from p2ptrain.training.checkpoints.sealed_json import DAMAGE, seal, sync_folder, unseal, write_synced
 
 FORMAT = 1
 STAGES_FILE = "stages.json"
@@ -48,20 +45,13 @@ def write_stage_list(folder: Path, listed: StageList) -> None:
     unfinished = folder / f".{STAGES_FILE}"
     try:
         try:
-            with unfinished.open("wb") as file:
-                file.write(_canonical({**description, "checksum": _checksum(description)}))
-                file.flush()
-                os.fsync(file.fileno())
+            write_synced(unfinished, seal(description))
             unfinished.rename(folder / STAGES_FILE)
         except BaseException:
             with contextlib.suppress(OSError):
                 unfinished.unlink()
             raise
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_folder(folder)
     except OSError as error:
         raise ResourceError(f"cannot note in {folder} that it is complete: {error.strerror or error}") from error
 
@@ -74,23 +64,12 @@ def read_stage_list(folder: Path) -> StageList | None:
             data = opened.read(MAX_LIST_BYTES + 1)
         if len(data) > MAX_LIST_BYTES:
             raise ValueError("too large")
-        description = json.loads(data)
-        checksum = description.pop("checksum")
-        if checksum != _checksum(description) or data != _canonical({**description, "checksum": checksum}):
-            raise ValueError("its checksum is wrong")
+        description = unseal(data)
         if description["format"] != FORMAT:
             raise ValueError(f"it has format {description['format']}, this version reads {FORMAT}")
         digests = {str(name): bytes.fromhex(digest) for name, digest in description["digests"].items()}
         return StageList(bytes.fromhex(description["swarm"]), int(description["round"]), digests)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, *DAMAGE) as error:
         raise CheckpointError(f"{file} is damaged ({error}): delete it; the checkpoint itself is not") from error
-
-
-def _canonical(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, sort_keys=True, indent=1).encode() + b"\n"
-
-
-def _checksum(description: dict[str, Any]) -> str:
-    return hashlib.sha256(_canonical(description)).hexdigest()

@@ -47,9 +47,7 @@ class FileHash:
 def write_tensors(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> FileHash:
     """Write ``tensors`` to a new file and sync it to disk; the metadata entry ``order`` keeps their order.
 
-    Args:
-        path: A file that does not exist yet.
-        tensors: On any device; copied to the CPU one at a time where needed.
+    Tensors on other devices are copied to the CPU one at a time.
 
     Raises:
         OSError: The file cannot be written.
@@ -73,7 +71,7 @@ def write_tensors(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> FileHash
     with path.open("xb", buffering=0) as file:
         _write(file.fileno(), memoryview(len(text).to_bytes(8, "little") + text), digest)
         for _, tensor in ordered:
-            _write(file.fileno(), _bytes_of(tensor), digest)
+            _write(file.fileno(), byte_view(tensor.detach().to("cpu").contiguous()), digest)
         os.fsync(file.fileno())
     return FileHash(digest.hexdigest(), 8 + len(text) + end)
 
@@ -89,10 +87,6 @@ def hash_file(path: Path, on_bytes: Callable[[int], None] = lambda count: None) 
             num_bytes += count
             on_bytes(count)
     return FileHash(digest.hexdigest(), num_bytes)
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return byte_view(tensor.detach().to("cpu").contiguous())
 
 
 def _write(descriptor: int, data: memoryview, digest: hashlib._Hash) -> None:

@@ -135,7 +135,8 @@ def split_documents(documents: list[Document], fraction: float, seed: int) -> tu
     if len(documents) < _MIN_DOCUMENTS:
         documents = [piece for document in documents for piece in _cut(document, max(1, total // (2 * _MIN_DOCUMENTS)))]
     target = total * fraction
-    order = sorted(range(len(documents)), key=lambda index: _seeded_hash(seed, documents[index].name))
+    names = [f"held-out {seed} {document.name}" for document in documents]
+    order = sorted(range(len(documents)), key=lambda index: hashlib.sha256(names[index].encode()).digest())
     held_out: set[int] = set()
     taken = 0
     for index in order:
@@ -147,10 +148,6 @@ def split_documents(documents: list[Document], fraction: float, seed: int) -> tu
             taken += size
     train = [document for index, document in enumerate(documents) if index not in held_out]
     return train, [documents[index] for index in sorted(held_out)]
-
-
-def _seeded_hash(seed: int, name: str) -> bytes:
-    return hashlib.sha256(f"held-out {seed} {name}".encode()).digest()
 
 
 def _cut(document: Document, size: int) -> Iterator[Document]:

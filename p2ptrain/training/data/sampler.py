@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch.utils.data import Sampler
 
-from p2ptrain.training.data.windows import Place, Shares
+from p2ptrain.training.data.windows import Place, SampleOrder
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class SwarmSampler(Sampler[int]):
         """
         if num_samples < 1:
             raise ValueError("the data set is empty: give the swarm some samples")
-        self._shares = Shares(num_samples, seed)
+        self._order = SampleOrder(num_samples, seed)
         self._peer = peer
         self._read = read
         self._last: int | None = None
@@ -58,10 +58,9 @@ class SwarmSampler(Sampler[int]):
         self._newcomer_draws = 0
 
     def __len__(self) -> int:
-        return self._shares.num_samples
+        return self._order.num_samples
 
     def __iter__(self) -> Iterator[int]:
-        """Yield indices of samples, each drawn on demand."""
         for _ in range(len(self)):
             yield self._draw()
 
@@ -71,7 +70,7 @@ class SwarmSampler(Sampler[int]):
             if now.round != self._newcomer_round:
                 self._newcomer_round, self._newcomer_draws = now.round, now.waiting
             self._newcomer_draws += 1
-            return self._shares.of_newcomer(self._peer, now.round, self._newcomer_draws - 1)
+            return self._order.of_newcomer(self._peer, now.round, self._newcomer_draws - 1)
         rank, count = now.place
         first = now.cursor + rank
         if self._last is None:
@@ -79,4 +78,4 @@ class SwarmSampler(Sampler[int]):
         # This peer's next position; it may have drawn ahead of the round.
         ahead = max(0, -(-(self._last + 1 - first) // count))
         self._last = first + count * ahead
-        return self._shares.at(self._last)
+        return self._order.at(self._last)

@@ -36,11 +36,10 @@ Place = tuple[int, int]
 
 
 def place_among(members: Collection[str], peer: str) -> Place | None:
-    """Return a member's place in the order of ids; None for other peers."""
     return (sorted(members).index(peer), len(members)) if peer in members else None
 
 
-class Shares:
+class SampleOrder:
     """Assigns samples to peers by index; ``seed`` is the manifest's ``data.seed``."""
 
     def __init__(self, num_samples: int, seed: int) -> None:
@@ -50,12 +49,8 @@ class Shares:
     def index(self, cursor: int, place: Place | None, peer: str, round: int, number: int) -> int:
         """Return the sample that ``peer`` reads as number ``number`` (0, 1, …) of a round.
 
-        Args:
-            cursor: Positions that the lineage consumed before this round.
-            place: The peer's place in the last round; without one its samples may overlap with other peers'.
-            peer: The reader's id.
-            round: The round; changes a newcomer's samples only.
-            number: Samples that the peer has read in this round before.
+        ``cursor`` counts the positions that the lineage consumed before this round. A peer without a place in the last
+        round is a newcomer: its samples depend on the round, and may overlap with other peers'.
         """
         if place is not None:
             rank, count = place
@@ -84,19 +79,19 @@ class Sampler:
         self.num_windows = (len(tokens) - 1) // context
         if self.num_windows < 1:
             raise ConfigError(f"{len(tokens)} training tokens are too few for a context of {context}: give more text")
-        self.shares = Shares(self.num_windows, seed)
+        self.order = SampleOrder(self.num_windows, seed)
 
     def batch(
         self, cursor: int, place: Place | None, peer: str, round: int, first_index: int, size: int
     ) -> npt.NDArray[np.int64]:
-        """Return samples ``first_index`` to ``first_index + size - 1`` of a peer's round (see `Shares.index`).
+        """Return samples ``first_index`` to ``first_index + size - 1`` of a peer's round (see `SampleOrder.index`).
 
         Returns:
             Token ids, ``[size, context + 1]``: columns ``[:-1]`` are inputs, ``[1:]`` targets.
         """
         samples = np.empty((size, self.context + 1), dtype=np.int64)
         for row in range(size):
-            start = self.shares.index(cursor, place, peer, round, first_index + row) * self.context
+            start = self.order.index(cursor, place, peer, round, first_index + row) * self.context
             samples[row] = self.tokens[start : start + self.context + 1]
         return samples
 

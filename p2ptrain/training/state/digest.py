@@ -76,10 +76,6 @@ class TensorSpec(Message, frozen=True, array_like=True):
     def num_bytes(self) -> int:
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
-    def to_list(self) -> list[Any]:
-        """Return name, dtype, shape and size in plain values, for hashes."""
-        return [self.name, self.dtype, list(self.shape), self.num_bytes]
-
 
 class Description(Message, frozen=True):
     """The tensors of a state."""
@@ -87,7 +83,6 @@ class Description(Message, frozen=True):
     tensors: Annotated[tuple[TensorSpec, ...], Meta(min_length=1, max_length=MAX_TENSORS)]
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` for duplicate names or a state above `MAX_STATE_BYTES`."""
         if len({spec.name for spec in self.tensors}) != len(self.tensors):
             raise ValueError("a tensor is named twice")
         if self.num_bytes > MAX_STATE_BYTES:
@@ -175,7 +170,6 @@ class Cut:
 
     @property
     def depth(self) -> int:
-        """Levels of the tree above the leaves."""
         return max(0, self.num_chunks - 1).bit_length()
 
     @cached_property
@@ -199,7 +193,6 @@ class Cut:
 
 @lru_cache(maxsize=8)
 def cut_of(specs: tuple[TensorSpec, ...]) -> Cut:
-    """Return the cached `Cut` of these specs."""
     return Cut(specs)
 
 
@@ -249,11 +242,8 @@ class ChunkedBytes:
     def __init__(self, tensors: NamedTensors) -> None:
         self.specs = tuple(spec_of(name, tensor) for name, tensor in tensors)
         self.cut = cut_of(self.specs)
+        self.num_chunks = self.cut.num_chunks
         self._views = [byte_view(tensor) for _, tensor in tensors]
-
-    @property
-    def num_chunks(self) -> int:
-        return self.cut.num_chunks
 
     def pieces(self, index: int) -> list[memoryview]:
         """Return the memory of one chunk in order: one piece per tensor."""
@@ -275,7 +265,7 @@ class ChunkedBytes:
             at += len(piece)
 
     def leaf(self, index: int) -> bytes:
-        return _leaf(self.pieces(index))
+        return leaf_of(*self.pieces(index))
 
 
 def is_finite(specs: tuple[TensorSpec, ...], index: int, data: memoryview) -> bool:
@@ -322,19 +312,13 @@ def tree_of(chunks: ChunkedBytes) -> MerkleTree:
     return MerkleTree(leaves, _root(description_hash(chunks.specs), levels[-1]), levels)
 
 
-def root_of(specs: Sequence[TensorSpec], leaves: Sequence[bytes]) -> bytes:
-    """Return the digest, 32 bytes, of tensors with these specs and these chunk hashes."""
-    return _root(description_hash(specs), _levels(leaves)[-1])
-
-
 def description_hash(specs: Sequence[TensorSpec]) -> bytes:
-    """Return the hash of names, dtypes and shapes, 32 bytes."""
-    return bulk_hash(canonical_bytes([spec.to_list() for spec in specs]))
+    return bulk_hash(canonical_bytes([[spec.name, spec.dtype, list(spec.shape), spec.num_bytes] for spec in specs]))
 
 
-def leaf_of(data: bytes | bytearray | memoryview) -> bytes:
-    """Return the hash of a chunk with these bytes, 32 bytes."""
-    return _leaf([data])
+def leaf_of(*pieces: bytes | bytearray | memoryview) -> bytes:
+    """Return the hash, 32 bytes, of a chunk that consists of these pieces."""
+    return bulk_hash(b"\x00", *pieces)
 
 
 def proves(
@@ -366,7 +350,3 @@ def _levels(leaves: Sequence[bytes]) -> list[list[bytes]]:
 
 def _root(description: bytes, top: Sequence[bytes]) -> bytes:
     return bulk_hash(b"p2ptrain state 2", description, *top)
-
-
-def _leaf(pieces: Sequence[bytes | bytearray | memoryview]) -> bytes:
-    return bulk_hash(b"\x00", *pieces)

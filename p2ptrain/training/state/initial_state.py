@@ -6,46 +6,35 @@ import torch
 
 from p2ptrain.averaging.protocol.certificate import genesis
 from p2ptrain.manifest import Manifest
-from p2ptrain.training.learning_rate import LearningRates
+from p2ptrain.training.learning_rate import WrappedOptimizer
 from p2ptrain.training.optimizer_checks import step_rule
 from p2ptrain.training.state.adamw import AdamWStep
-from p2ptrain.training.state.fragments import Fragments
-from p2ptrain.training.state.layout import Layout
+from p2ptrain.training.state.layout import Fragments, Layout
 from p2ptrain.training.state.outer_optimizers import AdamStep, AverageStep, GradientStep, NesterovStep, Stepper
 from p2ptrain.training.state.shared_state import SharedState
 
 
 def initial_state(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    manifest: Manifest,
-    swarm: bytes,
-    clip_norm: float = 0.0,
-    rates: LearningRates | None = None,
+    model: torch.nn.Module, wrapped: WrappedOptimizer | None, manifest: Manifest, swarm: bytes
 ) -> SharedState:
     """Return the initial shared state of a lineage, with the model's current parameters.
 
     Args:
-        optimizer: With ``every = 1``: steps on the averaged gradient, with shared state. None for the manifest's AdamW,
+        wrapped: With ``every = 1``: steps on the averaged gradient, with shared state. None for the manifest's AdamW,
             with the same bits on every machine.
         swarm: The manifest's digest, 32 bytes.
-        clip_norm: Norm limit of the averaged gradient for ``optimizer``; 0 for none.
-        rates: Learning rates of ``optimizer`` by round; None for constant ones.
 
     Raises:
         ValueError: The model has too few blocks for the manifest's number of fragments.
     """
     spec = manifest.training
     rule = ""  # The manifest's own rule.
-    if spec.every == 1 and optimizer is not None:
-        rule = step_rule(model, optimizer, clip_norm, rates.sample() if rates is not None else [])
+    if spec.every == 1 and wrapped is not None:
+        rule = step_rule(model, wrapped.optimizer, wrapped.clip_norm, wrapped.rates.sample())
     layout = Layout.from_module(model, rule)
     stepper: Stepper
     if spec.every == 1:
-        if optimizer is None:
-            stepper = AdamWStep(layout, spec)
-        else:
-            stepper = GradientStep(optimizer, model, layout, clip_norm, rates)
+        stepper = AdamWStep(layout, spec) if wrapped is None else GradientStep(wrapped, model, layout)
     elif spec.outer == "nesterov":
         stepper = NesterovStep(layout, spec.outer_learning_rate, spec.outer_momentum)
     elif spec.outer == "adam":
@@ -55,6 +44,6 @@ def initial_state(
         )  # fmt: skip
     else:
         stepper = AverageStep(layout, spec.outer_learning_rate)
-    state = SharedState.from_module(model, layout, stepper, Fragments(layout, spec.fragments))
+    state = SharedState(model, layout, stepper, Fragments(layout, spec.fragments))
     state.head = genesis(swarm, state.tree().root)
     return state

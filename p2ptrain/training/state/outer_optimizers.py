@@ -7,14 +7,15 @@ mean gradient; its bits are equal on machines of one kind. `p2ptrain.training.st
 all machines.
 
 The buffers' part of the mean is a difference from the vector, and is subtracted. A step may move one fragment
-(`p2ptrain.training.state.fragments`); then ``mean`` holds the values of that fragment.
+(`p2ptrain.training.state.layout`); then ``mean`` holds the values of that fragment.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -22,10 +23,9 @@ from torch import Tensor, nn
 
 from p2ptrain.errors import IncompatibleError
 from p2ptrain.training.gradients import is_sparse
-from p2ptrain.training.learning_rate import LearningRates
+from p2ptrain.training.learning_rate import WrappedOptimizer
 from p2ptrain.training.state.digest import NamedTensors
-from p2ptrain.training.state.fragments import Fragment
-from p2ptrain.training.state.layout import Layout
+from p2ptrain.training.state.layout import Fragment, Layout
 
 BLOCK_VALUES = 1 << 18
 """Values per block of work, so that temporaries stay within 1 MiB."""
@@ -63,7 +63,38 @@ class Stepper(ABC):
         """Observe a change of ``vector`` (fp32, ``[num_values]``, CPU) by other code than `step`."""
 
 
-class NesterovStep(Stepper):
+class VectorStep(Stepper):
+    """A step on the CPU vectors, whose state is a fixed set of tensors.
+
+    Attributes:
+        misfit: Error message for another optimizer's state.
+        unsound: Error message for values that no step leads to.
+    """
+
+    misfit: ClassVar[str] = "the outer optimizer's state does not fit: all peers need the same outer optimizer"
+    unsound: ClassVar[str] = "the outer optimizer's state is out of range: ask another peer for it"
+
+    def __init__(self, layout: Layout, state: NamedTensors = ()) -> None:
+        self._layout = layout
+        self._state = list(state)
+
+    def state_tensors(self) -> list[tuple[str, Tensor]]:
+        return list(self._state)
+
+    def load_state_tensors(self, tensors: NamedTensors) -> None:
+        if _shapes(tensors) != _shapes(self._state):
+            raise IncompatibleError(self.misfit)
+        if not self.is_sound([tensor for _, tensor in tensors]):
+            raise IncompatibleError(self.unsound)
+        for (_, mine), (_, theirs) in zip(self._state, tensors, strict=True):
+            mine.copy_(theirs)
+
+    def is_sound(self, values: Sequence[Tensor]) -> bool:
+        """True if a state of these values, in the order of `state_tensors`, can come from steps."""
+        return True
+
+
+class NesterovStep(VectorStep):
     """SGD with Nesterov momentum on pseudo-gradients: the outer optimizer of DiLoCo (arXiv 2311.08105, algorithm 1).
 
     In the form of `torch.optim.SGD`, for the mean pseudo-gradient ``mean``::
@@ -75,20 +106,12 @@ class NesterovStep(Stepper):
     def __init__(self, layout: Layout, learning_rate: float, momentum: float) -> None:
         self._learning_rate = learning_rate
         self._momentum = momentum
-        self._layout = layout
         self._velocity = torch.zeros(layout.num_parameters, dtype=torch.float32)
-
-    def state_tensors(self) -> list[tuple[str, Tensor]]:
-        return [("outer.momentum", self._velocity)]
-
-    def load_state_tensors(self, tensors: NamedTensors) -> None:
-        if [name for name, _ in tensors] != ["outer.momentum"] or tensors[0][1].shape != self._velocity.shape:
-            raise IncompatibleError("the outer optimizer's state does not fit: all peers need the same outer optimizer")
-        self._velocity.copy_(tensors[0][1])
+        super().__init__(layout, [("outer.momentum", self._velocity)])
 
     @torch.no_grad()
     def step(self, vector: Tensor, mean: Tensor, round_: int, fragment: Fragment | None = None) -> None:
-        fragment = fragment or whole(self._layout)
+        fragment = fragment or self._layout.whole
         update = torch.empty(min(BLOCK_VALUES, self._layout.num_parameters), dtype=torch.float32)
         for block, source in _blocks(fragment):
             part = update[: block.stop - block.start]
@@ -102,7 +125,7 @@ class NesterovStep(Stepper):
         step_buffers(self._layout, vector, mean, fragment)
 
 
-class AdamStep(Stepper):
+class AdamStep(VectorStep):
     """Adam on pseudo-gradients: FedAdam (Reddi et al., arXiv 2003.00295, algorithm 2), with Adam's bias correction.
 
     In the form of `torch.optim.Adam` (Kingma and Ba, arXiv 1412.6980, algorithm 1), for the mean pseudo-gradient
@@ -114,6 +137,7 @@ class AdamStep(Stepper):
 
     FedAdam instead omits the correction and starts ``second`` above zero. Factors of ``t`` alone are computed in fp64
     and rounded once. NumPy's square roots are correctly rounded; torch's may come from MKL and differ in the last bit.
+    The state is both moments, and each fragment's number of steps (exact up to 2**24).
     """
 
     def __init__(
@@ -127,27 +151,19 @@ class AdamStep(Stepper):
     ) -> None:
         self._learning_rate = learning_rate
         self._beta1, self._beta2, self._epsilon = beta1, beta2, epsilon
-        self._layout = layout
         self._first = torch.zeros(layout.num_parameters, dtype=torch.float32)
         self._second = torch.zeros(layout.num_parameters, dtype=torch.float32)
         self._steps = torch.zeros(num_fragments, dtype=torch.float32)
+        named = {"first": self._first, "second": self._second, "steps": self._steps}
+        super().__init__(layout, [(f"outer.{name}", tensor) for name, tensor in named.items()])
 
-    def state_tensors(self) -> list[tuple[str, Tensor]]:
-        """Return both moments, ``[num_parameters]``, and each fragment's number of steps (exact up to 2**24)."""
-        return [("outer.first", self._first), ("outer.second", self._second), ("outer.steps", self._steps)]
-
-    def load_state_tensors(self, tensors: NamedTensors) -> None:
-        own = self.state_tensors()
-        if [(name, tensor.shape) for name, tensor in tensors] != [(name, tensor.shape) for name, tensor in own]:
-            raise IncompatibleError("the outer optimizer's state does not fit: all peers need the same outer optimizer")
-        if not bool((tensors[2][1] >= 0).all()) or not bool((tensors[1][1] >= 0).all()):
-            raise IncompatibleError("the outer optimizer's state is out of range: ask another peer for it")
-        for (_, mine), (_, theirs) in zip(own, tensors, strict=True):
-            mine.copy_(theirs)
+    def is_sound(self, values: Sequence[Tensor]) -> bool:
+        _, second, steps = values
+        return bool((steps >= 0).all()) and bool((second >= 0).all())
 
     @torch.no_grad()
     def step(self, vector: Tensor, mean: Tensor, round_: int, fragment: Fragment | None = None) -> None:
-        fragment = fragment or whole(self._layout)
+        fragment = fragment or self._layout.whole
         self._steps[fragment.index].add_(1.0)
         taken = int(self._steps[fragment.index])
         rate = self._learning_rate / (1.0 - power(self._beta1, taken))
@@ -180,23 +196,18 @@ def power(base: float, exponent: int) -> float:
     return result
 
 
-class AverageStep(Stepper):
+class AverageStep(VectorStep):
     """Plain steps on pseudo-gradients, ``vector - learning_rate * mean``; at rate 1, FedAvg (arXiv 1602.05629)."""
+
+    misfit = "the outer optimizer has no state: all peers need the same outer optimizer"
 
     def __init__(self, layout: Layout, learning_rate: float) -> None:
         self._learning_rate = learning_rate
-        self._layout = layout
-
-    def state_tensors(self) -> list[tuple[str, Tensor]]:
-        return []
-
-    def load_state_tensors(self, tensors: NamedTensors) -> None:
-        if tensors:
-            raise IncompatibleError("the outer optimizer has no state: all peers need the same outer optimizer")
+        super().__init__(layout)
 
     @torch.no_grad()
     def step(self, vector: Tensor, mean: Tensor, round_: int, fragment: Fragment | None = None) -> None:
-        fragment = fragment or whole(self._layout)
+        fragment = fragment or self._layout.whole
         update = torch.empty(min(BLOCK_VALUES, self._layout.num_parameters), dtype=torch.float32)
         for block, source in _blocks(fragment):
             part = update[: block.stop - block.start]
@@ -214,23 +225,13 @@ class GradientStep(Stepper):
     Any torch optimizer will do whose state is tensors and numbers per parameter.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        module: nn.Module,
-        layout: Layout,
-        clip_norm: float = 0.0,
-        rates: LearningRates | None = None,
-    ) -> None:
-        """Raise `ValueError` if the optimizer holds a parameter that is not the module's.
-
-        ``clip_norm`` limits the mean gradient's norm over all parameters; 0 is no limit.
-        """
-        self._optimizer = optimizer
+    def __init__(self, wrapped: WrappedOptimizer, module: nn.Module, layout: Layout) -> None:
+        """Raise `ValueError` if the optimizer holds a parameter that is not the module's."""
+        self._optimizer = optimizer = wrapped.optimizer
         self._module = module
         self._layout = layout
-        self._clip_norm = clip_norm
-        self._rates = rates or LearningRates(optimizer)
+        self._clip_norm = wrapped.clip_norm
+        self._rates = wrapped.rates
         owned = {id(parameter) for parameter in module.parameters()}
         if any(id(p) not in owned for group in optimizer.param_groups for p in group["params"]):
             raise ValueError("the optimizer has parameters that are not the module's")
@@ -299,7 +300,7 @@ class GradientStep(Stepper):
             self._optimizer.step()
         for entry, parameter in parameters:
             vector[entry.offset : entry.end].view(entry.shape).copy_(parameter)
-        step_buffers(self._layout, vector, mean, fragment or whole(self._layout))
+        step_buffers(self._layout, vector, mean, fragment or self._layout.whole)
         self._layout.write(vector, self._module, kind="buffer")
 
     def adopt(self, vector: Tensor) -> None:
@@ -339,8 +340,8 @@ def clip_scale(mean: Tensor, num_parameters: int, clip_norm: float) -> float:
     return min(1.0, clip_norm / (math.sqrt(squares) + 1e-6))
 
 
-def whole(layout: Layout) -> Fragment:
-    return Fragment(0, layout.entries)
+def _shapes(tensors: NamedTensors) -> list[tuple[str, torch.Size, torch.dtype]]:
+    return [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
 
 
 def _blocks(fragment: Fragment) -> Iterator[tuple[slice, slice]]:

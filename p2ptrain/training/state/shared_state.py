@@ -22,11 +22,8 @@ from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.errors import IncompatibleError, TemporaryError
 from p2ptrain.hashing import HASH_BYTES
 from p2ptrain.training.state.digest import ChunkedBytes, MerkleTree, NamedTensors, TensorSpec, new_tensors, tree_of
-from p2ptrain.training.state.fragments import Fragment, Fragments
-from p2ptrain.training.state.layout import Layout
+from p2ptrain.training.state.layout import Fragment, Fragments, Layout
 from p2ptrain.training.state.outer_optimizers import Stepper
-
-__all__ = ["Head", "SharedState", "Stamp"]
 
 VECTOR_NAME = "vector"
 
@@ -66,39 +63,24 @@ def stamped_bytes(chunk_bytes: int, depth: int) -> int:
 class SharedState:
     """Parameters, buffers and shared optimizer state on the CPU, and the head of their lineage.
 
-    A new state may lack a head, which names the digest of this very state; the caller then sets it.
+    A new state has the module's present values, and no head: the caller sets it, because it names their digest.
 
     Attributes:
         vector: The master copy; fp32, ``[layout.num_values]``, CPU. Only this class changes it, always in place.
         fragments: The parts of the vector that rounds synchronise in turn.
     """
 
-    def __init__(
-        self,
-        vector: Tensor,
-        layout: Layout,
-        stepper: Stepper,
-        head: Head | None = None,
-        fragments: Fragments | None = None,
-    ) -> None:
-        self.vector = vector
+    def __init__(self, module: nn.Module, layout: Layout, stepper: Stepper, fragments: Fragments | None = None) -> None:
+        self.vector = layout.new_vector()
+        layout.read(module, self.vector)
         self.layout = layout
         self.stepper = stepper
         self.fragments = fragments or Fragments(layout)
-        self._head = head
-        self._settled = head is not None
+        self._head: Head | None = None
+        self._settled = False
         self._tree: MerkleTree | None = None
         self._chunks: ChunkedBytes | None = None
         self._lock = threading.RLock()
-
-    @classmethod
-    def from_module(
-        cls, module: nn.Module, layout: Layout, stepper: Stepper, fragments: Fragments | None = None
-    ) -> SharedState:
-        """Return a state with the module's present values; the caller sets its ``head``."""
-        vector = layout.new_vector()
-        layout.read(module, vector)
-        return cls(vector, layout, stepper, fragments=fragments)
 
     @property
     def head(self) -> Head:

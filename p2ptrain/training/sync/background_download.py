@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 
 from p2ptrain.averaging.commit.round_log import Result
-from p2ptrain.averaging.grouping.membership import ACTIVE_STATES
 from p2ptrain.averaging.protocol.certificate import Certificate, Head
 from p2ptrain.errors import IncompatibleError, IntegrityError, TemporaryError
 from p2ptrain.network.transport import PeerId
@@ -29,11 +28,10 @@ from p2ptrain.progress import Advance, Jobs
 from p2ptrain.tasks import Tasks, together
 from p2ptrain.training.state.digest import CHUNK_BYTES
 from p2ptrain.training.state.shared_state import Stamp
-from p2ptrain.training.sync.download import download_state
-from p2ptrain.training.sync.heads import check_head, fetch_head
-from p2ptrain.training.sync.partial_download import PartialDownload
+from p2ptrain.training.sync.download import PartialDownload, download_state
 from p2ptrain.training.sync.replica import Replica
 from p2ptrain.training.sync.rounds_since import RoundsSince
+from p2ptrain.training.sync.state_server import check_head, fetch_head
 
 logger = logging.getLogger(__name__)
 
@@ -44,17 +42,24 @@ ADMISSION_SECONDS = 60.0
 MAX_AT_ONCE = 8
 MAX_BATCH_BYTES = 4 << 20
 """Size limit of `MAX_AT_ONCE` results fetched at once."""
-TELL_SECONDS = 60.0
+LOG_SECONDS = 60.0
 """Interval between log lines of a long download."""
 
 MAX_STATE_RATIO = 16
 """Limit of the state's size in sizes of its parameters; no optimizer shares more."""
 
-FAILURES = (TemporaryError, IntegrityError, IncompatibleError)
+SOURCE_FAILURES = (TemporaryError, IntegrityError, IncompatibleError)
+"""Errors that a broken or hostile peer can cause; none of them may end training.
+
+A `ResourceError` is this machine's own: its disk or memory is full."""
 
 
 class StateDownload:
-    """One peer's download of the swarm's state, and the rounds since; implements `Admission`."""
+    """One peer's download of the swarm's state; implements `Admission`.
+
+    Attributes:
+        rounds: The rounds since the download began.
+    """
 
     def __init__(self, replica: Replica, jobs: Jobs) -> None:
         self._replica = replica
@@ -67,12 +72,12 @@ class StateDownload:
         self._folder = scratch / f"download-{swarm.hex()[:16]}" if scratch is not None else None
         self._part = self._folder / "state" if self._folder is not None else None
         self._partial: PartialDownload | None = None
-        self._rounds = RoundsSince()
+        self.rounds = RoundsSince()
         self._claims: dict[bytes, dict[PeerId, bytes]] = {}
         self._failures: Counter[PeerId] = Counter()
         self._source = ""
         self._must_be_one_round = False
-        self._is_collecting = asyncio.Lock()
+        self._link = asyncio.Lock()
         self._waiting: dict[PeerId, Stamp] = {}
         self._wanted = asyncio.Event()
         self._news = asyncio.Event()
@@ -84,13 +89,8 @@ class StateDownload:
             return self._partial.num_done > 0
         return self._part is not None and self._part.is_dir()
 
-    @property
-    def certificates(self) -> list[Certificate]:
-        """Certificates of the rounds since the download began, in order."""
-        return self._rounds.certificates
-
     @contextlib.asynccontextmanager
-    async def fetched(self, source: PeerId, head: Head) -> AsyncIterator[RoundsSince]:
+    async def fetched(self, source: PeerId, head: Head) -> AsyncIterator[None]:
         """Download the missing chunks, from ``source`` first; collect results until the body ends.
 
         ``head`` is the verified head of ``source``. Raises the errors of `download_state`; received chunks stay.
@@ -100,17 +100,17 @@ class StateDownload:
         async with Tasks() as tasks:
             tasks.start(self._collect(), "collect rounds")
             with self._jobs("downloading the state") as advance:
-                told = _Teller(advance)
+                progress = _LoggedProgress(advance)
                 while not (partial.is_complete and self._fits_together(partial)):
                     layout = self._state.layout.fingerprint
-                    await download_state(self._context.rpc, self._sources, layout, partial, self, advance=told)
-            yield self._rounds
+                    await download_state(self._context.rpc, self._sources, layout, partial, self, advance=progress)
+            yield
 
     async def _open(self, source: PeerId, head: Head) -> PartialDownload:
         if self._partial is None:
             rounds = self._folder / "rounds" if self._folder is not None else None
             self._partial = await self._context.runtime.offload(PartialDownload.open, self._part)
-            self._rounds = await self._context.runtime.offload(
+            self.rounds = await self._context.runtime.offload(
                 RoundsSince.open, rounds, self._context.swarm, self._context.signer
             )
             for _, stamp in self._partial.chunks():  # Their digests were believed when they were kept.
@@ -120,28 +120,24 @@ class StateDownload:
                     "going on with a download: %d of %d MiB are there",
                     self._partial.bytes_done >> 20, self._partial.num_bytes >> 20,
                 )  # fmt: skip
-        if self._rounds.base is not None:
+        if self.rounds.base is not None:
             await self._extend()
-        if self._rounds.position(head.lineage) is None:
+        if head.lineage not in self.rounds.positions:
             self._begin_at(head)
         self._claims.setdefault(head.lineage, {})[source] = head.digest
         return self._partial
 
     def _begin_at(self, head: Head) -> None:
         """Collect results from this head on; `_fits_together` drops chunks of other rounds later."""
-        if self._rounds.base is not None and self._partial is not None and self._partial.num_done:
+        if self.rounds.base is not None and self._partial is not None and self._partial.num_done:
             logger.warning("the download begins anew at round %d: no peer has the rounds since", head.round)
-        self._rounds.start(head)
+        self.rounds.start(head)
         self._claims = {}
 
     def _sources(self) -> list[PeerId]:
         """Return the trusted peers, the current source first, then peers at a known round."""
-        records = [
-            record for record in self._membership.records()
-            if record.state in ACTIVE_STATES and record.peer != self._source
-            and not self._membership.is_suspect(record.peer) and not self._membership.is_mistrusted(record.peer)
-        ]  # fmt: skip
-        records.sort(key=lambda record: self._rounds.position(record.lineage) is None)
+        records = [record for record in self._membership.trusted_records() if record.peer != self._source]
+        records.sort(key=lambda record: record.lineage not in self.rounds.positions)
         return [self._source, *(record.peer for record in records)]
 
     # Which chunks to take
@@ -156,7 +152,7 @@ class StateDownload:
         """See `Admission`: the round's result must be here, and no other digest may be more frequent."""
         try:
             async with asyncio.timeout(ADMISSION_SECONDS):
-                while self._rounds.position(stamp.lineage) is None:
+                while stamp.lineage not in self.rounds.positions:
                     self._waiting[source] = stamp
                     self._wanted.set()
                     await self._news.wait()
@@ -169,7 +165,7 @@ class StateDownload:
             raise IntegrityError(f"peer {source[-8:]} has another digest for its round than most")
 
     async def wait_for_turn(self) -> None:
-        async with self._is_collecting:
+        async with self._link:
             pass
 
     def _believed(self, lineage: bytes) -> bytes:
@@ -179,7 +175,7 @@ class StateDownload:
         return counted.most_common(1)[0][0] if counted else b""
 
     def _is_usable(self, index: int, stamp: Stamp) -> bool:
-        return self._rounds.position(stamp.lineage) is not None and self._believed(stamp.lineage) == stamp.digest
+        return stamp.lineage in self.rounds.positions and self._believed(stamp.lineage) == stamp.digest
 
     def _fits_together(self, partial: PartialDownload) -> bool:
         """Drop chunks that do not fit the others; return True if all fit.
@@ -187,7 +183,7 @@ class StateDownload:
         All common chunks must be of one round, and no chunk may be older.
         """
         dropped = partial.retain(self._is_usable)
-        positions = {index: self._rounds.position(stamp.lineage) or 0 for index, stamp in partial.chunks()}
+        positions = {index: self.rounds.positions.get(stamp.lineage, 0) for index, stamp in partial.chunks()}
         if not positions:
             return False
         common = [position for index, position in positions.items() if index < partial.cut.num_common]
@@ -205,22 +201,22 @@ class StateDownload:
             was_wanted = self._wanted.is_set()
             self._wanted.clear()
             if not await self._extend() and was_wanted:
-                await self._look_for_a_gap()
+                await self._skip_a_gap()
 
     async def _extend(self) -> bool:
         """Fetch the newer results of the first peer that has any; return True if there were some."""
         for peer in sorted(self._sources(), key=self._failures.__getitem__):
             try:
-                chain = await self._round_log.certificates_after(peer, self._rounds.tip)
+                chain = await self._round_log.certificates_after(peer, self.rounds.tip)
                 for some in self._batches(peer, chain):
-                    async with self._is_collecting:
+                    async with self._link:
                         sources = [peer, *(other for other in self._sources() if other != peer)]
                         bodies = [certificate.body for certificate in some]
                         fetching = (self._round_log.fetch_means(sources, b) for b in bodies)
                         for certificate, means in zip(some, await together("fetch", fetching), strict=True):
-                            await self._context.runtime.offload(self._rounds.append, Result(certificate, means))
-                    self._tell_news()
-            except FAILURES as error:
+                            await self._context.runtime.offload(self.rounds.append, Result(certificate, means))
+                    self._notify()
+            except SOURCE_FAILURES as error:
                 logger.debug("peer %s has no results for the download: %s", peer[-8:], error)
                 self._failures[peer] += 1
                 continue
@@ -235,33 +231,33 @@ class StateDownload:
         for start in range(0, len(chain), step):
             yield chain[start : start + step]
 
-    async def _look_for_a_gap(self) -> None:
+    async def _skip_a_gap(self) -> None:
         """Begin anew, best at a waiting chunk's head, if no peer is at a known round and none has the results since."""
         best: Head | None = None
         for peer in sorted(self._sources(), key=self._waiting.__contains__):
             try:
                 head = await self._head_of(peer)
-                if self._rounds.position(head.lineage) is not None:
+                if head.lineage in self.rounds.positions:
                     return
                 check_head(self._context, self._membership, head)
-            except FAILURES:
+            except SOURCE_FAILURES:
                 continue
             if best is None or peer in self._waiting or head.outranks(best):
                 best = head
-        if best is not None and self._rounds.base is not None and best.outranks(self._rounds.base):
+        if best is not None and self.rounds.base is not None and best.outranks(self.rounds.base):
             self._begin_at(best)
-            self._tell_news()
+            self._notify()
 
     async def _head_of(self, peer: PeerId) -> Head:
         """Return the head of the chunk that a peer waits to send, or its present head if no certificate is found."""
         stamp = self._waiting.get(peer)
         if stamp is not None:
-            for certificate in await self._round_log.certificates_after(peer, self._rounds.tip, proofs=True):
+            for certificate in await self._round_log.certificates_after(peer, self.rounds.tip, proofs=True):
                 if certificate.body.next_lineage == stamp.lineage:
                     return certificate.body.next_head(stamp.digest, certificate.to_bytes())
         return await fetch_head(self._context.rpc, peer)
 
-    def _tell_news(self) -> None:
+    def _notify(self) -> None:
         event, self._news = self._news, asyncio.Event()
         event.set()
 
@@ -271,7 +267,7 @@ class StateDownload:
         """Return the position of the newest chunks among the rounds since, and their lineage."""
         assert self._partial is not None
         stamps = {stamp.lineage for _, stamp in self._partial.chunks()}
-        return max((self._rounds.position(lineage) or 0, lineage) for lineage in stamps)
+        return max((self.rounds.positions.get(lineage, 0), lineage) for lineage in stamps)
 
     async def assemble(self) -> Head:
         """Overwrite the shared state with the chunks, each brought to the newest round; return its head.
@@ -280,12 +276,12 @@ class StateDownload:
             IntegrityError: The result has the wrong digest; the shared state is invalid until a new download. If the
                 chunks were of several rounds, the next download takes them from one round.
         """
-        partial, rounds = self._partial, self._rounds
+        partial, rounds = self._partial, self.rounds
         assert partial is not None
         newest, lineage = self.newest()
         by_position: dict[int, list[int]] = {}
         for index, stamp in partial.chunks():
-            by_position.setdefault(rounds.position(stamp.lineage) or 0, []).append(index)
+            by_position.setdefault(rounds.positions.get(stamp.lineage, 0), []).append(index)
         oldest = min(by_position)
         with self._jobs("applying the rounds since", "rounds") as advance:
             for position in range(oldest, newest + 1):
@@ -307,7 +303,7 @@ class StateDownload:
         """Forget the download and delete its files, those of an earlier process included."""
         if self._partial is not None:
             self._partial.discard()
-        self._rounds.discard()
+        self.rounds.discard()
         self._claims = {}
         if self._folder is not None and self._folder.exists():
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -319,24 +315,24 @@ class StateDownload:
             self._partial = None
 
 
-class _Teller:
-    """Reports the progress of a download, and logs it every `TELL_SECONDS`."""
+class _LoggedProgress:
+    """Reports the progress of a download, and logs it every `LOG_SECONDS`."""
 
     def __init__(self, advance: Advance) -> None:
         self._advance = advance
         self._loop = asyncio.get_running_loop()
-        self._told = (self._loop.time(), -1)
+        self._logged = (self._loop.time(), -1)
 
     def __call__(self, done: int, total: int) -> None:
         self._advance(done, total)
         now = self._loop.time()
-        since, before = self._told
+        since, before = self._logged
         if before < 0:
-            self._told = (now, done)
-        elif now - since >= TELL_SECONDS:
+            self._logged = (now, done)
+        elif now - since >= LOG_SECONDS:
             rate = (done - before) / (now - since)
             logger.info(
                 "downloading the state: %.0f of %.0f MB (%.0f %%), %.2f MB/s",
                 done / 1e6, total / 1e6, 100 * done / max(1, total), rate / 1e6,
             )  # fmt: skip
-            self._told = (now, done)
+            self._logged = (now, done)

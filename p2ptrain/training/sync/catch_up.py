@@ -1,8 +1,7 @@
-"""Catch-up with the swarm: replay of missed rounds, download of the state, repair of a damaged state.
+"""Catch-up with another peer: replay of missed rounds, download of the state, repair of a damaged state.
 
-A stale peer replays the rounds that it missed, or downloads the state if that is fewer bytes
-(`p2ptrain.training.sync.catch_up_policy`). If the source lacks the rounds, another peer at the same lineage may
-replay them.
+A stale peer replays the rounds that it missed, or downloads the state if that is fewer bytes (`choose_way`). Both lead
+to the same bits. If the source lacks the rounds, another peer at the same lineage may replay them.
 
 Local work is carried to the new state only where it cannot count twice. The certificates between two states tell
 whether the work has counted. If they are known, replay and download treat local work alike. Work on top of a damaged
@@ -14,30 +13,24 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from p2ptrain.averaging.commit.attempt import AttemptFailedError
 from p2ptrain.averaging.commit.round_log import Result
 from p2ptrain.averaging.grouping.membership import ACTIVE_STATES
 from p2ptrain.averaging.protocol.certificate import Certificate, Head
-from p2ptrain.errors import (
-    IncompatibleError,
-    IntegrityError,
-    PeerRefusedError,
-    ResourceError,
-    TemporaryError,
-)
-from p2ptrain.network.records.record import PeerRecord
+from p2ptrain.errors import IncompatibleError, IntegrityError, PeerRefusedError, ResourceError
 from p2ptrain.progress import Advance, Jobs
 from p2ptrain.tasks import Tasks, to_its_end, together
-from p2ptrain.training.state.digest import spec_of
-from p2ptrain.training.sync.background_download import StateDownload
-from p2ptrain.training.sync.catch_up_policy import between, choose_way
-from p2ptrain.training.sync.contribution import Contribution
-from p2ptrain.training.sync.heads import check_head, fetch_head
-from p2ptrain.training.sync.replica import Replica
+from p2ptrain.training.sync.background_download import SOURCE_FAILURES, StateDownload
+from p2ptrain.training.sync.replica import Contribution, Replica
+from p2ptrain.training.sync.state_server import check_head, fetch_head
 
 logger = logging.getLogger(__name__)
 
+DOWNLOAD_BELOW = 0.9
+"""A download needs fewer bytes than this part of a replay's. A replay also fills the history, from which other peers
+can replay, so it wins near equality."""
 MAX_OTHERS_ASKED = 3
 """Peers asked for rounds that the source does not have."""
 STALL_SECONDS = 4.0
@@ -47,14 +40,9 @@ MAX_DOUBTED_ASKED = 4
 MAX_REPAIRS = 10
 """Consecutive failed repairs that end training."""
 
-FAILURES_TO_FOLLOW = (TemporaryError, IntegrityError, IncompatibleError)
-"""Errors that a broken or hostile peer can cause in a catch-up; none of them may end training.
-
-A `ResourceError` is this machine's own: its disk or memory is full."""
-
 
 class CatchUp:
-    """Brings one peer's shared state to the swarm's head.
+    """Brings one peer's shared state to another peer's.
 
     Attributes:
         resyncs: Full downloads of the state.
@@ -72,7 +60,7 @@ class CatchUp:
         self._downloaded = StateDownload(replica, jobs)
         self._failed_repairs = 0
         self._tasks = Tasks()
-        self._asked: dict[str, asyncio.Task[None]] = {}
+        self._checks: dict[str, asyncio.Task[None]] = {}
         self.resyncs = 0
         self.incompatible: dict[str, str] = {}
 
@@ -80,35 +68,22 @@ class CatchUp:
         await self._tasks.close()
         self._downloaded.close()
 
-    async def follow_swarm(self, work: Contribution | None) -> bool:
-        """Catch up with the best lineage that a trusted peer announces; return True if this peer's head moved.
-
-        A doubted peer must prove its state in the background first. Else it could stall each round until a timeout.
-        """
-        before = self._state.head
-        for _ in range(3):
-            best = self._best_source()
-            if best is None:
-                break
-            await self.follow(best, work)
-        return self._state.head != before
-
     async def follow(self, source: str, work: Contribution | None) -> bool:
         """Catch up with one peer; return True on success."""
         if self._membership.is_doubted(source):
             self._membership.suspect(source, "let others wait for what it did not hold")
-            self._ask_soon(source)
+            self.check_soon(source)
             return False
         started = asyncio.get_running_loop().time()
         try:
             await self._catch_up(source, work)
-        except FAILURES_TO_FOLLOW as error:
-            self._broke_its_word(source, error, started)
+        except SOURCE_FAILURES as error:
+            self._blame(source, error, started)
             return False
         self._membership.kept_promise(source)
         return True
 
-    def _broke_its_word(self, source: str, error: Exception, asked_at: float) -> None:
+    def _blame(self, source: str, error: Exception, asked_at: float) -> None:
         logger.info("could not follow peer %s: %s", source[-8:], error)
         if isinstance(error, IncompatibleError):
             self.incompatible[source] = str(error)
@@ -117,42 +92,24 @@ class CatchUp:
         stalled = asyncio.get_running_loop().time() - asked_at > STALL_SECONDS
         self._membership.mistrust(source, stalled=stalled)
 
-    def lacks_a_state(self) -> bool:
+    def has_partial_state(self) -> bool:
         """True if this peer has an untrained model and an unfinished download."""
         return self._state.head.round == 0 and self._downloaded.has_begun
 
-    def is_behind(self) -> bool:
-        """True if a trusted peer announces a head that outranks this peer's."""
-        return self._best_source() is not None
-
-    def _best_source(self) -> str | None:
-        best, source = self._state.head, None
-        for record in self._active_records():
-            announced = Head(record.round, record.lineage, record.lineage_tokens, 0, record.digest)
-            if self._is_trusted(record.peer) and announced.lineage != best.lineage and announced.outranks(best):
-                if self._membership.is_doubted(record.peer):
-                    self._ask_soon(record.peer)
-                else:
-                    best, source = announced, record.peer
-        return source
-
-    def _ask_soon(self, peer: str) -> None:
+    def check_soon(self, peer: str) -> None:
         """Check in the background whether a doubted peer has the state that it announces."""
-        self._asked = {peer: task for peer, task in self._asked.items() if not task.done()}
-        if peer in self._asked or len(self._asked) >= MAX_DOUBTED_ASKED or self._membership.is_mistrusted(peer):
+        self._checks = {peer: task for peer, task in self._checks.items() if not task.done()}
+        if peer in self._checks or len(self._checks) >= MAX_DOUBTED_ASKED or self._membership.is_mistrusted(peer):
             return
-        self._asked[peer] = self._tasks.start(self._ask(peer), f"ask-{peer[-8:]}")
+        self._checks[peer] = self._tasks.start(self._check(peer), f"ask-{peer[-8:]}")
 
-    async def _ask(self, peer: str) -> None:
+    async def _check(self, peer: str) -> None:
         started = asyncio.get_running_loop().time()
         try:
             if not await self._round_log.certificates_after(peer, self._state.head.lineage):
-                head = await fetch_head(self._context.rpc, peer)
-                check_head(self._context, self._membership, head)
-                if not head.outranks(self._state.head):
-                    raise AttemptFailedError(f"peer {peer[-8:]} is not ahead of this one")
-        except FAILURES_TO_FOLLOW as error:
-            self._broke_its_word(peer, error, started)
+                await self._head_ahead(peer)
+        except SOURCE_FAILURES as error:
+            self._blame(peer, error, started)
         else:
             self._membership.vouch(peer)
 
@@ -171,13 +128,13 @@ class CatchUp:
             try:
                 await self._download(source, work, keep_work=True, chain=chain)
                 return
-            except (*FAILURES_TO_FOLLOW, ResourceError) as error:
+            except (*SOURCE_FAILURES, ResourceError) as error:
                 logger.info("could not download from peer %s: %s", source[-8:], error)
         try:
             with self._jobs("replaying missed rounds", "rounds") as advance:
                 await self._replay(holder, chain, work, advance)
             self._downloaded.discard()
-        except FAILURES_TO_FOLLOW as error:
+        except SOURCE_FAILURES as error:
             if holder == source and not isinstance(error, PeerRefusedError):
                 raise
             # The swarm commits rounds faster than this replay, or another holder than the source failed.
@@ -210,7 +167,8 @@ class CatchUp:
 
     async def _chain_of_others(self, source: str) -> tuple[str, list[Certificate]]:
         """Return another peer and its certificates up to the head of ``source``, or ``source`` and no certificates."""
-        goal = next((record.lineage for record in self._active_records() if record.peer == source), None)
+        active = [record for record in self._membership.records() if record.state in ACTIVE_STATES]
+        goal = next((record.lineage for record in active if record.peer == source), None)
         if goal is None:
             return source, []
         start, others = self._state.head.lineage, [peer for peer in self._peers_at(goal) if peer != source]
@@ -218,7 +176,7 @@ class CatchUp:
         async def ask(peer: str) -> list[Certificate]:
             try:
                 chain = await self._round_log.certificates_after(peer, start)
-            except FAILURES_TO_FOLLOW as error:
+            except SOURCE_FAILURES as error:
                 logger.debug("peer %s tells no history: %s", peer[-8:], error)
                 return []
             return chain if between(chain, start, goal) else []
@@ -227,21 +185,14 @@ class CatchUp:
         chains = await together("ask", map(ask, asked))
         return next(((peer, chain) for peer, chain in zip(asked, chains, strict=True) if chain), (source, []))
 
-    def _active_records(self) -> list[PeerRecord]:
-        return [record for record in self._membership.records() if record.state in ACTIVE_STATES]
-
     def _peers_at(self, lineage: bytes) -> list[str]:
-        records = self._active_records()
-        return [each.peer for each in records if each.lineage == lineage and self._is_trusted(each.peer)]
-
-    def _is_trusted(self, peer: str) -> bool:
-        return not self._membership.is_suspect(peer) and not self._membership.is_mistrusted(peer)
+        return [record.peer for record in self._membership.trusted_records() if record.lineage == lineage]
 
     def _state_bytes(self) -> int:
         """Return the size of a download; 0 for a torch optimizer before its first step, which has no state yet."""
         if self._state.head.round == 0 and self._replica.drops_stale:
             return 0
-        return sum(spec_of(name, tensor).num_bytes for name, tensor in self._state.tensors())
+        return sum(tensor.nbytes for _, tensor in self._state.tensors())
 
     def others_hold_another_state(self) -> bool:
         head = self._state.head
@@ -265,7 +216,7 @@ class CatchUp:
                 await self._download(peer, work, keep_work=False)
                 self._failed_repairs = 0
                 return
-            except FAILURES_TO_FOLLOW as error:
+            except SOURCE_FAILURES as error:
                 logger.info("could not repair from peer %s: %s", peer[-8:], error)
         self._failed_repairs += 1
         if self._failed_repairs >= MAX_REPAIRS:
@@ -282,25 +233,60 @@ class CatchUp:
 
         ``chain`` holds the known certificates from this peer's lineage on.
         """
-        head = await fetch_head(self._context.rpc, source)
-        check_head(self._context, self._membership, head)
-        repairs = not keep_work and head.lineage == self._state.head.lineage
-        if not repairs and not head.outranks(self._state.head):
-            raise AttemptFailedError(f"peer {source[-8:]} is not ahead of this one")
+        head = await self._head_ahead(source, accepts_own_lineage=not keep_work)
         if chain and between(chain, self._state.head.lineage, head.lineage) is None:  # The source committed more.
             chain = [*chain, *await self._round_log.certificates_after(source, chain[-1].body.next_lineage)]
-        async with self._downloaded.fetched(source, head) as rounds:
+        async with self._downloaded.fetched(source, head):
             count = await to_its_end(self._take_over(work, keep_work, chain))
             logger.info("downloaded the state of round %d from peer %s", self._state.head.round, source[-8:])
-            while count < len(rounds.certificates):  # The list may grow during the loop.
-                await self._replica.apply_missed(rounds.result(count), work)
+            while count < len(self._downloaded.rounds.certificates):  # The list may grow during the loop.
+                await self._replica.apply_missed(self._downloaded.rounds.result(count), work)
                 count += 1
         self._downloaded.discard()
+
+    async def _head_ahead(self, source: str, *, accepts_own_lineage: bool = False) -> Head:
+        """Return the verified head of a peer; raise `AttemptFailedError` unless it outranks this peer's."""
+        head = await fetch_head(self._context.rpc, source)
+        check_head(self._context, self._membership, head)
+        own = self._state.head
+        if not (head.outranks(own) or (accepts_own_lineage and head.lineage == own.lineage)):
+            raise AttemptFailedError(f"peer {source[-8:]} is not ahead of this one")
+        return head
 
     async def _take_over(self, work: Contribution | None, keep_work: bool, chain: Sequence[Certificate]) -> int:
         """Replace the shared state by the download; return how many of the rounds since it includes."""
         count, lineage = self._downloaded.newest()
-        missed = between([*chain, *self._downloaded.certificates], self._state.head.lineage, lineage)
+        missed = between([*chain, *self._downloaded.rounds.certificates], self._state.head.lineage, lineage)
         await self._replica.replace(self._downloaded.assemble, missed, work, keep_work)
         self.resyncs += 1
         return count
+
+
+@dataclass(frozen=True)
+class Way:
+    """The choice, and its reason."""
+
+    is_download: bool
+    reason: str
+
+
+def choose_way(num_rounds: int, replay_bytes: int, download_bytes: int) -> Way:
+    """Choose the way that moves fewer bytes; ``download_bytes`` is 0 if it is not known."""
+    rounds = f"{replay_bytes} bytes of {num_rounds} rounds"
+    if not download_bytes:
+        return Way(False, f"{rounds} against a state of unknown size")
+    is_download = download_bytes < DOWNLOAD_BELOW * replay_bytes
+    state = f"{download_bytes} bytes of state"
+    return Way(is_download, f"{state} instead of {rounds}" if is_download else f"{rounds} instead of {state}")
+
+
+def between(chain: Sequence[Certificate], start: bytes, end: bytes) -> list[Certificate] | None:
+    """Return the certificates that lead from one lineage to another; None if ``chain`` lacks some."""
+    found: list[Certificate] = []
+    for certificate in chain:
+        if certificate.body.lineage == start:
+            found.append(certificate)
+            start = certificate.body.next_lineage
+        if start == end:
+            break
+    return found if found and start == end else None

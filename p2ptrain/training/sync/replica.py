@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+import torch
 
 from p2ptrain.averaging.averager import Averager
 from p2ptrain.averaging.commit.attempt import decode_means
@@ -19,23 +22,65 @@ from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.averaging.protocol.certificate import Body, Certificate, Head
 from p2ptrain.averaging.timing.goal import Goal
 from p2ptrain.averaging.vector.error_feedback import Encoded, ErrorFeedback
+from p2ptrain.codecs import Codec, get_codec
+from p2ptrain.codecs.mixed import by_size
 from p2ptrain.errors import DivergedError
-from p2ptrain.manifest import TrainingSpec
+from p2ptrain.manifest import AveragingSpec, TrainingSpec
 from p2ptrain.tasks import to_its_end
+from p2ptrain.training.state.layout import Fragment, Layout
 from p2ptrain.training.state.shared_state import SharedState
-from p2ptrain.training.state.vector_codec import vector_codec
 from p2ptrain.training.sync.state_server import StateServer
-
-if TYPE_CHECKING:
-    import torch
-
-    from p2ptrain.training.state.fragments import Fragment
-    from p2ptrain.training.sync.contribution import Contribution
 
 logger = logging.getLogger(__name__)
 
 MAX_DROPS = 5
 """Consecutive dropped contributions that end this peer's training."""
+
+
+class Contribution(Protocol):
+    """A peer's local work since its last contribution: the live model's side of a synchronisation.
+
+    The caller holds `model_lock`, and calls the methods off the event loop, one at a time. With P fragments a token
+    contributes to each fragment in turn, and weighs 1 / P each time. A fragment of None is the whole vector.
+    """
+
+    @property
+    def model_lock(self) -> AbstractAsyncContextManager[object]:
+        """Keeps other threads off the live model; reusable."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of work not contributed yet, over all fragments; 0 if there is nothing to contribute."""
+
+    @property
+    def samples(self) -> int:
+        """Samples read since the last contribution to any fragment."""
+
+    def tokens_of(self, fragment: Fragment) -> int:
+        """Return the weight of a fragment's contribution, in tokens; 0 if there is nothing to contribute."""
+
+    def collect(self, out: torch.Tensor, fragment: Fragment | None = None) -> None:
+        """Write shared minus live values, or the mean gradient, into ``out`` (fp32, ``[fragment.num_values]``)."""
+
+    def adopt(
+        self,
+        contributed: bool,
+        carry: torch.Tensor | None,
+        fragment: Fragment | None = None,
+        counted: tuple[int, int] = (0, 0),
+    ) -> None:
+        """Set the live model from the shared state, which has just changed in ``fragment``.
+
+        Args:
+            contributed: True if the state includes the work. Then only work done since stays pending.
+            carry: Without ``contributed``: the output of `collect` from before the change, to put on top of the new
+                state; None drops the work.
+            fragment: The part of the state that changed.
+            counted: With ``contributed``: the tokens and samples that the state includes.
+        """
+
+    def reset(self) -> None:
+        """Set the live model from the shared state; drop all local work and the local optimizer's state."""
 
 
 class Replica:
@@ -80,29 +125,25 @@ class Replica:
         logger.warning("round %d: parameters in memory do not match their digest", self.state.head.round)
         return False
 
-    # --- contributing ---------------------------------------------------------------------------------------------
+    # --- contributing
 
     async def collect(self, work: Contribution, fragment: Fragment) -> torch.Tensor | None:
         """Return the contribution plus the error-feedback residual, in a reused buffer; None if it is not finite."""
-        out = self._room_for(fragment)
+        out = self._buffer_for(fragment)
         return out if await self.context.runtime.compute(self._collect, work, out, fragment) else None
 
-    def _room_for(self, fragment: Fragment) -> torch.Tensor:
-        import torch
-
+    def _buffer_for(self, fragment: Fragment) -> torch.Tensor:
         if self._buffer is None:
             size = max(fragment.num_values for fragment in self.state.fragments)
             self._buffer = torch.empty(size, dtype=torch.float32)
         return self._buffer[: fragment.num_values]
 
     def _collect(self, work: Contribution, out: torch.Tensor, fragment: Fragment) -> bool:
-        import torch
-
         work.collect(out, fragment)
         self._feedbacks[fragment.index].add_to(out)
         return bool(torch.isfinite(out.sum(dtype=torch.float64)))
 
-    async def keep_feedback(self, body: Body, encoded: Sequence[Encoded]) -> None:
+    async def update_feedback(self, body: Body, encoded: Sequence[Encoded]) -> None:
         """Record the compression error of a contribution that is in a result."""
         await self.context.runtime.compute(self._feedbacks[self.fragment_of(body).index].update, encoded)
 
@@ -121,15 +162,15 @@ class Replica:
         own.copy_(residual)
         self.averager.contributions.forget()
 
-    async def begin_anew(self, work: Contribution) -> None:
+    async def reset(self, work: Contribution) -> None:
         """Drop all local work, the local optimizer's state and the residual; call while ``work`` is at rest."""
-        await self.context.runtime.compute(work.begin_anew)
+        await self.context.runtime.compute(work.reset)
         self.averager.contributions.consumed(range(len(self._codecs)))
         self.feedback.reset()
 
     async def drop(self, work: Contribution, reason: str) -> str:
         """Drop a contribution that cannot count; return why. Raise `DivergedError` at `MAX_DROPS` in a row."""
-        await self.begin_anew(work)
+        await self.reset(work)
         self._drops_in_a_row += 1
         if self._drops_in_a_row >= MAX_DROPS:
             raise DivergedError(
@@ -139,7 +180,7 @@ class Replica:
         logger.warning("round %d: %s: it was dropped, and this peer begins anew", self.state.head.round, reason)
         return f"{reason}: it was dropped"
 
-    # --- applying results -----------------------------------------------------------------------------------------
+    # --- applying results
 
     async def apply(self, result: Result, work: Contribution | None, contributed: bool) -> None:
         """Apply the certified result of the round in progress to the shared state and the live model, atomically."""
@@ -162,7 +203,7 @@ class Replica:
             self.trained_tokens += tokens
             self.trained_rounds += 1
             self.averager.contributions.consumed([self.fragment_of(body).index])
-        self._move(body.next_head(tree_root, result.certificate.to_bytes()))
+        self._set_head(body.next_head(tree_root, result.certificate.to_bytes()))
         self.averager.round_log.add(result, self._server.chunks.is_serving())
 
     def _apply_means(self, body: Body, means: Means, work: Contribution | None, contributed: bool) -> bytes:
@@ -180,26 +221,24 @@ class Replica:
     def step(self, body: Body, means: Means) -> None:
         """Take the shared step on a certified result; leave the live model and the head alone."""
         fragment = self.fragment_of(body)
-        mean = self._room_for(fragment)
+        mean = self._buffer_for(fragment)
         decode_means(self.context.spec, self._codecs[fragment.index], body, means, mean)
         self.state.apply(mean, body.round, fragment)
 
     def _carry(self, work: Contribution, fragment: Fragment, part: float) -> torch.Tensor | None:
         """Return the work to put on top of the next state, scaled by ``part``; None if there is none."""
-        import torch
-
         if work.tokens_of(fragment) <= 0:
             return None
         carry = torch.empty(fragment.num_values, dtype=torch.float32)
         work.collect(carry, fragment)
         return carry.mul_(part)
 
-    def _move(self, head: Head) -> None:
+    def _set_head(self, head: Head) -> None:
         self.state.head = head
         self.averager.matchmaker.set_head(head)
         self.context.owner.state_changed()
 
-    # --- replacing the whole --------------------------------------------------------------------------------------
+    # --- replacing the whole
 
     async def replace(
         self,
@@ -210,11 +249,8 @@ class Replica:
     ) -> None:
         """Replace the shared state by another one, atomically.
 
-        Args:
-            assemble: Overwrites the state, and returns its head.
-            missed: The certificates from this peer's head to the new one; None if they are not known.
-            work: The live model.
-            keeps_work: True if work may be carried to the new state.
+        ``assemble`` overwrites the state, and returns its head. ``missed`` are the certificates from this peer's head
+        to the new one; None if they are not known. With ``keeps_work`` work may be carried to the new state.
         """
         kept = self._kept(missed) if keeps_work else [None] * len(self.state.fragments)
         carries = await self.context.runtime.compute(self._carries, work, kept)
@@ -223,7 +259,7 @@ class Replica:
         await self.context.runtime.compute(self._adopt, work, kept, carries, missed is not None)
         self.averager.contributions.consumed(index for index, part in enumerate(kept) if part is None)
         self.averager.round_log.clear()
-        self._move(head)
+        self._set_head(head)
 
     def _kept(self, missed: Sequence[Certificate] | None) -> list[float | None]:
         """Return by fragment the factor of local work carried to a later state; None to drop it."""
@@ -262,3 +298,12 @@ class Replica:
         for fragment in self.state.fragments:
             if work is not None:
                 work.adopt(False, carries[fragment.index], fragment)
+
+
+def vector_codec(spec: AveragingSpec, layout: Layout) -> Codec:
+    """Return ``spec.codec``, mixed with ``spec.small_tensors`` if set; raise `IncompatibleError` if one is unknown."""
+    codec = get_codec(spec.codec)
+    if not spec.small_tensors:
+        return codec
+    sizes = [entry.num_values for entry in layout.entries]
+    return by_size(codec, get_codec(spec.small_tensors), sizes, spec.small_values)

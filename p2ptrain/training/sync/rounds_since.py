@@ -31,13 +31,14 @@ class RoundsSince:
     Attributes:
         base: The head where the chain begins; None before `start`.
         certificates: In the order of the rounds.
+        positions: By lineage on the chain: how many results lead to it from the base.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
         self.base: Head | None = None
         self.certificates: list[Certificate] = []
-        self._positions: dict[bytes, int] = {}
+        self.positions: dict[bytes, int] = {}
         self._means: list[list[Buffer]] = []
 
     @classmethod
@@ -66,10 +67,6 @@ class RoundsSince:
             return self.certificates[-1].body.next_lineage
         return self.base.lineage if self.base is not None else b""
 
-    def position(self, lineage: bytes) -> int | None:
-        """Return how many results lead from the base to a lineage; None if it is not on the chain."""
-        return self._positions.get(lineage)
-
     def start(self, base: Head) -> None:
         """Discard the old chain and begin a new one; raise `ResourceError` if it cannot be written."""
         self.discard()
@@ -83,7 +80,7 @@ class RoundsSince:
 
     def _begin(self, base: Head) -> None:
         self.base = base
-        self._positions = {base.lineage: 0}
+        self.positions = {base.lineage: 0}
 
     def append(self, result: Result) -> None:
         """Keep the result that follows `tip`; raise `ResourceError` if it cannot be written."""
@@ -103,14 +100,13 @@ class RoundsSince:
     def _take(self, certificate: Certificate, means: list[Buffer]) -> None:
         self.certificates.append(certificate)
         self._means.append(means)
-        self._positions[certificate.body.next_lineage] = len(self.certificates)
+        self.positions[certificate.body.next_lineage] = len(self.certificates)
 
     def result(self, position: int) -> Result:
         """Return the result that leads from a position to the next."""
         return Result(self.certificates[position], self._means[position])
 
     def head_at(self, position: int, digest: bytes) -> Head:
-        """Return the head at a position, for a state with this digest."""
         assert self.base is not None
         if not position:
             return self.base
@@ -120,7 +116,7 @@ class RoundsSince:
     def discard(self) -> None:
         """Forget the chain and delete its files."""
         self.base = None
-        self.certificates, self._means, self._positions = [], [], {}
+        self.certificates, self._means, self.positions = [], [], {}
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -1,32 +1,67 @@
-"""The server of a peer's shared state; `p2ptrain.training.sync.download` is the client.
+"""A peer's account of its shared state: the fingerprint of its layout, its head, and its chunks.
 
-Each chunk is copied out of the live state under its lock, because a later step may overwrite a buffer that the
-network still reads. Each chunk carries its round, so the state may advance during a download. The server keeps no
-snapshot: the newcomer brings chunks of earlier rounds up to date.
+Other peers compare the layout before they take part (`check_agreement`), and verify a head before they follow it
+(`check_head`). `p2ptrain.training.sync.download` is the client for chunks. Each chunk is copied out of the live state
+under its lock, because a later step may overwrite a buffer that the network still reads. Each chunk carries its round,
+so the state may advance during a download. The server keeps no snapshot: the newcomer brings chunks of earlier rounds
+up to date.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import Annotated
 
-from p2ptrain.errors import TemporaryError
+from msgspec import Meta
+
+from p2ptrain.averaging.context import PeerContext
+from p2ptrain.averaging.grouping.membership import Membership
+from p2ptrain.averaging.protocol.certificate import Certificate, Head, genesis
+from p2ptrain.errors import DeadlineError, IncompatibleError, IntegrityError, PeerError, TemporaryError
 from p2ptrain.network.chunks.messages import Open
 from p2ptrain.network.chunks.server import ChunkServer, Ration
 from p2ptrain.network.rpc.client import Rpc
 from p2ptrain.network.schema import Hash, Message, Nothing
 from p2ptrain.network.transport import PeerId
+from p2ptrain.tasks import together
+from p2ptrain.training.optimizer_checks import differences
 from p2ptrain.training.state.digest import CHUNK_BYTES, Description, TensorSpec, cut_of
-from p2ptrain.training.state.shared_state import Head, SharedState, stamped_bytes
-from p2ptrain.training.sync.agreement import serve_agreement
-from p2ptrain.training.sync.heads import STATE_HEAD, HeldHead
+from p2ptrain.training.state.layout import Layout
+from p2ptrain.training.state.shared_state import SharedState, stamped_bytes
 
+logger = logging.getLogger(__name__)
+
+LAYOUT = "layout.compare"
+HEAD = "state.head"
 STATE = "state"
 """Service name of the state's chunks."""
+
+CALL_SECONDS = 5.0
+HEAD_SECONDS = 10.0
+MAX_ASKED = 4
+MAX_LAYOUT_BYTES = 2 << 20
+MAX_HEAD_BYTES = 4 << 20
 MAX_WAITS_FOR_A_ROUND = 1200
 WAIT_SECONDS = 0.05
 """Poll interval while a round changes the state; `MAX_WAITS_FOR_A_ROUND` polls make the timeout."""
 
 BUSY = "busy with a round: ask again in a moment"
+
+
+class LayoutReply(Message, frozen=True):
+    """The fingerprint of a peer's layout, and its step rule (see `step_rule`)."""
+
+    fingerprint: Hash
+    rule: Annotated[str, Meta(max_length=1 << 20)]
+
+
+class HeldHead(Message, frozen=True):
+    """Reply with the head of a peer's state."""
+
+    head: Head
 
 
 class HeldState(Message, frozen=True):
@@ -42,9 +77,12 @@ class StateServer:
     def __init__(self, rpc: Rpc, state: SharedState, ration: Ration | None = None) -> None:
         self._runtime = rpc.runtime
         self._state = state
-        serve_agreement(rpc, state.layout)
-        rpc.serve(STATE_HEAD, Nothing, self._on_head, max_request_bytes=1024)
+        rpc.serve(LAYOUT, Nothing, self._on_layout)
+        rpc.serve(HEAD, Nothing, self._on_head, max_request_bytes=1024)
         self.chunks = ChunkServer(rpc, STATE, self._open, ration or Ration())
+
+    async def _on_layout(self, peer: PeerId, request: Nothing) -> LayoutReply:
+        return LayoutReply(self._state.layout.fingerprint, self._state.layout.rule)
 
     async def _on_head(self, peer: PeerId, request: Nothing) -> HeldHead:
         head, _ = await self.describe()
@@ -96,3 +134,56 @@ class _Supply:
 
     async def read(self, index: int) -> memoryview:
         return self._buffer[: await self._server.read(index, self._buffer, self._specs)]
+
+
+async def check_agreement(rpc: Rpc, layout: Layout, trainers: Sequence[str]) -> None:
+    """Ask up to `MAX_ASKED` trainers; raise `IncompatibleError` if all that answer differ in layout or step rule."""
+
+    async def ask(peer: str) -> LayoutReply | None:
+        try:
+            return await rpc.call(peer, LAYOUT, Nothing(), LayoutReply, CALL_SECONDS, max_reply_bytes=MAX_LAYOUT_BYTES)
+        except (PeerError, DeadlineError) as error:
+            logger.debug("peer %s does not say what it trains: %s", peer[-8:], error)
+            return None
+
+    asked = await together("compare", map(ask, trainers[:MAX_ASKED]))
+    answers = [answer for answer in asked if answer is not None]
+    if not answers or any(answer.fingerprint == layout.fingerprint for answer in answers):
+        return
+    rule = answers[0].rule
+    if rule != layout.rule:
+        raise IncompatibleError(
+            f"with every = 1 all peers take the same step, and this one would take another: "
+            f"{differences(layout.rule, rule)}; give Swarm.optimizer the optimizer and clip_norm of the others"
+        )
+    raise IncompatibleError(
+        f"peer {trainers[0][-8:]} trains a model of another shape: build the model that the swarm's manifest describes"
+    )
+
+
+async def fetch_head(rpc: Rpc, source: PeerId) -> Head:
+    """Return the head of a peer's state, unverified: see `check_head`.
+
+    Raises:
+        PeerError: The peer cannot be reached, refuses, or sends a malformed answer.
+        DeadlineError: The peer did not answer in time.
+    """
+    held = await rpc.call(source, HEAD, Nothing(), HeldHead, HEAD_SECONDS, max_reply_bytes=MAX_HEAD_BYTES)
+    return held.head
+
+
+def check_head(context: PeerContext, membership: Membership, head: Head) -> None:
+    """Raise `IntegrityError` for a head that is not proved.
+
+    Its certificate must prove it, and no other digest may have more votes at its lineage.
+    """
+    votes = Counter(record.digest for record in membership.records() if record.lineage == head.lineage)
+    if votes and votes[head.digest] < max(votes.values()):
+        raise IntegrityError("most peers announce another digest for this state")
+    if head.round == 0:
+        if head != genesis(context.swarm, head.digest):
+            raise IntegrityError("a head at round 0 is not a beginning")
+        return
+    body = Certificate.from_bytes(head.certificate, context.swarm, context.signer).body
+    if body.next_head(head.digest, head.certificate) != head:
+        raise IntegrityError("a head does not follow from its certificate")

@@ -1,7 +1,7 @@
 """One peer's side of synchronisation: contribute, apply the certified result, catch up when behind.
 
 A local phase ends with `Synchronizer.synchronize`. The training thread waits for it, or lends it the model between
-two steps when rounds run under compute (`Contribution.at_rest`).
+two steps when rounds run under compute (`Contribution.model_lock`).
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+
+import torch
 
 from p2ptrain.averaging.averager import RoundOutcome
 from p2ptrain.averaging.commit.attempt import AttemptFailedError, UnencodableError
@@ -21,18 +22,38 @@ from p2ptrain.network.records.record import RoundReport
 from p2ptrain.progress import Jobs, untold
 from p2ptrain.training.data.windows import Place, place_among
 from p2ptrain.training.sync.catch_up import CatchUp
-from p2ptrain.training.sync.contribution import Contribution, RoundResult
-from p2ptrain.training.sync.replica import Replica
-
-if TYPE_CHECKING:
-    import torch
-
-__all__ = ["Contribution", "RoundResult", "Synchronizer"]
+from p2ptrain.training.sync.replica import Contribution, Replica
 
 logger = logging.getLogger(__name__)
 
-MAX_STEPS = 12
+MAX_RETRIES = 12
 MAX_REPORTS = 8
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """The outcome of one synchronisation. A failure is a value, not an exception.
+
+    Attributes:
+        committed: True if the shared state moved on: a certified result was applied, or this peer caught up.
+        round: The round in progress afterwards.
+        reason: Why it failed, or a remark.
+        contributed: True if the result includes this peer's work.
+        members: Size of the group, of which ``contributors`` contributed.
+        paused: True if the swarm is below its minimum of peers.
+        seconds: Duration, which includes ``matchmaking_seconds``, and ``transfer_seconds`` to reduce and sign.
+    """
+
+    committed: bool
+    round: int
+    reason: str
+    contributed: bool = False
+    members: int = 0
+    contributors: int = 0
+    paused: bool = False
+    seconds: float = 0.0
+    matchmaking_seconds: float = 0.0
+    transfer_seconds: float = 0.0
 
 
 class Synchronizer:
@@ -60,7 +81,7 @@ class Synchronizer:
         self.feedback = replica.feedback
         self.jobs = jobs
         self.catch_up = CatchUp(replica, jobs)
-        self.averager.matchmaker.pacing.is_behind = self.catch_up.is_behind
+        self.averager.matchmaker.pacing.is_behind = self.is_behind
         self._place: tuple[bytes, Place] | None = None
         self.rounds_committed = 0
         self.rounds_aborted = 0
@@ -80,34 +101,11 @@ class Synchronizer:
             return self._place[1]
         return place_among(self.head.members, self.replica.context.rpc.peer_id)
 
-    def sees_others(self) -> bool:
-        return bool(self._membership.alive_trainers())
-
-    def is_closing(self) -> bool:
-        """True if the swarm closes the round now; safe from any thread."""
-        return self.averager.matchmaker.position.is_closing
-
-    async def report(self, samples: int, batch_samples: int, batch_seconds: float) -> bool:
-        """Report the accumulated samples to the leader, and wait while another local batch would overfill the round.
-
-        Returns:
-            True if the swarm's global batch is full, or others are ahead of this peer.
-        """
-        return await self.averager.matchmaker.pacing.report_batch(samples, batch_samples, batch_seconds)
-
-    def note_steps(self, steps: int, seconds: float = 0.0) -> None:
-        """Record the local steps of the round (``every = H``) and the last one's seconds; call on the event loop."""
-        self.averager.matchmaker.pacing.note(steps, seconds)
-
-    def is_due(self, steps: int) -> bool:
-        """True if a peer with this many steps in the round should contribute now; safe from any thread."""
-        return self.is_closing() or self.averager.matchmaker.pacing.is_due(steps)
-
     async def close(self) -> None:
         await self.catch_up.close()
         await self.averager.close()
 
-    # --- the main path --------------------------------------------------------------------------------------------
+    # --- the main path
 
     async def synchronize(self, work: Contribution) -> RoundResult:
         """Contribute ``work`` to the round in progress and apply the result; catch up first if the swarm is ahead."""
@@ -152,8 +150,8 @@ class Synchronizer:
 
     async def _synchronize(self, work: Contribution) -> RoundResult:
         before, pacing = self.head, self.averager.matchmaker.pacing
-        for _ in range(MAX_STEPS):
-            async with work.at_rest():
+        for _ in range(MAX_RETRIES):
+            async with work.model_lock:
                 ready = await self._prepare(work, before)
             if isinstance(ready, RoundResult):
                 return ready
@@ -165,18 +163,18 @@ class Synchronizer:
             try:
                 outcome = await self.averager.average(*ready, self._bandwidth)
             except (BehindError, MismatchError, UnencodableError) as error:
-                async with work.at_rest():
+                async with work.model_lock:
                     result = await self._recover(error, work)
                 if result is not None:
                     return result
                 continue
-            async with work.at_rest():
-                return await self._take_home(outcome, work)
+            async with work.model_lock:
+                return await self._apply_outcome(outcome, work)
         raise AttemptFailedError("the swarm moved on faster than this peer could follow")
 
     async def _prepare(self, work: Contribution, before: Head) -> tuple[torch.Tensor, int, int] | RoundResult:
-        for _ in range(MAX_STEPS):
-            await self.catch_up.follow_swarm(work)
+        for _ in range(MAX_RETRIES):
+            await self.follow_swarm(work)
             if 0 < self.last_round <= self.head.round:
                 return RoundResult(self.head != before, self.head.round, "the last round is over")
             if await self.replica.is_intact():
@@ -212,10 +210,10 @@ class Synchronizer:
     async def _drop(self, work: Contribution, reason: str) -> RoundResult:
         return RoundResult(False, self.head.round, await self.replica.drop(work, reason))
 
-    async def _take_home(self, outcome: RoundOutcome, work: Contribution) -> RoundResult:
+    async def _apply_outcome(self, outcome: RoundOutcome, work: Contribution) -> RoundResult:
         body = outcome.result.certificate.body
         if outcome.contributed:
-            await self.replica.keep_feedback(body, outcome.encoded)
+            await self.replica.update_feedback(body, outcome.encoded)
         reason = "" if outcome.contributed else "late: this peer's work waits for the next round"
         if outcome.refusal and not outcome.contributed:
             # The group would refuse the same work again, with a longer backoff each time.
@@ -232,3 +230,55 @@ class Synchronizer:
             matchmaking_seconds=outcome.matchmaking_seconds,
             transfer_seconds=outcome.transfer_seconds,
         )
+
+    # --- catching up
+
+    def is_behind(self) -> bool:
+        """True if a trusted peer announces a head that outranks this peer's."""
+        return self._best_source() is not None
+
+    async def follow_swarm(self, work: Contribution | None) -> bool:
+        """Catch up with the best lineage that a trusted peer announces; return True if this peer's head moved.
+
+        A doubted peer must prove its state in the background first. Else it could stall each round until a timeout.
+        """
+        before = self.head
+        for _ in range(3):
+            best = self._best_source()
+            if best is None:
+                break
+            await self.catch_up.follow(best, work)
+        return self.head != before
+
+    def _best_source(self) -> str | None:
+        best, source = self.head, None
+        for record in self._membership.trusted_records():
+            announced = Head(record.round, record.lineage, record.lineage_tokens, 0, record.digest)
+            if announced.lineage != best.lineage and announced.outranks(best):
+                if self._membership.is_doubted(record.peer):
+                    self.catch_up.check_soon(record.peer)
+                else:
+                    best, source = announced, record.peer
+        return source
+
+    # --- when a round is due
+
+    def is_closing(self) -> bool:
+        """True if the swarm closes the round now; safe from any thread."""
+        return self.averager.matchmaker.position.is_closing
+
+    async def report(self, samples: int, batch_samples: int, batch_seconds: float) -> bool:
+        """Report the accumulated samples to the leader, and wait while another local batch would overfill the round.
+
+        Returns:
+            True if the swarm's global batch is full, or others are ahead of this peer.
+        """
+        return await self.averager.matchmaker.pacing.report_batch(samples, batch_samples, batch_seconds)
+
+    def note_steps(self, steps: int, seconds: float = 0.0) -> None:
+        """Record the local steps of the round (``every = H``) and the last one's seconds; call on the event loop."""
+        self.averager.matchmaker.pacing.note(steps, seconds)
+
+    def is_due(self, steps: int) -> bool:
+        """True if a peer with this many steps in the round should contribute now; safe from any thread."""
+        return self.is_closing() or self.averager.matchmaker.pacing.is_due(steps)

@@ -56,7 +56,7 @@ from p2ptrain.runtime import Runtime, real_runtime
 from p2ptrain.training.optimizer import SwarmOptimizer
 from p2ptrain.training.state.shared_state import SharedState
 from p2ptrain.training.sync import state_server
-from p2ptrain.training.sync.partial_download import PartialDownload
+from p2ptrain.training.sync.download import PartialDownload
 from p2ptrain.training.sync.synchronizer import RoundResult, Synchronizer
 from tests.support.lying import LyingChannel
 from tests.support.web.served import served

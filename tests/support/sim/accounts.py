@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 
 from p2ptrain.averaging.protocol.certificate import Body, Certificate
-from p2ptrain.training.state.fragments import Fragment
+from p2ptrain.training.state.layout import Fragment
 from tests.support.sim.conservation import Conservation
 from tests.support.sim.heads import watch_head
 from tests.support.sim.trainers import InvariantError, SimulatedSwarm, SimulatedTrainer

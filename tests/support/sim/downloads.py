@@ -20,8 +20,7 @@ from p2ptrain.training.state.digest import ChunkedBytes, NamedTensors, merkle_tr
 from p2ptrain.training.state.layout import Layout
 from p2ptrain.training.state.outer_optimizers import NesterovStep
 from p2ptrain.training.state.shared_state import SharedState, Stamp
-from p2ptrain.training.sync.download import download_state
-from p2ptrain.training.sync.partial_download import PartialDownload
+from p2ptrain.training.sync.download import PartialDownload, download_state
 from p2ptrain.training.sync.state_server import StateServer
 from tests.support.sim.peers import Member, members
 
@@ -35,7 +34,7 @@ def shared_state(num_values: int = NUM_VALUES) -> SharedState:
     module = nn.Module()
     module.weight = nn.Parameter(torch.randn(num_values, generator=torch.Generator().manual_seed(3)))
     layout = Layout.from_module(module)
-    state = SharedState.from_module(module, layout, NesterovStep(layout, 0.7, 0.9))
+    state = SharedState(module, layout, NesterovStep(layout, 0.7, 0.9))
     state.stepper.state_tensors()[0][1].copy_(torch.randn(num_values, generator=torch.Generator().manual_seed(4)))
     state.head = genesis(b"s" * 32, state.tree().root)
     return state

@@ -10,10 +10,10 @@ from p2ptrain.training.sync.replica import Replica
 
 def watch_head(replica: Replica, watch: Callable[[], None]) -> None:
     """Call ``watch`` after each change of a replica's head."""
-    move = replica._move
+    move = replica._set_head
 
     def move_and_watch(head: Head) -> None:
         move(head)
         watch()
 
-    replica._move = move_and_watch  # type: ignore[method-assign]
+    replica._set_head = move_and_watch  # type: ignore[method-assign]

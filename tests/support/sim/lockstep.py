@@ -1,6 +1,6 @@
 """A training thread in a simulation: thread and event loop take turns, so that virtual time and order replay.
 
-The product trains on a thread that waits for coroutines on the event loop (`p2ptrain.training.optimizer.Bridge`). Here
+The product trains on a thread that waits for coroutines on the event loop (`p2ptrain.training.bridge.Bridge`). Here
 the loop stands still while the thread runs, and the thread stands still until the loop comes to its next turn.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from p2ptrain.errors import TemporaryError
-from p2ptrain.training.optimizer import Bridge
+from p2ptrain.training.bridge import Bridge
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ class LockstepBridge(Bridge):
         self._answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._is_killed = False
 
-    def begin(self, work: Callable[[], object]) -> asyncio.Future[None]:
+    def run_thread(self, work: Callable[[], object]) -> asyncio.Future[None]:
         async def run() -> None:
             await self.run(work)
 
@@ -90,7 +90,7 @@ class LockstepBridge(Bridge):
         if self._is_killed or not self._answers.get():
             raise _KilledError
 
-    def rest(self, seconds: float) -> None:
+    def sleep(self, seconds: float) -> None:
         self._hand_over(lambda: asyncio.sleep(seconds))
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
@@ -111,8 +111,8 @@ class LockstepBridge(Bridge):
         async def turn() -> None:
             task = asyncio.create_task(coroutine, name="bridge")
             task.add_done_callback(copy)
-            self._under_way.add(future)
-            future.add_done_callback(self._under_way.discard)
+            self._running.add(future)
+            future.add_done_callback(self._running.discard)
             future.add_done_callback(lambda _: task.cancel())
 
         self._hand_over(turn)

@@ -27,7 +27,7 @@ from p2ptrain.node.roles.held import HeldState
 from p2ptrain.node.run import serve_and_close
 from p2ptrain.pipeline.stage import device
 from p2ptrain.pipeline.stage.device import Device
-from p2ptrain.training import optimizer
+from p2ptrain.training import bridge, optimizer
 from p2ptrain.training.loop import Trainer
 from p2ptrain.training.sync.synchronizer import Synchronizer
 from tests.support.sim.lockstep import LockstepBridge
@@ -232,23 +232,20 @@ def use_virtual_time(monkeypatch: pytest.MonkeyPatch, swarm: ProductSwarm) -> No
     # Threads run only while the loop stands still, so what they schedule needs no wake-up.
     loop.call_soon_threadsafe = loop.call_soon  # type: ignore[method-assign]
     monkeypatch.setattr(optimizer, "time", SimpleNamespace(monotonic=loop.time))
-    monkeypatch.setattr(optimizer, "Bridge", LockstepBridge)
+    monkeypatch.setattr(bridge, "Bridge", LockstepBridge)
     monkeypatch.setattr(device, "Device", _slow_device)
     monkeypatch.setattr(HeldState, "_warm_up", lambda held: None)  # It starts a thread; torch gives the same bits.
-    step, begin = Trainer._train_step, Trainer.run
-
-    def run(trainer: Trainer) -> Any:
-        trainer._evaluate = False
-        return begin(trainer)
+    step = Trainer._train_step
 
     def slow_step(trainer: Trainer) -> Any:
-        name = next(name for name, peer in swarm.network.peers.items() if peer.peer_id == trainer._peer)
+        name = next(name for name, peer in swarm.network.peers.items() if peer.peer_id == trainer.peer_id)
         swarm.trainers[name] = trainer
-        trainer.optimizer._bridge.rest(swarm.step_seconds.get(name, STEP_SECONDS))
+        trainer.optimizer._bridge.sleep(swarm.step_seconds.get(name, STEP_SECONDS))
         swarm.before_step(name, trainer)
         return step(trainer)
 
-    monkeypatch.setattr(Trainer, "run", run)
+    monkeypatch.setattr(Trainer, "_measure", lambda trainer, seconds=0.0: None)
+    monkeypatch.setattr(Trainer, "_glance", lambda trainer: None)
     monkeypatch.setattr(Trainer, "_train_step", slow_step)
 
 

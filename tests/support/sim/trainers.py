@@ -21,8 +21,8 @@ from p2ptrain.network.rpc.client import Rpc
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
 from p2ptrain.node.presence import Presence
 from p2ptrain.node.roles.training import find_the_others, step_in
-from p2ptrain.training.learning_rate import LearningRates
-from p2ptrain.training.local_update import LocalWork
+from p2ptrain.training.learning_rate import WrappedOptimizer
+from p2ptrain.training.local_update import LocalContribution
 from p2ptrain.training.state.initial_state import initial_state
 from p2ptrain.training.sync.replica import Replica
 from p2ptrain.training.sync.synchronizer import RoundResult, Synchronizer
@@ -127,8 +127,7 @@ class SimulatedTrainer:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
         # With a global batch it steps on the mean gradient, at a rate of which no two rounds in a row have the same.
         inner = torch.optim.AdamW(self.module.parameters(), lr=BASE_RATE)
-        rates = LearningRates(inner, rate_factor)
-        self.state = initial_state(self.module, inner, manifest, self.swarm, 0.0, rates)
+        self.state = initial_state(self.module, WrappedOptimizer(inner, rate_factor), manifest, self.swarm)
         self.rpc = Rpc(peer.transport, peer.runtime, self.swarm)
         self.membership = Membership(peer.peer_id, peer.runtime)
         self.status = "starting"
@@ -139,7 +138,7 @@ class SimulatedTrainer:
         context = PeerContext(self.rpc, peer.runtime, peer.signer, self.swarm, manifest.averaging, self)
         self.sync = Synchronizer(Replica(context, manifest.training, self.state, self.membership))
         spec = manifest.training
-        self.work = LocalWork(
+        self.work = LocalContribution(
             self.module, self.state, accumulate=spec.every == 1, mixing=spec.mixing if spec.overlap_steps else None
         )
         self.first_step = 0

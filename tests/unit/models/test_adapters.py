@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from p2ptrain.errors import ConfigError, ManifestError, UsageError
+from p2ptrain.errors import ManifestError, UsageError
 from p2ptrain.manifest import LoraSpec, ModelSpec, parse_manifest
 from p2ptrain.models import Span, build_model, build_stage, export_hugging_face, model_blocks
 from p2ptrain.models.adapters import (
@@ -18,7 +18,6 @@ from p2ptrain.models.adapters import (
     adapter_shapes,
     add_adapters,
     export_adapters,
-    load_adapters,
 )
 from p2ptrain.models.int8 import dequantize
 from p2ptrain.models.stage import Stage
@@ -182,22 +181,6 @@ def test_adapters_that_peft_could_not_load_are_not_exported(tmp_path: Path) -> N
     with pytest.raises(UsageError, match="no module 'vit"):
         export_adapters(together(adapted(spec, adapters)), spec, adapters, tmp_path / "no")
     assert not (tmp_path / "no").exists()
-
-
-@quants
-def test_an_exported_folder_is_read_back(quant: str | None, tmp_path: Path) -> None:
-    spec, adapters = SPECS["llama"], LoraSpec(targets=TARGETS["llama"], rank=3)
-    stages, others = adapted(spec, adapters, 1, 3, quant=quant), adapted(spec, adapters, 2, quant=quant)
-    fill(stages)
-    export_adapters(together(stages), spec, adapters, tmp_path)
-    for stage in others:
-        load_adapters(stage, tmp_path)
-    assert torch.equal(run(others, sample(spec)), run(stages, sample(spec)))
-    (other,) = adapted(spec, LoraSpec(targets=TARGETS["llama"], rank=4))
-    with pytest.raises(ConfigError, match=r"is \[3, 48\] and should be \[4, 48\]"):
-        load_adapters(other, tmp_path)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        load_adapters(other, tmp_path / "elsewhere")
 
 
 def test_adapters_of_all_stages_are_needed_for_export(tmp_path: Path) -> None:

@@ -16,11 +16,10 @@ from torch import nn
 
 from p2ptrain.errors import UsageError
 from p2ptrain.manifest import ModelSpec
-from p2ptrain.models import Span, build_model, build_stage, export_hugging_face, freeze_int8, model_blocks
+from p2ptrain.models import Span, build_model, build_stage, export_hugging_face, model_blocks
 from p2ptrain.models.families.sequential import SequentialStage
 from p2ptrain.models.family import stage_shapes
-from p2ptrain.models.frozen import Frozen, Int8Linear
-from p2ptrain.models.int8 import bitsandbytes_product, dequantize, exact_product
+from p2ptrain.models.int8 import Frozen, Int8Linear, bitsandbytes_product, dequantize, exact_product, freeze_int8
 from p2ptrain.models.stage import Stage
 from tests.support.models import SPECS, each, parts, sample, shards, write_shards
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from p2ptrain.errors import DivergedError
-from p2ptrain.training.dropped_batches import DROPS_TO_BEGIN_ANEW, MAX_DROPS
+from p2ptrain.training.optimizer import DROPS_TO_RESET, MAX_DROPS
 from tests.support.lone import LoneOptimizer, lone_optimizer
 
 BAD = (math.nan, math.inf, -math.inf)
@@ -113,7 +113,7 @@ def test_a_live_model_that_broke_begins_anew_and_counts_again(training: dict[str
     lone.step(0.5)
     with torch.no_grad():
         next(lone.module.parameters()).fill_(math.nan)
-    for _ in range(DROPS_TO_BEGIN_ANEW):
+    for _ in range(DROPS_TO_RESET):
         lone.step(math.nan)
     assert lone.optimizer.tokens_in_round == 0
     assert lone.optimizer.inner.state == {}
@@ -129,7 +129,7 @@ def test_an_optimizer_that_cannot_make_its_first_state_again_gets_it_back() -> N
     )
     first = copy.deepcopy(list(lone.optimizer.inner.state.values()))
     lone.step()
-    for _ in range(DROPS_TO_BEGIN_ANEW):
+    for _ in range(DROPS_TO_RESET):
         lone.step(math.nan)
     for expected, found in zip(first, lone.optimizer.inner.state.values(), strict=True):
         assert {key: value.tolist() for key, value in expected.items()} == {k: v.tolist() for k, v in found.items()}

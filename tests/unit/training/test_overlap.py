@@ -16,15 +16,14 @@ from torch import nn
 
 from p2ptrain.errors import ManifestError, TemporaryError
 from p2ptrain.manifest import TrainingSpec, parse_manifest
-from p2ptrain.training.learning_rate import LearningRates
-from p2ptrain.training.local_update import LocalWork
-from p2ptrain.training.model_lock import Rest
-from p2ptrain.training.optimizer import Bridge, SwarmOptimizer
-from p2ptrain.training.state.fragments import Fragments
-from p2ptrain.training.state.layout import Layout
+from p2ptrain.training.bridge import Bridge
+from p2ptrain.training.learning_rate import LearningRates, WrappedOptimizer
+from p2ptrain.training.local_update import LocalContribution, ModelLock
+from p2ptrain.training.optimizer import SwarmOptimizer
+from p2ptrain.training.state.layout import Fragments, Layout
 from p2ptrain.training.state.outer_optimizers import AverageStep
 from p2ptrain.training.state.shared_state import SharedState
-from p2ptrain.training.sync.contribution import RoundResult
+from p2ptrain.training.sync.synchronizer import RoundResult
 
 WAIT_SECONDS = 20.0
 
@@ -44,7 +43,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 def _shared(num_fragments: int = 1) -> tuple[nn.Module, SharedState]:
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     layout = Layout.from_module(module)
-    return module, SharedState.from_module(module, layout, AverageStep(layout, 1.0), Fragments(layout, num_fragments))
+    return module, SharedState(module, layout, AverageStep(layout, 1.0), Fragments(layout, num_fragments))
 
 
 def _read(module: nn.Module) -> torch.Tensor:
@@ -53,7 +52,7 @@ def _read(module: nn.Module) -> torch.Tensor:
 
 def test_a_result_is_mixed_in_and_later_work_is_still_to_be_contributed() -> None:
     module, state = _shared(2)
-    work = LocalWork(module, state, accumulate=False, mixing=0.25)
+    work = LocalContribution(module, state, accumulate=False, mixing=0.25)
     fragment = state.fragments.of_round(1)
     work.add_step(4, 40)
     work.add_step(4, 40)
@@ -76,67 +75,67 @@ def test_a_result_is_mixed_in_and_later_work_is_still_to_be_contributed() -> Non
 
 
 def test_whoever_synchronises_gets_the_model_between_two_steps(loop: asyncio.AbstractEventLoop) -> None:
-    rest, events = Rest(), []
+    lock, events = ModelLock(), []
 
     async def touch() -> None:
-        async with rest.held():
+        async with lock:
             events.append("held")
             await asyncio.sleep(0)
             events.append("given back")
 
-    rest.resume(lambda: False)
+    lock.acquire(lambda: False)
     future = asyncio.run_coroutine_threadsafe(touch(), loop)
     asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(WAIT_SECONDS)
     events.append("step")
-    rest.park()
-    rest.resume(lambda: False)
+    lock.release()
+    lock.acquire(lambda: False)
     events.append("next step")
     future.result(WAIT_SECONDS)
     assert events == ["step", "held", "given back", "next step"]
 
 
 def test_training_waits_for_what_the_model_is_reserved_for(loop: asyncio.AbstractEventLoop) -> None:
-    rest = Rest()
+    lock = ModelLock()
 
     async def touch() -> str:
-        async with rest.held():
+        async with lock:
             return "touched"
 
-    rest.reserve()
+    lock.reserve()
     future = asyncio.run_coroutine_threadsafe(touch(), loop)
-    rest.resume(lambda: False)
+    lock.acquire(lambda: False)
     assert future.done() or future.result(WAIT_SECONDS) == "touched"
-    rest.park()
-    rest.reserve()
-    rest.end_reservation()
-    rest.resume(lambda: False)
+    lock.release()
+    lock.reserve()
+    lock.end_reservation()
+    lock.acquire(lambda: False)
 
 
 def test_training_ends_when_the_other_side_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("p2ptrain.training.model_lock.LOOK_SECONDS", 0.01)
-    rest = Rest()
-    rest.reserve()
+    monkeypatch.setattr("p2ptrain.training.local_update.POLL_SECONDS", 0.01)
+    lock = ModelLock()
+    lock.reserve()
     with pytest.raises(TemporaryError, match="closed during a round"):
-        rest.resume(lambda: True)
+        lock.acquire(lambda: True)
 
 
 def test_who_gives_up_waiting_for_the_model_does_not_keep_it(loop: asyncio.AbstractEventLoop) -> None:
-    rest = Rest()
+    lock = ModelLock()
 
     async def touch() -> None:
-        async with rest.held():
+        async with lock:
             raise AssertionError("it was cancelled before")
 
     async def cancelled() -> None:
         task = asyncio.create_task(touch())
         await asyncio.sleep(0)
-        rest.park()  # Granted, but the task learns of its cancellation first.
+        lock.release()  # Granted, but the task learns of its cancellation first.
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
-    rest.resume(lambda: False)
+    lock.acquire(lambda: False)
     asyncio.run_coroutine_threadsafe(cancelled(), loop).result(WAIT_SECONDS)
-    rest.resume(lambda: False)
+    lock.acquire(lambda: False)
 
 
 @dataclass
@@ -155,17 +154,17 @@ class ScriptedSynchronizer:
     def is_due(self, steps: int) -> bool:
         return steps >= self.steps_per_round
 
-    async def synchronize(self, work: LocalWork) -> RoundResult:
+    async def synchronize(self, work: LocalContribution) -> RoundResult:
         fragment = self.state.fragments.of_round(self.head.round)
         contribution = torch.empty(fragment.num_values)
-        async with work.at_rest():
+        async with work.model_lock:
             counted = work.tokens_of(fragment), work.samples
             self.begun.append(list(work.pending))
             work.collect(contribution, fragment)
         arrival: Future[RoundResult] = Future()
         self.arrivals.append(arrival)
         result = await asyncio.wrap_future(arrival)
-        async with work.at_rest():
+        async with work.model_lock:
             if result.committed:
                 self.state.apply(contribution, self.head.round, fragment)
                 self.head.round += 1
@@ -178,7 +177,7 @@ def _optimizer(loop: asyncio.AbstractEventLoop, **spec: Any) -> tuple[SwarmOptim
     training = TrainingSpec.model_validate({"local_batch": 1, **spec})
     synchronizer = ScriptedSynchronizer(state, training.steps_per_round)
     inner = torch.optim.SGD(module.parameters(), lr=0.1)
-    return SwarmOptimizer(module, inner, synchronizer, Bridge(loop), training, 10), synchronizer  # type: ignore[arg-type]
+    return SwarmOptimizer(module, WrappedOptimizer(inner), synchronizer, Bridge(loop), training, 10), synchronizer  # type: ignore[arg-type]
 
 
 def _step(optimizer: SwarmOptimizer, times: int = 1) -> None:
@@ -202,7 +201,7 @@ def _arrive(synchronizer: ScriptedSynchronizer, result: RoundResult, loop: async
 def test_steps_go_on_under_a_round_and_count_for_the_next(loop: asyncio.AbstractEventLoop) -> None:
     optimizer, synchronizer = _optimizer(loop, every=8, fragments=2, overlap_steps=3)
     _step(optimizer, 4)
-    assert [optimizer.is_under_way] == [True]
+    assert [optimizer.is_round_running] == [True]
     assert synchronizer.begun == [[40, 40]]
     _step(optimizer, 2)
     assert [optimizer.last_result] == [None]
@@ -214,7 +213,7 @@ def test_steps_go_on_under_a_round_and_count_for_the_next(loop: asyncio.Abstract
     assert synchronizer.begun == [[40, 40], [40, 80]]
     _arrive(synchronizer, _committed(2), loop)
     assert optimizer.synchronize().round == 2
-    assert [optimizer.is_under_way] == [False]
+    assert [optimizer.is_round_running] == [False]
 
 
 def test_training_waits_for_a_round_that_takes_longer_than_the_overlap(loop: asyncio.AbstractEventLoop) -> None:
@@ -232,13 +231,13 @@ def test_training_waits_for_a_round_that_takes_longer_than_the_overlap(loop: asy
 def test_a_round_that_fails_under_compute_leaves_all_work_for_the_next(loop: asyncio.AbstractEventLoop) -> None:
     optimizer, synchronizer = _optimizer(loop, every=8, overlap_steps=1)
     _step(optimizer, 8)
-    before, live = synchronizer.state.vector.clone(), _read(optimizer._module)
+    before, live = synchronizer.state.vector.clone(), _read(optimizer.module)
     _arrive(synchronizer, RoundResult(False, 0, "it broke"), loop)
     _step(optimizer)
     assert optimizer.last_result is not None
     assert not optimizer.last_result.committed
     assert torch.equal(synchronizer.state.vector, before)
-    torch.testing.assert_close(_read(optimizer._module), live - 0.1)
+    torch.testing.assert_close(_read(optimizer.module), live - 0.1)
     _step(optimizer, 2)
     assert synchronizer.begun == [[80], [110]]
     _arrive(synchronizer, _committed(1), loop)

@@ -14,7 +14,7 @@ from torch import nn
 from p2ptrain.averaging.protocol.certificate import genesis
 from p2ptrain.errors import UsageError
 from p2ptrain.manifest import Manifest, TrainingSpec
-from p2ptrain.training.learning_rate import LearningRates, by_round, learning_rate_factor
+from p2ptrain.training.learning_rate import LearningRates, WrappedOptimizer, by_round, learning_rate_factor
 from p2ptrain.training.state.initial_state import initial_state
 from p2ptrain.training.state.shared_state import SharedState
 from tests.support.lone import LoneOptimizer, lone_optimizer
@@ -34,22 +34,22 @@ def halves(round_: int) -> float:
     return 0.5**round_
 
 
-Make = Callable[[nn.Module], tuple[torch.optim.Optimizer | None, LearningRates | None]]
+Make = Callable[[nn.Module], WrappedOptimizer | None]
 
 
-def scheduled_adam(module: nn.Module) -> tuple[torch.optim.Optimizer, LearningRates]:
-    optimizer = torch.optim.AdamW(module.parameters(), 0.1)
-    return optimizer, LearningRates(optimizer, halves)
+def scheduled_adam(module: nn.Module) -> WrappedOptimizer:
+    return WrappedOptimizer(torch.optim.AdamW(module.parameters(), 0.1), halves, 1.0)
 
 
-STEPS: dict[str, Make] = {"torch": scheduled_adam, "manifest": lambda module: (None, None)}
+STEPS: dict[str, Make] = {"torch": scheduled_adam, "manifest": lambda module: None}
 
 
 def peer(make: Make) -> tuple[SharedState, torch.optim.Optimizer | None]:
     module = model()
-    optimizer, rates = make(module)
+    wrapped = make(module)
     manifest = Manifest(name="rates", training=TrainingSpec(every=1, warmup_steps=5, learning_rate=0.1))
-    return initial_state(module, optimizer, manifest, manifest.digest, 1.0, rates), optimizer
+    state = initial_state(module, wrapped, manifest, manifest.digest)
+    return state, wrapped.optimizer if wrapped is not None else None
 
 
 def apply_round(state: SharedState, round_: int) -> bytes:

@@ -32,6 +32,7 @@ from p2ptrain.training.checkpoints.files import (
     save_checkpoint,
     verify_checkpoint,
 )
+from p2ptrain.training.checkpoints.sealed_json import seal
 from p2ptrain.training.checkpoints.stage_list import StageList, write_stage_list
 from p2ptrain.training.state.digest import merkle_tree
 from tests.support.jobs import ToldJobs
@@ -165,8 +166,7 @@ def test_a_checkpoint_whose_tensors_have_another_digest_is_refused(tmp_path: Pat
     description = json.loads((path / "checkpoint.json").read_text())
     del description["checksum"]
     description["head"]["digest"] = bytes(32).hex()
-    description["checksum"] = checkpoint_module._checksum(description)
-    (path / "checkpoint.json").write_bytes(checkpoint_module._canonical(description))
+    (path / "checkpoint.json").write_bytes(seal(description))
     verify_checkpoint(path)
     with pytest.raises(CheckpointError, match="has not the digest of its round"):
         load_checkpoint(path)
@@ -202,8 +202,7 @@ def test_another_format_is_not_called_damage(tmp_path: Path) -> None:
     description = json.loads(file.read_bytes())
     del description["checksum"]
     description["format"] = checkpoint_module.FORMAT + 1
-    description["checksum"] = checkpoint_module._checksum(description)
-    file.write_bytes(checkpoint_module._canonical(description))
+    file.write_bytes(seal(description))
     with pytest.raises(CheckpointError, match=r"format \d+, this version reads \d+"):
         verify_checkpoint(path)
 

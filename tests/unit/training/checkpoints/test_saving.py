@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from p2ptrain.errors import CheckpointError, IntegrityError
+from p2ptrain.training.checkpoints import SavePolicy
 from p2ptrain.training.checkpoints.files import list_checkpoints, load_newest_valid
-from p2ptrain.training.checkpoints.save_policy import SavePolicy
 from p2ptrain.training.checkpoints.saving import restore_shared
 from tests.support.lone import LonePeer, lone_peer
 from tests.support.processes.worker import loss_of, make_model, make_optimizer

@@ -22,7 +22,7 @@ def sampler(num_windows: int, context: int = 3, seed: int = 1) -> Sampler:
 @given(size=st.integers(1, 700), seed=st.integers(0, 1 << 62), data_pass=st.integers(0, 5))
 def test_each_pass_reads_every_window_once(size: int, seed: int, data_pass: int) -> None:
     source = sampler(size, seed=seed)
-    windows = [source.shares.at(data_pass * size + slot) for slot in range(size)]
+    windows = [source.order.at(data_pass * size + slot) for slot in range(size)]
     assert sorted(windows) == list(range(size))
 
 
@@ -36,8 +36,8 @@ def test_permutation_of_a_huge_range_stays_inside_and_scatters() -> None:
 
 def test_passes_and_seeds_differ_in_order() -> None:
     first, other = sampler(500), sampler(500, seed=2)
-    orders = [[first.shares.at(p) for p in range(500)], [first.shares.at(p) for p in range(500, 1000)]]
-    orders.append([other.shares.at(p) for p in range(500)])
+    orders = [[first.order.at(p) for p in range(500)], [first.order.at(p) for p in range(500, 1000)]]
+    orders.append([other.order.at(p) for p in range(500)])
     matches = [sum(a == b for a, b in zip(x, y, strict=True)) for x, y in pairwise(orders)]
     assert all(count < 10 for count in matches)
 
@@ -55,8 +55,8 @@ def test_members_read_nothing_twice_within_a_pass_whatever_their_speed(num_membe
         for peer, count in zip(members, counts, strict=True):
             for index in range(count):
                 position = cursor + members.index(peer) + len(members) * index
-                window = source.shares.index(cursor, place_among(members, peer), peer, round, index)
-                assert window == source.shares.at(position)
+                window = source.order.index(cursor, place_among(members, peer), peer, round, index)
+                assert window == source.order.at(position)
                 key = (position // source.num_windows, window)
                 assert key not in read
                 read.add(key)
@@ -67,7 +67,7 @@ def test_with_equal_speed_a_pass_is_read_completely_before_the_next_begins() -> 
     source, members, cursor, read = sampler(120), ["a", "b", "c"], 0, []
     for round in range(10):
         read += [
-            source.shares.index(cursor, place_among(members, peer), peer, round, index)
+            source.order.index(cursor, place_among(members, peer), peer, round, index)
             for peer in members
             for index in range(4)
         ]
@@ -87,17 +87,17 @@ def test_rows_are_windows_with_the_next_token_as_last_target() -> None:
     batch = source.batch(0, (0, 1), "a", 0, 0, 8)
     assert batch.shape == (8, 6)
     assert batch.dtype == np.int64
-    starts = [source.shares.at(position) * 5 for position in range(8)]
+    starts = [source.order.at(position) * 5 for position in range(8)]
     assert np.array_equal(batch, np.array([range(start, start + 6) for start in starts]))
 
 
 def test_newcomers_differ_by_peer_round_and_index_and_stay_pure() -> None:
     source = sampler(100_003)
     arguments = [("new", 1, 0), ("new", 1, 1), ("new", 2, 0), ("other", 1, 0)]
-    windows = [source.shares.index(10, None, *argument) for argument in arguments]
+    windows = [source.order.index(10, None, *argument) for argument in arguments]
     assert len(set(windows)) == 4
     assert all(0 <= window < source.num_windows for window in windows)
-    assert windows == [sampler(100_003).shares.index(99, None, *argument) for argument in arguments]
+    assert windows == [sampler(100_003).order.index(99, None, *argument) for argument in arguments]
 
 
 def test_too_few_tokens_are_refused() -> None:

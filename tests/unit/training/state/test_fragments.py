@@ -16,9 +16,8 @@ from p2ptrain.codecs import get_codec
 from p2ptrain.errors import ManifestError
 from p2ptrain.manifest import ModelSpec, parse_manifest
 from p2ptrain.models import build_model
-from p2ptrain.training.local_update import LocalWork
-from p2ptrain.training.state.fragments import Fragments
-from p2ptrain.training.state.layout import Layout
+from p2ptrain.training.local_update import LocalContribution
+from p2ptrain.training.state.layout import Fragments, Layout
 from p2ptrain.training.state.outer_optimizers import AdamStep, AverageStep, NesterovStep, Stepper
 from p2ptrain.training.state.shared_state import SharedState
 
@@ -100,11 +99,11 @@ def test_fragments_in_turn_give_the_bits_of_whole_steps(name: str) -> None:
         assert set(left.tolist()) == set(right.tolist())
 
 
-def _work(count: int) -> tuple[nn.Module, SharedState, LocalWork]:
+def _work(count: int) -> tuple[nn.Module, SharedState, LocalContribution]:
     module = _model()
     layout = Layout.from_module(module)
-    state = SharedState.from_module(module, layout, AverageStep(layout, 1.0), Fragments(layout, count))
-    return module, state, LocalWork(module, state, accumulate=False)
+    state = SharedState(module, layout, AverageStep(layout, 1.0), Fragments(layout, count))
+    return module, state, LocalContribution(module, state, accumulate=False)
 
 
 def _drift(module: nn.Module, amount: float) -> None:

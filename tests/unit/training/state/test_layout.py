@@ -116,31 +116,6 @@ def test_a_compiled_module_has_the_layout_of_the_plain_one() -> None:
     assert Layout.from_module(wrapper).fingerprint == Layout.from_module(plain).fingerprint
 
 
-def test_missing_gradients_count_as_zero_and_buffers_stay() -> None:
-    module = Everything()
-    layout = Layout.from_module(module)
-    module.scalar.grad = torch.tensor(3.0)
-    out = torch.full((layout.num_values,), 9.0)
-    layout.read_gradients(module, out)
-    assert out[0] == 3.0
-    assert not out[1 : layout.num_parameters].any()
-    assert torch.equal(out[layout.num_parameters :], torch.full((12,), 9.0))
-
-
-def test_difference_is_vector_minus_live() -> None:
-    module = Everything()
-    layout = Layout.from_module(module)
-    vector, live = torch.randn(layout.num_values), layout.new_vector()
-    layout.read(module, live)
-    out = layout.new_vector()
-    layout.read_difference(vector, module, out)
-    assert torch.equal(out, vector - live)
-    out.fill_(5.0)
-    layout.read_difference(vector, module, out, buffers_only=True)
-    assert torch.equal(out[: layout.num_parameters], torch.full((layout.num_parameters,), 5.0))
-    assert torch.equal(out[layout.num_parameters :], (vector - live)[layout.num_parameters :])
-
-
 def test_what_cannot_be_shared_is_refused() -> None:
     module = nn.Linear(2, 2)
     module.register_buffer("ids", torch.tensor([MAX_EXACT_INTEGER + 1]))

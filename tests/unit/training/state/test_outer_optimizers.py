@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from p2ptrain.errors import IncompatibleError
+from p2ptrain.training.learning_rate import WrappedOptimizer
 from p2ptrain.training.state import outer_optimizers as outer
 from p2ptrain.training.state.digest import byte_view
 from p2ptrain.training.state.layout import Layout
@@ -251,7 +252,7 @@ def _mean(layout: Layout, seed: int) -> torch.Tensor:
 def test_gradient_step_equals_torch_on_the_mean_gradient(name: str, clip: float) -> None:
     shared, plain = Net(), Net()
     layout = Layout.from_module(shared)
-    stepper = GradientStep(OPTIMIZERS[name](shared), shared, layout, clip)
+    stepper = GradientStep(WrappedOptimizer(OPTIMIZERS[name](shared), clip_norm=clip), shared, layout)
     reference = OPTIMIZERS[name](plain)
     vector = layout.new_vector()
     layout.read(shared, vector)
@@ -274,14 +275,14 @@ def test_gradient_step_equals_torch_on_the_mean_gradient(name: str, clip: float)
 def test_gradient_state_rebuilds_an_optimizer_that_has_not_stepped(name: str) -> None:
     one, two = Net(), Net()
     layout = Layout.from_module(one)
-    first = GradientStep(OPTIMIZERS[name](one), one, layout)
+    first = GradientStep(WrappedOptimizer(OPTIMIZERS[name](one)), one, layout)
     vector = layout.new_vector()
     layout.read(one, vector)
     for seed in range(3):
         first.step(vector, _mean(layout, seed), 0)
     optimizer = OPTIMIZERS[name](two)
     groups, container = optimizer.param_groups, optimizer.state
-    second = GradientStep(optimizer, two, layout)
+    second = GradientStep(WrappedOptimizer(optimizer), two, layout)
     second.load_state_tensors(copy.deepcopy(first.state_tensors()))
     assert optimizer.param_groups is groups
     assert optimizer.state is container
@@ -300,8 +301,8 @@ def test_gradient_state_is_in_the_order_of_the_layout_whatever_the_groups() -> N
     net, grouped = Net(), Net()
     layout = Layout.from_module(net)
     steppers = [
-        GradientStep(OPTIMIZERS["adamw"](net), net, layout),
-        GradientStep(OPTIMIZERS["groups"](grouped), grouped, layout),
+        GradientStep(WrappedOptimizer(OPTIMIZERS["adamw"](net)), net, layout),
+        GradientStep(WrappedOptimizer(OPTIMIZERS["groups"](grouped)), grouped, layout),
     ]
     names = []
     for stepper in steppers:
@@ -316,7 +317,7 @@ def test_gradient_state_is_in_the_order_of_the_layout_whatever_the_groups() -> N
 def test_gradient_step_writes_buffers_live() -> None:
     net = Net()
     layout = Layout.from_module(net)
-    stepper = GradientStep(torch.optim.SGD(net.parameters(), 0.1), net, layout)
+    stepper = GradientStep(WrappedOptimizer(torch.optim.SGD(net.parameters(), 0.1)), net, layout)
     vector = layout.new_vector()
     layout.read(net, vector)
     mean = torch.zeros(layout.num_values)
@@ -331,7 +332,7 @@ def test_numbers_in_an_optimizers_state_keep_their_type() -> None:
     net = Net()
     layout = Layout.from_module(net)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    stepper = GradientStep(optimizer, net, layout)
+    stepper = GradientStep(WrappedOptimizer(optimizer), net, layout)
     first = next(net.parameters())
     optimizer.state[first] = {"count": 3, "scale": 0.5, "on": True}
     tensors = stepper.state_tensors()
@@ -355,7 +356,7 @@ def test_numbers_in_an_optimizers_state_keep_their_type() -> None:
 def test_state_that_does_not_fit_is_refused_and_changes_nothing(name: str, tensor: torch.Tensor) -> None:
     net = Net()
     layout = Layout.from_module(net)
-    stepper = GradientStep(OPTIMIZERS["adamw"](net), net, layout)
+    stepper = GradientStep(WrappedOptimizer(OPTIMIZERS["adamw"](net)), net, layout)
     stepper.step(layout.new_vector(), _mean(layout, 1), 0)
     before = [(key, value.clone()) for key, value in stepper.state_tensors()]
     with pytest.raises(IncompatibleError):
@@ -367,4 +368,4 @@ def test_state_that_does_not_fit_is_refused_and_changes_nothing(name: str, tenso
 def test_an_optimizer_of_another_module_is_refused() -> None:
     net = Net()
     with pytest.raises(ValueError, match="not the module"):
-        GradientStep(OPTIMIZERS["adamw"](Net()), net, Layout.from_module(net))
+        GradientStep(WrappedOptimizer(OPTIMIZERS["adamw"](Net())), net, Layout.from_module(net))

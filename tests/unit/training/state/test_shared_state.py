@@ -13,6 +13,7 @@ from torch import nn
 from p2ptrain.averaging.protocol.certificate import Head, genesis
 from p2ptrain.errors import IncompatibleError, TemporaryError
 from p2ptrain.manifest import TrainingSpec
+from p2ptrain.training.learning_rate import WrappedOptimizer
 from p2ptrain.training.state.adamw import AdamWStep
 from p2ptrain.training.state.digest import CHUNK_BYTES, cut_of, description_hash, leaf_of, proves
 from p2ptrain.training.state.layout import Layout
@@ -27,7 +28,7 @@ def _state(seed: int = 1) -> SharedState:
     generator = torch.Generator().manual_seed(seed)
     module.weight = nn.Parameter(torch.randn(NUM_VALUES, generator=generator))
     layout = Layout.from_module(module)
-    state = SharedState.from_module(module, layout, NesterovStep(layout, 0.7, 0.9))
+    state = SharedState(module, layout, NesterovStep(layout, 0.7, 0.9))
     state.head = genesis(b"s" * 32, state.tree().root)
     return state
 
@@ -102,9 +103,11 @@ def _stepped(kind: str, seed: int) -> SharedState:
         "average": lambda: AverageStep(layout, 0.7),
         "adamw": lambda: AdamWStep(layout, spec),
         "adamw 8 bit": lambda: AdamWStep(layout, spec, "8bit"),
-        "torch": lambda: GradientStep(torch.optim.AdamW(module.parameters(), lr=0.01), module, layout, 1.0),
+        "torch": lambda: GradientStep(
+            WrappedOptimizer(torch.optim.AdamW(module.parameters(), lr=0.01), clip_norm=1.0), module, layout
+        ),
     }
-    state = SharedState.from_module(module, layout, steppers[kind]())
+    state = SharedState(module, layout, steppers[kind]())
     state.head = genesis(b"s" * 32, state.tree().root)
     for _ in range(seed):
         _step(state, generator)
@@ -226,6 +229,6 @@ def test_reading_does_not_wait_for_a_step_unless_asked() -> None:
 def test_a_state_without_a_head_says_so() -> None:
     module = nn.Linear(2, 2)
     layout = Layout.from_module(module)
-    state = SharedState.from_module(module, layout, NesterovStep(layout, 0.7, 0.9))
+    state = SharedState(module, layout, NesterovStep(layout, 0.7, 0.9))
     with pytest.raises(ValueError, match="no head"):
         _ = state.head

@@ -10,7 +10,7 @@ from p2ptrain.codecs import get_codec
 from p2ptrain.errors import IncompatibleError
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.training.state.layout import Layout
-from p2ptrain.training.state.vector_codec import vector_codec
+from p2ptrain.training.sync.replica import vector_codec
 
 MODEL = nn.Sequential(nn.Linear(40, 30), nn.BatchNorm1d(30), nn.Linear(30, 20))
 LAYOUT = Layout.from_module(MODEL)

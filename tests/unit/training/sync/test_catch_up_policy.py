@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.averaging.protocol.certificate import Certificate
-from p2ptrain.training.sync.catch_up_policy import DOWNLOAD_BELOW, between, choose_way
+from p2ptrain.training.sync.catch_up import DOWNLOAD_BELOW, between, choose_way
 
 BYTES = st.integers(1, 1 << 40)
 

@@ -32,8 +32,7 @@ from p2ptrain.training.state.digest import (
     merkle_tree,
 )
 from p2ptrain.training.state.shared_state import Stamp
-from p2ptrain.training.sync.download import download_state
-from p2ptrain.training.sync.partial_download import PartialDownload
+from p2ptrain.training.sync.download import PartialDownload, download_state
 from p2ptrain.training.sync.state_server import HeldState, StateServer
 from tests.support.sim.downloads import (
     CHUNK_VALUES,

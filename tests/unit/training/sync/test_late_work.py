@@ -11,11 +11,11 @@ from torch import nn
 
 from p2ptrain.pipeline.stage.contribution import Part, StageWork, unit_state
 from p2ptrain.pipeline.stage.gradients import GradientSum
-from p2ptrain.training.local_update import LocalWork
+from p2ptrain.training.local_update import LocalContribution
 from p2ptrain.training.state.layout import Layout
 from p2ptrain.training.state.outer_optimizers import AverageStep
 from p2ptrain.training.state.shared_state import SharedState
-from p2ptrain.training.sync.contribution import Contribution
+from p2ptrain.training.sync.replica import Contribution
 from tests.support.sim.stage_hosts import plan_of, stage_of
 
 TOKENS = 40
@@ -24,8 +24,8 @@ TOKENS = 40
 def _gradients() -> tuple[Contribution, SharedState]:
     module = nn.Linear(3, 3)
     layout = Layout.from_module(module)
-    state = SharedState.from_module(module, layout, AverageStep(layout, 1.0))
-    work = LocalWork(module, state, accumulate=True)
+    state = SharedState(module, layout, AverageStep(layout, 1.0))
+    work = LocalContribution(module, state, accumulate=True)
     module(torch.ones(2, 3)).pow(2).sum().backward()
     work.add_gradients(TOKENS)
     work.add_step(4, TOKENS)
@@ -35,8 +35,8 @@ def _gradients() -> tuple[Contribution, SharedState]:
 def _pseudo_gradient() -> tuple[Contribution, SharedState]:
     module = nn.Linear(3, 3)
     layout = Layout.from_module(module)
-    state = SharedState.from_module(module, layout, AverageStep(layout, 1.0))
-    work = LocalWork(module, state, accumulate=False)
+    state = SharedState(module, layout, AverageStep(layout, 1.0))
+    work = LocalContribution(module, state, accumulate=False)
     with torch.no_grad():
         module.weight.add_(torch.arange(9.0).reshape(3, 3))
     work.add_step(4, TOKENS)
@@ -60,7 +60,7 @@ def test_work_that_missed_a_round_is_carried_on_as_much_as_is_kept(
     make: Callable[[], tuple[Contribution, SharedState]],
 ) -> None:
     work, state = make()
-    fragment = state.fragments.whole
+    fragment = state.layout.whole
     before = torch.empty(fragment.num_values)
     work.collect(before, fragment)
     assert before.abs().max() > 0

@@ -7,13 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.network.schema import Message
-from p2ptrain.training.sync.agreement import Trained
-from p2ptrain.training.sync.heads import HeldHead
-from p2ptrain.training.sync.state_server import HeldState
+from p2ptrain.training.sync.state_server import HeldHead, HeldState, LayoutReply
 from tests.support.fuzz import check
 
 
-@pytest.mark.parametrize("schema", [Trained, HeldHead, HeldState])
+@pytest.mark.parametrize("schema", [LayoutReply, HeldHead, HeldState])
 @given(data=st.data())
 def test_messages_are_read_as_they_were_sent_and_others_refused(schema: type[Message], data: st.DataObject) -> None:
     check(schema, data)

@@ -15,10 +15,8 @@ from p2ptrain.network.chunks.server import Ration
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.training.state.digest import CHUNK_BYTES, cut_of
 from p2ptrain.training.state.shared_state import Stamp, stamped_bytes
-from p2ptrain.training.sync.download import download_state
-from p2ptrain.training.sync.heads import fetch_head
-from p2ptrain.training.sync.partial_download import PartialDownload
-from p2ptrain.training.sync.state_server import HeldState, StateServer
+from p2ptrain.training.sync.download import PartialDownload, download_state
+from p2ptrain.training.sync.state_server import HeldState, StateServer, fetch_head
 from tests.support.sim.downloads import (
     FAST,
     NUM_VALUES,
