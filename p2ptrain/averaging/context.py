@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from p2ptrain.manifest import AveragingSpec
-from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
 

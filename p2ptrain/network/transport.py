@@ -1,7 +1,7 @@
 """The transport interface: byte streams between peers.
 
 Implementations: `libp2p.transport` (p2pd daemons) and `simulated` (virtual time); `factory` starts the configured one.
-Protocol code uses `rpc.client`, which adds framing, heartbeats, limits and deadlines to streams.
+Protocol code uses `rpc.endpoint`, which adds framing, heartbeats, limits and deadlines to streams.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from p2ptrain.network.libp2p.transport import Libp2pSettings, Libp2pTransport
 from p2ptrain.network.link import MAX_ADDRESSES, SwarmLink
 from p2ptrain.network.records.record import PeerRecord, StageReport
 from p2ptrain.network.records.serving import ServingReport
-from p2ptrain.network.rpc.client import OTHER_PROTOCOL, OTHER_SWARM, Rpc, RpcLimits
+from p2ptrain.network.rpc.endpoint import OTHER_PROTOCOL, OTHER_SWARM, Rpc, RpcLimits
 from p2ptrain.network.transport import Transport
 from p2ptrain.node.nat.contacts import MAX_KNOWN_ADDRESSES, dialable, known_addresses, remember_addresses
 from p2ptrain.node.nat.reach import FixedReach, Reach
@@ -420,8 +420,8 @@ class Peer:
             round_tokens=pace.round_tokens,
             loss=pace.loss,
             tokens_per_second=pace.tokens_per_second,
-            bytes_sent=self.rpc.bytes_sent,
-            bytes_received=self.rpc.bytes_received,
+            bytes_sent=self.rpc.traffic.sent,
+            bytes_received=self.rpc.traffic.received,
             reachability=self.reach.standing.reachability,
             addresses=self.reach.standing.addresses,
             started_at=status.started_at,

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from p2ptrain.errors import DeadlineError, P2PTrainError, PeerError
-from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.pipeline.messages import RoundReply, RoundRequest, StayReply, StayRequest
 from p2ptrain.pipeline.placement import Host, Move, best_move, counted
 from p2ptrain.pipeline.routing.hop import service

@@ -215,8 +215,8 @@ def plant(root: Path, files: dict[str, str]) -> Path:
 @pytest.mark.parametrize(
     ("file", "text"),
     [
-        ("network/rpc/client.py", "import p2ptrain.node.peer"),
-        ("network/rpc/client.py", "def f():\n    from p2ptrain.averaging import grid"),
+        ("network/rpc/endpoint.py", "import p2ptrain.node.peer"),
+        ("network/rpc/endpoint.py", "def f():\n    from p2ptrain.averaging import grid"),
         ("averaging/grouping/cells.py", "from p2ptrain import pipeline"),
         ("averaging/grouping/cells.py", "from ...pipeline import stage"),
         ("averaging/averager.py", "from p2ptrain.pipeline.stage import x"),

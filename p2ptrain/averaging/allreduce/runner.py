@@ -196,7 +196,7 @@ class Attempts:
     # --- streams of other members ---------------------------------------------------------------------------------
 
     async def _serve(self, channel: Channel, request: Request) -> None:
-        channel.beat(beat_seconds(self._context.spec.grace_seconds))
+        channel.heartbeat.beat(beat_seconds(self._context.spec.grace_seconds))
         session = await self._sessions.find(request.group, self._settlements.knows)
         source = None
         if session.attempt.roster.tickets[0].level and isinstance(request, Bring):

@@ -34,7 +34,7 @@ from p2ptrain.errors import (
     TemporaryError,
 )
 from p2ptrain.network.rpc.channel import Channel
-from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.schema import Hash, Message
 from p2ptrain.runtime import Runtime
 from p2ptrain.tasks import Tasks

@@ -41,7 +41,7 @@ from p2ptrain.averaging.timing.deadlines import patience_seconds, silence_second
 from p2ptrain.buffers import Buffer
 from p2ptrain.codecs import CodecError
 from p2ptrain.errors import DeadlineError, IntegrityError, PeerError, PeerLostError
-from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.schema import Hash, Message
 from p2ptrain.signing import Signer
 from p2ptrain.tasks import Tasks, together

@@ -325,7 +325,7 @@ class Matchmaker:
         """Return another peer's answer to a ticket; keepalives extend the wait."""
         loop, rpc, grace = asyncio.get_running_loop(), self._context.rpc, self._spec.grace_seconds
         began = loop.time()
-        dial_seconds = leader_dial_seconds(grace, rpc.dial_seconds(leader), OPEN_TIMEOUT_SECONDS)
+        dial_seconds = leader_dial_seconds(grace, rpc.dial_seconds.get(leader), OPEN_TIMEOUT_SECONDS)
         async with rpc.open(leader, JOIN, request, dial_seconds) as channel:
             dialled = loop.time() - began
             patience = Patience(timeout_seconds - dialled, grace, leader_allowance_seconds(grace), dialled)

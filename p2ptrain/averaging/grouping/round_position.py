@@ -9,7 +9,7 @@ from p2ptrain.averaging.grouping.cells import Cells, Key
 from p2ptrain.averaging.grouping.messages import PROBE, Probe, ProbeReply
 from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.manifest import AveragingSpec
-from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.rpc.endpoint import Rpc
 
 LEAST_PROBE_SECONDS, MOST_PROBE_SECONDS = 3.0, 10.0
 

@@ -28,7 +28,7 @@ from p2ptrain.errors import (
 from p2ptrain.network.chunks.messages import Ask, Enough, Open, service
 from p2ptrain.network.chunks.pool import ChunkPool
 from p2ptrain.network.rpc.channel import Channel
-from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.rpc.pace import LEAST_RATE, LeastRate, receive_steadily
 from p2ptrain.network.transport import PeerId
 from p2ptrain.tasks import Tasks

@@ -11,7 +11,7 @@ from typing import Protocol
 from p2ptrain.errors import DeadlineError, PeerLostError, ProtocolError, TemporaryError
 from p2ptrain.network.chunks.messages import MAX_ASKED, Ask, Enough, FromReceiver, Open, service
 from p2ptrain.network.rpc.channel import Channel
-from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.schema import Message
 from p2ptrain.network.transport import PeerId
 

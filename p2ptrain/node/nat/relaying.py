@@ -22,7 +22,7 @@ from p2ptrain.network.identity import Identity
 from p2ptrain.network.libp2p.transport import Libp2pSettings, Libp2pTransport
 from p2ptrain.network.reachability import scope, tcp_ports
 from p2ptrain.network.rpc.channel import Channel
-from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.schema import Nothing
 from p2ptrain.runtime import Runtime
 

@@ -13,7 +13,7 @@ import torch
 
 from p2ptrain.codecs.base import CodecError
 from p2ptrain.network.rpc.channel import Channel
-from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.pipeline.messages import (
     Arrived,
     BadMicrobatchError,

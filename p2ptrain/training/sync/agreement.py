@@ -9,7 +9,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from p2ptrain.errors import DeadlineError, IncompatibleError, PeerError
-from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.schema import Hash, Message, Nothing
 from p2ptrain.tasks import together
 from p2ptrain.training.optimizer_checks import differences

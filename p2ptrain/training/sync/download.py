@@ -17,7 +17,7 @@ from p2ptrain.errors import IncompatibleError, IntegrityError, TemporaryError
 from p2ptrain.network.chunks.fetch import FetchOptions, FetchReport, fetch
 from p2ptrain.network.chunks.messages import Ask
 from p2ptrain.network.rpc.channel import Channel
-from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.rpc.pace import LeastRate, receive_steadily
 from p2ptrain.network.transport import PeerId
 from p2ptrain.progress import Advance

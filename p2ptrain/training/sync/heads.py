@@ -9,7 +9,7 @@ from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.averaging.protocol.head import Head, genesis
 from p2ptrain.errors import IntegrityError
-from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.schema import Message, Nothing
 from p2ptrain.network.transport import PeerId
 

@@ -12,7 +12,7 @@ import asyncio
 from p2ptrain.errors import TemporaryError
 from p2ptrain.network.chunks.messages import Open
 from p2ptrain.network.chunks.server import ChunkServer, Ration
-from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.schema import Hash, Message, Nothing
 from p2ptrain.network.transport import PeerId
 from p2ptrain.training.state.digest import CHUNK_BYTES, Description, TensorSpec, cut_of

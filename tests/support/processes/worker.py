@@ -50,7 +50,7 @@ from p2ptrain.averaging.allreduce.messages import Bring
 from p2ptrain.averaging.protocol.certificate import Body
 from p2ptrain.errors import P2PTrainError
 from p2ptrain.network.chunks.server import Ration
-from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.node import swarm as swarm_module
 from p2ptrain.runtime import Runtime, real_runtime
 from p2ptrain.training.optimizer import SwarmOptimizer

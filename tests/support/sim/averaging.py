@@ -106,7 +106,7 @@ def make_roster(
         settlements.remember(attempt)
 
         async def serve(channel: Channel, request: Request, session: AllReduceSession = session) -> None:
-            channel.beat(beat_seconds(spec.grace_seconds))
+            channel.heartbeat.beat(beat_seconds(spec.grace_seconds))
             await session.serve(channel, request)
 
         rpc.serve_channel(ALLREDUCE, Request, serve)
