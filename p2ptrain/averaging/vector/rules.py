@@ -29,7 +29,7 @@ class Rule(ABC):
     """Stateless rule that combines the contributions to a share; either a `WeightedRule` or a `VotingRule`.
 
     Other packages add rules through the entry point group ``p2ptrain.rules``. A rule must give the same bits on every
-    machine: single fp32 operations in a fixed order, norms by `p2ptrain.codecs.norms.sum_of_squares`, double scalars.
+    machine: single fp32 operations in a fixed order, norms by `p2ptrain.codecs.arrays.sum_of_squares`, double scalars.
     """
 
     name: ClassVar[str]

@@ -245,7 +245,7 @@ def judge(opened: Opened, position: int, opening: Opening, mean: bytes | memoryv
 
 
 def _judge_own(values: torch.Tensor, energy: float | None, limit: float, rules: Rules) -> str:
-    from p2ptrain.codecs.norms import sums_of_squares
+    from p2ptrain.codecs.arrays import sums_of_squares
 
     if not float(values.abs().amax()) <= limit:  # True for NaN, too.
         return "counted a part of its own that has to be refused"

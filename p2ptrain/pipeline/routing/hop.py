@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from p2ptrain.codecs.base import CodecError
+from p2ptrain.codecs.arrays import CodecError
 from p2ptrain.errors import DeadlineError, P2PTrainError, PeerError, PeerRefusedError, ProtocolError
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.rpc.endpoint import NOT_SERVED, Rpc
