@@ -13,8 +13,7 @@ from p2ptrain.manifest import SignedManifest
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.libp2p.transport import Libp2pSettings
 from p2ptrain.network.link import SwarmLink
-from p2ptrain.network.records.record import PeerRecord
-from p2ptrain.network.records.sighting import Look, Sighting
+from p2ptrain.network.records.record import Look, PeerRecord, Sighting
 from p2ptrain.node.peer import Peer, PeerOptions
 from p2ptrain.node.presence import DIRECTORY_TIMEOUT_SECONDS, LIFETIME_SECONDS
 from p2ptrain.runtime import real_runtime
