@@ -41,7 +41,7 @@ class Identity(Signer):
         self.where = where
         self._key = key
         self._public_der = _public_der(key.public_key())
-        self._peer_id = peer_id_of(self._public_der)
+        self.peer_id = peer_id_of(self._public_der)
         self._lock_file = lock_file
         _open_identities.add(self)
 
@@ -72,10 +72,6 @@ class Identity(Signer):
     def ephemeral(cls) -> Identity:
         """Return an identity with a new key and no file."""
         return cls(_new_key(), "this process's memory", None)
-
-    @property
-    def peer_id(self) -> str:
-        return self._peer_id
 
     def sign(self, message: bytes) -> bytes:
         """Return a proof: a two-byte length, the DER public key, and the PSS-SHA256 signature."""

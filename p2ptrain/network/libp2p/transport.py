@@ -54,7 +54,7 @@ class Libp2pTransport(Transport):
         self.daemon = daemon
         self.control = control
         self._lost_reason = ""
-        self._peer_id = peer_id
+        self.peer_id = peer_id
         self._on_lost: Callable[[str], None] | None = None
         self._streams: set[PeerStream] = set()
         self._tasks = Tasks()
@@ -101,10 +101,6 @@ class Libp2pTransport(Transport):
         return transport
 
     @property
-    def peer_id(self) -> PeerId:
-        return self._peer_id
-
-    @property
     def num_refused(self) -> int:
         return self.direct.refusals.total()
 
@@ -128,7 +124,7 @@ class Libp2pTransport(Transport):
             self._accept(peer, protocol, socket)
 
         self._handlers[protocol] = handler
-        with self._mapped(self._peer_id):
+        with self._mapped(self.peer_id):
             async with asyncio.timeout(REQUEST_SECONDS):
                 await self.control.serve_stream(protocol, accept)
 
@@ -147,7 +143,7 @@ class Libp2pTransport(Transport):
             raise PeerUnreachableError("?", "there is no address to dial: ask for a new swarm link")
 
         async def dial(peer: PeerId) -> PeerId:
-            if peer == self._peer_id:
+            if peer == self.peer_id:
                 return peer
             found, refusals = await answering(by_peer[peer])
             if not found:
@@ -210,7 +206,7 @@ class Libp2pTransport(Transport):
             # The daemon reserves a slot at its relays at once, but reports only relays with public addresses.
             relays = [relay for relay in self.settings.trusted_relays if check_peer_address(relay) in connected]
             found += [f"{relay}/p2p-circuit" for relay in relays]
-        return [f"{address}/p2p/{self._peer_id}" for address in sorted(dict.fromkeys(found), key=scope)]
+        return [f"{address}/p2p/{self.peer_id}" for address in sorted(dict.fromkeys(found), key=scope)]
 
     async def reachability(self) -> Reachability:
         """Return how other peers can reach this one, judged by the daemon's own addresses.

@@ -26,6 +26,7 @@ class SimulatedTransport(Transport):
         peer: SimulatedPeer,
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
+        self.peer_id = peer.peer_id
         self._network = network
         self._peer = peer
         self._spawn = spawn
@@ -33,10 +34,6 @@ class SimulatedTransport(Transport):
         self._streams: dict[int, SimulatedStream] = {}
         self._serving: dict[int, asyncio.Task[None]] = {}
         self._closed = False
-
-    @property
-    def peer_id(self) -> PeerId:
-        return self._peer.peer_id
 
     @property
     def num_streams(self) -> int:
