@@ -526,7 +526,7 @@ MUTANTS = (
     ),
     Mutant(
         "a source below the least rate is given up",
-        "network/rpc/pace.py",
+        "network/rpc/channel.py",
         "if received - mark >= rate.bytes_per_second * rate.window_seconds:",
         "if received > mark:",
         "unit/training/sync/test_download.py -k least_rate",

@@ -29,8 +29,8 @@ from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.chunks.fetch import FetchOptions, FetchReport, fetch
 from p2ptrain.network.chunks.messages import MAX_ASKED, Open
 from p2ptrain.network.chunks.server import ChunkServer, Ration
+from p2ptrain.network.rpc.channel import LeastRate
 from p2ptrain.network.rpc.endpoint import Rpc
-from p2ptrain.network.rpc.pace import LeastRate
 from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
 

@@ -1,8 +1,7 @@
-"""Serves chunks to several receivers, within limits on transfers and bandwidth."""
+"""Serves chunks to several receivers, within limits on transfers."""
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -37,8 +36,6 @@ class Ration:
     transfers_per_peer: int = 2
     idle_seconds: float = 120.0
     """Timeout for a receiver's next request."""
-    bytes_per_second: float = 0.0
-    """Upload limit of all transfers together; 0 for none."""
 
 
 class ChunkServer:
@@ -50,7 +47,6 @@ class ChunkServer:
         self._find = find
         self._ration = ration or Ration()
         self._active: Counter[PeerId] = Counter()
-        self._free_at = 0.0
         rpc.serve_channel(service(name), Open, self._serve, max_request_bytes=1024)
 
     def is_serving(self) -> bool:
@@ -83,18 +79,6 @@ class ChunkServer:
                     if chunks_left < 0 or max(chunks) >= supply.num_chunks:
                         raise ProtocolError(channel.remote, "asked for chunks that there are not, or too often")
                     for index in chunks:
-                        await self._send(channel, memoryview(await supply.read(index)))
+                        await channel.send_bytes(await supply.read(index))
                 case Enough():
                     return
-
-    async def _send(self, channel: Channel, data: memoryview) -> None:
-        """Send a chunk; under a bandwidth limit, in pieces of one second so that the receiver sees progress."""
-        rate = self._ration.bytes_per_second
-        piece = max(1, int(rate)) if rate else len(data)
-        for start in range(0, len(data), piece):
-            part = data[start : start + piece]
-            if rate:
-                now = asyncio.get_running_loop().time()
-                self._free_at = max(self._free_at, now) + len(part) / rate
-                await asyncio.sleep(self._free_at - now)
-            await channel.send_bytes(part, more=start + len(part) < len(data))

@@ -44,6 +44,18 @@ class ChannelLimits:
     """Bound on the data read ahead of the owner."""
 
 
+@dataclass(frozen=True)
+class LeastRate:
+    """Minimum rate of a sender over a window; by default about one bulk frame per `ChannelLimits.send_seconds`."""
+
+    bytes_per_second: float = 4096.0
+    window_seconds: float = 60.0
+
+
+LEAST_RATE = LeastRate()
+NEVER_SECONDS = 1e9
+
+
 class Channel:
     """Messages and bulk buffers in both directions; created by `p2ptrain.network.rpc.endpoint.Rpc`.
 
@@ -195,6 +207,30 @@ class Channel:
         if not sink.complete and self._failure is not None:
             raise self._failure
         return result
+
+    async def receive_steadily(
+        self, num_bytes: int, into: memoryview | None = None, rate: LeastRate = LEAST_RATE
+    ) -> bytearray | memoryview:
+        """Return the next bulk buffer, as `receive_bytes`, with a minimum rate in place of the deadline.
+
+        Raises `DeadlineError` if less arrived in a window; the channel is dead then.
+        """
+        mark = 0
+        try:
+            async with asyncio.timeout(rate.window_seconds) as window:
+
+                def on_progress(received: int) -> None:
+                    nonlocal mark
+                    if received - mark >= rate.bytes_per_second * rate.window_seconds:
+                        mark = received
+                        window.reschedule(self._loop.time() + rate.window_seconds)
+
+                return await self.receive_bytes(num_bytes, NEVER_SECONDS, into, on_progress=on_progress)
+        except TimeoutError:
+            raise DeadlineError(
+                f"peer {self.remote[-8:]} sent less than {rate.bytes_per_second:g} bytes/s for"
+                f" {rate.window_seconds:g} s"
+            ) from None
 
     async def _wait(
         self, timeout_seconds: float, what: str, *, message_bytes: int = 0, sink: Sink | None = None
