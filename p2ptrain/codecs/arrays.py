@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from p2ptrain.buffers import Buffer
+
 if TYPE_CHECKING:
     import torch
 
@@ -24,7 +26,6 @@ norms."""
 HALVED_COLUMNS = 1024
 """Partial sums in `sums_of_squares`; a power of two."""
 
-Buffer = bytes | bytearray | memoryview
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from p2ptrain.buffers import Buffer
 from p2ptrain.codecs.arrays import (
     CHUNK_VALUES,
     HALVED_COLUMNS,
-    Buffer,
     CodecError,
     byte_array,
     halved,

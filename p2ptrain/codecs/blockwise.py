@@ -33,9 +33,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from p2ptrain.buffers import Buffer
 from p2ptrain.codecs.arrays import (
     CHUNK_VALUES,
-    Buffer,
     CodecError,
     byte_array,
     check_vector,

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from p2ptrain.codecs.arrays import Buffer, CodecError, byte_array, check_vector
+from p2ptrain.buffers import Buffer
+from p2ptrain.codecs.arrays import CodecError, byte_array, check_vector
 from p2ptrain.codecs.base import Codec, Decoder
 
 if TYPE_CHECKING:

@@ -32,8 +32,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from p2ptrain.buffers import Buffer
 from p2ptrain.codecs.arrays import (
-    Buffer,
     Bytes,
     CodecError,
     Floats,

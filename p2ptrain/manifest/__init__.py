@@ -15,6 +15,7 @@ import msgpack
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from p2ptrain.errors import ManifestError
+from p2ptrain.hashing import canonical_bytes
 from p2ptrain.manifest.sections import Need, Section
 from p2ptrain.signing import Signer
 
@@ -459,23 +460,6 @@ class Manifest(Section):
     def digest(self) -> bytes:
         """The swarm's identity: SHA-256 of `to_bytes`, 32 bytes."""
         return hashlib.sha256(self.to_bytes()).digest()
-
-
-def canonical_bytes(value: Any) -> bytes:
-    """Return msgpack with sorted map keys; for plain dicts, lists, str, int, float, bool, bytes and None."""
-    return msgpack.packb(_in_order(value), use_bin_type=True)  # type: ignore[no-any-return]
-
-
-def _in_order(item: Any) -> Any:
-    """Return the value with sorted map keys. Most elements are scalars and cost no recursive call."""
-    if isinstance(item, dict):
-        return {key: value if type(value) in _SCALARS else _in_order(value) for key, value in sorted(item.items())}
-    if isinstance(item, (list, tuple)):
-        return [element if type(element) in _SCALARS else _in_order(element) for element in item]
-    return item
-
-
-_SCALARS = frozenset({str, bytes, int, float, bool, type(None)})
 
 
 def explain(error: ValidationError, where: str) -> str:

@@ -24,7 +24,7 @@ from p2ptrain.averaging.vector.reduce import chunk_span, mean_tree, num_chunks
 from p2ptrain.buffers import Buffer
 from p2ptrain.codecs import Codec, CodecError, Decoder, PartList
 from p2ptrain.errors import IntegrityError
-from p2ptrain.manifest import canonical_bytes
+from p2ptrain.hashing import canonical_bytes
 
 if TYPE_CHECKING:
     import torch

@@ -27,8 +27,7 @@ from p2ptrain.averaging.protocol.signed import (
     Signed,
 )  # fmt: skip
 from p2ptrain.errors import IntegrityError
-from p2ptrain.hashing import HASH_BYTES
-from p2ptrain.manifest import canonical_bytes
+from p2ptrain.hashing import HASH_BYTES, canonical_bytes
 from p2ptrain.network.schema import Hash, from_bytes, to_bytes, to_wire
 from p2ptrain.signing import Signer
 

@@ -31,8 +31,8 @@ from p2ptrain.averaging.vector.reduce import (
 from p2ptrain.averaging.verification.commitments import Commitment, Slice, Statement, verify_commitments
 from p2ptrain.codecs import Codec, CodecError, smaller_codecs
 from p2ptrain.errors import IntegrityError
-from p2ptrain.hashing import EMPTY_HASH
-from p2ptrain.manifest import AveragingSpec, canonical_bytes
+from p2ptrain.hashing import EMPTY_HASH, canonical_bytes
+from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.schema import Hash, Message, from_bytes
 from p2ptrain.signing import Signer
 

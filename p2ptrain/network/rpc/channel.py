@@ -16,8 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from p2ptrain.buffers import Buffer
 from p2ptrain.errors import DeadlineError, P2PTrainError, PeerLostError, PeerSilentError, ProtocolError
-from p2ptrain.network.rpc.frames import ACK, END, FRAME, PING, Buffer, Kind, Traffic, error_frame, frame, pack, unpack
+from p2ptrain.network.rpc.frames import ACK, END, FRAME, PING, Kind, Traffic, error_frame, frame, pack, unpack
 from p2ptrain.network.rpc.receive import FrameReader, Heartbeat, Inbox, Sink
 from p2ptrain.network.transport import Stream
 from p2ptrain.tasks import Tasks

@@ -16,6 +16,7 @@ from typing import Annotated, TypeVar
 import msgpack
 from msgspec import Meta
 
+from p2ptrain.buffers import Buffer
 from p2ptrain.errors import IntegrityError, ProtocolError
 from p2ptrain.network.schema import Message, from_wire, to_wire
 from p2ptrain.network.transport import PeerId
@@ -35,8 +36,6 @@ FRAME = struct.Struct(">IB")
 
 BURST_SECONDS = 0.2
 """How far traffic may run ahead of the average rate."""
-
-Buffer = bytes | bytearray | memoryview
 
 
 class Kind(IntEnum):

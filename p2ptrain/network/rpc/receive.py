@@ -17,13 +17,13 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
+from p2ptrain.buffers import Buffer
 from p2ptrain.errors import PeerRefusedError, ProtocolError
 from p2ptrain.network.rpc.frames import (
     FRAME,
     MAX_FRAME_BYTES,
     MAX_MESSAGE_BYTES,
     MAX_REASON_BYTES,
-    Buffer,
     Kind,
     Refusal,
     Traffic,
