@@ -53,7 +53,6 @@ class LeastRate:
     window_seconds: float = 60.0
 
 
-LEAST_RATE = LeastRate()
 NEVER_SECONDS = 1e9
 
 
@@ -209,10 +208,8 @@ class Channel:
             raise self._failure
         return result
 
-    async def receive_steadily(
-        self, num_bytes: int, into: memoryview | None = None, rate: LeastRate = LEAST_RATE
-    ) -> bytearray | memoryview:
-        """Return the next bulk buffer, as `receive_bytes`, with a minimum rate in place of the deadline.
+    async def receive_steadily(self, into: memoryview, rate: LeastRate) -> None:
+        """Fill ``into`` with the next bulk buffer, as `receive_bytes`, with a minimum rate in place of the deadline.
 
         Raises `DeadlineError` if less arrived in a window; the channel is dead then.
         """
@@ -226,7 +223,7 @@ class Channel:
                         mark = received
                         window.reschedule(self._loop.time() + rate.window_seconds)
 
-                return await self.receive_bytes(num_bytes, NEVER_SECONDS, into, on_progress=on_progress)
+                await self.receive_bytes(len(into), NEVER_SECONDS, into, on_progress=on_progress)
         except TimeoutError:
             raise DeadlineError(
                 f"peer {self.remote[-8:]} sent less than {rate.bytes_per_second:g} bytes/s for"

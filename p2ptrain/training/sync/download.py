@@ -118,7 +118,7 @@ class _Target:
             raise IntegrityError(f"peer {source[-8:]} described a state of nothing")
         buffer = memoryview(bytearray(stamped_bytes(cut.chunk_bytes(0), cut.depth)))
         await channel.send(Ask([0]))
-        await channel.receive_steadily(len(buffer), buffer, least)
+        await channel.receive_steadily(buffer, least)
         data, stamp, proof = _parts(buffer, cut.chunk_bytes(0))
         leaf = await self._runtime.offload(leaf_of, data)
         if not proves(description_hash(specs), leaf, 0, cut.num_chunks, proof, stamp.digest):
