@@ -436,7 +436,7 @@ MUTANTS = (
     Mutant(
         "a peer gets its ration of transfers",
         "network/chunks/server.py",
-        "or self._active[peer] >= ration.transfers_per_peer:",
+        "or self.active[peer] >= ration.transfers_per_peer:",
         "or False:",
         "unit/network/chunks/test_fetch.py -k ration",
     ),
@@ -667,7 +667,7 @@ MUTANTS = (
     Mutant(
         "a peer of another swarm is refused",
         "network/rpc/endpoint.py",
-        "        if header.swarm != self._swarm:\n",
+        "        if header.swarm != self.swarm:\n",
         "        if False:\n",
         "unit/network/rpc/test_server.py -k another_swarm",
     ),

@@ -39,30 +39,31 @@ class Ration:
 
 
 class ChunkServer:
-    """Serves chunks under a name; ``find`` returns the requested supply, or raises a `P2PTrainError` to refuse."""
+    """Serves chunks under a name; ``find`` returns the requested supply, or raises a `P2PTrainError` to refuse.
+
+    Attributes:
+        active: The number of running transfers of each peer that has any.
+    """
 
     def __init__(
         self, rpc: Rpc, name: str, find: Callable[[Open], Awaitable[Supply]], ration: Ration | None = None
     ) -> None:
         self._find = find
         self._ration = ration or Ration()
-        self._active: Counter[PeerId] = Counter()
+        self.active: Counter[PeerId] = Counter()
         rpc.serve_channel(service(name), Open, self._serve, max_request_bytes=1024)
-
-    def is_serving(self) -> bool:
-        return self._active.total() > 0
 
     async def _serve(self, channel: Channel, request: Open) -> None:
         peer, ration = channel.remote, self._ration
-        if self._active.total() >= ration.transfers or self._active[peer] >= ration.transfers_per_peer:
+        if self.active.total() >= ration.transfers or self.active[peer] >= ration.transfers_per_peer:
             raise TemporaryError("busy: too many downloads from this peer, ask again in a moment")
-        self._active[peer] += 1
+        self.active[peer] += 1
         try:
             await self._converse(channel, await self._find(request))
         finally:
-            self._active[peer] -= 1
-            if not self._active[peer]:
-                del self._active[peer]
+            self.active[peer] -= 1
+            if not self.active[peer]:
+                del self.active[peer]
 
     async def _converse(self, channel: Channel, supply: Supply) -> None:
         if (description := await supply.describe()) is not None:

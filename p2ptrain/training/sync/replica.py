@@ -170,7 +170,7 @@ class Replica:
             self.trained_rounds += 1
             self.averager.own_work.consumed([self.fragment_of(body).index])
         self._move(body.next_head(tree_root, result.certificate.to_bytes()))
-        self.averager.history.add(result, self._server.chunks.is_serving())
+        self.averager.history.add(result, bool(self._server.chunks.active))
 
     def _apply_means(self, body: Body, means: Means, work: Contribution | None, contributed: bool) -> bytes:
         carry, fragment = None, self.fragment_of(body)
