@@ -85,14 +85,12 @@ class SimulatedTransport(Transport):
 
     async def close(self) -> None:
         self._closed = True
-        self._handlers.clear()
         tasks = [task for task in self._serving.values() if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        for stream in list(self._streams.values()):
-            stream.abort()
+        self.kill()
 
     # Called by the network
 
