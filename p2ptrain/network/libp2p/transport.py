@@ -74,10 +74,7 @@ class Libp2pTransport(Transport):
             ResourceError: The daemon does not start, or a port is taken.
         """
         settings = settings or Libp2pSettings()
-        daemon = await Daemon.start(
-            settings.daemon_arguments(), identity.libp2p_key(), settings.listen, settings.startup_timeout_seconds,
-            settings.daemon_environment(),
-        )  # fmt: skip
+        daemon = await Daemon.start(settings, identity.libp2p_key())
         control = DaemonControl(daemon.control_socket, daemon.own_socket)
         transport = cls(daemon, control, settings, identity.peer_id)
         try:
