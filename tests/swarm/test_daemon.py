@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -115,6 +116,19 @@ def test_a_daemon_that_does_not_start_is_tried_three_times_and_its_words_shown(
 
     run(main)
     assert (tmp_path / "starts").read_text().count("x") == 3
+
+
+def test_a_full_disk_is_no_defect_of_the_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **options: object) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async def main() -> None:
+        with pytest.raises(ResourceError, match=os.strerror(errno.ENOSPC)):
+            async with loopback_transport():
+                pass
+
+    monkeypatch.setattr("p2ptrain.network.libp2p.daemon.tempfile.mkdtemp", refuse)
+    run(main)
 
 
 def test_a_daemon_that_fails_once_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

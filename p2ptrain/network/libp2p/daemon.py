@@ -156,7 +156,10 @@ class Daemon:
 
     @classmethod
     async def _start_once(cls, binary: str, settings: Libp2pSettings, key: bytes) -> Daemon:
-        directory = SocketDirectory()
+        try:
+            directory = SocketDirectory()
+        except OSError as error:
+            raise _StartFailed(f"no folder for its sockets can be made: {error.strerror}", is_final=True) from error
         sockets = [f"-listen=/unix{directory.path}/p2pd.sock", f"-idleTimeout={IDLE_SECONDS}s"]
         command = [binary, *sockets, f"-id={KEY_SOURCE}", *settings.daemon_arguments()]
         setpriv = shutil.which("setpriv")
@@ -173,12 +176,7 @@ class Daemon:
                 stdin=key_pipe,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
-                env={
-                    **os.environ,
-                    "GOLOG_LOG_LEVEL": "error",
-                    "GOLOG_LOG_FMT": "nocolor",
-                    **settings.daemon_environment(),
-                },
+                env={**os.environ, **settings.daemon_environment()},
                 limit=1 << 16,
                 start_new_session=True,  # Ctrl-C must not reach the daemon, which the peer needs to drain
             )

@@ -82,4 +82,5 @@ class Libp2pSettings(NetworkSection):
         """Return p2pd's additional environment variables."""
         # p2pd starts two relay services. With one thread the one with generous limits starts last, and serves; see
         # `p2ptrain.node.nat.relaying`.
-        return {"GOMAXPROCS": "1"} if self.relay else {}
+        threads = {"GOMAXPROCS": "1"} if self.relay else {}
+        return {"GOLOG_LOG_LEVEL": "error", "GOLOG_LOG_FMT": "nocolor", **threads}
