@@ -193,7 +193,7 @@ def test_peer_id_matches_the_specification() -> None:
 def test_a_full_disk_and_a_wrong_path_are_told_from_an_unusable_key(
     number: int, kind: type[P2PTrainError], code: int, function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*arguments: object) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(f"p2ptrain.network.identity.{function}", refuse)
