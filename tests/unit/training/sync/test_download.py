@@ -47,6 +47,7 @@ from tests.support.sim.downloads import (
     with_sources,
 )
 from tests.support.sim.peers import members, start_member
+from tests.support.slow_uploads import slow_read
 
 
 def test_three_sources_share_the_work() -> None:
@@ -330,7 +331,7 @@ def test_another_model_is_refused_as_incompatible() -> None:
     with_sources(2, check)
 
 
-def test_a_dribbling_source_is_used_while_there_is_none_better() -> None:
+def test_a_dribbling_source_is_used_while_there_is_none_better(monkeypatch: pytest.MonkeyPatch) -> None:
     """At a rate that takes it far beyond any deadline that a download could have."""
 
     async def check(swarm: Sources) -> None:
@@ -340,7 +341,8 @@ def test_a_dribbling_source_is_used_while_there_is_none_better() -> None:
         assert swarm.is_right()
         assert loop.time() - started > 300
 
-    with_sources(1, check, model=replace(FAST, up_bytes_per_second=3e4))
+    monkeypatch.setattr(StateServer, "read", slow_read(2e4))
+    with_sources(1, check)
 
 
 def test_a_source_below_the_least_rate_is_given_up() -> None:
