@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.harness import Measured, alternate, format_table, report, thread_seconds
 from p2ptrain.codecs import Codec, codec_names, get_codec, warm_up
-from p2ptrain.codecs.native import NativeCodec
+from p2ptrain.codecs.base import NativeCodec
 
 NUM_PEERS = 4
 

@@ -29,7 +29,7 @@ from benchmarks.harness import Measured, exit_on_signals, progress, report
 from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.monitor.store import Store
 from p2ptrain.monitor.watch import Watch
-from p2ptrain.network.records.sighting import Look
+from p2ptrain.network.records.record import Look
 from p2ptrain.status.tracker import SwarmTracker
 from tests.support.web.made_up_swarm import MadeUpSwarm
 

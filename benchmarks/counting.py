@@ -48,13 +48,9 @@ class CountingTransport(Transport):
     """
 
     def __init__(self, transport: Transport, messages: Messages) -> None:
+        self.peer_id = transport.peer_id
         self._transport = transport
         self._messages = messages
-
-    @property
-    def peer_id(self) -> PeerId:
-        """See `Transport.peer_id`."""
-        return self._transport.peer_id
 
     async def open(self, peer: PeerId, protocol: str, timeout_seconds: float, *, expected_bytes: int = 0) -> Stream:
         """See `Transport.open`."""
@@ -86,15 +82,12 @@ class _CountingStream(Stream):
     """One end of a stream; the first frame, whichever side wrote it, says what the stream is for."""
 
     def __init__(self, stream: Stream, own: PeerId, messages: Messages) -> None:
+        self.remote = stream.remote
         self._stream = stream
         self._own = own
         self._messages = messages
         self._name: str | None = None
         self._reads = 0
-
-    @property
-    def remote(self) -> PeerId:
-        return self._stream.remote
 
     @property
     def num_arrived(self) -> int:

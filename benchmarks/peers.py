@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from benchmarks.answers import hear, say
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.libp2p.transport import Libp2pSettings, Libp2pTransport
-from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.runtime import Runtime, real_runtime
 
 SWARM = b"benchmark swarm".ljust(32, b".")

@@ -16,9 +16,8 @@ from random import Random
 from p2ptrain.network.simulated.directory import PROPAGATION_SECONDS, REQUEST_SECONDS
 from p2ptrain.node.presence import LEAST_PAUSE_SECONDS as PUBLISH_PAUSE_SECONDS
 from p2ptrain.node.presence import PUBLISH_SECONDS, REFRESH_SECONDS
-from p2ptrain.node.roles.hosting import MAX_CHOICES
-from p2ptrain.node.roles.hosting import SPREADING_SECONDS as CHOICE_SECONDS
-from p2ptrain.pipeline.migration import CALL_SECONDS, LEAST_STAY_SECONDS, MAX_ASKED, PROMISE_SECONDS, SPREADING_SECONDS
+from p2ptrain.node.roles.hosting import CHOICE_SECONDS, MAX_CHOICES
+from p2ptrain.pipeline.migration import CALL_SECONDS, LEAST_STAY_SECONDS, MAX_ASKED, NOTICE_SECONDS, PROMISE_SECONDS
 from p2ptrain.pipeline.placement import Host, Move, StageNeed, best_move, choose, counted, rates
 from p2ptrain.pipeline.view import LEAST_PAUSE_SECONDS, SILENT_SECONDS
 
@@ -356,7 +355,7 @@ class Deciding(Simulation):
         if peer.target is not None:
             return
         departures = [seen for name, seen in self._departures.items() if name != peer.stay.peer]
-        sure = max(departures, default=-math.inf) + REFRESH_SECONDS * self.random.random() + 2 * SPREADING_SECONDS
+        sure = max(departures, default=-math.inf) + REFRESH_SECONDS * self.random.random() + 2 * NOTICE_SECONDS
         if now < sure:
             self._look_soon(sure, peer)
             return
@@ -364,7 +363,7 @@ class Deciding(Simulation):
         move = self._best(now, peer, before)
         if move is not None:
             peer.target, peer.began = move.target, now
-            reads_at = self._publish(now, peer) + SPREADING_SECONDS + self._request()
+            reads_at = self._publish(now, peer) + NOTICE_SECONDS + self._request()
             self._at(reads_at, lambda now: self._decide(now, peer, move, before))
 
     def _decide(self, now: float, peer: Mover, move: Move, before: Sequence[Host]) -> None:

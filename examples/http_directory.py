@@ -23,8 +23,7 @@ from starlette.routing import Route
 
 from p2ptrain.errors import IntegrityError
 from p2ptrain.network.identity import Identity
-from p2ptrain.network.records.guard import MAX_SUBKEYS, RecordGuard
-from p2ptrain.network.records.record import MAX_RECORD_BYTES
+from p2ptrain.network.records.record import MAX_RECORD_BYTES, MAX_SUBKEYS, RecordGuard
 
 MAX_KEYS = 256
 KEY = re.compile(r"p2ptrain/([0-9a-f]{64})/[a-z]{1,16}")

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, ValidationError, model_validator
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.manifest import explain, register_root
+from p2ptrain.manifest import explain
 from p2ptrain.manifest.sections import Section
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -169,7 +169,6 @@ class PipelineSection(Section):
     """Microbatches in flight per trainer; more hide more latency."""
 
 
-@register_root
 class PeerConfig(Section):
     """The configuration of one peer. Paths in a role file are relative to that file's folder."""
 
@@ -230,7 +229,7 @@ class PeerConfig(Section):
         except ValidationError as error:
             at = _dotted(error.errors()[0]["loc"])
             default = str(path) if path is not None else "command line"
-            raise ConfigError(explain(error, _nearest_source(sources, at, default))) from error
+            raise ConfigError(explain(error, _nearest_source(sources, at, default), cls)) from error
         if path is not None:
             config = config._relative_to(path.parent, sources)
         config._sources = sources

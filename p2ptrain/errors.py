@@ -16,14 +16,13 @@
     ├── DivergedError             9    this peer's updates stay non-finite or refused
     └── TemporaryError            75   a later retry may succeed
         ├── DeadlineError              a deadline passed
-        ├── PeerError                  another peer failed
-        │   ├── PeerUnreachableError   it cannot be dialled
-        │   │   └── WrongPeerError     another peer answers at its addresses
-        │   ├── PeerLostError          its stream ended
-        │   │   └── PeerSilentError    its stream is open but silent
-        │   ├── PeerRefusedError       it refused, with a reason
-        │   └── ProtocolError          it violated the protocol
-        └── PausedError                the swarm is below its minimum of peers
+        └── PeerError                  another peer failed
+            ├── PeerUnreachableError   it cannot be dialled
+            │   └── WrongPeerError     another peer answers at its addresses
+            ├── PeerLostError          its stream ended
+            │   └── PeerSilentError    its stream is open but silent
+            ├── PeerRefusedError       it refused, with a reason
+            └── ProtocolError          it violated the protocol
 
 A message names the fault and the remedy in one line. The command line exits with ``exit_code``.
 """
@@ -147,7 +146,3 @@ class PeerRefusedError(PeerError):
 
 class ProtocolError(PeerError):
     """The peer sent malformed, excessive or misplaced data, which no honest peer sends."""
-
-
-class PausedError(TemporaryError):
-    """The swarm has fewer peers than ``averaging.min_peers``, and ``averaging.below_min`` is ``pause``."""

@@ -23,7 +23,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,15 +47,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Threads:
-    """The executors of a real peer; see the module."""
-
-    state: Executor
-    device: Executor
-    pool: Executor
-
-
 @dataclass
 class Runtime:
     """Time, randomness and computation of one peer.
@@ -63,14 +54,15 @@ class Runtime:
     Attributes:
         random: The generator of all random decisions of this peer.
         clock: Returns wall-clock time in seconds since the epoch.
-        threads: None runs work inline on the event loop (simulation only).
+        threads: The executors, by the name in the module's table; work without one runs inline on the event loop
+            (simulation only).
         scratch: Folder for data that outlives the process besides checkpoints; None keeps it in memory.
         clock_offset_seconds: Added to ``clock``; corrects this machine's clock by the swarm's.
     """
 
     random: random.Random
     clock: Callable[[], float] = time.time
-    threads: Threads | None = None
+    threads: Mapping[str, Executor] = field(default_factory=dict)
     scratch: Path | None = None
     clock_offset_seconds: float = field(default=0.0)
     buffers: Pool = field(default_factory=Pool)
@@ -81,31 +73,27 @@ class Runtime:
 
     async def compute(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a function on the shared state, in call order; its exceptions propagate."""
-        if self.threads is None:
-            return function(*args, **kwargs)
-        return await _run(self.threads.state, lambda: function(*args, **kwargs))
+        return await self._run("state", lambda: function(*args, **kwargs))
 
     async def on_device(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a pass on the device, in call order; its exceptions propagate."""
-        if self.threads is None:
-            return function(*args, **kwargs)
-        return await _run(self.threads.device, lambda: function(*args, **kwargs))
+        return await self._run("device", lambda: function(*args, **kwargs))
 
     async def offload(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a function that touches only its arguments, concurrently with others; its exceptions propagate."""
-        if self.threads is None:
-            return function(*args, **kwargs)
-        return await _run(self.threads.pool, lambda: function(*args, **kwargs))
+        return await self._run("pool", lambda: function(*args, **kwargs))
+
+    async def _run(self, thread: str, work: Callable[[], T]) -> T:
+        if (executor := self.threads.get(thread)) is None:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(executor, work)
 
     def close(self) -> None:
         """Stop the threads; leave threads behind that are still busy after `CLOSE_SECONDS`."""
-        if self.threads is None:
-            return
-        threads = {"state": self.threads.state, "device": self.threads.device, "pool": self.threads.pool}
-        ends: dict[Future[None], str] = {executor.submit(_nothing): name for name, executor in threads.items()}
+        ends: dict[Future[None], str] = {executor.submit(_nothing): name for name, executor in self.threads.items()}
         _, stuck = wait(ends, timeout=CLOSE_SECONDS)
         for end, name in ends.items():
-            threads[name].shutdown(wait=end not in stuck, cancel_futures=True)
+            self.threads[name].shutdown(wait=end not in stuck, cancel_futures=True)
             if end in stuck:
                 logger.warning("the %s thread does not end: leaving it behind", name)
                 left_behind.append(name)
@@ -115,17 +103,12 @@ def real_runtime(name: str = "cpu", scratch: Path | None = None) -> Runtime:
     """Return a runtime with real time, system entropy, and threads ``state-<name>`` and so on."""
     let_heap_keep(HEAP_CHUNK_BYTES)
     size = min(os.cpu_count() or 1, MAX_POOL_THREADS)
-    threads = Threads(
-        ThreadPoolExecutor(1, thread_name_prefix=f"state-{name}"),
-        ThreadPoolExecutor(1, thread_name_prefix=f"device-{name}"),
-        ThreadPoolExecutor(size, thread_name_prefix=f"pool-{name}"),
-    )
+    threads = {
+        thread: ThreadPoolExecutor(workers, thread_name_prefix=f"{thread}-{name}")
+        for thread, workers in (("state", 1), ("device", 1), ("pool", size))
+    }
     # Other peers see some random numbers (nonces) and must not predict later ones (spot checks).
     return Runtime(random=random.SystemRandom(), threads=threads, scratch=scratch)
-
-
-async def _run(executor: Executor, work: Callable[[], T]) -> T:
-    return await asyncio.get_running_loop().run_in_executor(executor, work)
 
 
 def _nothing() -> None:

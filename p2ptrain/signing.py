@@ -9,12 +9,9 @@ from abc import ABC, abstractmethod
 
 
 class Signer(ABC):
-    """A private key whose public half hashes to ``peer_id``."""
+    """A private key whose public half hashes to ``peer_id``, which is base58."""
 
-    @property
-    @abstractmethod
-    def peer_id(self) -> str:
-        """The base58 peer id."""
+    peer_id: str
 
     @abstractmethod
     def sign(self, message: bytes) -> bytes:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from p2ptrain.manifest import AveragingSpec
-from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
 

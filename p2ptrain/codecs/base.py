@@ -1,18 +1,33 @@
-"""The contract of a codec: a flat fp32 vector to bytes and back; and of a decode-only format."""
+"""The contracts of a codec (a flat fp32 vector to bytes and back) and of a decoder; and the base of native codecs."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
+
+import numpy as np
+
+from p2ptrain.buffers import Buffer
+from p2ptrain.codecs.arrays import (
+    CHUNK_VALUES,
+    HALVED_COLUMNS,
+    CodecError,
+    byte_array,
+    halved,
+    sum_of_squares,
+    sums_of_squares,
+)
+from p2ptrain.native import Function
 
 if TYPE_CHECKING:
     import torch
 
-
-class CodecError(ValueError):
-    """Encoded bytes are malformed, or a value cannot be encoded."""
+ENERGY_VALUES = 1 << 14
+"""The only native step of `Codec.squared_norms`: `p2ptrain.averaging.vector.chunks.CHUNK_VALUES`."""
+NO_FUNCTIONS: Mapping[str, Function] = MappingProxyType({})
 
 
 class Decoder(ABC):
@@ -40,18 +55,18 @@ class Decoder(ABC):
         """Return the exact size of ``num_values`` encoded values, the first ones if positions matter."""
 
     @abstractmethod
-    def decode_into(self, data: bytes | bytearray | memoryview, out: torch.Tensor) -> None:
+    def decode_into(self, data: Buffer, out: torch.Tensor) -> None:
         """Decode into ``out`` (fp32, shape ``[num_values]``, contiguous, CPU), overwriting it.
 
         Call `validate` first on bytes from the network.
         """
 
     @abstractmethod
-    def validate(self, data: bytes | bytearray | memoryview, num_values: int) -> None:
+    def validate(self, data: Buffer, num_values: int) -> None:
         """Raise `CodecError` unless ``data`` decodes to ``num_values`` finite numbers."""
 
     @abstractmethod
-    def largest(self, data: bytes | bytearray | memoryview, num_values: int) -> float:
+    def largest(self, data: Buffer, num_values: int) -> float:
         """Return a bound on the magnitudes of the decoded values; NaN or infinity if a value is not finite."""
 
 
@@ -97,46 +112,37 @@ class Codec(Decoder):
         """
 
     @abstractmethod
-    def accumulate_into(self, data: bytes | bytearray | memoryview, weight: float, out: torch.Tensor) -> None:
+    def accumulate_into(self, data: Buffer, weight: float, out: torch.Tensor) -> None:
         """Add ``weight`` times the decoded values to ``out`` (fp32, ``[num_values]``) without large temporaries."""
 
-    def largest(self, data: bytes | bytearray | memoryview, num_values: int) -> float:
+    def largest(self, data: Buffer, num_values: int) -> float:
         """Return the largest decoded magnitude, or a bound a few roundings above it."""
         import torch
 
         peaks = [piece.abs().amax() for piece in self._decoded(data, num_values)]
         return float(torch.stack(peaks).amax()) if peaks else 0.0
 
-    def squared_norm(self, data: bytes | bytearray | memoryview, num_values: int) -> float:
-        """Return the sum of the squares of the decoded, finite values; see `p2ptrain.codecs.norms.sum_of_squares`."""
-        from p2ptrain.codecs.norms import sum_of_squares
-
+    def squared_norm(self, data: Buffer, num_values: int) -> float:
+        """Return the sum of the squares of the decoded, finite values; see `p2ptrain.codecs.arrays.sum_of_squares`."""
         return math.fsum(sum_of_squares(piece) for piece in self._decoded(data, num_values))
 
-    def squared_norms(self, data: bytes | bytearray | memoryview, num_values: int, step: int) -> list[float]:
+    def squared_norms(self, data: Buffer, num_values: int, step: int) -> list[float]:
         """Return `squared_norm` of each ``step`` consecutive values; the last piece may be shorter.
 
-        ``step`` is a multiple of ``block_size``, with the bounds of `p2ptrain.codecs.norms.sums_of_squares`.
+        ``step`` is a multiple of ``block_size``, with the bounds of `p2ptrain.codecs.arrays.sums_of_squares`.
         """
         import torch
-
-        from p2ptrain.codecs.norms import CHUNK_VALUES, sums_of_squares
 
         scratch = torch.empty(min(num_values, CHUNK_VALUES), dtype=torch.float32)
         # No step crosses two decoded pieces.
         return [energy for piece in self._decoded(data, num_values) for energy in sums_of_squares(piece, step, scratch)]
 
-    def _decoded(self, data: bytes | bytearray | memoryview, num_values: int) -> Iterator[torch.Tensor]:
+    def _decoded(self, data: Buffer, num_values: int) -> Iterator[torch.Tensor]:
         """Yield the decoded values in pieces that fit a core's cache; each piece overwrites the previous one."""
         import torch
 
-        from p2ptrain.codecs.norms import CHUNK_VALUES
-
+        byte_array(data, self.encoded_bytes(num_values), self.name)
         encoded = memoryview(data).cast("B")
-        if encoded.nbytes != self.encoded_bytes(num_values):
-            raise CodecError(
-                f"{self.name}: got {encoded.nbytes} bytes where {self.encoded_bytes(num_values)} were expected"
-            )
         step = max(self.block_size, CHUNK_VALUES // self.block_size * self.block_size)
         scratch = torch.empty(min(step, num_values), dtype=torch.float32)
         for low in range(0, num_values, step):
@@ -144,3 +150,50 @@ class Codec(Decoder):
             piece = encoded[self.encoded_bytes(low) : self.encoded_bytes(high)]
             self.part(low, high).decode_into(piece, scratch[: high - low])
             yield scratch[: high - low]
+
+
+class NativeCodec(Codec):
+    """A codec with native functions for whole blocks; torch or NumPy compute the rest with the same bits.
+
+    Attributes:
+        functions: Some or all of ``encode``, ``decode``, ``accumulate``, ``validate``, ``squares`` and ``energy``; set
+            by `p2ptrain.codecs.warm_up` at any time.
+        native_values: Values in a block of the functions.
+    """
+
+    functions: Mapping[str, Function] = NO_FUNCTIONS
+    native_values: int
+    refusal: str
+
+    def squared_norms(self, data: Buffer, num_values: int, step: int) -> list[float]:
+        add_squares = self.functions.get("energy")
+        if add_squares is None or step != ENERGY_VALUES:
+            return super().squared_norms(data, num_values, step)
+        array, whole = byte_array(data, self.encoded_bytes(num_values), self.name), num_values // step
+        columns = np.zeros((whole, HALVED_COLUMNS), np.float32)
+        add_squares(array.ctypes.data, columns.ctypes.data, whole, 1.0)
+        rest, start = num_values - whole * step, self.encoded_bytes(whole * step)
+        with np.errstate(over="ignore"):
+            energies = halved(columns)
+        return [*energies, self.squared_norm(memoryview(data).cast("B")[start:], rest)] if rest else energies
+
+    def _run_native(
+        self, operation: str, source: int, target: int, num_values: int, weight: float = 1.0, refusal: str = ""
+    ) -> int:
+        """Run ``operation`` on all whole blocks among ``num_values`` values; return the number of values processed.
+
+        ``source`` and ``target`` are addresses of checked sizes. Refused values raise `CodecError` with ``refusal``.
+        """
+        function = self.functions.get(operation)
+        blocks = num_values // self.native_values
+        if function is None or blocks == 0:
+            return 0
+        if function(source, target, blocks, weight):
+            raise CodecError(f"{self.name}: {refusal or self.refusal}")
+        return blocks * self.native_values
+
+    def _spans(self, done: int, num_values: int) -> list[tuple[int, int, int]]:
+        """Return (first value, rows, columns) of the whole blocks after ``done`` values, and of the shorter rest."""
+        rows, rest = divmod(num_values - done, self.block_size)
+        spans = [(done, rows, self.block_size)] if rows else []
+        return [*spans, (num_values - rest, 1, rest)] if rest else spans

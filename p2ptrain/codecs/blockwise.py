@@ -33,17 +33,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from p2ptrain.buffers import Buffer
 from p2ptrain.codecs.arrays import (
     CHUNK_VALUES,
-    Buffer,
+    CodecError,
     byte_array,
     check_vector,
     check_weight,
     chunks,
     writable_byte_array,
-)  # fmt: skip
-from p2ptrain.codecs.base import CodecError
-from p2ptrain.codecs.native import NativeCodec
+)
+from p2ptrain.codecs.base import NativeCodec
 
 SCALE_BYTES: Final = 4
 MIN_PEAK: Final = 2.0**-100

@@ -17,7 +17,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from p2ptrain.codecs.base import Codec, CodecError
+from p2ptrain.codecs.arrays import CodecError
+from p2ptrain.codecs.base import Codec
 from p2ptrain.extensions import require
 
 MAX_VALUE_BYTES = 8

@@ -15,7 +15,8 @@ from itertools import pairwise
 
 import torch
 
-from p2ptrain.codecs.arrays import Buffer, byte_array, check_vector
+from p2ptrain.buffers import Buffer
+from p2ptrain.codecs.arrays import byte_array, check_vector
 from p2ptrain.codecs.base import Codec
 
 Span = tuple[int, int, Codec]

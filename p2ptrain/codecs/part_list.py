@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from p2ptrain.codecs.arrays import Buffer, byte_array, check_vector
-from p2ptrain.codecs.base import Codec, CodecError, Decoder
+from p2ptrain.buffers import Buffer
+from p2ptrain.codecs.arrays import CodecError, byte_array, check_vector
+from p2ptrain.codecs.base import Codec, Decoder
 
 if TYPE_CHECKING:
     import torch

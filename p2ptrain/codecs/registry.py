@@ -1,11 +1,24 @@
-"""The codecs on this machine, by their manifest names."""
+"""The codecs on this machine, by their manifest names, and their native functions."""
 
 from __future__ import annotations
 
+import logging
+import threading
+from collections.abc import Mapping
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
-from p2ptrain.codecs.base import Codec
+import numpy as np
+
+from p2ptrain.codecs.arrays import CodecError
+from p2ptrain.codecs.base import ENERGY_VALUES, Codec, NativeCodec
 from p2ptrain.extensions import Extensions
+from p2ptrain.native import Function, load_functions
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
 
 CODECS = Extensions(
     "p2ptrain.codecs",
@@ -28,6 +41,9 @@ DENSE = "int8"
 
 COMPACT = ("int4", "topk")
 """Codecs for slow members, in order of decreasing size."""
+
+SAMPLE_BLOCKS = 12
+_once = threading.Lock()
 
 
 def codec_names() -> tuple[str, ...]:
@@ -65,3 +81,73 @@ def smaller_codecs(codec: Codec, num_values: int) -> tuple[Codec, ...]:
     limit = codec.encoded_bytes(num_values)
     codecs = [get_codec(name) for name in COMPACT]
     return tuple(each for each in codecs if each.encoded_bytes(num_values) < limit)
+
+
+def warm_up() -> bool:
+    """Switch all codecs to the native library, if there is one; True if every codec is native now.
+
+    Idempotent, safe from any thread. Codecs work before and during the call, with the same bits. A missing library is
+    built first, which takes seconds: call it off the event loop. Failures are logged.
+    """
+    with _once:
+        codecs = [codec for name in codec_names() if isinstance(codec := get_codec(name), NativeCodec)]
+        if not any(codec.functions for codec in codecs):
+            found = load_functions()
+            for codec in codecs:
+                functions = found.get(codec.name, {})
+                if agree(codec, functions):
+                    codec.functions = functions
+                else:
+                    logger.error(
+                        "the native %s differs from the plain code on this machine: it is not used", codec.name
+                    )
+        return all(codec.functions for codec in codecs)
+
+
+def agree(codec: NativeCodec, functions: Mapping[str, Function]) -> bool:
+    """True if ``functions`` give the plain codec's results on a sample with values of all magnitudes."""
+    import torch
+
+    plain, native = type(codec)(), type(codec)()
+    native.functions = functions
+    vector = _sample(codec.native_values)
+    encoded = plain.encode(vector)
+    start = vector.flip(0).contiguous()
+    # Not `empty`, which may return memory with the right values of an earlier check.
+    decoded, summed = [torch.full_like(vector, torch.nan) for _ in range(2)], [start.clone() for _ in range(2)]
+    try:
+        for index, one in enumerate((plain, native)):
+            one.decode_into(encoded, decoded[index])
+            one.accumulate_into(encoded, 1 / 3, summed[index])
+        if "squares" in functions:
+            norms = [each.squared_norms(encoded, len(vector), codec.block_size) for each in (plain, native)]
+            if norms[0] != norms[1]:
+                return False
+        if "validate" in functions:
+            native.validate(encoded, len(vector))
+        if "encode" in functions and native.encode(vector) != encoded:
+            return False
+        if "energy" in functions and not _agree_on_norms(plain, native, vector):
+            return False
+    except CodecError:
+        return False
+    return all(torch.equal(one.view(torch.int32), other.view(torch.int32)) for one, other in (decoded, summed))
+
+
+def _agree_on_norms(plain: NativeCodec, native: NativeCodec, vector: torch.Tensor) -> bool:
+    wide = vector.repeat(5 * ENERGY_VALUES // 2 // len(vector) + 1)
+    encoded = plain.encode(wide)
+    found = [one.squared_norms(encoded, len(wide), ENERGY_VALUES) for one in (plain, native)]
+    return found[0] == found[1]
+
+
+def _sample(block_values: int) -> torch.Tensor:
+    """Return blocks of twelve magnitudes, with zeros, halves and equal values among them, and a short last block."""
+    import torch
+
+    # NumPy computes on this thread alone.
+    steps = np.arange(SAMPLE_BLOCKS * block_values, dtype=np.int64) * 2_654_435_761 % 65_536 - 32_768
+    exponents = np.linspace(-155, -1, SAMPLE_BLOCKS).round().astype(np.int32)[:, None]
+    values = np.ldexp(steps.astype(np.float32).reshape(SAMPLE_BLOCKS, block_values), exponents)
+    values[1, ::3], values[2], values[3] = 0.0, -0.0, 0.7
+    return torch.from_numpy(np.concatenate([values.ravel(), values[-1, :7]]))

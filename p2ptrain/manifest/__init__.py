@@ -15,6 +15,7 @@ import msgpack
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from p2ptrain.errors import ManifestError
+from p2ptrain.hashing import canonical_bytes
 from p2ptrain.manifest.sections import Need, Section
 from p2ptrain.signing import Signer
 
@@ -461,33 +462,17 @@ class Manifest(Section):
         return hashlib.sha256(self.to_bytes()).digest()
 
 
-def canonical_bytes(value: Any) -> bytes:
-    """Return msgpack with sorted map keys; for plain dicts, lists, str, int, float, bool, bytes and None."""
-    return msgpack.packb(_in_order(value), use_bin_type=True)  # type: ignore[no-any-return]
-
-
-def _in_order(item: Any) -> Any:
-    """Return the value with sorted map keys. Most elements are scalars and cost no recursive call."""
-    if isinstance(item, dict):
-        return {key: value if type(value) in _SCALARS else _in_order(value) for key, value in sorted(item.items())}
-    if isinstance(item, (list, tuple)):
-        return [element if type(element) in _SCALARS else _in_order(element) for element in item]
-    return item
-
-
-_SCALARS = frozenset({str, bytes, int, float, bool, type(None)})
-
-
-def explain(error: ValidationError, where: str) -> str:
+def explain(error: ValidationError, where: str, model: type[BaseModel]) -> str:
     """Return a one-line message for a pydantic error: the first faulty field, and the nearest valid key if unknown.
 
     Args:
         where: The source of the values, such as a file.
+        model: The model that refuses them.
     """
     first = error.errors()[0]
     path = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        known = _known_keys(error.title, first["loc"])
+        known = _known_keys(model, first["loc"])
         near = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(sorted(known))}"
         return f"{where}: unknown key {path!r}{hint}"
@@ -495,25 +480,13 @@ def explain(error: ValidationError, where: str) -> str:
     return f"{where}: {path}: {message}" if path else f"{where}: {message}"
 
 
-_ROOTS: dict[str, type[BaseModel]] = {}
-
-
-def register_root(model: type[BaseModel]) -> type[BaseModel]:
-    """Register a model whose valid keys `explain` may name; return it."""
-    _ROOTS[model.__name__] = model
-    return model
-
-
-def _known_keys(title: str, location: tuple[int | str, ...]) -> list[str]:
-    model: Any = _ROOTS.get(title)
+def _known_keys(root: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
+    model: Any = root
     for part in location[:-1]:
         field = model.model_fields.get(str(part)) if hasattr(model, "model_fields") else None
         kinds = (field.annotation, *get_args(field.annotation)) if field is not None else ()
         model = next((kind for kind in kinds if hasattr(kind, "model_fields")), None)
     return list(model.model_fields) if model is not None and hasattr(model, "model_fields") else []
-
-
-register_root(Manifest)
 
 
 def parse_manifest(values: dict[str, Any], where: str) -> Manifest:
@@ -525,7 +498,7 @@ def parse_manifest(values: dict[str, Any], where: str) -> Manifest:
     try:
         return Manifest.model_validate(values)
     except ValidationError as error:
-        raise ManifestError(explain(error, where)) from error
+        raise ManifestError(explain(error, where, Manifest)) from error
 
 
 class SignedManifest:

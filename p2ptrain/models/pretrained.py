@@ -133,7 +133,7 @@ def _spec_of(folder: Path, context: int) -> ModelSpec:
     try:
         spec = ModelSpec.model_validate({"family": kind, **settings})
     except ValidationError as error:
-        raise ManifestError(explain(error, str(path))) from error
+        raise ManifestError(explain(error, str(path), ModelSpec)) from error
     ours = family.hugging_face(spec)
     for key in family.only_settings:
         found, only = getattr(theirs, key), getattr(ours, key)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.errors import P2PTrainError, ResourceError
 from p2ptrain.monitor.store import Store
-from p2ptrain.network.records.sighting import Look
+from p2ptrain.network.records.record import Look
 from p2ptrain.status.snapshot import build_snapshot
 from p2ptrain.status.tracker import SwarmTracker
 from p2ptrain.status.views import Alert, Event, Snapshot

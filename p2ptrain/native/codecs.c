@@ -327,7 +327,7 @@ FUNCTION(energy_fp32) {
     return 0;
 }
 
-/* topk: whole chunks in the format of codecs/topk_rows.py.
+/* topk: whole chunks in the format of codecs/topk.py.
  *
  * The 64 largest of 4096 magnitudes are found in two steps. Bisection over the upper halves of all finds the largest
  * that at least 64 reach. Bisection over the lower halves decides among those whose upper half is just that. */

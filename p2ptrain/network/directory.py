@@ -1,7 +1,7 @@
 """The directory interface: small signed records that expire, by key and subkey.
 
 Implementations: `libp2p.directory` (DHT), `http_directory` and `simulated`; `factory` starts the configured one.
-Every implementation drops records that `records.guard` refuses. So each returned record was signed by the peer whose
+Every implementation drops records that `records.record` refuses. So each returned record was signed by the peer whose
 id is its subkey.
 """
 

@@ -25,8 +25,7 @@ from msgspec import Meta
 from p2ptrain.errors import ConfigError, IntegrityError
 from p2ptrain.network.directory import Directory, Entry
 from p2ptrain.network.factory import DirectoryOptions
-from p2ptrain.network.records.guard import MAX_SUBKEYS, RecordGuard
-from p2ptrain.network.records.record import MAX_RECORD_BYTES
+from p2ptrain.network.records.record import MAX_RECORD_BYTES, MAX_SUBKEYS, RecordGuard
 from p2ptrain.network.schema import Amount, Message, from_wire
 
 logger = logging.getLogger(__name__)

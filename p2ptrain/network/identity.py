@@ -41,7 +41,7 @@ class Identity(Signer):
         self.where = where
         self._key = key
         self._public_der = _public_der(key.public_key())
-        self._peer_id = peer_id_of(self._public_der)
+        self.peer_id = peer_id_of(self._public_der)
         self._lock_file = lock_file
         _open_identities.add(self)
 
@@ -73,10 +73,6 @@ class Identity(Signer):
         """Return an identity with a new key and no file."""
         return cls(_new_key(), "this process's memory", None)
 
-    @property
-    def peer_id(self) -> str:
-        return self._peer_id
-
     def sign(self, message: bytes) -> bytes:
         """Return a proof: a two-byte length, the DER public key, and the PSS-SHA256 signature."""
         signature = self._key.sign(_SIGNING_CONTEXT + message, _PSS, hashes.SHA256())
@@ -104,11 +100,6 @@ class Identity(Signer):
     ) -> None:
         self.close()
 
-    def _forget_lock_after_fork(self) -> None:
-        if self._lock_file is not None:
-            os.close(self._lock_file)
-            self._lock_file = None
-
 
 _PSS = padding.PSS(mgf=padding.MGF1(hashes.SHA256()), salt_length=hashes.SHA256.digest_size)
 _open_identities: set[Identity] = set()
@@ -117,8 +108,7 @@ _open_identities: set[Identity] = set()
 def _after_fork() -> None:
     # A forked worker shares the lock's file description and would hold the lock after its parent has died.
     for identity in list(_open_identities):
-        identity._forget_lock_after_fork()
-    _open_identities.clear()
+        identity.close()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -166,12 +156,17 @@ def _public_der(key: rsa.RSAPublicKey) -> bytes:
 
 def _protobuf_key(data: bytes) -> bytes:
     """Return the protobuf message ``{1: key type RSA (0), 2: data}``."""
+    return b"\x08\x00\x12" + with_length(data)
+
+
+def with_length(data: bytes) -> bytes:
+    """Return ``data`` behind its length as protobuf's varint."""
     length, varint = len(data), bytearray()
     while length > 0x7F:
         varint.append(length & 0x7F | 0x80)
         length >>= 7
     varint.append(length)
-    return b"\x08\x00\x12" + bytes(varint) + data
+    return bytes(varint) + data
 
 
 def _new_key() -> rsa.RSAPrivateKey:
@@ -224,15 +219,17 @@ def _lock(path: Path) -> int:
 
 def _write_key(path: Path) -> None:
     """Write a new key to ``path`` (mode 0600) atomically."""
-    file, temporary = tempfile.mkstemp(prefix=path.name, dir=path.parent)  # mkstemp creates with mode 0600
+    temporary = ""
     try:
+        file, temporary = tempfile.mkstemp(prefix=path.name, dir=path.parent)  # mkstemp creates with mode 0600
         with os.fdopen(file, "wb") as stream:
             stream.write(_protobuf_private_key(_new_key()))
             stream.flush()
             os.fsync(stream.fileno())
         os.rename(temporary, path)
     except OSError as error:
-        Path(temporary).unlink(missing_ok=True)
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
         raise _unusable("write", path, error) from error
 
 

@@ -24,7 +24,7 @@ import msgspec
 from msgspec import Meta
 
 from p2ptrain.errors import IntegrityError
-from p2ptrain.manifest import canonical_bytes
+from p2ptrain.hashing import canonical_bytes
 
 T = TypeVar("T")
 

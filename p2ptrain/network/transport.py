@@ -1,7 +1,7 @@
 """The transport interface: byte streams between peers.
 
 Implementations: `libp2p.transport` (p2pd daemons) and `simulated` (virtual time); `factory` starts the configured one.
-Protocol code uses `rpc.client`, which adds framing, heartbeats, limits and deadlines to streams.
+Protocol code uses `rpc.endpoint`, which adds framing, heartbeats, limits and deadlines to streams.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ class Stream(ABC):
     """A bidirectional, ordered, reliable byte stream with back-pressure.
 
     There is no half-close, and the end of a stream does not imply completeness. The layer above marks ends.
+
+    Attributes:
+        remote: The authenticated id of the peer at the other end.
     """
 
-    @property
-    @abstractmethod
-    def remote(self) -> PeerId:
-        """The authenticated id of the peer at the other end."""
+    remote: PeerId
 
     @property
     @abstractmethod
@@ -64,12 +64,13 @@ StreamHandler = Callable[[Stream], Awaitable[None]]
 
 
 class Transport(ABC):
-    """Opens streams to peers by id and serves named protocols to them."""
+    """Opens streams to peers by id and serves named protocols to them.
 
-    @property
-    @abstractmethod
-    def peer_id(self) -> PeerId:
-        """This peer's own id."""
+    Attributes:
+        peer_id: This peer's own id.
+    """
+
+    peer_id: PeerId
 
     @abstractmethod
     async def open(self, peer: PeerId, protocol: str, timeout_seconds: float, *, expected_bytes: int = 0) -> Stream:

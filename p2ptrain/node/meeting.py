@@ -17,7 +17,7 @@ from p2ptrain.errors import (
     WrongPeerError,
 )
 from p2ptrain.manifest import MAX_MANIFEST_BYTES, SignedManifest
-from p2ptrain.network.rpc.client import OTHER_PROTOCOL, OTHER_SWARM, Rpc
+from p2ptrain.network.rpc.endpoint import OTHER_PROTOCOL, OTHER_SWARM, Rpc
 from p2ptrain.network.transport import Transport
 from p2ptrain.signing import Signer
 

@@ -12,8 +12,7 @@ from p2ptrain.errors import BootstrapError
 from p2ptrain.manifest import SignedManifest
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.link import SwarmLink
-from p2ptrain.network.records.record import PeerRecord
-from p2ptrain.network.records.sighting import Look, Sighting
+from p2ptrain.network.records.record import Look, PeerRecord, Sighting
 from p2ptrain.node.options import client_options
 from p2ptrain.node.peer import Peer
 from p2ptrain.node.presence import DIRECTORY_TIMEOUT_SECONDS, LIFETIME_SECONDS

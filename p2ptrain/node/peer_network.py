@@ -12,7 +12,7 @@ from p2ptrain.network.factory import LIBP2P, DirectoryOptions, TransportOptions
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.libp2p.transport import Libp2pSettings, Libp2pTransport
 from p2ptrain.network.link import MAX_ADDRESSES, SwarmLink
-from p2ptrain.network.rpc.client import Rpc, RpcLimits
+from p2ptrain.network.rpc.endpoint import Rpc, RpcLimits
 from p2ptrain.network.transport import Transport
 from p2ptrain.node.nat.contacts import MAX_KNOWN_ADDRESSES, dialable, known_addresses, remember_addresses
 from p2ptrain.node.nat.reach import FixedReach, Reach

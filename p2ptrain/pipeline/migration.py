@@ -4,7 +4,7 @@ All hosts see the same records and compute the same best move (`p2ptrain.pipelin
 these steps:
 
 1. The host announces the move in its record, and begins to take on the target stage. It still serves its own.
-2. After `SPREADING_SECONDS` it reads all records again, and goes only if the move is still the best. At least one of
+2. After `NOTICE_SECONDS` it reads all records again, and goes only if the move is still the best. At least one of
    two hosts with concurrent moves sees the other's. If both do, the smaller id goes.
 3. Another host of its stage promises to stay. A departing host promises nothing, so no stage loses its last host.
 4. The host starts on the target, ends its last round on the old stage, and hands over that round's result.
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from p2ptrain.errors import DeadlineError, P2PTrainError, PeerError
-from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.pipeline.messages import RoundReply, RoundRequest, StayReply, StayRequest
 from p2ptrain.pipeline.placement import Host, Move, best_move, counted
 from p2ptrain.pipeline.routing.hop import service
@@ -31,9 +31,9 @@ from p2ptrain.tasks import Tasks, until_ended
 
 logger = logging.getLogger(__name__)
 
-SPREADING_SECONDS = 2.0
-"""Propagation time of an announced move. A host that takes over half of it to announce yields to the others. For twice
-as long, no other host decides, since the move may be withdrawn."""
+NOTICE_SECONDS = 2.0
+"""Time between the announcement of a move and the decision. A host that takes over half of it to announce yields to the
+others. For twice as long, no other host decides, since the move may be withdrawn."""
 LEAST_STAY_SECONDS = 90.0
 """Minimum stay of a host, so that the gain from its last move shows first."""
 PROMISE_SECONDS = 120.0
@@ -131,7 +131,7 @@ class StageMigrator:
                 if not self._has_news.is_set():
                     continue
                 self._has_news.clear()
-                if 0.0 <= self._runtime.now() - self._view.last_departure < 2 * SPREADING_SECONDS:
+                if 0.0 <= self._runtime.now() - self._view.last_departure < 2 * NOTICE_SECONDS:
                     continue
                 others = self._view.hosts()
                 move = self._best(others)
@@ -183,8 +183,8 @@ class StageMigrator:
         self._said = move.target
         if not await self._records.publish():
             return False
-        is_late = loop.time() > looked + SPREADING_SECONDS / 2
-        await asyncio.sleep(SPREADING_SECONDS)
+        is_late = loop.time() > looked + NOTICE_SECONDS / 2
+        await asyncio.sleep(NOTICE_SECONDS)
         if not await self._records.refresh():
             return False
         others = self._view.hosts()

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from p2ptrain.network.records.record import PeerRecord
+from p2ptrain.network.records.record import PeerRecord, Sighting
 from p2ptrain.network.records.serving import BOUNDS, Latencies, ServingTotals
-from p2ptrain.network.records.sighting import Sighting
 from p2ptrain.status.views import Percentiles, ServingView
 
 WINDOW_SECONDS = 60.0

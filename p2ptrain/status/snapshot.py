@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from p2ptrain.network.records.record import PeerRecord, StageReport
-from p2ptrain.network.records.sighting import Sighting
+from p2ptrain.network.records.record import PeerRecord, Sighting, StageReport
 from p2ptrain.status.alerts import Facts, find_alerts
 from p2ptrain.status.headline import headline
 from p2ptrain.status.serving import NONE, NOTHING, Served, percentiles, serving_view

@@ -7,8 +7,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
 from p2ptrain.averaging.protocol.certificate import Body
-from p2ptrain.network.records.record import PeerRecord
-from p2ptrain.network.records.sighting import Look, Sighting
+from p2ptrain.network.records.record import Look, PeerRecord, Sighting
 from p2ptrain.status.alerts import Facts
 from p2ptrain.status.rounds import SwarmRounds
 from p2ptrain.status.serving import NONE, ServingBook, growth, told

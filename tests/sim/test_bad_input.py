@@ -26,7 +26,7 @@ from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.codecs import PartList, get_codec
 from p2ptrain.errors import PeerError
 from p2ptrain.network.rpc.channel import Channel
-from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from tests.support.lying import LyingChannel
 from tests.support.sim.averaging import NUM_VALUES, SPEC, RosterMember, make_roster, stop

@@ -137,9 +137,9 @@ async def trainers(
 
 async def bytes_to_follow(trainer: SimulatedTrainer) -> int:
     """What a trainer receives to catch up."""
-    before = trainer.rpc.bytes_received
+    before = trainer.rpc.traffic.received
     assert await trainer.sync.follow_swarm(trainer.work)
-    return trainer.rpc.bytes_received - before
+    return trainer.rpc.traffic.received - before
 
 
 def assert_equal_states(*several: SimulatedTrainer) -> None:

@@ -361,7 +361,7 @@ def test_a_record_that_promises_a_long_lineage_costs_little(stalls: bool, seed: 
 def test_a_state_server_that_lies_is_found_out_and_another_asked() -> None:
     async def main(network: SimulatedNetwork) -> None:
         def corrupt(evil: SimulatedTrainer) -> None:
-            serve = evil.rpc._server._services["chunks.state"].handler
+            serve = evil.rpc._services["chunks.state"].handler
 
             async def lying(channel: Any, request: Open) -> None:
                 send = channel.send_bytes

@@ -16,8 +16,7 @@ import pytest
 from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.errors import IntegrityError, ResourceError
 from p2ptrain.network.chunks.fetch import FetchOptions
-from p2ptrain.network.chunks.server import Ration
-from p2ptrain.network.rpc.pace import LeastRate
+from p2ptrain.network.rpc.channel import LeastRate
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer, simulate
 from p2ptrain.training.state import digest
 from p2ptrain.training.state.shared_state import SharedState, Stamp
@@ -26,6 +25,7 @@ from p2ptrain.training.sync import rounds_since, state_server
 from p2ptrain.training.sync.background_download import StateDownload
 from p2ptrain.training.sync.download import PartialDownload, download_state
 from tests.support.sim.trainers import SimulatedSwarm, SimulatedTrainer, make_manifest
+from tests.support.slow_uploads import slow_read
 
 WIDTH = 100
 STATE_BYTES = 8 * WIDTH * (WIDTH + 1)
@@ -49,7 +49,7 @@ class Swarm(SimulatedSwarm):
         digest.cut_of.cache_clear()
         patch.setattr(digest, "CHUNK_BYTES", CHUNK_BYTES)
         patch.setattr(state_server, "CHUNK_BYTES", CHUNK_BYTES)
-        patch.setattr(state_server, "Ration", partial(Ration, bytes_per_second=upload))
+        patch.setattr(state_server.StateServer, "read", slow_read(upload))
         options = FetchOptions(least=LeastRate(bytes_per_second=upload / 100, window_seconds=600.0))
         patch.setattr(downloading, "download_state", partial(download_state, options=options))
         put, kept, disk_ = PartialDownload.put, self.kept, disk

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from p2ptrain.network.chunks.fetch import FetchOptions
-from p2ptrain.network.chunks.server import Ration
-from p2ptrain.network.rpc.pace import LeastRate
+from p2ptrain.network.rpc.channel import LeastRate
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.node.roles.training import WAITING
 from p2ptrain.training.loop import Trainer
@@ -21,6 +20,7 @@ from p2ptrain.training.sync import background_download as downloading
 from p2ptrain.training.sync import state_server
 from p2ptrain.training.sync.download import PartialDownload, download_state
 from tests.support.sim.product_peers import ProductSwarm, small_manifest, use_virtual_time
+from tests.support.slow_uploads import slow_read
 
 CHUNK_BYTES = 1024
 HALF = 5
@@ -48,7 +48,7 @@ class OneSource:
         digest.cut_of.cache_clear()
         patch.setattr(digest, "CHUNK_BYTES", CHUNK_BYTES)
         patch.setattr(state_server, "CHUNK_BYTES", CHUNK_BYTES)
-        patch.setattr(state_server, "Ration", partial(Ration, bytes_per_second=UPLOAD))
+        patch.setattr(state_server.StateServer, "read", slow_read(UPLOAD))
         self.network = network
         self.swarm = ProductSwarm(
             network, small_manifest(text, {"every": 4, "warmup_steps": 4}, history_rounds=HISTORY_ROUNDS), folder

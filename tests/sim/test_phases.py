@@ -12,8 +12,7 @@ import pytest
 from p2ptrain.averaging.grouping.cells import Key
 from p2ptrain.averaging.grouping.membership import rank
 from p2ptrain.averaging.protocol.certificate import Certificate
-from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from p2ptrain.network.simulated.streams import Endpoint
+from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer, simulate
 from tests.support.sim.accounts import Accounts
 from tests.support.sim.trainers import SimulatedSwarm, SimulatedTrainer, make_manifest
 
@@ -375,7 +374,7 @@ def test_two_peers_that_reach_everybody_but_each_other_take_turns() -> None:
         connected = network.connected
         apart = {"t0", "t1"}
 
-        def connected_but_for_two(first: Endpoint, second: Endpoint) -> bool:
+        def connected_but_for_two(first: SimulatedPeer, second: SimulatedPeer) -> bool:
             return {first.name, second.name} != apart and connected(first, second)
 
         network.connected = connected_but_for_two  # type: ignore[method-assign]

@@ -11,7 +11,7 @@ import pytest
 
 from p2ptrain.errors import DeadlineError, PeerError
 from p2ptrain.network.rpc.channel import Channel
-from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, SimulatedPeer, simulate
 from tests.support.sim.peers import SWARM
 

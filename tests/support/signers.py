@@ -11,14 +11,10 @@ class NamedSigner(Signer):
     """Signs with a hash over its name: enough to tell whose signature of what it is."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
-
-    @property
-    def peer_id(self) -> str:
-        return self._name
+        self.peer_id = name
 
     def sign(self, message: bytes) -> bytes:
-        return hashlib.sha256(self._name.encode() + message).digest()
+        return hashlib.sha256(self.peer_id.encode() + message).digest()
 
     def verify(self, peer_id: str, message: bytes, proof: bytes) -> bool:
         return NamedSigner(peer_id).sign(message) == proof

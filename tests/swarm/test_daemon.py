@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -117,6 +118,19 @@ def test_a_daemon_that_does_not_start_is_tried_three_times_and_its_words_shown(
     assert (tmp_path / "starts").read_text().count("x") == 3
 
 
+def test_a_full_disk_is_no_defect_of_the_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **options: object) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async def main() -> None:
+        with pytest.raises(ResourceError, match=os.strerror(errno.ENOSPC)):
+            async with loopback_transport():
+                pass
+
+    monkeypatch.setattr("p2ptrain.network.libp2p.daemon.tempfile.mkdtemp", refuse)
+    run(main)
+
+
 def test_a_daemon_that_fails_once_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = daemon_module._binary()
     fake_daemon(tmp_path, monkeypatch, f'[ $(wc -l < {tmp_path}/starts) -ge 2 ] && exec {real} "$@"; exit 1')
@@ -131,10 +145,10 @@ def test_a_daemon_that_fails_once_is_started_again(tmp_path: Path, monkeypatch: 
 @pytest.mark.fault(25)
 def test_a_killed_daemon_is_noticed_and_can_be_replaced() -> None:
     async def main() -> None:
-        reasons: list[str] = []
+        reasons = asyncio.Queue[str]()
         async with loopback_transport() as (_, b), loopback_transport() as (identity, a):
             await b.serve(ECHO, echo)
-            a.on_lost(reasons.append)
+            a.on_lost(reasons.put_nowait)
             peer = await a.connect(await b.addresses(), 10)
             stream = await a.open(peer, ECHO, 10)
             reading = asyncio.create_task(stream.read(1))
@@ -142,9 +156,8 @@ def test_a_killed_daemon_is_noticed_and_can_be_replaced() -> None:
             async with asyncio.timeout(30):
                 with pytest.raises(PeerLostError):
                     await reading
-                await a.lost.wait()
-            assert len(reasons) == 1
-            assert "signal 9" in reasons[0]
+                assert "signal 9" in await reasons.get()
+            assert reasons.empty()
             with pytest.raises(PeerLostError):
                 await stream.write(b"x")
             with pytest.raises(PeerUnreachableError, match="signal 9"):

@@ -18,8 +18,7 @@ from p2ptrain.network.factory import DirectoryOptions
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.libp2p.directory import Libp2pDirectory
 from p2ptrain.network.libp2p.transport import Libp2pTransport
-from p2ptrain.network.records.guard import MAX_LIFETIME_SECONDS
-from p2ptrain.network.records.record import open_record, peers_key, seal_record
+from p2ptrain.network.records.record import MAX_LIFETIME_SECONDS, open_record, peers_key, seal_record
 from p2ptrain.runtime import Runtime
 from tests.support.processes.daemons import eventually, free_port, is_stopped, loopback_transport, peer_process
 

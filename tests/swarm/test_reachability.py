@@ -16,7 +16,7 @@ from p2ptrain.network.identity import Identity
 from p2ptrain.network.libp2p.transport import Libp2pSettings, Libp2pTransport
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.network.reachability import host_of, speaks_libp2p, tcp_ports
-from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.schema import Nothing
 from p2ptrain.node.nat import probing, reach
 from p2ptrain.node.nat.probing import PROBE, ProbeReply, ProbeRequest, ask_back

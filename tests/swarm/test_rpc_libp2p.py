@@ -13,7 +13,7 @@ import pytest
 import uvloop
 
 from p2ptrain.errors import PeerLostError
-from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.schema import Nothing
 from p2ptrain.runtime import real_runtime
 from tests.support.processes.daemons import RPC_SERVER, eventually, loopback_transport, peer_process
@@ -61,8 +61,8 @@ def test_the_scenario_of_the_simulation_runs_over_real_daemons() -> None:
             await run_scenario(caller, server, ended, until)
             await eventually(_only_this_task)
             for rpc in (caller, server):
-                assert rpc.bytes_sent > 0
-                assert rpc.bytes_received > 0
+                assert rpc.traffic.sent > 0
+                assert rpc.traffic.received > 0
 
     async def _only_this_task() -> bool:
         return not [task for task in asyncio.all_tasks() if "Channel" in repr(task.get_coro())]

@@ -201,7 +201,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 def test_the_tree_under_test_is_not_empty() -> None:
     modules = modules_of(ROOT)
     assert "p2ptrain.codecs.base" in modules
-    assert any(entry.target == "p2ptrain.codecs.base" for entry in imports_of("p2ptrain.codecs.native", modules))
+    assert any(entry.target == "p2ptrain.codecs.base" for entry in imports_of("p2ptrain.codecs.dense", modules))
 
 
 def plant(root: Path, files: dict[str, str]) -> Path:
@@ -215,8 +215,8 @@ def plant(root: Path, files: dict[str, str]) -> Path:
 @pytest.mark.parametrize(
     ("file", "text"),
     [
-        ("network/rpc/client.py", "import p2ptrain.node.peer"),
-        ("network/rpc/client.py", "def f():\n    from p2ptrain.averaging import grid"),
+        ("network/rpc/endpoint.py", "import p2ptrain.node.peer"),
+        ("network/rpc/endpoint.py", "def f():\n    from p2ptrain.averaging import grid"),
         ("averaging/grouping/cells.py", "from p2ptrain import pipeline"),
         ("averaging/grouping/cells.py", "from ...pipeline import stage"),
         ("averaging/averager.py", "from p2ptrain.pipeline.stage import x"),

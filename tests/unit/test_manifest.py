@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from p2ptrain.cli.toml import commented_toml
 from p2ptrain.errors import ManifestError
-from p2ptrain.manifest import MAX_MANIFEST_BYTES, Manifest, SignedManifest, canonical_bytes, parse_manifest
+from p2ptrain.hashing import canonical_bytes
+from p2ptrain.manifest import MAX_MANIFEST_BYTES, Manifest, SignedManifest, parse_manifest
 from tests.support.signers import NamedSigner
 
 VALUES = st.recursive(

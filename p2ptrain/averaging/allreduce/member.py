@@ -83,7 +83,8 @@ class Member:
     @property
     def last_heard(self) -> float:
         """Loop time of its last message on either stream; one may be idle while data flow on the other."""
-        return max((each.last_heard for each in (self.outgoing, self.incoming) if each is not None), default=-math.inf)
+        channels = (each for each in (self.outgoing, self.incoming) if each is not None)
+        return max((each.heartbeat.last_heard() for each in channels), default=-math.inf)
 
 
 class Trouble(StrEnum):
@@ -119,7 +120,7 @@ class Liveness:
             member.peer, ALLREDUCE, request, OPEN_TIMEOUT_SECONDS, expected_bytes=expected_bytes
         ) as channel:
             seconds = silence_seconds(self._grace_seconds, loop.time() - began)
-            channel.expect_beats(seconds, partial(self._silent_at, member, seconds))
+            channel.heartbeat.expect(seconds, partial(self._silent_at, member, seconds))
             yield channel
 
     def _silent_at(self, member: Member, seconds: float, last_heard: float) -> float:

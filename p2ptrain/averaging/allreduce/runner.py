@@ -181,10 +181,10 @@ class AttemptRunner:
         for session in self._sessions:
             session.accuse(peer, fault)
 
-    # --- streams of other members ---------------------------------------------------------------------------------
+    # --- streams of other members
 
     async def _serve(self, channel: Channel, request: Request) -> None:
-        channel.beat(keepalive_seconds(self._context.spec.grace_seconds))
+        channel.heartbeat.beat(keepalive_seconds(self._context.spec.grace_seconds))
         session = await self._sessions.find(request.group, self._round_log.attempts)
         source = None
         if session.attempt.roster.tickets[0].level and isinstance(request, Bring):

@@ -154,7 +154,7 @@ class ResultBroadcast:
         for end in self._ends.values():
             end.cancel()
 
-    # --- serving --------------------------------------------------------------------------------------------------
+    # --- serving
 
     async def _serve(self, channel: Channel, request: AskOutcome) -> None:
         # `conclude` follows `expect` within the deadlines of the levels above; the asker has its own deadline.
@@ -183,7 +183,7 @@ class ResultBroadcast:
         await asyncio.wait({end})
         return None if end.cancelled() else end.result()
 
-    # --- fetching -------------------------------------------------------------------------------------------------
+    # --- fetching
 
     async def fetch(
         self,

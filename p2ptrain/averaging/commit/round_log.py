@@ -29,7 +29,7 @@ from p2ptrain.errors import DeadlineError, PeerRefusedError, ProtocolError
 from p2ptrain.network.chunks.fetch import FetchOptions, FetchReport, fetch
 from p2ptrain.network.chunks.messages import MAX_ASKED, Open
 from p2ptrain.network.chunks.server import ChunkServer, Ration
-from p2ptrain.network.rpc.pace import LeastRate
+from p2ptrain.network.rpc.channel import LeastRate
 
 MAX_CERTIFICATES = 256
 """Limit of kept certificates; those of evicted results still prove the lineage."""
@@ -93,7 +93,7 @@ class RoundLog:
         """Return the length of a round's vectors."""
         return self._parts[round_ % len(self._parts)][1]
 
-    # --- own results ----------------------------------------------------------------------------------------------
+    # --- own results
 
     def remember(self, attempt: Attempt) -> None:
         """Keep an attempt, for other members' recovery; at most `MAX_ATTEMPTS_KEPT` are kept."""
@@ -157,7 +157,7 @@ class RoundLog:
                 break
         return Chain(tuple(encoded))
 
-    # --- served results -------------------------------------------------------------------------------------------
+    # --- served results
 
     def share(self, chunks: ResultChunks) -> None:
         """Serve a complete or arriving result; at most the last `MAX_SHARED`."""
@@ -202,7 +202,7 @@ class RoundLog:
         event, self._changed = self._changed, asyncio.Event()
         event.set()
 
-    # --- other peers' results -------------------------------------------------------------------------------------
+    # --- other peers' results
 
     async def certificates_after(self, peer: str, lineage: bytes, *, proofs: bool = False) -> list[Certificate]:
         """Fetch and verify a peer's chain of certificates; see `fetch_certificates`."""
@@ -254,7 +254,7 @@ class RoundLog:
         await chunks.validate()
         return report
 
-    # --- layout of a result that a peer offers: these raise `ProtocolError` if it does not fit this model ----------
+    # --- layout of a result that a peer offers: these raise `ProtocolError` if it does not fit this model
 
     def codecs_of(self, peer: str, body: Body) -> list[Decoder]:
         """Return the decoders of the shares' means in a result that ``peer`` offers."""

@@ -21,7 +21,7 @@ from p2ptrain.averaging.grouping.messages import MAX_GOSSIP, PROBE, Failures, Pr
 from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.errors import PeerUnreachableError
 from p2ptrain.manifest import AveragingSpec
-from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.rpc.endpoint import Rpc
 
 LEAST_PROBE_SECONDS, MOST_PROBE_SECONDS = 3.0, 10.0
 MAX_PROBERS = 64

@@ -97,7 +97,7 @@ class Matchmaker:
 
     def participate(self, trains: bool) -> None:
         """Set whether this peer trains; if so, it reports its steps, and waits for itself as a leader."""
-        self.position.participates = trains
+        self.position.participates = participates
         (self.pacing.start if trains else self.pacing.stop)()
 
     @property
@@ -199,7 +199,7 @@ class Matchmaker:
         is_averaging = running is not None and running[0] == key
         return messages.ProbeReply(self.position.head.without_proof(), leader, self.leaders.gossip(key), is_averaging)
 
-    # --- following -----------------------------------------------------------------------------------------------
+    # --- following
 
     def group_broke(self) -> None:
         """Record that the group found last broke: another peer leads the next attempt."""
@@ -299,7 +299,7 @@ class Matchmaker:
         """Return another peer's answer to a ticket; keepalives extend the wait."""
         loop, rpc, grace = asyncio.get_running_loop(), self._context.rpc, self._spec.grace_seconds
         began = loop.time()
-        dial_seconds = leader_dial_seconds(grace, rpc.dial_seconds(leader), OPEN_TIMEOUT_SECONDS)
+        dial_seconds = leader_dial_seconds(grace, rpc.dial_seconds.get(leader), OPEN_TIMEOUT_SECONDS)
         async with rpc.open(leader, messages.JOIN, request, dial_seconds) as channel:
             dialled = loop.time() - began
             timeouts = AnswerTimeouts(timeout_seconds - dialled, grace, leader_allowance_seconds(grace), dialled)

@@ -225,7 +225,7 @@ class Pacing:
 
     def _answer_seconds(self, leader: str) -> float:
         """Return the timeout of a report; training does not wait for it, and the link may be slow."""
-        dial_seconds = self._context.rpc.dial_seconds(leader)
+        dial_seconds = self._context.rpc.dial_seconds.get(leader)
         if dial_seconds is None:
             return MOST_PROBE_SECONDS
         return min(MOST_PROBE_SECONDS, probe_seconds(self._context.spec) + DIALS * dial_seconds)

@@ -16,8 +16,7 @@ from typing import Annotated, ClassVar, Self
 from msgspec import Meta
 
 from p2ptrain.errors import IntegrityError
-from p2ptrain.hashing import HASH_BYTES
-from p2ptrain.manifest import canonical_bytes
+from p2ptrain.hashing import HASH_BYTES, canonical_bytes
 from p2ptrain.network.schema import Hash, from_bytes, to_bytes, to_wire
 from p2ptrain.signing import Signer
 

@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.errors import IntegrityError, ProtocolError
-from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.schema import Message
 from p2ptrain.signing import Signer
 

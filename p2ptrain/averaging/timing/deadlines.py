@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from p2ptrain.errors import DeadlineError
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.rpc.channel import Channel
-from p2ptrain.network.rpc.heartbeat import LATE_SECONDS
+from p2ptrain.network.rpc.receive import LATE_SECONDS
 from p2ptrain.network.schema import Message
 from p2ptrain.tasks import Tasks
 

@@ -24,7 +24,7 @@ section 3) also clips each partition separately: squared errors add up over part
 allowance on one share, up to the group's median norm there.
 
 **Bit-exact results.** A second owner can recompute a result. Values use single fp32 operations in a fixed order, that
-of the roster or of a sorting network. Norms come from `p2ptrain.codecs.norms.sum_of_squares`. Weights are computed in
+of the roster or of a sorting network. Norms come from `p2ptrain.codecs.arrays.sum_of_squares`. Weights are computed in
 double and rounded once. Results are never negative zero, because minimum and maximum may order the two zeros either
 way. `p2ptrain.averaging.vector.conformance` checks the contract.
 """
@@ -136,7 +136,7 @@ def centered_clip(parts: list[Tensor], center_ratio: float, iterations: int) -> 
     """
     import torch
 
-    from p2ptrain.codecs.norms import sum_of_squares
+    from p2ptrain.codecs.arrays import sum_of_squares
 
     num_parts = len(parts)
     center = _middle([part.clone() for part in parts])
@@ -221,7 +221,7 @@ class Rule(ABC):
     """Stateless rule that combines the contributions to a share; either a `WeightedRule` or a `VotingRule`.
 
     Other packages add rules through the entry point group ``p2ptrain.rules``. A rule must give the same bits on every
-    machine: single fp32 operations in a fixed order, norms by `p2ptrain.codecs.norms.sum_of_squares`, double scalars.
+    machine: single fp32 operations in a fixed order, norms by `p2ptrain.codecs.arrays.sum_of_squares`, double scalars.
     """
 
     name: ClassVar[str]

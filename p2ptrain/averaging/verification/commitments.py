@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from p2ptrain.averaging.protocol.certificate import MAX_PROOF_BYTES, Count, Name, Positive, Signed
 from p2ptrain.errors import IntegrityError
-from p2ptrain.manifest import canonical_bytes
+from p2ptrain.hashing import canonical_bytes
 from p2ptrain.network.schema import Hash, to_wire
 from p2ptrain.signing import Signer
 

@@ -31,8 +31,8 @@ from p2ptrain.averaging.vector.rules import MIN_FOR_MEDIAN
 from p2ptrain.averaging.verification.commitments import Commitment, Slice, Statement, verify_commitments
 from p2ptrain.codecs import Codec, CodecError, smaller_codecs
 from p2ptrain.errors import IntegrityError
-from p2ptrain.hashing import EMPTY_HASH
-from p2ptrain.manifest import AveragingSpec, canonical_bytes
+from p2ptrain.hashing import EMPTY_HASH, canonical_bytes
+from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.schema import Hash, Message, from_bytes
 from p2ptrain.signing import Signer
 
@@ -245,7 +245,7 @@ def judge(opened: Opened, position: int, opening: Opening, mean: bytes | memoryv
 
 
 def _judge_own(values: torch.Tensor, energy: float | None, limit: float, rules: Rules) -> str:
-    from p2ptrain.codecs.norms import sums_of_squares
+    from p2ptrain.codecs.arrays import sums_of_squares
 
     if not float(values.abs().amax()) <= limit:  # True for NaN, too.
         return "counted a part of its own that has to be refused"

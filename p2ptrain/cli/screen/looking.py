@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-from p2ptrain.network.records.sighting import Look, Sighting
+from p2ptrain.network.records.record import Look, Sighting
 from p2ptrain.status.agreed import bootstraps, swarm_view
 from p2ptrain.status.snapshot import build_snapshot
 from p2ptrain.status.tracker import SwarmTracker

@@ -27,9 +27,8 @@ from p2ptrain.errors import (
 )
 from p2ptrain.network.chunks.messages import Ask, Enough, Open, service
 from p2ptrain.network.chunks.pool import ChunkPool
-from p2ptrain.network.rpc.channel import Channel
-from p2ptrain.network.rpc.client import Rpc
-from p2ptrain.network.rpc.pace import LEAST_RATE, LeastRate, receive_steadily
+from p2ptrain.network.rpc.channel import Channel, LeastRate
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.transport import PeerId
 from p2ptrain.tasks import Tasks
 
@@ -106,7 +105,7 @@ class FetchOptions:
 
     open_seconds: float = 10.0
     """Timeout for opening a channel to a source; targets also use it for the description."""
-    least: LeastRate = LEAST_RATE
+    least: LeastRate = field(default_factory=LeastRate)
     """Minimum rate of a source; a slower one counts as stalled."""
     max_sources: int = 4
     attempts: int = 3
@@ -333,7 +332,7 @@ class _Fetch:
                         await checks.popleft()
                     view = buffers[0][: target.wire_bytes(index)]
                     buffers.rotate()
-                    await receive_steadily(channel, len(view), view, self._options.least)
+                    await channel.receive_steadily(view, self._options.least)
                     checks.append(tasks.call(self._check(channel.remote, index, view), "check"))
                 self._pool.adapt(channel.remote, loop.time() - started)
                 if asking:

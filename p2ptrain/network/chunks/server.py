@@ -1,8 +1,7 @@
-"""Serves chunks to several receivers, within limits on transfers and bandwidth."""
+"""Serves chunks to several receivers, within limits on transfers."""
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Protocol
 from p2ptrain.errors import DeadlineError, PeerLostError, ProtocolError, TemporaryError
 from p2ptrain.network.chunks.messages import MAX_ASKED, Ask, Enough, FromReceiver, Open, service
 from p2ptrain.network.rpc.channel import Channel
-from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.schema import Message
 from p2ptrain.network.transport import PeerId
 
@@ -37,36 +36,34 @@ class Ration:
     transfers_per_peer: int = 2
     idle_seconds: float = 120.0
     """Timeout for a receiver's next request."""
-    bytes_per_second: float = 0.0
-    """Upload limit of all transfers together; 0 for none."""
 
 
 class ChunkServer:
-    """Serves chunks under a name; ``find`` returns the requested supply, or raises a `P2PTrainError` to refuse."""
+    """Serves chunks under a name; ``find`` returns the requested supply, or raises a `P2PTrainError` to refuse.
+
+    Attributes:
+        active: The number of running transfers of each peer that has any.
+    """
 
     def __init__(
         self, rpc: Rpc, name: str, find: Callable[[Open], Awaitable[Supply]], ration: Ration | None = None
     ) -> None:
         self._find = find
         self._ration = ration or Ration()
-        self._active: Counter[PeerId] = Counter()
-        self._free_at = 0.0
+        self.active: Counter[PeerId] = Counter()
         rpc.serve_channel(service(name), Open, self._serve, max_request_bytes=1024)
-
-    def is_serving(self) -> bool:
-        return self._active.total() > 0
 
     async def _serve(self, channel: Channel, request: Open) -> None:
         peer, ration = channel.remote, self._ration
-        if self._active.total() >= ration.transfers or self._active[peer] >= ration.transfers_per_peer:
+        if self.active.total() >= ration.transfers or self.active[peer] >= ration.transfers_per_peer:
             raise TemporaryError("busy: too many downloads from this peer, ask again in a moment")
-        self._active[peer] += 1
+        self.active[peer] += 1
         try:
             await self._converse(channel, await self._find(request))
         finally:
-            self._active[peer] -= 1
-            if not self._active[peer]:
-                del self._active[peer]
+            self.active[peer] -= 1
+            if not self.active[peer]:
+                del self.active[peer]
 
     async def _converse(self, channel: Channel, supply: Supply) -> None:
         if (description := await supply.describe()) is not None:
@@ -83,18 +80,6 @@ class ChunkServer:
                     if chunks_left < 0 or max(chunks) >= supply.num_chunks:
                         raise ProtocolError(channel.remote, "asked for chunks that there are not, or too often")
                     for index in chunks:
-                        await self._send(channel, memoryview(await supply.read(index)))
+                        await channel.send_bytes(await supply.read(index))
                 case Enough():
                     return
-
-    async def _send(self, channel: Channel, data: memoryview) -> None:
-        """Send a chunk; under a bandwidth limit, in pieces of one second so that the receiver sees progress."""
-        rate = self._ration.bytes_per_second
-        piece = max(1, int(rate)) if rate else len(data)
-        for start in range(0, len(data), piece):
-            part = data[start : start + piece]
-            if rate:
-                now = asyncio.get_running_loop().time()
-                self._free_at = max(self._free_at, now) + len(part) / rate
-                await asyncio.sleep(self._free_at - now)
-            await channel.send_bytes(part, more=start + len(part) < len(data))

@@ -19,6 +19,7 @@ from hivemind.proto import p2pd_pb2
 from hivemind.utils.multiaddr import Multiaddr as HivemindMultiaddr
 from multiaddr import Multiaddr
 
+from p2ptrain.network.identity import with_length
 from p2ptrain.network.libp2p.socket_stream import SocketStream
 from p2ptrain.tasks import Tasks
 
@@ -160,14 +161,8 @@ def _peer_bytes(peer: str) -> bytes:
 
 
 async def _send(socket: SocketStream, message: Any) -> None:
-    body = message.SerializeToString()
-    length, varint = len(body), bytearray()
-    while length > 0x7F:
-        varint.append(length & 0x7F | 0x80)
-        length >>= 7
-    varint.append(length)
     try:
-        await socket.write(bytes(varint) + body)
+        await socket.write(with_length(message.SerializeToString()))
     except OSError as error:
         raise DaemonGone("the network daemon closed its control socket") from error
 

@@ -24,10 +24,11 @@ import shutil
 import socket
 import tempfile
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from p2ptrain.errors import ResourceError
+from p2ptrain.network.libp2p.settings import Libp2pSettings
 from p2ptrain.tasks import Tasks
 
 logger = logging.getLogger(__name__)
@@ -37,8 +38,6 @@ ASK_SECONDS = 0.5
 """Interval between polls of the daemon's exit status, in case asyncio misses SIGCHLD."""
 START_ATTEMPTS = 3
 KEY_SOURCE = "/proc/self/fd/0"
-MAX_UNARY_BYTES = 16 << 20
-"""Largest directory message; hivemind's default of 4 MiB is less than all records of a full key."""
 
 
 class SocketDirectory:
@@ -133,31 +132,18 @@ class Daemon:
         self._tasks = Tasks()
 
     @classmethod
-    async def start(
-        cls,
-        arguments: Sequence[str],
-        key: bytes,
-        listen: Sequence[str],
-        timeout_seconds: float,
-        environment: Mapping[str, str],
-    ) -> Daemon:
-        """Start a daemon, with retries, and wait until it is ready.
-
-        Args:
-            arguments: p2pd's arguments (``-hostAddrs=…``), without its control socket and its key.
-            key: The private key in libp2p's format.
-            listen: The multiaddrs to listen at; their ports are checked first.
-            timeout_seconds: For each attempt.
+    async def start(cls, settings: Libp2pSettings, key: bytes) -> Daemon:
+        """Start a daemon, with retries, and wait until it is ready; ``key`` is the private key in libp2p's format.
 
         Raises:
             ResourceError: The daemon is missing, a port is taken, or `START_ATTEMPTS` attempts failed.
         """
-        check_ports_free(listen)
+        check_ports_free(settings.listen)
         binary = _binary()
         reason = ""
         for attempt in range(1, START_ATTEMPTS + 1):
             try:
-                return await cls._start_once(binary, arguments, key, timeout_seconds, environment)
+                return await cls._start_once(binary, settings, key)
             except _StartFailed as error:
                 reason = str(error)
                 logger.warning("network daemon did not start (attempt %d of %d): %s", attempt, START_ATTEMPTS, reason)
@@ -169,12 +155,13 @@ class Daemon:
         raise ResourceError(f"the network daemon (p2pd) did not start: {reason}; run 'p2ptrain doctor'")
 
     @classmethod
-    async def _start_once(
-        cls, binary: str, arguments: Sequence[str], key: bytes, timeout_seconds: float, environment: Mapping[str, str]
-    ) -> Daemon:
-        directory = SocketDirectory()
+    async def _start_once(cls, binary: str, settings: Libp2pSettings, key: bytes) -> Daemon:
+        try:
+            directory = SocketDirectory()
+        except OSError as error:
+            raise _StartFailed(f"no folder for its sockets can be made: {error.strerror}", is_final=True) from error
         sockets = [f"-listen=/unix{directory.path}/p2pd.sock", f"-idleTimeout={IDLE_SECONDS}s"]
-        command = [binary, *sockets, f"-id={KEY_SOURCE}", *arguments]
+        command = [binary, *sockets, f"-id={KEY_SOURCE}", *settings.daemon_arguments()]
         setpriv = shutil.which("setpriv")
         if setpriv is not None:
             command = [setpriv, "--pdeathsig", "KILL", *command]
@@ -189,13 +176,13 @@ class Daemon:
                 stdin=key_pipe,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
-                env={**os.environ, "GOLOG_LOG_LEVEL": "error", "GOLOG_LOG_FMT": "nocolor", **environment},
+                env={**os.environ, **settings.daemon_environment()},
                 limit=1 << 16,
                 start_new_session=True,  # Ctrl-C must not reach the daemon, which the peer needs to drain
             )
             assert process.stdout is not None
             log.follow(process.stdout)
-            async with asyncio.timeout(timeout_seconds):
+            async with asyncio.timeout(settings.startup_timeout_seconds):
                 await log.ready.wait()
             if not log.is_up:
                 raise _StartFailed(log.last_words() or f"it ended with status {await _ended(process)}")
@@ -206,7 +193,7 @@ class Daemon:
             if isinstance(error, TimeoutError):
                 words = log.last_words()
                 said = f"; its last words: {words}" if words else ""
-                raise _StartFailed(f"no answer in {timeout_seconds:.0f} seconds{said}") from error
+                raise _StartFailed(f"no answer in {settings.startup_timeout_seconds:.0f} seconds{said}") from error
             if isinstance(error, OSError):
                 raise _StartFailed(f"{binary} cannot be run: {error.strerror}", is_final=True) from error
             raise

@@ -90,6 +90,9 @@ class DirectConnections:
     Args:
         on_stream: Called with peer, protocol and connection when a peer begins a stream.
         served: The protocols for which peers may open streams.
+
+    Attributes:
+        refusals: Refused direct connections, by cause.
     """
 
     def __init__(
@@ -101,6 +104,7 @@ class DirectConnections:
         limits: DirectLimits | None = None,
     ) -> None:
         self.num_dialled = 0
+        self.refusals: Counter[str] = Counter()
         self._own_id = own_id
         self._limits = limits or DirectLimits()
         self._control = control
@@ -111,11 +115,6 @@ class DirectConnections:
         self._spares: dict[tuple[PeerId, str], tuple[SealedSocket, asyncio.TimerHandle]] = {}
         self._rests: dict[PeerId, tuple[float, float]] = {}
         self._closed = False
-
-    @property
-    def refusals(self) -> Counter[str]:
-        """Refused direct connections, by cause."""
-        return self._listener.refusals if self._listener is not None else Counter()
 
     @property
     def port(self) -> int:
@@ -130,7 +129,7 @@ class DirectConnections:
             DaemonGone, DaemonRefusal: The daemon fails or refuses.
         """
         if hosts:
-            self._listener = DirectListener(self._own_id, hosts, port, self._on_stream, self._limits)
+            self._listener = DirectListener(self._own_id, hosts, port, self._on_stream, self._limits, self.refusals)
         await self._control.serve_stream(OFFERS, self._answer)
 
     async def close(self) -> None:

@@ -69,6 +69,7 @@ class DirectListener:
         hosts: IP addresses to listen at.
         port: Common to all hosts; 0 takes any free one.
         on_stream: Called with peer, protocol and connection when a dialler begins a stream.
+        refusals: Counts refused connections, by cause.
     """
 
     def __init__(
@@ -78,8 +79,9 @@ class DirectListener:
         port: int,
         on_stream: Callable[[PeerId, str, SealedSocket], None],
         limits: DirectLimits,
+        refusals: Counter[str],
     ) -> None:
-        self.refusals: Counter[str] = Counter()
+        self._refusals = refusals
         self._own_id = own_id
         self._on_stream = on_stream
         self._limits = limits
@@ -106,7 +108,7 @@ class DirectListener:
             del self._offers[name]
         good = Counter(offer.peer for offer in self._offers.values()) + self._connections
         if good[peer] >= self._limits.connections_per_peer or good.total() >= self._limits.connections:
-            self.refusals["too many connections"] += 1
+            self._refusals["too many connections"] += 1
             raise OfferRefusedError("too many connections")
         private = X25519PrivateKey.generate()
         own_key = private.public_key().public_bytes_raw()
@@ -209,7 +211,7 @@ class DirectListener:
             stream.abort()
 
     def _refuse(self, cause: str, detail: object) -> None:
-        self.refusals[cause] += 1
+        self._refusals[cause] += 1
         logger.debug("refused a direct connection: %s (%s)", cause, detail)
 
 

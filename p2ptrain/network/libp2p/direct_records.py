@@ -24,9 +24,8 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF, HKDFExpand
 
+from p2ptrain.buffers import Buffer
 from p2ptrain.network.libp2p.socket_stream import SocketStream
-
-Buffer = bytes | bytearray | memoryview
 
 LABEL = b"p2ptrain direct connection 1"
 KEY_BYTES, NAME_BYTES, NONCE_BYTES, TAG_BYTES = 32, 16, 12, 16

@@ -32,8 +32,7 @@ from p2ptrain.network.directory import Directory, Entry
 from p2ptrain.network.factory import DirectoryOptions
 from p2ptrain.network.libp2p.transport import Libp2pTransport
 from p2ptrain.network.link import check_peer_address
-from p2ptrain.network.records.guard import MAX_KEYS, MAX_SUBKEYS, RecordGuard
-from p2ptrain.network.records.record import MAX_RECORD_BYTES
+from p2ptrain.network.records.record import MAX_KEYS, MAX_RECORD_BYTES, MAX_SUBKEYS, RecordGuard
 from p2ptrain.tasks import Tasks, together
 
 logger = logging.getLogger(__name__)

@@ -8,6 +8,7 @@ define them, and runs its own code only for an unknown name.
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import importlib.util
 import sys
@@ -18,8 +19,11 @@ PACKAGES = ("hivemind", "hivemind.dht", "hivemind.utils")
 
 
 def put_in_place(name: str) -> None:
-    """Make ``import name.part`` import only that part; no effect if the package is already imported."""
-    spec = None if name in sys.modules else importlib.util.find_spec(name)
+    """Make ``import name.part`` import only that part; no effect if the package is imported already, or missing."""
+    spec = None
+    if name not in sys.modules:
+        with contextlib.suppress(ModuleNotFoundError):  # the parent package is missing
+            spec = importlib.util.find_spec(name)
     if spec is None or spec.loader is None or spec.origin is None:
         return
     loader, module = spec.loader, importlib.util.module_from_spec(spec)

@@ -19,21 +19,12 @@ class PeerStream(Stream):
     ``on_end`` is called after this end has closed the stream, possibly repeatedly.
     """
 
-    def __init__(
-        self,
-        remote: PeerId,
-        socket: SocketStream,
-        on_end: Callable[[PeerStream], None],
-    ) -> None:
-        self._remote = remote
+    def __init__(self, remote: PeerId, socket: SocketStream, on_end: Callable[[PeerStream], None]) -> None:
+        self.remote = remote
         self._on_end = on_end
         self._socket = socket
         self._closed = False
         self._is_given_back = False
-
-    @property
-    def remote(self) -> PeerId:
-        return self._remote
 
     @property
     def num_arrived(self) -> int:
@@ -41,23 +32,23 @@ class PeerStream(Stream):
 
     async def write(self, *parts: bytes | bytearray | memoryview) -> None:
         if self._closed or self._socket.is_closing:
-            raise PeerLostError(self._remote, "the stream is closed; open another")
+            raise PeerLostError(self.remote, "the stream is closed; open another")
         try:
             await self._socket.write(*parts)
         except (OSError, RuntimeError) as error:
-            raise PeerLostError(self._remote, "the stream broke while writing; open another") from error
+            raise PeerLostError(self.remote, "the stream broke while writing; open another") from error
 
     async def read(self, num_bytes: int) -> bytes:
         try:
             return await self._socket.read(num_bytes)
         except (OSError, EOFError) as error:
-            raise PeerLostError(self._remote, "the stream ended before what was expected; open another") from error
+            raise PeerLostError(self.remote, "the stream ended before what was expected; open another") from error
 
     async def read_into(self, view: memoryview) -> None:
         try:
             await self._socket.read_into(view)
         except (OSError, EOFError) as error:
-            raise PeerLostError(self._remote, "the stream ended before what was expected; open another") from error
+            raise PeerLostError(self.remote, "the stream ended before what was expected; open another") from error
 
     async def close(self) -> None:
         if self._closed:

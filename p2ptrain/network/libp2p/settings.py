@@ -7,9 +7,11 @@ from typing import Any, Self
 from pydantic import model_validator
 
 from p2ptrain.config import NetworkSection
-from p2ptrain.network.libp2p.daemon import MAX_UNARY_BYTES
 from p2ptrain.network.link import check_address, check_peer_address
 from p2ptrain.network.reachability import host_of
+
+MAX_UNARY_BYTES = 16 << 20
+"""Largest directory message; hivemind's default of 4 MiB is less than all records of a full key."""
 
 
 class Libp2pSettings(NetworkSection):
@@ -82,4 +84,5 @@ class Libp2pSettings(NetworkSection):
         """Return p2pd's additional environment variables."""
         # p2pd starts two relay services. With one thread the one with generous limits starts last, and serves; see
         # `p2ptrain.node.nat.relaying`.
-        return {"GOMAXPROCS": "1"} if self.relay else {}
+        threads = {"GOMAXPROCS": "1"} if self.relay else {}
+        return {"GOLOG_LOG_LEVEL": "error", "GOLOG_LOG_FMT": "nocolor", **threads}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Literal
 
 from p2ptrain.errors import PeerUnreachableError, ResourceError, TemporaryError, WrongPeerError
@@ -45,24 +45,23 @@ Reachability = Literal["direct", "relay", "unknown"]
 class Libp2pTransport(Transport):
     """Streams through a daemon that this object owns.
 
-    If the daemon dies, all streams break, `open` raises, and this object sets ``lost`` and calls the `on_lost`
-    callback. The owner then closes it and may start another.
+    If the daemon dies, all streams break, `open` raises, and this object calls the `on_lost` callback. The owner then
+    closes it and may start another.
     """
 
     def __init__(self, daemon: Daemon, control: DaemonControl, settings: Libp2pSettings, peer_id: PeerId) -> None:
         self.settings = settings
         self.daemon = daemon
         self.control = control
-        self.lost = asyncio.Event()
-        self.lost_reason = ""
-        self._peer_id = peer_id
+        self._lost_reason = ""
+        self.peer_id = peer_id
         self._on_lost: Callable[[str], None] | None = None
         self._streams: set[PeerStream] = set()
         self._tasks = Tasks()
         self._serving = Tasks()
         self._wrong_peers = WrongPeers()
-        self._accept: dict[str, Callable[[PeerId, SocketStream], None]] = {}
-        self.direct = DirectConnections(peer_id, control, self._accept_direct, self._accept.keys())
+        self._handlers: dict[str, StreamHandler] = {}
+        self.direct = DirectConnections(peer_id, control, self._accept, self._handlers.keys())
         self._closed = False
 
     @classmethod
@@ -75,41 +74,28 @@ class Libp2pTransport(Transport):
             ResourceError: The daemon does not start, or a port is taken.
         """
         settings = settings or Libp2pSettings()
-        daemon = await Daemon.start(
-            settings.daemon_arguments(), identity.libp2p_key(), settings.listen, settings.startup_timeout_seconds,
-            settings.daemon_environment(),
-        )  # fmt: skip
+        daemon = await Daemon.start(settings, identity.libp2p_key())
         control = DaemonControl(daemon.control_socket, daemon.own_socket)
+        transport = cls(daemon, control, settings, identity.peer_id)
         try:
             async with asyncio.timeout(REQUEST_SECONDS):
                 await control.hold()
                 peer_id, _ = await control.identify()
             if peer_id != identity.peer_id:
                 raise ResourceError(f"the network daemon took {peer_id} from {identity.where}: make a new identity")
-        except BaseException as error:
-            control.close()
-            await daemon.stop()
-            if isinstance(error, (DaemonGone, DaemonRefusal, TimeoutError)):
-                raise _silent_daemon(error) from error
-            raise
-        transport = cls(daemon, control, settings, peer_id)
-        daemon.watch(transport._daemon_lost)
-        if settings.direct != "off":
-            try:
+            daemon.watch(transport._daemon_lost)
+            if settings.direct != "off":
                 async with asyncio.timeout(REQUEST_SECONDS):
                     await transport.direct.start(settings.direct_hosts, settings.direct_port)
-            except BaseException as error:
-                await transport.close()
-                if isinstance(error, (DaemonGone, DaemonRefusal, TimeoutError)):
-                    raise _silent_daemon(error) from error
-                raise
+        except BaseException as error:
+            await transport.close()
+            if isinstance(error, (DaemonGone, DaemonRefusal, TimeoutError)):
+                reason = f"the network daemon does not answer after its start ({error}): try again"
+                raise ResourceError(reason) from error
+            raise
         if settings.bootstrap:
             transport._tasks.keep(transport._keep_connected, "bootstrap-dialler")
         return transport
-
-    @property
-    def peer_id(self) -> PeerId:
-        return self._peer_id
 
     @property
     def num_refused(self) -> int:
@@ -117,8 +103,8 @@ class Libp2pTransport(Transport):
 
     def on_lost(self, callback: Callable[[str], None]) -> None:
         self._on_lost = callback
-        if self.lost.is_set():
-            callback(self.lost_reason)
+        if self._lost_reason:
+            callback(self._lost_reason)
 
     async def open(self, peer: PeerId, protocol: str, timeout_seconds: float, *, expected_bytes: int = 0) -> Stream:
         socket: SocketStream | None = None
@@ -131,20 +117,20 @@ class Libp2pTransport(Transport):
         return self._stream(peer, socket)
 
     async def serve(self, protocol: str, handler: StreamHandler) -> None:
-        def accept(peer: str, socket: SocketStream) -> None:
-            if len(self._serving) >= self.settings.max_streams or self._closed:
-                socket.abort()
-                return
-            stream = self._stream(peer, socket)
-            self._serving.start(_handle(stream, handler), f"stream-{protocol}-{peer[-8:]}")
+        async def accept(peer: str, socket: SocketStream) -> None:
+            self._accept(peer, protocol, socket)
 
-        async def accept_from_daemon(peer: str, socket: SocketStream) -> None:
-            accept(peer, socket)
-
-        with self._mapped(self._peer_id):
+        self._handlers[protocol] = handler
+        with self._mapped(self.peer_id):
             async with asyncio.timeout(REQUEST_SECONDS):
-                await self.control.serve_stream(protocol, accept_from_daemon)
-        self._accept[protocol] = accept
+                await self.control.serve_stream(protocol, accept)
+
+    def _accept(self, peer: PeerId, protocol: str, socket: SocketStream) -> None:
+        if len(self._serving) >= self.settings.max_streams or self._closed:
+            socket.abort()
+            return
+        stream = self._stream(peer, socket)
+        self._serving.start(_handle(stream, self._handlers[protocol]), f"stream-{protocol}-{peer[-8:]}")
 
     async def connect(self, addresses: Sequence[str], timeout_seconds: float) -> PeerId:
         by_peer: dict[str, list[str]] = {}
@@ -154,7 +140,7 @@ class Libp2pTransport(Transport):
             raise PeerUnreachableError("?", "there is no address to dial: ask for a new swarm link")
 
         async def dial(peer: PeerId) -> PeerId:
-            if peer == self._peer_id:
+            if peer == self.peer_id:
                 return peer
             found, refusals = await answering(by_peer[peer])
             if not found:
@@ -185,44 +171,39 @@ class Libp2pTransport(Transport):
 
     async def connected_peers(self) -> list[PeerId]:
         """Return the connected peers; raise `TemporaryError` if the daemon does not answer."""
-        with self._mapped_to_temporary():
-            async with asyncio.timeout(REQUEST_SECONDS):
-                return await self.control.connected_peers()
+        async with self._requesting():
+            return await self.control.connected_peers()
 
     async def connections(self) -> list[tuple[PeerId, str]]:
         """Return the remote peer and multiaddr of each connection; raise as `connected_peers`."""
-        with self._mapped_to_temporary():
-            async with asyncio.timeout(REQUEST_SECONDS):
-                return await self.control.connections()
+        async with self._requesting():
+            return await self.control.connections()
 
     async def reserved_relays(self) -> set[PeerId]:
         """Return the relays with a reservation of the daemon; raise as `connected_peers`.
 
         The daemon reports only relays with public addresses.
         """
-        with self._mapped_to_temporary():
-            async with asyncio.timeout(REQUEST_SECONDS):
-                _, found = await self.control.identify()
+        async with self._requesting():
+            _, found = await self.control.identify()
         circuits = [address.partition("/p2p-circuit")[0] for address in found if "/p2p-circuit" in address]
         return {relay.rpartition("/p2p/")[2] for relay in circuits}
 
     async def disconnect(self, peer: PeerId) -> None:
         """Close all connections with ``peer``; raise as `connected_peers`."""
-        with self._mapped_to_temporary():
-            async with asyncio.timeout(REQUEST_SECONDS):
-                await self.control.disconnect(peer)
+        async with self._requesting():
+            await self.control.disconnect(peer)
 
     async def addresses(self) -> list[str]:
         """As `Transport.addresses`, sorted by `Scope`; raise as `connected_peers`."""
-        with self._mapped_to_temporary():
-            async with asyncio.timeout(REQUEST_SECONDS):
-                _, found = await self.control.identify()
-                connected = set(await self.control.connected_peers())
+        async with self._requesting():
+            _, found = await self.control.identify()
+            connected = set(await self.control.connected_peers())
         if self.settings.force_reachability == "private":
             # The daemon reserves a slot at its relays at once, but reports only relays with public addresses.
             relays = [relay for relay in self.settings.trusted_relays if check_peer_address(relay) in connected]
             found += [f"{relay}/p2p-circuit" for relay in relays]
-        return [f"{address}/p2p/{self._peer_id}" for address in sorted(dict.fromkeys(found), key=scope)]
+        return [f"{address}/p2p/{self.peer_id}" for address in sorted(dict.fromkeys(found), key=scope)]
 
     async def reachability(self) -> Reachability:
         """Return how other peers can reach this one, judged by the daemon's own addresses.
@@ -256,9 +237,6 @@ class Libp2pTransport(Transport):
         await self.daemon.stop()
         await asyncio.sleep(0)  # let the aborted sockets close
 
-    def _accept_direct(self, peer: PeerId, protocol: str, socket: SocketStream) -> None:
-        self._accept[protocol](peer, socket)
-
     def _stream(self, peer: PeerId, socket: SocketStream) -> PeerStream:
         stream = PeerStream(peer, socket, self._streams.discard)
         self._streams.add(stream)
@@ -266,8 +244,7 @@ class Libp2pTransport(Transport):
 
     def _daemon_lost(self, reason: str) -> None:
         logger.error("%s", reason)
-        self.lost_reason = reason
-        self.lost.set()
+        self._lost_reason = reason
         for stream in list(self._streams):
             stream.abort()
         if self._on_lost is not None:
@@ -293,14 +270,16 @@ class Libp2pTransport(Transport):
         except TimeoutError as error:
             raise PeerUnreachableError(peer, "does not answer within the time allowed") from error
         except (DaemonGone, OSError, ValueError) as error:
-            raise PeerUnreachableError(peer, self.lost_reason or str(error)) from error
+            raise PeerUnreachableError(peer, self._lost_reason or str(error)) from error
 
-    @contextlib.contextmanager
-    def _mapped_to_temporary(self) -> Iterator[None]:
+    @contextlib.asynccontextmanager
+    async def _requesting(self) -> AsyncIterator[None]:
+        """Set the timeout of requests to the daemon, and map its errors to `TemporaryError`."""
         try:
-            yield
+            async with asyncio.timeout(REQUEST_SECONDS):
+                yield
         except (DaemonRefusal, DaemonGone, OSError, TimeoutError, ValueError) as error:
-            reason = self.lost_reason or str(error) or "no answer in time"
+            reason = self._lost_reason or str(error) or "no answer in time"
             raise TemporaryError(f"the network daemon does not answer ({reason}): restart this peer") from error
 
 
@@ -314,10 +293,6 @@ async def _handle(stream: PeerStream, handler: StreamHandler) -> None:
             return
         raise
     await stream.close()
-
-
-def _silent_daemon(error: BaseException) -> ResourceError:
-    return ResourceError(f"the network daemon does not answer after its start ({error}): try again")
 
 
 def _first_line(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Signed, bounded records of peers in the directory.
+"""Signed, bounded records of peers in the directory, and their validation.
 
 A sealed record is canonical msgpack ``[body, proof]``. The body holds version, kind, swarm, peer, sequence, expiry and
 payload; the proof is the peer's signature over the body. The payload stays untrusted: `PeerRecord.from_payload`
@@ -7,20 +7,25 @@ validates it.
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-import msgpack
 import msgspec
 from msgspec import Meta
 
 from p2ptrain.errors import IntegrityError
-from p2ptrain.manifest import canonical_bytes
 from p2ptrain.network.records.serving import ServingReport
-from p2ptrain.network.schema import Amount, Count, Hash, Number, from_wire, to_wire
+from p2ptrain.network.schema import Amount, Count, Hash, Message, Number, from_bytes, from_wire, to_bytes, to_wire
 from p2ptrain.signing import Signer
 
+MAX_LIFETIME_SECONDS = 600.0
+"""Longest accepted time to expiry; also bounds how far a publisher's clock may be ahead."""
+MAX_SUBKEYS = 4096
+MAX_KEYS = 65536
 MAX_RECORD_BYTES = 16 * 1024
 RECORD_VERSION = 1
 MAX_KIND_CHARS = 64
@@ -41,23 +46,30 @@ Note = Annotated[str, Meta(max_length=MAX_NOTE_CHARS)]
 Address = Annotated[str, Meta(max_length=MAX_ADDRESS_CHARS)]
 Addresses = Annotated[tuple[Address, ...], Meta(max_length=MAX_ADDRESSES)]
 _CONTEXT = b"p2ptrain record\0"
-_BODY_KEYS = {"version", "kind", "swarm", "peer", "sequence", "expires_at", "payload"}
+_VERIFIED_CACHE = 16384
 
 
-@dataclass(frozen=True)
-class OpenedRecord:
-    """The content of a sealed record with a valid signature.
+class _SealedRecord(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+    body: bytes
+    proof: bytes
+
+
+class OpenedRecord(Message, frozen=True, forbid_unknown_fields=True):
+    """The body of a sealed record.
 
     Attributes:
-        payload: Plain msgpack values, not validated.
         sequence: Grows with each record of this peer and kind.
         expires_at: In seconds since the epoch.
+        payload: Plain msgpack values, not validated.
     """
 
-    peer: str
+    version: Count
+    kind: Annotated[str, Meta(max_length=MAX_KIND_CHARS)]
+    swarm: Annotated[bytes, Meta(max_length=64)]
+    peer: Annotated[str, Meta(max_length=128)]
+    sequence: Count
+    expires_at: Amount
     payload: dict[str, Any]
-    sequence: int
-    expires_at: float
 
 
 def peers_key(swarm: bytes) -> str:
@@ -82,18 +94,8 @@ def seal_record(
     """
     if not 0 < len(kind) <= MAX_KIND_CHARS or len(swarm) != 32 or not 0 <= sequence < 1 << 63:
         raise ValueError("kind has 1 to 64 characters, swarm 32 bytes, and sequence is in [0, 2**63)")
-    body = canonical_bytes(
-        {
-            "version": RECORD_VERSION,
-            "kind": kind,
-            "swarm": swarm,
-            "peer": signer.peer_id,
-            "sequence": sequence,
-            "expires_at": float(expires_at),
-            "payload": payload,
-        }
-    )
-    sealed = canonical_bytes([body, signer.sign(_CONTEXT + body)])
+    body = to_bytes(OpenedRecord(RECORD_VERSION, kind, swarm, signer.peer_id, sequence, float(expires_at), payload))
+    sealed = to_bytes(_SealedRecord(body, signer.sign(_CONTEXT + body)))
     if len(sealed) > MAX_RECORD_BYTES:
         raise ValueError(f"the record has {len(sealed)} bytes, and at most {MAX_RECORD_BYTES} are allowed")
     return sealed
@@ -113,30 +115,43 @@ def open_record(data: bytes, kind: str | None, swarm: bytes, verifier: Signer) -
     if len(data) > MAX_RECORD_BYTES:
         raise IntegrityError(f"a record of {len(data)} bytes is larger than {MAX_RECORD_BYTES}: ignored")
     try:
-        body_bytes, proof = _unpack(data)
-        body = _unpack(body_bytes)
-        if not isinstance(body, dict) or set(body) != _BODY_KEYS or not isinstance(proof, bytes):
-            raise ValueError("its fields differ")
-        peer, payload, sequence, expires_at = (body[name] for name in ("peer", "payload", "sequence", "expires_at"))
-        if not (isinstance(peer, str) and isinstance(payload, dict) and type(sequence) is int and sequence >= 0):
-            raise ValueError("its fields have the wrong types")
-        if not isinstance(expires_at, float) or not math.isfinite(expires_at):
-            raise ValueError("its expiry is not a time")
-    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        sealed = from_bytes(_SealedRecord, data)
+        opened = from_bytes(OpenedRecord, sealed.body)
+    except IntegrityError as error:
         raise IntegrityError(f"a record cannot be parsed ({error}): ignored") from error
-    if body["version"] != RECORD_VERSION:
-        raise IntegrityError(f"a record has version {body['version']!r}, this peer reads {RECORD_VERSION}: ignored")
-    if body["swarm"] != swarm or (kind is not None and body["kind"] != kind):
+    if opened.version != RECORD_VERSION:
+        raise IntegrityError(f"a record has version {opened.version}, this peer reads {RECORD_VERSION}: ignored")
+    if opened.swarm != swarm or (kind is not None and opened.kind != kind):
         raise IntegrityError("a record belongs to another swarm or is of another kind: ignored")
-    if not verifier.verify(peer, _CONTEXT + body_bytes, proof):
-        raise IntegrityError(f"a record of peer {peer[-8:]} is not signed by that peer: ignored")
-    return OpenedRecord(peer, payload, sequence, expires_at)
+    if not verifier.verify(opened.peer, _CONTEXT + sealed.body, sealed.proof):
+        raise IntegrityError(f"a record of peer {opened.peer[-8:]} is not signed by that peer: ignored")
+    return opened
 
 
-def _unpack(data: object) -> Any:
-    if not isinstance(data, bytes):
-        raise ValueError("not bytes")
-    return msgpack.unpackb(data, raw=False, strict_map_key=True, max_ext_len=0)
+class RecordGuard:
+    """Checks sealed records of one swarm, with a cache of verified signatures. The caller counts ``refused``."""
+
+    def __init__(self, swarm: bytes, verifier: Signer, now: Callable[[], float]) -> None:
+        self.refused = 0
+        self._swarm = swarm
+        self._verifier = verifier
+        self._now = now
+        self._verified: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
+
+    def check(self, value: bytes) -> tuple[str, float]:
+        """Return a record's signer and expiry; raise `IntegrityError` if the record is invalid or lives too long."""
+        fingerprint = hashlib.sha256(value).digest()
+        if fingerprint in self._verified:
+            self._verified.move_to_end(fingerprint)
+        else:
+            opened = open_record(value, None, self._swarm, self._verifier)
+            self._verified[fingerprint] = (opened.peer, opened.expires_at)
+            if len(self._verified) > _VERIFIED_CACHE:
+                self._verified.popitem(last=False)
+        peer, expires_at = self._verified[fingerprint]
+        if expires_at > self._now() + MAX_LIFETIME_SECONDS:
+            raise IntegrityError("a record claims to live too long: ignored")
+        return peer, expires_at
 
 
 @dataclass(frozen=True)
@@ -304,3 +319,25 @@ class PeerRecord:
             return from_wire(cls, {**payload, "peer": peer})
         except IntegrityError as error:
             raise IntegrityError(f"the record of peer {peer[-8:]} is malformed ({error}): ignored") from error
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """A peer's record and its publication time, in seconds since the epoch."""
+
+    record: PeerRecord
+    at: float
+
+
+@dataclass(frozen=True)
+class Look:
+    """The records of a swarm at one moment, in seconds since the epoch.
+
+    Attributes:
+        sightings: One per peer; None if the directory did not answer.
+        rejected: Invalid records dropped since the first look.
+    """
+
+    at: float
+    sightings: Sequence[Sighting] | None
+    rejected: int = 0

@@ -2,8 +2,7 @@
 
 A `Channel` owns its `Stream`. It sends, hands received data to its owner, and ends the conversation::
 
-    stream ──▶ FrameReader ──▶ Inbox ──▶ Channel.receive, receive_bytes
-               frame_reader    inbox
+    stream ──▶ FrameReader ──▶ Inbox ──▶ Channel.receive, receive_bytes       (`p2ptrain.network.rpc.receive`)
     stream ◀── Channel.send, send_bytes
     Heartbeat: PING after a time without writes; the channel fails after a silence timeout
 
@@ -17,13 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from p2ptrain.buffers import Buffer
 from p2ptrain.errors import DeadlineError, P2PTrainError, PeerLostError, PeerSilentError, ProtocolError
-from p2ptrain.network.rpc.frame_reader import FrameReader
-from p2ptrain.network.rpc.frames import ACK, END, FRAME, PING, Buffer, Kind, error_frame, frame, pack, unpack
-from p2ptrain.network.rpc.heartbeat import Heartbeat
-from p2ptrain.network.rpc.inbox import Inbox, Sink
-from p2ptrain.network.rpc.rates import Traffic
-from p2ptrain.network.transport import PeerId, Stream
+from p2ptrain.network.rpc.frames import ACK, END, FRAME, PING, Kind, Traffic, error_frame, frame, pack, unpack
+from p2ptrain.network.rpc.receive import FrameReader, Heartbeat, Inbox, Sink
+from p2ptrain.network.transport import Stream
 from p2ptrain.tasks import Tasks
 
 T = TypeVar("T")
@@ -48,22 +45,38 @@ class ChannelLimits:
     """Bound on the data read ahead of the owner."""
 
 
+@dataclass(frozen=True)
+class LeastRate:
+    """Minimum rate of a sender over a window; by default about one bulk frame per `ChannelLimits.send_seconds`."""
+
+    bytes_per_second: float = 4096.0
+    window_seconds: float = 60.0
+
+
+NEVER_SECONDS = 1e9
+
+
 class Channel:
-    """Messages and bulk buffers in both directions; created by `p2ptrain.network.rpc.client.Rpc`.
+    """Messages and bulk buffers in both directions; created by `p2ptrain.network.rpc.endpoint.Rpc`.
 
     One task receives at a time; several may send. Any error kills the channel, except a `DeadlineError` of `receive`.
     Cancellation inside any method kills it too. Every later call then raises the error that killed it: `PeerLostError`
     (the stream ended, or the peer was silent), `PeerRefusedError` (``reason`` says why), `ProtocolError` or
     `DeadlineError`.
+
+    Attributes:
+        lost: Done once the remote has ended the channel or is lost; never carries an exception.
+        heartbeat: Its timeouts may be changed. A silent remote ends the channel with `PeerSilentError`.
     """
 
     def __init__(self, stream: Stream, limits: ChannelLimits, traffic: Traffic) -> None:
+        self.remote = stream.remote
         self._stream = stream
         self._limits = limits
         self._traffic = traffic
         self._loop = asyncio.get_running_loop()
         self._failure: P2PTrainError | None = None
-        self._settled: asyncio.Future[None] = self._loop.create_future()
+        self.lost: asyncio.Future[None] = self._loop.create_future()
         self._remote_ended = False
         self._closed = False
         self._last_word: bytes | None = None
@@ -72,21 +85,12 @@ class Channel:
         self._write_lock = asyncio.Lock()
         self._ping: asyncio.Task[None] | None = None
         self._inbox = Inbox(stream.remote, limits.inbox_bytes)
-        self._heartbeat = Heartbeat(
+        self.heartbeat = Heartbeat(
             stream, limits.ping_seconds, limits.silence_seconds, self._on_ping_due, self._on_silence
         )
-        self._frames = FrameReader(stream, self._inbox, self._heartbeat, traffic)
+        self._frames = FrameReader(stream, self._inbox, self.heartbeat, traffic)
         self._tasks = Tasks(self._on_defect)
         self._reader = self._tasks.start(self._read(), f"read-{stream.remote[-8:]}")
-
-    @property
-    def remote(self) -> PeerId:
-        return self._stream.remote
-
-    @property
-    def lost(self) -> asyncio.Future[None]:
-        """Done once the remote has ended the channel or is lost; never carries an exception."""
-        return self._settled
 
     # Sending
 
@@ -121,10 +125,10 @@ class Channel:
             await self._traffic.up.take(num_bytes)
             async with asyncio.timeout(self._limits.send_seconds), self._write_lock:
                 if self._last_word is None:
-                    self._heartbeat.wrote()
+                    self.heartbeat.wrote()
                     await self._stream.write(*parts)
                     self._traffic.sent += num_bytes
-                    self._heartbeat.wrote()
+                    self.heartbeat.wrote()
                     self._is_in_bulk = in_bulk
                     is_written = True
         except TimeoutError:
@@ -204,6 +208,28 @@ class Channel:
             raise self._failure
         return result
 
+    async def receive_steadily(self, into: memoryview, rate: LeastRate) -> None:
+        """Fill ``into`` with the next bulk buffer, as `receive_bytes`, with a minimum rate in place of the deadline.
+
+        Raises `DeadlineError` if less arrived in a window; the channel is dead then.
+        """
+        mark = 0
+        try:
+            async with asyncio.timeout(rate.window_seconds) as window:
+
+                def on_progress(received: int) -> None:
+                    nonlocal mark
+                    if received - mark >= rate.bytes_per_second * rate.window_seconds:
+                        mark = received
+                        window.reschedule(self._loop.time() + rate.window_seconds)
+
+                await self.receive_bytes(len(into), NEVER_SECONDS, into, on_progress=on_progress)
+        except TimeoutError:
+            raise DeadlineError(
+                f"peer {self.remote[-8:]} sent less than {rate.bytes_per_second:g} bytes/s for"
+                f" {rate.window_seconds:g} s"
+            ) from None
+
     async def _wait(
         self, timeout_seconds: float, what: str, *, message_bytes: int = 0, sink: Sink | None = None
     ) -> None:
@@ -247,25 +273,9 @@ class Channel:
 
     # Heartbeat
 
-    def beat(self, seconds: float) -> None:
-        """Set the time without writes before a PING, instead of `ChannelLimits.ping_seconds`."""
-        self._heartbeat.set_ping(seconds)
-
-    def expect_beats(self, silence_seconds: float, silent_at: Callable[[float], float]) -> None:
-        """Set a shorter keepalive timeout than `ChannelLimits.silence_seconds`; a timeout raises `PeerSilentError`.
-
-        ``silence_seconds`` is its lower bound; the remote must `beat` more often. ``silent_at`` maps the time of the
-        last sign of life to the timeout, both in loop time.
-        """
-        self._heartbeat.set_silence(silence_seconds, silent_at)
-
-    @property
-    def last_heard(self) -> float:
-        """Loop time of the last sign of life of the remote."""
-        return self._heartbeat.last_heard()
-
     def _on_silence(self) -> None:
-        self._fail(PeerSilentError(self.remote, f"sent nothing for {self._loop.time() - self.last_heard:.1f} s"))
+        quiet_seconds = self._loop.time() - self.heartbeat.last_heard()
+        self._fail(PeerSilentError(self.remote, f"sent nothing for {quiet_seconds:.1f} s"))
 
     def _on_ping_due(self) -> None:
         if not self._write_lock.locked():
@@ -277,7 +287,7 @@ class Channel:
                 if self._last_word is None:
                     await self._stream.write(PING)
                     self._traffic.sent += len(PING)
-                    self._heartbeat.wrote()
+                    self.heartbeat.wrote()
         except PeerLostError as error:
             await self._let_reader_finish()
             self._fail(error)
@@ -285,9 +295,9 @@ class Channel:
     # Ends
 
     def _settle(self) -> None:
-        self._heartbeat.stop()
-        if not self._settled.done():
-            self._settled.set_result(None)
+        self.heartbeat.stop()
+        if not self.lost.done():
+            self.lost.set_result(None)
         self._inbox.wake_owner()
 
     def _on_defect(self, error: Exception) -> None:
@@ -351,9 +361,9 @@ class Channel:
                             self._last_word = last_frame
                             await self._stream.write(last_frame)
                             self._traffic.sent += len(last_frame)
-                    if not self._settled.done():
+                    if not self.lost.done():
                         self._inbox.wake_reader()
-                        await self._settled
+                        await self.lost
                 if self._acknowledged or self._last_word is ACK:
                     await self._stream.rest()
                 else:

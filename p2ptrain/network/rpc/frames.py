@@ -1,4 +1,4 @@
-"""The wire format: frames on a stream, and the messages inside them.
+"""The wire format: frames on a stream, the messages inside them, and the counts and limits of their bytes.
 
 A frame is ``u32 length (big endian) | u8 kind | payload``. A bulk buffer is any number of BULK frames and one BULK_END,
 so the receiver can check its length. END is the last frame of the closing side. The other side answers it with ACK,
@@ -8,6 +8,7 @@ keys.
 
 from __future__ import annotations
 
+import asyncio
 import struct
 from enum import IntEnum
 from typing import Annotated, TypeVar
@@ -15,6 +16,7 @@ from typing import Annotated, TypeVar
 import msgpack
 from msgspec import Meta
 
+from p2ptrain.buffers import Buffer
 from p2ptrain.errors import IntegrityError, ProtocolError
 from p2ptrain.network.schema import Message, from_wire, to_wire
 from p2ptrain.network.transport import PeerId
@@ -32,7 +34,8 @@ MAX_REASON_BYTES = 4 * MAX_REASON_CHARACTERS + 32
 
 FRAME = struct.Struct(">IB")
 
-Buffer = bytes | bytearray | memoryview
+BURST_SECONDS = 0.2
+"""How far traffic may run ahead of the average rate."""
 
 
 class Kind(IntEnum):
@@ -92,3 +95,38 @@ def error_frame(reason: str) -> bytes:
     """Return an ERROR frame; the reason is truncated and made printable."""
     text = "".join(each if each.isprintable() else " " for each in reason[:MAX_REASON_CHARACTERS])
     return frame(Kind.ERROR, pack(Refusal(text)))
+
+
+class RateLimit:
+    """Delays senders or receivers to keep an average rate; 0 sets no limit.
+
+    The limit is a token bucket in its virtual scheduling form (GCRA, ITU-T I.371). It tracks the time at which all
+    admitted bytes would have passed at the given rate. A transfer ahead of that by more than a burst waits. The order
+    is first come, first served, with one frame or piece per channel, so channels take turns.
+    """
+
+    def __init__(self, bytes_per_second: float = 0.0) -> None:
+        if bytes_per_second < 0:
+            raise ValueError(f"bytes_per_second is {bytes_per_second}, expected 0 (no limit) or more")
+        self._bytes_per_second = bytes_per_second
+        self._through_at = 0.0
+
+    async def take(self, num_bytes: int) -> None:
+        """Wait until ``num_bytes`` more may pass; a cancelled wait still consumes them."""
+        if not self._bytes_per_second:
+            return
+        now = asyncio.get_running_loop().time()
+        self._through_at = max(self._through_at, now) + num_bytes / self._bytes_per_second
+        wait_seconds = self._through_at - now - BURST_SECONDS
+        if wait_seconds > 0:
+            await asyncio.sleep(wait_seconds)
+
+
+class Traffic:
+    """Byte counts and rate limits of a peer's frames in both directions; counts include frame headers."""
+
+    def __init__(self, up_bytes_per_second: float = 0.0, down_bytes_per_second: float = 0.0) -> None:
+        self.sent = 0
+        self.received = 0
+        self.up = RateLimit(up_bytes_per_second)
+        self.down = RateLimit(down_bytes_per_second)

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from p2ptrain.network.directory import Directory, Entry
 
 if TYPE_CHECKING:
     from p2ptrain.network.simulated.network import SimulatedNetwork, SimulatedPeer
-
-Verify = Callable[[str, str, bytes], bool]
-"""True if a value may be stored under (key, subkey)."""
 
 MAX_VALUE_BYTES = 64 * 1024
 REQUEST_SECONDS = (0.010, 0.100)
@@ -63,12 +59,11 @@ class SimulatedDirectory(Directory):
     Each request takes ``delay_seconds`` longer; while ``failing`` is True, no request gets an answer.
     """
 
-    def __init__(self, network: SimulatedNetwork, peer: SimulatedPeer, verify: Verify | None) -> None:
+    def __init__(self, network: SimulatedNetwork, peer: SimulatedPeer) -> None:
         self.delay_seconds = 0.0
         self.failing = False
         self._network = network
         self._peer = peer
-        self._verify = verify
         self._closed = False
 
     async def publish(self, key: str, subkey: str, value: bytes, expires_at: float, timeout_seconds: float) -> bool:
@@ -77,9 +72,6 @@ class SimulatedDirectory(Directory):
             return False
         value = bytes(value)
         if len(value) > MAX_VALUE_BYTES or expires_at <= network.wall_time():
-            return False
-        if self._verify is not None and not self._verify(key, subkey, value):
-            network.record("publish refused", self._peer.name, key, subkey)
             return False
         visible_at = network.loop.time() + network.random.uniform(*PROPAGATION_SECONDS)
         stored = network.store_of(self._peer).put(key, subkey, Entry(value, expires_at), visible_at)

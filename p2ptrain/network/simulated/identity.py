@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import hmac
 
-from p2ptrain.signing import Signer
+import base58
 
-_ALPHABET = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+from p2ptrain.signing import Signer
 
 
 class SimulatedSigner(Signer):
@@ -18,13 +18,9 @@ class SimulatedSigner(Signer):
 
     def __init__(self, seed: int | str, name: str, keyring: dict[str, bytes]) -> None:
         self._key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-        self._peer_id = _base58(b"\x12\x20" + hashlib.sha256(b"public" + self._key).digest())
+        self.peer_id = base58.b58encode(b"\x12\x20" + hashlib.sha256(b"public" + self._key).digest()).decode()
         self._keyring = keyring
-        keyring[self._peer_id] = self._key
-
-    @property
-    def peer_id(self) -> str:
-        return self._peer_id
+        keyring[self.peer_id] = self._key
 
     def sign(self, message: bytes) -> bytes:
         """Return a keyed hash of ``message``, 32 bytes."""
@@ -36,11 +32,3 @@ class SimulatedSigner(Signer):
         if key is None or not isinstance(proof, bytes):
             return False
         return hmac.compare_digest(hashlib.blake2b(message, key=key, digest_size=32).digest(), proof)
-
-
-def _base58(data: bytes) -> str:
-    number, text = int.from_bytes(data, "big"), ""
-    while number:
-        number, digit = divmod(number, 58)
-        text = _ALPHABET[digit] + text
-    return text

@@ -184,15 +184,6 @@ class VirtualTimeLoop(asyncio.AbstractEventLoop):
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         self.errors.append(context)
 
-    def default_exception_handler(self, context: dict[str, Any]) -> None:
-        self.errors.append(context)
-
-    async def shutdown_asyncgens(self) -> None:
-        """Do nothing: garbage collection closes the generators."""
-
-    async def shutdown_default_executor(self) -> None:
-        """Do nothing: there is no executor."""
-
     # Running
 
     def run_until_complete(self, future: Awaitable[T] | Generator[Any, None, T]) -> T:

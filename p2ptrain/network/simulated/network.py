@@ -21,11 +21,11 @@ from contextvars import Context, copy_context
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from p2ptrain.network.simulated.directory import SimulatedDirectory, Store, Verify
+from p2ptrain.network.simulated.directory import SimulatedDirectory, Store
 from p2ptrain.network.simulated.identity import SimulatedSigner
 from p2ptrain.network.simulated.links import Link, LinkModel
 from p2ptrain.network.simulated.loop import MAX_REAP_ROUNDS, SimulationError, VirtualTimeLoop, current_owner
-from p2ptrain.network.simulated.streams import Endpoint, SimulatedStream, stream_pair
+from p2ptrain.network.simulated.streams import SimulatedStream, stream_pair
 from p2ptrain.network.simulated.transport import SimulatedTransport
 from p2ptrain.network.transport import PeerId
 from p2ptrain.runtime import Runtime
@@ -38,10 +38,10 @@ EPOCH_SECONDS = 1.7e9
 
 @dataclass(frozen=True)
 class PeerOptions:
-    """Properties of one peer's machine; None selects the default of the `LinkModel`."""
+    """Properties of one peer's machine; a rate of 0 selects the default of the `LinkModel`."""
 
-    up_bytes_per_second: float | None = None
-    down_bytes_per_second: float | None = None
+    up_bytes_per_second: float = 0.0
+    down_bytes_per_second: float = 0.0
     skew_seconds: float = 0.0
     """Added to its wall clock."""
     latency_seconds: float = 0.0
@@ -71,7 +71,7 @@ class SimulatedPeer:
             random=random.Random(f"{network.seed}/{name}/{incarnation}"),
             clock=lambda: network.wall_time() + options.skew_seconds,
         )
-        self.directory = SimulatedDirectory(network, self, network.verify)
+        self.directory = SimulatedDirectory(network, self)
         self.transport = SimulatedTransport(network, self, self.spawn)
         self._network = network
         self._context = network.context.copy()
@@ -103,13 +103,10 @@ class SimulatedNetwork:
         trace: ``(time, event, details…)`` of all events.
     """
 
-    def __init__(
-        self, loop: VirtualTimeLoop, seed: int, model: LinkModel | None = None, verify: Verify | None = None
-    ) -> None:
+    def __init__(self, loop: VirtualTimeLoop, seed: int, model: LinkModel | None = None) -> None:
         self.loop = loop
         self.seed = seed
         self.model = model or LinkModel()
-        self.verify = verify
         self.random = random.Random(f"{seed}/network")
         self.context: Context = copy_context()
         self.context.run(current_owner.set, None)
@@ -128,20 +125,11 @@ class SimulatedNetwork:
 
     # Peers
 
-    def add_peer(
-        self,
-        name: str,
-        *,
-        up_bytes_per_second: float | None = None,
-        down_bytes_per_second: float | None = None,
-        skew_seconds: float = 0.0,
-        latency_seconds: float = 0.0,
-    ) -> SimulatedPeer:
+    def add_peer(self, name: str, **options: float) -> SimulatedPeer:
         """Start a new peer; ``name`` and the seed determine its identity. Options as in `PeerOptions`."""
         if name in self.peers:
             raise ValueError(f"there is a peer {name!r} already: restart it instead")
-        options = PeerOptions(up_bytes_per_second, down_bytes_per_second, skew_seconds, latency_seconds)
-        return self._start(name, 0, options)
+        return self._start(name, 0, PeerOptions(**options))
 
     def _start(self, name: str, incarnation: int, options: PeerOptions) -> SimulatedPeer:
         peer = SimulatedPeer(self, name, incarnation, options)
@@ -269,10 +257,10 @@ class SimulatedNetwork:
         """True wall-clock time in seconds since the epoch."""
         return EPOCH_SECONDS + self.loop.time()
 
-    def connected(self, first: Endpoint, second: Endpoint) -> bool:
+    def connected(self, first: SimulatedPeer, second: SimulatedPeer) -> bool:
         return self._sides[first.name] == self._sides[second.name]
 
-    def latency(self, first: Endpoint, second: Endpoint) -> float:
+    def latency(self, first: SimulatedPeer, second: SimulatedPeer) -> float:
         key = (first.name, second.name)
         latency = self._latencies.get(key)
         if latency is None:
@@ -290,7 +278,7 @@ class SimulatedNetwork:
     def store_of(self, peer: SimulatedPeer) -> Store:
         return self._stores[self._sides[peer.name]]
 
-    def forget(self, stream: int, end: Endpoint) -> None:
+    def forget(self, stream: int, end: SimulatedPeer) -> None:
         entry = self._streams.get(stream)
         if entry is None:
             return
@@ -309,34 +297,32 @@ class SimulatedNetwork:
         target = self._by_id.get(peer_id)
         self.record("dial", caller.name, target.name if target else "?", protocol)
         delay = self.latency(caller, target) if target is not None and target is not caller else 0.0
-        self.loop.call_later(delay, self._arrive_dial, caller, peer_id, protocol, answer, delay, context=self.context)
 
-    def _arrive_dial(
-        self,
-        caller: SimulatedPeer,
-        peer_id: PeerId,
-        protocol: str,
-        answer: asyncio.Future[SimulatedStream | None],
-        delay: float,
-    ) -> None:
-        target = self._by_id.get(peer_id)
-        if not caller.alive or answer.done() or (target is not None and not self.connected(caller, target)):
-            return  # No answer: the dial times out.
-        stream: SimulatedStream | None = None
-        if target is not None and target is not caller and target.alive and target.transport.serves(protocol):
-            number = self._num_streams = self._num_streams + 1
-            stream, remote = stream_pair(self, number, caller, target)
-            self._streams[number] = (caller, stream, target, remote)
-            caller.transport.attach(stream)
-            self.record("open", caller.name, target.name, number)
-            target.transport.accept(remote, protocol)
-        self.loop.call_later(delay, self._answer_dial, answer, stream, context=self.context)
+        def arrive() -> None:
+            target = self._by_id.get(peer_id)  # Another incarnation may have taken its place.
+            if not caller.alive or answer.done() or (target is not None and not self.connected(caller, target)):
+                return  # No answer: the dial times out.
+            stream: SimulatedStream | None = None
+            if target is not None and target is not caller and target.alive and target.transport.serves(protocol):
+                stream = self._connect(caller, target, protocol)
+            self.loop.call_later(delay, reply, stream, context=self.context)
 
-    def _answer_dial(self, answer: asyncio.Future[SimulatedStream | None], stream: SimulatedStream | None) -> None:
-        if not answer.done():
-            answer.set_result(stream)
-        elif stream is not None:
-            stream.abort()
+        def reply(stream: SimulatedStream | None) -> None:
+            if not answer.done():
+                answer.set_result(stream)
+            elif stream is not None:
+                stream.abort()
+
+        self.loop.call_later(delay, arrive, context=self.context)
+
+    def _connect(self, caller: SimulatedPeer, target: SimulatedPeer, protocol: str) -> SimulatedStream:
+        number = self._num_streams = self._num_streams + 1
+        stream, remote = stream_pair(self, number, caller, target)
+        self._streams[number] = (caller, stream, target, remote)
+        caller.transport.attach(stream)
+        self.record("open", caller.name, target.name, number)
+        target.transport.accept(remote, protocol)
+        return stream
 
     async def ping(self, caller: SimulatedPeer, peer_id: PeerId, timeout_seconds: float) -> bool:
         """True if a connection to the peer succeeds within the timeout."""

@@ -9,7 +9,6 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar
 
-from p2ptrain.network.simulated.directory import Verify
 from p2ptrain.network.simulated.links import LinkModel
 from p2ptrain.network.simulated.loop import MAX_REAP_ROUNDS, SimulationError, VirtualTimeLoop
 from p2ptrain.network.simulated.network import SimulatedNetwork
@@ -23,7 +22,6 @@ def simulate(
     seed: int,
     *,
     model: LinkModel | None = None,
-    verify: Verify | None = None,
     max_seconds: float = 7 * 86400.0,
     max_callbacks: int = 100_000_000,
     settle_seconds: float = 1.0,
@@ -33,7 +31,6 @@ def simulate(
     Args:
         main: Starts the peers, and ends everything that it started.
         seed: Seed of every random decision.
-        verify: Accepts or refuses directory records; None accepts all.
         max_seconds: Limit on virtual time.
         settle_seconds: Grace period in virtual time after ``main``, for tasks and streams that are ending.
 
@@ -46,7 +43,7 @@ def simulate(
     gc.set_threshold(100_000, 20, 20)  # The trace and thousands of tasks stay alive: frequent collection is useless.
     gc.freeze()  # Exclude all earlier objects, such as torch's, from collection.
     try:
-        network = SimulatedNetwork(loop, seed, model, verify)
+        network = SimulatedNetwork(loop, seed, model)
 
         async def run() -> T:
             result = await main(network)

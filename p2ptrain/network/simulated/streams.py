@@ -8,55 +8,22 @@ in flight is held; it continues once they reconnect.
 from __future__ import annotations
 
 import asyncio
-import random
 from collections import deque
 from collections.abc import Callable
-from contextvars import Context
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from p2ptrain.errors import PeerLostError
-from p2ptrain.network.simulated.links import Link, LinkModel
-from p2ptrain.network.transport import PeerId, Stream
+from p2ptrain.network.transport import Stream
 
-
-class Endpoint(Protocol):
-    """A stream's view of the peer at one of its ends."""
-
-    name: str
-    peer_id: PeerId
-    uplink: Link
-    downlink: Link
-
-
-class Medium(Protocol):
-    """A stream's view of the network."""
-
-    context: Context
-    model: LinkModel
-    random: random.Random
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The virtual-time loop."""
-
-    def connected(self, first: Endpoint, second: Endpoint) -> bool:
-        """True if bytes can travel between the two peers now."""
-
-    def latency(self, first: Endpoint, second: Endpoint) -> float:
-        """One-way latency in seconds."""
-
-    def record(self, event: str, *details: object) -> None:
-        """Append an event to the trace."""
-
-    def forget(self, stream: int, end: Endpoint) -> None:
-        """Release the stream at one end."""
+if TYPE_CHECKING:
+    from p2ptrain.network.simulated.network import SimulatedNetwork, SimulatedPeer
 
 
 class Pipe:
     """One direction of a stream."""
 
-    def __init__(self, medium: Medium, flow: int, source: Endpoint, target: Endpoint) -> None:
-        self.medium = medium
+    def __init__(self, network: SimulatedNetwork, flow: int, source: SimulatedPeer, target: SimulatedPeer) -> None:
+        self.network = network
         self.flow = flow
         self.source = source
         self.target = target
@@ -77,12 +44,12 @@ class Pipe:
     @property
     def full(self) -> bool:
         """True if a writer must wait; a reader that waits for more than the buffer holds raises the bound."""
-        return self.undelivered_bytes > max(self.medium.model.buffer_bytes, self._wanted_bytes)
+        return self.undelivered_bytes > max(self.network.model.buffer_bytes, self._wanted_bytes)
 
     def put(self, data: bytes) -> None:
         """Send ``data`` (at most one quantum)."""
         self.undelivered_bytes += len(data)
-        self.medium.record("write", self.source.name, self.target.name, self.flow, len(data))
+        self.network.record("write", self.source.name, self.target.name, self.flow, len(data))
         self.source.uplink.send(self.flow, len(data), lambda: self._leave(data))
 
     def end(self) -> None:
@@ -113,7 +80,7 @@ class Pipe:
 
     async def wait_for_room(self) -> None:
         """Block while `full`, or until `wake`; the caller checks the cause."""
-        waiter = self.medium.loop.create_future()
+        waiter = self.network.loop.create_future()
         self._writers.append(waiter)
         try:
             await waiter
@@ -124,7 +91,7 @@ class Pipe:
     async def wait_for_data(self, num_bytes: int) -> None:
         """Block until data or the end arrived; the writer may send at least ``num_bytes`` in all."""
         self._wanted_bytes = num_bytes
-        self._reader = self.medium.loop.create_future()
+        self._reader = self.network.loop.create_future()
         if self._writers and not self.full:
             self._wake_writers()
         try:
@@ -173,14 +140,14 @@ class Pipe:
         self._schedule_arrival()
 
     def _schedule_arrival(self) -> None:
-        medium = self.medium
-        latency = medium.latency(self.source, self.target)
-        arrival = medium.loop.time() + medium.model.draw_delay(latency, medium.random)
+        network = self.network
+        latency = network.latency(self.source, self.target)
+        arrival = network.loop.time() + network.model.draw_delay(latency, network.random)
         self._last_arrival = max(arrival, self._last_arrival)
-        medium.loop.call_at(self._last_arrival, self._arrive, context=medium.context)
+        network.loop.call_at(self._last_arrival, self._arrive, context=network.context)
 
     def _arrive(self) -> None:
-        if not self.medium.connected(self.source, self.target):
+        if not self.network.connected(self.source, self.target):
             self._num_held += 1
         elif self._in_flight:
             data = self._in_flight.popleft()
@@ -193,7 +160,7 @@ class Pipe:
         if self.ended:
             return
         self.num_arrived += len(data)
-        self.medium.record("deliver", self.source.name, self.target.name, self.flow, len(data))
+        self.network.record("deliver", self.source.name, self.target.name, self.flow, len(data))
         if self._discarding:
             self._consume(len(data))
             return
@@ -204,39 +171,34 @@ class Pipe:
     def _arrive_end(self) -> None:
         if not self.ended:
             self.ended = True
-            self.medium.record("end", self.source.name, self.target.name, self.flow)
+            self.network.record("end", self.source.name, self.target.name, self.flow)
             self.wake()
             if self.on_end is not None:
                 self.on_end()
 
 
 class SimulatedStream(Stream):
+    """One end of a stream.
+
+    Attributes:
+        number: The stream's number within its network.
+        over: True if this end was closed or aborted.
+    """
+
     def __init__(self, outgoing: Pipe, incoming: Pipe) -> None:
+        self.remote = incoming.source.peer_id
+        self.number = outgoing.flow
+        self.over = False
         self._out = outgoing
         self._in = incoming
-        self._over = False
         incoming.on_end = outgoing.wake
-
-    @property
-    def remote(self) -> PeerId:
-        return self._in.source.peer_id
 
     @property
     def num_arrived(self) -> int:
         return self._in.num_arrived
 
-    @property
-    def number(self) -> int:
-        """The stream's number within its network."""
-        return self._out.flow
-
-    @property
-    def over(self) -> bool:
-        """True if this end was closed or aborted."""
-        return self._over
-
     def _lost(self, what: str) -> PeerLostError:
-        return PeerLostError(self.remote, "the stream was closed at this end" if self._over else what)
+        return PeerLostError(self.remote, "the stream was closed at this end" if self.over else what)
 
     async def write(self, *parts: bytes | bytearray | memoryview) -> None:
         for part in parts:
@@ -246,38 +208,38 @@ class SimulatedStream(Stream):
         out = self._out
         quantum = min(out.source.uplink.quantum_bytes, out.target.downlink.quantum_bytes)
         for start in range(0, len(view), quantum):
-            if self._over or self._in.ended:
+            if self.over or self._in.ended:
                 raise self._lost("the stream ended while something was written")
             out.put(bytes(view[start : start + quantum]))
             while out.full:
                 await out.wait_for_room()
-                if self._over or self._in.ended:
+                if self.over or self._in.ended:
                     raise self._lost("the stream ended while something was written")
 
     async def read(self, num_bytes: int) -> bytes:
         incoming = self._in
-        while self._over or len(incoming.buffer) < num_bytes:
-            if self._over or incoming.ended:
+        while self.over or len(incoming.buffer) < num_bytes:
+            if self.over or incoming.ended:
                 raise self._lost("the stream ended")
             await incoming.wait_for_data(num_bytes)
         return incoming.take(num_bytes)
 
     async def close(self) -> None:
         """See `Stream.close`; written data is still delivered while this peer lives."""
-        if not self._over:
+        if not self.over:
             self._finish()
             self._out.end()
 
     def abort(self) -> None:
-        if not self._over:
+        if not self.over:
             self._finish()
             self._out.cut_short()
 
     def _finish(self) -> None:
-        self._over = True
+        self.over = True
         self._in.discard()
         self._out.wake()
-        self._out.medium.forget(self.number, self._out.source)
+        self._out.network.forget(self.number, self._out.source)
 
     def reset(self) -> None:
         """End this side of the stream after a connection timeout."""
@@ -289,8 +251,8 @@ class SimulatedStream(Stream):
 
 
 def stream_pair(
-    medium: Medium, number: int, first: Endpoint, second: Endpoint
+    network: SimulatedNetwork, number: int, first: SimulatedPeer, second: SimulatedPeer
 ) -> tuple[SimulatedStream, SimulatedStream]:
     """Return the two ends of a new stream, at ``first`` and at ``second``."""
-    there, back = Pipe(medium, number, first, second), Pipe(medium, number, second, first)
+    there, back = Pipe(network, number, first, second), Pipe(network, number, second, first)
     return SimulatedStream(there, back), SimulatedStream(back, there)

@@ -26,6 +26,7 @@ class SimulatedTransport(Transport):
         peer: SimulatedPeer,
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
+        self.peer_id = peer.peer_id
         self._network = network
         self._peer = peer
         self._spawn = spawn
@@ -33,10 +34,6 @@ class SimulatedTransport(Transport):
         self._streams: dict[int, SimulatedStream] = {}
         self._serving: dict[int, asyncio.Task[None]] = {}
         self._closed = False
-
-    @property
-    def peer_id(self) -> PeerId:
-        return self._peer.peer_id
 
     @property
     def num_streams(self) -> int:
@@ -88,14 +85,12 @@ class SimulatedTransport(Transport):
 
     async def close(self) -> None:
         self._closed = True
-        self._handlers.clear()
         tasks = [task for task in self._serving.values() if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        for stream in list(self._streams.values()):
-            stream.abort()
+        self.kill()
 
     # Called by the network
 

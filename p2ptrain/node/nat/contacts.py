@@ -18,7 +18,7 @@ from p2ptrain.network.libp2p.transport import Libp2pTransport
 from p2ptrain.network.link import check_peer_address
 from p2ptrain.network.reachability import Scope, scope
 from p2ptrain.network.records.record import PeerRecord
-from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.node.nat.probing import CONTACT_SECONDS
 from p2ptrain.node.nat.punching import HolePunching
 from p2ptrain.tasks import together

@@ -29,7 +29,7 @@ from p2ptrain.network.reachability import (
     speaks_libp2p,
     tcp_ports,
 )
-from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.schema import Message
 from p2ptrain.tasks import Tasks, together
 

@@ -23,8 +23,9 @@ from p2ptrain.network.identity import Identity
 from p2ptrain.network.libp2p.transport import Libp2pSettings, Libp2pTransport
 from p2ptrain.network.reachability import scope, tcp_ports
 from p2ptrain.network.rpc.channel import Channel
-from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.schema import Nothing
+from p2ptrain.node.nat.probing import CONTACT_SECONDS
 from p2ptrain.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,6 @@ CARRY = "reach.carry"
 CARRIED_BYTES = 512 * 1024
 """Bytes that a relay has to carry each way; > the 128 KiB at which libp2p's default relays cut a connection."""
 PROOF_SECONDS = 8.0
-DIAL_SECONDS = 5.0
 RETRY_SECONDS = 0.2
 RELAY_ATTEMPTS = 10
 """Limit of self-tests at start; nearly always the first one passes."""
@@ -96,11 +96,11 @@ class Carrier:
         """
         while True:
             try:
-                await self._transport.connect([f"{relay}/p2p-circuit/p2p/{peer}"], DIAL_SECONDS)
+                await self._transport.connect([f"{relay}/p2p-circuit/p2p/{peer}"], CONTACT_SECONDS)
             except PeerError:  # The peer has no reservation there yet.
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
-            async with self._rpc.open(peer, CARRY, Nothing(), DIAL_SECONDS) as channel:
+            async with self._rpc.open(peer, CARRY, Nothing(), CONTACT_SECONDS) as channel:
                 if await self._is_relayed(peer):
                     await channel.send_bytes(bytes(CARRIED_BYTES))
                     await channel.receive_bytes(CARRIED_BYTES, PROOF_SECONDS)
@@ -135,7 +135,7 @@ async def why_no_relay(transport: Libp2pTransport, runtime: Runtime, swarm: byte
         serve_carry(rpc, lambda peer: peer == stranger.peer_id)
         await rpc.start()
         try:
-            await target.connect([near], DIAL_SECONDS)
+            await target.connect([near], CONTACT_SECONDS)
         except PeerError as error:
             return str(error)
         return await stranger.why_not(near, target.peer_id)

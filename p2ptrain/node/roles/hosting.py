@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 LINGER_SECONDS = 20.0
 """After the last round, hosts serve trainers that evaluate the result, at most this long."""
 MAX_CHOICES = 6
-SPREADING_SECONDS = 1.5
-"""Bound on the propagation of a record to all peers."""
+CHOICE_SECONDS = 1.5
+"""Time for other newcomers to see a newcomer's choice of a stage; longer than a record takes to reach all peers."""
 QUIET_SECONDS = 4.0
 """Idle time after which a host takes the evaluation to be done; < `LINGER_SECONDS`."""
 
@@ -103,7 +103,7 @@ async def _choose_stage(peer: Peer, config: PeerConfig, view: PipelineView, memo
         # Other newcomers have to see this choice, and this peer theirs.
         peer.held.intended = (StageReport(choice.stage, 0, bytes(32), bytes(32), 0),)
         await peer.presence.publish()
-        await asyncio.sleep(SPREADING_SECONDS * peer.runtime.random.uniform(1.0, 1.5))
+        await asyncio.sleep(CHOICE_SECONDS * peer.runtime.random.uniform(1.0, 1.5))
         await peer.presence.refresh()
     peer.record.state = DECIDED_STATE
     await peer.presence.publish()

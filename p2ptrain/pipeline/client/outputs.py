@@ -11,9 +11,9 @@ from collections.abc import Mapping
 
 import torch
 
-from p2ptrain.codecs.base import CodecError
+from p2ptrain.codecs.arrays import CodecError
 from p2ptrain.network.rpc.channel import Channel
-from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.pipeline.messages import (
     Arrived,
     BadMicrobatchError,

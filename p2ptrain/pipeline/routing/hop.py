@@ -13,10 +13,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from p2ptrain.codecs.base import CodecError
+from p2ptrain.codecs.arrays import CodecError
 from p2ptrain.errors import DeadlineError, P2PTrainError, PeerError, PeerRefusedError, ProtocolError
 from p2ptrain.network.rpc.channel import Channel
-from p2ptrain.network.rpc.client import NOT_SERVED, Rpc
+from p2ptrain.network.rpc.endpoint import NOT_SERVED, Rpc
 from p2ptrain.network.schema import Message
 from p2ptrain.pipeline.messages import (
     Arrived,

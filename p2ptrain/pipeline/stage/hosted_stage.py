@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from p2ptrain.network.records.record import StageReport
-from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.pipeline.checkpoints.saving import StageSaves
 from p2ptrain.pipeline.stage.gradients import StageGradients
 from p2ptrain.pipeline.stage.host import StageHost

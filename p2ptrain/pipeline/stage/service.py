@@ -12,7 +12,7 @@ from typing import Any
 
 from p2ptrain.errors import ProtocolError
 from p2ptrain.network.rpc.channel import Channel
-from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.pipeline.messages import (
     Answers,
     Arrived,

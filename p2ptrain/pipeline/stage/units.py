@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from p2ptrain.averaging.context import Owner, PeerContext, Unconcerned
 from p2ptrain.averaging.grouping.membership import Membership
-from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.pipeline.plan import Unit
 from p2ptrain.pipeline.routing.hop import HopLimits
 from p2ptrain.pipeline.stage.contribution import Part, StageWork, unit_state

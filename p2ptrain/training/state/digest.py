@@ -30,8 +30,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from p2ptrain.buffers import new_buffer
-from p2ptrain.hashing import HASH_BYTES, bulk_hash
-from p2ptrain.manifest import canonical_bytes
+from p2ptrain.hashing import HASH_BYTES, bulk_hash, canonical_bytes
 from p2ptrain.network.schema import Message
 
 CHUNK_BYTES = 1 << 20

@@ -26,9 +26,8 @@ from p2ptrain.errors import IncompatibleError, IntegrityError, ResourceError, Te
 from p2ptrain.hashing import HASH_BYTES
 from p2ptrain.network.chunks.fetch import BadContentError, FetchOptions, FetchReport, fetch
 from p2ptrain.network.chunks.messages import Ask
-from p2ptrain.network.rpc.channel import Channel
-from p2ptrain.network.rpc.client import Rpc
-from p2ptrain.network.rpc.pace import LeastRate, receive_steadily
+from p2ptrain.network.rpc.channel import Channel, LeastRate
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.schema import from_bytes, to_bytes
 from p2ptrain.network.transport import PeerId
 from p2ptrain.progress import Advance
@@ -145,7 +144,7 @@ class _Target:
             raise IntegrityError(f"peer {source[-8:]} described a state of nothing")
         buffer = memoryview(bytearray(stamped_bytes(cut.chunk_bytes(0), cut.depth)))
         await channel.send(Ask([0]))
-        await receive_steadily(channel, len(buffer), buffer, least)
+        await channel.receive_steadily(buffer, least)
         data, stamp, proof = _parts(buffer, cut.chunk_bytes(0))
         leaf = await self._runtime.offload(leaf_of, data)
         if not proves(description_hash(specs), leaf, 0, cut.num_chunks, proof, stamp.digest):

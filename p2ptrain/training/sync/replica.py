@@ -204,7 +204,7 @@ class Replica:
             self.trained_rounds += 1
             self.averager.contributions.consumed([self.fragment_of(body).index])
         self._set_head(body.next_head(tree_root, result.certificate.to_bytes()))
-        self.averager.round_log.add(result, self._server.chunks.is_serving())
+        self.averager.round_log.add(result, bool(self._server.chunks.active))
 
     def _apply_means(self, body: Body, means: Means, work: Contribution | None, contributed: bool) -> bytes:
         carry, fragment = None, self.fragment_of(body)

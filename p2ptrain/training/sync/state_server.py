@@ -23,7 +23,7 @@ from p2ptrain.averaging.protocol.certificate import Certificate, Head, genesis
 from p2ptrain.errors import DeadlineError, IncompatibleError, IntegrityError, PeerError, TemporaryError
 from p2ptrain.network.chunks.messages import Open
 from p2ptrain.network.chunks.server import ChunkServer, Ration
-from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.schema import Hash, Message, Nothing
 from p2ptrain.network.transport import PeerId
 from p2ptrain.tasks import together

@@ -29,7 +29,7 @@ ECHO = "/test/echo"
 RPC_SERVER = """
 import asyncio, json, sys
 from pathlib import Path
-from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.schema import Nothing
 from p2ptrain.runtime import real_runtime
 from tests.support.processes.daemons import loopback_transport

@@ -28,7 +28,7 @@ COMMAND = "p2ptrain.cli.main"
 STUCK = "tests.support.processes.stuck"
 TRAINING = (
     "torch._dynamo", "cid", "netaddr", "p2ptrain.node.roles.training", "p2ptrain.training.state.adamw",
-    "p2ptrain.codecs.norms",
+    "p2ptrain.codecs.arrays",
 )  # fmt: skip
 IMPORTS = {
     WORKER: (WORKER, *TRAINING),

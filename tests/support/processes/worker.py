@@ -27,7 +27,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import json
 import logging
 import os
@@ -48,17 +47,17 @@ from p2ptrain.averaging.allreduce.member import ALLREDUCE
 from p2ptrain.averaging.allreduce.messages import Bring
 from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.errors import P2PTrainError
-from p2ptrain.network.chunks.server import Ration
-from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.schema import from_bytes
 from p2ptrain.node import thread as thread_module
 from p2ptrain.runtime import Runtime, real_runtime
 from p2ptrain.training.optimizer import SwarmOptimizer
 from p2ptrain.training.state.shared_state import SharedState
-from p2ptrain.training.sync import state_server
 from p2ptrain.training.sync.download import PartialDownload
+from p2ptrain.training.sync.state_server import StateServer
 from p2ptrain.training.sync.synchronizer import RoundResult, Synchronizer
 from tests.support.lying import LyingChannel
+from tests.support.slow_uploads import slow_read
 from tests.support.web.served import served
 
 WIDTH = 8
@@ -360,7 +359,7 @@ def main() -> int:
     set_clock(options.clock_seconds)
     follow_downloads(orders)
     if options.upload:
-        setattr(state_server, "Ration", functools.partial(Ration, bytes_per_second=options.upload))  # noqa: B010
+        setattr(StateServer, "read", slow_read(options.upload))  # noqa: B010
     with contextlib.ExitStack() as stack:
         try:
             if options.link:

@@ -18,7 +18,7 @@ from p2ptrain.codecs import Codec, get_codec
 from p2ptrain.errors import TemporaryError
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.records.record import PeerRecord
-from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
 from p2ptrain.network.transport import Transport
 from tests.support.sim.peers import SWARM, Member

@@ -94,7 +94,7 @@ def make_roster(
         history.remember(attempt)
 
         async def serve(channel: Channel, request: Request, session: AllReduceSession = session) -> None:
-            channel.beat(keepalive_seconds(spec.grace_seconds))
+            channel.heartbeat.beat(keepalive_seconds(spec.grace_seconds))
             await session.serve(channel, request)
 
         rpc.serve_channel(ALLREDUCE, Request, serve)

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from p2ptrain.network.rpc.channel import Channel
-from p2ptrain.network.rpc.client import PROTOCOL
+from p2ptrain.network.rpc.endpoint import PROTOCOL
 from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.network.transport import Stream
 from tests.support.sim.peers import Member, members, until

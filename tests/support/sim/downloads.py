@@ -14,7 +14,6 @@ from torch import nn
 from p2ptrain.averaging.protocol.certificate import Head, genesis
 from p2ptrain.errors import IntegrityError, TemporaryError
 from p2ptrain.network.chunks.fetch import FetchReport
-from p2ptrain.network.chunks.server import Ration
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
 from p2ptrain.training.state.digest import ChunkedBytes, NamedTensors, merkle_tree, new_tensors
 from p2ptrain.training.state.layout import Layout
@@ -79,14 +78,14 @@ def tensors_of(partial: PartialDownload) -> NamedTensors:
 class Sources:
     """A newcomer (member 0) and sources with equal states."""
 
-    def __init__(self, network: SimulatedNetwork, everyone: list[Member], ration: Ration | None = None) -> None:
+    def __init__(self, network: SimulatedNetwork, everyone: list[Member]) -> None:
         self.network = network
         self.newcomer, *self.sources = everyone
         self.states = [shared_state() for _ in self.sources]
         self.head = self.states[0].head
         self.layout = self.states[0].layout.fingerprint
         for member, state in zip(self.sources, self.states, strict=True):
-            StateServer(member.rpc, state, ration)
+            StateServer(member.rpc, state)
 
     @property
     def ids(self) -> list[str]:
@@ -112,13 +111,12 @@ class Sources:
 def with_sources(
     num_sources: int,
     check: Callable[[Sources], Awaitable[None]],
-    ration: Ration | None = None,
     model: LinkModel = FAST,
     seed: int = 1,
 ) -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with members(network, num_sources + 1) as everyone:
-            await check(Sources(network, everyone, ration))
+            await check(Sources(network, everyone))
 
     simulate(main, seed=seed, model=model)
 

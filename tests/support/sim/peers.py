@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from p2ptrain.network.rpc.client import Rpc, RpcLimits
+from p2ptrain.network.rpc.endpoint import Rpc, RpcLimits
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
 
 SWARM = b"\x07" * 32

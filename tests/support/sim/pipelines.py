@@ -18,7 +18,7 @@ from p2ptrain.manifest import AveragingSpec, LoraSpec, Manifest, ModelSpec, Pipe
 from p2ptrain.models import build_model
 from p2ptrain.models.adapters import add_adapters
 from p2ptrain.network.records.record import PeerRecord
-from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
 from p2ptrain.node.presence import Presence
 from p2ptrain.node.roles.training import find_the_others, step_in

@@ -65,11 +65,8 @@ class NodeTransport(Transport):
 
     def __init__(self, peer: SimulatedPeer) -> None:
         self.lose: Callable[[str], None] = lambda reason: None
+        self.peer_id = peer.peer_id
         self._peer = peer
-
-    @property
-    def peer_id(self) -> PeerId:
-        return self._peer.peer_id
 
     async def open(self, peer: PeerId, protocol: str, timeout_seconds: float, *, expected_bytes: int = 0) -> Stream:
         return await self._peer.transport.open(peer, protocol, timeout_seconds, expected_bytes=expected_bytes)

@@ -11,7 +11,7 @@ import pytest
 
 from p2ptrain.errors import DeadlineError, IncompatibleError, PeerRefusedError, ProtocolError
 from p2ptrain.network.rpc.channel import Channel
-from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.rpc.endpoint import Rpc
 
 NUM_BYTES = 3_000_001
 

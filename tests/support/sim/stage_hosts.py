@@ -14,7 +14,7 @@ import torch
 from p2ptrain.models import build_stage
 from p2ptrain.models.stage import Stage
 from p2ptrain.network.rpc.channel import Channel
-from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.schema import to_wire
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
 from p2ptrain.pipeline.messages import (

@@ -17,7 +17,7 @@ from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.errors import DivergedError
 from p2ptrain.manifest import AveragingSpec, Manifest, TrainingSpec
 from p2ptrain.network.records.record import PeerRecord
-from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
 from p2ptrain.node.presence import Presence
 from p2ptrain.node.roles.training import find_the_others, step_in

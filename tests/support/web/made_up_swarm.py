@@ -27,8 +27,7 @@ from p2ptrain.monitor.watch import Watch, watching
 from p2ptrain.monitor.web import make_app
 from p2ptrain.network.http_server import listen, serving, url_of
 from p2ptrain.network.link import SwarmLink
-from p2ptrain.network.records.record import MAX_REPORTS, PeerRecord, RoundReport, StageReport
-from p2ptrain.network.records.sighting import Look, Sighting
+from p2ptrain.network.records.record import MAX_REPORTS, Look, PeerRecord, RoundReport, Sighting, StageReport
 from p2ptrain.status.agreed import bootstraps, swarm_view
 from p2ptrain.status.tracker import SwarmTracker
 from p2ptrain.status.views import Event, SwarmView

@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from p2ptrain.averaging.protocol.certificate import Body, Certificate
-from p2ptrain.network.records.record import PeerRecord, RoundReport, StageReport
-from p2ptrain.network.records.sighting import Look, Sighting
+from p2ptrain.network.records.record import Look, PeerRecord, RoundReport, Sighting, StageReport
 from p2ptrain.status.alerts import Facts
 from p2ptrain.status.progress import RoundGoal
 from p2ptrain.status.snapshot import Observation, build_snapshot

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from p2ptrain.codecs import Codec, codec_names, get_codec
+from p2ptrain.codecs.arrays import CHUNK_VALUES, SUM_COLUMNS, sum_of_squares
+from p2ptrain.codecs.base import NativeCodec
 from p2ptrain.codecs.blockwise import BlockwiseCodec
 from p2ptrain.codecs.conformance import check_codec, fingerprint
 from p2ptrain.codecs.dense import Fp32Codec
-from p2ptrain.codecs.native import NativeCodec
-from p2ptrain.codecs.norms import CHUNK_VALUES, SUM_COLUMNS, sum_of_squares
 from p2ptrain.errors import IncompatibleError
 from p2ptrain.extensions import ContractError
 from p2ptrain.native import load_functions

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2ptrain.codecs import CodecError, codec_names, get_codec, warm_up
+from p2ptrain.codecs.base import ENERGY_VALUES, NativeCodec
 from p2ptrain.codecs.blockwise import BlockwiseCodec, Int4Codec
 from p2ptrain.codecs.conformance import fingerprint
-from p2ptrain.codecs.native import ENERGY_VALUES, NativeCodec, agree
+from p2ptrain.codecs.registry import agree
 from p2ptrain.native import build, load, load_functions
 from p2ptrain.native.load import Function, Functions
 from tests.support.tools import needed
@@ -189,8 +190,8 @@ def test_functions_that_compute_something_else_are_not_used(
 ) -> None:
     wrong = {**functions, "int8": {**functions["int8"], "accumulate": functions["int8"]["decode"]}}
     codecs = {name: fresh(name) for name in NAMES}
-    monkeypatch.setattr("p2ptrain.codecs.native.get_codec", codecs.__getitem__)
-    monkeypatch.setattr("p2ptrain.codecs.native.load_functions", lambda: wrong)
+    monkeypatch.setattr("p2ptrain.codecs.registry.get_codec", codecs.__getitem__)
+    monkeypatch.setattr("p2ptrain.codecs.registry.load_functions", lambda: wrong)
     assert not warm_up()
     assert [name for name in codecs if not codecs[name].functions] == ["int8"]
     assert "int8 differs" in caplog.text
@@ -206,8 +207,8 @@ def test_warming_up_gives_every_codec_its_functions_and_is_done_once(
         return functions
 
     codecs = {name: fresh(name) for name in NAMES}
-    monkeypatch.setattr("p2ptrain.codecs.native.get_codec", codecs.__getitem__)
-    monkeypatch.setattr("p2ptrain.codecs.native.load_functions", load_once)
+    monkeypatch.setattr("p2ptrain.codecs.registry.get_codec", codecs.__getitem__)
+    monkeypatch.setattr("p2ptrain.codecs.registry.load_functions", load_once)
     assert warm_up()
     assert warm_up()
     assert len(calls) == 1
@@ -215,8 +216,8 @@ def test_warming_up_gives_every_codec_its_functions_and_is_done_once(
 
 def test_without_a_library_codecs_work_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     codecs = {name: fresh(name) for name in NAMES}
-    monkeypatch.setattr("p2ptrain.codecs.native.get_codec", codecs.__getitem__)
-    monkeypatch.setattr("p2ptrain.codecs.native.load_functions", dict)
+    monkeypatch.setattr("p2ptrain.codecs.registry.get_codec", codecs.__getitem__)
+    monkeypatch.setattr("p2ptrain.codecs.registry.load_functions", dict)
     assert not warm_up()
     assert codecs["int8"].encode(torch.ones(512)) == get_codec("int8").encode(torch.ones(512))
 

@@ -189,13 +189,15 @@ def test_peer_id_matches_the_specification() -> None:
     ("number", "kind", "code"),
     [(errno.ENOSPC, ResourceError, 7), (errno.ENOTDIR, ConfigError, 3), (errno.EACCES, IdentityError, 5)],
 )
+@pytest.mark.parametrize("function", ["os.open", "tempfile.mkstemp", "os.fsync", "os.rename"])
 def test_a_full_disk_and_a_wrong_path_are_told_from_an_unusable_key(
-    number: int, kind: type[P2PTrainError], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, kind: type[P2PTrainError], code: int, function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*arguments: object) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("p2ptrain.network.identity.os.fsync", refuse)
+    monkeypatch.setattr(f"p2ptrain.network.identity.{function}", refuse)
     with pytest.raises(kind, match=os.strerror(number)) as raised:
         Identity.create_or_load(tmp_path / "peer.key")
     assert raised.value.exit_code == code
+    assert [path.name for path in tmp_path.iterdir() if path.suffix != ".lock"] == []

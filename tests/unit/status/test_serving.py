@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from p2ptrain.monitor.latency_history import PERCENTILES
 from p2ptrain.monitor.store import Store
 from p2ptrain.monitor.watch import Watch
-from p2ptrain.network.records.record import PeerRecord
+from p2ptrain.network.records.record import PeerRecord, Sighting
 from p2ptrain.network.records.serving import Latencies, ServingReport, ServingTotals
-from p2ptrain.network.records.sighting import Sighting
 from p2ptrain.status.serving import (
     MAX_TOKENS_PER_SECOND,
     NONE,

@@ -12,9 +12,16 @@ from hypothesis import strategies as st
 
 from p2ptrain.errors import IntegrityError
 from p2ptrain.monitor.web import to_json
-from p2ptrain.network.records.record import REACHABILITIES, ROLES, STATES, PeerRecord, RoundReport, StageReport
+from p2ptrain.network.records.record import (
+    REACHABILITIES,
+    ROLES,
+    STATES,
+    PeerRecord,
+    RoundReport,
+    Sighting,
+    StageReport,
+)
 from p2ptrain.network.records.serving import Latencies, ServingReport, ServingTotals
-from p2ptrain.network.records.sighting import Sighting
 from p2ptrain.status.coverage import coverage
 from p2ptrain.status.snapshot import majority_digests, peer_views
 from p2ptrain.status.stages import stage_views

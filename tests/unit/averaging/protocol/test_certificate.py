@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from p2ptrain.averaging.protocol.certificate import Body, Certificate, Head, Roster, Ticket, genesis, vote
 from p2ptrain.errors import IntegrityError
-from p2ptrain.manifest import canonical_bytes
+from p2ptrain.hashing import canonical_bytes
 from p2ptrain.network.schema import from_wire, to_wire
 from tests.support.signers import NamedSigner
 

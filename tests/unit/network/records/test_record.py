@@ -146,7 +146,7 @@ def test_arguments_out_of_range_are_the_callers_mistake(changes: dict[str, Any])
 
 
 def test_expiry_must_be_a_time() -> None:
-    with pytest.raises(IntegrityError, match="expiry"):
+    with pytest.raises(IntegrityError, match="expires_at"):
         open_record(sealed(expires_at=float("nan")), "peer", SWARM, BOB)
 
 

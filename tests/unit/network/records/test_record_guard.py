@@ -10,8 +10,7 @@ from hivemind.dht.validation import DHTRecord
 
 from p2ptrain.network.libp2p import directory as libp2p_directory
 from p2ptrain.network.libp2p.directory import DHTRecordGuard
-from p2ptrain.network.records.guard import RecordGuard
-from p2ptrain.network.records.record import peers_key, seal_record
+from p2ptrain.network.records.record import RecordGuard, peers_key, seal_record
 from tests.support.signers import NamedSigner
 
 SWARM = b"s" * 32

@@ -16,7 +16,7 @@ from p2ptrain.errors import (
     ProtocolError,
 )
 from p2ptrain.network.rpc.channel import Channel
-from p2ptrain.network.rpc.client import PROTOCOL
+from p2ptrain.network.rpc.endpoint import PROTOCOL
 from p2ptrain.network.rpc.frames import Kind, frame
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
 from p2ptrain.network.transport import Stream
@@ -34,8 +34,8 @@ def test_a_call_takes_two_round_trips_and_returns_the_reply() -> None:
             assert reply == {"twice": 42, "caller": caller.rpc.peer_id}
             assert network.loop.time() < 0.201
             await until(lambda: server.rpc.num_inbound == 0)
-            assert caller.rpc.bytes_sent == server.rpc.bytes_received > 0
-            assert caller.rpc.bytes_received == server.rpc.bytes_sent > 0
+            assert caller.rpc.traffic.sent == server.rpc.traffic.received > 0
+            assert caller.rpc.traffic.received == server.rpc.traffic.sent > 0
 
     simulate(main, 1, model=FIXED)
 
@@ -70,21 +70,38 @@ def test_a_call_to_oneself_runs_the_handler_on_a_copy() -> None:
     simulate(main, 1)
 
 
+def test_a_call_to_oneself_has_the_size_limits_of_any_other() -> None:
+    async def echo(peer: str, request: dict[str, Any]) -> dict[str, Any]:
+        return request
+
+    async def main(network: SimulatedNetwork) -> None:
+        async with members(network, 2) as (caller, server):
+            for member in (caller, server):
+                member.rpc.serve("echo", dict, echo, max_request_bytes=2000)
+            for peer in (caller.rpc.peer_id, server.rpc.peer_id):
+                assert await caller.rpc.call(peer, "echo", {"data": bytes(1000)}, dict, 5)
+                with pytest.raises(PeerRefusedError, match="2000 are allowed"):
+                    await caller.rpc.call(peer, "echo", {"data": bytes(3000)}, dict, 5)
+                with pytest.raises(ProtocolError, match="500 are allowed"):
+                    await caller.rpc.call(peer, "echo", {"data": bytes(1000)}, dict, 5, max_reply_bytes=500)
+
+    simulate(main, 1)
+
+
 def test_what_dials_took_is_remembered_and_doubled_when_they_fail() -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with members(network, 2) as (caller, server):
             peer = server.rpc.peer_id
             server.rpc.serve("double", dict, double)
-            assert caller.rpc.dial_seconds(peer) is None
+            assert peer not in caller.rpc.dial_seconds
             await caller.rpc.call(peer, "double", {"number": 1}, dict, 5)
-            took = caller.rpc.dial_seconds(peer)
-            assert took is not None
+            took = caller.rpc.dial_seconds[peer]
             assert took == pytest.approx(0.1)
             network.cut(server.peer)
             for times in (2, 4):
                 with pytest.raises((PeerUnreachableError, DeadlineError)):
                     await caller.rpc.call(peer, "double", {"number": 1}, dict, 1)
-                assert caller.rpc.dial_seconds(peer) == times * took
+                assert caller.rpc.dial_seconds[peer] == times * took
             network.mend(server.peer)
 
     simulate(main, 1, model=FIXED)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from p2ptrain.errors import PeerLostError, ProtocolError
 from p2ptrain.network.rpc.channel import Channel
+from p2ptrain.network.rpc.endpoint import Header
 from p2ptrain.network.rpc.frames import FRAME, MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, Kind, Refusal, frame, pack
-from p2ptrain.network.rpc.server import Header
 from p2ptrain.network.schema import Message
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.network.transport import Stream

@@ -11,7 +11,7 @@ import pytest
 
 from p2ptrain.errors import PeerLostError, PeerSilentError
 from p2ptrain.network.rpc.channel import Channel
-from p2ptrain.network.rpc.heartbeat import Heartbeat
+from p2ptrain.network.rpc.receive import Heartbeat
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
 from p2ptrain.network.transport import Stream
 from tests.support.sim.channels import against, conversation, talkers
@@ -90,7 +90,7 @@ def test_a_channel_that_expects_beats_ends_within_the_silence_that_it_was_told_a
     fault: str, seed: int
 ) -> None:
     async def server(channel: Channel) -> None:
-        channel.beat(0.4)
+        channel.heartbeat.beat(0.4)
         await asyncio.sleep(3600)
 
     async def main(network: SimulatedNetwork) -> None:
@@ -98,7 +98,7 @@ def test_a_channel_that_expects_beats_ends_within_the_silence_that_it_was_told_a
 
             async def talk() -> None:
                 async with caller.rpc.open(other.rpc.peer_id, "talk", {}, 5) as channel:
-                    channel.expect_beats(2.0, lambda last_heard: last_heard + 2.0)
+                    channel.heartbeat.expect(2.0, lambda last_heard: last_heard + 2.0)
                     await channel.receive(dict, 3600)
 
             talking = asyncio.create_task(talk())
@@ -122,7 +122,7 @@ def test_a_channel_that_expects_beats_asks_when_silence_ends_it() -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with conversation(network, server) as (channel, _, _):
             started = network.loop.time()
-            channel.expect_beats(1.0, lambda last_heard: max(last_heard, started + 20.0) + 1.0)
+            channel.heartbeat.expect(1.0, lambda last_heard: max(last_heard, started + 20.0) + 1.0)
             network.cut(network.peers["peer1"])
             with pytest.raises(PeerSilentError):
                 await channel.receive(dict, 3600)
@@ -151,7 +151,7 @@ def test_a_pause_of_ones_own_is_no_silence_and_counts_from_its_end() -> None:
     async def main(network: SimulatedNetwork) -> None:
         loop = network.loop
         async with against(network, lambda stream: asyncio.sleep(3600)) as channel:
-            channel._heartbeat.stop()
+            channel.heartbeat.stop()
             heartbeat = Heartbeat(
                 channel._stream,
                 3.0,

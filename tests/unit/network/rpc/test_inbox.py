@@ -9,7 +9,7 @@ import pytest
 from p2ptrain.errors import PeerLostError, ProtocolError
 from p2ptrain.network.rpc.channel import Channel, ChannelLimits
 from p2ptrain.network.rpc.frames import MAX_MESSAGE_BYTES, Kind, frame, pack
-from p2ptrain.network.rpc.inbox import Inbox, Sink
+from p2ptrain.network.rpc.receive import Inbox, Sink
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
 from p2ptrain.network.transport import Stream
 from tests.support.sim.channels import against, conversation
@@ -27,8 +27,8 @@ def test_what_is_buffered_for_an_owner_that_does_not_read_is_bounded() -> None:
         async with conversation(network, server) as (channel, caller, other):
             sending = asyncio.create_task(channel.send_bytes(bytes(32 << 20)))
             await asyncio.sleep(25)
-            assert caller.rpc.bytes_sent < 2 << 20
-            assert other.rpc.bytes_received < ChannelLimits().inbox_bytes + 70_000
+            assert caller.rpc.traffic.sent < 2 << 20
+            assert other.rpc.traffic.received < ChannelLimits().inbox_bytes + 70_000
             await sending
 
     simulate(main, 1, model=LinkModel(up_bytes_per_second=None, down_bytes_per_second=None))
@@ -58,7 +58,7 @@ def test_a_long_message_is_not_read_before_it_is_asked_for() -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with conversation(network, server) as (channel, caller, _):
             await asyncio.sleep(5)
-            assert caller.rpc.bytes_received < 100
+            assert caller.rpc.traffic.received < 100
             message = await channel.receive(dict, 30, max_bytes=MAX_MESSAGE_BYTES)
             assert len(message["data"]) == 5 << 20
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from p2ptrain.network.rpc.channel import Channel
-from p2ptrain.network.rpc.client import Rpc, RpcLimits
-from p2ptrain.network.rpc.rates import RateLimit
+from p2ptrain.network.rpc.endpoint import Rpc, RpcLimits
+from p2ptrain.network.rpc.frames import RateLimit
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
 from tests.support.sim.peers import start_member
 

@@ -14,9 +14,8 @@ from p2ptrain.errors import (
     PeerLostError,
     PeerRefusedError,
 )
-from p2ptrain.network.rpc.client import PROTOCOL, Rpc, RpcLimits
+from p2ptrain.network.rpc.endpoint import MAX_CONCURRENT_REFUSALS, MAX_COUNTED_REFUSALS, PROTOCOL, Rpc, RpcLimits
 from p2ptrain.network.rpc.frames import FRAME, Kind, Refusal, frame, pack, unpack
-from p2ptrain.network.rpc.server import MAX_CONCURRENT_REFUSALS, MAX_COUNTED_REFUSALS
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.network.transport import Stream
 from tests.support.sim.peers import SWARM, Member, members, start_member, until

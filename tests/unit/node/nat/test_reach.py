@@ -9,7 +9,7 @@ import pytest
 
 from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.network.libp2p.settings import Libp2pSettings
-from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.node.nat import reach
 from p2ptrain.node.nat.relaying import RELAY_ATTEMPTS

@@ -59,16 +59,6 @@ def test_too_many_downloads_wait_their_turn() -> None:
     simulate(main, seed=1, model=FAST)
 
 
-def test_upload_keeps_to_its_rate() -> None:
-    async def check(swarm: Sources) -> None:
-        loop = asyncio.get_running_loop()
-        started = loop.time()
-        await swarm.download()
-        assert loop.time() - started >= 0.9 * NUM_VALUES * 8 / 1e6
-
-    with_sources(1, check, ration=Ration(bytes_per_second=1e6))
-
-
 def test_cancelling_frees_the_slot() -> None:
     async def check(swarm: Sources) -> None:
         for _ in range(4):
