@@ -37,8 +37,8 @@ from p2ptrain.pipeline.messages import (
     TensorHead,
     check_values,
 )
-from p2ptrain.pipeline.routing.fair_queue import SendWindow
 from p2ptrain.pipeline.routing.router import NoHostError, Router
+from p2ptrain.pipeline.routing.send_window import SendWindow
 from p2ptrain.tasks import Tasks
 
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ from p2ptrain.pipeline.messages import (
     RoundRequest,
     SettleRequest,
 )
-from p2ptrain.pipeline.routing.fair_queue import SendWindow
 from p2ptrain.pipeline.routing.hop import beat, refuse, service
+from p2ptrain.pipeline.routing.send_window import SendWindow
 from p2ptrain.pipeline.stage.host import StageHost
 from p2ptrain.pipeline.stage.ledger import ReceiveBuffer
 from p2ptrain.tasks import Tasks
