@@ -20,7 +20,7 @@ from p2ptrain.models.registry import FROZEN_BYTES, MOMENTS_SAVED_BYTES, PROCESS_
 from p2ptrain.pipeline.messages import IDS, Payload
 from p2ptrain.pipeline.partition import equal_work, explicit, within_memory
 from p2ptrain.pipeline.placement import StageNeed
-from p2ptrain.progress import Jobs, untold
+from p2ptrain.progress import Progress, no_progress
 
 if TYPE_CHECKING:
     from p2ptrain.models.stage import Stage
@@ -178,11 +178,11 @@ class PipelinePlan:
         """Return the work of one sample in a span, in the unit of `needs`."""
         return float(sum(self._family.work(self.manifest.model)[slice(*span)]))
 
-    def build(self, stage: int, weights: Path | None = None, jobs: Jobs = untold) -> Stage:
+    def build(self, stage: int, weights: Path | None = None, jobs: Progress = no_progress) -> Stage:
         """Return a stage on the CPU in its initial state; arguments and errors as in `build_stage`."""
         return self.build_span(self.spans[stage], weights, jobs)
 
-    def build_span(self, span: Span, weights: Path | None = None, jobs: Jobs = untold) -> Stage:
+    def build_span(self, span: Span, weights: Path | None = None, jobs: Progress = no_progress) -> Stage:
         """Return any span of blocks, built as by `build`."""
         spec = self.manifest
         built = build_stage(spec.model, span, weights, spec.pipeline.quant or None, jobs)

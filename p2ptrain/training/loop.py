@@ -13,7 +13,7 @@ import torch
 
 from p2ptrain.errors import CheckpointError, P2PTrainError, ResourceError, TemporaryError
 from p2ptrain.manifest import Manifest
-from p2ptrain.progress import Jobs, untold
+from p2ptrain.progress import Progress, no_progress
 from p2ptrain.training.checkpoints.saving import Saver
 from p2ptrain.training.data.corpus import Corpus
 from p2ptrain.training.data.windows import Sampler
@@ -31,7 +31,7 @@ GLANCE_WINDOWS = 16
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """The loop's progress; only the loop writes it, other threads may read it."""
 
     loss: float | None = None
@@ -66,9 +66,9 @@ class Trainer:
         saver: Saver,
         max_rounds: int = 0,
         evaluate: bool = True,
-        jobs: Jobs = untold,
+        jobs: Progress = no_progress,
     ) -> None:
-        self.progress = Progress()
+        self.progress = TrainingProgress()
         self.optimizer = optimizer
         self._module = module
         self._synchronizer = synchronizer
@@ -102,7 +102,7 @@ class Trainer:
             self._deadline = time.monotonic() + seconds
         self._stop.set()
 
-    def run(self) -> Progress:
+    def run(self) -> TrainingProgress:
         """Train on the calling thread; raise `P2PTrainError` if training cannot continue."""
         if self._evaluate:
             self.progress.held_out_loss_before = self._held_out()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from p2ptrain.pipeline.client.trainer import PipelineTrainer
     from p2ptrain.pipeline.migration import StageMigrator
     from p2ptrain.pipeline.stage.hosted_stage import HostedStage
-    from p2ptrain.training.loop import Progress
+    from p2ptrain.training.loop import TrainingProgress
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ async def take_part(peer: Peer, config: PeerConfig, signals: StopSignals) -> Non
         ConfigError: The configured stage does not exist, or the text cannot be read.
         TemporaryError: Microbatches keep failing.
     """
-    from p2ptrain.training.loop import Progress
+    from p2ptrain.training.loop import TrainingProgress
 
     loop = asyncio.get_running_loop()
     started = loop.time()
@@ -92,7 +92,7 @@ async def take_part(peer: Peer, config: PeerConfig, signals: StopSignals) -> Non
     if hosted is not None:
         unsaved = await save_and_tell(peer, config, hosted, is_last=True)
         error = error or unsaved
-    progress, rounds = (feeding.progress, feeding.rounds) if feeding is not None else (Progress(), 0)
+    progress, rounds = (feeding.progress, feeding.rounds) if feeding is not None else (TrainingProgress(), 0)
     write_summary(peer, config, progress, loop.time() - started, reason, rounds)
     peer.remember_peers()
     if error is not None:
@@ -221,7 +221,7 @@ async def _start_feeding(peer: Peer, config: PeerConfig, view: PipelineView) -> 
     data, cache = local_data(manifest, config.weights), config.run_dir.parent / "data"
     corpus = await asyncio.to_thread(load_corpus, data, model.context, model.vocabulary, cache, peer.jobs)
 
-    def publish(progress: Progress) -> None:
+    def publish(progress: TrainingProgress) -> None:
         peer.status.note = progress.note
         peer.presence.changed()
 

@@ -26,7 +26,7 @@ from p2ptrain.pipeline.messages import pack
 from p2ptrain.tasks import Tasks
 from p2ptrain.training.data.corpus import Corpus, Tokens
 from p2ptrain.training.data.windows import ReadingPosition, Sampler
-from p2ptrain.training.loop import Progress
+from p2ptrain.training.loop import TrainingProgress
 from p2ptrain.training.metrics import MetricsWriter
 
 logger = logging.getLogger(__name__)
@@ -70,9 +70,9 @@ class PipelineTrainer:
         corpus: Corpus,
         metrics: MetricsWriter,
         options: SendingOptions,
-        on_progress: Callable[[Progress], None],
+        on_progress: Callable[[TrainingProgress], None],
     ) -> None:
-        self.progress = Progress()
+        self.progress = TrainingProgress()
         self.rounds = 0
         self._on_progress = on_progress
         self._sender = sender

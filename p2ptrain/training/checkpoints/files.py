@@ -33,7 +33,7 @@ from torch import Tensor
 from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.errors import CheckpointError, IncompatibleError, IntegrityError, ResourceError
 from p2ptrain.network.schema import from_wire, to_wire
-from p2ptrain.progress import Jobs, untold
+from p2ptrain.progress import Progress, no_progress
 from p2ptrain.training.checkpoints.stage_list import STAGES_FILE
 from p2ptrain.training.checkpoints.tensor_file import hash_file, write_tensors
 from p2ptrain.training.state.digest import NamedTensors, merkle_tree
@@ -166,7 +166,7 @@ def describe_checkpoint(path: Path) -> CheckpointInfo:
     return _read_info(path)[0]
 
 
-def verify_checkpoint(path: Path, jobs: Jobs = untold) -> CheckpointInfo:
+def verify_checkpoint(path: Path, jobs: Progress = no_progress) -> CheckpointInfo:
     """Check every byte of a checkpoint; raise `CheckpointError` if something is missing or changed."""
     info, files = _read_info(path)
     checked = 0
@@ -182,7 +182,7 @@ def verify_checkpoint(path: Path, jobs: Jobs = untold) -> CheckpointInfo:
     return info
 
 
-def load_checkpoint(path: Path, jobs: Jobs = untold) -> LoadedCheckpoint:
+def load_checkpoint(path: Path, jobs: Progress = no_progress) -> LoadedCheckpoint:
     """Verify a checkpoint and read it; raise `CheckpointError` if a file or the shared state's digest is wrong."""
     info = verify_checkpoint(path, jobs)
     with jobs(f"reading {path.name}", ""):
@@ -194,7 +194,7 @@ def load_checkpoint(path: Path, jobs: Jobs = untold) -> LoadedCheckpoint:
     return LoadedCheckpoint(path, info.head, info.swarm, shared, local, info.extra)
 
 
-def load_newest_valid(directory: Path, swarm: bytes, jobs: Jobs = untold) -> LoadedCheckpoint | None:
+def load_newest_valid(directory: Path, swarm: bytes, jobs: Progress = no_progress) -> LoadedCheckpoint | None:
     """Load the newest intact checkpoint, and clean up after a crash; return None if there is no checkpoint.
 
     Raises:

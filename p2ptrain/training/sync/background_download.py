@@ -26,7 +26,7 @@ from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.errors import IncompatibleError, IntegrityError, TemporaryError
 from p2ptrain.network.transport import PeerId
-from p2ptrain.progress import Advance, Jobs
+from p2ptrain.progress import Advance, Progress
 from p2ptrain.tasks import Tasks, together
 from p2ptrain.training.state.digest import CHUNK_BYTES
 from p2ptrain.training.state.shared_state import Stamp
@@ -57,7 +57,7 @@ FAILURES = (TemporaryError, IntegrityError, IncompatibleError)
 class StateDownload:
     """One peer's download of the swarm's state, and the rounds since; implements `Admission`."""
 
-    def __init__(self, replica: Replica, jobs: Jobs) -> None:
+    def __init__(self, replica: Replica, jobs: Progress) -> None:
         self._replica = replica
         self._context = replica.context
         self._state = replica.state

@@ -28,7 +28,7 @@ from p2ptrain.errors import (
     TemporaryError,
 )
 from p2ptrain.network.records.record import PeerRecord
-from p2ptrain.progress import Advance, Jobs
+from p2ptrain.progress import Advance, Progress
 from p2ptrain.tasks import Tasks, to_its_end, together
 from p2ptrain.training.state.digest import spec_of
 from p2ptrain.training.sync.background_download import StateDownload
@@ -62,7 +62,7 @@ class CatchUp:
         incompatible: By peer: why its state does not fit this model.
     """
 
-    def __init__(self, replica: Replica, jobs: Jobs) -> None:
+    def __init__(self, replica: Replica, jobs: Progress) -> None:
         self._replica = replica
         self._context = replica.context
         self._state = replica.state
