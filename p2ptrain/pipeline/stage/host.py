@@ -35,7 +35,6 @@ from p2ptrain.pipeline.messages import (
 from p2ptrain.pipeline.routing.hop import Caller, Tell
 from p2ptrain.pipeline.routing.router import MEASURE_WEIGHT
 from p2ptrain.pipeline.stage.gradients import Added, StageGradients
-from p2ptrain.pipeline.stage.inflight import InFlight
 from p2ptrain.pipeline.stage.ledger import Ledger, State
 from p2ptrain.pipeline.stage.worker import StageWorker
 from p2ptrain.tasks import Tasks, until_ended
@@ -44,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 FORGET_SECONDS = 120.0
 """Timeout of a counted microbatch, until its trainer settles it."""
+ORPHAN_SECONDS = 15.0
+"""Timeout of a microbatch in flight without a waiting caller; the caller's own caller may send a substitute."""
 NEXT_ROUND_SECONDS = 120.0
 """Timeout of an early microbatch, until its round begins."""
 MAX_EARLY = 256
@@ -333,3 +334,46 @@ class StageHost:
     def is_done(self, ids: Sequence[MicrobatchId]) -> list[bool]:
         """Return for each microbatch whether the committed average of a remembered round contains it."""
         return [any(id in done for done in self._done.values()) for id in ids]
+
+
+class InFlight:
+    """A microbatch in flight, shared by its caller and the caller's substitutes; ``task`` returns its reply."""
+
+    def __init__(self, id: MicrobatchId, task: asyncio.Task[Reply]) -> None:
+        self.task = task
+        self._id = id
+        self._askers: list[Tell] = []
+        self._heard: list[tuple[int, str]] = []
+        self._orphaned: asyncio.TimerHandle | None = None
+
+    async def join(self, news: Tell) -> Reply:
+        """Wait for the reply; `ORPHAN_SECONDS` after the last waiting caller has gone, the task is cancelled.
+
+        ``news`` is called with the progress at every stage, past progress included.
+
+        Raises:
+            BadMicrobatchError: It was given up.
+            P2PTrainError: The task's error.
+        """
+        if self._orphaned is not None:
+            self._orphaned.cancel()
+        self._askers.append(news)
+        try:
+            for stage, host in list(self._heard):
+                await news(stage, host)
+            return await asyncio.shield(self.task)
+        except asyncio.CancelledError:
+            if self.task.cancelled():
+                raise BadMicrobatchError(f"{self._id} was given up") from None
+            raise
+        finally:
+            self._askers.remove(news)
+            if not self._askers and not self.task.done():
+                self._orphaned = asyncio.get_running_loop().call_later(ORPHAN_SECONDS, self.task.cancel)
+
+    async def tell(self, stage: int, host: str) -> None:
+        """Tell all waiting callers that a host finished a stage's forward pass, or was called."""
+        self._heard.append((stage, host))
+        for news in list(self._askers):
+            with contextlib.suppress(P2PTrainError):  # A caller that is gone does not affect the others.
+                await news(stage, host)

@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Protocol
 
 from p2ptrain.network.records.record import StageReport
 from p2ptrain.network.rpc.client import Rpc
 from p2ptrain.pipeline.checkpoints.saving import StageSaves
 from p2ptrain.pipeline.stage.gradients import StageGradients
 from p2ptrain.pipeline.stage.host import StageHost
-from p2ptrain.pipeline.stage.rounds import AdmissionQueue, StageObserver, StageRounds
+from p2ptrain.pipeline.stage.rounds import AdmissionQueue, StageRounds
 from p2ptrain.pipeline.stage.service import HostService
 from p2ptrain.pipeline.stage.units import HostingOptions, host_unit
 from p2ptrain.pipeline.stage.worker import StageWorker
 from p2ptrain.pipeline.view import PipelineView
 from p2ptrain.signing import Signer
 from p2ptrain.tasks import Tasks
+from p2ptrain.training.sync.synchronizer import RoundResult
 
 NOT_YET = -1
 """The round of a host without its stage's state: microbatches wait."""
 WRITING_SECONDS = 10.0
 """Timeout of a checkpoint list that is being written when the stage is closed."""
+
+
+class StageObserver(Protocol):
+    """Observer of a hosted stage's rounds."""
+
+    def round_ended(self, hosted: HostedStage, result: RoundResult) -> None:
+        """Called after a synchronization of the stage's own unit."""
+
+    def round_began(self, hosted: HostedStage, round: int) -> None:
+        """Called when a round began, with all units in it."""
 
 
 class HostedStage:
@@ -40,7 +52,6 @@ class HostedStage:
     ) -> None:
         options = options or HostingOptions()
         self.number = worker.number
-        self.module = worker.compute.stage
         self.worker = worker
         self.saves = StageSaves(view.plan, view.saves, rpc.peer_id)
         self._rpc = rpc

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, TypeVar
@@ -209,17 +209,11 @@ class ReceiveBuffer:
         if mine and mine + num_bytes > limits.max_share * limits.max_bytes:
             raise FullError("too much of this peer's is on its way here: wait for some of it")
         self._held[sender] += num_bytes
-        is_held = True
+        with ExitStack() as reservation:
+            reservation.callback(self._release, sender, num_bytes)
+            yield reservation.close
 
-        def release() -> None:
-            nonlocal is_held
-            if is_held:
-                is_held = False
-                self._held[sender] -= num_bytes
-                if not self._held[sender]:
-                    del self._held[sender]
-
-        try:
-            yield release
-        finally:
-            release()
+    def _release(self, sender: str, num_bytes: int) -> None:
+        self._held[sender] -= num_bytes
+        if not self._held[sender]:
+            del self._held[sender]

@@ -21,16 +21,12 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
 
 from p2ptrain.pipeline.messages import MicrobatchId
 from p2ptrain.pipeline.stage.host import RoundGate, StageHost
 from p2ptrain.pipeline.stage.units import HostedUnit
 from p2ptrain.tasks import together
 from p2ptrain.training.sync.synchronizer import RoundResult
-
-if TYPE_CHECKING:
-    from p2ptrain.pipeline.stage.hosted_stage import HostedStage
 
 logger = logging.getLogger(__name__)
 
@@ -42,16 +38,6 @@ PAUSE_SECONDS = 0.25
 SIT_OUT_SECONDS = 5.0
 LEAVE_SECONDS = 2.0
 """Timeout for the others' result, at a leaving host without work for the round; < `SIT_OUT_SECONDS`."""
-
-
-class StageObserver(Protocol):
-    """Observer of a hosted stage's rounds."""
-
-    def round_ended(self, hosted: HostedStage, result: RoundResult) -> None:
-        """Called after a synchronization of the stage's own unit."""
-
-    def round_began(self, hosted: HostedStage, round: int) -> None:
-        """Called when a round began, with all units in it."""
 
 
 class AdmissionQueue(RoundGate):
@@ -113,7 +99,6 @@ class StageRounds:
         self._on_round = on_round
         self._on_begun = on_begun
         self._standby = units[0].synchronizer.averager.matchmaker.standby
-        self._held = 0
         self._is_stopping = False
         self._uncounted: list[MicrobatchId] = []
         for unit in units:
@@ -143,7 +128,7 @@ class StageRounds:
     async def _fill(self) -> None:
         """Report settled samples and request admissions, until the round is to be closed."""
         own = self._units[0].synchronizer
-        queue, self._held = self._queue, 0
+        queue = self._queue
         queue.is_over_elsewhere = False
         while not (self._is_stopping or queue.is_over_elsewhere):
             queue.stirred.clear()
@@ -167,8 +152,8 @@ class StageRounds:
         asked = list(waiting)
         wanted = sum(samples for samples, _ in asked)
         since = asyncio.get_running_loop().time() - UNSETTLED_SECONDS
-        self._held = max(0, ledger.samples(since) - wanted) if self._host.worker.number == 0 else 0
-        granted = await self._standby.take_on(ledger.settled_samples, self._held, wanted)
+        held = max(0, ledger.samples(since) - wanted) if self._host.worker.number == 0 else 0
+        granted = await self._standby.take_on(ledger.settled_samples, held, wanted)
         for samples, answer in asked:
             if waiting and waiting[0][1] is answer:
                 waiting.popleft()
@@ -240,8 +225,8 @@ class StageRounds:
             return False
         if await synchronizer.catch_up.follow_swarm(unit.work):
             return False
-        patience = 2 * self._grace_seconds + SIT_OUT_SECONDS
-        if asyncio.get_running_loop().time() - since <= patience:
+        timeout_seconds = 2 * self._grace_seconds + SIT_OUT_SECONDS
+        if asyncio.get_running_loop().time() - since <= timeout_seconds:
             return False
         if self._queue.is_over_elsewhere or any(other.round > unit.round for other in self._units):
             logger.warning("round %d: nothing is left of it here: it ends with a gradient of zero", unit.round)

@@ -20,8 +20,7 @@ from p2ptrain.pipeline.messages import (
     RoundRequest,
     pack,
 )
-from p2ptrain.pipeline.stage.host import FORGET_SECONDS, RoundGate
-from p2ptrain.pipeline.stage.inflight import ORPHAN_SECONDS
+from p2ptrain.pipeline.stage.host import FORGET_SECONDS, ORPHAN_SECONDS, RoundGate
 from tests.support.sim.peers import until
 from tests.support.sim.stage_hosts import (
     PASS_SECONDS,
