@@ -193,19 +193,12 @@ class StageMigrator:
 
     # Moving
 
-    async def _move(
-        self, move: Move, hosting: asyncio.Task[None], before: Sequence[Host] | None = None
-    ) -> asyncio.Task[None]:
-        """Carry out a move, if agreed; return the task that hosts afterwards.
-
-        ``before`` are the other hosts when the move was found; None skips the agreement.
-        """
+    async def _move(self, move: Move, hosting: asyncio.Task[None], before: Sequence[Host]) -> asyncio.Task[None]:
+        """Carry out a move, found with the hosts ``before``, if agreed; return the task that hosts afterwards."""
         self._target = move.target
         taking = self._tasks.call(self._stages.take_on(move.target), f"take-on-{move.target}")
         try:
-            if before is None:
-                self._say()
-            elif not await self._is_agreed(move, before):
+            if not await self._is_agreed(move, before):
                 logger.debug("staying with stage %d: a move to stage %d was not agreed on", move.source, move.target)
                 return hosting
             self._is_leaving = True
