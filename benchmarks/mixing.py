@@ -148,7 +148,7 @@ class Cells(Mixer):
             late: list[int] = []
             self.keys += len(waiting) if choice else 0
             for member in waiting:
-                cell = cell_of(self.lineage, 0, sub_round, self.peers[member], self._num_cells, choice)
+                cell = cell_of(self.lineage, choice, sub_round, self.peers[member], self._num_cells)
                 (cells[cell] if len(cells[cell]) < self._group_size else late).append(member)
             waiting = late
         return cells
