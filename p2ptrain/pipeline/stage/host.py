@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -53,18 +54,33 @@ MAX_EVALUATIONS = 8
 MAX_REMEMBERED_ROUNDS = 8
 
 
-class RoundGate:
-    """Admission to the round, as the host sees it; this base class admits all."""
+class AdmissionQueue:
+    """The first stage's microbatches that wait for admission to the round, and events of the round.
+
+    `p2ptrain.pipeline.stage.rounds` answers them.
+
+    Attributes:
+        stirred: Set on any change.
+        waiting: For each microbatch, its samples and the future of its admission.
+        is_over_elsewhere: True if another stage has ended the round in progress.
+    """
+
+    def __init__(self) -> None:
+        self.stirred = asyncio.Event()
+        self.waiting: deque[tuple[int, asyncio.Future[bool]]] = deque()
+        self.is_over_elsewhere = False
 
     async def admit(self, samples: int) -> bool:
-        """True if the round in progress has room for the samples; only the first stage asks."""
-        return True
-
-    def changed(self) -> None:
-        """Signal that a microbatch was settled, or given up."""
+        """True if the round in progress has room for the samples."""
+        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self.waiting.append((samples, answer))
+        self.stirred.set()
+        return await answer
 
     def is_over(self) -> None:
         """Signal that another stage has ended the round in progress."""
+        self.is_over_elsewhere = True
+        self.stirred.set()
 
 
 @dataclass(frozen=True)
@@ -79,19 +95,14 @@ class StageHost:
     """Hosts one stage. ``tokens_per_second`` is its device's recent throughput; 0 before a measurement."""
 
     def __init__(
-        self,
-        worker: StageWorker,
-        gradients: StageGradients,
-        caller: Caller,
-        round: int,
-        gate: RoundGate | None = None,
+        self, worker: StageWorker, gradients: StageGradients, caller: Caller, round: int, queue: AdmissionQueue
     ) -> None:
         self.worker = worker
         self.ledger: Ledger[_Kept] = Ledger(worker.limits, round)
         self.tokens_per_second = 0.0
         self._gradients = gradients
         self._caller = caller
-        self._gate = gate or RoundGate()
+        self._queue = queue
         self._tasks = Tasks()
         self._in_flight: dict[MicrobatchId, InFlight] = {}
         self._changed = asyncio.Event()
@@ -169,7 +180,7 @@ class StageHost:
         """Wait up to `NEXT_ROUND_SECONDS` for the round of an early microbatch."""
         if hop.id.round <= self.ledger.round:
             return
-        self._gate.is_over()
+        self._queue.is_over()
         if self._num_early >= MAX_EARLY:
             raise FullError(f"{MAX_EARLY} microbatches wait for the next round")
         self._num_early += 1
@@ -190,7 +201,7 @@ class StageHost:
         """Process an admitted microbatch, and count it."""
         worker, tell = self.worker, partial(self._tell, hop.id)
         await worker.check_values(hop)
-        if worker.number == 0 and not await self._gate.admit(hop.samples):
+        if worker.number == 0 and not await self._queue.admit(hop.samples):
             raise OtherRoundError(f"{hop.id} came too late: the round has its samples", is_late=True)
         if worker.ends(hop):
             await tell(worker.number, self._caller.rpc.peer_id)
@@ -232,7 +243,7 @@ class StageHost:
             return await self._caller.through(onward, hop.route[0] if hop.route else "", tell)
         except OtherRoundError as error:
             if error.is_late and hop.requires_grad and hop.id.round == self.ledger.round:
-                self._gate.is_over()
+                self._queue.is_over()
             raise
 
     def _leg(self, forward_seconds: float, backward_seconds: float) -> Leg:
@@ -293,7 +304,7 @@ class StageHost:
     def _stir(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-        self._gate.changed()
+        self._queue.stirred.set()
 
     async def round_after(self, round: int) -> int:
         """Wait for a round later than ``round``, and return it."""

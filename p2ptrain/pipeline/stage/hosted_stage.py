@@ -9,8 +9,8 @@ from p2ptrain.network.records.record import StageReport
 from p2ptrain.network.rpc.client import Rpc
 from p2ptrain.pipeline.checkpoints.saving import StageSaves
 from p2ptrain.pipeline.stage.gradients import StageGradients
-from p2ptrain.pipeline.stage.host import StageHost
-from p2ptrain.pipeline.stage.rounds import AdmissionQueue, StageRounds
+from p2ptrain.pipeline.stage.host import AdmissionQueue, StageHost
+from p2ptrain.pipeline.stage.rounds import StageRounds
 from p2ptrain.pipeline.stage.service import HostService
 from p2ptrain.pipeline.stage.units import HostingOptions, host_unit
 from p2ptrain.pipeline.stage.worker import StageWorker

@@ -19,11 +19,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 
 from p2ptrain.pipeline.messages import MicrobatchId
-from p2ptrain.pipeline.stage.host import RoundGate, StageHost
+from p2ptrain.pipeline.stage.host import AdmissionQueue, StageHost
 from p2ptrain.pipeline.stage.units import HostedUnit
 from p2ptrain.tasks import together
 from p2ptrain.training.sync.synchronizer import RoundResult
@@ -38,37 +37,6 @@ PAUSE_SECONDS = 0.25
 SIT_OUT_SECONDS = 5.0
 LEAVE_SECONDS = 2.0
 """Timeout for the others' result, at a leaving host without work for the round; < `SIT_OUT_SECONDS`."""
-
-
-class AdmissionQueue(RoundGate):
-    """The first stage's microbatches that wait for admission to the round, and events of the round.
-
-    Attributes:
-        stirred: Set on any change.
-        waiting: For each microbatch, its samples and the future of its admission.
-        is_over_elsewhere: True if another stage has ended the round in progress.
-    """
-
-    def __init__(self) -> None:
-        self.stirred = asyncio.Event()
-        self.waiting: deque[tuple[int, asyncio.Future[bool]]] = deque()
-        self.is_over_elsewhere = False
-
-    async def admit(self, samples: int) -> bool:
-        """See `RoundGate.admit`."""
-        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self.waiting.append((samples, answer))
-        self.stirred.set()
-        return await answer
-
-    def changed(self) -> None:
-        """See `RoundGate.changed`."""
-        self.stirred.set()
-
-    def is_over(self) -> None:
-        """See `RoundGate.is_over`."""
-        self.is_over_elsewhere = True
-        self.stirred.set()
 
 
 class StageRounds:
@@ -102,7 +70,7 @@ class StageRounds:
         self._is_stopping = False
         self._uncounted: list[MicrobatchId] = []
         for unit in units:
-            unit.synchronizer.averager.matchmaker.standby.on_closing(queue.changed)
+            unit.synchronizer.averager.matchmaker.standby.on_closing(queue.stirred.set)
 
     @property
     def is_done(self) -> bool:

@@ -20,10 +20,11 @@ from p2ptrain.pipeline.messages import (
     RoundRequest,
     pack,
 )
-from p2ptrain.pipeline.stage.host import FORGET_SECONDS, ORPHAN_SECONDS, RoundGate
+from p2ptrain.pipeline.stage.host import FORGET_SECONDS, ORPHAN_SECONDS
 from tests.support.sim.peers import until
 from tests.support.sim.stage_hosts import (
     PASS_SECONDS,
+    OpenRound,
     RefusedError,
     check_sums,
     check_untouched,
@@ -87,7 +88,7 @@ def test_only_hosts_of_a_stage_answer_for_it() -> None:
 # Rounds
 
 
-class Counting(RoundGate):
+class Counting(OpenRound):
     """Counts how often a host hears that its round is over elsewhere."""
 
     times_over = 0
