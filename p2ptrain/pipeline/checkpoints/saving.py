@@ -112,13 +112,13 @@ class Save:
 
 
 class StageSaves:
-    """This peer's saves of one hosted stage, and of its tied unit; ``told`` are all hosts' saves."""
+    """This peer's saves of one hosted stage, and of its tied unit: the ``newest`` of each. ``told`` are all hosts'."""
 
     def __init__(self, plan: PipelinePlan, told: Saves, peer_id: str) -> None:
         self._plan = plan
         self._told = told
         self._peer_id = peer_id
-        self._newest: dict[int, Save] = {}
+        self.newest: dict[int, Save] = {}
         self._waiting: dict[tuple[int, int], Save] = {}
         self._writing = asyncio.Lock()
         self.disk = threading.Lock()
@@ -126,7 +126,7 @@ class StageSaves:
 
     def note(self, save: Save) -> None:
         """Record a save that is on disk."""
-        self._newest[save.unit] = save
+        self.newest[save.unit] = save
         self._waiting.pop((save.unit, save.round), None)
         self._waiting[save.unit, save.round] = save
         while len(self._waiting) > 2 * MAX_ROUNDS:  # Other hosts remember no more; a host has at most two units.
@@ -135,15 +135,12 @@ class StageSaves:
 
     def failed(self, unit: int) -> None:
         """Withdraw a unit's saves after a failed one, so that other hosts do not wait for it."""
-        self._newest.pop(unit, None)
+        self.newest.pop(unit, None)
         self._told.forget(self._peer_id, unit)
-
-    def newest(self, unit: int) -> Save | None:
-        return self._newest.get(unit)
 
     def missing(self) -> str:
         """Describe why the newest save is incomplete, for people; empty if it is complete."""
-        for save in self._newest.values():
+        for save in self.newest.values():
             if self._waiting.get((save.unit, save.round)) is save:
                 found = self._told.agreement(self._plan.unit_numbers, save.round)
                 reasons = [f"{unit_folder(unit, self._plan.num_stages)}: {why}" for unit, why in found.missing.items()]
@@ -173,7 +170,7 @@ class StageSaves:
 
     def forget(self) -> None:
         """Withdraw all saves: this peer no longer hosts the stage."""
-        for unit in self._newest:
+        for unit in self.newest:
             self._told.forget(self._peer_id, unit)
-        self._newest.clear()
+        self.newest.clear()
         self._waiting.clear()

@@ -101,7 +101,7 @@ class HostedStage:
         found = []
         for each in self.units if self._participates else ():
             number, head = each.unit.number, each.synchronizer.head
-            is_own, saved = number == self.number, self.saves.newest(number)
+            is_own, saved = number == self.number, self.saves.newest.get(number)
             found.append(
                 StageReport(
                     number, head.round, head.lineage, head.digest, head.tokens,
