@@ -164,13 +164,13 @@ class HopRequest(Message, frozen=True):
         if self.targets.codec != IDS:
             raise ValueError("targets that are no class indices")
 
-    def to_hop(self, stage: int, inputs: Buffer = b"", targets: Buffer = b"") -> Hop:
-        """Return the hop to a stage; without tensors, it suffices for checks of shapes."""
+    def to_hop(self, stage: int) -> Hop:
+        """Return the hop to a stage, without the tensors' bytes."""
+        inputs = Payload(self.inputs.codec, self.inputs.shape)
+        targets = Payload(self.targets.codec, self.targets.shape)
         return Hop(
-            self.id, stage, self.samples, self.tokens, self.route,
-            Payload(self.inputs.codec, self.inputs.shape, inputs),
-            Payload(self.targets.codec, self.targets.shape, targets), self.requires_grad, self.goes_home,
-        )  # fmt: skip
+            self.id, stage, self.samples, self.tokens, self.route, inputs, targets, self.requires_grad, self.goes_home
+        )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Delivery of a microbatch to a stage and all later ones: the caller's side, of trainers and hosts alike.
+"""Delivery of a microbatch to a stage and all later ones, by trainers and hosts alike.
 
 The caller keeps its request until the reply arrives. If a host fails, the caller retries with another host of the
 stage. It tells the substitute which later hosts were called, so that they count the microbatch once.
@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from p2ptrain.codecs.base import CodecError
 from p2ptrain.errors import DeadlineError, P2PTrainError, PeerError, PeerRefusedError, ProtocolError
@@ -48,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 1.0
 """Keepalive interval; < `HopLimits.quiet_seconds`."""
+RECEIVE_SECONDS = 120.0
+"""Timeout of a request's tensors, and of the receipt of a gradient."""
 MAX_NEWS = 4096
 """Limit per microbatch and host: one for each later stage, with room for failovers."""
 BAD_ANSWER = "bad answer"
@@ -285,16 +288,52 @@ class Caller:
         return gradient
 
 
-async def beat(channel: Channel) -> None:
+# The called side
+
+
+@asynccontextmanager
+async def refusing(rpc: Rpc, channel: Channel) -> AsyncIterator[None]:
+    """Send a refusal that the block raises to the caller, unless the caller is gone."""
+    try:
+        yield
+    except RefusalError as error:
+        if not channel.lost.done():
+            rpc.count_refusal(channel.remote, type(error).__name__)
+            await channel.close(Refused.of(error))
+
+
+async def answer(
+    channel: Channel, heads: Sequence[TensorHead], take: Callable[..., Coroutine[Any, Any, Reply]], window: SendWindow
+) -> None:
+    """Receive a request's tensors, call ``take`` with them, and send its reply; keepalives until then.
+
+    The task of ``take`` is cancelled if the caller is gone.
+    """
+    async with Tasks() as tasks:
+        beating = tasks.start(_beat(channel), "beat")
+        tensors = [
+            Payload(head.codec, head.shape, await channel.receive_bytes(head.num_bytes, RECEIVE_SECONDS))
+            for head in heads
+        ]
+        await channel.send(Arrived())
+        taking = tasks.call(take(*tensors), "take")
+        waiting: set[asyncio.Future[Any]] = {taking, channel.lost}
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if not taking.done():
+            return
+        reply = taking.result()
+        gradient = reply.gradient
+        async with window.to(channel.remote, len(gradient.data) if gradient is not None else 0):
+            beating.cancel()
+            await channel.send(reply.head)
+            if gradient is not None:
+                await channel.send_bytes(gradient.data)
+                await asyncio.wait({channel.lost}, timeout=RECEIVE_SECONDS)  # The caller closes it after receipt.
+
+
+async def _beat(channel: Channel) -> None:
     """Send keepalives until the channel ends."""
     with contextlib.suppress(P2PTrainError):
         while True:
             await asyncio.sleep(BEAT_SECONDS)
             await channel.send(Beat())
-
-
-async def refuse(rpc: Rpc, channel: Channel, error: RefusalError) -> None:
-    """Refuse a caller's microbatch, unless the caller is gone."""
-    if not channel.lost.done():
-        rpc.count_refusal(channel.remote, type(error).__name__)
-        await channel.close(Refused.of(error))
