@@ -72,7 +72,6 @@ class Accepted:
     id: MicrobatchId
     loss: float
     legs: tuple[Leg, ...]
-    sends: int
 
 
 @dataclass(frozen=True)
@@ -95,11 +94,8 @@ class Opened:
 
 @dataclass
 class Tally:
-    """Counts of a trainer's microbatches, by outcome."""
+    """Counts of a trainer's microbatches that were lost before they settled, and of repetitions."""
 
-    accepted: int = 0
-    done: int = 0
-    dropped: int = 0
     lost: int = 0
     resent: int = 0
 
@@ -150,8 +146,8 @@ class MicrobatchSender:
             LostError: A host was lost before the microbatch settled there.
         """
 
-        async def attempt(id: MicrobatchId, sends: int) -> Accepted:
-            return await self._bring(Hop(id, 0, samples, tokens, (), inputs, targets), sends)
+        async def attempt(id: MicrobatchId) -> Accepted:
+            return await self._bring(Hop(id, 0, samples, tokens, (), inputs, targets))
 
         return await self._until_through(attempt)
 
@@ -166,10 +162,10 @@ class MicrobatchSender:
         """
         targets = Payload(IDS, (samples, tokens // samples), bytes(4 * tokens))  # Hosts use only their shape.
 
-        async def attempt(id: MicrobatchId, sends: int) -> Opened:
+        async def attempt(id: MicrobatchId) -> Opened:
             waiting = ExpectedOutput(shape, self._rpc.runtime)
             hop = Hop(id, 0, samples, tokens, (), inputs, targets, requires_grad, goes_home=True)
-            task = self._tasks.call(self._bring(hop, sends, waiting), f"opened-{id.number}")
+            task = self._tasks.call(self._bring(hop, waiting), f"opened-{id.number}")
             task.add_done_callback(lambda task: task.cancelled() or task.exception())  # Backward may never be called.
             try:
                 either: set[asyncio.Future[Any]] = {waiting.output, task}
@@ -192,10 +188,10 @@ class MicrobatchSender:
         """
         await self._hosts_everywhere()
         id = self._new_id(max(0, self.round))
-        return (await self._bring(Hop(id, 0, samples, tokens, (), inputs, targets, requires_grad=False), 1)).loss
+        return (await self._bring(Hop(id, 0, samples, tokens, (), inputs, targets, requires_grad=False))).loss
 
-    async def _until_through(self, attempt: Callable[[MicrobatchId, int], Awaitable[T]]) -> T:
-        """Call ``attempt`` with new ids and attempt numbers until it succeeds; a wait for a full round is no failure.
+    async def _until_through(self, attempt: Callable[[MicrobatchId], Awaitable[T]]) -> T:
+        """Call ``attempt`` with new ids until it succeeds; a wait for a full round is no failure.
 
         Raise `TemporaryError` after `MAX_SENDS` failures, or after `STUCK_SECONDS` of one full round.
         """
@@ -205,7 +201,7 @@ class MicrobatchSender:
             await self._hosts_everywhere()
             round = await self._open_round()
             try:
-                return await attempt(self._new_id(round), sends)
+                return await attempt(self._new_id(round))
             except OtherRoundError as error:
                 if round > full_round:
                     full_round, full_since = round, loop.time()
@@ -229,7 +225,7 @@ class MicrobatchSender:
                 await asyncio.sleep(pause * (0.5 + self._rpc.runtime.random.random()))
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
-    async def _bring(self, hop: Hop, sends: int, waiting: ExpectedOutput | None = None) -> Accepted:
+    async def _bring(self, hop: Hop, waiting: ExpectedOutput | None = None) -> Accepted:
         """Send a microbatch and settle it; after a failure, give it up at all hosts that know it."""
         told: set[tuple[int, str]] = set()
 
@@ -244,7 +240,7 @@ class MicrobatchSender:
             with self._router.sending(route, work):
                 keeps = self._keeps_its_round(hop.id, waiting)
                 reply = await self._caller.through(replace(hop, route=tuple(route[1:])), route[0], tell, keeps)
-            return await self._settle(hop, reply, sends)
+            return await self._settle(hop, reply)
         except LostError:
             self.tally.lost += 1
             raise
@@ -306,8 +302,8 @@ class MicrobatchSender:
 
     # Settling
 
-    async def _settle(self, hop: Hop, reply: Reply, sends: int) -> Accepted:
-        id, accepted = hop.id, Accepted(hop.id, reply.loss, reply.legs, sends)
+    async def _settle(self, hop: Hop, reply: Reply) -> Accepted:
+        id, accepted = hop.id, Accepted(hop.id, reply.loss, reply.legs)
         if not hop.requires_grad:
             return accepted
         told = await together("settle", (self._tell(leg.stage, leg.host, settled=[id]) for leg in reply.legs))
@@ -315,7 +311,6 @@ class MicrobatchSender:
         if missing:
             where = ", ".join(f"host {leg.host[-8:]} of stage {leg.stage}" for leg in missing)
             raise LostError(f"{id} was lost at {where}")
-        self.tally.accepted += 1
         self._accepted[id.round].append(accepted)
         self._account_before(self.round)  # The round may have ended meanwhile.
         return accepted
@@ -369,15 +364,13 @@ class MicrobatchSender:
             self._tasks.start(self._account(self._accepted.pop(old)), "account")
 
     async def _account(self, accepted: list[Accepted]) -> None:
-        """Count a round's microbatches as done or dropped, by their hosts' answers."""
+        """Tell which of a round's microbatches are done, and log those that were dropped, by their hosts' answers."""
         places: dict[tuple[int, str], list[MicrobatchId]] = defaultdict(list)
         for each in accepted:
             for leg in each.legs:
                 places[leg.stage, leg.host].append(each.id)
         answers = await together("ask-done", (self._missing(*place, ids) for place, ids in places.items()))
         missing = {id for ids in answers for id in ids}
-        self.tally.dropped += len(missing)
-        self.tally.done += len(accepted) - len(missing)
         for each in accepted:
             if each.id in missing:
                 logger.info("%s was dropped: a host died, or was late, before the round was averaged", each.id)

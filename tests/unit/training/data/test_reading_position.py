@@ -62,7 +62,7 @@ class _Feeder:
         await asyncio.sleep(0)
         self.windows += [int(row[0]) // CONTEXT for row in unpack(inputs)]
         self.round = int(len(self.windows) >= self._limit)
-        return Accepted(MicrobatchId("peer", 0, len(self.windows)), 1.0, (), 1)
+        return Accepted(MicrobatchId("peer", 0, len(self.windows)), 1.0, ())
 
     async def evaluate(self, *batch: object) -> float:
         return 1.0
