@@ -106,7 +106,9 @@ class Caller:
         self._limits = limits or HopLimits()
         self._window = SendWindow()
 
-    async def through(self, hop: Hop, planned: str, tell: Tell, keeps_round: Callable[[], bool] = bool) -> Reply:
+    async def through(
+        self, hop: Hop, planned: str, tell: Tell, keeps_round: Callable[[], bool] = lambda: False
+    ) -> Reply:
         """Send a microbatch through a stage and all later ones; return the reply.
 
         Args:
@@ -141,10 +143,11 @@ class Caller:
             pause = min(2 * pause, limits.longest_pause_seconds)
 
         while len(failures) < limits.attempts and num_full <= limits.refusals:
-            # The planner may know hosts whose records have not arrived here.
-            usable = planned and not (planned in refused or planned in failures or stage.has_failed(planned))
             try:
-                host = planned if usable else stage.draw(hop.tokens, {*failures, *refused})
+                if planned and not stage.has_failed(planned):  # Perhaps a host whose record has not arrived here.
+                    host = planned
+                else:
+                    host = stage.draw(hop.tokens, {*failures, *refused})
             except NoHostError:
                 if not refused:
                     if not failures:

@@ -20,7 +20,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from p2ptrain.errors import P2PTrainError
 from p2ptrain.pipeline.messages import (
@@ -199,7 +198,7 @@ class StageHost:
 
     async def _learn(self, hop: Hop) -> Reply:
         """Process an admitted microbatch, and count it."""
-        worker, tell = self.worker, partial(self._tell, hop.id)
+        worker, tell = self.worker, self._in_flight[hop.id].tell
         await worker.check_values(hop)
         if worker.number == 0 and not await self._queue.admit(hop.samples):
             raise OtherRoundError(f"{hop.id} came too late: the round has its samples", is_late=True)
@@ -248,10 +247,6 @@ class StageHost:
 
     def _leg(self, forward_seconds: float, backward_seconds: float) -> Leg:
         return Leg(self.worker.number, self._caller.rpc.peer_id, forward_seconds, backward_seconds)
-
-    async def _tell(self, id: MicrobatchId, stage: int, host: str) -> None:
-        if id in self._in_flight:
-            await self._in_flight[id].tell(stage, host)
 
     # Counting and giving up
 
