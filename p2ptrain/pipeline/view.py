@@ -14,7 +14,7 @@ from p2ptrain.network.rpc.client import Rpc
 from p2ptrain.pipeline.checkpoints.saving import Saves
 from p2ptrain.pipeline.placement import Host
 from p2ptrain.pipeline.plan import PipelinePlan
-from p2ptrain.pipeline.routing.hop import Caller, Here, HopLimits
+from p2ptrain.pipeline.routing.hop import Caller, HopLimits, LocalPeer
 from p2ptrain.pipeline.routing.router import HostState, Router
 from p2ptrain.runtime import Runtime
 
@@ -43,7 +43,7 @@ class PipelineView:
 
     def __init__(self, plan: PipelinePlan, peer_id: str, runtime: Runtime) -> None:
         self.plan = plan
-        self.here = Here()
+        self.local = LocalPeer()
         self.saves = Saves()
         self._updated = asyncio.Event()
         self._peer_id = peer_id
@@ -69,7 +69,7 @@ class PipelineView:
 
     def new_caller(self, rpc: Rpc, limits: HopLimits | None = None) -> Caller:
         """Return a caller with a router that follows the records."""
-        return Caller(rpc, self.new_router(), self.here, limits)
+        return Caller(rpc, self.new_router(), self.local, limits)
 
     @property
     def failovers(self) -> int:
@@ -172,7 +172,7 @@ class PipelineView:
             for stage in known.record.stages if known.record.state in ACTIVE_STATES else ():
                 if stage.unit < len(states):
                     states[stage.unit][peer] = HostState(stage.tokens_per_second, known.sequence)
-        for number in self.here.hosts:
+        for number in self.local.hosts:
             self._own_sequence += 1
             states[number][self._peer_id] = HostState(0.0, self._own_sequence)
         for router in routers:

@@ -16,8 +16,8 @@ from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.rpc.client import Rpc
 from p2ptrain.pipeline.messages import (
     BadMicrobatchError,
-    HomeRequest,
     MicrobatchId,
+    OutputRequest,
     Payload,
     Reply,
     TensorHead,
@@ -25,7 +25,7 @@ from p2ptrain.pipeline.messages import (
     pack,
     unpack,
 )
-from p2ptrain.pipeline.routing.hop import HOME, answer, refusing
+from p2ptrain.pipeline.routing.hop import OUTPUT, answer, refusing
 from p2ptrain.pipeline.routing.send_window import SendWindow
 from p2ptrain.runtime import Runtime
 
@@ -74,7 +74,7 @@ def serve_outputs(rpc: Rpc, expected: Mapping[MicrobatchId, ExpectedOutput]) -> 
 
     window = SendWindow()
 
-    async def serve(channel: Channel, request: HomeRequest) -> None:
+    async def serve(channel: Channel, request: OutputRequest) -> None:
         async with refusing(rpc, channel):
             if request.id not in expected:
                 raise BadMicrobatchError(f"nobody waits for {request.id} any more")
@@ -86,4 +86,4 @@ def serve_outputs(rpc: Rpc, expected: Mapping[MicrobatchId, ExpectedOutput]) -> 
 
             await answer(channel, (request.output,), take, window)
 
-    rpc.serve_channel(HOME, HomeRequest, serve)
+    rpc.serve_channel(OUTPUT, OutputRequest, serve)

@@ -126,7 +126,7 @@ class MicrobatchSender:
         self._moved = asyncio.Event()
         self._accepted: dict[int, list[Accepted]] = defaultdict(list)
         self._tasks = Tasks()
-        serve_outputs(self._rpc, caller.here.outputs)
+        serve_outputs(self._rpc, caller.local.outputs)
 
     async def start(self) -> None:
         """Start to follow the rounds."""
@@ -147,7 +147,7 @@ class MicrobatchSender:
         """
 
         async def attempt(id: MicrobatchId) -> Accepted:
-            return await self._bring(Hop(id, 0, samples, tokens, (), inputs, targets))
+            return await self._send_once(Hop(id, 0, samples, tokens, (), inputs, targets))
 
         return await self._until_through(attempt)
 
@@ -164,8 +164,8 @@ class MicrobatchSender:
 
         async def attempt(id: MicrobatchId) -> Opened:
             waiting = ExpectedOutput(shape, self._rpc.runtime)
-            hop = Hop(id, 0, samples, tokens, (), inputs, targets, requires_grad, goes_home=True)
-            task = self._tasks.call(self._bring(hop, waiting), f"opened-{id.number}")
+            hop = Hop(id, 0, samples, tokens, (), inputs, targets, requires_grad, returns_output=True)
+            task = self._tasks.call(self._send_once(hop, waiting), f"opened-{id.number}")
             task.add_done_callback(lambda task: task.cancelled() or task.exception())  # Backward may never be called.
             try:
                 either: set[asyncio.Future[Any]] = {waiting.output, task}
@@ -186,9 +186,9 @@ class MicrobatchSender:
         Raises:
             TemporaryError: The microbatch failed, or a stage has no host.
         """
-        await self._hosts_everywhere()
+        await self._until_hosted()
         id = self._new_id(max(0, self.round))
-        return (await self._bring(Hop(id, 0, samples, tokens, (), inputs, targets, requires_grad=False))).loss
+        return (await self._send_once(Hop(id, 0, samples, tokens, (), inputs, targets, requires_grad=False))).loss
 
     async def _until_through(self, attempt: Callable[[MicrobatchId], Awaitable[T]]) -> T:
         """Call ``attempt`` with new ids until it succeeds; a wait for a full round is no failure.
@@ -198,7 +198,7 @@ class MicrobatchSender:
         loop = asyncio.get_running_loop()
         pause, sends, full_round, full_since = FIRST_PAUSE_SECONDS, 1, -1, 0.0
         while True:
-            await self._hosts_everywhere()
+            await self._until_hosted()
             round = await self._open_round()
             try:
                 return await attempt(self._new_id(round))
@@ -225,7 +225,7 @@ class MicrobatchSender:
                 await asyncio.sleep(pause * (0.5 + self._rpc.runtime.random.random()))
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
-    async def _bring(self, hop: Hop, waiting: ExpectedOutput | None = None) -> Accepted:
+    async def _send_once(self, hop: Hop, waiting: ExpectedOutput | None = None) -> Accepted:
         """Send a microbatch and settle it; after a failure, give it up at all hosts that know it."""
         told: set[tuple[int, str]] = set()
 
@@ -236,10 +236,10 @@ class MicrobatchSender:
         route = self._router.draw(work)
         try:
             if waiting is not None:
-                self._caller.here.outputs[hop.id] = waiting
+                self._caller.local.outputs[hop.id] = waiting
             with self._router.sending(route, work):
                 keeps = self._keeps_its_round(hop.id, waiting)
-                reply = await self._caller.through(replace(hop, route=tuple(route[1:])), route[0], tell, keeps)
+                reply = await self._caller.send(replace(hop, route=tuple(route[1:])), route[0], tell, keeps)
             return await self._settle(hop, reply)
         except LostError:
             self.tally.lost += 1
@@ -249,7 +249,7 @@ class MicrobatchSender:
                 self._tasks.start(self._give_up(hop.id, told), "give-up")
             raise
         finally:
-            self._caller.here.outputs.pop(hop.id, None)
+            self._caller.local.outputs.pop(hop.id, None)
 
     def _keeps_its_round(self, id: MicrobatchId, waiting: ExpectedOutput | None) -> Callable[[], bool]:
         """Return a predicate: True while a microbatch must wait for room in its own round.
@@ -271,7 +271,7 @@ class MicrobatchSender:
         self._next += 1
         return MicrobatchId(self.peer_id, round, self._next - 1)
 
-    async def _hosts_everywhere(self) -> None:
+    async def _until_hosted(self) -> None:
         """Wait until every stage has a host; raise `NoHostError` after `NO_HOST_SECONDS`."""
         deadline, is_told = asyncio.get_running_loop().time() + NO_HOST_SECONDS, False
         while True:
@@ -306,7 +306,7 @@ class MicrobatchSender:
         id, accepted = hop.id, Accepted(hop.id, reply.loss, reply.legs)
         if not hop.requires_grad:
             return accepted
-        told = await together("settle", (self._tell(leg.stage, leg.host, settled=[id]) for leg in reply.legs))
+        told = await together("settle", (self._report(leg.stage, leg.host, settled=[id]) for leg in reply.legs))
         missing = [leg for leg, counted in zip(reply.legs, told, strict=True) if not counted]
         if missing:
             where = ", ".join(f"host {leg.host[-8:]} of stage {leg.stage}" for leg in missing)
@@ -316,9 +316,9 @@ class MicrobatchSender:
         return accepted
 
     async def _give_up(self, id: MicrobatchId, told: set[tuple[int, str]]) -> None:
-        await together("give-up", (self._tell(stage, host, abandoned=[id]) for stage, host in told if host))
+        await together("give-up", (self._report(stage, host, abandoned=[id]) for stage, host in told if host))
 
-    async def _tell(
+    async def _report(
         self, stage: int, host: str, settled: Sequence[MicrobatchId] = (), abandoned: Sequence[MicrobatchId] = ()
     ) -> bool:
         """Report settled and given-up microbatches; return whether the host counted all settled ones."""
@@ -369,7 +369,7 @@ class MicrobatchSender:
         for each in accepted:
             for leg in each.legs:
                 places[leg.stage, leg.host].append(each.id)
-        answers = await together("ask-done", (self._missing(*place, ids) for place, ids in places.items()))
+        answers = await together("ask-done", (self._not_done(*place, ids) for place, ids in places.items()))
         missing = {id for ids in answers for id in ids}
         for each in accepted:
             if each.id in missing:
@@ -377,7 +377,7 @@ class MicrobatchSender:
             elif self._on_done is not None:
                 self._on_done(each)
 
-    async def _missing(self, stage: int, host: str, ids: list[MicrobatchId]) -> list[MicrobatchId]:
+    async def _not_done(self, stage: int, host: str, ids: list[MicrobatchId]) -> list[MicrobatchId]:
         """Return the microbatches that a host did not bring into a round; retry while they may be averaged."""
         missing = ids
         for seconds in DONE_PAUSES_SECONDS:

@@ -21,14 +21,14 @@ from p2ptrain.network.rpc.client import NOT_SERVED, Rpc
 from p2ptrain.network.schema import Message
 from p2ptrain.pipeline.messages import (
     Arrived,
-    Beat,
     FromHost,
-    HomeRequest,
     Hop,
     HopFailedError,
+    Keepalive,
     MicrobatchId,
     News,
     OtherRoundError,
+    OutputRequest,
     Payload,
     Refusal,
     RefusalError,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BEAT_SECONDS = 1.0
+KEEPALIVE_SECONDS = 1.0
 """Keepalive interval; < `HopLimits.quiet_seconds`."""
 RECEIVE_SECONDS = 120.0
 """Timeout of a request's tensors, and of the receipt of a gradient."""
@@ -60,7 +60,7 @@ Tell = Callable[[int, str], Awaitable[None]]
 """Callback with a stage and a host: the host was called in place of the planned one, or finished its forward pass. A
 last stage that computes the loss reports when it begins."""
 
-HOME = "pipeline.home"
+OUTPUT = "pipeline.output"
 """RPC name under which trainers accept outputs."""
 
 
@@ -74,7 +74,7 @@ class HopLimits:
     """Maximum number of refusals by full hosts."""
     open_seconds: float = 8.0
     quiet_seconds: float = 4.0
-    """Timeout between messages of a host; > `BEAT_SECONDS`."""
+    """Timeout between messages of a host; > `KEEPALIVE_SECONDS`."""
     longest_seconds: float = 300.0
     """Deadline of the reply at the first stage; half of it at the last. Later stages time out first, so the nearest
     caller can retry."""
@@ -83,7 +83,7 @@ class HopLimits:
 
 
 @dataclass
-class Here:
+class LocalPeer:
     """This peer's hosts, by stage, and expected outputs; its microbatches reach them within the process."""
 
     hosts: dict[int, Callable[[Hop, Tell], Awaitable[Reply]]] = field(default_factory=dict)
@@ -98,17 +98,17 @@ def service(stage: int) -> str:
 class Caller:
     """Sends hops to hosts that its router selects, with failover."""
 
-    def __init__(self, rpc: Rpc, router: Router, here: Here | None = None, limits: HopLimits | None = None) -> None:
+    def __init__(
+        self, rpc: Rpc, router: Router, local: LocalPeer | None = None, limits: HopLimits | None = None
+    ) -> None:
         self.rpc = rpc
         self.router = router
-        self.here = here or Here()
+        self.local = local or LocalPeer()
         self._num_stages = len(router.stages)
         self._limits = limits or HopLimits()
         self._window = SendWindow()
 
-    async def through(
-        self, hop: Hop, planned: str, tell: Tell, keeps_round: Callable[[], bool] = lambda: False
-    ) -> Reply:
+    async def send(self, hop: Hop, planned: str, tell: Tell, keeps_round: Callable[[], bool] = lambda: False) -> Reply:
         """Send a microbatch through a stage and all later ones; return the reply.
 
         Args:
@@ -161,7 +161,7 @@ class Caller:
                 told = host
                 await heard(hop.stage, host)
             try:
-                match await self._send(host, replace(hop, route=tuple(route)), heard):
+                match await self._send_to(host, replace(hop, route=tuple(route)), heard):
                     case Reply() as reply:
                         if hop.requires_grad:
                             own = reply.legs[0]
@@ -194,7 +194,7 @@ class Caller:
         reasons = "; ".join(f"{host[-8:]}: {reason}" for host, reason in failures.items()) or "all of them are full"
         raise HopFailedError(f"{hop.id} did not get through stage {hop.stage} ({reasons}): it is tried again later")
 
-    async def home(self, hop: Hop, output: Payload) -> Reply:
+    async def return_output(self, hop: Hop, output: Payload) -> Reply:
         """Send the model's output to the trainer; return the gradient, if required.
 
         Raises:
@@ -202,11 +202,11 @@ class Caller:
         """
         trainer = hop.id.trainer
         if trainer == self.rpc.peer_id:
-            if hop.id not in self.here.outputs:
+            if hop.id not in self.local.outputs:
                 raise HopFailedError(f"{hop.id} came home, and nobody waits for it there any more")
-            return Reply(0.0, (), await self.here.outputs[hop.id].take(output, hop.requires_grad))
+            return Reply(0.0, (), await self.local.outputs[hop.id].take(output, hop.requires_grad))
         try:
-            match await self._ask(trainer, HomeRequest(hop.id, hop.requires_grad, output.head), [output], hop, None):
+            match await self._ask(trainer, OutputRequest(hop.id, hop.requires_grad, output.head), [output], hop, None):
                 case Reply(legs=()) as reply:
                     return reply
                 case Reply():
@@ -216,14 +216,14 @@ class Caller:
         except (PeerError, DeadlineError) as error:
             raise HopFailedError(f"{hop.id} did not come home to its trainer: {error}") from error
 
-    async def _send(self, host: str, hop: Hop, tell: Tell) -> Reply | Refused:
+    async def _send_to(self, host: str, hop: Hop, tell: Tell) -> Reply | Refused:
         """Send a hop to one host, remote or local; return its answer."""
         stage = hop.stage
         if host == self.rpc.peer_id:
-            if stage not in self.here.hosts:  # The planned route is stale, or malicious.
+            if stage not in self.local.hosts:  # The planned route is stale, or malicious.
                 raise PeerRefusedError(host, f"{service(stage)!r} {NOT_SERVED}")
             try:
-                return await self.here.hosts[stage](hop, tell)
+                return await self.local.hosts[stage](hop, tell)
             except RefusalError as error:
                 return Refused.of(error)
         reply = await self._ask(host, hop.request, [hop.inputs, hop.targets], hop, tell)
@@ -241,7 +241,7 @@ class Caller:
         The first tensor's gradient comes back, except from the first stage. A trainer (``tell`` is None) sends no news.
         """
         limits, loop, num_news = self._limits, asyncio.get_running_loop(), 0
-        name, wants = (HOME, True) if tell is None else (service(hop.stage), hop.stage > 0)
+        name, wants = (OUTPUT, True) if tell is None else (service(hop.stage), hop.stage > 0)
         wanted = tensors[0] if wants and hop.requires_grad else None
         # Later stages time out first, so the nearest caller can retry.
         seconds = limits.longest_seconds * (1.0 - 0.5 * hop.stage / max(self._num_stages - 1, 1))
@@ -313,7 +313,7 @@ async def answer(
     The task of ``take`` is cancelled if the caller is gone.
     """
     async with Tasks() as tasks:
-        beating = tasks.start(_beat(channel), "beat")
+        keeping_alive = tasks.start(_keep_alive(channel), "keepalive")
         tensors = [
             Payload(head.codec, head.shape, await channel.receive_bytes(head.num_bytes, RECEIVE_SECONDS))
             for head in heads
@@ -327,16 +327,16 @@ async def answer(
         reply = taking.result()
         gradient = reply.gradient
         async with window.to(channel.remote, len(gradient.data) if gradient is not None else 0):
-            beating.cancel()
+            keeping_alive.cancel()
             await channel.send(reply.head)
             if gradient is not None:
                 await channel.send_bytes(gradient.data)
                 await asyncio.wait({channel.lost}, timeout=RECEIVE_SECONDS)  # The caller closes it after receipt.
 
 
-async def _beat(channel: Channel) -> None:
+async def _keep_alive(channel: Channel) -> None:
     """Send keepalives until the channel ends."""
     with contextlib.suppress(P2PTrainError):
         while True:
-            await asyncio.sleep(BEAT_SECONDS)
-            await channel.send(Beat())
+            await asyncio.sleep(KEEPALIVE_SECONDS)
+            await channel.send(Keepalive())

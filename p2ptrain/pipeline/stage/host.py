@@ -59,13 +59,13 @@ class AdmissionQueue:
     `p2ptrain.pipeline.stage.rounds` answers them.
 
     Attributes:
-        stirred: Set on any change.
+        changed: Set on any change.
         waiting: For each microbatch, its samples and the future of its admission.
         is_over_elsewhere: True if another stage has ended the round in progress.
     """
 
     def __init__(self) -> None:
-        self.stirred = asyncio.Event()
+        self.changed = asyncio.Event()
         self.waiting: deque[tuple[int, asyncio.Future[bool]]] = deque()
         self.is_over_elsewhere = False
 
@@ -73,13 +73,13 @@ class AdmissionQueue:
         """True if the round in progress has room for the samples."""
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self.waiting.append((samples, answer))
-        self.stirred.set()
+        self.changed.set()
         return await answer
 
-    def is_over(self) -> None:
+    def note_over(self) -> None:
         """Signal that another stage has ended the round in progress."""
         self.is_over_elsewhere = True
-        self.stirred.set()
+        self.changed.set()
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class StageHost:
     def leave(self) -> None:
         """Refuse new microbatches; those in flight complete."""
         self._is_leaving = True
-        self._stir()
+        self._notify()
 
     async def close(self) -> None:
         """Cancel all microbatches in flight."""
@@ -179,7 +179,7 @@ class StageHost:
         """Wait up to `NEXT_ROUND_SECONDS` for the round of an early microbatch."""
         if hop.id.round <= self.ledger.round:
             return
-        self._queue.is_over()
+        self._queue.note_over()
         if self._num_early >= MAX_EARLY:
             raise FullError(f"{MAX_EARLY} microbatches wait for the next round")
         self._num_early += 1
@@ -236,13 +236,13 @@ class StageHost:
     async def _onward(self, hop: Hop, output: Payload, tell: Tell) -> Reply:
         """Return the reply of the later stages; after the last one, of the trainer."""
         if self.worker.is_last:
-            return await self._caller.home(hop, output)
+            return await self._caller.return_output(hop, output)
         onward = replace(hop, stage=self.worker.number + 1, inputs=output, route=hop.route[1:])
         try:
-            return await self._caller.through(onward, hop.route[0] if hop.route else "", tell)
+            return await self._caller.send(onward, hop.route[0] if hop.route else "", tell)
         except OtherRoundError as error:
             if error.is_late and hop.requires_grad and hop.id.round == self.ledger.round:
-                self._queue.is_over()
+                self._queue.note_over()
             raise
 
     def _leg(self, forward_seconds: float, backward_seconds: float) -> Leg:
@@ -274,7 +274,7 @@ class StageHost:
             self._give_up(id)
         if error is not None and not isinstance(error, P2PTrainError):
             logger.error("%s failed in stage %d", id, self.worker.number, exc_info=error)
-        self._stir()
+        self._notify()
 
     def _give_up(self, id: MicrobatchId) -> None:
         kept = self.ledger.abandon(id)
@@ -284,7 +284,7 @@ class StageHost:
     def settle(self, id: MicrobatchId) -> bool:
         """Settle a microbatch; return whether it was counted here."""
         is_here = self.ledger.settle(id)
-        self._stir()
+        self._notify()
         return is_here
 
     def abandon(self, id: MicrobatchId) -> None:
@@ -292,14 +292,14 @@ class StageHost:
         in_flight = self._in_flight.get(id)
         if in_flight is None or not in_flight.task.cancel():  # It may just have been counted.
             self._give_up(id)
-            self._stir()
+            self._notify()
 
     # Rounds
 
-    def _stir(self) -> None:
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-        self._queue.stirred.set()
+        self._queue.changed.set()
 
     async def round_after(self, round: int) -> int:
         """Wait for a round later than ``round``, and return it."""
@@ -329,7 +329,7 @@ class StageHost:
     def begin_round(self, round: int) -> None:
         """Begin a round after `close_round`."""
         self.ledger.begin(round)
-        self._stir()
+        self._notify()
 
     def remember_done(self, round: int, ids: Iterable[MicrobatchId]) -> None:
         """Record the microbatches in a round's committed average, for trainers' queries."""
@@ -348,7 +348,7 @@ class InFlight:
     def __init__(self, id: MicrobatchId, task: asyncio.Task[Reply]) -> None:
         self.task = task
         self._id = id
-        self._askers: list[Tell] = []
+        self._callers: list[Tell] = []
         self._heard: list[tuple[int, str]] = []
         self._orphaned: asyncio.TimerHandle | None = None
 
@@ -363,7 +363,7 @@ class InFlight:
         """
         if self._orphaned is not None:
             self._orphaned.cancel()
-        self._askers.append(news)
+        self._callers.append(news)
         try:
             for stage, host in list(self._heard):
                 await news(stage, host)
@@ -373,13 +373,13 @@ class InFlight:
                 raise BadMicrobatchError(f"{self._id} was given up") from None
             raise
         finally:
-            self._askers.remove(news)
-            if not self._askers and not self.task.done():
+            self._callers.remove(news)
+            if not self._callers and not self.task.done():
                 self._orphaned = asyncio.get_running_loop().call_later(ORPHAN_SECONDS, self.task.cancel)
 
     async def tell(self, stage: int, host: str) -> None:
         """Tell all waiting callers that a host finished a stage's forward pass, or was called."""
         self._heard.append((stage, host))
-        for news in list(self._askers):
+        for news in list(self._callers):
             with contextlib.suppress(P2PTrainError):  # A caller that is gone does not affect the others.
                 await news(stage, host)

@@ -74,7 +74,7 @@ class HostedStage:
         self._participates = True
         for unit in self.units:
             unit.synchronizer.averager.matchmaker.participates = True
-        self._view.here.hosts[self.number] = self.host.take
+        self._view.local.hosts[self.number] = self.host.take
         self._view.refresh_routes()
         if not self._following:
             self._following.keep(self._follow_records, "follow-records")
@@ -92,7 +92,7 @@ class HostedStage:
         while True:
             await self._view.next_update()
             if self._view.is_over(self.host.ledger.round, self.number):
-                self._queue.is_over()
+                self._queue.note_over()
             if not self._completing:
                 self._completing.start(self.saves.complete(), "complete")
 
@@ -121,7 +121,7 @@ class HostedStage:
         self._is_closed = True
         await self._following.close()
         await self._completing.close(WRITING_SECONDS)
-        self._view.here.hosts.pop(self.number, None)
+        self._view.local.hosts.pop(self.number, None)
         self.saves.forget()
         self._view.refresh_routes()
         self._service.close()

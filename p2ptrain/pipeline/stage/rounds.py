@@ -70,7 +70,7 @@ class StageRounds:
         self._is_stopping = False
         self._uncounted: list[MicrobatchId] = []
         for unit in units:
-            unit.synchronizer.averager.matchmaker.standby.on_closing(queue.stirred.set)
+            unit.synchronizer.averager.matchmaker.standby.on_closing(queue.changed.set)
 
     @property
     def is_done(self) -> bool:
@@ -85,7 +85,7 @@ class StageRounds:
     async def run(self) -> None:
         """Run rounds until `stop`, or until `last_round`."""
         await self._host.close_round(0.0)
-        await self._level()
+        await self._align_units()
         self._host.begin_round(self._units[0].round)
         while not self._is_stopping and not self.is_done:
             await self._fill()
@@ -99,13 +99,13 @@ class StageRounds:
         queue = self._queue
         queue.is_over_elsewhere = False
         while not (self._is_stopping or queue.is_over_elsewhere):
-            queue.stirred.clear()
-            await self._tell()
+            queue.changed.clear()
+            await self._report()
             if own.is_closing() or any(unit.synchronizer.catch_up.is_behind() for unit in self._units):
                 break
             try:
                 async with asyncio.timeout(TELL_SECONDS):
-                    await queue.stirred.wait()
+                    await queue.changed.wait()
             except TimeoutError:
                 continue
         for _, answer in queue.waiting:
@@ -113,7 +113,7 @@ class StageRounds:
                 answer.set_result(False)
         queue.waiting.clear()
 
-    async def _tell(self) -> None:
+    async def _report(self) -> None:
         ledger, waiting = self._host.ledger, self._queue.waiting
         while waiting and waiting[0][1].done():
             waiting.popleft()  # Given up.
@@ -138,14 +138,14 @@ class StageRounds:
             unit.work.add(self._host.ledger.settled_samples, self._host.ledger.settled_tokens)
         self._uncounted += ids
         await together("advance", (self._advance(unit, before + 1) for unit in self._units))
-        await self._level()
+        await self._align_units()
         self._host.begin_round(self._units[0].round)
         if self._units[0].round == before and not self._is_stopping:
             self._standby.reopen()
         elif len({unit.round for unit in self._units}) == 1:
             self._on_begun(self._units[0].round)
 
-    async def _level(self) -> None:
+    async def _align_units(self) -> None:
         while not self._is_stopping:
             ahead = max(unit.round for unit in self._units)
             behind = [unit for unit in self._units if unit.round < ahead]

@@ -68,7 +68,7 @@ class StageWorker:
 
     def ends(self, hop: Hop) -> bool:
         """True if this stage computes the loss from the targets."""
-        return self.is_last and not hop.goes_home
+        return self.is_last and not hop.returns_output
 
     async def forward(self, inputs: Payload, context: StageContext = WHOLE) -> Timed[Payload]:
         """Return the stage's output, encoded for the next stage."""

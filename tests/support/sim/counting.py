@@ -207,7 +207,7 @@ class DirectedMover(StageMigrator):
         self._told.set()
 
     async def _is_agreed(self, move: Move, before: Sequence[Host]) -> bool:
-        self._say()
+        self._announce()
         return True
 
     async def run(self) -> None:

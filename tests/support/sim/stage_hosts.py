@@ -184,7 +184,7 @@ class Hosts:
     async def send(self, trainer: Member, hop: Hop, planned: HostPeer) -> Reply:
         """Send it as a trainer does."""
         caller = Caller(trainer.rpc, self.router(trainer), limits=HOP_LIMITS)
-        return await trainer.peer.spawn(caller.through(hop, planned.id, no_news))
+        return await trainer.peer.spawn(caller.send(hop, planned.id, no_news))
 
     async def settle(
         self, trainer: Member, host: HostPeer, *numbers: int, abandoned: tuple[int, ...] = ()

@@ -93,7 +93,7 @@ class Counting(OpenRound):
 
     times_over = 0
 
-    def is_over(self) -> None:
+    def note_over(self) -> None:
         self.times_over += 1
 
 
