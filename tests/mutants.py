@@ -124,7 +124,7 @@ MUTANTS = (
     ),
     Mutant(
         "late gradients of a stage decay",
-        "pipeline/stage/units.py",
+        "pipeline/stage/contribution.py",
         "torch.mul(carry[offset : offset + len(part)], max(self.tokens, 1) / self._scale, out=part)",
         "pass",
         "unit/training/sync/test_late_work.py",

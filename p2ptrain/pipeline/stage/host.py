@@ -34,7 +34,7 @@ from p2ptrain.pipeline.messages import (
 )
 from p2ptrain.pipeline.routing.hop import Caller, Tell
 from p2ptrain.pipeline.routing.router import MEASURE_WEIGHT
-from p2ptrain.pipeline.stage.gradients import Added, StageGradients
+from p2ptrain.pipeline.stage.gradients import Added, GradientSum, StageGradients
 from p2ptrain.pipeline.stage.ledger import Ledger, State
 from p2ptrain.pipeline.stage.worker import StageWorker
 from p2ptrain.tasks import Tasks, until_ended
@@ -91,15 +91,23 @@ class _Kept:
 
 
 class StageHost:
-    """Hosts one stage. ``tokens_per_second`` is its device's recent throughput; 0 before a measurement."""
+    """Hosts one stage, and adds to ``gradients``.
+
+    ``tokens_per_second`` is its device's recent throughput; 0 before a measurement.
+    """
 
     def __init__(
-        self, worker: StageWorker, gradients: StageGradients, caller: Caller, round: int, queue: AdmissionQueue
+        self,
+        worker: StageWorker,
+        caller: Caller,
+        round: int,
+        queue: AdmissionQueue,
+        total: GradientSum | None = None,
     ) -> None:
         self.worker = worker
+        self.gradients = StageGradients(worker, total)
         self.ledger: Ledger[_Kept] = Ledger(worker.limits, round)
         self.tokens_per_second = 0.0
-        self._gradients = gradients
         self._caller = caller
         self._queue = queue
         self._tasks = Tasks()
@@ -124,7 +132,7 @@ class StageHost:
         """Cancel all microbatches in flight."""
         self._is_closed = True
         await self._tasks.close()
-        await self._gradients.close()
+        await self.gradients.close()
 
     # Admission
 
@@ -204,14 +212,14 @@ class StageHost:
             raise OtherRoundError(f"{hop.id} came too late: the round has its samples", is_late=True)
         if worker.ends(hop):
             await tell(worker.number, self._caller.rpc.peer_id)
-            back = await self._gradients.add(hop, hop.targets)
+            back = await self.gradients.add(hop, hop.targets)
             reply = Reply(back.result.loss, (self._leg(0.0, back.seconds),), back.result.gradient)
             return self._count(hop, reply, back.result.added, back.busy_seconds)
         output = await worker.forward(hop.inputs)
         await tell(worker.number, self._caller.rpc.peer_id)
         after = await self._onward(hop, output.result, tell)
         assert after.gradient is not None
-        back = await self._gradients.add(hop, after.gradient)
+        back = await self.gradients.add(hop, after.gradient)
         reply = Reply(after.loss, (self._leg(output.seconds, back.seconds), *after.legs), back.result.gradient)
         return self._count(hop, reply, back.result.added, output.busy_seconds + back.busy_seconds)
 
@@ -279,7 +287,7 @@ class StageHost:
     def _give_up(self, id: MicrobatchId) -> None:
         kept = self.ledger.abandon(id)
         if kept is not None:
-            self._gradients.take_out(kept.added)
+            self.gradients.take_out(kept.added)
 
     def settle(self, id: MicrobatchId) -> bool:
         """Settle a microbatch; return whether it was counted here."""
@@ -322,8 +330,8 @@ class StageHost:
             task.cancel()
         await until_ended(*in_flight)
         for kept in self.ledger.close():
-            self._gradients.take_out(kept.added)
-        await self._gradients.until_taken_out()
+            self.gradients.take_out(kept.added)
+        await self.gradients.until_taken_out()
         return self.ledger.settled()
 
     def begin_round(self, round: int) -> None:

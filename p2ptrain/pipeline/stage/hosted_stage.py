@@ -8,7 +8,6 @@ from typing import Protocol
 from p2ptrain.network.records.record import StageReport
 from p2ptrain.network.rpc.client import Rpc
 from p2ptrain.pipeline.checkpoints.saving import StageSaves
-from p2ptrain.pipeline.stage.gradients import StageGradients
 from p2ptrain.pipeline.stage.host import AdmissionQueue, StageHost
 from p2ptrain.pipeline.stage.rounds import StageRounds
 from p2ptrain.pipeline.stage.service import HostService
@@ -58,12 +57,11 @@ class HostedStage:
         self._view = view
         self._is_closed = self._participates = False
         self._following, self._completing = Tasks(), Tasks()
-        self._queue, gradients = AdmissionQueue(), StageGradients(worker)
-        caller = view.new_caller(rpc, options.hop_limits)
-        self.host = StageHost(worker, gradients, caller, NOT_YET, self._queue)
+        self._queue = AdmissionQueue()
+        self.host = StageHost(worker, view.new_caller(rpc, options.hop_limits), NOT_YET, self._queue)
         self._service = HostService(self.host, rpc)
         units = view.plan.units(self.number)
-        self.units = [host_unit(view, unit, gradients, rpc, signer, options) for unit in units]
+        self.units = [host_unit(view, unit, self.host.gradients, rpc, signer, options) for unit in units]
         self.rounds = StageRounds(
             self.host, self._queue, self.units, view.plan.manifest.averaging.grace_seconds,
             partial(observer.round_ended, self), partial(observer.round_began, self),

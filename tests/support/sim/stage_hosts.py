@@ -30,7 +30,7 @@ from p2ptrain.pipeline.plan import PipelinePlan
 from p2ptrain.pipeline.routing.hop import Caller, HopLimits, service
 from p2ptrain.pipeline.routing.router import HostState, Router
 from p2ptrain.pipeline.stage.compute import StageCompute
-from p2ptrain.pipeline.stage.gradients import GradientSum, StageGradients
+from p2ptrain.pipeline.stage.gradients import GradientSum
 from p2ptrain.pipeline.stage.host import AdmissionQueue, StageHost
 from p2ptrain.pipeline.stage.ledger import Limits
 from p2ptrain.pipeline.stage.service import HostService
@@ -131,8 +131,7 @@ class Hosts:
         router = Router(plan.num_stages, peer.runtime.random)
         compute, device = StageCompute(stage_of(plan, stage)), SlowDevice(peer.runtime, PASS_SECONDS)
         worker, total = StageWorker(plan, stage, compute, device, self.limits), ExactSum(compute.parameters)
-        gradients, caller = StageGradients(worker, total), Caller(rpc, router, limits=HOP_LIMITS)
-        host = StageHost(worker, gradients, caller, 0, self.gate)
+        host = StageHost(worker, Caller(rpc, router, limits=HOP_LIMITS), 0, self.gate, total)
         HostService(host, rpc)
         await rpc.start()
         made = HostPeer(peer, rpc, host, total, router)

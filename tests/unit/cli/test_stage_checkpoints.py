@@ -15,7 +15,7 @@ from p2ptrain.models import build_stage
 from p2ptrain.network.identity import Identity
 from p2ptrain.pipeline.checkpoints.saving import unit_folder
 from p2ptrain.pipeline.plan import PipelinePlan
-from p2ptrain.pipeline.stage.units import Part, unit_state
+from p2ptrain.pipeline.stage.contribution import Part, unit_state
 from p2ptrain.training.checkpoints.files import save_checkpoint
 from p2ptrain.training.checkpoints.stage_list import STAGES_FILE, StageList, write_stage_list
 from tests.support.sim.pipelines import make_manifest

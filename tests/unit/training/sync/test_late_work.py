@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from p2ptrain.pipeline.stage.contribution import Part, StageWork, unit_state
 from p2ptrain.pipeline.stage.gradients import GradientSum
-from p2ptrain.pipeline.stage.units import Part, StageWork, unit_state
 from p2ptrain.training.local_update import LocalWork
 from p2ptrain.training.state.layout import Layout
 from p2ptrain.training.state.outer_optimizers import AverageStep
