@@ -276,6 +276,18 @@ class Refused(FromHost, frozen=True, tag="refused"):
         text = "".join(each if each.isprintable() else "?" for each in str(error))
         return cls(error.kind, text[:MAX_REASON_CHARS])
 
+    def error(self) -> RefusalError:
+        """Return the error to raise at the caller."""
+        match self.kind:
+            case Refusal.FULL:
+                return FullError(self.reason)
+            case Refusal.BAD:
+                return BadMicrobatchError(self.reason)
+            case Refusal.BEYOND:
+                return HopFailedError(self.reason)
+            case Refusal.EARLY | Refusal.LATE:
+                return OtherRoundError(self.reason, is_late=self.kind is Refusal.LATE)
+
 
 class Refusal(Enum):
     """Reasons of a refusal."""

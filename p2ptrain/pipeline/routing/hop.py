@@ -21,7 +21,9 @@ from p2ptrain.network.rpc.client import NOT_SERVED, Rpc
 from p2ptrain.network.schema import Message
 from p2ptrain.pipeline.messages import (
     Arrived,
+    BadMicrobatchError,
     FromHost,
+    FullError,
     Hop,
     HopFailedError,
     Keepalive,
@@ -30,7 +32,6 @@ from p2ptrain.pipeline.messages import (
     OtherRoundError,
     OutputRequest,
     Payload,
-    Refusal,
     RefusalError,
     Refused,
     Reply,
@@ -161,25 +162,20 @@ class Caller:
                 told = host
                 await heard(hop.stage, host)
             try:
-                match await self._send_to(host, replace(hop, route=tuple(route)), heard):
-                    case Reply() as reply:
-                        if hop.requires_grad:
-                            own = reply.legs[0]
-                            stage.measured(host, hop.tokens, own.forward_seconds + own.backward_seconds)
-                        return reply
-                    case Refused(kind=Refusal.EARLY | Refusal.LATE) if keeps_round():
-                        refused.add(host)
-                        continue
-                    case Refused(kind=Refusal.EARLY | Refusal.LATE as kind, reason=reason):
-                        raise OtherRoundError(reason, is_late=kind is Refusal.LATE)
-                    case Refused(kind=Refusal.BEYOND, reason=reason):  # Another host here would fail, too.
-                        raise HopFailedError(reason)
-                    case Refused(kind=Refusal.FULL):
-                        refused.add(host)
-                        num_full += 1
-                        continue
-                    case Refused(kind=Refusal.BAD, reason=reason):
-                        failures[host] = reason
+                reply = await self._send_to(host, replace(hop, route=tuple(route)), heard)
+            except HopFailedError:  # Another host of this stage would fail, too.
+                raise
+            except OtherRoundError:
+                if not keeps_round():
+                    raise
+                refused.add(host)
+                continue
+            except FullError:
+                refused.add(host)
+                num_full += 1
+                continue
+            except BadMicrobatchError as error:
+                failures[host] = str(error)
             except PeerRefusedError as error:
                 failures[host] = error.reason
                 if error.reason.endswith(NOT_SERVED):  # It hosts another stage now.
@@ -189,6 +185,11 @@ class Caller:
                 self.router.failed(host, str(error))
                 if isinstance(error, ProtocolError):
                     self.rpc.count_refusal(host, BAD_ANSWER)
+            else:
+                if hop.requires_grad:
+                    own = reply.legs[0]
+                    stage.measured(host, hop.tokens, own.forward_seconds + own.backward_seconds)
+                return reply
             logger.info("stage %d: host %s failed %s: %s", hop.stage, host[-8:], hop.id, failures[host])
             await rest()
         reasons = "; ".join(f"{host[-8:]}: {reason}" for host, reason in failures.items()) or "all of them are full"
@@ -205,37 +206,29 @@ class Caller:
             if hop.id not in self.local.outputs:
                 raise HopFailedError(f"{hop.id} came home, and nobody waits for it there any more")
             return Reply(0.0, (), await self.local.outputs[hop.id].take(output, hop.requires_grad))
+        request = OutputRequest(hop.id, hop.requires_grad, output.head)
         try:
-            match await self._ask(trainer, OutputRequest(hop.id, hop.requires_grad, output.head), [output], hop, None):
-                case Reply(legs=()) as reply:
-                    return reply
-                case Reply():
-                    raise ProtocolError(trainer, "sent a trail, and is no host")
-                case Refused(reason=reason):
-                    raise HopFailedError(f"{hop.id} did not come home to its trainer: {reason}")
-        except (PeerError, DeadlineError) as error:
+            reply = await self._ask(trainer, request, [output], hop, None)
+            if reply.legs:
+                raise ProtocolError(trainer, "sent a trail, and is no host")
+        except (RefusalError, PeerError, DeadlineError) as error:
             raise HopFailedError(f"{hop.id} did not come home to its trainer: {error}") from error
+        return reply
 
-    async def _send_to(self, host: str, hop: Hop, tell: Tell) -> Reply | Refused:
-        """Send a hop to one host, remote or local; return its answer."""
+    async def _send_to(self, host: str, hop: Hop, tell: Tell) -> Reply:
+        """Send a hop to one host, remote or local; return its reply, or raise its refusal."""
         stage = hop.stage
         if host == self.rpc.peer_id:
             if stage not in self.local.hosts:  # The planned route is stale, or malicious.
                 raise PeerRefusedError(host, f"{service(stage)!r} {NOT_SERVED}")
-            try:
-                return await self.local.hosts[stage](hop, tell)
-            except RefusalError as error:
-                return Refused.of(error)
+            return await self.local.hosts[stage](hop, tell)
         reply = await self._ask(host, hop.request, [hop.inputs, hop.targets], hop, tell)
-        if isinstance(reply, Reply):
-            trail = [leg.stage for leg in reply.legs]
-            if trail != list(range(stage, self._num_stages)) or reply.legs[0].host != host:
-                raise ProtocolError(host, "sent a trail that is not its own")
+        trail = [leg.stage for leg in reply.legs]
+        if trail != list(range(stage, self._num_stages)) or reply.legs[0].host != host:
+            raise ProtocolError(host, "sent a trail that is not its own")
         return reply
 
-    async def _ask(
-        self, peer: str, request: Message, tensors: Sequence[Payload], hop: Hop, tell: Tell | None
-    ) -> Reply | Refused:
+    async def _ask(self, peer: str, request: Message, tensors: Sequence[Payload], hop: Hop, tell: Tell | None) -> Reply:
         """Send a request with its tensors, and relay news until the reply; news arrives while sending, too.
 
         The first tensor's gradient comes back, except from the first stage. A trainer (``tell`` is None) sends no news.
@@ -254,7 +247,7 @@ class Caller:
                 while loop.time() < deadline:
                     match await channel.receive(FromHost, limits.quiet_seconds, 1 << 16):
                         case Refused() as refused:
-                            return refused
+                            raise refused.error()
                         case ReplyHead(loss=loss, legs=legs, gradient=head):
                             left = max(deadline - loop.time(), limits.quiet_seconds)
                             return Reply(loss, legs, await self._gradient(channel, head, wanted, left))
