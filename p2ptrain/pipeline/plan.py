@@ -117,10 +117,9 @@ class PipelinePlan:
         if self.manifest.lora is not None:
             return None
         holders: dict[str, set[int]] = {}
-        for stage, span in enumerate(self.spans):
-            ties = stage_ties(self._blocks, span)
-            for name in stage_shapes(self._blocks, span):
-                holders.setdefault(ties.get(name, name), set()).add(stage)
+        for stage in range(self.num_stages):
+            for owner in self._owners(stage).values():
+                holders.setdefault(owner, set()).add(stage)
         shared = {name: tuple(sorted(stages)) for name, stages in holders.items() if len(stages) > 1}
         if not shared:
             return None
@@ -139,9 +138,7 @@ class PipelinePlan:
         if self.manifest.lora is not None:
             return Unit(stage, (stage,), self._adapters_in(self.spans[stage]))
         tied = self.tied.names if self.tied is not None else ()
-        ties = stage_ties(self._blocks, self.spans[stage])
-        names = stage_shapes(self._blocks, self.spans[stage])
-        return Unit(stage, (stage,), tuple(name for name in names if ties.get(name, name) not in tied))
+        return Unit(stage, (stage,), tuple(name for name, owner in self._owners(stage).items() if owner not in tied))
 
     def local_names(self, stage: int, unit: Unit) -> dict[str, str]:
         """Map a unit's parameter names from the owners' to those in a stage's module."""
@@ -149,9 +146,13 @@ class PipelinePlan:
             from p2ptrain.models.adapters import local_adapter_name
 
             return {name: local_adapter_name(name) for name in unit.names}
-        ties = stage_ties(self._blocks, self.spans[stage])
-        local = {ties.get(name, name): name for name in stage_shapes(self._blocks, self.spans[stage])}
+        local = {owner: name for name, owner in self._owners(stage).items()}
         return {name: local[name] for name in unit.names}
+
+    def _owners(self, stage: int) -> dict[str, str]:
+        """Map the parameter names of a stage's module to those of their owners, which differ for tied ones."""
+        ties = stage_ties(self._blocks, self.spans[stage])
+        return {name: ties.get(name, name) for name in stage_shapes(self._blocks, self.spans[stage])}
 
     def state_bytes(self, stage: int) -> int:
         """Return the size of a newcomer's download: trained parameters and AdamW's moments, in bytes."""
