@@ -233,32 +233,45 @@ class Caller:
 
         The first tensor's gradient comes back, except from the first stage. A trainer (``tell`` is None) sends no news.
         """
-        limits, loop, num_news = self._limits, asyncio.get_running_loop(), 0
         name, wants = (OUTPUT, True) if tell is None else (service(hop.stage), hop.stage > 0)
         wanted = tensors[0] if wants and hop.requires_grad else None
+        expected = sum(len(each.data) for each in tensors) + (len(wanted.data) if wanted is not None else 0)
+        open_seconds = self._limits.open_seconds
+        async with (
+            self.rpc.open(peer, name, request, open_seconds, expected_bytes=expected) as channel,
+            Tasks() as tasks,
+        ):
+            arrived = asyncio.Event()
+            # A send error ends the channel, and so the wait for an answer.
+            tasks.call(self._hand_over(channel, tensors, arrived), "hand-over")
+            answer = await self._await_answer(channel, hop, wanted, arrived, tell)
+        if isinstance(answer, Refused):  # Raised in the block, it would abort the channel, and the stream end with it.
+            raise answer.error()
+        return answer
+
+    async def _await_answer(
+        self, channel: Channel, hop: Hop, wanted: Payload | None, arrived: asyncio.Event, tell: Tell | None
+    ) -> Reply | Refused:
+        """Wait for a reply, with the gradient of ``wanted``, or for a refusal."""
+        limits, loop, num_news = self._limits, asyncio.get_running_loop(), 0
         # Later stages time out first, so the nearest caller can retry.
         seconds = limits.longest_seconds * (1.0 - 0.5 * hop.stage / max(self._num_stages - 1, 1))
-        expected = sum(len(each.data) for each in tensors) + (len(wanted.data) if wanted is not None else 0)
-        async with self.rpc.open(peer, name, request, limits.open_seconds, expected_bytes=expected) as channel:
-            arrived, deadline = asyncio.Event(), loop.time() + seconds
-            async with Tasks() as tasks:
-                # A send error ends the channel, and so the loop below.
-                tasks.call(self._hand_over(channel, tensors, arrived), "hand-over")
-                while loop.time() < deadline:
-                    match await channel.receive(FromHost, limits.quiet_seconds, 1 << 16):
-                        case Refused() as refused:
-                            raise refused.error()
-                        case ReplyHead(loss=loss, legs=legs, gradient=head):
-                            left = max(deadline - loop.time(), limits.quiet_seconds)
-                            return Reply(loss, legs, await self._gradient(channel, head, wanted, left))
-                        case Arrived():
-                            arrived.set()
-                        case News(stage=stage, host=host):
-                            num_news += 1
-                            if tell is None or not hop.stage <= stage < self._num_stages or num_news > MAX_NEWS:
-                                raise ProtocolError(peer, "sent news of no stage, or without end")
-                            await tell(stage, host)
-                raise DeadlineError(f"peer {peer[-8:]} took longer than {seconds:g} s")
+        deadline = loop.time() + seconds
+        while loop.time() < deadline:
+            match await channel.receive(FromHost, limits.quiet_seconds, 1 << 16):
+                case Refused() as refused:
+                    return refused
+                case ReplyHead(loss=loss, legs=legs, gradient=head):
+                    left = max(deadline - loop.time(), limits.quiet_seconds)
+                    return Reply(loss, legs, await self._gradient(channel, head, wanted, left))
+                case Arrived():
+                    arrived.set()
+                case News(stage=stage, host=host):
+                    num_news += 1
+                    if tell is None or not hop.stage <= stage < self._num_stages or num_news > MAX_NEWS:
+                        raise ProtocolError(channel.remote, "sent news of no stage, or without end")
+                    await tell(stage, host)
+        raise DeadlineError(f"peer {channel.remote[-8:]} took longer than {seconds:g} s")
 
     async def _hand_over(self, channel: Channel, tensors: Sequence[Payload], arrived: asyncio.Event) -> None:
         """Send the tensors in their turn, which lasts until they have arrived."""
