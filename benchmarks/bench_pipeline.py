@@ -34,10 +34,9 @@ def overhead(options: argparse.Namespace) -> Section:
 
 def utilisation(options: argparse.Namespace) -> Section:
     """Busy devices, against round trips."""
-    shapes = pipeline_utilisation.SHAPES[:1] if options.quick else pipeline_utilisation.SHAPES
-    return pipeline_utilisation.compare(
-        shapes, tflops=options.tflops, in_flight=options.in_flight, workers=options.workers
-    )
+    most = 1 if options.quick else None
+    shapes, rates = pipeline_utilisation.SHAPES[:most], pipeline_utilisation.BITS_PER_SECOND[:most]
+    return pipeline_utilisation.compare(shapes, rates, options.tflops, options.in_flight, options.workers)
 
 
 def codecs(options: argparse.Namespace) -> Section:
@@ -67,7 +66,7 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], Section]] = {
 
 def parse(given: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = arguments(__doc__, "one seed, few steps, schedules and hours; the first shape; the small model")
+    parser = arguments(__doc__, "one seed, few steps, schedules and hours; one shape and rate; the small model")
     parser.add_argument("--only", nargs="+", choices=list(SECTIONS), help="measure these parts")
     sizes = list(pipeline_overhead.MODELS)
     parser.add_argument("--sizes", nargs="+", choices=sizes, default=sizes, help="overhead: which models")

@@ -68,7 +68,7 @@ class Case:
     def manifest(self) -> Manifest:
         """Of the swarm that trains."""
         base = make_manifest(
-            self.stages,
+            max(2, self.stages),  # A manifest without stages has no section for pipelines.
             codec=self.activations,
             moments="8bit" if self.codec == CODECS[-1] else "fp32",
             global_batch=MICROBATCHES * SAMPLES,
