@@ -69,8 +69,9 @@ test-docker: $(STAMP)  ## a swarm in containers; needs a Docker engine: see test
 test-gpu: $(STAMP)  ## what needs a CUDA device; skipped without one
 	$(BIN)/python -m pytest -m gpu tests/unit $(ARGS)
 
-test-all: $(STAMP)  ## all that .ci/run checks, slow tests, containers, a soak, and SEEDS=N schedules of each kind
+test-all: $(STAMP)  ## all that .ci/run checks, slow tests, containers, each benchmark, a soak, and SEEDS=N schedules of each kind
 	P2PTRAIN_ALL=1 .ci/run
+	$(BIN)/python -m benchmarks --quick
 	$(BIN)/python -m tests.support.sim.schedules --first $$($(BIN)/python -m tests.support.seeds schedules) --count $(SEEDS)
 	$(BIN)/python -m tests.support.sim.schedules --first $$($(BIN)/python -m tests.support.seeds pipelines) --count $(SEEDS) --pipelines
 	$(MAKE) soak HOURS=0.1
@@ -94,7 +95,7 @@ format: $(STAMP)  ## let ruff format and fix
 	$(BIN)/ruff check --fix $(SOURCES) hatch_build.py
 	$(BIN)/ruff format $(SOURCES) hatch_build.py
 
-bench: $(STAMP)  ## benchmarks: a table on screen; ARGS="--json FILE" passes options
+bench: $(STAMP)  ## benchmarks beside their goals; ARGS="--quick --json FILE" passes options
 	$(BIN)/python -m benchmarks $(ARGS)
 
 bench-averaging: $(STAMP)  ## averaging against hivemind, all of it; ARGS="--full --json FILE --plot FILE.svg"

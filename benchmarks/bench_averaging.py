@@ -9,17 +9,16 @@ hivemind's 8-bit decoder is patched when it runs, because NumPy 2.4 breaks it (`
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import shutil
 import sys
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
-from benchmarks import bench_links, bench_matchmaking, bench_profile, bench_round, bench_stragglers
-from benchmarks.findings import Section, goal_table
-from benchmarks.harness import exit_on_signals, machine
+from benchmarks import bench_checks, bench_links, bench_matchmaking, bench_profile, bench_round, bench_stragglers
+from benchmarks.findings import Finding, Section, run
+from benchmarks.harness import arguments
 from benchmarks.plot import PlotError, plot, require_matplotlib
 from benchmarks.swarms import Setup
 
@@ -29,7 +28,7 @@ MATCHMAKING_PEERS = (2, 4, 8)
 RATES = (100e6, 20e6)
 """Bits per second."""
 LINK_VALUES = STRAGGLER_VALUES = 10_000_000
-PROFILE_ROUNDS = 20
+PROFILE_ROUNDS, CHECKED_ROUNDS = 20, 15
 
 
 def size(text: str) -> tuple[int, int]:
@@ -48,9 +47,9 @@ def interpreter(text: str) -> str:
     return str(Path(found).absolute())
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse(given: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "2 x 1M values, one round, no links or stragglers unless asked for")
     parser.add_argument("--only", nargs="+", choices=list(SECTIONS), help="measure these parts")
     parser.add_argument("--full", action="store_true", help="all sizes, more repetitions")
     parser.add_argument("--sizes", nargs="+", type=size, metavar="PxNM", help="rounds of these sizes instead")
@@ -63,9 +62,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="run hivemind with this interpreter, which has hivemind and torch",
     )  # fmt: skip
     parser.add_argument("--log", metavar="FILE", help="where the peers' error output goes")
-    parser.add_argument("--json", metavar="FILE", help="also write all values here")
     parser.add_argument("--plot", metavar="FILE", help="also draw the ratios here (.svg or .png)")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(given)
     if options.rounds < 1 or (options.values is not None and options.values < 1):
         parser.error("--rounds and --values must be at least 1")
     if options.plot is not None:
@@ -75,6 +73,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             require_matplotlib()
         except PlotError as error:
             parser.error(str(error))
+    if options.quick:
+        options.rounds, options.sizes, options.values = 1, options.sizes or [(2, 1_000_000)], 1_000_000
+        options.only = options.only or ["rounds", "checks"]
     return options
 
 
@@ -91,7 +92,7 @@ def rounds(options: argparse.Namespace) -> Section:
 
 def matchmaking(options: argparse.Namespace) -> Section:
     """Until groups stand."""
-    times, hivemind_times = (40, 10) if options.full else (20, 5)
+    times, hivemind_times = (1, 1) if options.quick else (40, 10) if options.full else (20, 5)
     return bench_matchmaking.compare(MATCHMAKING_PEERS, times, hivemind_times, options.log, options.hivemind_python)
 
 
@@ -103,8 +104,14 @@ def links(options: argparse.Namespace) -> Section | None:
 
 def stragglers(options: argparse.Namespace) -> Section:
     """Rounds beside a slow and a stopped peer."""
-    turns = 5 if options.full else 3
+    turns = 1 if options.quick else 5 if options.full else 3
     return bench_stragglers.compare(options.values or STRAGGLER_VALUES, turns, options.log, options.hivemind_python)
+
+
+def checks(options: argparse.Namespace) -> Section:
+    """Rounds with and without spot checks."""
+    sizes = options.sizes or [size(text) for text in SIZES]
+    return bench_checks.compare(sizes, options.rounds if options.quick else CHECKED_ROUNDS, options.log)
 
 
 def profile(options: argparse.Namespace) -> Section:
@@ -119,6 +126,7 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], Section | None]] = {
     "matchmaking": matchmaking,
     "links": links,
     "stragglers": stragglers,
+    "checks": checks,
 }
 
 
@@ -129,53 +137,20 @@ def interpreter_note(options: argparse.Namespace) -> str:
     return f"hivemind runs with {where}; its 8-bit decoder is patched for NumPy 2.4."
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(given: Sequence[str] | None = None) -> int:
     """Measure and report; 1 when a part failed, though the others ran."""
-    options = parse(arguments)
-    exit_on_signals()
-    parts = {name: SECTIONS[name] for name in options.only or SECTIONS}
+    options = parse(given)
+    measured = {name: SECTIONS[name] for name in options.only or SECTIONS}
     if options.profile:
-        parts["profile"] = profile
-    found: dict[str, Section] = {}
-    failed: dict[str, str] = {}
+        measured["profile"] = profile
+    parts = {name: partial(measure, options) for name, measure in measured.items()}
     sys.stdout.write(f"{interpreter_note(options)}\n\n")
-    for name, measure in parts.items():
-        started = time.monotonic()
-        try:
-            section = measure(options)
-        except RuntimeError as error:
-            failed[name] = str(error)
-            sys.stdout.write(f"{name} failed: {error}\n\n")
-            continue
-        if section is not None:
-            found[name] = section
-            failed.update({f"{name} {what}": why for what, why in section.failures.items()})
-            sys.stdout.write(f"{section}\n")
-        sys.stdout.write(f"({name} took {time.monotonic() - started:.0f} s)\n\n")
-        sys.stdout.flush()
-    findings = [finding for section in found.values() for finding in section.findings]
-    if findings:
-        sys.stdout.write(f"{goal_table(findings)}\n")
-    if options.json:
-        write_json(options, found, failed)
-    if options.plot and findings:
+
+    def draw(findings: Sequence[Finding]) -> None:
         plot(findings, options.plot)
         sys.stdout.write(f"\ndrawn in {options.plot}\n")
-    return 1 if failed else 0
 
-
-def write_json(options: argparse.Namespace, found: dict[str, Section], failed: dict[str, str]) -> None:
-    """Everything that was measured."""
-    payload = {
-        "benchmark": "averaging",
-        "machine": machine(),
-        "notes": [interpreter_note(options)],
-        "results": {name: section.to_json() for name, section in found.items()},
-        "failed": failed,
-    }
-    Path(options.json).parent.mkdir(parents=True, exist_ok=True)
-    Path(options.json).write_text(json.dumps(payload, indent=2) + "\n", encoding="utf-8")
-    sys.stdout.write(f"\nwritten to {options.json}\n")
+    return run("averaging", parts, options, draw if options.plot else None)
 
 
 if __name__ == "__main__":

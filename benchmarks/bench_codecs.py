@@ -8,7 +8,6 @@ vector, which like everything here writes to memory that is there already.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -16,11 +15,15 @@ from functools import partial
 
 import torch
 
-from benchmarks.harness import Measured, alternate, format_table, report, thread_seconds
+from benchmarks.findings import Finding, Section
+from benchmarks.findings import run as run_parts
+from benchmarks.harness import Measured, alternate, arguments, thread_seconds
 from p2ptrain.codecs import Codec, codec_names, get_codec, warm_up
 from p2ptrain.codecs.base import NativeCodec
 
 NUM_PEERS = 4
+GOAL = 1.0
+"""Of a copy's speed, for what a round of int8 does with every value."""
 
 
 def mean_error(codec: Codec, num_values: int) -> float:
@@ -70,53 +73,62 @@ def run(codec: Codec, operation: str, vector: torch.Tensor, out: torch.Tensor) -
         codec.validate(data, len(vector))
 
 
-def main() -> None:
-    """Measure and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--values", type=int, default=10_000_000, help="values in the vector")
-    parser.add_argument("--repeats", type=int, default=11, help="measurements of each operation")
-    parser.add_argument("--json", metavar="FILE", help="also write the results here")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
+def speeds(num_values: int, repeats: int) -> Section:
+    """All operations of all codecs."""
     started = time.perf_counter()
     is_native = warm_up()
     warm_up_seconds = time.perf_counter() - started
-    vector = torch.randn(arguments.values, generator=torch.Generator().manual_seed(0))
-    seconds = alternate(cases(vector, torch.zeros(arguments.values)), arguments.repeats)
-    speeds = {
-        name: Measured(tuple(4 * arguments.values / value / 1e9 for value in measured.values))
+    vector = torch.randn(num_values, generator=torch.Generator().manual_seed(0))
+    seconds = alternate(cases(vector, torch.zeros(num_values)), repeats)
+    found = {
+        name: Measured(tuple(4 * num_values / value / 1e9 for value in measured.values))
         for name, measured in seconds.items()
     }
-    copy = speeds["copy"].median
-    names = codec_names()
-    sizes = {name: get_codec(name).encoded_bytes(arguments.values) / arguments.values for name in names}
-    errors = {name: mean_error(get_codec(name), 1 << 20) for name in names}
-    results = {
-        "values": arguments.values,
-        "is_native": is_native,
-        "warm_up_seconds": warm_up_seconds,
-        "gigabytes_per_second": {name: speed.to_json() for name, speed in speeds.items()},
-        "ratio_to_copy": {name: speed.median / copy for name, speed in speeds.items()},
-        "bytes_per_value": sizes,
-        "relative_error_of_mean_of_4": errors,
-    }
-    rows = []
-    for name, speed in speeds.items():
+    copy = found["copy"].median
+    section = Section(
+        f"Codecs, {num_values:,} values, one thread, {'native' if is_native else 'NOT native'}",
+        ("operation", "fp32 GB/s", "of a copy", "plain", "times as fast"),
+        results={
+            "warm_up_seconds": warm_up_seconds,
+            "gigabytes_per_second": {name: speed.to_json() for name, speed in found.items()},
+        },
+    )
+    for name, speed in found.items():
         if not name.endswith(" plain"):
-            plain = speeds.get(f"{name} plain")
-            rows.append(
-                (
-                    name, f"{speed.median:.2f}", f"±{100 * speed.spread:.0f} %", f"{speed.median / copy:.2f}",
-                    f"{plain.median:.2f}" if plain else "", f"{speed.median / plain.median:.1f}" if plain else "",
-                )
-            )  # fmt: skip
-    title = f"Codecs, {arguments.values:,} values, one thread, {'native' if is_native else 'NOT native'}"
-    headers = ("operation", "fp32 GB/s", "spread", "of a copy", "plain", "times as fast")
-    report(title, headers, rows, results, arguments.json)
-    precision = [(name, f"{sizes[name]:.4f}", f"{100 * errors[name]:.4f} %") for name in names]
-    table = format_table(("codec", "bytes a value", f"error of a mean of {NUM_PEERS}"), precision)
-    sys.stdout.write(f"\n{table}\n")
+            plain = found.get(f"{name} plain")
+            times = (f"{plain.median:.2f}", f"{speed.median / plain.median:.1f}") if plain else ("", "")
+            section.rows.append((name, speed, f"{speed.median / copy:.2f}", *times))
+    for operation in ("encode", "decode", "accumulate"):
+        ratio = found[f"int8 {operation}"].median / copy
+        section.findings.append(Finding(f"speed of int8 {operation}", ratio, "a copy", GOAL, at_least=True))
+    return section
+
+
+def precision() -> Section:
+    """Sizes and errors of all codecs."""
+    section = Section("Precision", ("codec", "bytes a value", f"error of a mean of {NUM_PEERS}"))
+    for name in codec_names():
+        size, error = get_codec(name).encoded_bytes(1 << 20) / (1 << 20), mean_error(get_codec(name), 1 << 20)
+        section.rows.append((name, f"{size:.4f}", f"{100 * error:.4f} %"))
+        section.results[name] = {"bytes_per_value": size, "relative_error": error}
+    return section
+
+
+def main() -> int:
+    """Measure and report."""
+    parser = arguments(__doc__, "a million values, 3 measurements")
+    parser.add_argument("--values", type=int, default=10_000_000, help="values in the vector")
+    parser.add_argument("--repeats", type=int, default=11, help="measurements of each operation")
+    options = parser.parse_args()
+    if options.quick:
+        options.values, options.repeats = 1_000_000, 3
+    torch.set_num_threads(1)
+    parts: dict[str, Callable[[], Section]] = {
+        "speed": partial(speeds, options.values, options.repeats),
+        "precision": precision,
+    }
+    return run_parts("codecs", parts, options)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

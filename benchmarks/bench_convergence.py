@@ -13,28 +13,26 @@ trainer has a link of 100 Mbit/s. The opponents there are `FULL_GRADIENTS`, whic
 bits as `hivemind.Optimizer` can, and one machine alone. What does not grow with the model, such as finding a group, is
 left out, because it would count for too much beside so small a model's steps. By default some five minutes on two idle
 cores.
-
-``--tune`` tries the grids from which the rates of `METHODS` were chosen, on a seed of its own.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from benchmarks.emulation import Method, Run, Setting, Swarm
-from benchmarks.harness import Measured, format_table, machine, progress
+from benchmarks.findings import Finding, Section
+from benchmarks.findings import run as run_parts
+from benchmarks.harness import Measured, arguments, progress
 from benchmarks.plot import Learning, PlotError, plot_convergence, require_matplotlib
 from p2ptrain.manifest import SPARSE_FEEDBACK_DECAY, DataSpec, ModelSpec
 from p2ptrain.models import num_parameters
@@ -46,7 +44,9 @@ STEPS, LOCAL_BATCH = 240, 4
 LINK_BITS_PER_SECOND = 100e6
 TARGET_MARGIN = 1.02
 """How far the target loss lies above what large batches end with from the same seed."""
-TUNING_SEED = 1000
+GOAL = 1.01
+"""Of the loss of large batches, for the methods that are recommended."""
+RECOMMENDED = ("DiLoCo", "streaming", "SparseLoCo, H = 3")
 
 LARGE_BATCH = "large batch, fp32"
 FULL_GRADIENTS = "every step, int8"
@@ -74,13 +74,6 @@ METHODS = (
     Method("one machine alone, large batches", {**GLOBAL, "local_batch": 4 * LOCAL_BATCH}, workers=1),
     Method(ALONE, GLOBAL, workers=1),
 )
-GRIDS: dict[str, list[dict[str, Any]]] = {
-    LARGE_BATCH: [{"learning_rate": rate} for rate in (1e-3, 2e-3, 4e-3)],
-    "DiLoCo, int8": [{}, *({**LOCAL, "learning_rate": rate} for rate in (2e-3, 4e-3))],
-    SPARSE.name: [{}, {"learning_rate": 6e-3}, {"learning_rate": 8e-3}, {"outer_learning_rate": 0.7}],
-    UNCORRECTED.name: [{"outer_learning_rate": rate} for rate in (2.0, 4.0)],
-}
-"""What was tried; others take the rates of their kin."""
 
 
 @dataclass(frozen=True)
@@ -215,60 +208,65 @@ def summarize(methods: Sequence[Method], runs: Sequence[Run], steps: int) -> Sum
     return Summary(rows, targets, step_seconds)
 
 
-def tune(setting: Setting, jobs: int, beginning: torch.Tensor | None) -> None:
-    """Print the loss of every candidate of `GRIDS`."""
-    candidates = [
-        replace(
-            method,
-            name=f"{method.name} {changes}",
-            training=method.training | {key: changes[key] for key in changes if key != "feedback_decay"},
-            feedback_decay=changes.get("feedback_decay", method.feedback_decay),
-        )
-        for method in METHODS
-        for changes in GRIDS.get(method.name, [])
-    ]
-    runs = run_all(candidates, setting, [TUNING_SEED], jobs, beginning)
-    sys.stdout.write(format_table(("candidate", "loss"), [(run.method, f"{run.loss:.4f}") for run in runs]) + "\n")
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse(given: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "one seed, 24 steps after 20 large batches")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=STEPS, help="local batches of each trainer")
     parser.add_argument("--beginning", type=int, default=BEGINNING_STEPS, help="large batches before; 0 for none")
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="only methods whose names contain one of these")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
-    parser.add_argument("--tune", action="store_true", help="try the grids instead")
-    parser.add_argument("--json", metavar="FILE", help="also write all values here")
     parser.add_argument("--plot", metavar="FILE", help="also draw loss against bytes here (.svg or .png)")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(given)
     if options.plot is not None:
         try:
             require_matplotlib()
         except PlotError as error:
             parser.error(str(error))
+    if options.quick:
+        options.seeds, options.steps, options.beginning = [1], 24, 20
     return options
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, and report as a table, JSON and a picture."""
-    options = parse(arguments)
+def compare(options: argparse.Namespace) -> Section:
+    """Run all methods, and draw them if that is asked for."""
     setting = Setting(MODEL, options.steps, LOCAL_BATCH)
     beginning = begin(MODEL, options.beginning) if options.beginning else None
-    if options.tune:
-        tune(setting, options.jobs, beginning)
-        return 0
     wanted = options.only or [""]
     methods = [m for m in METHODS if m.name == LARGE_BATCH or any(text in m.name for text in wanted)]
     runs = run_all(methods, setting, options.seeds, options.jobs, beginning)
     summary = summarize(methods, runs, options.steps)
-    report(summary, runs, setting)
-    if options.json:
-        write_json(Path(options.json), options, methods, runs, summary)
     if options.plot:
         plot_convergence([drawing(row, runs) for row in summary.rows], summary.targets[runs[0].seed], options.plot)
-    return 0
+    section = Section(
+        f"{setting.workers} trainers, {num_parameters(MODEL)} parameters, {runs[0].tokens / 1e6:.2f}M tokens; time to"
+        f" {TARGET_MARGIN:g} of large batches' loss over links of {LINK_BITS_PER_SECOND / 1e6:.0f} Mbit/s, with"
+        f" {summary.step_seconds * 1e3:.1f} ms a local batch",
+        (
+            "method", "loss", "of large batch", "range", "bytes/token", "seconds", "x as fast as full gradients",
+            "x as fast as alone",
+        ),
+        results={"target_losses": summary.targets, "runs": [asdict(run) for run in runs]},
+    )  # fmt: skip
+    for row in summary.rows:
+        faster = [row.times_as_fast_as(summary.row(name)) for name in (FULL_GRADIENTS, ALONE)]
+        span = f"{min(row.ratio.values):.4f} to {max(row.ratio.values):.4f}"
+        seconds = "never" if row.seconds_to_target is None else f"{row.seconds_to_target:.1f}"
+        section.rows.append(
+            (
+                row.method, f"{row.loss.median:.4f}", f"{row.ratio.median:.4f}", span, f"{row.bytes_per_token:.2f}",
+                seconds, *("" if times is None else f"{times:.2f}" for times in faster),
+            )
+        )  # fmt: skip
+        goal = GOAL if row.method.startswith(RECOMMENDED) else None
+        section.findings.append(Finding(row.method, row.ratio.median, "large batches' loss", goal, note=span))
+    return section
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Measure and report."""
+    options = parse(given)
+    return run_parts("convergence", {"methods": partial(compare, options)}, options)
 
 
 def drawing(row: Row, runs: Sequence[Run]) -> Learning:
@@ -276,70 +274,6 @@ def drawing(row: Row, runs: Sequence[Run]) -> Learning:
     curve = next(run.curve for run in runs if run.method == row.method)
     timed = [(step * row.seconds_per_step, loss) for step, loss in curve]
     return Learning(row.method, row.bytes_per_token, row.ratio.median, timed)
-
-
-def write_json(
-    path: Path, options: argparse.Namespace, methods: Sequence[Method], runs: Sequence[Run], summary: Summary
-) -> None:
-    """All settings and values."""
-    results = {
-        "parameters": num_parameters(MODEL),
-        "beginning_steps": options.beginning,
-        "steps": options.steps,
-        "local_batch": LOCAL_BATCH,
-        "seeds": options.seeds,
-        "target_losses": summary.targets,
-        "step_seconds": summary.step_seconds,
-        "methods": [
-            {**asdict(method), "row": row_to_json(row, summary)}
-            for method, row in zip(methods, summary.rows, strict=True)
-        ],
-        "runs": [asdict(run) for run in runs],
-    }
-    payload = {"benchmark": "convergence", "machine": machine(), "results": results}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(payload, indent=2) + "\n", encoding="utf-8")
-
-
-def row_to_json(row: Row, summary: Summary) -> dict[str, Any]:
-    """The row's values."""
-    return {
-        "loss": row.loss.to_json(),
-        "ratio": row.ratio.to_json(),
-        "bytes_per_token": row.bytes_per_token,
-        "seconds_to_target": row.seconds_to_target,
-        "times_as_fast_as_full_gradients": row.times_as_fast_as(summary.row(FULL_GRADIENTS)),
-        "times_as_fast_as_alone": row.times_as_fast_as(summary.row(ALONE)),
-    }
-
-
-def report(summary: Summary, runs: Sequence[Run], setting: Setting) -> None:
-    """Print the table."""
-    sys.stdout.write(
-        f"{setting.workers} trainers, {num_parameters(setting.model)} parameters, {runs[0].tokens / 1e6:.2f}M tokens;"
-        f" time to {TARGET_MARGIN:g} of large batches' loss over links of {LINK_BITS_PER_SECOND / 1e6:.0f} Mbit/s, with"
-        f" {summary.step_seconds * 1e3:.1f} ms a local batch\n\n"
-    )
-    headers = (
-        "method", "loss", "of large batch", "range", "bytes/token", "seconds", "x as fast as full gradients",
-        "x as fast as alone",
-    )  # fmt: skip
-    table = [
-        (
-            row.method,
-            f"{row.loss.median:.4f}",
-            f"{row.ratio.median:.4f}",
-            f"{min(row.ratio.values):.4f} to {max(row.ratio.values):.4f}",
-            f"{row.bytes_per_token:.2f}",
-            "never" if row.seconds_to_target is None else f"{row.seconds_to_target:.1f}",
-            *(
-                "" if times is None else f"{times:.2f}"
-                for times in (row.times_as_fast_as(summary.row(name)) for name in (FULL_GRADIENTS, ALONE))
-            ),
-        )
-        for row in summary.rows
-    ]
-    sys.stdout.write(format_table(headers, table) + "\n")
 
 
 if __name__ == "__main__":

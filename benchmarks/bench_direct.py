@@ -14,11 +14,12 @@ import argparse
 import asyncio
 import json
 import ssl
-import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 
 import uvloop
 from cryptography import x509
@@ -26,7 +27,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from benchmarks.answers import hear, say
-from benchmarks.harness import Measured, report
+from benchmarks.findings import Finding, Section, run
+from benchmarks.harness import Measured, arguments, paired
 from benchmarks.workers import Workers
 from p2ptrain.network.libp2p.direct_records import Cipher, SealedSocket
 from p2ptrain.network.libp2p.socket_stream import SocketStream
@@ -35,15 +37,18 @@ from p2ptrain.network.rpc.frames import FRAME, Kind
 
 KINDS = ("tcp", "records", "tls")
 TURN_SECONDS = 300.0
+GOALS = {"tls": 0.5, "tcp": None}
+"""For the CPU of records, of that of others."""
 
 
-def measure(megabytes: int, turns: int, log: str | None) -> dict[str, dict[str, Measured]]:
+def measure(megabytes: int, turns: int, log: str | None) -> Section:
     """CPU seconds per GB and MB/s of every kind.
 
     Raises:
         RuntimeError: A process failed or took too long.
     """
-    found = {kind: {"cpu_seconds_per_gb": [], "mb_per_second": []} for kind in KINDS}  # type: dict[str, dict[str, list[float]]]
+    cpu_seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    speeds: dict[str, list[float]] = {kind: [] for kind in KINDS}
     num_frames = megabytes * (1 << 20) // SEND_FRAME_BYTES
     gigabytes = num_frames * SEND_FRAME_BYTES / 1e9
     with Workers("benchmarks.bench_direct", log) as workers:
@@ -56,9 +61,17 @@ def measure(megabytes: int, turns: int, log: str | None) -> dict[str, dict[str, 
                 dialler.tell(json.dumps({"kind": kind, "port": ports[kind], "send": num_frames}))
                 cpu = sum(one["cpu"] for one in workers.hear_all(TURN_SECONDS))
                 if turn >= 0:
-                    found[kind]["cpu_seconds_per_gb"].append(cpu / gigabytes)
-                    found[kind]["mb_per_second"].append(1e3 * gigabytes / (time.monotonic() - started))
-    return {kind: {unit: Measured(tuple(values)) for unit, values in both.items()} for kind, both in found.items()}
+                    cpu_seconds[kind].append(cpu / gigabytes)
+                    speeds[kind].append(1e3 * gigabytes / (time.monotonic() - started))
+    section = Section(
+        f"{megabytes} MiB one way between two processes on loopback", ("", "CPU seconds per GB", "MB/s"),
+        results={"cpu_seconds_per_gb": cpu_seconds, "mb_per_second": speeds},
+    )  # fmt: skip
+    section.rows += [(kind, Measured(tuple(cpu_seconds[kind])), Measured(tuple(speeds[kind]))) for kind in KINDS]
+    for other, goal in GOALS.items():
+        ratio = paired(Measured(tuple(cpu_seconds["records"])), Measured(tuple(cpu_seconds[other])))
+        section.findings.append(Finding("CPU a byte of records", ratio.median, other, goal))
+    return section
 
 
 class TlsSocket(SocketStream):
@@ -137,32 +150,18 @@ async def work() -> None:
         stream.abort()
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(given: Sequence[str] | None = None) -> int:
     """Measure and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter turns")
+    parser = arguments(__doc__, "fewer and shorter turns")
     parser.add_argument("--log", metavar="FILE", help="where the processes' error output goes")
-    parser.add_argument("--json", metavar="FILE", help="also write the results here")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(given)
     if options.worker:
         uvloop.run(work())
-        return
+        return 0
     megabytes, turns = (64, 3) if options.quick else (512, 9)
-    found = measure(megabytes, turns, options.log)
-    cpu = {kind: both["cpu_seconds_per_gb"] for kind, both in found.items()}
-    ratios = {
-        f"records / {other}": statistics.median(
-            one / of for one, of in zip(cpu["records"].values, cpu[other].values, strict=True)
-        )
-        for other in ("tcp", "tls")
-    }
-    rows = [(kind, *(str(one) for one in both.values())) for kind, both in found.items()]
-    rows += [(name, f"{value:.2f}", "") for name, value in ratios.items()]
-    results = {kind: {unit: one.to_json() for unit, one in both.items()} for kind, both in found.items()}
-    title = f"{megabytes} MiB one way between two processes on loopback"
-    report(title, ("", "CPU seconds per GB", "MB/s"), rows, {**results, "cpu_ratios": ratios}, options.json)
+    return run("direct", {"frames": partial(measure, megabytes, turns, options.log)}, options)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

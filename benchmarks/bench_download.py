@@ -12,14 +12,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import uvloop
 
 from benchmarks.answers import hear, say
-from benchmarks.harness import Measured, exit_on_signals, report
+from benchmarks.findings import Finding, Section, run
+from benchmarks.harness import Measured, arguments, paired
 from benchmarks.peers import SWARM, LoopbackPeer, loopback_peer
 from benchmarks.workers import Workers
 from p2ptrain.averaging.protocol.certificate import Head, genesis
@@ -35,11 +38,13 @@ START_SECONDS = 60.0
 TURN_SECONDS = 120.0
 WARM_UP_TURNS = 5
 """A virtual machine takes long to hand out memory that was never used."""
+GOAL = 0.7
+"""Of a raw stream's speed."""
 RAW = "/benchmark/raw"
 RAW_PIECE_BYTES = 256 * 1024
 
 
-def measure(num_values: int, turns: int, warm_up: int, log: str | None) -> dict[str, Measured]:
+def measure(num_values: int, turns: int, warm_up: int, log: str | None) -> Section:
     """Seconds of ``turns`` downloads and raw streams in turn, after ``warm_up`` of each.
 
     Raises:
@@ -58,7 +63,15 @@ def measure(num_values: int, turns: int, warm_up: int, log: str | None) -> dict[
                 value = newcomer.hear(TURN_SECONDS)["seconds"]
                 if turn >= 0:
                     values.append(value)
-    return {kind: Measured(tuple(values)) for kind, values in seconds.items()}
+    found = {kind: Measured(tuple(values)) for kind, values in seconds.items()}
+    ratio = paired(found["raw"], found["download"])
+    return Section(
+        f"Download of a state of {num_values:,} fp32 values",
+        ("", "seconds", "MB/s"),
+        [(kind, one, f"{4 * num_values / one.median / 1e6:.0f}") for kind, one in found.items()],
+        [Finding("speed", ratio.median, "a raw stream", GOAL, at_least=True, note=f"±{100 * ratio.spread:.0f} %")],
+        {**{kind: one.to_json() for kind, one in found.items()}, "speed_ratio": ratio.to_json()},
+    )
 
 
 async def serve(role: str, num_values: int) -> None:
@@ -122,35 +135,21 @@ async def _receive_raw(peer: LoopbackPeer, source: str, num_bytes: int) -> None:
     await stream.close()
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(given: Sequence[str] | None = None) -> int:
     """Measure and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "3 measurements, and one before them")
     parser.add_argument("--values", type=int, default=10_000_000, help="fp32 values in the state")
     parser.add_argument("--turns", type=int, default=15, help="measurements of each")
-    parser.add_argument("--quick", action="store_true", help="3 measurements, and one before them")
     parser.add_argument("--log", metavar="FILE", help="where the processes' error output goes")
-    parser.add_argument("--json", metavar="FILE", help="also write the results here")
     parser.add_argument("--worker", choices=("source", "newcomer"), help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(given)
     if options.worker is not None:
         torch.set_num_threads(1)
         uvloop.run(serve(options.worker, options.values))
-        return
-    exit_on_signals()  # so that `measure` ends what it started
+        return 0
     turns, warm_up = (3, 1) if options.quick else (options.turns, WARM_UP_TURNS)
-    seconds = measure(options.values, turns, warm_up, options.log)
-    ratio = Measured(
-        tuple(raw / ours for raw, ours in zip(seconds["raw"].values, seconds["download"].values, strict=True))
-    )
-    rows = [
-        (kind, f"{one.median:.3f}", f"±{100 * one.spread:.0f} %", f"{4 * options.values / one.median / 1e6:.0f}")
-        for kind, one in seconds.items()
-    ]
-    rows.append(("download / raw, in speed", f"{ratio.median:.2f}", f"±{100 * ratio.spread:.0f} %", ""))
-    results = {**{kind: one.to_json() for kind, one in seconds.items()}, "speed_ratio": ratio.to_json()}
-    title = f"Download of a state of {options.values:,} fp32 values"
-    report(title, ("", "seconds", "spread", "MB/s"), rows, results, options.json)
+    return run("download", {"state": partial(measure, options.values, turns, warm_up, options.log)}, options)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -11,18 +11,19 @@ step, and with the order of the data, so trust the median of several seeds::
 
 from __future__ import annotations
 
-import argparse
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from benchmarks.harness import Measured, exit_on_signals, report
+from benchmarks.findings import Finding, Section, run
+from benchmarks.harness import Measured, arguments
 from p2ptrain.manifest import Manifest, ModelSpec, SignedManifest, TrainingSpec
 from p2ptrain.models import build_model
 from p2ptrain.network.identity import Identity
@@ -36,6 +37,7 @@ from p2ptrain.training.state.layout import Layout
 SWARM_SECONDS = 1800.0
 END_SECONDS = 60.0
 WINDOWS = 512
+GOAL = 1.02
 
 
 @dataclass(frozen=True)
@@ -144,26 +146,33 @@ def show(losses: Sequence[float]) -> str:
     return " ".join(f"{loss:.3f}" for loss in losses)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def compare_all(seeds: Sequence[int], rounds: int, peers: int) -> Section:
+    """All seeds."""
+    found = [compare(seed, rounds, peers) for seed in seeds]
+    ratio = Measured(tuple(one.ratio for one in found))
+    return Section(
+        f"Held-out loss of a swarm of {peers} against one process, at equal tokens",
+        ("seed", "rounds", "tokens", "swarm", "alone", "ratio"),
+        [
+            (one.seed, one.rounds, one.tokens[-1], show(one.losses_swarm), show(one.losses_alone), f"{one.ratio:.4f}")
+            for one in found
+        ],
+        [Finding("held-out loss", ratio.median, "one process", GOAL, note=f"±{100 * ratio.spread:.0f} %")],
+        {"loss_ratio": ratio.to_json(), "runs": [asdict(one) for one in found]},
+    )
+
+
+def main(given: Sequence[str] | None = None) -> int:
     """Compare for each seed and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "one seed, 10 rounds")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--peers", type=int, default=3)
-    parser.add_argument("--json", metavar="FILE", help="also write the results here")
-    options = parser.parse_args(arguments)
-    exit_on_signals()  # so that `run_swarm` ends what it started
-    found = [compare(seed, options.rounds, options.peers) for seed in options.seeds]
-    ratio = Measured(tuple(one.ratio for one in found))
-    rows: list[tuple[object, ...]] = [
-        (one.seed, one.rounds, one.tokens[-1], show(one.losses_swarm), show(one.losses_alone), f"{one.ratio:.4f}")
-        for one in found
-    ]
-    rows.append(("median", "", "", "", "", f"{ratio.median:.4f}"))
-    results = {"loss_ratio": ratio.to_json(), "runs": [asdict(one) for one in found]}
-    title = f"Held-out loss of a swarm of {options.peers} against one process, at equal tokens"
-    report(title, ("seed", "rounds", "tokens", "swarm", "alone", "ratio"), rows, results, options.json)
+    options = parser.parse_args(given)
+    if options.quick:
+        options.seeds, options.rounds = [1], 10
+    return run("equal_tokens", {"seeds": partial(compare_all, options.seeds, options.rounds, options.peers)}, options)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -9,16 +9,16 @@ of the others has the decoded mean; ratios are to a normal round of the same swa
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 
 from benchmarks.bench_stragglers import handles_of
-from benchmarks.findings import Finding, Section
+from benchmarks.findings import Finding, Section, run
+from benchmarks.harness import arguments
 from benchmarks.swarms import P2PTrainSwarm, Setup
 
 PHASES = ("matchmaking", "scatter", "reduce", "gather", "commit")
@@ -83,27 +83,19 @@ def compare(setup: Setup, phases: Sequence[str], turns: int) -> Section:
     return section
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print the table and the ratios; the exit code tells whether all goals were met."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(given: Sequence[str] | None = None) -> int:
+    """Measure and report."""
+    parser = arguments(__doc__, "scatter and reduce, once each")
     parser.add_argument("--peers", type=int, default=3)
     parser.add_argument("--values", type=int, default=2_000_000)
     parser.add_argument("--codec", choices=("fp32", "int8"), default="int8")
     parser.add_argument("--turns", type=int, default=3, help="times that each phase is measured")
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
-    parser.add_argument("--quick", action="store_true", help="scatter and reduce, once each")
     parser.add_argument("--log", metavar="FILE", help="where the peers' error output goes")
-    parser.add_argument("--json", metavar="FILE", help="also write all values here")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(given)
     setup = Setup(options.peers, options.values, options.codec, GRACE_SECONDS, log=options.log)
     phases, turns = (("scatter", "reduce"), 1) if options.quick else (options.phases, options.turns)
-    section = compare(setup, phases, turns)
-    sys.stdout.write(f"{section}\n")
-    for finding in section.findings:
-        sys.stdout.write("  ".join(finding.row()) + "\n")
-    if options.json:
-        Path(options.json).write_text(json.dumps(section.results))
-    return int(any(finding.is_met is False for finding in section.findings))
+    return run("freeze", {"phases": partial(compare, setup, phases, turns)}, options)
 
 
 if __name__ == "__main__":

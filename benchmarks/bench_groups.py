@@ -25,7 +25,8 @@ from typing import Any, TypeVar
 import torch
 
 from benchmarks.counting import CountingTransport, Messages
-from benchmarks.harness import Measured, format_table, progress, report
+from benchmarks.findings import Finding, Section, run
+from benchmarks.harness import Measured, arguments, progress
 from p2ptrain.averaging.grouping.cells import Cells
 from p2ptrain.averaging.grouping.pending_group import PendingGroup
 from p2ptrain.averaging.protocol.certificate import Roster, Ticket
@@ -44,6 +45,8 @@ NUM_VALUES = 1024
 LATENCY_SECONDS = (0.010, 0.075)
 """One way."""
 LONGEST_DELAY_SECONDS = 0.2
+GOAL_SECONDS, COUNTED_GOAL = 1.0, 0.98
+"""Until a group stands, at p95; the share of peers that count in a round."""
 WATCHED = 8
 """Peers that publish and read records as real ones do; so many that what one does can be told from it."""
 FAULTS: dict[str, Callable[[SimulatedNetwork, AveragingPeer], None]] = {
@@ -316,30 +319,42 @@ def size(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def main() -> int:
-    """Measure and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", type=size, default=[size(text) for text in SIZES], metavar="NxG")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--calm", action="store_true", help="leave out the rounds in which leaders fail")
-    parser.add_argument("--json", metavar="FILE", help="also write the results here")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    results = []
-    for num_peers, group_size in options.sizes:
-        progress(f"{num_peers} peers in groups of {group_size}")
-        results.append(measure(num_peers, group_size, options.seed, not options.calm))
-    report(
+def compare(sizes: Sequence[tuple[int, int]], seed: int, faults: bool) -> tuple[Section, Section]:
+    """All sizes: rounds without faults, and with failing leaders."""
+    calm = Section(
         "Until groups stand (p50 / p95, seconds), and messages that a peer handles in a round (mean / most of any)",
         ("peers", "levels", "cells", "group", "of delegates", "whole round", "DHT requests", "matchmaking", "all",
          "full groups", "counted"),
-        map(row, results), results, options.json,
     )  # fmt: skip
-    rows = [line for found in results for line in fault_rows(found)]
-    if rows:
-        headers = ("peers", "leader, when it is about to form", "next group (s)", "others counted")
-        sys.stdout.write(f"\n{format_table(headers, rows)}\n")
-    return 0
+    costs = Section("Failing leaders", ("peers", "leader, about to form a group", "next group (s)", "others counted"))
+    for num_peers, group_size in sizes:
+        name = f"{num_peers} peers in groups of {group_size}"
+        progress(name)
+        found = measure(num_peers, group_size, seed, faults)
+        calm.rows.append(row(found))
+        calm.results[name] = found
+        stands = Measured(tuple(found["steady"]["group"])).quantile(0.95)
+        counted = found["steady"]["counted"]
+        calm.findings += [
+            Finding(f"{name}: until a group stands, p95", stands, "seconds", GOAL_SECONDS),
+            Finding(f"{name}: peers that count", counted, "all", COUNTED_GOAL, at_least=True),
+        ]
+        costs.rows += fault_rows(found)
+    return calm, costs
+
+
+def main() -> int:
+    """Measure and report."""
+    parser = arguments(__doc__, "8 peers, without faults")
+    parser.add_argument("--sizes", nargs="+", type=size, default=[size(text) for text in SIZES], metavar="NxG")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--calm", action="store_true", help="leave out the rounds in which leaders fail")
+    options = parser.parse_args()
+    if options.quick:
+        options.sizes, options.calm = [(8, 16)], True
+    torch.set_num_threads(1)
+    calm, costs = compare(options.sizes, options.seed, not options.calm)
+    return run("groups", {"steady": lambda: calm, "faults": lambda: None if options.calm else costs}, options)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ and samples the server's resident memory; a slope near zero is what is wanted.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import statistics
@@ -19,13 +18,15 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 
-from benchmarks.harness import Measured, exit_on_signals, progress, report
+from benchmarks.findings import Finding, Section, run
+from benchmarks.harness import Measured, arguments, progress
 from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.monitor.store import Store
 from p2ptrain.monitor.watch import Watch
@@ -47,6 +48,8 @@ ASKED = {
 """What a page of a large swarm asks for, and how often in seconds (`p2ptrain/monitor/static`)."""
 SAMPLE_SECONDS = 5.0
 PAGE_LOADS = 5
+SNAPSHOT_GOAL, API_GOAL, PAGE_GOAL = 1.0, 0.1, 2.0
+"""Seconds: the median snapshot; 95 % of answers; the median page."""
 
 
 class TimedSource:
@@ -228,63 +231,76 @@ def soak(url: str, process: psutil.Process, num_viewers: int, minutes: float) ->
     return {"minutes": minutes, "samples": samples, "slope_bytes_per_hour": slope}
 
 
-def main() -> None:
-    """Measure, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", type=int, default=2000)
-    parser.add_argument("--viewers", type=int, default=50)
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long viewers look (default 60)")
-    parser.add_argument("--soak-minutes", type=float, default=0.0, help="then look so long at memory (default not)")
-    parser.add_argument("--json", metavar="FILE")
-    asked = parser.parse_args()
-    exit_on_signals()
-    progress("snapshots")
-    snapshots = asyncio.run(measure_snapshots(asked.peers))
-    with tempfile.TemporaryDirectory() as folder, server(asked.peers, Path(folder)) as (url, process):
+def snapshots(num_peers: int) -> Section:
+    """From records to a snapshot that is shown and remembered."""
+    found = asyncio.run(measure_snapshots(num_peers))
+    return Section(
+        f"Snapshots of {num_peers} peers", ("median", "longest"),
+        [(f"{1e3 * found.median:.0f} ms", f"{1e3 * max(found.values):.0f} ms")],
+        [Finding("a snapshot", found.median, "seconds", SNAPSHOT_GOAL)], found.to_json(),
+    )  # fmt: skip
+
+
+def page(num_peers: int, num_viewers: int, seconds: float, soak_minutes: float) -> Section:
+    """The page and its API under viewers; with ``soak_minutes``, memory too."""
+    section = Section(f"The status page of {num_peers} peers with {num_viewers} viewers", ("what", "measured"))
+    with tempfile.TemporaryDirectory() as folder, server(num_peers, Path(folder)) as (url, process):
         progress("a browser")
-        loads = load_page(url)
-        progress(f"{asked.viewers} viewers")
+        loads = load_page(url) or {}
+        progress(f"{num_viewers} viewers")
         before = process.cpu_times()
-        seen = asyncio.run(view(url, asked.viewers, asked.seconds))
+        seen = asyncio.run(view(url, num_viewers, seconds))
         after = process.cpu_times()
         memory = process.memory_info().rss
-        soaked = soak(url, process, asked.viewers, asked.soak_minutes) if asked.soak_minutes else None
-    cpu = (after.user + after.system - before.user - before.system) / asked.seconds
-    rows = [
-        ("snapshot, median", f"{1e3 * snapshots.median:.0f} ms", "1000 ms"),
-        ("snapshot, longest", f"{1e3 * max(snapshots.values):.0f} ms", ""),
-        *((f"page {name}, median", f"{load.median:.0f} ms", "2000 ms") for name, load in (loads or {}).items()),
-        ("API, median", f"{1e3 * seen.all.median:.1f} ms", ""),
-        ("API, 95 %", f"{1e3 * seen.all.quantile(0.95):.1f} ms", "100 ms"),
+        soaked = soak(url, process, num_viewers, soak_minutes) if soak_minutes else None
+    cpu = (after.user + after.system - before.user - before.system) / seconds
+    answers = seen.all.quantile(0.95)
+    section.findings.append(Finding("95 % of answers to viewers", answers, "seconds", API_GOAL))
+    for name, load in loads.items():
+        section.findings.append(Finding(f"page {name}", load.median / 1e3, "seconds", PAGE_GOAL))
+    section.rows += [
+        ("API, median", f"{1e3 * seen.all.median:.1f} ms"),
         *(
-            (f"  {path.partition('?')[0]}, 95 %", f"{1e3 * Measured(tuple(values)).quantile(0.95):.1f} ms", "")
+            (f"  {path.partition('?')[0]}, 95 %", f"{1e3 * Measured(tuple(values)).quantile(0.95):.1f} ms")
             for path, values in seen.seconds.items()
             if values
         ),
-        ("answers, of which failed", f"{len(seen.all.values)}, {seen.failures}", ""),
-        ("snapshots streamed, each", f"{seen.events}, {seen.stream_bytes / max(1, seen.events) / 1e3:.1f} kB", ""),
-        ("cores of the server", f"{cpu:.2f}", ""),
-        ("memory of the server", f"{memory / 1e6:.0f} MB", ""),
+        ("answers, of which failed", f"{len(seen.all.values)}, {seen.failures}"),
+        ("snapshots streamed, each", f"{seen.events}, {seen.stream_bytes / max(1, seen.events) / 1e3:.1f} kB"),
+        ("cores of the server", f"{cpu:.2f}"),
+        ("memory of the server", f"{memory / 1e6:.0f} MB"),
     ]
     if soaked is not None:
         sizes = [rss for _, rss in soaked["samples"]]
         then, now = sizes[len(sizes) // 3] / 1e6, sizes[-1] / 1e6
-        rows += [
-            (f"memory after a third and all of {asked.soak_minutes:g} min", f"{then:.0f}, {now:.0f} MB", "flat"),
-            ("  growth over the last two thirds", f"{soaked['slope_bytes_per_hour'] / 1e6:+.1f} MB/h", ""),
+        section.rows += [
+            (f"memory after a third and all of {soak_minutes:g} min", f"{then:.0f}, {now:.0f} MB"),
+            ("  growth over the last two thirds", f"{soaked['slope_bytes_per_hour'] / 1e6:+.1f} MB/h"),
         ]  # fmt: skip
-    results = {
-        "snapshot_seconds": snapshots.to_json(),
-        "page_milliseconds": {name: load.to_json() for name, load in (loads or {}).items()},
-        "api_seconds": {"p95": seen.all.quantile(0.95), **seen.all.to_json()},
+    section.results |= {
+        "page_milliseconds": {name: load.to_json() for name, load in loads.items()},
+        "api_seconds": seen.all.to_json(),
         "failures": seen.failures,
         "cores": cpu,
         "memory_bytes": memory,
         "soak": soaked,
     }
-    title = f"the status page of {asked.peers} peers with {asked.viewers} viewers"
-    report(title, ("what", "measured", "goal"), rows, results, asked.json)
+    return section
+
+
+def main() -> int:
+    """Measure and report."""
+    parser = arguments(__doc__, "200 peers, 5 viewers, 5 s")
+    parser.add_argument("--peers", type=int, default=2000)
+    parser.add_argument("--viewers", type=int, default=50)
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long viewers look (default 60)")
+    parser.add_argument("--soak-minutes", type=float, default=0.0, help="then look so long at memory (default not)")
+    options = parser.parse_args()
+    if options.quick:
+        options.peers, options.viewers, options.seconds = 200, 5, 5.0
+    looked_at = partial(page, options.peers, options.viewers, options.seconds, options.soak_minutes)
+    return run("monitor", {"snapshots": partial(snapshots, options.peers), "page": looked_at}, options)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

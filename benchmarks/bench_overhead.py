@@ -13,12 +13,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from benchmarks.answers import say
-from benchmarks.harness import Measured, cpu_seconds, exit_on_signals, report
+from benchmarks.findings import Finding, Section, run
+from benchmarks.harness import Measured, arguments, cpu_seconds, paired
 from benchmarks.workers import Workers, memory_of_round
 from p2ptrain.manifest import Manifest
 from p2ptrain.models import build_model, num_parameters
@@ -29,6 +31,8 @@ TURN_SECONDS = 600.0
 KINDS = ("plain torch", "p2ptrain")
 ALLOWED_BYTES = 250e6
 ALLOWED_BYTES_PER_PARAMETER = 16
+GOAL = 0.95
+"""Of plain torch's tokens a second."""
 
 Turn = tuple[float, float]
 """Tokens per second, and per CPU second of all the contender's processes."""
@@ -40,7 +44,7 @@ def manifest(every: int) -> Manifest:
     return default.model_copy(update={"training": default.training.model_copy(update={"every": every})})
 
 
-def measure(every: int, rounds: int, turns: int, threads: int, log: str | None) -> dict[str, object]:
+def measure(every: int, rounds: int, turns: int, threads: int, log: str | None) -> Section:
     """Memory of each contender alone, then ``turns`` turns of ``rounds`` rounds of each, alternating.
 
     Raises:
@@ -49,12 +53,12 @@ def measure(every: int, rounds: int, turns: int, threads: int, log: str | None) 
     spec = manifest(every)
     steps = every * rounds
     tokens = steps * spec.training.local_batch * spec.model.context
-    arguments = ["--every", str(every), "--threads", str(threads), "--worker"]
+    common = ["--every", str(every), "--threads", str(threads), "--worker"]
     memory: dict[str, int] = {}
 
     def start(stack: ExitStack, kind: str) -> Workers:
         workers = stack.enter_context(Workers("benchmarks.bench_overhead", log))
-        workers.start(*arguments, kind).hear(START_SECONDS)
+        workers.start(*common, kind).hear(START_SECONDS)
         return workers
 
     def turn(workers: Workers, count: int = steps) -> Turn:
@@ -81,23 +85,26 @@ def measure(every: int, rounds: int, turns: int, threads: int, log: str | None) 
                 if number >= 0:
                     seen[kind].append(one)
     parameters = num_parameters(spec.model)
-    extra = memory["p2ptrain"] - memory["plain torch"]
-    return {
-        "parameters": parameters,
-        "every": every,
-        "tokens_per_second": {kind: Measured(tuple(one[0] for one in seen[kind])).to_json() for kind in KINDS},
-        "tokens_per_cpu_second": {kind: Measured(tuple(one[1] for one in seen[kind])).to_json() for kind in KINDS},
-        "ratio": _ratio([one[0] for one in seen["p2ptrain"]], [one[0] for one in seen["plain torch"]]).to_json(),
-        "cpu_ratio": _ratio([one[1] for one in seen["p2ptrain"]], [one[1] for one in seen["plain torch"]]).to_json(),
-        "peak_pss_bytes": memory,
-        "extra_bytes": extra,
-        "allowed_extra_bytes": ALLOWED_BYTES + ALLOWED_BYTES_PER_PARAMETER * parameters,
-    }
-
-
-def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> Measured:
-    """Turn by turn, since neighbours in time saw the same machine."""
-    return Measured(tuple(one / other for one, other in zip(ours, theirs, strict=True)))
+    section = Section(
+        f"A lone peer against plain torch, {parameters:,} parameters, a round every {every} steps",
+        ("", *KINDS, "ratio", "spread"),
+        results={"parameters": parameters, "every": every, "peak_pss_bytes": memory},
+    )
+    for index, (what, goal) in enumerate((("tokens a second", GOAL), ("tokens a CPU second", None))):
+        plain, ours = (Measured(tuple(one[index] for one in seen[kind])) for kind in KINDS)
+        ratio = paired(ours, plain)
+        spread = f"±{100 * ratio.spread:.0f} %"
+        section.rows.append((what, f"{plain.median:.0f}", f"{ours.median:.0f}", f"{ratio.median:.3f}", spread))
+        section.findings.append(Finding(what, ratio.median, "plain torch", goal, at_least=True, note=spread))
+        section.results[what] = {"plain torch": plain.to_json(), "p2ptrain": ours.to_json(), "ratio": ratio.to_json()}
+    extra, allowed = memory[KINDS[1]] - memory[KINDS[0]], ALLOWED_BYTES + ALLOWED_BYTES_PER_PARAMETER * parameters
+    sizes = (f"{memory[kind] / 1e6:.0f}" for kind in KINDS)
+    section.rows.append(("peak PSS (MB)", *sizes, f"{memory[KINDS[1]] / memory[KINDS[0]]:.2f}", ""))
+    note = f"{extra / 1e6:.0f} of {allowed / 1e6:.0f} MB"
+    section.findings.append(
+        Finding("memory beyond plain torch", extra / allowed, "250 MB + 16 bytes a parameter", 1.0, note=note)
+    )
+    return section
 
 
 def serve(kind: str, every: int, threads: int) -> None:
@@ -167,55 +174,24 @@ def _train(
     say(seconds=seconds, rounds=None if after is None or before is None else after - before)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(given: Sequence[str] | None = None) -> int:
     """Measure and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "one turn of one round")
     parser.add_argument("--every", type=int, default=16, help="steps between rounds")
     parser.add_argument("--rounds", type=int, default=2, help="rounds in a turn")
     parser.add_argument("--turns", type=int, default=6, help="turns of each contender")
     parser.add_argument("--threads", type=int, default=1, help="torch threads of each contender")
     parser.add_argument("--log", metavar="FILE", help="where the processes' error output goes")
-    parser.add_argument("--json", metavar="FILE", help="also write the results here")
     parser.add_argument("--worker", choices=KINDS, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(given)
     if options.worker is not None:
         serve(options.worker, options.every, options.threads)
-        return
-    exit_on_signals()  # so that `measure` ends what it started
-    found = measure(options.every, options.rounds, options.turns, options.threads, options.log)
-    title = f"A lone peer against plain torch, {found['parameters']:,} parameters, a round every {options.every} steps"
-    report(title, ("", *KINDS, "ratio", "spread"), table(found), found, options.json)
-
-
-def table(found: dict[str, object]) -> list[list[str]]:
-    """The rows to print."""
-    rows = []
-    for title, values, ratio in (
-        ("tokens a second", "tokens_per_second", "ratio"),
-        ("tokens a CPU second", "tokens_per_cpu_second", "cpu_ratio"),
-    ):
-        speeds, relation = found[values], found[ratio]
-        assert isinstance(speeds, dict)
-        assert isinstance(relation, dict)
-        cells = [f"{speeds[kind]['median']:.0f}" for kind in KINDS]
-        rows.append([title, *cells, f"{relation['median']:.3f}", f"±{100 * relation['spread']:.0f} %"])
-    memory, extra, allowed = found["peak_pss_bytes"], found["extra_bytes"], found["allowed_extra_bytes"]
-    assert isinstance(memory, dict)
-    assert isinstance(extra, (int, float))
-    assert isinstance(allowed, (int, float))
-    rows.append(
-        [
-            "peak PSS (MB)",
-            *(f"{memory[kind] / 1e6:.0f}" for kind in KINDS),
-            f"{memory[KINDS[1]] / memory[KINDS[0]]:.2f}",
-            "",
-        ]
-    )
-    rows.append(
-        ["beyond plain torch (MB)", f"goal {allowed / 1e6:.0f}", f"{extra / 1e6:.0f}", f"{extra / allowed:.2f}", ""]
-    )
-    return rows
+        return 0
+    if options.quick:
+        options.rounds = options.turns = 1
+    measured = partial(measure, options.every, options.rounds, options.turns, options.threads, options.log)
+    return run("overhead", {"a lone peer": measured}, options)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -11,12 +11,10 @@ busy machine changes how long they take, and no result.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from functools import partial
 
 from benchmarks import (
     pipeline_codecs,
@@ -25,8 +23,8 @@ from benchmarks import (
     pipeline_recovery,
     pipeline_utilisation,
 )
-from benchmarks.findings import Section, goal_table
-from benchmarks.harness import exit_on_signals, machine
+from benchmarks.findings import Section, run
+from benchmarks.harness import arguments
 
 
 def overhead(options: argparse.Namespace) -> Section:
@@ -36,7 +34,9 @@ def overhead(options: argparse.Namespace) -> Section:
 
 def utilisation(options: argparse.Namespace) -> Section:
     """Busy devices, against round trips."""
-    return pipeline_utilisation.compare(tflops=options.tflops, in_flight=options.in_flight, workers=options.workers)
+    most = 1 if options.quick else None
+    shapes, rates = pipeline_utilisation.SHAPES[:most], pipeline_utilisation.BITS_PER_SECOND[:most]
+    return pipeline_utilisation.compare(shapes, rates, options.tflops, options.in_flight, options.workers)
 
 
 def codecs(options: argparse.Namespace) -> Section:
@@ -64,9 +64,9 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], Section]] = {
 }
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse(given: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "one seed, few steps, schedules and hours; one shape and rate; the small model")
     parser.add_argument("--only", nargs="+", choices=list(SECTIONS), help="measure these parts")
     sizes = list(pipeline_overhead.MODELS)
     parser.add_argument("--sizes", nargs="+", choices=sizes, default=sizes, help="overhead: which models")
@@ -87,8 +87,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--traces", type=int, default=10, help="rebalancing: how many")
     parser.add_argument("--hours", type=float, default=pipeline_rebalancing.HOURS, help="rebalancing: of a trace")
     parser.add_argument("--workers", type=int, default=2, help="processes that simulate at the same time")
-    parser.add_argument("--json", metavar="FILE", help="also write all values here")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(given)
+    if options.quick:
+        options.sizes, options.turns, options.seeds, options.steps = ["small"], 1, 1, 20
+        options.schedules, options.traces, options.hours = 4, 1, 1.0
     counts = (options.turns, options.seeds, options.steps, options.schedules, options.traces, options.workers)
     if min(counts) < 1 or options.hours <= 0:
         parser.error("--turns, --seeds, --steps, --schedules, --traces, --workers and --hours must be positive")
@@ -98,25 +100,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(given: Sequence[str] | None = None) -> int:
     """Measure and report."""
-    options = parse(arguments)
-    exit_on_signals()
-    found: dict[str, Section] = {}
-    for name in options.only or SECTIONS:
-        started = time.monotonic()
-        found[name] = SECTIONS[name](options)
-        sys.stdout.write(f"{found[name]}\n({name} took {time.monotonic() - started:.0f} s)\n\n")
-        sys.stdout.flush()
-    findings = [finding for section in found.values() for finding in section.findings]
-    sys.stdout.write(f"{goal_table(findings)}\n")
-    if options.json:
-        results = {name: section.to_json() for name, section in found.items()}
-        payload = {"benchmark": "pipeline", "machine": machine(), "results": results}
-        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.json).write_text(json.dumps(payload, indent=2) + "\n", encoding="utf-8")
-        sys.stdout.write(f"\nwritten to {options.json}\n")
+    options = parse(given)
+    return run("pipeline", {name: partial(SECTIONS[name], options) for name in options.only or SECTIONS}, options)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -18,17 +18,17 @@ import argparse
 import asyncio
 import contextlib
 import json
-import signal
-import statistics
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import uvloop
 
 from benchmarks.answers import hear, say
-from benchmarks.harness import Measured, cpu_seconds, report
+from benchmarks.findings import Finding, Section, run
+from benchmarks.harness import Measured, arguments, cpu_seconds, paired
 from benchmarks.peers import LoopbackPeer, loopback_peer
 from benchmarks.workers import Workers
 from p2ptrain.errors import PeerLostError
@@ -40,6 +40,8 @@ PIECE_BYTES = 1 << 20
 KINDS = ("daemons", "direct", "tcp")
 WAYS = {"one way": 1, "both ways": 2}
 SETUPS = 50
+GOAL = 1.5
+"""Speed of a direct connection, of a stream through both daemons."""
 
 
 class Pipe(Protocol):
@@ -50,7 +52,7 @@ class Pipe(Protocol):
     async def read_into(self, view: memoryview) -> None: ...
 
 
-def measure(megabytes: int, turns: int, log: str | None) -> dict[str, dict[str, Measured]]:
+def measure(megabytes: int, turns: int, log: str | None) -> Section:
     """MB/s and CPU seconds per GB of every kind and way, and the CPU milliseconds of setting up a direct connection.
 
     Raises:
@@ -85,7 +87,29 @@ def measure(megabytes: int, turns: int, log: str | None) -> dict[str, dict[str, 
                 if turn >= 0:
                     found["ms"].append(seconds / SETUPS * 1e3)
                     found["cpu_ms"].append(cpu / SETUPS * 1e3)
-    return {name: {unit: Measured(tuple(v)) for unit, v in found.items()} for name, found in values.items()}
+    return compare(
+        megabytes, {name: {unit: Measured(tuple(v)) for unit, v in found.items()} for name, found in values.items()}
+    )
+
+
+def compare(megabytes: int, found: dict[str, dict[str, Measured]]) -> Section:
+    """What was measured, and direct connections beside streams through the daemons."""
+    section = Section(
+        f"{megabytes} MiB between two processes on loopback",
+        ("", "speed", "CPU of all processes"),
+        results={name: {unit: one.to_json() for unit, one in both.items()} for name, both in found.items()},
+    )
+    for name, both in found.items():
+        units = (f"{one.median:.2f} {unit.replace('_', ' ')} ±{100 * one.spread:.0f} %" for unit, one in both.items())
+        section.rows.append((name, *units))
+    for way in WAYS:
+        direct, daemons = found[f"direct, {way}"], found[f"daemons, {way}"]
+        speed, cpu = (paired(direct[unit], daemons[unit]).median for unit in ("mb_per_second", "cpu_seconds_per_gb"))
+        section.findings += [
+            Finding(f"speed of direct connections, {way}", speed, "the daemons'", GOAL, at_least=True),
+            Finding(f"CPU a byte of direct connections, {way}", cpu, "the daemons'"),
+        ]
+    return section
 
 
 async def serve(megabytes: int) -> None:
@@ -164,42 +188,21 @@ async def _read(pipe: Pipe, num_bytes: int) -> None:
         await pipe.read_into(piece)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(given: Sequence[str] | None = None) -> int:
     """Measure and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "32 MiB, 2 turns")
     parser.add_argument("--megabytes", type=int, default=256, help="MiB to move in each direction")
     parser.add_argument("--turns", type=int, default=7, help="measurements of each")
-    parser.add_argument("--quick", action="store_true", help="32 MiB, 2 turns")
     parser.add_argument("--log", metavar="FILE", help="where the processes' error output goes")
-    parser.add_argument("--json", metavar="FILE", help="also write the results here")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.quick:
-        options.megabytes, options.turns = 32, 2
+    options = parser.parse_args(given)
     if options.worker:
         uvloop.run(serve(options.megabytes))
-        return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `measure` ends what it started
-    found = measure(options.megabytes, options.turns, options.log)
-    rows = [
-        (name, *(f"{one.median:.2f} {unit.replace('_', ' ')} ±{100 * one.spread:.0f} %" for unit, one in both.items()))
-        for name, both in found.items()
-    ]
-    ratios = {way: ratio_of(found, way) for way in WAYS}
-    rows += [(f"direct / daemons, {way}", f"{one['speed']:.2f}", f"{one['cpu']:.2f}") for way, one in ratios.items()]
-    results = {name: {unit: one.to_json() for unit, one in both.items()} for name, both in found.items()}
-    title = f"{options.megabytes} MiB between two processes on loopback"
-    report(title, ("", "speed", "CPU of all processes"), rows, {**results, "direct_to_daemons": ratios}, options.json)
-
-
-def ratio_of(found: dict[str, dict[str, Measured]], way: str) -> dict[str, float]:
-    """Medians over turns of direct connections to daemons: bytes a second, and CPU a byte."""
-    one, other = found[f"direct, {way}"], found[f"daemons, {way}"]
-    return {
-        name: statistics.median(a / b for a, b in zip(one[unit].values, other[unit].values, strict=True))
-        for name, unit in (("speed", "mb_per_second"), ("cpu", "cpu_seconds_per_gb"))
-    }
+        return 0
+    if options.quick:
+        options.megabytes, options.turns = 32, 2
+    return run("transport", {"streams": partial(measure, options.megabytes, options.turns, options.log)}, options)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

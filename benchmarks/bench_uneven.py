@@ -28,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ import psutil
 import torch
 
 from benchmarks.answers import say
-from benchmarks.harness import Measured, exit_on_signals, report
+from benchmarks.findings import Finding, Section, run
+from benchmarks.harness import Measured, arguments
 from benchmarks.quotas import CpuQuotas
 from benchmarks.workers import Worker, Workers
 from p2ptrain.manifest import Manifest
@@ -241,58 +243,83 @@ def loss_after(speeds: Sequence[float], tokens: int, folder: Path, seed: int) ->
     return losses[0]
 
 
-def report_quotas(rounds: int, log: str | None, path: str | None) -> int:
-    """Print the ratio under CPU quotas; fail if it is too small."""
-    result = under_quotas(QUOTAS, rounds, log)
-    speeds = " + ".join(f"{tokens / TOKENS_PER_STEP:.3f}" for tokens in result["alone"])
-    row = [" ".join(f"{each:g}" for each in QUOTAS), speeds, f"{result['seconds']:.0f}", f"{result['idle']:.2f}"]
-    row.append(f"{result['ratio']:.3f}")
-    report("uneven", ["cores", "steps/s alone", "seconds", "idle cores", "ratio"], [row], {"quotas": result}, path)
-    return 0 if result["ratio"] >= LEAST else 1
+def quotas(rounds: int, log: str | None) -> Section:
+    """Processes with CPU quotas."""
+    found = under_quotas(QUOTAS, rounds, log)
+    speeds = " + ".join(f"{tokens / TOKENS_PER_STEP:.3f}" for tokens in found["alone"])
+    cores = " ".join(f"{each:g}" for each in QUOTAS)
+    return Section(
+        "Processes under CPU quotas", ("cores", "steps/s alone", "seconds", "idle cores"),
+        [(cores, speeds, f"{found['seconds']:.0f}", f"{found['idle']:.2f}")],
+        [Finding(f"processes of {cores} cores", found["ratio"], "the sum of each alone", LEAST, at_least=True)], found,
+    )  # fmt: skip
+
+
+def speeds(seeds: Sequence[int], rounds: int, real_rounds: int, log: str | None) -> Section:
+    """Swarms of all speeds in virtual time; with ``real_rounds``, of processes too."""
+    section = Section("Tokens of committed rounds, of the sum of what each does alone", ("speeds", "median", "least"))
+    for each in SPEEDS:
+        name = _name(each)
+        ratio = in_virtual_time(each, seeds, rounds)
+        section.rows.append((f"{name}, virtual time", f"{ratio.median:.3f}", f"{min(ratio.values):.3f}"))
+        section.results[f"virtual {name}"] = ratio.to_json()
+        section.findings.append(Finding(f"{name}, virtual time", ratio.median, "the sum", LEAST, at_least=True))
+        if real_rounds:
+            measured = real(each, real_rounds, log)
+            section.results[f"real {name}"] = measured
+            section.findings.append(Finding(f"{name}, processes", measured, "the sum", LEAST, at_least=True))
+    return section
+
+
+def losses(seeds: Sequence[int], rounds: int) -> Section:
+    """The loss of uneven machines beside that of equal ones, after the tokens that equal ones take in these rounds."""
+    tokens = 3 * LOSS_EVERY * 4 * 32 * rounds
+    with tempfile.TemporaryDirectory() as folder:
+        equal, uneven = (
+            Measured(tuple(loss_after(each, tokens, Path(folder), seed) for seed in seeds)) for each in SPEEDS[:2]
+        )
+    return Section(
+        f"Held-out loss after {tokens} tokens", ("1:1:1", "1:1:8"), [(equal, uneven)],
+        [Finding("loss at 1:1:8", uneven.median / equal.median, "that at 1:1:1", 1.0)],
+        {"tokens": tokens, "1:1:1": equal.to_json(), "1:1:8": uneven.to_json()},
+    )  # fmt: skip
+
+
+def stages(microbatches: int) -> Section:
+    """Pipelines of even and uneven hosts."""
+    section = Section(f"Two stages, {microbatches} microbatches a round")
+    for each in STAGE_SPEEDS:
+        name, done = _name(each), of_stages(each, microbatches)
+        section.results[name] = done
+        section.findings.append(Finding(f"hosts of {name}", done, "what they can without pause", at_least=True))
+    return section
+
+
+def _name(speeds: Sequence[float]) -> str:
+    return ":".join(f"{speed:.3g}" for speed in speeds)
 
 
 def main() -> int:
-    """Print one ratio for each swarm; fail if one is too small, or the loss too great."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measure and report."""
+    parser = arguments(__doc__, "fewer seeds and rounds")
     parser.add_argument("--real", action="store_true", help="also processes with real daemons")
     parser.add_argument("--quotas", action="store_true", help="only processes with CPU quotas")
-    parser.add_argument("--quick", action="store_true", help="fewer seeds and rounds")
-    parser.add_argument("--json", metavar="FILE", help="write the results there")
     parser.add_argument("--log", metavar="FILE", help="where processes write their errors")
     parser.add_argument("--worker", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker is not None:
         serve(options.worker)
         return 0
-    exit_on_signals()
+    real_rounds = 2 if options.quick else 4
+    seeds, rounds = ((1,), 2) if options.quick else (range(1, 9), 8)
+    parts: dict[str, Callable[[], Section]] = {
+        "speeds": partial(speeds, seeds, rounds, real_rounds if options.real else 0, options.log),
+        "loss": partial(losses, seeds, 4 if options.quick else 16),
+        "stages": partial(stages, STAGE_MICROBATCHES // 4 if options.quick else STAGE_MICROBATCHES),
+    }
     if options.quotas:
-        return report_quotas(2 if options.quick else 4, options.log, options.json)
-    seeds, rounds = ((1, 2), 4) if options.quick else (range(1, 9), 8)
-    rows, results = [], dict[str, Any]()
-    for speeds in SPEEDS:
-        name = ":".join(f"{speed:g}" for speed in speeds)
-        ratio = in_virtual_time(speeds, seeds, rounds)
-        results[f"virtual {name}"] = ratio.to_json()
-        rows.append([name, "virtual time", f"{ratio.median:.3f}", f"{min(ratio.values):.3f}"])
-        if options.real:
-            measured = real(speeds, 2 if options.quick else 4, options.log)
-            results[f"real {name}"] = measured
-            rows.append([name, "processes", f"{measured:.3f}", ""])
-    with tempfile.TemporaryDirectory() as folder:
-        tokens = 3 * LOSS_EVERY * 4 * 32 * (8 if options.quick else 16)
-        equal, uneven = (
-            Measured(tuple(loss_after(speeds, tokens, Path(folder), seed) for seed in seeds)) for speeds in SPEEDS[:2]
-        )
-    results["loss"] = {"tokens": tokens, "1:1:1": equal.to_json(), "1:1:8": uneven.to_json()}
-    rows.append(["1:1:8", "loss / that of 1:1:1", f"{uneven.median / equal.median:.3f}", ""])
-    ratios = [float(row[2]) for row in rows[:-1]]
-    for speeds in STAGE_SPEEDS:
-        name = ":".join(f"{speed:.3g}" for speed in speeds)
-        done = of_stages(speeds, STAGE_MICROBATCHES // 4 if options.quick else STAGE_MICROBATCHES)
-        results[f"stages {name}"] = done
-        rows.append([name, "hosts of each of two stages", f"{done:.3f}", ""])
-    report("uneven", ["speeds", "measured", "median", "least"], rows, results, options.json)
-    return 0 if min(ratios) >= LEAST else 1
+        parts = {"quotas": partial(quotas, real_rounds, options.log)}
+    return run("uneven", parts, options)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What all benchmarks share: alternating runs, medians with spread, process-tree accounting, a table and JSON.
+"""What all benchmarks share: options, alternating runs, medians with spread, process-tree accounting, tables.
 
 Times of shared machines drift, so contenders run in turn (A B C, A B C, ...) within one run, and reports give ratios of
 medians. Run a benchmark as ``python -m benchmarks.bench_codecs`` from the repository's root.
@@ -6,8 +6,8 @@ medians. Run a benchmark as ``python -m benchmarks.bench_codecs`` from the repos
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-import json
 import os
 import platform
 import signal
@@ -17,11 +17,18 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import psutil
+
+
+def arguments(description: str | None, quick: str) -> argparse.ArgumentParser:
+    """A command line with the options of every benchmark; ``quick`` says what ``--quick`` measures."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help=f"see that it runs: {quick}")
+    parser.add_argument("--json", metavar="FILE", help="also write all values here")
+    return parser
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,11 @@ def thread_seconds(function: Callable[[], object]) -> Callable[[], float]:
     return measure
 
 
+def paired(ours: Measured, theirs: Measured) -> Measured:
+    """Ratios turn by turn, since neighbours in time saw the same machine."""
+    return Measured(tuple(one / other for one, other in zip(ours.values, theirs.values, strict=True)))
+
+
 def alternate(cases: Mapping[str, Callable[[], float]], repeats: int, warm_ups: int = 1) -> dict[str, Measured]:
     """Run all ``cases`` in turn, ``repeats`` times over, after ``warm_ups`` turns that are not counted.
 
@@ -104,18 +116,6 @@ def format_table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> st
         for pairs in (list(zip(row, widths, strict=True)) for row in cells)
     ]
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
-
-
-def report(
-    title: str, headers: Sequence[str], rows: Iterable[Sequence[object]], results: object, path: str | None
-) -> None:
-    """Print the table, and write ``{"benchmark", "machine", "results"}`` as JSON to ``path`` if there is one."""
-    sys.stdout.write(f"{title}\n\n{format_table(headers, rows)}\n")
-    if path is not None:
-        payload = {"benchmark": title, "machine": machine(), "results": results}
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(payload, indent=2) + "\n", encoding="utf-8")
-        sys.stdout.write(f"\nwritten to {path}\n")
 
 
 def progress(what: str) -> None:

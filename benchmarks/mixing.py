@@ -1,20 +1,21 @@
 """Peers that average single numbers or small vectors in groups, simulated: for `bench_moshpit`.
 
-The groups are those of `benchmarks.grid` and of `p2ptrain.averaging.grouping.cells`, asked for each peer; only the
-arithmetic is done for all peers at once.
+The groups are those of Moshpit SGD's experiment (Ryabinin et al., section 3.2, https://arxiv.org/abs/2103.03239) and of
+`p2ptrain.averaging.grouping.cells`, asked for each peer; only the arithmetic is done for all peers at once.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks import grid
 from p2ptrain.averaging.grouping.cells import cell_of, delegate_order, level_cells, parent_cell
 
 Values = NDArray[np.float64]
@@ -26,16 +27,37 @@ DONE = 1e-9
 """Peers count as agreed when the variance of what they hold, 1 at first, is below this."""
 CHOICES = 6
 """Cells that a peer tries, counting the first, before it misses a sub-round because all were full."""
+TAIL = 0.25
+"""How likely a cell of random groups may get more peers than fit in a group; some then make another try."""
 
 
-def peer_ids(count: int) -> list[str]:
-    """Names for so many peers."""
-    return [f"peer {index}" for index in range(count)]
+@lru_cache(maxsize=1024)
+def cells_for(num_peers: int, group_size: int) -> int:
+    """The fewest cells of which each gets more than ``group_size`` peers with a chance of at most `TAIL`."""
+    too_few, enough = 0, 1
+    while cell_overflow(num_peers, enough, group_size) > TAIL:
+        too_few, enough = enough, 2 * enough
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        fits = cell_overflow(num_peers, middle, group_size) <= TAIL
+        too_few, enough = (too_few, middle) if fits else (middle, enough)
+    return enough
 
 
-def lineage_of(generator: np.random.Generator) -> bytes:
-    """A lineage to draw groups from, so that runs differ."""
-    return generator.bytes(32)
+def cell_overflow(num_peers: int, num_cells: int, group_size: int) -> float:
+    """The chance that a given one of the cells gets more than ``group_size`` peers: a binomial tail.
+
+    ``P(X > g)`` for X of ``num_peers`` that come to the cell with probability ``1 / num_cells`` each, computed as one
+    minus the sum of the first g + 1 terms, each from the one before: ``p_(k+1) = p_k (n - k) / (k + 1) / (c - 1)``.
+    """
+    if num_peers <= group_size:
+        return 0.0
+    if num_cells == 1:
+        return 1.0
+    terms = [(1 - 1 / num_cells) ** num_peers]
+    for count in range(group_size):
+        terms.append(terms[-1] * (num_peers - count) / ((count + 1) * (num_cells - 1)))
+    return max(0.0, 1 - math.fsum(terms))
 
 
 def by_key(members: Iterable[int], key_of: Sequence[Hashable]) -> Groups:
@@ -55,8 +77,8 @@ class Mixer(ABC):
     """
 
     def __init__(self, count: int, generator: np.random.Generator) -> None:
-        self.peers = peer_ids(count)
-        self.lineage = lineage_of(generator)
+        self.peers = [f"peer {index}" for index in range(count)]
+        self.lineage = generator.bytes(32)  # Groups are drawn from it.
         self.joined = self.keys = 0
 
     @abstractmethod
@@ -72,13 +94,17 @@ class Mixer(ABC):
 
 
 class PaperGrid(Mixer):
-    """The grid of the paper's experiment: peers on different places, drawn at random, where they stay for ever."""
+    """The grid of the paper's experiment: peers on different places, drawn at random, where they stay for ever.
 
-    def __init__(self, count: int, generator: np.random.Generator, shape: grid.Shape) -> None:
+    Peers that share all coordinates but one are a group, and that one rotates. If each place has a peer and none fails,
+    all hold the exact mean after as many sub-rounds as the grid has axes.
+    """
+
+    def __init__(self, count: int, generator: np.random.Generator, shape: tuple[int, ...]) -> None:
         super().__init__(count, generator)
-        places = generator.choice(grid.capacity(shape), size=count, replace=False)
-        coordinates = [tuple(map(int, place)) for place in zip(*np.unravel_index(places, shape), strict=True)]
-        self._keys = [[grid.group_key(shape, axis, at) for at in coordinates] for axis in range(len(shape))]
+        places = generator.choice(math.prod(shape), size=count, replace=False)
+        at = [tuple(map(int, place)) for place in zip(*np.unravel_index(places, shape), strict=True)]
+        self._keys = [[(*place[:axis], *place[axis + 1 :]) for place in at] for axis in range(len(shape))]
 
     def groups(self, sub_round: int, alive: list[int]) -> Groups:
         return by_key(alive, self._keys[sub_round % len(self._keys)])
@@ -102,33 +128,6 @@ class PaperRandom(Mixer):
         return groups
 
 
-class Fixed(Mixer):
-    """Fixed coordinates; ``offset=False`` for the paper's rule of moving (algorithm 1)."""
-
-    def __init__(
-        self, count: int, generator: np.random.Generator, shape: grid.Shape, group_size: int, offset: bool = True
-    ) -> None:
-        super().__init__(count, generator)
-        self.shape, self._group_size, self._offset = shape, group_size, offset
-        self._at = [grid.start_coordinates(shape, self.lineage, peer) for peer in self.peers]
-
-    def groups(self, sub_round: int, alive: list[int]) -> Groups:
-        axis = grid.axis_of(self.shape, sub_round)
-        found: dict[grid.GroupKey, list[int]] = defaultdict(list)
-        for member in alive:
-            found[grid.group_key(self.shape, axis, self._at[member])].append(member)
-        groups = []
-        for key, members in found.items():
-            place = {self.peers[member]: member for member in members}
-            names = delegate_order(self.lineage, 0, sub_round, place)[: self._group_size]
-            offset = grid.slot_offset(self.shape, self.lineage, 0, sub_round, key) if self._offset else 0
-            for name in names:
-                at = self._at[place[name]]
-                self._at[place[name]] = grid.next_coordinates(self.shape, axis, at, names, name, offset)
-            groups.append([place[name] for name in names])
-        return groups
-
-
 class Cells(Mixer):
     """Random groups: whom a cell has no room for tries its next choice, if there is one."""
 
@@ -149,7 +148,7 @@ class Cells(Mixer):
             late: list[int] = []
             self.keys += len(waiting) if choice else 0
             for member in waiting:
-                cell = cell_of(self.lineage, 0, sub_round, self.peers[member], self._num_cells, choice)
+                cell = cell_of(self.lineage, choice, sub_round, self.peers[member], self._num_cells)
                 (cells[cell] if len(cells[cell]) < self._group_size else late).append(member)
             waiting = late
         return cells
@@ -190,32 +189,21 @@ def butterfly_vectors(groups: Groups) -> float:
     return sum(2.0 * (len(members) - 1) for members in groups)
 
 
-def mix(
-    mixer: Mixer,
-    failure_rate: float,
-    generator: np.random.Generator,
-    warm_up: int = 0,
-    values: int = 1,
-    most: int = 60,
-) -> Mixed:
+def mix(mixer: Mixer, failure_rate: float, generator: np.random.Generator, values: int = 1, most: int = 60) -> Mixed:
     """Let peers that hold values of N(0, 1) average until they agree.
 
     Args:
         mixer: Which groups.
         failure_rate: The chance that a peer misses a sub-round; it then keeps what it has.
         generator: Where values and failures come from.
-        warm_up: Sub-rounds in which peers move but do not average, as in a swarm that is not new.
         values: How many each peer holds.
         most: Sub-rounds after which to stop in any case.
     """
     count = len(mixer.peers)
-    for sub_round in range(warm_up):
-        mixer.step(sub_round, survivors(count, failure_rate, generator))
-    mixer.joined = mixer.keys = 0
     held = generator.standard_normal((count, values))
     variances, sent = [float(held.var(axis=0).mean())], 0.0
     while variances[-1] >= DONE and len(variances) <= most:
-        groups = mixer.step(warm_up + len(variances) - 1, survivors(count, failure_rate, generator))
+        groups = mixer.step(len(variances) - 1, survivors(count, failure_rate, generator))
         average(held, groups)
         sent += butterfly_vectors(groups)
         variances.append(float(held.var(axis=0).mean()))

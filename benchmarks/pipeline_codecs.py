@@ -1,4 +1,4 @@
-"""Whether a pipeline learns as well when activations and their gradients travel in fewer bits.
+"""Whether a pipeline learns as well when activations travel, and AdamW's moments are kept, in fewer bits.
 
 A small Llama reads the Python standard library's sources, byte by byte, in stages of one host each: the product's own
 hosts, feeder and rounds over a simulated network, with all arithmetic and all encodings as they are. Each seed gives
@@ -31,7 +31,8 @@ from p2ptrain.training.learning_rate import learning_rate_factor
 from tests.support.sim.peers import until
 from tests.support.sim.pipelines import Pipeline, PipelinePeer, make_manifest
 
-CODECS = ("fp32", "fp16", "int8", "int4")
+CODECS = ("fp32", "fp16", "int8", "int4", "8-bit moments")
+"""How activations travel; with the last, in fp32, and moments are kept in 8 bits (`PipelineSpec.moments`)."""
 STAGES = (2, 4)
 MODEL = ModelSpec(layers=4, hidden=64, heads=2, kv_heads=2, intermediate=168, context=64)
 LEARNING_RATE, WARMUP_STEPS = 2e-3, 20
@@ -59,11 +60,17 @@ class Case:
     steps: int
 
     @property
+    def activations(self) -> str:
+        """The codec in which they travel."""
+        return "fp32" if self.codec in (ALONE, CODECS[-1]) else self.codec
+
+    @property
     def manifest(self) -> Manifest:
         """Of the swarm that trains."""
         base = make_manifest(
-            self.stages,
-            codec=self.codec if self.codec != ALONE else "fp32",
+            max(2, self.stages),  # A manifest without stages has no section for pipelines.
+            codec=self.activations,
+            moments="8bit" if self.codec == CODECS[-1] else "fp32",
             global_batch=MICROBATCHES * SAMPLES,
             local_batch=SAMPLES,
             learning_rate=LEARNING_RATE,
@@ -93,7 +100,7 @@ class ReadingPeer(PipelinePeer):
 
     def _payloads(self, number: int) -> tuple[Payload, Payload]:
         batch = tokens(self._case.seed, number)
-        return pack(batch[:, :-1], self._case.codec), pack(batch[:, 1:], self._case.codec)
+        return pack(batch[:, :-1], self._case.activations), pack(batch[:, 1:], self._case.activations)
 
 
 def train(case: Case) -> list[float]:
@@ -159,7 +166,7 @@ def compare(
             progress(f"{case.codec}, {case.stages} stages, seed {case.seed}: {_end(losses):.4f}")
             found[case.codec, case.stages, case.seed] = losses
     section = Section(
-        f"Training loss of the last {LAST} of {steps} steps, {len(seeds)} seeds, by how activations travel",
+        f"Training loss of the last {LAST} of {steps} steps, {len(seeds)} seeds, by what takes few bits",
         ("stages, codec", "loss", "of fp32, median", "least", "most", "of one process"),
         results={
             "losses": [{"codec": c, "stages": s, "seed": seed, "losses": one} for (c, s, seed), one in found.items()]
@@ -180,7 +187,7 @@ def compare(
                 )
             )  # fmt: skip
             if codec != "fp32":
-                goal = GOAL if codec == "int8" else None
+                goal = GOAL if codec in ("int8", CODECS[-1]) else None
                 worst = max(ratio.values)
                 section.findings.append(Finding(f"most loss of 3 seeds, {codec}, {stages} stages", worst, "fp32", goal))
     return section

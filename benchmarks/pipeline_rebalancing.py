@@ -20,24 +20,20 @@ hosts that are there, at once. All policies see the same hosts come and go.
 Published for traces of real preemptions over 32 h (Ryabinin et al., *SWARM parallelism*, arXiv 2301.11913): 82.7 %
 without moves, 95.8 % and 97.6 % with moves every 300 and 60 s. The traces are not public, so these are other ones.
 
-Part of `benchmarks.bench_pipeline`; by itself, and with other seeds:
-
-    python -m benchmarks.pipeline_rebalancing --first-seed 100
+Part of `benchmarks.bench_pipeline`, whose ``--only rebalancing --first-schedule 100`` takes other seeds.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import multiprocessing
-import sys
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from random import Random
 
-from benchmarks.findings import Finding, Section, goal_table
+from benchmarks.findings import Finding, Section
 from benchmarks.harness import Measured, progress
 from benchmarks.pipeline_moves import DOWNLOAD_SECONDS, Deciding, Scene, Simulation, Stay
 
@@ -137,20 +133,3 @@ def _add(section: Section, scene: Scene, found: dict[str, Measured]) -> None:
         section.findings.append(
             Finding(str(scene), ratio.median, "the limit", at_least=True, note=f"least {100 * min(ratio.values):.2f} %")
         )
-
-
-def main() -> None:
-    """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--hours", type=float, default=HOURS)
-    parser.add_argument("--workers", type=int, default=2, help="processes that simulate at the same time")
-    options = parser.parse_args()
-    seeds = range(options.first_seed, options.first_seed + options.seeds)
-    section = compare(seeds, options.hours, options.workers)
-    sys.stdout.write(f"{section}\n\n{goal_table(section.findings)}\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -10,7 +10,7 @@ Advance = Callable[[int, int], None]
 """Called with the amount done and the total (0 if unknown), from any thread and at any rate."""
 
 
-class Jobs(Protocol):
+class Progress(Protocol):
     """Factory of context managers, each of which reports one job for the duration of its ``with`` block."""
 
     def __call__(self, name: str, unit: str = "bytes") -> AbstractContextManager[Advance]:
@@ -22,6 +22,6 @@ class Jobs(Protocol):
 
 
 @contextmanager
-def untold(name: str, unit: str = "bytes") -> Iterator[Advance]:
-    """The `Jobs` that reports nothing."""
+def no_progress(name: str, unit: str = "bytes") -> Iterator[Advance]:
+    """The `Progress` that reports nothing."""
     yield lambda done, total: None

@@ -569,8 +569,8 @@ MUTANTS = (
     Mutant(
         "a round that closes takes out what nobody settled",
         "pipeline/stage/ledger.py",
-        "unsettled = [id for id, entry in self._entries.items() if entry.state is not State.SETTLED]",
-        "unsettled = [id for id, entry in self._entries.items() if entry.state is State.RUNNING]",
+        "return [kept for id in list(self._unsettled) if (kept := self.abandon(id)) is not None]",
+        "self._unsettled.clear()\n        return []",
         "unit/pipeline/stage/test_host.py -k closes_takes_out",
     ),
     Mutant(

@@ -14,7 +14,7 @@ from p2ptrain.errors import UsageError
 from p2ptrain.extensions import Extensions
 from p2ptrain.manifest import ModelSpec, TrainingSpec
 from p2ptrain.models.family import Block, Family, Span, stage_shapes
-from p2ptrain.progress import Jobs, untold
+from p2ptrain.progress import Progress, no_progress
 
 if TYPE_CHECKING:
     from torch import nn
@@ -88,7 +88,7 @@ def build_model(
     spec: ModelSpec,
     weights: Path | None = None,
     quant: str | None = None,
-    jobs: Jobs = untold,
+    jobs: Progress = no_progress,
 ) -> Stage:
     """Build the whole model: `build_stage` of all its blocks."""
     return build_stage(spec, whole(spec), weights, quant, jobs)
@@ -99,7 +99,7 @@ def build_stage(
     span: Span,
     weights: Path | None = None,
     quant: str | None = None,
-    jobs: Jobs = untold,
+    jobs: Progress = no_progress,
 ) -> Stage:
     """Build a span of a model's blocks on the CPU, in training mode, and nothing of the others.
 

@@ -15,7 +15,7 @@ from p2ptrain.models.family import Block, Family, Shape, Span, check_span, stage
 from p2ptrain.models.int8 import freeze_int8, frozen_state
 from p2ptrain.models.stage import Stage
 from p2ptrain.models.weights import BlockDigest, Weights
-from p2ptrain.progress import Jobs, untold
+from p2ptrain.progress import Progress, no_progress
 
 
 def build(
@@ -24,7 +24,7 @@ def build(
     span: Span,
     weights: Path | None = None,
     quant: str | None = None,
-    jobs: Jobs = untold,
+    jobs: Progress = no_progress,
 ) -> Stage:
     """See `p2ptrain.models.build_stage`."""
     blocks = family.blocks(spec)

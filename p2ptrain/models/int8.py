@@ -2,9 +2,9 @@
 
 A weight ``[outputs, inputs]`` is one int8 per value and an fp32 scale per row, the row's greatest absolute value over
 127 (*LLM.int8()*, Dettmers et al., 2022, section 2.1). Inputs are two int8 digits and a scale per token:
-``scale * (high + low / 254)``. One digit loses accuracy where some inputs are much larger than the others
-(`benchmarks.bench_int8`). The second digit is cheap in integer arithmetic. Unlike LLM.int8's decomposition, it keeps
-each token's result independent of the other tokens.
+``scale * (high + low / 254)``. One digit loses accuracy where some inputs are much larger than the others. The second
+digit is cheap in integer arithmetic. Unlike LLM.int8's decomposition, it keeps each token's result independent of the
+other tokens.
 
 Sums are over integers, which is exact. Single IEEE operations on each output follow, so every kernel gives the same
 bits for every batch. The gradient is that of a product with the dequantized weight and unrounded inputs.

@@ -14,14 +14,14 @@ from p2ptrain.errors import ConfigError, ManifestError, TemporaryError, UsageErr
 from p2ptrain.manifest import DataSpec, Manifest, ModelSpec, explain
 from p2ptrain.models import FAMILIES, get_family, model_blocks
 from p2ptrain.models.family import Span, stage_shapes, stage_ties
-from p2ptrain.progress import Jobs, untold
+from p2ptrain.progress import Progress, no_progress
 
 CONFIG = "config.json"
 CONTEXT = 512
 """Default tokens per sample, unless the model has fewer or learned positions."""
 
 
-def weights_folder(spec: ModelSpec, span: Span, given: Path | None = None, jobs: Jobs = untold) -> Path | None:
+def weights_folder(spec: ModelSpec, span: Span, given: Path | None = None, jobs: Progress = no_progress) -> Path | None:
     """Return the folder with the pretrained parameters of a span; None if the model starts from initial values.
 
     The local folder ``given`` wins over the manifest's source. Only files with parameters of the span are downloaded.
@@ -67,7 +67,7 @@ def local_data(manifest: Manifest, given: Path | None) -> DataSpec:
     return data
 
 
-def describe_pretrained(source: str, context: int = 0, jobs: Jobs = untold) -> ModelSpec:
+def describe_pretrained(source: str, context: int = 0, jobs: Progress = no_progress) -> ModelSpec:
     """Return the manifest entry of a pretrained model.
 
     Args:
@@ -144,7 +144,7 @@ def _spec_of(folder: Path, context: int) -> ModelSpec:
     return spec
 
 
-def _download(place: str, names: set[str] | None, jobs: Jobs) -> Path:
+def _download(place: str, names: set[str] | None, jobs: Progress) -> Path:
     """Return the folder of a model from the hub, after downloading its missing files.
 
     ``place`` is ``OWNER/NAME`` or ``OWNER/NAME@REVISION``. ``names`` None means all files, with settings and tokenizer.

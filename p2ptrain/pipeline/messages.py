@@ -5,13 +5,13 @@ A channel carries one microbatch through a stage and all later stages (``pipelin
     caller                                      host
       |  HopRequest, inputs, targets              |
       | ----------------------------------------> |
-      |  Arrived, Beat ..., News ...              |
+      |  Arrived, Keepalive ..., News ...         |
       | <---------------------------------------- |
       |  ReplyHead, gradient       or Refused     |
       | <---------------------------------------- |
 
-The last host calls a trainer that computes its own loss in the same way (``pipeline.home``, `HomeRequest`). The other
-messages are RPC calls: from a trainer to the hosts of its microbatches, or between hosts of one stage.
+The last host calls a trainer that computes its own loss in the same way (``pipeline.output``, `OutputRequest`). The
+other messages are RPC calls: from a trainer to the hosts of its microbatches, or between hosts of one stage.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class HopRequest(Message, frozen=True):
         route: Hosts of the later stages, planned or already called; an empty name leaves the choice open.
         targets: Class indices for the last stage's loss.
         requires_grad: False for a forward pass alone.
-        goes_home: True if the trainer computes the loss from the model's output; only the targets' shape then counts.
+        returns_output: True if the trainer computes the loss from the model's output; targets then count by shape only.
     """
 
     id: MicrobatchId
@@ -156,7 +156,7 @@ class HopRequest(Message, frozen=True):
     inputs: TensorHead
     targets: TensorHead
     requires_grad: bool
-    goes_home: bool
+    returns_output: bool
 
     def __post_init__(self) -> None:
         if self.samples > self.tokens:
@@ -164,12 +164,13 @@ class HopRequest(Message, frozen=True):
         if self.targets.codec != IDS:
             raise ValueError("targets that are no class indices")
 
-    def to_hop(self, stage: int, inputs: Buffer = b"", targets: Buffer = b"") -> Hop:
-        """Return the hop to a stage; without tensors, it suffices for checks of shapes."""
+    def to_hop(self, stage: int) -> Hop:
+        """Return the hop to a stage, without the tensors' bytes."""
+        inputs = Payload(self.inputs.codec, self.inputs.shape)
+        targets = Payload(self.targets.codec, self.targets.shape)
         return Hop(
-            self.id, stage, self.samples, self.tokens, self.route,
-            Payload(self.inputs.codec, self.inputs.shape, inputs),
-            Payload(self.targets.codec, self.targets.shape, targets), self.requires_grad, self.goes_home,
+            self.id, stage, self.samples, self.tokens, self.route, inputs, targets, self.requires_grad,
+            self.returns_output,
         )  # fmt: skip
 
 
@@ -185,13 +186,13 @@ class Hop:
     inputs: Payload
     targets: Payload
     requires_grad: bool = True
-    goes_home: bool = False
+    returns_output: bool = False
 
     @property
     def request(self) -> HopRequest:
         return HopRequest(
             self.id, self.samples, self.tokens, self.route, self.inputs.head, self.targets.head, self.requires_grad,
-            self.goes_home,
+            self.returns_output,
         )  # fmt: skip
 
     @property
@@ -200,7 +201,7 @@ class Hop:
         return 2 * self.inputs.num_bytes + self.targets.num_bytes
 
 
-class HomeRequest(Message, frozen=True):
+class OutputRequest(Message, frozen=True):
     """The model's output for a trainer that computes the loss itself; the bytes follow."""
 
     id: MicrobatchId
@@ -240,7 +241,7 @@ class FromHost(Message, frozen=True, tag=True):
     """Base of the messages from a called host, or trainer, to its caller."""
 
 
-class Beat(FromHost, frozen=True, tag="beat"):
+class Keepalive(FromHost, frozen=True, tag="keepalive"):
     """Keepalive: the host still holds the microbatch."""
 
 
@@ -274,6 +275,18 @@ class Refused(FromHost, frozen=True, tag="refused"):
         """Return the refusal for an error, with its text made printable and shortened."""
         text = "".join(each if each.isprintable() else "?" for each in str(error))
         return cls(error.kind, text[:MAX_REASON_CHARS])
+
+    def error(self) -> RefusalError:
+        """Return the error to raise at the caller."""
+        match self.kind:
+            case Refusal.FULL:
+                return FullError(self.reason)
+            case Refusal.BAD:
+                return BadMicrobatchError(self.reason)
+            case Refusal.BEYOND:
+                return HopFailedError(self.reason)
+            case Refusal.EARLY | Refusal.LATE:
+                return OtherRoundError(self.reason, is_late=self.kind is Refusal.LATE)
 
 
 class Refusal(Enum):

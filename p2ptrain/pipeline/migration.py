@@ -93,10 +93,10 @@ class StageMigrator:
         self._is_stopping = False
         loop = asyncio.get_running_loop()
         self._bound_until = loop.time() + LEAST_STAY_SECONDS
-        self._said: int | None = None
+        self._announced: int | None = None
         self._has_news = asyncio.Event()
         self._tasks = Tasks()
-        self._looked = loop.time()
+        self._updated_at = loop.time()
         rpc.serve("pipeline.stay", StayRequest, self._serve_stay)
 
     @property
@@ -115,7 +115,7 @@ class StageMigrator:
     async def _follow_records(self) -> None:
         while True:
             await self._view.next_update()
-            self._looked = asyncio.get_running_loop().time()
+            self._updated_at = asyncio.get_running_loop().time()
             self._has_news.set()
 
     async def run(self) -> None:
@@ -127,7 +127,7 @@ class StageMigrator:
                 await self._wait(hosting)
                 if hosting.done() or self._is_stopping:
                     break
-                self._say()
+                self._announce()
                 if not self._has_news.is_set():
                     continue
                 self._has_news.clear()
@@ -149,10 +149,10 @@ class StageMigrator:
             news = tasks.call(self._has_news.wait(), "news")
             await asyncio.wait({hosting, news}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
 
-    def _say(self) -> None:
+    def _announce(self) -> None:
         """Publish the record if `next_stage` has changed; `Records` bounds how often."""
-        if self.next_stage != self._said:
-            self._said = self.next_stage
+        if self.next_stage != self._announced:
+            self._announced = self.next_stage
             self._records.changed()
 
     # Deciding
@@ -160,7 +160,7 @@ class StageMigrator:
     def _bind(self, seconds: float) -> None:
         """Stay for at least ``seconds``, and announce it."""
         self._bound_until = max(self._bound_until, asyncio.get_running_loop().time() + seconds)
-        self._say()
+        self._announce()
 
     @property
     def _is_free(self) -> bool:
@@ -179,11 +179,11 @@ class StageMigrator:
 
     async def _is_agreed(self, move: Move, before: Sequence[Host]) -> bool:
         """Announce a move, found with the hosts ``before``; True if it is still the best once all hosts know of it."""
-        loop, looked = asyncio.get_running_loop(), self._looked
-        self._said = move.target
+        loop, updated_at = asyncio.get_running_loop(), self._updated_at
+        self._announced = move.target
         if not await self._records.publish():
             return False
-        is_late = loop.time() > looked + NOTICE_SECONDS / 2
+        is_late = loop.time() > updated_at + NOTICE_SECONDS / 2
         await asyncio.sleep(NOTICE_SECONDS)
         if not await self._records.refresh():
             return False
@@ -193,19 +193,12 @@ class StageMigrator:
 
     # Moving
 
-    async def _move(
-        self, move: Move, hosting: asyncio.Task[None], before: Sequence[Host] | None = None
-    ) -> asyncio.Task[None]:
-        """Carry out a move, if agreed; return the task that hosts afterwards.
-
-        ``before`` are the other hosts when the move was found; None skips the agreement.
-        """
+    async def _move(self, move: Move, hosting: asyncio.Task[None], before: Sequence[Host]) -> asyncio.Task[None]:
+        """Carry out a move, found with the hosts ``before``, if agreed; return the task that hosts afterwards."""
         self._target = move.target
         taking = self._tasks.call(self._stages.take_on(move.target), f"take-on-{move.target}")
         try:
-            if before is None:
-                self._say()
-            elif not await self._is_agreed(move, before):
+            if not await self._is_agreed(move, before):
                 logger.debug("staying with stage %d: a move to stage %d was not agreed on", move.source, move.target)
                 return hosting
             self._is_leaving = True

@@ -28,7 +28,7 @@ from p2ptrain.models.family import Shape, Span, stage_shapes, stage_ties
 from p2ptrain.pipeline.messages import IDS, Payload
 from p2ptrain.pipeline.partition import equal_work, explicit, within_memory
 from p2ptrain.pipeline.placement import StageNeed
-from p2ptrain.progress import Jobs, untold
+from p2ptrain.progress import Progress, no_progress
 
 if TYPE_CHECKING:
     from p2ptrain.models.stage import Stage
@@ -125,10 +125,9 @@ class PipelinePlan:
         if self.manifest.lora is not None:
             return None
         holders: dict[str, set[int]] = {}
-        for stage, span in enumerate(self.spans):
-            ties = stage_ties(self._blocks, span)
-            for name in stage_shapes(self._blocks, span):
-                holders.setdefault(ties.get(name, name), set()).add(stage)
+        for stage in range(self.num_stages):
+            for owner in self._owners(stage).values():
+                holders.setdefault(owner, set()).add(stage)
         shared = {name: tuple(sorted(stages)) for name, stages in holders.items() if len(stages) > 1}
         if not shared:
             return None
@@ -147,9 +146,7 @@ class PipelinePlan:
         if self.manifest.lora is not None:
             return Unit(stage, (stage,), self._adapters_in(self.spans[stage]))
         tied = self.tied.names if self.tied is not None else ()
-        ties = stage_ties(self._blocks, self.spans[stage])
-        names = stage_shapes(self._blocks, self.spans[stage])
-        return Unit(stage, (stage,), tuple(name for name in names if ties.get(name, name) not in tied))
+        return Unit(stage, (stage,), tuple(name for name, owner in self._owners(stage).items() if owner not in tied))
 
     def local_names(self, stage: int, unit: Unit) -> dict[str, str]:
         """Map a unit's parameter names from the owners' to those in a stage's module."""
@@ -157,9 +154,13 @@ class PipelinePlan:
             from p2ptrain.models.adapters import local_adapter_name
 
             return {name: local_adapter_name(name) for name in unit.names}
-        ties = stage_ties(self._blocks, self.spans[stage])
-        local = {ties.get(name, name): name for name in stage_shapes(self._blocks, self.spans[stage])}
+        local = {owner: name for name, owner in self._owners(stage).items()}
         return {name: local[name] for name in unit.names}
+
+    def _owners(self, stage: int) -> dict[str, str]:
+        """Map the parameter names of a stage's module to those of their owners, which differ for tied ones."""
+        ties = stage_ties(self._blocks, self.spans[stage])
+        return {name: ties.get(name, name) for name in stage_shapes(self._blocks, self.spans[stage])}
 
     def state_bytes(self, stage: int) -> int:
         """Return the size of a newcomer's download: trained parameters and AdamW's moments, in bytes."""
@@ -186,11 +187,11 @@ class PipelinePlan:
         """Return the work of one sample in a span, in the unit of `needs`."""
         return float(sum(self._family.work(self.manifest.model)[slice(*span)]))
 
-    def build(self, stage: int, weights: Path | None = None, jobs: Jobs = untold) -> Stage:
+    def build(self, stage: int, weights: Path | None = None, jobs: Progress = no_progress) -> Stage:
         """Return a stage on the CPU in its initial state; arguments and errors as in `build_stage`."""
         return self.build_span(self.spans[stage], weights, jobs)
 
-    def build_span(self, span: Span, weights: Path | None = None, jobs: Jobs = untold) -> Stage:
+    def build_span(self, span: Span, weights: Path | None = None, jobs: Progress = no_progress) -> Stage:
         """Return any span of blocks, built as by `build`."""
         spec = self.manifest
         built = build_stage(spec.model, span, weights, spec.pipeline.quant or None, jobs)

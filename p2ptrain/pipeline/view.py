@@ -6,6 +6,7 @@ import asyncio
 import math
 import statistics
 from collections import defaultdict
+from dataclasses import dataclass
 
 from p2ptrain.averaging.grouping.membership import ACTIVE_STATES, Membership
 from p2ptrain.network.records.record import PeerRecord
@@ -13,7 +14,7 @@ from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.pipeline.checkpoints.saving import Saves
 from p2ptrain.pipeline.placement import Host
 from p2ptrain.pipeline.plan import PipelinePlan
-from p2ptrain.pipeline.routing.hop import Caller, Here, HopLimits
+from p2ptrain.pipeline.routing.hop import Caller, HopLimits, LocalPeer
 from p2ptrain.pipeline.routing.router import HostState, Router
 from p2ptrain.runtime import Runtime
 
@@ -26,28 +27,37 @@ LEAST_PAUSE_SECONDS = 30.0
 """Minimum interval between two announced moves of a host."""
 
 
+@dataclass(frozen=True)
+class _Known:
+    """A peer's newest record, and when the peer last announced a move (-inf for never); by the runtime's clock."""
+
+    record: PeerRecord
+    sequence: int
+    expires_at: float
+    read_at: float
+    departure_at: float = -math.inf
+
+
 class PipelineView:
     """Routes and memberships, kept current from records; `p2ptrain.node.presence` feeds it."""
 
     def __init__(self, plan: PipelinePlan, peer_id: str, runtime: Runtime) -> None:
         self.plan = plan
-        self.here = Here()
+        self.local = LocalPeer()
         self.saves = Saves()
         self._updated = asyncio.Event()
         self._peer_id = peer_id
         self._runtime = runtime
         self._memberships: dict[int, Membership] = {}
         self._routers: list[Router] = []
-        self._records: dict[str, tuple[PeerRecord, int, float]] = {}
-        self._heard: dict[str, float] = {}
-        self._departures: dict[str, float] = {}
+        self._known: dict[str, _Known] = {}
         self._own_sequence = 0
 
     def membership(self, unit: int) -> Membership:
         if unit not in self._memberships:
             made = self._memberships[unit] = Membership(self._peer_id, self._runtime)
-            for record, sequence, expires_at in self._records.values():
-                _tell(made, unit, record, sequence, expires_at)
+            for known in self._known.values():
+                _tell(made, unit, known)
         return self._memberships[unit]
 
     def new_router(self) -> Router:
@@ -59,7 +69,7 @@ class PipelineView:
 
     def new_caller(self, rpc: Rpc, limits: HopLimits | None = None) -> Caller:
         """Return a caller with a router that follows the records."""
-        return Caller(rpc, self.new_router(), self.here, limits)
+        return Caller(rpc, self.new_router(), self.local, limits)
 
     @property
     def failovers(self) -> int:
@@ -68,22 +78,18 @@ class PipelineView:
 
     def update(self, records: list[tuple[PeerRecord, int, float]]) -> None:
         """Apply verified records, each with its sequence and expiry time."""
-        for record, sequence, expires_at in records:
-            known = self._records.get(record.peer)
-            if record.peer == self._peer_id or (known is not None and known[1] >= sequence):
-                continue
-            if _is_departing(record) and not (known and known[0].next_stage == record.next_stage):
-                self._note_departure(record.peer)
-            self._records[record.peer] = (record, sequence, expires_at)
-            self.saves.tell(record.peer, record.stages)
-            self._heard[record.peer] = self._runtime.now()
-            for unit, membership in self._memberships.items():
-                _tell(membership, unit, record, sequence, expires_at)
         now = self._runtime.now()
-        self._records = {peer: known for peer, known in self._records.items() if known[2] > now}
-        self.saves.keep_only([*self._records, self._peer_id])
-        self._heard = {peer: heard for peer, heard in self._heard.items() if peer in self._records}
-        self._departures = {peer: seen for peer, seen in self._departures.items() if peer in self._records}
+        for record, sequence, expires_at in records:
+            before = self._known.get(record.peer)
+            if record.peer == self._peer_id or (before is not None and before.sequence >= sequence):
+                continue
+            known = _Known(record, sequence, expires_at, now, _departure(record, before, now))
+            self._known[record.peer] = known
+            self.saves.tell(record.peer, record.stages)
+            for unit, membership in self._memberships.items():
+                _tell(membership, unit, known)
+        self._known = {peer: known for peer, known in self._known.items() if known.expires_at > now}
+        self.saves.keep_only([*self._known, self._peer_id])
         for membership in self._memberships.values():
             membership.forget_expired()
         self._refresh(self._routers)
@@ -94,16 +100,10 @@ class PipelineView:
         """Wait for the next `update`."""
         await self._updated.wait()
 
-    def _note_departure(self, peer: str) -> None:
-        """Record an announced move; ignore one host's repetitions, which could block all other moves."""
-        now = self._runtime.now()
-        if now >= self._departures.get(peer, -math.inf) + LEAST_PAUSE_SECONDS:
-            self._departures[peer] = now
-
     @property
     def last_departure(self) -> float:
         """Time of another host's last announced move, on the runtime's clock; -inf before the first."""
-        return max(self._departures.values(), default=-math.inf)
+        return max((known.departure_at for known in self._known.values()), default=-math.inf)
 
     def hosts(self) -> list[Host]:
         """Return the other hosts, for placement.
@@ -113,7 +113,7 @@ class PipelineView:
         """
         found: list[Host] = []
         medium, needs = self.medium_speed(), self.plan.needs
-        for record in self._heard_of():
+        for record in self._fresh_records():
             is_first = record.state == UNDECIDED_STATE and record.peer < self._peer_id
             if not (is_first or record.state in (DECIDED_STATE, *ACTIVE_STATES)):
                 continue
@@ -131,16 +131,16 @@ class PipelineView:
     def is_over(self, round: int, stage: int) -> bool:
         """True if all hosts of another stage report a later round."""
         rounds: dict[int, list[int]] = defaultdict(list)
-        for record in self._heard_of():
+        for record in self._fresh_records():
             for report in record.stages if record.state in ACTIVE_STATES else ():
                 if report.unit < self.plan.num_stages and report.unit != stage:
                     rounds[report.unit].append(report.round)
         return any(min(each) > round for each in rounds.values())
 
-    def _heard_of(self) -> list[PeerRecord]:
+    def _fresh_records(self) -> list[PeerRecord]:
         """Return the other peers' records, without stale ones."""
-        heard_from = max(self._heard.values(), default=0.0) - SILENT_SECONDS
-        return [record for record, _, _ in self._records.values() if self._heard[record.peer] >= heard_from]
+        fresh_at = max((known.read_at for known in self._known.values()), default=0.0) - SILENT_SECONDS
+        return [known.record for known in self._known.values() if known.read_at >= fresh_at]
 
     @property
     def is_measured(self) -> bool:
@@ -156,8 +156,8 @@ class PipelineView:
         needs = self.plan.needs
         return [
             stage.tokens_per_second * needs[stage.unit].work
-            for record, _, _ in self._records.values()
-            for stage in record.stages
+            for known in self._known.values()
+            for stage in known.record.stages
             if stage.unit < len(needs) and stage.tokens_per_second > 0
         ]
 
@@ -168,11 +168,11 @@ class PipelineView:
 
     def _refresh(self, routers: list[Router]) -> None:
         states: list[dict[str, HostState]] = [{} for _ in range(self.plan.num_stages)]
-        for record, sequence, _ in self._records.values():
-            for stage in record.stages:
-                if stage.unit < len(states) and record.state in ACTIVE_STATES:
-                    states[stage.unit][record.peer] = HostState(stage.tokens_per_second, sequence)
-        for number in self.here.hosts:
+        for peer, known in self._known.items():
+            for stage in known.record.stages if known.record.state in ACTIVE_STATES else ():
+                if stage.unit < len(states):
+                    states[stage.unit][peer] = HostState(stage.tokens_per_second, known.sequence)
+        for number in self.local.hosts:
             self._own_sequence += 1
             states[number][self._peer_id] = HostState(0.0, self._own_sequence)
         for router in routers:
@@ -184,9 +184,17 @@ def _is_departing(record: PeerRecord) -> bool:
     return bool(record.stages) and record.next_stage not in (None, record.stages[0].unit)
 
 
-def _tell(membership: Membership, unit: int, record: PeerRecord, sequence: int, expires_at: float) -> None:
-    seen = record.of_unit(unit)
+def _departure(record: PeerRecord, before: _Known | None, now: float) -> float:
+    """Return when a host last announced a move; one host's repetitions do not count, as they could block all others."""
+    last = before.departure_at if before is not None else -math.inf
+    is_told = before is not None and before.record.next_stage == record.next_stage
+    is_new = _is_departing(record) and not is_told and now >= last + LEAST_PAUSE_SECONDS
+    return now if is_new else last
+
+
+def _tell(membership: Membership, unit: int, known: _Known) -> None:
+    seen = known.record.of_unit(unit)
     if seen is not None:
-        membership.update(seen, sequence, expires_at)
+        membership.update(seen, known.sequence, known.expires_at)
     else:
-        membership.forget(record.peer)
+        membership.forget(known.record.peer)

@@ -31,7 +31,7 @@ GLANCE_WINDOWS = 16
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """The loop's progress; only the loop writes it, other threads may read it."""
 
     loss: float | None = None
@@ -61,9 +61,9 @@ class Trainer:
         manifest: Manifest,
         corpus: Corpus,
         metrics: MetricsWriter,
-        on_progress: Callable[[Progress], None],
+        on_progress: Callable[[TrainingProgress], None],
     ) -> None:
-        self.progress = Progress()
+        self.progress = TrainingProgress()
         self.optimizer = optimizer
         self.saver = saver
         self.peer_id = optimizer.synchronizer.replica.context.rpc.peer_id
@@ -95,7 +95,7 @@ class Trainer:
             self._deadline = time.monotonic() + seconds
         self._stop.set()
 
-    def run(self) -> Progress:
+    def run(self) -> TrainingProgress:
         """Train on the calling thread; raise `P2PTrainError` if training cannot continue."""
         self.progress.held_out_loss_before = self._measure()
         started = last_report = time.monotonic()

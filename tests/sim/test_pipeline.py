@@ -29,7 +29,7 @@ def check_parameters(pipeline: Pipeline, whole: WholeModel) -> None:
     for peer in pipeline.hosts:
         assert peer.hosted is not None
         expected = whole.parameters
-        for name, value in peer.hosted.module.named_parameters():
+        for name, value in peer.hosted.worker.compute.stage.named_parameters():
             if name in expected:
                 off = (value.detach() - expected[name]).abs()
                 assert float(off.max()) < 0.2 * rate, name
@@ -39,8 +39,8 @@ def check_parameters(pipeline: Pipeline, whole: WholeModel) -> None:
 def frozen_of(peer: PipelinePeer) -> dict[str, str]:
     """Digests of what a host holds besides what is trained."""
     assert peer.hosted is not None
-    trained = {name for name, each in peer.hosted.module.named_parameters() if each.requires_grad}
-    state = peer.hosted.module.state_dict()
+    trained = {name for name, each in peer.hosted.worker.compute.stage.named_parameters() if each.requires_grad}
+    state = peer.hosted.worker.compute.stage.state_dict()
     return {
         name: hashlib.sha256(value.numpy().tobytes()).hexdigest()
         for name, value in state.items()
@@ -107,7 +107,7 @@ def test_adapters_are_trained_as_in_one_process_and_nothing_else_is(
             assert peer.hosted is not None
             assert frozen[peer.peer.peer_id] == frozen_of(peer)
             values = peer.hosted.units[0].synchronizer.state.layout.num_values
-            held = [each for each in peer.hosted.module.parameters() if each.requires_grad]
+            held = [each for each in peer.hosted.worker.compute.stage.parameters() if each.requires_grad]
             assert values == max(1, sum(each.numel() for each in held)), "more is averaged than adapters"
         await pipeline.close()
 

@@ -9,7 +9,7 @@ from p2ptrain.progress import Advance
 
 
 class ToldJobs:
-    """Implements `p2ptrain.progress.Jobs`.
+    """Implements `p2ptrain.progress.Progress`.
 
     Attributes:
         told: By job: what was told of it, (done, total) each.
@@ -22,7 +22,7 @@ class ToldJobs:
 
     @contextmanager
     def __call__(self, name: str, unit: str = "bytes") -> Iterator[Advance]:
-        """See `Jobs.__call__`."""
+        """See `Progress.__call__`."""
         told = self.told.setdefault(name, [])
         self.running.append(name)
         try:

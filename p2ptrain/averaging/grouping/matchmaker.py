@@ -97,7 +97,7 @@ class Matchmaker:
 
     def participate(self, trains: bool) -> None:
         """Set whether this peer trains; if so, it reports its steps, and waits for itself as a leader."""
-        self.position.participates = participates
+        self.position.participates = trains
         (self.pacing.start if trains else self.pacing.stop)()
 
     @property

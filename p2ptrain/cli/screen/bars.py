@@ -16,7 +16,7 @@ REDRAW_SECONDS = 0.1
 
 @contextlib.contextmanager
 def bars(name: str, unit: str = "bytes") -> Iterator[Advance]:
-    """Show a job on standard error if that is a terminal; implements `p2ptrain.progress.Jobs` for one thread."""
+    """Show a job on standard error if that is a terminal; implements `p2ptrain.progress.Progress` for one thread."""
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return

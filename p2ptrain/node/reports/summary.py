@@ -15,7 +15,7 @@ import msgspec
 if TYPE_CHECKING:
     from p2ptrain.config import PeerConfig
     from p2ptrain.node.peer import Peer
-    from p2ptrain.training.loop import Progress
+    from p2ptrain.training.loop import TrainingProgress
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Summary:
 
 
 def write_summary(
-    peer: Peer, config: PeerConfig, progress: Progress, seconds: float, reason: str, rounds: int = 0
+    peer: Peer, config: PeerConfig, progress: TrainingProgress, seconds: float, reason: str, rounds: int = 0
 ) -> None:
     """Write a peer's summary to its run directory, and to the config's ``summary`` file.
 

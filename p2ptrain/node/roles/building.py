@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from p2ptrain.training.bridge import Bridge
-    from p2ptrain.training.loop import Progress, Trainer
+    from p2ptrain.training.loop import Trainer, TrainingProgress
     from p2ptrain.training.optimizer import SwarmOptimizer
     from p2ptrain.training.state.shared_state import SharedState
     from p2ptrain.training.sync.synchronizer import Synchronizer
@@ -44,14 +44,14 @@ async def build_trainer(peer: Peer, config: PeerConfig, bridge: Bridge) -> Train
     synchronizer.last_round = last_round(peer, config, synchronizer.head.round)
     assert saver is not None
 
-    def publish(progress: Progress) -> None:
+    def publish(progress: TrainingProgress) -> None:
         peer.record.note = progress.note
         paused = progress.note != "" and synchronizer.is_paused
         if (peer.record.state == "paused") != paused:
             peer.set_state("paused" if paused else "training")
         peer.presence.changed()
 
-    def publish_from_thread(progress: Progress) -> None:
+    def publish_from_thread(progress: TrainingProgress) -> None:
         loop.call_soon_threadsafe(publish, progress)
 
     metrics = MetricsWriter(config.run_dir / "metrics.jsonl")

@@ -13,7 +13,7 @@ from p2ptrain.pipeline.client.sender import MicrobatchSender
 from p2ptrain.pipeline.client.trainer import PipelineTrainer, SendingOptions
 from p2ptrain.pipeline.plan import PipelinePlan
 from p2ptrain.pipeline.view import PipelineView
-from p2ptrain.training.loop import Progress
+from p2ptrain.training.loop import TrainingProgress
 from p2ptrain.training.metrics import MetricsWriter
 
 
@@ -39,7 +39,7 @@ async def start_feeding(peer: Peer, config: PeerConfig, view: PipelineView) -> P
     """Return the trainer that sends the manifest's text; its caller runs it."""
     corpus = await asyncio.to_thread(load_text, peer, config)
 
-    def publish(progress: Progress) -> None:
+    def publish(progress: TrainingProgress) -> None:
         peer.record.note = progress.note
         peer.presence.changed()
 

@@ -16,7 +16,7 @@ from p2ptrain.node.roles.hosting import Hosting
 from p2ptrain.pipeline.client.trainer import PipelineTrainer
 from p2ptrain.pipeline.plan import PipelinePlan
 from p2ptrain.tasks import Tasks, together
-from p2ptrain.training.loop import Progress
+from p2ptrain.training.loop import TrainingProgress
 
 
 async def take_part(peer: Peer, config: PeerConfig, signals: StopSignals) -> None:
@@ -60,7 +60,7 @@ async def take_part(peer: Peer, config: PeerConfig, signals: StopSignals) -> Non
     if hosting is not None:
         unsaved = await hosting.save()
         error = error or unsaved
-    progress, rounds = (feeding.progress, feeding.rounds) if feeding is not None else (Progress(), 0)
+    progress, rounds = (feeding.progress, feeding.rounds) if feeding is not None else (TrainingProgress(), 0)
     write_summary(peer, config, progress, loop.time() - started, reason, rounds)
     if error is not None:
         raise error

@@ -50,7 +50,7 @@ def _save(config: PeerConfig, hosted: HostedStage) -> tuple[list[Save], dict[int
     failed: dict[int, ResourceError | CheckpointError] = {}
     for unit in hosted.units:
         number, state = unit.unit.number, unit.synchronizer.state
-        last = hosted.saves.newest(number)
+        last = hosted.saves.newest.get(number)
         if last is not None and (last.round, last.digest) == (state.head.round, state.head.digest):
             continue
         try:

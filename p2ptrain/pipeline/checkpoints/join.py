@@ -14,6 +14,9 @@ from pathlib import Path
 from p2ptrain.errors import CheckpointError
 from p2ptrain.training.checkpoints.stage_list import StageList
 
+_States = dict[tuple[str, int], dict[bytes, list[Path]]]
+"""Paths of checkpoints by folder and round, then by digest."""
+
 
 @dataclass(frozen=True)
 class Found:
@@ -56,11 +59,9 @@ def join(found: Sequence[Found], names: Sequence[str], by_round: bool = False) -
     Raises:
         CheckpointError: No round qualifies; the message names the missing part and the remedy.
     """
-    there: dict[tuple[str, int, bytes], list[Path]] = defaultdict(list)
-    digests: dict[tuple[str, int], set[bytes]] = defaultdict(set)
+    there: _States = {}
     for each in found:
-        there[each.name, each.round, each.digest].append(each.path)
-        digests[each.name, each.round].add(each.digest)
+        there.setdefault((each.name, each.round), defaultdict(list))[each.digest].append(each.path)
     absent = [name for name in names if all(each.name != name for each in found)]
     if absent:
         raise CheckpointError(
@@ -68,16 +69,16 @@ def join(found: Sequence[Found], names: Sequence[str], by_round: bool = False) -
             " of each stage into one folder, and give that"
         )
     if by_round:
-        return _join_by_round(there, digests, names)
+        return _join_by_round(there, names)
     lists = [each.listed for each in found if each.listed is not None and set(names) <= each.listed.digests.keys()]
     lists.sort(key=lambda listed: -listed.round)
     for listed in lists:
-        wanted = {name: (name, listed.round, listed.digests[name]) for name in names}
-        if all(key in there for key in wanted.values()):
-            return Joined(listed.round, {name: there[key] for name, key in wanted.items()}, True)
+        paths = {name: there.get((name, listed.round), {}).get(listed.digests[name], []) for name in names}
+        if all(paths.values()):
+            return Joined(listed.round, paths, True)
     if lists:
-        raise CheckpointError(_why_not(lists[0], digests, names))
-    common = _common_rounds(digests, names)
+        raise CheckpointError(_why_not(lists[0], there, names))
+    common = _common_rounds(there, names)
     hint = f"; --by-round joins round {max(common)} all the same, and is for runs that are over" if common else ""
     raise CheckpointError(
         "none of these checkpoints is complete: no host heard that all stages had saved its round, so nothing says"
@@ -85,10 +86,10 @@ def join(found: Sequence[Found], names: Sequence[str], by_round: bool = False) -
     )
 
 
-def _why_not(listed: StageList, digests: Mapping[tuple[str, int], set[bytes]], names: Sequence[str]) -> str:
+def _why_not(listed: StageList, there: _States, names: Sequence[str]) -> str:
     """Describe the missing part of a complete round."""
     for name in names:
-        others = digests.get((name, listed.round), set())
+        others = there.get((name, listed.round), {})
         if listed.digests[name] in others:
             continue
         if others:
@@ -105,28 +106,24 @@ def _why_not(listed: StageList, digests: Mapping[tuple[str, int], set[bytes]], n
     raise AssertionError("all of it is there")
 
 
-def _common_rounds(digests: Mapping[tuple[str, int], set[bytes]], names: Sequence[str]) -> set[int]:
-    return set.intersection(*({round for name, round in digests if name == wanted} for wanted in names))
+def _common_rounds(there: _States, names: Sequence[str]) -> set[int]:
+    return set.intersection(*({round for name, round in there if name == wanted} for wanted in names))
 
 
-def _join_by_round(
-    there: Mapping[tuple[str, int, bytes], list[Path]],
-    digests: Mapping[tuple[str, int], set[bytes]],
-    names: Sequence[str],
-) -> Joined:
-    common = _common_rounds(digests, names)
+def _join_by_round(there: _States, names: Sequence[str]) -> Joined:
+    common = _common_rounds(there, names)
     if not common:
         raise CheckpointError(
             "no round was saved by all stages: put the run directories of other hosts of the stages beside these"
         )
     round, chosen = max(common), {}
     for name in names:
-        if len(digests[name, round]) > 1:
-            paths = [str(path) for key, paths in there.items() if key[:2] == (name, round) for path in paths]
+        states = there[name, round]
+        if len(states) > 1:
+            paths = [str(path) for paths in states.values() for path in paths]
             raise CheckpointError(
                 f"{name} of round {round} has several states, and nothing says which goes with the other stages: move"
                 f" all but one of {', '.join(sorted(paths))} away"
             )
-        (digest,) = digests[name, round]
-        chosen[name] = there[name, round, digest]
+        (chosen[name],) = states.values()
     return Joined(round, chosen, False)

@@ -57,20 +57,21 @@ class Saves:
     """All hosts' saves. A host's newest record determines its units; its older records add earlier rounds."""
 
     def __init__(self) -> None:
-        self._told: dict[int, dict[str, dict[int, bytes]]] = {}
+        self._told: dict[tuple[int, str], dict[int, bytes]] = {}
+        """By unit and host: the digests of saved rounds, newest last."""
 
     def tell(self, peer: str, reports: Iterable[StageReport]) -> None:
         """Apply the saves in a host's record."""
         saved = {report.unit: report for report in reports if report.saved_round > 0}
-        for unit in self._told:
-            if unit not in saved:
+        for unit, other in list(self._told):
+            if other == peer and unit not in saved:
                 self.forget(peer, unit)
         for unit, report in saved.items():
             self.note(peer, unit, report.saved_round, report.saved_digest)
 
     def note(self, peer: str, unit: int, round: int, digest: bytes) -> None:
         """Record a host's save."""
-        rounds = self._told.setdefault(unit, {}).setdefault(peer, {})
+        rounds = self._told.setdefault((unit, peer), {})
         rounds.pop(round, None)
         rounds[round] = digest
         while len(rounds) > MAX_ROUNDS:
@@ -78,21 +79,20 @@ class Saves:
 
     def forget(self, peer: str, unit: int) -> None:
         """Remove a host's saves of a unit."""
-        self._told.get(unit, {}).pop(peer, None)
+        self._told.pop((unit, peer), None)
 
     def keep_only(self, peers: Iterable[str]) -> None:
         """Remove the saves of all other peers, so that departed hosts have no vote."""
         kept = set(peers)
-        for unit, hosts in self._told.items():
-            self._told[unit] = {peer: rounds for peer, rounds in hosts.items() if peer in kept}
+        self._told = {(unit, peer): rounds for (unit, peer), rounds in self._told.items() if peer in kept}
 
     def agreement(self, units: Iterable[int], round: int) -> Agreement:
         """Return the hosts' agreement on a round."""
         digests: dict[int, bytes] = {}
         missing: dict[int, str] = {}
         for unit in units:
-            hosts = self._told.get(unit, {})
-            votes = Counter(rounds[round] for rounds in hosts.values() if round in rounds)
+            hosts = [rounds for (saved, _), rounds in self._told.items() if saved == unit]
+            votes = Counter(rounds[round] for rounds in hosts if round in rounds)
             digest, count = votes.most_common(1)[0] if votes else (b"", 0)
             if 2 * count > len(hosts):
                 digests[unit] = digest
@@ -112,13 +112,13 @@ class Save:
 
 
 class StageSaves:
-    """This peer's saves of one hosted stage, and of its tied unit; ``told`` are all hosts' saves."""
+    """This peer's saves of one hosted stage, and of its tied unit: the ``newest`` of each. ``told`` are all hosts'."""
 
     def __init__(self, plan: PipelinePlan, told: Saves, peer_id: str) -> None:
         self._plan = plan
         self._told = told
         self._peer_id = peer_id
-        self._newest: dict[int, Save] = {}
+        self.newest: dict[int, Save] = {}
         self._waiting: dict[tuple[int, int], Save] = {}
         self._writing = asyncio.Lock()
         self.disk = threading.Lock()
@@ -126,7 +126,7 @@ class StageSaves:
 
     def note(self, save: Save) -> None:
         """Record a save that is on disk."""
-        self._newest[save.unit] = save
+        self.newest[save.unit] = save
         self._waiting.pop((save.unit, save.round), None)
         self._waiting[save.unit, save.round] = save
         while len(self._waiting) > 2 * MAX_ROUNDS:  # Other hosts remember no more; a host has at most two units.
@@ -135,15 +135,12 @@ class StageSaves:
 
     def failed(self, unit: int) -> None:
         """Withdraw a unit's saves after a failed one, so that other hosts do not wait for it."""
-        self._newest.pop(unit, None)
+        self.newest.pop(unit, None)
         self._told.forget(self._peer_id, unit)
-
-    def newest(self, unit: int) -> Save | None:
-        return self._newest.get(unit)
 
     def missing(self) -> str:
         """Describe why the newest save is incomplete, for people; empty if it is complete."""
-        for save in self._newest.values():
+        for save in self.newest.values():
             if self._waiting.get((save.unit, save.round)) is save:
                 found = self._told.agreement(self._plan.unit_numbers, save.round)
                 reasons = [f"{unit_folder(unit, self._plan.num_stages)}: {why}" for unit, why in found.missing.items()]
@@ -173,7 +170,7 @@ class StageSaves:
 
     def forget(self) -> None:
         """Withdraw all saves: this peer no longer hosts the stage."""
-        for unit in self._newest:
+        for unit in self.newest:
             self._told.forget(self._peer_id, unit)
-        self._newest.clear()
+        self.newest.clear()
         self._waiting.clear()

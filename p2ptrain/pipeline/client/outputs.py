@@ -15,23 +15,19 @@ from p2ptrain.codecs.arrays import CodecError
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.pipeline.messages import (
-    Arrived,
     BadMicrobatchError,
-    HomeRequest,
     MicrobatchId,
+    OutputRequest,
     Payload,
-    RefusalError,
     Reply,
     TensorHead,
     check_values,
     pack,
     unpack,
 )
-from p2ptrain.pipeline.routing.hop import HOME, beat, refuse
+from p2ptrain.pipeline.routing.hop import OUTPUT, answer, refusing
+from p2ptrain.pipeline.routing.send_window import SendWindow
 from p2ptrain.runtime import Runtime
-from p2ptrain.tasks import Tasks
-
-RECEIVE_SECONDS = 120.0
 
 
 class ExpectedOutput:
@@ -76,23 +72,18 @@ class ExpectedOutput:
 def serve_outputs(rpc: Rpc, expected: Mapping[MicrobatchId, ExpectedOutput]) -> None:
     """Accept the expected outputs that hosts send to this trainer, and return their gradients."""
 
-    async def serve(channel: Channel, request: HomeRequest) -> None:
-        head = request.output
-        try:
+    window = SendWindow()
+
+    async def serve(channel: Channel, request: OutputRequest) -> None:
+        async with refusing(rpc, channel):
             if request.id not in expected:
                 raise BadMicrobatchError(f"nobody waits for {request.id} any more")
             output = expected[request.id]
-            output.check(head)
-            async with Tasks() as tasks:
-                beating = tasks.start(beat(channel), "beat")
-                data = await channel.receive_bytes(head.num_bytes, RECEIVE_SECONDS)
-                await channel.send(Arrived())
-                gradient = await output.take(Payload(head.codec, head.shape, data), request.requires_grad)
-                beating.cancel()
-                await channel.send(Reply(0.0, (), gradient).head)
-                if gradient is not None:
-                    await channel.send_bytes(gradient.data)
-        except RefusalError as error:
-            await refuse(rpc, channel, error)
+            output.check(request.output)
 
-    rpc.serve_channel(HOME, HomeRequest, serve)
+            async def take(values: Payload) -> Reply:
+                return Reply(0.0, (), await output.take(values, request.requires_grad))
+
+            await answer(channel, (request.output,), take, window)
+
+    rpc.serve_channel(OUTPUT, OutputRequest, serve)

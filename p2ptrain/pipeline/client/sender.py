@@ -72,7 +72,6 @@ class Accepted:
     id: MicrobatchId
     loss: float
     legs: tuple[Leg, ...]
-    sends: int
 
 
 @dataclass(frozen=True)
@@ -95,11 +94,8 @@ class Opened:
 
 @dataclass
 class Tally:
-    """Counts of a trainer's microbatches, by outcome."""
+    """Counts of a trainer's microbatches that were lost before they settled, and of repetitions."""
 
-    accepted: int = 0
-    done: int = 0
-    dropped: int = 0
     lost: int = 0
     resent: int = 0
 
@@ -130,7 +126,7 @@ class MicrobatchSender:
         self._moved = asyncio.Event()
         self._accepted: dict[int, list[Accepted]] = defaultdict(list)
         self._tasks = Tasks()
-        serve_outputs(self._rpc, caller.here.outputs)
+        serve_outputs(self._rpc, caller.local.outputs)
 
     async def start(self) -> None:
         """Start to follow the rounds."""
@@ -150,8 +146,8 @@ class MicrobatchSender:
             LostError: A host was lost before the microbatch settled there.
         """
 
-        async def attempt(id: MicrobatchId, sends: int) -> Accepted:
-            return await self._bring(Hop(id, 0, samples, tokens, (), inputs, targets), sends)
+        async def attempt(id: MicrobatchId) -> Accepted:
+            return await self._send_once(Hop(id, 0, samples, tokens, (), inputs, targets))
 
         return await self._until_through(attempt)
 
@@ -166,10 +162,10 @@ class MicrobatchSender:
         """
         targets = Payload(IDS, (samples, tokens // samples), bytes(4 * tokens))  # Hosts use only their shape.
 
-        async def attempt(id: MicrobatchId, sends: int) -> Opened:
+        async def attempt(id: MicrobatchId) -> Opened:
             waiting = ExpectedOutput(shape, self._rpc.runtime)
-            hop = Hop(id, 0, samples, tokens, (), inputs, targets, requires_grad, goes_home=True)
-            task = self._tasks.call(self._bring(hop, sends, waiting), f"opened-{id.number}")
+            hop = Hop(id, 0, samples, tokens, (), inputs, targets, requires_grad, returns_output=True)
+            task = self._tasks.call(self._send_once(hop, waiting), f"opened-{id.number}")
             task.add_done_callback(lambda task: task.cancelled() or task.exception())  # Backward may never be called.
             try:
                 either: set[asyncio.Future[Any]] = {waiting.output, task}
@@ -190,22 +186,22 @@ class MicrobatchSender:
         Raises:
             TemporaryError: The microbatch failed, or a stage has no host.
         """
-        await self._hosts_everywhere()
+        await self._until_hosted()
         id = self._new_id(max(0, self.round))
-        return (await self._bring(Hop(id, 0, samples, tokens, (), inputs, targets, requires_grad=False), 1)).loss
+        return (await self._send_once(Hop(id, 0, samples, tokens, (), inputs, targets, requires_grad=False))).loss
 
-    async def _until_through(self, attempt: Callable[[MicrobatchId, int], Awaitable[T]]) -> T:
-        """Call ``attempt`` with new ids and attempt numbers until it succeeds; a wait for a full round is no failure.
+    async def _until_through(self, attempt: Callable[[MicrobatchId], Awaitable[T]]) -> T:
+        """Call ``attempt`` with new ids until it succeeds; a wait for a full round is no failure.
 
         Raise `TemporaryError` after `MAX_SENDS` failures, or after `STUCK_SECONDS` of one full round.
         """
         loop = asyncio.get_running_loop()
         pause, sends, full_round, full_since = FIRST_PAUSE_SECONDS, 1, -1, 0.0
         while True:
-            await self._hosts_everywhere()
+            await self._until_hosted()
             round = await self._open_round()
             try:
-                return await attempt(self._new_id(round), sends)
+                return await attempt(self._new_id(round))
             except OtherRoundError as error:
                 if round > full_round:
                     full_round, full_since = round, loop.time()
@@ -229,7 +225,7 @@ class MicrobatchSender:
                 await asyncio.sleep(pause * (0.5 + self._rpc.runtime.random.random()))
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
-    async def _bring(self, hop: Hop, sends: int, waiting: ExpectedOutput | None = None) -> Accepted:
+    async def _send_once(self, hop: Hop, waiting: ExpectedOutput | None = None) -> Accepted:
         """Send a microbatch and settle it; after a failure, give it up at all hosts that know it."""
         told: set[tuple[int, str]] = set()
 
@@ -240,11 +236,11 @@ class MicrobatchSender:
         route = self._router.draw(work)
         try:
             if waiting is not None:
-                self._caller.here.outputs[hop.id] = waiting
+                self._caller.local.outputs[hop.id] = waiting
             with self._router.sending(route, work):
                 keeps = self._keeps_its_round(hop.id, waiting)
-                reply = await self._caller.through(replace(hop, route=tuple(route[1:])), route[0], tell, keeps)
-            return await self._settle(hop, reply, sends)
+                reply = await self._caller.send(replace(hop, route=tuple(route[1:])), route[0], tell, keeps)
+            return await self._settle(hop, reply)
         except LostError:
             self.tally.lost += 1
             raise
@@ -253,7 +249,7 @@ class MicrobatchSender:
                 self._tasks.start(self._give_up(hop.id, told), "give-up")
             raise
         finally:
-            self._caller.here.outputs.pop(hop.id, None)
+            self._caller.local.outputs.pop(hop.id, None)
 
     def _keeps_its_round(self, id: MicrobatchId, waiting: ExpectedOutput | None) -> Callable[[], bool]:
         """Return a predicate: True while a microbatch must wait for room in its own round.
@@ -275,7 +271,7 @@ class MicrobatchSender:
         self._next += 1
         return MicrobatchId(self.peer_id, round, self._next - 1)
 
-    async def _hosts_everywhere(self) -> None:
+    async def _until_hosted(self) -> None:
         """Wait until every stage has a host; raise `NoHostError` after `NO_HOST_SECONDS`."""
         deadline, is_told = asyncio.get_running_loop().time() + NO_HOST_SECONDS, False
         while True:
@@ -306,24 +302,23 @@ class MicrobatchSender:
 
     # Settling
 
-    async def _settle(self, hop: Hop, reply: Reply, sends: int) -> Accepted:
-        id, accepted = hop.id, Accepted(hop.id, reply.loss, reply.legs, sends)
+    async def _settle(self, hop: Hop, reply: Reply) -> Accepted:
+        id, accepted = hop.id, Accepted(hop.id, reply.loss, reply.legs)
         if not hop.requires_grad:
             return accepted
-        told = await together("settle", (self._tell(leg.stage, leg.host, settled=[id]) for leg in reply.legs))
+        told = await together("settle", (self._report(leg.stage, leg.host, settled=[id]) for leg in reply.legs))
         missing = [leg for leg, counted in zip(reply.legs, told, strict=True) if not counted]
         if missing:
             where = ", ".join(f"host {leg.host[-8:]} of stage {leg.stage}" for leg in missing)
             raise LostError(f"{id} was lost at {where}")
-        self.tally.accepted += 1
         self._accepted[id.round].append(accepted)
         self._account_before(self.round)  # The round may have ended meanwhile.
         return accepted
 
     async def _give_up(self, id: MicrobatchId, told: set[tuple[int, str]]) -> None:
-        await together("give-up", (self._tell(stage, host, abandoned=[id]) for stage, host in told if host))
+        await together("give-up", (self._report(stage, host, abandoned=[id]) for stage, host in told if host))
 
-    async def _tell(
+    async def _report(
         self, stage: int, host: str, settled: Sequence[MicrobatchId] = (), abandoned: Sequence[MicrobatchId] = ()
     ) -> bool:
         """Report settled and given-up microbatches; return whether the host counted all settled ones."""
@@ -369,22 +364,20 @@ class MicrobatchSender:
             self._tasks.start(self._account(self._accepted.pop(old)), "account")
 
     async def _account(self, accepted: list[Accepted]) -> None:
-        """Count a round's microbatches as done or dropped, by their hosts' answers."""
+        """Tell which of a round's microbatches are done, and log those that were dropped, by their hosts' answers."""
         places: dict[tuple[int, str], list[MicrobatchId]] = defaultdict(list)
         for each in accepted:
             for leg in each.legs:
                 places[leg.stage, leg.host].append(each.id)
-        answers = await together("ask-done", (self._missing(*place, ids) for place, ids in places.items()))
+        answers = await together("ask-done", (self._not_done(*place, ids) for place, ids in places.items()))
         missing = {id for ids in answers for id in ids}
-        self.tally.dropped += len(missing)
-        self.tally.done += len(accepted) - len(missing)
         for each in accepted:
             if each.id in missing:
                 logger.info("%s was dropped: a host died, or was late, before the round was averaged", each.id)
             elif self._on_done is not None:
                 self._on_done(each)
 
-    async def _missing(self, stage: int, host: str, ids: list[MicrobatchId]) -> list[MicrobatchId]:
+    async def _not_done(self, stage: int, host: str, ids: list[MicrobatchId]) -> list[MicrobatchId]:
         """Return the microbatches that a host did not bring into a round; retry while they may be averaged."""
         missing = ids
         for seconds in DONE_PAUSES_SECONDS:

@@ -11,7 +11,7 @@ import hashlib
 import logging
 import statistics
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,11 @@ import torch
 from p2ptrain.errors import DeadlineError, P2PTrainError, TemporaryError
 from p2ptrain.manifest import Manifest
 from p2ptrain.pipeline.client.sender import Accepted, LostError, MicrobatchSender
-from p2ptrain.pipeline.messages import pack
+from p2ptrain.pipeline.messages import IDS, Payload, pack
 from p2ptrain.tasks import Tasks
 from p2ptrain.training.data.corpus import Corpus, Tokens
 from p2ptrain.training.data.windows import ReadingPosition, Sampler
-from p2ptrain.training.loop import Progress
+from p2ptrain.training.loop import TrainingProgress
 from p2ptrain.training.metrics import MetricsWriter
 
 logger = logging.getLogger(__name__)
@@ -47,14 +47,13 @@ class SendingOptions:
 
     Attributes:
         credits: Microbatches in flight.
-        run_dir: Stores the reading position; None begins at the first window each time.
+        run_dir: Stores the reading position.
         last_round: Maps the trainer's first round to the round at which it leaves; 0 for never.
     """
 
     credits: int
-    run_dir: Path | None = None
-    last_round: Callable[[int], int] = lambda now: 0
-    evaluate: bool = True
+    run_dir: Path
+    last_round: Callable[[int], int]
 
 
 class PipelineTrainer:
@@ -70,20 +69,19 @@ class PipelineTrainer:
         corpus: Corpus,
         metrics: MetricsWriter,
         options: SendingOptions,
-        on_progress: Callable[[Progress], None],
+        on_progress: Callable[[TrainingProgress], None],
     ) -> None:
-        self.progress = Progress()
+        self.progress = TrainingProgress()
         self.rounds = 0
         self._on_progress = on_progress
         self._sender = sender
         self._spec = manifest.training
         self._context = manifest.model.context
-        self._codec = manifest.pipeline.codec
         self._corpus = corpus
         seed = int.from_bytes(hashlib.sha256(f"{manifest.data.seed} {sender.peer_id}".encode()).digest()[:7], "big")
         self._sampler = Sampler(corpus.train, manifest.model.context, seed)
         order = f"{seed} {self._sampler.num_windows}"
-        self._position = ReadingPosition(options.run_dir / POSITION_FILE if options.run_dir else None, order)
+        self._position = ReadingPosition(options.run_dir / POSITION_FILE, order)
         self._metrics = metrics
         self._options = options
         self._round = -1
@@ -103,14 +101,12 @@ class PipelineTrainer:
         Raises:
             TemporaryError: `MAX_FAILURES` microbatches in a row failed.
         """
-        if self._options.evaluate:
-            self.progress.held_out_loss_before = await self._held_out(HELD_OUT_WINDOWS)
+        self.progress.held_out_loss_before = await self._held_out(HELD_OUT_WINDOWS)
         try:
             await self._send_until_done()
         finally:
             self._position.save()
-        if self._options.evaluate:
-            self.progress.held_out_loss_after = await self._held_out(HELD_OUT_WINDOWS)
+        self.progress.held_out_loss_after = await self._held_out(HELD_OUT_WINDOWS)
 
     async def _send_until_done(self) -> None:
         pending: set[asyncio.Task[None]] = set()
@@ -159,15 +155,15 @@ class PipelineTrainer:
             self._failures, self.progress.note = 0, ""
             self._count(accepted, size * self._context)
 
-    async def _send(self, windows: list[int]) -> Accepted:
-        tokens = self._batch(self._corpus.train, windows)
-        inputs, targets = pack(tokens[:, :-1], self._codec), pack(tokens[:, 1:], self._codec)
-        return await self._sender.send(inputs, targets, len(windows), len(windows) * self._context)
+    async def _send(self, windows: Sequence[int]) -> Accepted:
+        return await self._sender.send(*self._batch(self._corpus.train, windows))
 
-    def _batch(self, tokens: Tokens, windows: list[int]) -> torch.Tensor:
+    def _batch(self, text: Tokens, windows: Sequence[int]) -> tuple[Payload, Payload, int, int]:
+        """Return the arguments of `MicrobatchSender.send` for windows of a text."""
         context = self._context
-        rows = [tokens[window * context : (window + 1) * context + 1] for window in windows]
-        return torch.from_numpy(np.stack(rows).astype(np.int64))
+        rows = [text[window * context : (window + 1) * context + 1] for window in windows]
+        tokens = torch.from_numpy(np.stack(rows).astype(np.int64))
+        return pack(tokens[:, :-1], IDS), pack(tokens[:, 1:], IDS), len(windows), len(windows) * context
 
     def _count(self, accepted: Accepted, tokens: int) -> None:
         self._losses.append(accepted.loss)
@@ -201,7 +197,7 @@ class PipelineTrainer:
 
     async def _glance(self) -> None:
         """Measure the held-out loss from time to time, on a few fixed windows."""
-        while self._options.evaluate:
+        while True:
             await asyncio.sleep(GLANCE_SECONDS)
             await self._held_out(GLANCE_WINDOWS)
 
@@ -215,10 +211,8 @@ class PipelineTrainer:
         try:
             async with asyncio.timeout(HELD_OUT_SECONDS):
                 for first in range(0, count, size):
-                    batch = self._batch(tokens, starts[first : first + size])
-                    inputs, targets = pack(batch[:, :-1], self._codec), pack(batch[:, 1:], self._codec)
-                    loss = await self._sender.evaluate(inputs, targets, len(batch), len(batch) * self._context)
-                    losses += [loss] * len(batch)
+                    windows = starts[first : first + size]
+                    losses += [await self._sender.evaluate(*self._batch(tokens, windows))] * len(windows)
         except (P2PTrainError, DeadlineError, TimeoutError) as error:
             logger.info("the held-out loss was not measured: %s", error)
             return None

@@ -1,4 +1,4 @@
-"""Delivery of a microbatch to a stage and all later ones: the caller's side, of trainers and hosts alike.
+"""Delivery of a microbatch to a stage and all later ones, by trainers and hosts alike.
 
 The caller keeps its request until the reply arrives. If a host fails, the caller retries with another host of the
 stage. It tells the substitute which later hosts were called, so that they count the microbatch once.
@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from p2ptrain.codecs.arrays import CodecError
 from p2ptrain.errors import DeadlineError, P2PTrainError, PeerError, PeerRefusedError, ProtocolError
@@ -20,16 +21,17 @@ from p2ptrain.network.rpc.endpoint import NOT_SERVED, Rpc
 from p2ptrain.network.schema import Message
 from p2ptrain.pipeline.messages import (
     Arrived,
-    Beat,
+    BadMicrobatchError,
     FromHost,
-    HomeRequest,
+    FullError,
     Hop,
     HopFailedError,
+    Keepalive,
     MicrobatchId,
     News,
     OtherRoundError,
+    OutputRequest,
     Payload,
-    Refusal,
     RefusalError,
     Refused,
     Reply,
@@ -37,8 +39,8 @@ from p2ptrain.pipeline.messages import (
     TensorHead,
     check_values,
 )
-from p2ptrain.pipeline.routing.fair_queue import SendWindow
 from p2ptrain.pipeline.routing.router import NoHostError, Router
+from p2ptrain.pipeline.routing.send_window import SendWindow
 from p2ptrain.tasks import Tasks
 
 if TYPE_CHECKING:
@@ -46,8 +48,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BEAT_SECONDS = 1.0
+KEEPALIVE_SECONDS = 1.0
 """Keepalive interval; < `HopLimits.quiet_seconds`."""
+RECEIVE_SECONDS = 120.0
+"""Timeout of a request's tensors, and of the receipt of a gradient."""
 MAX_NEWS = 4096
 """Limit per microbatch and host: one for each later stage, with room for failovers."""
 BAD_ANSWER = "bad answer"
@@ -57,7 +61,7 @@ Tell = Callable[[int, str], Awaitable[None]]
 """Callback with a stage and a host: the host was called in place of the planned one, or finished its forward pass. A
 last stage that computes the loss reports when it begins."""
 
-HOME = "pipeline.home"
+OUTPUT = "pipeline.output"
 """RPC name under which trainers accept outputs."""
 
 
@@ -71,7 +75,7 @@ class HopLimits:
     """Maximum number of refusals by full hosts."""
     open_seconds: float = 8.0
     quiet_seconds: float = 4.0
-    """Timeout between messages of a host; > `BEAT_SECONDS`."""
+    """Timeout between messages of a host; > `KEEPALIVE_SECONDS`."""
     longest_seconds: float = 300.0
     """Deadline of the reply at the first stage; half of it at the last. Later stages time out first, so the nearest
     caller can retry."""
@@ -80,7 +84,7 @@ class HopLimits:
 
 
 @dataclass
-class Here:
+class LocalPeer:
     """This peer's hosts, by stage, and expected outputs; its microbatches reach them within the process."""
 
     hosts: dict[int, Callable[[Hop, Tell], Awaitable[Reply]]] = field(default_factory=dict)
@@ -95,15 +99,17 @@ def service(stage: int) -> str:
 class Caller:
     """Sends hops to hosts that its router selects, with failover."""
 
-    def __init__(self, rpc: Rpc, router: Router, here: Here | None = None, limits: HopLimits | None = None) -> None:
+    def __init__(
+        self, rpc: Rpc, router: Router, local: LocalPeer | None = None, limits: HopLimits | None = None
+    ) -> None:
         self.rpc = rpc
         self.router = router
-        self.here = here or Here()
+        self.local = local or LocalPeer()
         self._num_stages = len(router.stages)
         self._limits = limits or HopLimits()
         self._window = SendWindow()
 
-    async def through(self, hop: Hop, planned: str, tell: Tell, keeps_round: Callable[[], bool] = bool) -> Reply:
+    async def send(self, hop: Hop, planned: str, tell: Tell, keeps_round: Callable[[], bool] = lambda: False) -> Reply:
         """Send a microbatch through a stage and all later ones; return the reply.
 
         Args:
@@ -138,10 +144,11 @@ class Caller:
             pause = min(2 * pause, limits.longest_pause_seconds)
 
         while len(failures) < limits.attempts and num_full <= limits.refusals:
-            # The planner may know hosts whose records have not arrived here.
-            usable = planned and not (planned in refused or planned in failures or stage.has_failed(planned))
             try:
-                host = planned if usable else stage.draw(hop.tokens, {*failures, *refused})
+                if planned and not stage.has_failed(planned):  # Perhaps a host whose record has not arrived here.
+                    host = planned
+                else:
+                    host = stage.draw(hop.tokens, {*failures, *refused})
             except NoHostError:
                 if not refused:
                     if not failures:
@@ -155,25 +162,20 @@ class Caller:
                 told = host
                 await heard(hop.stage, host)
             try:
-                match await self._send(host, replace(hop, route=tuple(route)), heard):
-                    case Reply() as reply:
-                        if hop.requires_grad:
-                            own = reply.legs[0]
-                            stage.measured(host, hop.tokens, own.forward_seconds + own.backward_seconds)
-                        return reply
-                    case Refused(kind=Refusal.EARLY | Refusal.LATE) if keeps_round():
-                        refused.add(host)
-                        continue
-                    case Refused(kind=Refusal.EARLY | Refusal.LATE as kind, reason=reason):
-                        raise OtherRoundError(reason, is_late=kind is Refusal.LATE)
-                    case Refused(kind=Refusal.BEYOND, reason=reason):  # Another host here would fail, too.
-                        raise HopFailedError(reason)
-                    case Refused(kind=Refusal.FULL):
-                        refused.add(host)
-                        num_full += 1
-                        continue
-                    case Refused(kind=Refusal.BAD, reason=reason):
-                        failures[host] = reason
+                reply = await self._send_to(host, replace(hop, route=tuple(route)), heard)
+            except HopFailedError:  # Another host of this stage would fail, too.
+                raise
+            except OtherRoundError:
+                if not keeps_round():
+                    raise
+                refused.add(host)
+                continue
+            except FullError:
+                refused.add(host)
+                num_full += 1
+                continue
+            except BadMicrobatchError as error:
+                failures[host] = str(error)
             except PeerRefusedError as error:
                 failures[host] = error.reason
                 if error.reason.endswith(NOT_SERVED):  # It hosts another stage now.
@@ -183,12 +185,17 @@ class Caller:
                 self.router.failed(host, str(error))
                 if isinstance(error, ProtocolError):
                     self.rpc.count_refusal(host, BAD_ANSWER)
+            else:
+                if hop.requires_grad:
+                    own = reply.legs[0]
+                    stage.measured(host, hop.tokens, own.forward_seconds + own.backward_seconds)
+                return reply
             logger.info("stage %d: host %s failed %s: %s", hop.stage, host[-8:], hop.id, failures[host])
             await rest()
         reasons = "; ".join(f"{host[-8:]}: {reason}" for host, reason in failures.items()) or "all of them are full"
         raise HopFailedError(f"{hop.id} did not get through stage {hop.stage} ({reasons}): it is tried again later")
 
-    async def home(self, hop: Hop, output: Payload) -> Reply:
+    async def return_output(self, hop: Hop, output: Payload) -> Reply:
         """Send the model's output to the trainer; return the gradient, if required.
 
         Raises:
@@ -196,70 +203,75 @@ class Caller:
         """
         trainer = hop.id.trainer
         if trainer == self.rpc.peer_id:
-            if hop.id not in self.here.outputs:
+            if hop.id not in self.local.outputs:
                 raise HopFailedError(f"{hop.id} came home, and nobody waits for it there any more")
-            return Reply(0.0, (), await self.here.outputs[hop.id].take(output, hop.requires_grad))
+            return Reply(0.0, (), await self.local.outputs[hop.id].take(output, hop.requires_grad))
+        request = OutputRequest(hop.id, hop.requires_grad, output.head)
         try:
-            match await self._ask(trainer, HomeRequest(hop.id, hop.requires_grad, output.head), [output], hop, None):
-                case Reply(legs=()) as reply:
-                    return reply
-                case Reply():
-                    raise ProtocolError(trainer, "sent a trail, and is no host")
-                case Refused(reason=reason):
-                    raise HopFailedError(f"{hop.id} did not come home to its trainer: {reason}")
-        except (PeerError, DeadlineError) as error:
+            reply = await self._ask(trainer, request, [output], hop, None)
+            if reply.legs:
+                raise ProtocolError(trainer, "sent a trail, and is no host")
+        except (RefusalError, PeerError, DeadlineError) as error:
             raise HopFailedError(f"{hop.id} did not come home to its trainer: {error}") from error
-
-    async def _send(self, host: str, hop: Hop, tell: Tell) -> Reply | Refused:
-        """Send a hop to one host, remote or local; return its answer."""
-        stage = hop.stage
-        if host == self.rpc.peer_id:
-            if stage not in self.here.hosts:  # The planned route is stale, or malicious.
-                raise PeerRefusedError(host, f"{service(stage)!r} {NOT_SERVED}")
-            try:
-                return await self.here.hosts[stage](hop, tell)
-            except RefusalError as error:
-                return Refused.of(error)
-        reply = await self._ask(host, hop.request, [hop.inputs, hop.targets], hop, tell)
-        if isinstance(reply, Reply):
-            trail = [leg.stage for leg in reply.legs]
-            if trail != list(range(stage, self._num_stages)) or reply.legs[0].host != host:
-                raise ProtocolError(host, "sent a trail that is not its own")
         return reply
 
-    async def _ask(
-        self, peer: str, request: Message, tensors: Sequence[Payload], hop: Hop, tell: Tell | None
-    ) -> Reply | Refused:
+    async def _send_to(self, host: str, hop: Hop, tell: Tell) -> Reply:
+        """Send a hop to one host, remote or local; return its reply, or raise its refusal."""
+        stage = hop.stage
+        if host == self.rpc.peer_id:
+            if stage not in self.local.hosts:  # The planned route is stale, or malicious.
+                raise PeerRefusedError(host, f"{service(stage)!r} {NOT_SERVED}")
+            return await self.local.hosts[stage](hop, tell)
+        reply = await self._ask(host, hop.request, [hop.inputs, hop.targets], hop, tell)
+        trail = [leg.stage for leg in reply.legs]
+        if trail != list(range(stage, self._num_stages)) or reply.legs[0].host != host:
+            raise ProtocolError(host, "sent a trail that is not its own")
+        return reply
+
+    async def _ask(self, peer: str, request: Message, tensors: Sequence[Payload], hop: Hop, tell: Tell | None) -> Reply:
         """Send a request with its tensors, and relay news until the reply; news arrives while sending, too.
 
         The first tensor's gradient comes back, except from the first stage. A trainer (``tell`` is None) sends no news.
         """
-        limits, loop, num_news = self._limits, asyncio.get_running_loop(), 0
-        name, wants = (HOME, True) if tell is None else (service(hop.stage), hop.stage > 0)
+        name, wants = (OUTPUT, True) if tell is None else (service(hop.stage), hop.stage > 0)
         wanted = tensors[0] if wants and hop.requires_grad else None
+        expected = sum(len(each.data) for each in tensors) + (len(wanted.data) if wanted is not None else 0)
+        open_seconds = self._limits.open_seconds
+        async with (
+            self.rpc.open(peer, name, request, open_seconds, expected_bytes=expected) as channel,
+            Tasks() as tasks,
+        ):
+            arrived = asyncio.Event()
+            # A send error ends the channel, and so the wait for an answer.
+            tasks.call(self._hand_over(channel, tensors, arrived), "hand-over")
+            answer = await self._await_answer(channel, hop, wanted, arrived, tell)
+        if isinstance(answer, Refused):  # Raised in the block, it would abort the channel, and the stream end with it.
+            raise answer.error()
+        return answer
+
+    async def _await_answer(
+        self, channel: Channel, hop: Hop, wanted: Payload | None, arrived: asyncio.Event, tell: Tell | None
+    ) -> Reply | Refused:
+        """Wait for a reply, with the gradient of ``wanted``, or for a refusal."""
+        limits, loop, num_news = self._limits, asyncio.get_running_loop(), 0
         # Later stages time out first, so the nearest caller can retry.
         seconds = limits.longest_seconds * (1.0 - 0.5 * hop.stage / max(self._num_stages - 1, 1))
-        expected = sum(len(each.data) for each in tensors) + (len(wanted.data) if wanted is not None else 0)
-        async with self.rpc.open(peer, name, request, limits.open_seconds, expected_bytes=expected) as channel:
-            arrived, deadline = asyncio.Event(), loop.time() + seconds
-            async with Tasks() as tasks:
-                # A send error ends the channel, and so the loop below.
-                tasks.call(self._hand_over(channel, tensors, arrived), "hand-over")
-                while loop.time() < deadline:
-                    match await channel.receive(FromHost, limits.quiet_seconds, 1 << 16):
-                        case Refused() as refused:
-                            return refused
-                        case ReplyHead(loss=loss, legs=legs, gradient=head):
-                            left = max(deadline - loop.time(), limits.quiet_seconds)
-                            return Reply(loss, legs, await self._gradient(channel, head, wanted, left))
-                        case Arrived():
-                            arrived.set()
-                        case News(stage=stage, host=host):
-                            num_news += 1
-                            if tell is None or not hop.stage <= stage < self._num_stages or num_news > MAX_NEWS:
-                                raise ProtocolError(peer, "sent news of no stage, or without end")
-                            await tell(stage, host)
-                raise DeadlineError(f"peer {peer[-8:]} took longer than {seconds:g} s")
+        deadline = loop.time() + seconds
+        while loop.time() < deadline:
+            match await channel.receive(FromHost, limits.quiet_seconds, 1 << 16):
+                case Refused() as refused:
+                    return refused
+                case ReplyHead(loss=loss, legs=legs, gradient=head):
+                    left = max(deadline - loop.time(), limits.quiet_seconds)
+                    return Reply(loss, legs, await self._gradient(channel, head, wanted, left))
+                case Arrived():
+                    arrived.set()
+                case News(stage=stage, host=host):
+                    num_news += 1
+                    if tell is None or not hop.stage <= stage < self._num_stages or num_news > MAX_NEWS:
+                        raise ProtocolError(channel.remote, "sent news of no stage, or without end")
+                    await tell(stage, host)
+        raise DeadlineError(f"peer {channel.remote[-8:]} took longer than {seconds:g} s")
 
     async def _hand_over(self, channel: Channel, tensors: Sequence[Payload], arrived: asyncio.Event) -> None:
         """Send the tensors in their turn, which lasts until they have arrived."""
@@ -285,16 +297,52 @@ class Caller:
         return gradient
 
 
-async def beat(channel: Channel) -> None:
+# The called side
+
+
+@asynccontextmanager
+async def refusing(rpc: Rpc, channel: Channel) -> AsyncIterator[None]:
+    """Send a refusal that the block raises to the caller, unless the caller is gone."""
+    try:
+        yield
+    except RefusalError as error:
+        if not channel.lost.done():
+            rpc.count_refusal(channel.remote, type(error).__name__)
+            await channel.close(Refused.of(error))
+
+
+async def answer(
+    channel: Channel, heads: Sequence[TensorHead], take: Callable[..., Coroutine[Any, Any, Reply]], window: SendWindow
+) -> None:
+    """Receive a request's tensors, call ``take`` with them, and send its reply; keepalives until then.
+
+    The task of ``take`` is cancelled if the caller is gone.
+    """
+    async with Tasks() as tasks:
+        keeping_alive = tasks.start(_keep_alive(channel), "keepalive")
+        tensors = [
+            Payload(head.codec, head.shape, await channel.receive_bytes(head.num_bytes, RECEIVE_SECONDS))
+            for head in heads
+        ]
+        await channel.send(Arrived())
+        taking = tasks.call(take(*tensors), "take")
+        waiting: set[asyncio.Future[Any]] = {taking, channel.lost}
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if not taking.done():
+            return
+        reply = taking.result()
+        gradient = reply.gradient
+        async with window.to(channel.remote, len(gradient.data) if gradient is not None else 0):
+            keeping_alive.cancel()
+            await channel.send(reply.head)
+            if gradient is not None:
+                await channel.send_bytes(gradient.data)
+                await asyncio.wait({channel.lost}, timeout=RECEIVE_SECONDS)  # The caller closes it after receipt.
+
+
+async def _keep_alive(channel: Channel) -> None:
     """Send keepalives until the channel ends."""
     with contextlib.suppress(P2PTrainError):
         while True:
-            await asyncio.sleep(BEAT_SECONDS)
-            await channel.send(Beat())
-
-
-async def refuse(rpc: Rpc, channel: Channel, error: RefusalError) -> None:
-    """Refuse a caller's microbatch, unless the caller is gone."""
-    if not channel.lost.done():
-        rpc.count_refusal(channel.remote, type(error).__name__)
-        await channel.close(Refused.of(error))
+            await asyncio.sleep(KEEPALIVE_SECONDS)
+            await channel.send(Keepalive())

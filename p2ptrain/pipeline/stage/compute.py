@@ -40,7 +40,10 @@ class Gradients:
 
 
 class StageCompute:
-    """Computes the passes of a stage in training mode, on its device; ``parameters`` are the trained ones."""
+    """Computes the passes of a stage in training mode, on its device; ``parameters`` are the trained ones.
+
+    Each raises `BadMicrobatchError` if output or loss is not finite, or a gradient is not, or exceeds `MAX_GRADIENT`.
+    """
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
@@ -48,31 +51,19 @@ class StageCompute:
         self._device = next(itertools.chain(stage.parameters(), stage.buffers())).device
 
     def forward(self, inputs: torch.Tensor, context: StageContext = WHOLE) -> torch.Tensor:
-        """Return the stage's output in fp32 on the CPU, for inputs on the CPU; see `p2ptrain.models.stage`.
-
-        Raises:
-            BadMicrobatchError: A value of the output is not finite.
-        """
+        """Return the stage's output in fp32 on the CPU, for inputs on the CPU; see `p2ptrain.models.stage`."""
         with torch.no_grad(), self._precision():
             output = self.stage(inputs.to(self._device), context)
         return self._checked(output.float().cpu(), "the stage's output")
 
     def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
-        """Return the last stage's loss in nats, without backward.
-
-        Raises:
-            BadMicrobatchError: The loss is not finite.
-        """
+        """Return the last stage's loss in nats, without backward."""
         with torch.no_grad(), self._precision():
             logits = self.stage(inputs.to(self._device))
         return float(self._checked(self._cross_entropy(logits, targets), "the loss"))
 
     def backward(self, inputs: torch.Tensor, gradient: torch.Tensor) -> Gradients:
-        """Return a microbatch's gradients, given the loss's gradient with respect to the output (fp32, of its shape).
-
-        Raises:
-            BadMicrobatchError: A gradient is not finite, or larger than `MAX_GRADIENT`.
-        """
+        """Return a microbatch's gradients, given that of the loss with respect to the output (fp32, of its shape)."""
         entry = self._entry(inputs)
         with torch.enable_grad(), self._precision():
             output = self.stage(entry)
@@ -81,11 +72,7 @@ class StageCompute:
     def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> Gradients:
         """Return the last stage's loss and gradients.
 
-        Args:
-            targets: Class indices, int64, of the output's shape without its last dimension.
-
-        Raises:
-            BadMicrobatchError: The loss or a gradient is not finite, or a gradient is larger than `MAX_GRADIENT`.
+        ``targets`` are class indices, int64, of the output's shape without its last dimension.
         """
         entry = self._entry(inputs)
         with torch.enable_grad():

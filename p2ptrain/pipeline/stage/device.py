@@ -67,23 +67,20 @@ class Device:
                     self._next()
                 raise
         self._is_busy = True
-        finishing = self._finish(kind, work, asked)
-        return await asyncio.shield(finishing)
-
-    def _finish(self, kind: Pass, work: Callable[[], T], asked: float) -> asyncio.Task[Timed[T]]:
-        async def finish() -> Timed[T]:
-            loop = asyncio.get_running_loop()
-            began = loop.time()
-            try:
-                result = await self._compute(kind, work)
-            finally:
-                self._next()
-            return Timed(result, loop.time() - asked, loop.time() - began)
-
-        task = self._tasks.call(finish(), "device-pass")
+        task = self._tasks.call(self._finish(kind, work, asked), "device-pass")
         # An error after the caller's cancellation is dropped.
         task.add_done_callback(lambda task: None if task.cancelled() else task.exception())
-        return task
+        return await asyncio.shield(task)
+
+    async def _finish(self, kind: Pass, work: Callable[[], T], asked: float) -> Timed[T]:
+        """Run a pass to its end, and start the next one."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            result = await self._compute(kind, work)
+        finally:
+            self._next()
+        return Timed(result, loop.time() - asked, loop.time() - began)
 
     async def _compute(self, kind: Pass, work: Callable[[], T]) -> T:
         return await self.runtime.on_device(work)

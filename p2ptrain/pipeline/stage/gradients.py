@@ -77,8 +77,8 @@ class StageGradients:
     def __init__(self, worker: StageWorker, total: GradientSum | None = None) -> None:
         self.total = total or GradientSum(worker.compute.parameters)
         self.worker = worker
-        self._undoing = Tasks(self._not_taken_out)
-        self._failure: Exception | None = None
+        self._failures: list[Exception] = []
+        self._undoing = Tasks(self._failures.append)
 
     async def add(self, hop: Hop, back: Payload) -> Timed[Backward]:
         """Run a microbatch's backward pass and add it to the sum; cancellation removes it again.
@@ -125,14 +125,11 @@ class StageGradients:
             P2PTrainError: A removal failed: the sum still has a microbatch that does not count.
         """
         await self._undoing.join()
-        if self._failure is not None:
+        if self._failures:
             raise P2PTrainError(
-                f"a microbatch that was given up is still in this stage's gradients ({self._failure!r}): start this"
-                " peer again"
-            ) from self._failure
-
-    def _not_taken_out(self, error: Exception) -> None:
-        self._failure = error
+                f"a microbatch that was given up is still in this stage's gradients ({self._failures[0]!r}): start"
+                " this peer again"
+            ) from self._failures[0]
 
     async def close(self) -> None:
         """Wait for pending removals, up to `CLOSE_SECONDS`."""

@@ -17,9 +17,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from p2ptrain.errors import P2PTrainError
 from p2ptrain.pipeline.messages import (
@@ -34,8 +34,7 @@ from p2ptrain.pipeline.messages import (
 )
 from p2ptrain.pipeline.routing.hop import Caller, Tell
 from p2ptrain.pipeline.routing.router import MEASURE_WEIGHT
-from p2ptrain.pipeline.stage.gradients import Added, StageGradients
-from p2ptrain.pipeline.stage.inflight import InFlight
+from p2ptrain.pipeline.stage.gradients import Added, GradientSum, StageGradients
 from p2ptrain.pipeline.stage.ledger import Ledger, State
 from p2ptrain.pipeline.stage.worker import StageWorker
 from p2ptrain.tasks import Tasks, until_ended
@@ -44,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 FORGET_SECONDS = 120.0
 """Timeout of a counted microbatch, until its trainer settles it."""
+ORPHAN_SECONDS = 15.0
+"""Timeout of a microbatch in flight without a waiting caller; the caller's own caller may send a substitute."""
 NEXT_ROUND_SECONDS = 120.0
 """Timeout of an early microbatch, until its round begins."""
 MAX_EARLY = 256
@@ -52,18 +53,33 @@ MAX_EVALUATIONS = 8
 MAX_REMEMBERED_ROUNDS = 8
 
 
-class RoundGate:
-    """Admission to the round, as the host sees it; this base class admits all."""
+class AdmissionQueue:
+    """The first stage's microbatches that wait for admission to the round, and events of the round.
+
+    `p2ptrain.pipeline.stage.rounds` answers them.
+
+    Attributes:
+        changed: Set on any change.
+        waiting: For each microbatch, its samples and the future of its admission.
+        is_over_elsewhere: True if another stage has ended the round in progress.
+    """
+
+    def __init__(self) -> None:
+        self.changed = asyncio.Event()
+        self.waiting: deque[tuple[int, asyncio.Future[bool]]] = deque()
+        self.is_over_elsewhere = False
 
     async def admit(self, samples: int) -> bool:
-        """True if the round in progress has room for the samples; only the first stage asks."""
-        return True
+        """True if the round in progress has room for the samples."""
+        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self.waiting.append((samples, answer))
+        self.changed.set()
+        return await answer
 
-    def changed(self) -> None:
-        """Signal that a microbatch was settled, or given up."""
-
-    def is_over(self) -> None:
+    def note_over(self) -> None:
         """Signal that another stage has ended the round in progress."""
+        self.is_over_elsewhere = True
+        self.changed.set()
 
 
 @dataclass(frozen=True)
@@ -75,22 +91,25 @@ class _Kept:
 
 
 class StageHost:
-    """Hosts one stage. ``tokens_per_second`` is its device's recent throughput; 0 before a measurement."""
+    """Hosts one stage, and adds to ``gradients``.
+
+    ``tokens_per_second`` is its device's recent throughput; 0 before a measurement.
+    """
 
     def __init__(
         self,
         worker: StageWorker,
-        gradients: StageGradients,
         caller: Caller,
         round: int,
-        gate: RoundGate | None = None,
+        queue: AdmissionQueue,
+        total: GradientSum | None = None,
     ) -> None:
         self.worker = worker
+        self.gradients = StageGradients(worker, total)
         self.ledger: Ledger[_Kept] = Ledger(worker.limits, round)
         self.tokens_per_second = 0.0
-        self._gradients = gradients
         self._caller = caller
-        self._gate = gate or RoundGate()
+        self._queue = queue
         self._tasks = Tasks()
         self._in_flight: dict[MicrobatchId, InFlight] = {}
         self._changed = asyncio.Event()
@@ -107,13 +126,13 @@ class StageHost:
     def leave(self) -> None:
         """Refuse new microbatches; those in flight complete."""
         self._is_leaving = True
-        self._stir()
+        self._notify()
 
     async def close(self) -> None:
         """Cancel all microbatches in flight."""
         self._is_closed = True
         await self._tasks.close()
-        await self._gradients.close()
+        await self.gradients.close()
 
     # Admission
 
@@ -168,7 +187,7 @@ class StageHost:
         """Wait up to `NEXT_ROUND_SECONDS` for the round of an early microbatch."""
         if hop.id.round <= self.ledger.round:
             return
-        self._gate.is_over()
+        self._queue.note_over()
         if self._num_early >= MAX_EARLY:
             raise FullError(f"{MAX_EARLY} microbatches wait for the next round")
         self._num_early += 1
@@ -187,20 +206,20 @@ class StageHost:
 
     async def _learn(self, hop: Hop) -> Reply:
         """Process an admitted microbatch, and count it."""
-        worker, tell = self.worker, partial(self._tell, hop.id)
+        worker, tell = self.worker, self._in_flight[hop.id].tell
         await worker.check_values(hop)
-        if worker.number == 0 and not await self._gate.admit(hop.samples):
+        if worker.number == 0 and not await self._queue.admit(hop.samples):
             raise OtherRoundError(f"{hop.id} came too late: the round has its samples", is_late=True)
         if worker.ends(hop):
             await tell(worker.number, self._caller.rpc.peer_id)
-            back = await self._gradients.add(hop, hop.targets)
+            back = await self.gradients.add(hop, hop.targets)
             reply = Reply(back.result.loss, (self._leg(0.0, back.seconds),), back.result.gradient)
             return self._count(hop, reply, back.result.added, back.busy_seconds)
         output = await worker.forward(hop.inputs)
         await tell(worker.number, self._caller.rpc.peer_id)
         after = await self._onward(hop, output.result, tell)
         assert after.gradient is not None
-        back = await self._gradients.add(hop, after.gradient)
+        back = await self.gradients.add(hop, after.gradient)
         reply = Reply(after.loss, (self._leg(output.seconds, back.seconds), *after.legs), back.result.gradient)
         return self._count(hop, reply, back.result.added, output.busy_seconds + back.busy_seconds)
 
@@ -225,21 +244,17 @@ class StageHost:
     async def _onward(self, hop: Hop, output: Payload, tell: Tell) -> Reply:
         """Return the reply of the later stages; after the last one, of the trainer."""
         if self.worker.is_last:
-            return await self._caller.home(hop, output)
+            return await self._caller.return_output(hop, output)
         onward = replace(hop, stage=self.worker.number + 1, inputs=output, route=hop.route[1:])
         try:
-            return await self._caller.through(onward, hop.route[0] if hop.route else "", tell)
+            return await self._caller.send(onward, hop.route[0] if hop.route else "", tell)
         except OtherRoundError as error:
             if error.is_late and hop.requires_grad and hop.id.round == self.ledger.round:
-                self._gate.is_over()
+                self._queue.note_over()
             raise
 
     def _leg(self, forward_seconds: float, backward_seconds: float) -> Leg:
         return Leg(self.worker.number, self._caller.rpc.peer_id, forward_seconds, backward_seconds)
-
-    async def _tell(self, id: MicrobatchId, stage: int, host: str) -> None:
-        if id in self._in_flight:
-            await self._in_flight[id].tell(stage, host)
 
     # Counting and giving up
 
@@ -267,17 +282,17 @@ class StageHost:
             self._give_up(id)
         if error is not None and not isinstance(error, P2PTrainError):
             logger.error("%s failed in stage %d", id, self.worker.number, exc_info=error)
-        self._stir()
+        self._notify()
 
     def _give_up(self, id: MicrobatchId) -> None:
         kept = self.ledger.abandon(id)
         if kept is not None:
-            self._gradients.take_out(kept.added)
+            self.gradients.take_out(kept.added)
 
     def settle(self, id: MicrobatchId) -> bool:
         """Settle a microbatch; return whether it was counted here."""
         is_here = self.ledger.settle(id)
-        self._stir()
+        self._notify()
         return is_here
 
     def abandon(self, id: MicrobatchId) -> None:
@@ -285,14 +300,14 @@ class StageHost:
         in_flight = self._in_flight.get(id)
         if in_flight is None or not in_flight.task.cancel():  # It may just have been counted.
             self._give_up(id)
-            self._stir()
+            self._notify()
 
     # Rounds
 
-    def _stir(self) -> None:
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-        self._gate.changed()
+        self._queue.changed.set()
 
     async def round_after(self, round: int) -> int:
         """Wait for a round later than ``round``, and return it."""
@@ -315,14 +330,14 @@ class StageHost:
             task.cancel()
         await until_ended(*in_flight)
         for kept in self.ledger.close():
-            self._gradients.take_out(kept.added)
-        await self._gradients.until_taken_out()
+            self.gradients.take_out(kept.added)
+        await self.gradients.until_taken_out()
         return self.ledger.settled()
 
     def begin_round(self, round: int) -> None:
         """Begin a round after `close_round`."""
         self.ledger.begin(round)
-        self._stir()
+        self._notify()
 
     def remember_done(self, round: int, ids: Iterable[MicrobatchId]) -> None:
         """Record the microbatches in a round's committed average, for trainers' queries."""
@@ -333,3 +348,46 @@ class StageHost:
     def is_done(self, ids: Sequence[MicrobatchId]) -> list[bool]:
         """Return for each microbatch whether the committed average of a remembered round contains it."""
         return [any(id in done for done in self._done.values()) for id in ids]
+
+
+class InFlight:
+    """A microbatch in flight, shared by its caller and the caller's substitutes; ``task`` returns its reply."""
+
+    def __init__(self, id: MicrobatchId, task: asyncio.Task[Reply]) -> None:
+        self.task = task
+        self._id = id
+        self._callers: list[Tell] = []
+        self._heard: list[tuple[int, str]] = []
+        self._orphaned: asyncio.TimerHandle | None = None
+
+    async def join(self, news: Tell) -> Reply:
+        """Wait for the reply; `ORPHAN_SECONDS` after the last waiting caller has gone, the task is cancelled.
+
+        ``news`` is called with the progress at every stage, past progress included.
+
+        Raises:
+            BadMicrobatchError: It was given up.
+            P2PTrainError: The task's error.
+        """
+        if self._orphaned is not None:
+            self._orphaned.cancel()
+        self._callers.append(news)
+        try:
+            for stage, host in list(self._heard):
+                await news(stage, host)
+            return await asyncio.shield(self.task)
+        except asyncio.CancelledError:
+            if self.task.cancelled():
+                raise BadMicrobatchError(f"{self._id} was given up") from None
+            raise
+        finally:
+            self._callers.remove(news)
+            if not self._callers and not self.task.done():
+                self._orphaned = asyncio.get_running_loop().call_later(ORPHAN_SECONDS, self.task.cancel)
+
+    async def tell(self, stage: int, host: str) -> None:
+        """Tell all waiting callers that a host finished a stage's forward pass, or was called."""
+        self._heard.append((stage, host))
+        for news in list(self._callers):
+            with contextlib.suppress(P2PTrainError):  # A caller that is gone does not affect the others.
+                await news(stage, host)

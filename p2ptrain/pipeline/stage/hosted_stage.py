@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Protocol
 
 from p2ptrain.network.records.record import StageReport
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.pipeline.checkpoints.saving import StageSaves
-from p2ptrain.pipeline.stage.gradients import StageGradients
-from p2ptrain.pipeline.stage.host import StageHost
-from p2ptrain.pipeline.stage.rounds import AdmissionQueue, StageObserver, StageRounds
+from p2ptrain.pipeline.stage.host import AdmissionQueue, StageHost
+from p2ptrain.pipeline.stage.rounds import StageRounds
 from p2ptrain.pipeline.stage.service import HostService
 from p2ptrain.pipeline.stage.units import HostingOptions, host_unit
 from p2ptrain.pipeline.stage.worker import StageWorker
 from p2ptrain.pipeline.view import PipelineView
 from p2ptrain.signing import Signer
 from p2ptrain.tasks import Tasks
+from p2ptrain.training.sync.synchronizer import RoundResult
 
 NOT_YET = -1
 """The round of a host without its stage's state: microbatches wait."""
 WRITING_SECONDS = 10.0
 """Timeout of a checkpoint list that is being written when the stage is closed."""
+
+
+class StageObserver(Protocol):
+    """Observer of a hosted stage's rounds."""
+
+    def round_ended(self, hosted: HostedStage, result: RoundResult) -> None:
+        """Called after a synchronization of the stage's own unit."""
+
+    def round_began(self, hosted: HostedStage, round: int) -> None:
+        """Called when a round began, with all units in it."""
 
 
 class HostedStage:
@@ -40,19 +51,17 @@ class HostedStage:
     ) -> None:
         options = options or HostingOptions()
         self.number = worker.number
-        self.module = worker.compute.stage
         self.worker = worker
         self.saves = StageSaves(view.plan, view.saves, rpc.peer_id)
         self._rpc = rpc
         self._view = view
         self._is_closed = self._participates = False
         self._following, self._completing = Tasks(), Tasks()
-        self._queue, gradients = AdmissionQueue(), StageGradients(worker)
-        caller = view.new_caller(rpc, options.hop_limits)
-        self.host = StageHost(worker, gradients, caller, NOT_YET, self._queue)
+        self._queue = AdmissionQueue()
+        self.host = StageHost(worker, view.new_caller(rpc, options.hop_limits), NOT_YET, self._queue)
         self._service = HostService(self.host, rpc)
         units = view.plan.units(self.number)
-        self.units = [host_unit(view, unit, gradients, rpc, signer, options) for unit in units]
+        self.units = [host_unit(view, unit, self.host.gradients, rpc, signer, options) for unit in units]
         self.rounds = StageRounds(
             self.host, self._queue, self.units, view.plan.manifest.averaging.grace_seconds,
             partial(observer.round_ended, self), partial(observer.round_began, self),
@@ -63,7 +72,7 @@ class HostedStage:
         self._participates = True
         for unit in self.units:
             unit.synchronizer.averager.matchmaker.participate(True)
-        self._view.here.hosts[self.number] = self.host.take
+        self._view.local.hosts[self.number] = self.host.take
         self._view.refresh_routes()
         if not self._following:
             self._following.keep(self._follow_records, "follow-records")
@@ -81,7 +90,7 @@ class HostedStage:
         while True:
             await self._view.next_update()
             if self._view.is_over(self.host.ledger.round, self.number):
-                self._queue.is_over()
+                self._queue.note_over()
             if not self._completing:
                 self._completing.start(self.saves.complete(), "complete")
 
@@ -90,7 +99,7 @@ class HostedStage:
         found = []
         for each in self.units if self._participates else ():
             number, head = each.unit.number, each.synchronizer.head
-            is_own, saved = number == self.number, self.saves.newest(number)
+            is_own, saved = number == self.number, self.saves.newest.get(number)
             found.append(
                 StageReport(
                     number, head.round, head.lineage, head.digest, head.tokens,
@@ -110,7 +119,7 @@ class HostedStage:
         self._is_closed = True
         await self._following.close()
         await self._completing.close(WRITING_SECONDS)
-        self._view.here.hosts.pop(self.number, None)
+        self._view.local.hosts.pop(self.number, None)
         self.saves.forget()
         self._view.refresh_routes()
         self._service.close()

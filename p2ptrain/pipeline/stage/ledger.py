@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, TypeVar
@@ -75,63 +75,55 @@ class Ledger(Generic[Kept]):
         self.round = round
         self.is_closed = False
         self._limits = limits
-        self._entries: dict[MicrobatchId, Entry[Kept]] = {}
-        self._bytes: Counter[str] = Counter()
-        self._running: Counter[str] = Counter()
+        self._unsettled: dict[MicrobatchId, Entry[Kept]] = {}
+        self._settled: dict[MicrobatchId, Entry[Kept]] = {}
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._unsettled) + len(self._settled)
 
     @property
     def num_bytes(self) -> int:
         """Bytes held for unsettled microbatches."""
-        return self._bytes.total()
+        return sum(entry.num_bytes for entry in self._unsettled.values())
 
     @property
     def num_running(self) -> int:
-        return self._running.total()
+        return sum(entry.state is State.RUNNING for entry in self._unsettled.values())
 
     @property
     def num_unsettled(self) -> int:
         """Number of running and counted microbatches."""
-        return sum(entry.state is not State.SETTLED for entry in self._entries.values())
+        return len(self._unsettled)
 
     def samples(self, counted_after: float = 0.0) -> int:
         """Return the admitted samples, without those counted up to ``counted_after`` and still unsettled."""
-        return sum(
+        return self.settled_samples + sum(
             entry.samples
-            for entry in self._entries.values()
-            if entry.state is not State.COUNTED or entry.since > counted_after
+            for entry in self._unsettled.values()
+            if entry.state is State.RUNNING or entry.since > counted_after
         )
 
     @property
     def settled_samples(self) -> int:
-        return sum(entry.samples for entry in self._settled)
+        return sum(entry.samples for entry in self._settled.values())
 
     @property
     def settled_tokens(self) -> int:
-        return sum(entry.tokens for entry in self._settled)
-
-    @property
-    def _settled(self) -> list[Entry[Kept]]:
-        return [entry for entry in self._entries.values() if entry.state is State.SETTLED]
+        return sum(entry.tokens for entry in self._settled.values())
 
     def find(self, id: MicrobatchId) -> Entry[Kept] | None:
-        return self._entries.get(id)
+        return self._unsettled.get(id) or self._settled.get(id)
 
-    def admit(self, id: MicrobatchId, samples: int, tokens: int, num_bytes: int) -> Entry[Kept]:
+    def admit(self, id: MicrobatchId, samples: int, tokens: int, num_bytes: int) -> None:
         """Add a running microbatch.
 
         Raises:
             OtherRoundError: It is not for the round in progress.
             FullError: The host has no capacity for it.
         """
-        assert id not in self._entries
+        assert self.find(id) is None
         self.check(id, num_bytes)
-        entry = self._entries[id] = Entry(id, samples, tokens, num_bytes)
-        self._running[id.trainer] += 1
-        self._bytes[id.trainer] += num_bytes
-        return entry
+        self._unsettled[id] = Entry(id, samples, tokens, num_bytes)
 
     def check(self, id: MicrobatchId, num_bytes: int) -> None:
         """Raise what `admit` would raise now."""
@@ -139,60 +131,52 @@ class Ledger(Generic[Kept]):
             is_late = id.round <= self.round
             when = "late" if is_late else "early"
             raise OtherRoundError(f"{id} came too {when}: this host is in round {self.round}", is_late)
-        limits, mine = self._limits, id.trainer
+        limits = self._limits
         if self.num_running >= limits.max_running or self.num_bytes + num_bytes > limits.max_bytes:
             raise FullError(f"{self.num_running} microbatches are under way: come again, or go to another host")
-        too_many = self._running[mine] + 1 > max(1.0, limits.max_share * limits.max_running)
-        too_much = self._bytes[mine] and self._bytes[mine] + num_bytes > limits.max_share * limits.max_bytes
+        own = [entry for entry in self._unsettled.values() if entry.id.trainer == id.trainer]
+        own_running = sum(entry.state is State.RUNNING for entry in own)
+        own_bytes = sum(entry.num_bytes for entry in own)
+        too_many = own_running + 1 > max(1.0, limits.max_share * limits.max_running)
+        too_much = own_bytes and own_bytes + num_bytes > limits.max_share * limits.max_bytes
         if too_many or too_much:
-            raise FullError(f"{self._running[mine]} microbatches of this trainer are under way: wait for some of them")
+            raise FullError(f"{own_running} microbatches of this trainer are under way: wait for some of them")
 
     def counted(self, id: MicrobatchId, kept: Kept, now: float) -> None:
         """Mark a running microbatch as counted: its gradients are in the sum."""
-        entry = self._entries[id]
+        entry = self._unsettled[id]
         assert entry.state is State.RUNNING
         entry.state, entry.kept, entry.since = State.COUNTED, kept, now
-        self._running[id.trainer] -= 1
 
     def settle(self, id: MicrobatchId) -> bool:
         """Settle a microbatch; return whether it was counted here."""
-        entry = self._entries.get(id)
+        entry = self.find(id)
         if entry is None or entry.state is State.RUNNING:
             return False
         if entry.state is State.COUNTED:
-            self._bytes[id.trainer] -= entry.num_bytes
             entry.state, entry.kept = State.SETTLED, None
+            self._settled[id] = self._unsettled.pop(id)
         return True
 
     def abandon(self, id: MicrobatchId) -> Kept | None:
         """Remove an unsettled microbatch; return the data for its removal from the sum, if it was counted."""
-        entry = self._entries.get(id)
-        if entry is None or entry.state is State.SETTLED:
-            return None
-        del self._entries[id]
-        self._bytes[id.trainer] -= entry.num_bytes
-        if entry.state is State.RUNNING:
-            self._running[id.trainer] -= 1
-            return None
-        return entry.kept
+        entry = self._unsettled.pop(id, None)
+        return entry.kept if entry is not None else None
 
     def close(self) -> list[Kept]:
         """Admit no more, and abandon all unsettled microbatches; return the data for their removal."""
         self.is_closed = True
-        unsettled = [id for id, entry in self._entries.items() if entry.state is not State.SETTLED]
-        return [kept for id in unsettled if (kept := self.abandon(id)) is not None]
+        return [kept for id in list(self._unsettled) if (kept := self.abandon(id)) is not None]
 
     def settled(self) -> list[MicrobatchId]:
         """Return the microbatches settled in this round."""
-        return [entry.id for entry in self._settled]
+        return list(self._settled)
 
     def begin(self, round: int) -> None:
         """Begin a round after `close`; the caller accounts for the settled microbatches."""
         assert self.is_closed
-        assert not self.num_unsettled
-        self._entries.clear()
-        self._bytes.clear()
-        self._running.clear()
+        assert not self._unsettled
+        self._settled.clear()
         self.round, self.is_closed = round, False
 
 
@@ -225,17 +209,11 @@ class ReceiveBuffer:
         if mine and mine + num_bytes > limits.max_share * limits.max_bytes:
             raise FullError("too much of this peer's is on its way here: wait for some of it")
         self._held[sender] += num_bytes
-        is_held = True
+        with ExitStack() as reservation:
+            reservation.callback(self._release, sender, num_bytes)
+            yield reservation.close
 
-        def release() -> None:
-            nonlocal is_held
-            if is_held:
-                is_held = False
-                self._held[sender] -= num_bytes
-                if not self._held[sender]:
-                    del self._held[sender]
-
-        try:
-            yield release
-        finally:
-            release()
+    def _release(self, sender: str, num_bytes: int) -> None:
+        self._held[sender] -= num_bytes
+        if not self._held[sender]:
+            del self._held[sender]

@@ -19,18 +19,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
 
 from p2ptrain.pipeline.messages import MicrobatchId
-from p2ptrain.pipeline.stage.host import RoundGate, StageHost
+from p2ptrain.pipeline.stage.host import AdmissionQueue, StageHost
 from p2ptrain.pipeline.stage.units import HostedUnit
 from p2ptrain.tasks import together
 from p2ptrain.training.sync.synchronizer import RoundResult
-
-if TYPE_CHECKING:
-    from p2ptrain.pipeline.stage.hosted_stage import HostedStage
 
 logger = logging.getLogger(__name__)
 
@@ -42,47 +37,6 @@ PAUSE_SECONDS = 0.25
 SIT_OUT_SECONDS = 5.0
 LEAVE_SECONDS = 2.0
 """Timeout for the others' result, at a leaving host without work for the round; < `SIT_OUT_SECONDS`."""
-
-
-class StageObserver(Protocol):
-    """Observer of a hosted stage's rounds."""
-
-    def round_ended(self, hosted: HostedStage, result: RoundResult) -> None:
-        """Called after a synchronization of the stage's own unit."""
-
-    def round_began(self, hosted: HostedStage, round: int) -> None:
-        """Called when a round began, with all units in it."""
-
-
-class AdmissionQueue(RoundGate):
-    """The first stage's microbatches that wait for admission to the round, and events of the round.
-
-    Attributes:
-        stirred: Set on any change.
-        waiting: For each microbatch, its samples and the future of its admission.
-        is_over_elsewhere: True if another stage has ended the round in progress.
-    """
-
-    def __init__(self) -> None:
-        self.stirred = asyncio.Event()
-        self.waiting: deque[tuple[int, asyncio.Future[bool]]] = deque()
-        self.is_over_elsewhere = False
-
-    async def admit(self, samples: int) -> bool:
-        """See `RoundGate.admit`."""
-        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self.waiting.append((samples, answer))
-        self.stirred.set()
-        return await answer
-
-    def changed(self) -> None:
-        """See `RoundGate.changed`."""
-        self.stirred.set()
-
-    def is_over(self) -> None:
-        """See `RoundGate.is_over`."""
-        self.is_over_elsewhere = True
-        self.stirred.set()
 
 
 class StageRounds:
@@ -113,11 +67,10 @@ class StageRounds:
         self._on_round = on_round
         self._on_begun = on_begun
         self._standby = units[0].synchronizer.averager.matchmaker.standby
-        self._held = 0
         self._is_stopping = False
         self._uncounted: list[MicrobatchId] = []
         for unit in units:
-            unit.synchronizer.averager.matchmaker.standby.on_closing(queue.changed)
+            unit.synchronizer.averager.matchmaker.standby.on_closing(queue.changed.set)
 
     @property
     def is_done(self) -> bool:
@@ -132,7 +85,7 @@ class StageRounds:
     async def run(self) -> None:
         """Run rounds until `stop`, or until `last_round`."""
         await self._host.close_round(0.0)
-        await self._level()
+        await self._align_units()
         self._host.begin_round(self._units[0].round)
         while not self._is_stopping and not self.is_done:
             await self._fill()
@@ -143,16 +96,16 @@ class StageRounds:
     async def _fill(self) -> None:
         """Report settled samples and request admissions, until the round is to be closed."""
         own = self._units[0].synchronizer
-        queue, self._held = self._queue, 0
+        queue = self._queue
         queue.is_over_elsewhere = False
         while not (self._is_stopping or queue.is_over_elsewhere):
-            queue.stirred.clear()
-            await self._tell()
+            queue.changed.clear()
+            await self._report()
             if own.is_closing() or any(unit.synchronizer.is_behind() for unit in self._units):
                 break
             try:
                 async with asyncio.timeout(TELL_SECONDS):
-                    await queue.stirred.wait()
+                    await queue.changed.wait()
             except TimeoutError:
                 continue
         for _, answer in queue.waiting:
@@ -160,15 +113,15 @@ class StageRounds:
                 answer.set_result(False)
         queue.waiting.clear()
 
-    async def _tell(self) -> None:
+    async def _report(self) -> None:
         ledger, waiting = self._host.ledger, self._queue.waiting
         while waiting and waiting[0][1].done():
             waiting.popleft()  # Given up.
         asked = list(waiting)
         wanted = sum(samples for samples, _ in asked)
         since = asyncio.get_running_loop().time() - UNSETTLED_SECONDS
-        self._held = max(0, ledger.samples(since) - wanted) if self._host.worker.number == 0 else 0
-        granted = await self._standby.take_on(ledger.settled_samples, self._held, wanted)
+        held = max(0, ledger.samples(since) - wanted) if self._host.worker.number == 0 else 0
+        granted = await self._standby.take_on(ledger.settled_samples, held, wanted)
         for samples, answer in asked:
             if waiting and waiting[0][1] is answer:
                 waiting.popleft()
@@ -185,14 +138,14 @@ class StageRounds:
             unit.work.add(self._host.ledger.settled_samples, self._host.ledger.settled_tokens)
         self._uncounted += ids
         await together("advance", (self._advance(unit, before + 1) for unit in self._units))
-        await self._level()
+        await self._align_units()
         self._host.begin_round(self._units[0].round)
         if self._units[0].round == before and not self._is_stopping:
             self._standby.reopen()
         elif len({unit.round for unit in self._units}) == 1:
             self._on_begun(self._units[0].round)
 
-    async def _level(self) -> None:
+    async def _align_units(self) -> None:
         while not self._is_stopping:
             ahead = max(unit.round for unit in self._units)
             behind = [unit for unit in self._units if unit.round < ahead]
@@ -240,8 +193,8 @@ class StageRounds:
             return False
         if await synchronizer.follow_swarm(unit.work):
             return False
-        patience = 2 * self._grace_seconds + SIT_OUT_SECONDS
-        if asyncio.get_running_loop().time() - since <= patience:
+        timeout_seconds = 2 * self._grace_seconds + SIT_OUT_SECONDS
+        if asyncio.get_running_loop().time() - since <= timeout_seconds:
             return False
         if self._queue.is_over_elsewhere or any(other.round > unit.round for other in self._units):
             logger.warning("round %d: nothing is left of it here: it ends with a gradient of zero", unit.round)

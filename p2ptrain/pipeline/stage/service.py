@@ -7,32 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 from p2ptrain.errors import ProtocolError
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.pipeline.messages import (
     Answers,
-    Arrived,
     DoneRequest,
     HopRequest,
     MicrobatchId,
     News,
-    RefusalError,
+    Payload,
     Reply,
     RoundReply,
     RoundRequest,
     SettleRequest,
 )
-from p2ptrain.pipeline.routing.fair_queue import SendWindow
-from p2ptrain.pipeline.routing.hop import beat, refuse, service
+from p2ptrain.pipeline.routing.hop import answer, refusing, service
+from p2ptrain.pipeline.routing.send_window import SendWindow
 from p2ptrain.pipeline.stage.host import StageHost
 from p2ptrain.pipeline.stage.ledger import ReceiveBuffer
-from p2ptrain.tasks import Tasks
-
-RECEIVE_SECONDS = 120.0
 
 
 class HostService:
@@ -60,42 +55,19 @@ class HostService:
         sender = channel.remote
         if request.requires_grad and self._stage == 0 and request.id.trainer != sender:
             raise ProtocolError(sender, "sent a microbatch in another's name")
-        try:
+
+        async def tell(stage: int, host: str) -> None:
+            await channel.send(News(stage, host))
+
+        async with refusing(self._rpc, channel):
             hop = request.to_hop(self._stage)
             self._host.expect(hop)
-            with self._buffer.hold(sender, hop.inputs.num_bytes + hop.targets.num_bytes) as release:
-                await self._take(channel, request, release)
-        except RefusalError as error:
-            await refuse(self._rpc, channel, error)
+            with self._buffer.hold(sender, hop.inputs.num_bytes + hop.targets.num_bytes) as on_admitted:
 
-    async def _take(self, channel: Channel, request: HopRequest, on_admitted: Callable[[], None]) -> None:
-        """Receive a hop's tensors, and answer it."""
-        async with Tasks() as tasks:
-            beating = tasks.start(beat(channel), "beat")
-            inputs, targets = [
-                await channel.receive_bytes(head.num_bytes, RECEIVE_SECONDS)
-                for head in (request.inputs, request.targets)
-            ]
-            await channel.send(Arrived())
+                async def take(inputs: Payload, targets: Payload) -> Reply:
+                    return await self._host.take(replace(hop, inputs=inputs, targets=targets), tell, on_admitted)
 
-            async def tell(stage: int, host: str) -> None:
-                await channel.send(News(stage, host))
-
-            hop = request.to_hop(self._stage, inputs, targets)
-            taking = tasks.call(self._host.take(hop, tell, on_admitted), "take")
-            waiting: set[asyncio.Future[Any]] = {taking, channel.lost}
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            if taking.done():  # Otherwise the caller is gone.
-                await self._answer(channel, taking.result(), beating)
-
-    async def _answer(self, channel: Channel, reply: Reply, beating: asyncio.Task[None]) -> None:
-        gradient = reply.gradient
-        async with self._window.to(channel.remote, len(gradient.data) if gradient is not None else 0):
-            beating.cancel()
-            await channel.send(reply.head)
-            if gradient is not None:
-                await channel.send_bytes(gradient.data)
-                await asyncio.wait({channel.lost}, timeout=RECEIVE_SECONDS)  # The caller closes it after receipt.
+                await answer(channel, (request.inputs, request.targets), take, self._window)
 
     async def _settle(self, peer: str, request: SettleRequest) -> Answers:
         for id in request.abandoned:

@@ -12,7 +12,7 @@ from p2ptrain.pipeline.routing.hop import HopLimits
 from p2ptrain.pipeline.stage.contribution import Part, StageWork, unit_state
 from p2ptrain.pipeline.stage.gradients import StageGradients
 from p2ptrain.pipeline.view import PipelineView
-from p2ptrain.progress import Jobs, untold
+from p2ptrain.progress import Progress, no_progress
 from p2ptrain.signing import Signer
 from p2ptrain.training.sync.replica import Replica
 from p2ptrain.training.sync.synchronizer import Synchronizer
@@ -23,7 +23,7 @@ class HostingOptions:
     """Settings of a host's owner; ``bandwidth`` is the upload limit in bytes per second, 0 for none."""
 
     bandwidth: int = 0
-    jobs: Jobs = untold
+    jobs: Progress = no_progress
     hop_limits: HopLimits | None = None
     owner: Owner = field(default_factory=Unconcerned)
 

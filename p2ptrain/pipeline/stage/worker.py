@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class StageWorker:
-    """Runs one stage's passes.
+    """Runs one stage's passes, each of which raises `BadMicrobatchError` if a value is not finite or too large.
 
     The ``codec`` encodes activations and their gradients. A pass holds ``lock``, as does the round's thread while it
     changes parameters or sums.
@@ -68,26 +68,18 @@ class StageWorker:
 
     def ends(self, hop: Hop) -> bool:
         """True if this stage computes the loss from the targets."""
-        return self.is_last and not hop.goes_home
+        return self.is_last and not hop.returns_output
 
     async def forward(self, inputs: Payload, context: StageContext = WHOLE) -> Timed[Payload]:
-        """Return the stage's output, encoded for the next stage.
-
-        Raises:
-            BadMicrobatchError: A value of it is not finite, or too large for the codec.
-        """
+        """Return the stage's output, encoded for the next stage."""
         return await self.run(Pass.FORWARD, lambda: pack(self.compute.forward(unpack(inputs), context), self.codec))
 
     async def evaluate(self, hop: Hop) -> Timed[float]:
-        """Return the last stage's loss in nats, without backward; raises as `forward`."""
+        """Return the last stage's loss in nats, without backward."""
         return await self.run(Pass.FORWARD, lambda: self.compute.evaluate(unpack(hop.inputs), unpack(hop.targets)))
 
     async def run(self, kind: Pass, work: Callable[[], T]) -> Timed[T]:
-        """Run a pass in its turn; see `Device.run`.
-
-        Raises:
-            BadMicrobatchError: A value cannot be encoded.
-        """
+        """Run a pass in its turn; see `Device.run`."""
 
         def locked() -> T:
             with self.lock:

@@ -32,7 +32,7 @@ from torch import Tensor
 from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.errors import CheckpointError, IncompatibleError, IntegrityError, ResourceError
 from p2ptrain.network.schema import from_wire, to_wire
-from p2ptrain.progress import Jobs, untold
+from p2ptrain.progress import Progress, no_progress
 from p2ptrain.training.checkpoints.sealed_json import DAMAGE, seal, sync_folder, unseal, write_synced
 from p2ptrain.training.checkpoints.stage_list import STAGES_FILE
 from p2ptrain.training.checkpoints.tensor_file import hash_file, write_tensors
@@ -151,7 +151,7 @@ def list_checkpoints(directory: Path) -> list[CheckpointInfo]:
     return found
 
 
-def verify_checkpoint(path: Path, jobs: Jobs = untold) -> CheckpointInfo:
+def verify_checkpoint(path: Path, jobs: Progress = no_progress) -> CheckpointInfo:
     """Check every byte of a checkpoint; raise `CheckpointError` if something is missing or changed."""
     info = describe_checkpoint(path)
     checked = 0
@@ -167,7 +167,7 @@ def verify_checkpoint(path: Path, jobs: Jobs = untold) -> CheckpointInfo:
     return info
 
 
-def load_checkpoint(path: Path, jobs: Jobs = untold) -> LoadedCheckpoint:
+def load_checkpoint(path: Path, jobs: Progress = no_progress) -> LoadedCheckpoint:
     """Verify a checkpoint and read it; raise `CheckpointError` if a file or the shared state's digest is wrong."""
     info = verify_checkpoint(path, jobs)
     with jobs(f"reading {path.name}", ""):
@@ -179,7 +179,7 @@ def load_checkpoint(path: Path, jobs: Jobs = untold) -> LoadedCheckpoint:
     return LoadedCheckpoint(**vars(info), tensors=shared, local=local)
 
 
-def load_newest_valid(directory: Path, swarm: bytes, jobs: Jobs = untold) -> LoadedCheckpoint | None:
+def load_newest_valid(directory: Path, swarm: bytes, jobs: Progress = no_progress) -> LoadedCheckpoint | None:
     """Load the newest intact checkpoint, and clean up after a crash; return None if there is no checkpoint.
 
     Raises:

@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.manifest import DataSpec
-from p2ptrain.progress import Jobs, untold
+from p2ptrain.progress import Progress, no_progress
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class Corpus:
 
 
 def load_corpus(
-    spec: DataSpec, context: int, vocabulary: int, cache: Path | None = None, jobs: Jobs = untold
+    spec: DataSpec, context: int, vocabulary: int, cache: Path | None = None, jobs: Progress = no_progress
 ) -> Corpus:
     """Read, encode and split the text that ``spec`` names, or load it from the cache.
 
@@ -241,7 +241,7 @@ def _smallest_dtype(vocabulary: int) -> type[np.unsignedinteger[Any]]:
     return np.uint8 if vocabulary <= 1 << 8 else np.uint16 if vocabulary <= 1 << 16 else np.uint32
 
 
-def _build(spec: DataSpec, encode: Encoder, vocabulary: int, jobs: Jobs) -> Corpus:
+def _build(spec: DataSpec, encode: Encoder, vocabulary: int, jobs: Progress) -> Corpus:
     with jobs("reading the text") as advance:
         documents, num_bytes = [], 0
         for document in read_documents(spec.source):

@@ -24,7 +24,7 @@ from p2ptrain.averaging.commit.round_log import Result
 from p2ptrain.averaging.protocol.certificate import Certificate, Head
 from p2ptrain.errors import IncompatibleError, IntegrityError, TemporaryError
 from p2ptrain.network.transport import PeerId
-from p2ptrain.progress import Advance, Jobs
+from p2ptrain.progress import Advance, Progress
 from p2ptrain.tasks import Tasks, together
 from p2ptrain.training.state.digest import CHUNK_BYTES
 from p2ptrain.training.state.shared_state import Stamp
@@ -61,7 +61,7 @@ class StateDownload:
         rounds: The rounds since the download began.
     """
 
-    def __init__(self, replica: Replica, jobs: Jobs) -> None:
+    def __init__(self, replica: Replica, jobs: Progress) -> None:
         self._replica = replica
         self._context = replica.context
         self._state = replica.state

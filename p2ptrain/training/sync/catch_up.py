@@ -20,7 +20,7 @@ from p2ptrain.averaging.commit.round_log import Result
 from p2ptrain.averaging.grouping.membership import ACTIVE_STATES
 from p2ptrain.averaging.protocol.certificate import Certificate, Head
 from p2ptrain.errors import IncompatibleError, IntegrityError, PeerRefusedError, ResourceError
-from p2ptrain.progress import Advance, Jobs
+from p2ptrain.progress import Advance, Progress
 from p2ptrain.tasks import Tasks, to_its_end, together
 from p2ptrain.training.sync.background_download import SOURCE_FAILURES, StateDownload
 from p2ptrain.training.sync.replica import Contribution, Replica
@@ -49,7 +49,7 @@ class CatchUp:
         incompatible: By peer: why its state does not fit this model.
     """
 
-    def __init__(self, replica: Replica, jobs: Jobs) -> None:
+    def __init__(self, replica: Replica, jobs: Progress) -> None:
         self._replica = replica
         self._context = replica.context
         self._state = replica.state

@@ -19,7 +19,7 @@ from p2ptrain.averaging.grouping.matchmaker import BehindError, MismatchError, N
 from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.errors import TemporaryError
 from p2ptrain.network.records.record import RoundReport
-from p2ptrain.progress import Jobs, untold
+from p2ptrain.progress import Progress, no_progress
 from p2ptrain.training.data.windows import Place, place_among
 from p2ptrain.training.sync.catch_up import CatchUp
 from p2ptrain.training.sync.replica import Contribution, Replica
@@ -71,7 +71,7 @@ class Synchronizer:
         is_paused: True if the last synchronisation found the swarm below its minimum of peers.
     """
 
-    def __init__(self, replica: Replica, bandwidth: int = 0, jobs: Jobs = untold) -> None:
+    def __init__(self, replica: Replica, bandwidth: int = 0, jobs: Progress = no_progress) -> None:
         self._spec = replica.context.spec
         self._membership = replica.membership
         self._bandwidth = bandwidth

@@ -25,7 +25,6 @@ from p2ptrain.pipeline.messages import Hop, MicrobatchId, Payload
 from p2ptrain.pipeline.stage.device import Timed
 from p2ptrain.pipeline.stage.gradients import Backward, StageGradients
 from p2ptrain.pipeline.stage.host import StageHost
-from p2ptrain.pipeline.stage.ledger import State
 
 
 class Watch:
@@ -73,9 +72,11 @@ class Watch:
 
     def _tell_ledger(self) -> None:
         assert self._host is not None
-        ledger = self._host.ledger
-        unsettled = Counter(id.trainer for id, entry in ledger._entries.items() if entry.state is not State.SETTLED)
-        self._say("ledger", unsettled=dict(unsettled), bytes=dict(ledger._bytes))
+        unsettled, held = Counter[str](), Counter[str]()
+        for id, entry in self._host.ledger._unsettled.items():
+            unsettled[id.trainer] += 1
+            held[id.trainer] += entry.num_bytes
+        self._say("ledger", unsettled=dict(unsettled), bytes=dict(held))
 
     def _say(self, event: str, **values: Any) -> None:
         self._told.write(json.dumps({"event": event, **values}) + "\n")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from p2ptrain.network.simulated import SimulatedPeer
 from p2ptrain.pipeline.client.sender import Accepted, Opened
 from p2ptrain.pipeline.messages import Payload, pack
 from p2ptrain.pipeline.migration import StageMigrator
-from p2ptrain.pipeline.placement import Move, StageNeed
+from p2ptrain.pipeline.placement import Host, Move, StageNeed
 from p2ptrain.pipeline.plan import PipelinePlan, Unit
 from p2ptrain.pipeline.stage.compute import Gradients, StageCompute
 from p2ptrain.pipeline.stage.device import Device, Pass, Timed
@@ -206,6 +206,10 @@ class DirectedMover(StageMigrator):
         self._destination = target
         self._told.set()
 
+    async def _is_agreed(self, move: Move, before: Sequence[Host]) -> bool:
+        self._announce()
+        return True
+
     async def run(self) -> None:
         """See `StageMigrator.run`."""
         hosting = asyncio.create_task(self.hosted.run(), name="hosting")
@@ -215,7 +219,7 @@ class DirectedMover(StageMigrator):
                 await asyncio.wait({hosting, told}, return_when=asyncio.FIRST_COMPLETED)
                 if told.done():
                     move = Move(self._rpc.peer_id, self.hosted.number, self._destination, "it was told to")
-                    hosting = await self._move(move, hosting)
+                    hosting = await self._move(move, hosting, ())
                     self._told.clear()
                     told = asyncio.create_task(self._told.wait(), name="told")
             await hosting

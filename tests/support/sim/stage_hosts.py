@@ -30,8 +30,8 @@ from p2ptrain.pipeline.plan import PipelinePlan
 from p2ptrain.pipeline.routing.hop import Caller, HopLimits, service
 from p2ptrain.pipeline.routing.router import HostState, Router
 from p2ptrain.pipeline.stage.compute import StageCompute
-from p2ptrain.pipeline.stage.gradients import GradientSum, StageGradients
-from p2ptrain.pipeline.stage.host import RoundGate, StageHost
+from p2ptrain.pipeline.stage.gradients import GradientSum
+from p2ptrain.pipeline.stage.host import AdmissionQueue, StageHost
 from p2ptrain.pipeline.stage.ledger import Limits
 from p2ptrain.pipeline.stage.service import HostService
 from p2ptrain.pipeline.stage.worker import StageWorker
@@ -61,6 +61,13 @@ class ExactSum(GradientSum):
         super().add(gradients, weight)
         self.values = total.add_((self.values * GRID).round() / GRID)
         self.passes += 1
+
+
+class OpenRound(AdmissionQueue):
+    """A round that has room for everything."""
+
+    async def admit(self, samples: int) -> bool:
+        return True
 
 
 @cache
@@ -111,7 +118,7 @@ class Hosts:
     limits: Limits
     hosts: list[HostPeer]
     trainers: list[Member]
-    gate: RoundGate
+    gate: AdmissionQueue
 
     @property
     def codec(self) -> str:
@@ -124,8 +131,7 @@ class Hosts:
         router = Router(plan.num_stages, peer.runtime.random)
         compute, device = StageCompute(stage_of(plan, stage)), SlowDevice(peer.runtime, PASS_SECONDS)
         worker, total = StageWorker(plan, stage, compute, device, self.limits), ExactSum(compute.parameters)
-        gradients, caller = StageGradients(worker, total), Caller(rpc, router, limits=HOP_LIMITS)
-        host = StageHost(worker, gradients, caller, 0, self.gate)
+        host = StageHost(worker, Caller(rpc, router, limits=HOP_LIMITS), 0, self.gate, total)
         HostService(host, rpc)
         await rpc.start()
         made = HostPeer(peer, rpc, host, total, router)
@@ -177,7 +183,7 @@ class Hosts:
     async def send(self, trainer: Member, hop: Hop, planned: HostPeer) -> Reply:
         """Send it as a trainer does."""
         caller = Caller(trainer.rpc, self.router(trainer), limits=HOP_LIMITS)
-        return await trainer.peer.spawn(caller.through(hop, planned.id, no_news))
+        return await trainer.peer.spawn(caller.send(hop, planned.id, no_news))
 
     async def settle(
         self, trainer: Member, host: HostPeer, *numbers: int, abandoned: tuple[int, ...] = ()
@@ -245,10 +251,10 @@ async def hosts(
     stages: tuple[int, ...] = (0, 1),
     limits: Limits | None = None,
     num_trainers: int = 1,
-    gate: RoundGate | None = None,
+    gate: AdmissionQueue | None = None,
 ) -> AsyncIterator[Hosts]:
     """One host for each of ``stages``, all of one pipeline, and trainers."""
-    made = Hosts(network, plan_of(max(stages) + 1), limits or Limits(), [], [], gate or RoundGate())
+    made = Hosts(network, plan_of(max(stages) + 1), limits or Limits(), [], [], gate or OpenRound())
     for number, stage in enumerate(stages):
         await made.add_host(f"host{number}", stage)
     for number in range(num_trainers):

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.bench_averaging import size
-from benchmarks.findings import Finding, Section, faster
+from benchmarks.findings import Finding, Section, faster, run
 from benchmarks.harness import Measured
 from benchmarks.plot import PlotError, plot
 from tests.support.tools import unavailable, why_no_pictures
@@ -42,6 +42,23 @@ def test_twice_as_fast_meets_a_goal_of_two_and_misses_one_of_three() -> None:
 def test_what_never_ended_is_missed_and_still_json() -> None:
     never = Finding("x", math.inf, "normal + grace", 1.2)
     assert json.loads(json.dumps(never.to_json(), allow_nan=False))["met"] is False
+
+
+def test_a_part_that_fails_is_told_and_the_others_are_written_for_the_summary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.findings.exit_on_signals", lambda: None)
+    found = Finding("x", 2.0, "hivemind", 1.0, note="note")
+
+    def fail() -> Section:
+        raise RuntimeError("a peer is gone")
+
+    parts = {"good": lambda: Section("title", findings=[found]), "bad": fail, "not here": lambda: None}
+    assert run("name", parts, argparse.Namespace(json=str(tmp_path / "new" / "found.json"))) == 1
+    written = json.loads((tmp_path / "new" / "found.json").read_text())
+    assert written["failed"] == {"bad": "a peer is gone"}
+    (again,) = [Finding.from_json(one, "name") for one in written["results"]["good"]["findings"]]
+    assert again == Finding("name: x", 2.0, "hivemind", 1.0, note="note")
 
 
 def test_a_section_without_rows_can_be_shown() -> None:

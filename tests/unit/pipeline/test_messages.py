@@ -18,11 +18,11 @@ from p2ptrain.pipeline.messages import (
     Answers,
     DoneRequest,
     FromHost,
-    HomeRequest,
     HopFailedError,
     HopRequest,
     MicrobatchId,
     OtherRoundError,
+    OutputRequest,
     Refusal,
     Refused,
     RoundReply,
@@ -40,10 +40,10 @@ HEADS = st.builds(
     st.lists(st.integers(1, 30), min_size=1, max_size=8).map(tuple),
 )
 CALLS = (SettleRequest, DoneRequest, Answers, RoundRequest, RoundReply, StayRequest, StayReply)
-each = pytest.mark.parametrize("schema", [HopRequest, HomeRequest, FromHost, *CALLS])
+each = pytest.mark.parametrize("schema", [HopRequest, OutputRequest, FromHost, *CALLS])
 HOP: dict[str, Any] = {
     "id": ["a", 0, 0], "samples": 2, "tokens": 16, "route": ["b"], "inputs": {"codec": "int8", "shape": [2, 8, 16]},
-    "targets": {"codec": IDS, "shape": [2, 8]}, "requires_grad": True, "goes_home": False,
+    "targets": {"codec": IDS, "shape": [2, 8]}, "requires_grad": True, "returns_output": False,
 }  # fmt: skip
 
 
@@ -58,7 +58,7 @@ def look_at(message: object) -> None:
         hop = message.to_hop(0)
         assert hop.request == message
         assert hop.num_bytes > 0
-    if isinstance(message, HomeRequest):
+    if isinstance(message, OutputRequest):
         assert message.output.num_bytes > 0
 
 

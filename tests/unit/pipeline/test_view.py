@@ -122,7 +122,7 @@ def test_own_hosts_are_in_the_routes_as_long_as_they_take_part() -> None:
     view = make_view()
     router = view.new_router()
     told(view, record("a", 0))
-    view.here.hosts[0], view.here.hosts[2] = take, take
+    view.local.hosts[0], view.local.hosts[2] = take, take
     view.refresh_routes()
     assert routes(router) == [{"a", OWN}, set(), {OWN}]
     assert routes(view.new_router()) == [{"a", OWN}, set(), {OWN}], "also in routers made later"
@@ -131,7 +131,7 @@ def test_own_hosts_are_in_the_routes_as_long_as_they_take_part() -> None:
     router.failed(OWN, "was full")
     view.refresh_routes()
     assert routes(router)[0] == {"a", OWN}, "it knows best itself whether it is there"
-    del view.here.hosts[0]
+    del view.local.hosts[0]
     view.refresh_routes()
     assert routes(router) == [{"a"}, {"b"}, {OWN}]
 

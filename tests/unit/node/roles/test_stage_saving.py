@@ -55,6 +55,6 @@ def test_a_last_save_waits_for_the_periodic_one_that_is_under_way(
         assert [await periodic, await last] == [None, None]
 
     asyncio.run(run())
-    newest = hosted.saves.newest(0)
+    newest = hosted.saves.newest.get(0)
     assert newest.round == 3
     assert newest.path.is_dir()

@@ -96,7 +96,7 @@ def test_what_could_not_be_saved_is_said_to_nobody_and_keeps_others_from_nothing
     saves = StageSaves(view.plan, view.saves, OWN)
     saves.note(save(tmp_path, 0, 10, A))
     saves.failed(0)
-    assert saves.newest(0) is None
+    assert saves.newest.get(0) is None
     tell(view, "x", 1, (0, 20, A))
     tell(view, "y", 1, (1, 20, B))
     assert view.saves.agreement((0, 1), 20).is_complete

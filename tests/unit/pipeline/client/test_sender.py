@@ -14,7 +14,7 @@ from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.pipeline.client import sender as sender_module
 from p2ptrain.pipeline.client.sender import MicrobatchSender
 from p2ptrain.pipeline.routing.hop import Caller
-from p2ptrain.pipeline.stage.host import RoundGate
+from p2ptrain.pipeline.stage.host import AdmissionQueue
 from tests.support.sim.stage_hosts import HOP_LIMITS, Hosts, hosts
 
 AVERAGING_SECONDS = 120.0
@@ -43,7 +43,7 @@ async def _send(swarm: Hosts, sender: MicrobatchSender, is_own_loss: bool) -> in
     return (await opened.backward(torch.ones(shape))).id.round
 
 
-class _Closed(RoundGate):
+class _Closed(AdmissionQueue):
     """A round that takes no samples, as while it is averaged."""
 
     is_closed = True

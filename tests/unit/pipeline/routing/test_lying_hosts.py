@@ -15,7 +15,7 @@ import torch
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.schema import to_wire
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from p2ptrain.pipeline.messages import Beat, HopFailedError, HopRequest, News
+from p2ptrain.pipeline.messages import HopFailedError, HopRequest, Keepalive, News
 from tests.support.sim.stage_hosts import (
     check_untouched,
     hosts,
@@ -82,7 +82,7 @@ async def no_gradient(channel: Channel, request: HopRequest) -> None:
 
 async def beats_for_ever(channel: Channel, request: HopRequest) -> None:
     while True:
-        await channel.send(Beat())
+        await channel.send(Keepalive())
         await asyncio.sleep(1.0)
 
 

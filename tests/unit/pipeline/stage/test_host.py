@@ -20,11 +20,11 @@ from p2ptrain.pipeline.messages import (
     RoundRequest,
     pack,
 )
-from p2ptrain.pipeline.stage.host import FORGET_SECONDS, RoundGate
-from p2ptrain.pipeline.stage.inflight import ORPHAN_SECONDS
+from p2ptrain.pipeline.stage.host import FORGET_SECONDS, ORPHAN_SECONDS
 from tests.support.sim.peers import until
 from tests.support.sim.stage_hosts import (
     PASS_SECONDS,
+    OpenRound,
     RefusedError,
     check_sums,
     check_untouched,
@@ -88,12 +88,12 @@ def test_only_hosts_of_a_stage_answer_for_it() -> None:
 # Rounds
 
 
-class Counting(RoundGate):
+class Counting(OpenRound):
     """Counts how often a host hears that its round is over elsewhere."""
 
     times_over = 0
 
-    def is_over(self) -> None:
+    def note_over(self) -> None:
         self.times_over += 1
 
 

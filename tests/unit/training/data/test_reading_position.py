@@ -62,7 +62,10 @@ class _Feeder:
         await asyncio.sleep(0)
         self.windows += [int(row[0]) // CONTEXT for row in unpack(inputs)]
         self.round = int(len(self.windows) >= self._limit)
-        return Accepted(MicrobatchId("peer", 0, len(self.windows)), 1.0, (), 1)
+        return Accepted(MicrobatchId("peer", 0, len(self.windows)), 1.0, ())
+
+    async def evaluate(self, *batch: object) -> float:
+        return 1.0
 
     async def round_after(self, round: int) -> int:
         return await asyncio.Future[int]()
@@ -82,7 +85,7 @@ def _run(tmp_path: Path, microbatches: int) -> list[int]:
         feeder = _Feeder(2 * microbatches)
         trainer = PipelineTrainer(
             cast(MicrobatchSender, feeder), manifest, corpus, MetricsWriter(Path(os.devnull)),
-            SendingOptions(1, tmp_path, last_round=lambda now: 1, evaluate=False), lambda progress: None,
+            SendingOptions(1, tmp_path, last_round=lambda now: 1), lambda progress: None,
         )  # fmt: skip
         await trainer.run()
         return feeder.windows

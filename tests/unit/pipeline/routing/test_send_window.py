@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from p2ptrain.pipeline.routing.fair_queue import SendWindow
+from p2ptrain.pipeline.routing.send_window import SendWindow
 from tests.support.sim.peers import until
 
 
