@@ -12,6 +12,7 @@ import torch
 from p2ptrain.errors import DivergedError
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.training.sync.replica import MAX_DROPS
+from tests.support.coroutines import simulated
 from tests.support.sim.trainers import SimulatedSwarm, SimulatedTrainer, make_manifest
 
 SECONDS = 300.0
@@ -87,27 +88,25 @@ def test_a_peer_whose_contributions_never_count_ends_with_one_line_and_the_other
 
 
 @pytest.mark.fault(32)
-def test_a_peer_whose_contributions_count_again_is_not_ended_by_those_before() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        swarm, broken = await start(network)
-        begun: list[int] = []
-        begin_anew = broken.work.begin_anew
+@simulated(seed=4)
+async def test_a_peer_whose_contributions_count_again_is_not_ended_by_those_before(network: SimulatedNetwork) -> None:
+    swarm, broken = await start(network)
+    begun: list[int] = []
+    begin_anew = broken.work.begin_anew
 
-        def watched() -> None:
-            begun.append(broken.sync.head.round)
-            begin_anew()
+    def watched() -> None:
+        begun.append(broken.sync.head.round)
+        begin_anew()
 
-        broken.work.begin_anew = watched  # type: ignore[method-assign]
-        for drops in (MAX_DROPS - 1, 2 * (MAX_DROPS - 1)):
-            spoil_updates(broken, not_a_number, while_=lambda: len(begun) < drops)  # noqa: B023
-            await swarm.until(lambda: len(begun) == drops, SECONDS, "its updates are dropped")  # noqa: B023
-            seen = len(broken.results)
-            await swarm.until(
-                lambda: any(result.contributed for result in broken.results[seen:]),  # noqa: B023
-                SECONDS,
-                "it takes part again",
-            )
-        assert len(begun) == 2 * (MAX_DROPS - 1)
-        await swarm.end()
-
-    simulate(main, seed=4)
+    broken.work.begin_anew = watched  # type: ignore[method-assign]
+    for drops in (MAX_DROPS - 1, 2 * (MAX_DROPS - 1)):
+        spoil_updates(broken, not_a_number, while_=lambda: len(begun) < drops)  # noqa: B023
+        await swarm.until(lambda: len(begun) == drops, SECONDS, "its updates are dropped")  # noqa: B023
+        seen = len(broken.results)
+        await swarm.until(
+            lambda: any(result.contributed for result in broken.results[seen:]),  # noqa: B023
+            SECONDS,
+            "it takes part again",
+        )
+    assert len(begun) == 2 * (MAX_DROPS - 1)
+    await swarm.end()

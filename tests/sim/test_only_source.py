@@ -21,6 +21,7 @@ from p2ptrain.training.sync import background_download as downloading
 from p2ptrain.training.sync import state_server
 from p2ptrain.training.sync.download import download_state
 from p2ptrain.training.sync.partial_download import PartialDownload
+from tests.support.coroutines import simulated
 from tests.support.sim.product_peers import ProductSwarm, small_manifest, use_virtual_time
 
 CHUNK_BYTES = 1024
@@ -121,22 +122,22 @@ def test_a_newcomer_whose_only_source_died_waits_and_the_swarm_goes_on_from_the_
 
 
 @pytest.mark.fault(10)
-def test_a_peer_with_a_checkpoint_of_its_own_goes_on_from_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        world = OneSource(network, tmp_path, monkeypatch)
-        world.swarm.start("source", ROUNDS)
-        world.swarm.start("late", ROUNDS)
-        await world.until(lambda: world.stepped.get("late", [0])[-1] >= 2, 300, "both train")
-        saved = await world.kill("late")
-        assert saved > 0
-        await world.until(lambda: world.round("source") >= saved + HISTORY_ROUNDS + 2, 300, "the source goes on alone")
-        before, mark = world.kept, len(world.stepped["late"])
-        world.swarm.start("late", ROUNDS)
-        await world.until(lambda: world.kept >= before + HALF, 300, "half of the download")
-        await world.kill("source")
-        await world.until(lambda: len(world.stepped["late"]) > mark, 300, "it goes on")
-        assert world.stepped["late"][mark] == saved
-        await world.swarm.tasks["late"]
-        assert world.round("late") == ROUNDS
-
-    simulate(main, seed=2)
+@simulated(seed=2)
+async def test_a_peer_with_a_checkpoint_of_its_own_goes_on_from_that(
+    network: SimulatedNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = OneSource(network, tmp_path, monkeypatch)
+    world.swarm.start("source", ROUNDS)
+    world.swarm.start("late", ROUNDS)
+    await world.until(lambda: world.stepped.get("late", [0])[-1] >= 2, 300, "both train")
+    saved = await world.kill("late")
+    assert saved > 0
+    await world.until(lambda: world.round("source") >= saved + HISTORY_ROUNDS + 2, 300, "the source goes on alone")
+    before, mark = world.kept, len(world.stepped["late"])
+    world.swarm.start("late", ROUNDS)
+    await world.until(lambda: world.kept >= before + HALF, 300, "half of the download")
+    await world.kill("source")
+    await world.until(lambda: len(world.stepped["late"]) > mark, 300, "it goes on")
+    assert world.stepped["late"][mark] == saved
+    await world.swarm.tasks["late"]
+    assert world.round("late") == ROUNDS

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.pipeline.client.sender import Accepted
 from p2ptrain.pipeline.client.trainer import POSITION_FILE, PipelineTrainer
 from p2ptrain.training.checkpoints.files import load_newest_valid
+from tests.support.coroutines import simulated
 from tests.support.sim.product_peers import ProductSwarm, small_manifest, use_virtual_time
 
 ROUNDS = 3
@@ -78,127 +79,115 @@ def watch_windows(swarm: ProductSwarm, monkeypatch: pytest.MonkeyPatch) -> dict[
     return windows
 
 
-def test_a_pipeline_trains_to_its_last_round_and_saves_it_whole(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@simulated(seed=1)
+async def test_a_pipeline_trains_to_its_last_round_and_saves_it_whole(
+    network: SimulatedNetwork, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        swarm = begin(network, text, tmp_path, monkeypatch)
-        start_all(swarm, ROUNDS)
-        await asyncio.gather(*swarm.tasks.values())
-        assert {swarm.round(name) for name in HOSTS} == {ROUNDS}
-        for name in HOSTS:
-            summary = swarm.summary(name)
-            assert (summary.exit_reason, summary.round, summary.rounds_aborted) == ("rounds", ROUNDS, 0)
-            assert saved_head(swarm, name) == (ROUNDS, swarm.sync(name).head.digest)
-            assert all(not hosted.saves.missing() for hosted in swarm.nodes[name].hosted)
-        tokens = {swarm.sync(name).head.tokens for name in HOSTS}
-        assert len(tokens) == 1
-        counted = sum(swarm.summary(name).tokens for name in ("trainer1", "trainer2"))
-        assert tokens.pop() <= counted
-
-    simulate(main, seed=1)
+    swarm = begin(network, text, tmp_path, monkeypatch)
+    start_all(swarm, ROUNDS)
+    await asyncio.gather(*swarm.tasks.values())
+    assert {swarm.round(name) for name in HOSTS} == {ROUNDS}
+    for name in HOSTS:
+        summary = swarm.summary(name)
+        assert (summary.exit_reason, summary.round, summary.rounds_aborted) == ("rounds", ROUNDS, 0)
+        assert saved_head(swarm, name) == (ROUNDS, swarm.sync(name).head.digest)
+        assert all(not hosted.saves.missing() for hosted in swarm.nodes[name].hosted)
+    tokens = {swarm.sync(name).head.tokens for name in HOSTS}
+    assert len(tokens) == 1
+    counted = sum(swarm.summary(name).tokens for name in ("trainer1", "trainer2"))
+    assert tokens.pop() <= counted
 
 
 @pytest.mark.fault(27)
-def test_a_stage_host_that_is_killed_costs_no_round_and_comes_back_from_its_checkpoint(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@simulated(seed=1)
+async def test_a_stage_host_that_is_killed_costs_no_round_and_comes_back_from_its_checkpoint(
+    network: SimulatedNetwork, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        swarm = begin(network, text, tmp_path, monkeypatch)
-        start_all(swarm, 2 * ROUNDS)
-        await swarm.until(lambda: swarm.round("host1b") >= 2)
-        await swarm.kill("host1b")
-        killed_at = swarm.round("host1b")
-        await swarm.until(lambda: swarm.round("host1a") >= killed_at + 2)
-        start_host(swarm, "host1b", 2 * ROUNDS)
-        await asyncio.gather(*swarm.tasks.values())
-        assert {swarm.round(name) for name in HOSTS} == {2 * ROUNDS}
-        assert swarm.sync("host1b").replica.trained_rounds > 0
-        assert swarm.summary("host1a").rounds_aborted <= 1
-
-    simulate(main, seed=1)
+    swarm = begin(network, text, tmp_path, monkeypatch)
+    start_all(swarm, 2 * ROUNDS)
+    await swarm.until(lambda: swarm.round("host1b") >= 2)
+    await swarm.kill("host1b")
+    killed_at = swarm.round("host1b")
+    await swarm.until(lambda: swarm.round("host1a") >= killed_at + 2)
+    start_host(swarm, "host1b", 2 * ROUNDS)
+    await asyncio.gather(*swarm.tasks.values())
+    assert {swarm.round(name) for name in HOSTS} == {2 * ROUNDS}
+    assert swarm.sync("host1b").replica.trained_rounds > 0
+    assert swarm.summary("host1a").rounds_aborted <= 1
 
 
 @pytest.mark.fault(27)
-def test_a_stage_that_lost_samples_in_the_last_round_ends_it_with_the_others(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@simulated(seed=1)
+async def test_a_stage_that_lost_samples_in_the_last_round_ends_it_with_the_others(
+    network: SimulatedNetwork, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        swarm = begin(network, text, tmp_path, monkeypatch)
-        start_all(swarm, ROUNDS)
-        await swarm.until(lambda: swarm.round("host1b") == ROUNDS - 1)
-        ledger = swarm.nodes["host1b"].hosted[0].host.ledger
-        await swarm.until(lambda: ledger.round == ROUNDS - 1 and ledger.settled_samples > 0)
-        await swarm.kill("host1b")
-        del swarm.nodes["host1b"], swarm.tasks["host1b"]
-        await swarm.until(lambda: all(task.done() for task in swarm.tasks.values()))
-        for name in swarm.nodes.keys() & HOSTS.keys():
-            assert saved_head(swarm, name) == (ROUNDS, swarm.sync(name).head.digest)
-            assert all(not hosted.saves.missing() for hosted in swarm.nodes[name].hosted)
-
-    simulate(main, seed=1)
+    swarm = begin(network, text, tmp_path, monkeypatch)
+    start_all(swarm, ROUNDS)
+    await swarm.until(lambda: swarm.round("host1b") == ROUNDS - 1)
+    ledger = swarm.nodes["host1b"].hosted[0].host.ledger
+    await swarm.until(lambda: ledger.round == ROUNDS - 1 and ledger.settled_samples > 0)
+    await swarm.kill("host1b")
+    del swarm.nodes["host1b"], swarm.tasks["host1b"]
+    await swarm.until(lambda: all(task.done() for task in swarm.tasks.values()))
+    for name in swarm.nodes.keys() & HOSTS.keys():
+        assert saved_head(swarm, name) == (ROUNDS, swarm.sync(name).head.digest)
+        assert all(not hosted.saves.missing() for hosted in swarm.nodes[name].hosted)
 
 
-def test_a_trainer_that_is_told_to_stop_reads_on_where_it_stopped(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@simulated(seed=1)
+async def test_a_trainer_that_is_told_to_stop_reads_on_where_it_stopped(
+    network: SimulatedNetwork, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        swarm = begin(network, text, tmp_path, monkeypatch)
-        windows = watch_windows(swarm, monkeypatch)
-        start_all(swarm, 0)
-        await swarm.until(lambda: windows["trainer1"].total() >= 20)
-        swarm.stop("trainer1")
-        await swarm.tasks["trainer1"]
-        assert swarm.summary("trainer1").exit_reason == "signal"
-        read = windows["trainer1"].total()
-        assert json.loads((tmp_path / "trainer1" / POSITION_FILE).read_text())["next"] == read
-        swarm.start("trainer1")
-        await swarm.until(lambda: windows["trainer1"].total() >= read + 20)
-        await stop_all(swarm)
-        assert max(windows["trainer1"].values()) == 1
-
-    simulate(main, seed=1)
+    swarm = begin(network, text, tmp_path, monkeypatch)
+    windows = watch_windows(swarm, monkeypatch)
+    start_all(swarm, 0)
+    await swarm.until(lambda: windows["trainer1"].total() >= 20)
+    swarm.stop("trainer1")
+    await swarm.tasks["trainer1"]
+    assert swarm.summary("trainer1").exit_reason == "signal"
+    read = windows["trainer1"].total()
+    assert json.loads((tmp_path / "trainer1" / POSITION_FILE).read_text())["next"] == read
+    swarm.start("trainer1")
+    await swarm.until(lambda: windows["trainer1"].total() >= read + 20)
+    await stop_all(swarm)
+    assert max(windows["trainer1"].values()) == 1
 
 
-def test_a_host_that_is_told_to_stop_saves_the_last_round(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@simulated(seed=1)
+async def test_a_host_that_is_told_to_stop_saves_the_last_round(
+    network: SimulatedNetwork, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        swarm = begin(network, text, tmp_path, monkeypatch)
-        start_all(swarm, 2 * ROUNDS)
-        await swarm.until(lambda: swarm.round("host0b") >= 2)
-        began = network.loop.time()
-        swarm.stop("host0b")
-        await swarm.tasks["host0b"]
-        assert network.loop.time() - began <= 45.0
-        assert swarm.summary("host0b").exit_reason == "signal"
-        assert saved_head(swarm, "host0b") == (swarm.round("host0b"), swarm.sync("host0b").head.digest)
-        del swarm.nodes["host0b"]
-        await asyncio.gather(*swarm.tasks.values())
-        assert {swarm.round(name) for name in ("host0a", "host1a", "host1b")} == {2 * ROUNDS}
-
-    simulate(main, seed=1)
+    swarm = begin(network, text, tmp_path, monkeypatch)
+    start_all(swarm, 2 * ROUNDS)
+    await swarm.until(lambda: swarm.round("host0b") >= 2)
+    began = network.loop.time()
+    swarm.stop("host0b")
+    await swarm.tasks["host0b"]
+    assert network.loop.time() - began <= 45.0
+    assert swarm.summary("host0b").exit_reason == "signal"
+    assert saved_head(swarm, "host0b") == (swarm.round("host0b"), swarm.sync("host0b").head.digest)
+    del swarm.nodes["host0b"]
+    await asyncio.gather(*swarm.tasks.values())
+    assert {swarm.round(name) for name in ("host0a", "host1a", "host1b")} == {2 * ROUNDS}
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.2, 1.0])
 @pytest.mark.parametrize("role", ["stage", "trainer"])
-def test_who_is_told_to_stop_while_it_starts_leaves_nothing_behind(
-    role: str, seconds: float, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@simulated(seed=1)
+async def test_who_is_told_to_stop_while_it_starts_leaves_nothing_behind(
+    network: SimulatedNetwork, role: str, seconds: float, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        swarm = begin(network, text, tmp_path, monkeypatch)
-        start_all(swarm, 0, ("host0a", "host1a"))
-        await swarm.until(lambda: swarm.round("host1a") >= 1)
-        more: dict[str, Any] = {"pipeline": {"stage": 1}} if role == "stage" else {}
-        swarm.start("late", 0, role, **more)
-        await swarm.until(lambda: "late" in swarm.signals)
-        await asyncio.sleep(seconds)
-        began = network.loop.time()
-        swarm.stop("late")
-        await swarm.tasks["late"]
-        assert network.loop.time() - began <= 45.0
-        left_at = swarm.round("host1a")
-        await swarm.until(lambda: min(swarm.round("host0a"), swarm.round("host1a")) >= left_at + 2)
-        await stop_all(swarm)
-
-    simulate(main, seed=1)
+    swarm = begin(network, text, tmp_path, monkeypatch)
+    start_all(swarm, 0, ("host0a", "host1a"))
+    await swarm.until(lambda: swarm.round("host1a") >= 1)
+    more: dict[str, Any] = {"pipeline": {"stage": 1}} if role == "stage" else {}
+    swarm.start("late", 0, role, **more)
+    await swarm.until(lambda: "late" in swarm.signals)
+    await asyncio.sleep(seconds)
+    began = network.loop.time()
+    swarm.stop("late")
+    await swarm.tasks["late"]
+    assert network.loop.time() - began <= 45.0
+    left_at = swarm.round("host1a")
+    await swarm.until(lambda: min(swarm.round("host0a"), swarm.round("host1a")) >= left_at + 2)
+    await stop_all(swarm)

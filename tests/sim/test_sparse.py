@@ -14,7 +14,8 @@ from p2ptrain.averaging.protocol.certificate import Body
 from p2ptrain.averaging.vector.error_feedback import ErrorFeedback
 from p2ptrain.codecs import PartList, get_codec
 from p2ptrain.manifest import AveragingSpec
-from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from p2ptrain.network.simulated import SimulatedNetwork
+from tests.support.coroutines import simulated
 from tests.support.sim.averagers import AveragingPeer, start_averagers, stop_averagers
 
 NUM_VALUES = 6 * 4096 + 1000
@@ -91,92 +92,83 @@ def weighted(body: Body, parts: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_means_and_residuals_add_up_to_what_was_contributed(seed: int) -> None:
+@simulated()
+async def test_means_and_residuals_add_up_to_what_was_contributed(network: SimulatedNetwork, seed: int) -> None:
     spec = AveragingSpec(codec="topk", aggregation="mean", grace_seconds=1.0)
-
-    async def main(network: SimulatedNetwork) -> None:
-        names = [network.add_peer(f"p{i}") for i in range(len(TOKENS))]
-        peers = await start_averagers(network, names, spec, NUM_VALUES)
-        group = [Contributor(peer, n, 10 * seed + n) for peer, n in zip(peers, TOKENS, strict=True)]
-        sent = {each.peer.peer.peer_id: torch.zeros(NUM_VALUES, dtype=torch.float64) for each in group}
-        counts = []
-        try:
-            for number in range(ROUNDS):
-                # One stays away for some rounds, and brings all of it later.
-                here = [each for each in group if not (each is group[-1] and number in (2, 3, 4))]
-                for each in group:
-                    each.compute()
-                results = await asyncio.gather(*(each.average() for each in here))
-                result = next(result for result in results if result is not None)
-                parts = parts_of(result, spec)
-                counts.append(len(parts))
-                expected = weighted(result.certificate.body, parts)
-                for each, other in zip(here, results, strict=True):
-                    if other is not None:
-                        assert other.certificate.body == result.certificate.body
-                        assert each.peer.mean().numpy().tobytes() == expected.numpy().tobytes()
-                for peer_id, part in parts.items():
-                    sent[peer_id] += part
-                for each in group:
-                    # What it sent so far and what it keeps are what it had, to the rounding of fp32.
-                    kept = sent[each.peer.peer.peer_id] + each.residual
-                    torch.testing.assert_close(kept, each.contributed, rtol=0, atol=1e-4)
-            assert counts[:5] == [4, 4, 3, 3, 3]
-            assert counts[-1] == 4
-            assert float(group[0].residual.norm()) < float(group[0].contributed.norm())
-        finally:
-            await stop_averagers(peers)
-
-    simulate(main, seed)
+    names = [network.add_peer(f"p{i}") for i in range(len(TOKENS))]
+    peers = await start_averagers(network, names, spec, NUM_VALUES)
+    group = [Contributor(peer, n, 10 * seed + n) for peer, n in zip(peers, TOKENS, strict=True)]
+    sent = {each.peer.peer.peer_id: torch.zeros(NUM_VALUES, dtype=torch.float64) for each in group}
+    counts = []
+    try:
+        for number in range(ROUNDS):
+            # One stays away for some rounds, and brings all of it later.
+            here = [each for each in group if not (each is group[-1] and number in (2, 3, 4))]
+            for each in group:
+                each.compute()
+            results = await asyncio.gather(*(each.average() for each in here))
+            result = next(result for result in results if result is not None)
+            parts = parts_of(result, spec)
+            counts.append(len(parts))
+            expected = weighted(result.certificate.body, parts)
+            for each, other in zip(here, results, strict=True):
+                if other is not None:
+                    assert other.certificate.body == result.certificate.body
+                    assert each.peer.mean().numpy().tobytes() == expected.numpy().tobytes()
+            for peer_id, part in parts.items():
+                sent[peer_id] += part
+            for each in group:
+                # What it sent so far and what it keeps are what it had, to the rounding of fp32.
+                kept = sent[each.peer.peer.peer_id] + each.residual
+                torch.testing.assert_close(kept, each.contributed, rtol=0, atol=1e-4)
+        assert counts[:5] == [4, 4, 3, 3, 3]
+        assert counts[-1] == 4
+        assert float(group[0].residual.norm()) < float(group[0].contributed.norm())
+    finally:
+        await stop_averagers(peers)
 
 
 @pytest.mark.parametrize("rule", ["mean", "centered_clip"])
-def test_what_all_applied_and_keep_is_what_all_contributed(rule: str) -> None:
+@simulated(seed=4)
+async def test_what_all_applied_and_keep_is_what_all_contributed(network: SimulatedNetwork, rule: str) -> None:
     """As seen from the model: under equal weights the means' sum lacks the mean residual and nothing else."""
     spec = AveragingSpec.model_validate(
         {"codec": "topk", "aggregation": rule, "grace_seconds": 1.0}
         | ({"center_ratio": 1000.0} if rule == "centered_clip" else {})
     )
-
-    async def main(network: SimulatedNetwork) -> None:
-        names = [network.add_peer(f"p{i}") for i in range(4)]
-        peers = await start_averagers(network, names, spec, NUM_VALUES)
-        group = [Contributor(peer, 10, 100 + i) for i, peer in enumerate(peers)]
-        try:
-            for _ in range(ROUNDS):
-                for each in group:
-                    each.compute()
-                await asyncio.gather(*(each.average() for each in group))
-            contributed = torch.stack([each.contributed for each in group]).mean(0)
-            kept = torch.stack([each.residual for each in group]).double().mean(0)
+    names = [network.add_peer(f"p{i}") for i in range(4)]
+    peers = await start_averagers(network, names, spec, NUM_VALUES)
+    group = [Contributor(peer, 10, 100 + i) for i, peer in enumerate(peers)]
+    try:
+        for _ in range(ROUNDS):
             for each in group:
-                torch.testing.assert_close(each.applied + kept, contributed, rtol=0, atol=1e-4)
-        finally:
-            await stop_averagers(peers)
+                each.compute()
+            await asyncio.gather(*(each.average() for each in group))
+        contributed = torch.stack([each.contributed for each in group]).mean(0)
+        kept = torch.stack([each.residual for each in group]).double().mean(0)
+        for each in group:
+            torch.testing.assert_close(each.applied + kept, contributed, rtol=0, atol=1e-4)
+    finally:
+        await stop_averagers(peers)
 
-    simulate(main, 4)
 
-
-def test_holders_of_a_result_of_a_tree_hold_the_same_bits() -> None:
+@simulated(seed=5)
+async def test_holders_of_a_result_of_a_tree_hold_the_same_bits(network: SimulatedNetwork) -> None:
     """Lists on the ground, dense means of them above."""
     spec = AveragingSpec(codec="topk", aggregation="mean", grace_seconds=1.0, group_size=4)
-
-    async def main(network: SimulatedNetwork) -> None:
-        peers = await start_averagers(network, [network.add_peer(f"p{i}") for i in range(8)], spec, NUM_VALUES)
-        group = [Contributor(peer, 10, 200 + i) for i, peer in enumerate(peers)]
-        means: dict[bytes, bytes] = {}
-        rounds_above = 0
-        try:
-            for _ in range(4):
-                for each in group:
-                    each.compute()
-                for each, result in zip(group, await asyncio.gather(*(each.average() for each in group)), strict=True):
-                    if result is not None:
-                        mean = each.peer.mean().numpy().tobytes()
-                        assert means.setdefault(result.certificate.body.body_hash, mean) == mean
-                        rounds_above += result.certificate.body.level > 0
-            assert rounds_above >= len(group)
-        finally:
-            await stop_averagers(peers)
-
-    simulate(main, 5)
+    peers = await start_averagers(network, [network.add_peer(f"p{i}") for i in range(8)], spec, NUM_VALUES)
+    group = [Contributor(peer, 10, 200 + i) for i, peer in enumerate(peers)]
+    means: dict[bytes, bytes] = {}
+    rounds_above = 0
+    try:
+        for _ in range(4):
+            for each in group:
+                each.compute()
+            for each, result in zip(group, await asyncio.gather(*(each.average() for each in group)), strict=True):
+                if result is not None:
+                    mean = each.peer.mean().numpy().tobytes()
+                    assert means.setdefault(result.certificate.body.body_hash, mean) == mean
+                    rounds_above += result.certificate.body.level > 0
+        assert rounds_above >= len(group)
+    finally:
+        await stop_averagers(peers)

@@ -12,7 +12,8 @@ from p2ptrain.averaging.commit.attempt import AttemptFailedError
 from p2ptrain.averaging.grouping.cells import Cells
 from p2ptrain.averaging.vector.error_feedback import ErrorFeedback
 from p2ptrain.codecs import get_codec
-from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from p2ptrain.network.simulated import SimulatedNetwork
+from tests.support.coroutines import simulated
 from tests.support.sim.averagers import AveragingPeer, start_averagers, stop_averagers
 from tests.support.sim.peers import until
 from tests.support.sim.trees import SPEC, assert_all_took_part, exact_mean, grow, hit_first_delegate, run
@@ -216,40 +217,37 @@ def test_a_swarm_that_grows_beyond_a_group_and_shrinks_again_goes_on() -> None:
 
 
 @pytest.mark.parametrize("codec", ["int8", "topk"])
-def test_what_codecs_drop_on_all_levels_comes_again(codec: str) -> None:
+@simulated(seed=4)
+async def test_what_codecs_drop_on_all_levels_comes_again(network: SimulatedNetwork, codec: str) -> None:
     """Summed over rounds, what was applied and what the peers keep for later is what they contributed."""
     spec = SPEC.model_copy(update={"codec": codec, "group_size": 4})
     most_rounds, num_values = 20, 2 * 4096
-
-    async def main(network: SimulatedNetwork) -> None:
-        peers = [network.add_peer(f"p{i}") for i in range(9)]
-        started = await start_averagers(network, peers, spec, num_values)
-        feedbacks = [ErrorFeedback(num_values, get_codec(codec)) for _ in started]
-        wanted, got = torch.zeros(num_values, dtype=torch.float64), torch.zeros(num_values, dtype=torch.float64)
-        updates = [torch.randn(num_values, generator=torch.Generator().manual_seed(i)) for i in range(len(started))]
-        counted = 0
-        for _ in range(most_rounds):  # Of which the last three have room for all in their cells.
-            for each, feedback, update in zip(started, feedbacks, updates, strict=True):
-                each.vector = update.clone()
-                feedback.add_to(each.vector)
-            committed = await asyncio.gather(*(each.try_round() for each in started))
-            if not all(committed) or not all(each.outcomes[-1].contributed for each in started):
-                for feedback in feedbacks:
-                    feedback.reset()
-                wanted.zero_()
-                got.zero_()
-                counted = 0
-                continue
-            counted += 1
-            wanted += torch.stack(updates).double().mean(0)
-            got += started[0].mean().double()
-            for each, feedback in zip(started, feedbacks, strict=True):
-                feedback.update(each.outcomes[-1].encoded)
-            if counted == 3:
-                break
-        assert counted == 3
-        kept = torch.stack([f.residual.double() for f in feedbacks if f.residual is not None]).mean(0)
-        torch.testing.assert_close(wanted - got, kept, rtol=0, atol=1e-3)
-        await stop_averagers(started)
-
-    simulate(main, seed=4)
+    peers = [network.add_peer(f"p{i}") for i in range(9)]
+    started = await start_averagers(network, peers, spec, num_values)
+    feedbacks = [ErrorFeedback(num_values, get_codec(codec)) for _ in started]
+    wanted, got = torch.zeros(num_values, dtype=torch.float64), torch.zeros(num_values, dtype=torch.float64)
+    updates = [torch.randn(num_values, generator=torch.Generator().manual_seed(i)) for i in range(len(started))]
+    counted = 0
+    for _ in range(most_rounds):  # Of which the last three have room for all in their cells.
+        for each, feedback, update in zip(started, feedbacks, updates, strict=True):
+            each.vector = update.clone()
+            feedback.add_to(each.vector)
+        committed = await asyncio.gather(*(each.try_round() for each in started))
+        if not all(committed) or not all(each.outcomes[-1].contributed for each in started):
+            for feedback in feedbacks:
+                feedback.reset()
+            wanted.zero_()
+            got.zero_()
+            counted = 0
+            continue
+        counted += 1
+        wanted += torch.stack(updates).double().mean(0)
+        got += started[0].mean().double()
+        for each, feedback in zip(started, feedbacks, strict=True):
+            feedback.update(each.outcomes[-1].encoded)
+        if counted == 3:
+            break
+    assert counted == 3
+    kept = torch.stack([f.residual.double() for f in feedbacks if f.residual is not None]).mean(0)
+    torch.testing.assert_close(wanted - got, kept, rtol=0, atol=1e-3)
+    await stop_averagers(started)

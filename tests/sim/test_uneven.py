@@ -9,6 +9,7 @@ import pytest
 from p2ptrain.averaging.grouping.membership import rank
 from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from tests.support.coroutines import simulated
 from tests.support.sim.accounts import Accounts
 from tests.support.sim.trainers import TOKENS_PER_STEP, SimulatedSwarm, make_manifest
 
@@ -89,96 +90,87 @@ def test_so_does_any_mix_of_speeds(seed: int) -> None:
 
 @pytest.mark.fault(51)
 @pytest.mark.parametrize("fault", ["leader dies", "follower dies", "leaves"])
-def test_the_others_go_on_at_full_speed_when_one_goes_in_mid_round(fault: str) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        swarm = SimulatedSwarm(network, make_manifest({"every": EVERY}), 7)
-        accounts = Accounts(swarm)
-        start(swarm, [1, 2, 4, 8])
-        await until_round(swarm, STEADY_ROUNDS)
-        key = swarm.trainers["t0"].sync.averager.matchmaker._position.key
-        leader = min(swarm.alive, key=lambda trainer: rank(trainer.peer.peer_id, key))
-        await swarm.until(lambda: min(t.steps_in_round for t in swarm.alive) >= 2, 200, "all are in mid round")
-        gone = leader if fault == "leader dies" else next(t for t in swarm.alive if t is not leader)
-        if fault == "leaves":
-            gone.stop = True
-            await swarm.until(lambda: gone.status == "draining", 60, "it leaves")
-            await swarm.tasks.pop(gone.peer.name)
-            swarm.trainers.pop(gone.peer.name)
-        else:
-            swarm.crash(gone.peer.name)
-        front = max(trainer.sync.head.round for trainer in swarm.alive)
-        await until_round(swarm, front + 1)
-        assert await measure(swarm, 3) >= 0.95
-        for trainer in swarm.alive:
-            accounts.check(trainer)
-        await swarm.end()
-
-    simulate(main, 7)
+@simulated(seed=7)
+async def test_the_others_go_on_at_full_speed_when_one_goes_in_mid_round(network: SimulatedNetwork, fault: str) -> None:
+    swarm = SimulatedSwarm(network, make_manifest({"every": EVERY}), 7)
+    accounts = Accounts(swarm)
+    start(swarm, [1, 2, 4, 8])
+    await until_round(swarm, STEADY_ROUNDS)
+    key = swarm.trainers["t0"].sync.averager.matchmaker._position.key
+    leader = min(swarm.alive, key=lambda trainer: rank(trainer.peer.peer_id, key))
+    await swarm.until(lambda: min(t.steps_in_round for t in swarm.alive) >= 2, 200, "all are in mid round")
+    gone = leader if fault == "leader dies" else next(t for t in swarm.alive if t is not leader)
+    if fault == "leaves":
+        gone.stop = True
+        await swarm.until(lambda: gone.status == "draining", 60, "it leaves")
+        await swarm.tasks.pop(gone.peer.name)
+        swarm.trainers.pop(gone.peer.name)
+    else:
+        swarm.crash(gone.peer.name)
+    front = max(trainer.sync.head.round for trainer in swarm.alive)
+    await until_round(swarm, front + 1)
+    assert await measure(swarm, 3) >= 0.95
+    for trainer in swarm.alive:
+        accounts.check(trainer)
+    await swarm.end()
 
 
 @pytest.mark.fault(51)
-def test_a_newcomer_of_another_speed_adds_what_it_can() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        swarm = SimulatedSwarm(network, make_manifest({"every": EVERY}), 8)
-        start(swarm, [1, 4])
-        await until_round(swarm, STEADY_ROUNDS)
-        swarm.start("late", UNIT_SECONDS / 8)
-        front = swarm.trainers["t0"].sync.head.round
-        await until_round(swarm, front + 3)
-        assert await measure(swarm, 4) >= 0.95
-        await swarm.end()
-
-    simulate(main, 8)
+@simulated(seed=8)
+async def test_a_newcomer_of_another_speed_adds_what_it_can(network: SimulatedNetwork) -> None:
+    swarm = SimulatedSwarm(network, make_manifest({"every": EVERY}), 8)
+    start(swarm, [1, 4])
+    await until_round(swarm, STEADY_ROUNDS)
+    swarm.start("late", UNIT_SECONDS / 8)
+    front = swarm.trainers["t0"].sync.head.round
+    await until_round(swarm, front + 3)
+    assert await measure(swarm, 4) >= 0.95
+    await swarm.end()
 
 
 @pytest.mark.fault(51)
-def test_a_fast_machine_far_away_adds_what_it_can() -> None:
+@simulated(seed=1)
+async def test_a_fast_machine_far_away_adds_what_it_can(network: SimulatedNetwork) -> None:
     """Its reports take longer than the grace period."""
-
-    async def main(network: SimulatedNetwork) -> None:
-        swarm = SimulatedSwarm(network, make_manifest({"every": EVERY}), 1)
-        start(swarm, [1, 1])
-        swarm.start("far", UNIT_SECONDS / 8, latency_seconds=1.0)
-        await until_round(swarm, STEADY_ROUNDS)
-        assert await measure(swarm, 6) >= 0.85, "averaging takes its part, some seconds of each round"
-        await swarm.end()
-
-    simulate(main, 1)
+    swarm = SimulatedSwarm(network, make_manifest({"every": EVERY}), 1)
+    start(swarm, [1, 1])
+    swarm.start("far", UNIT_SECONDS / 8, latency_seconds=1.0)
+    await until_round(swarm, STEADY_ROUNDS)
+    assert await measure(swarm, 6) >= 0.85, "averaging takes its part, some seconds of each round"
+    await swarm.end()
 
 
 @pytest.mark.fault(17)
-def test_a_peer_whose_step_takes_longer_than_a_round_holds_nobody_up_and_its_work_counts() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        swarm = SimulatedSwarm(network, make_manifest({"every": 8}), 9)
-        slow = swarm.start("slow", 100.0)
-        for index in range(3):
-            swarm.start(f"t{index}", 1.0)
-        fast = [trainer for trainer in swarm.alive if trainer is not slow]
-        await swarm.until(lambda: min(t.sync.head.round for t in fast) >= 12, 600, "the others train")
-        began, front = network.loop.time(), fast[0].sync.head.round
-        counted = swarm.ledger.contributed.get("slow", 0)
-        await swarm.until(lambda: min(t.sync.head.round for t in fast) >= front + 40, 1200, "they go on")
-        seconds = network.loop.time() - began
-        steps = swarm.manifest.training.every * 4 / 3  # The slow peer's share of the goal is done by the others.
-        assert seconds <= 40 * (1.2 * (steps * 1.0 + 1.0)) + swarm.manifest.averaging.grace_seconds
-        assert swarm.ledger.contributed["slow"] >= counted + 2 * TOKENS_PER_STEP
-        await swarm.end()
-
-    simulate(main, 9)
+@simulated(seed=9)
+async def test_a_peer_whose_step_takes_longer_than_a_round_holds_nobody_up_and_its_work_counts(
+    network: SimulatedNetwork,
+) -> None:
+    swarm = SimulatedSwarm(network, make_manifest({"every": 8}), 9)
+    slow = swarm.start("slow", 100.0)
+    for index in range(3):
+        swarm.start(f"t{index}", 1.0)
+    fast = [trainer for trainer in swarm.alive if trainer is not slow]
+    await swarm.until(lambda: min(t.sync.head.round for t in fast) >= 12, 600, "the others train")
+    began, front = network.loop.time(), fast[0].sync.head.round
+    counted = swarm.ledger.contributed.get("slow", 0)
+    await swarm.until(lambda: min(t.sync.head.round for t in fast) >= front + 40, 1200, "they go on")
+    seconds = network.loop.time() - began
+    steps = swarm.manifest.training.every * 4 / 3  # The slow peer's share of the goal is done by the others.
+    assert seconds <= 40 * (1.2 * (steps * 1.0 + 1.0)) + swarm.manifest.averaging.grace_seconds
+    assert swarm.ledger.contributed["slow"] >= counted + 2 * TOKENS_PER_STEP
+    await swarm.end()
 
 
 @pytest.mark.fault(51)
-def test_a_fast_peer_does_more_steps_and_weighs_more() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        swarm = SimulatedSwarm(network, make_manifest({"every": EVERY}), 10)
-        start(swarm, [1, 1, 8])
-        await until_round(swarm, STEADY_ROUNDS + 1)
-        trainer = swarm.trainers["t0"]
-        body = Certificate.from_bytes(trainer.sync.head.certificate, trainer.swarm, trainer.peer.signer).body
-        weights = {body.members[index]: tokens for index, tokens, _ in body.contributors}
-        slow, fast = weights[trainer.peer.peer_id], weights[swarm.trainers["t2"].peer.peer_id]
-        assert 6 <= fast / slow <= 10
-        assert 0.8 <= sum(weights.values()) / (3 * EVERY * TOKENS_PER_STEP) <= 1.2
-        await swarm.end()
-
-    simulate(main, 10)
+@simulated(seed=10)
+async def test_a_fast_peer_does_more_steps_and_weighs_more(network: SimulatedNetwork) -> None:
+    swarm = SimulatedSwarm(network, make_manifest({"every": EVERY}), 10)
+    start(swarm, [1, 1, 8])
+    await until_round(swarm, STEADY_ROUNDS + 1)
+    trainer = swarm.trainers["t0"]
+    body = Certificate.from_bytes(trainer.sync.head.certificate, trainer.swarm, trainer.peer.signer).body
+    weights = {body.members[index]: tokens for index, tokens, _ in body.contributors}
+    slow, fast = weights[trainer.peer.peer_id], weights[swarm.trainers["t2"].peer.peer_id]
+    assert 6 <= fast / slow <= 10
+    assert 0.8 <= sum(weights.values()) / (3 * EVERY * TOKENS_PER_STEP) <= 1.2
+    await swarm.end()
