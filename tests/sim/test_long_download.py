@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -15,18 +15,12 @@ import pytest
 
 from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.errors import IntegrityError, ResourceError
-from p2ptrain.network.chunks.fetch import FetchOptions
-from p2ptrain.network.chunks.server import Ration
-from p2ptrain.network.rpc.pace import LeastRate
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
-from p2ptrain.training.state import digest
 from p2ptrain.training.state.shared_state import SharedState, Stamp
-from p2ptrain.training.sync import background_download as downloading
-from p2ptrain.training.sync import rounds_since, state_server
+from p2ptrain.training.sync import rounds_since
 from p2ptrain.training.sync.background_download import StateDownload
-from p2ptrain.training.sync.download import download_state
-from p2ptrain.training.sync.partial_download import PartialDownload
 from tests.support.coroutines import simulated
+from tests.support.sim.downloads import slow_downloads
 from tests.support.sim.trainers import SimulatedSwarm, SimulatedTrainer, make_manifest
 
 WIDTH = 100
@@ -41,27 +35,13 @@ class Swarm(SimulatedSwarm):
     """Trainers of a model of some chunks, whose sources send them slowly, at so many bytes per second each.
 
     Attributes:
-        kept: Chunks that each peer's downloads kept, by name; over all of its processes.
+        kept: Chunks that downloads kept.
     """
 
-    def __init__(self, network: SimulatedNetwork, patch: pytest.MonkeyPatch, upload: float, disk: Path) -> None:
+    def __init__(self, network: SimulatedNetwork, upload: float, patch: pytest.MonkeyPatch, disk: Path) -> None:
         super().__init__(network, make_manifest(history_rounds=HISTORY_ROUNDS), 1)
         self._disk = disk
-        self.kept: Counter[str] = Counter()
-        digest.cut_of.cache_clear()
-        patch.setattr(digest, "CHUNK_BYTES", CHUNK_BYTES)
-        patch.setattr(state_server, "CHUNK_BYTES", CHUNK_BYTES)
-        patch.setattr(state_server, "Ration", partial(Ration, bytes_per_second=upload))
-        options = FetchOptions(least=LeastRate(bytes_per_second=upload / 100, window_seconds=600.0))
-        patch.setattr(downloading, "download_state", partial(download_state, options=options))
-        put, kept, disk_ = PartialDownload.put, self.kept, disk
-
-        def counted(download: PartialDownload, *chunk: Any) -> bool:
-            assert download._folder is not None
-            kept[download._folder.relative_to(disk_).parts[0]] += 1
-            return put(download, *chunk)
-
-        patch.setattr(PartialDownload, "put", counted)
+        self.kept = slow_downloads(patch, CHUNK_BYTES, upload)
 
     def _launch(self, peer: SimulatedPeer, step_seconds: float) -> SimulatedTrainer:
         peer.runtime.scratch = self._disk / peer.name
@@ -87,6 +67,15 @@ class Swarm(SimulatedSwarm):
         assert not list(self._disk.glob("*/*/*")), "what was downloaded is of no use any more"
 
 
+Begin = Callable[[SimulatedNetwork, float], Swarm]
+
+
+@pytest.fixture
+def begin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Begin:
+    """Makes a `Swarm` in the test's folder, given the network and what a source sends."""
+    return partial(Swarm, patch=monkeypatch, disk=tmp_path)
+
+
 def tear(disk: Path) -> None:
     """Damage the first chunk of what a newcomer has on its disk."""
     chunks = next(disk.glob("n/*/state/chunks"))
@@ -99,9 +88,9 @@ def tear(disk: Path) -> None:
 @pytest.mark.parametrize("seconds", [300, pytest.param(3600, marks=pytest.mark.slow)])
 @simulated(seed=1)
 async def test_a_long_download_arrives_though_rounds_go_on_and_sources_leave(
-    network: SimulatedNetwork, seconds: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    network: SimulatedNetwork, seconds: int, begin: Begin
 ) -> None:
-    swarm = Swarm(network, monkeypatch, STATE_BYTES / seconds / 3, tmp_path)
+    swarm = begin(network, STATE_BYTES / seconds / 3)
     await swarm.train("abcd")
     newcomer = swarm.start("n", step_seconds=2.0)
     began, first = network.loop.time(), swarm.trainers["d"].sync.head.round
@@ -113,48 +102,48 @@ async def test_a_long_download_arrives_though_rounds_go_on_and_sources_leave(
     took = network.loop.time() - began
     assert took >= seconds
     assert took < 15 * (swarm.trainers["d"].sync.head.round - first), "the others' rounds go on"
-    assert swarm.kept["n"] <= 1.2 * NUM_CHUNKS
+    assert len(swarm.kept) <= 1.2 * NUM_CHUNKS
     await swarm.end()
 
 
 @pytest.mark.fault(9)
 @simulated(seed=1)
 async def test_a_newcomer_that_restarts_goes_on_from_its_disk_though_rounds_went_on(
-    network: SimulatedNetwork, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    network: SimulatedNetwork, begin: Begin, tmp_path: Path
 ) -> None:
-    swarm = Swarm(network, monkeypatch, STATE_BYTES / 300 / 2, tmp_path)
+    swarm = begin(network, STATE_BYTES / 300 / 2)
     await swarm.train("ab")
     swarm.start("n", step_seconds=2.0)
-    await swarm.until(lambda: swarm.kept["n"] >= NUM_CHUNKS // 2, 600, "half of the download")
+    await swarm.until(lambda: len(swarm.kept) >= NUM_CHUNKS // 2, 600, "half of the download")
     swarm.crash("n")
     tear(tmp_path)
     await asyncio.sleep(10.0)
     await swarm.arrives(swarm.restart("n", step_seconds=2.0), seconds=600)
-    assert NUM_CHUNKS < swarm.kept["n"] <= 1.2 * NUM_CHUNKS
+    assert NUM_CHUNKS < len(swarm.kept) <= 1.2 * NUM_CHUNKS
     await swarm.end()
 
 
 @simulated(seed=1)
 async def test_a_newcomer_that_was_away_for_longer_than_histories_last_begins_anew(
-    network: SimulatedNetwork, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    network: SimulatedNetwork, begin: Begin
 ) -> None:
-    swarm = Swarm(network, monkeypatch, STATE_BYTES / 120 / 2, tmp_path)
+    swarm = begin(network, STATE_BYTES / 120 / 2)
     await swarm.train("ab")
     swarm.start("n", step_seconds=2.0)
-    await swarm.until(lambda: swarm.kept["n"] >= NUM_CHUNKS // 2, 600, "half of the download")
+    await swarm.until(lambda: len(swarm.kept) >= NUM_CHUNKS // 2, 600, "half of the download")
     swarm.crash("n")
     await asyncio.sleep(30.0 * HISTORY_ROUNDS)
     await swarm.arrives(swarm.restart("n", step_seconds=2.0), seconds=600)
-    assert swarm.kept["n"] >= 1.4 * NUM_CHUNKS
+    assert len(swarm.kept) >= 1.4 * NUM_CHUNKS
     await swarm.end()
 
 
 @pytest.mark.fault(43)
 @simulated(seed=1)
 async def test_a_trainer_that_is_far_behind_downloads_and_the_others_do_not_wait_for_it(
-    network: SimulatedNetwork, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    network: SimulatedNetwork, begin: Begin
 ) -> None:
-    swarm = Swarm(network, monkeypatch, STATE_BYTES / 200 / 2, tmp_path)
+    swarm = begin(network, STATE_BYTES / 200 / 2)
     await swarm.train("abc")
     late = swarm.trainers["c"]
     network.cut(late.peer)
@@ -172,10 +161,8 @@ async def test_a_trainer_that_is_far_behind_downloads_and_the_others_do_not_wait
 
 
 @simulated(seed=1)
-async def test_eight_newcomers_at_once_arrive(
-    network: SimulatedNetwork, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    swarm = Swarm(network, monkeypatch, 8 * STATE_BYTES / 200 / 2, tmp_path)
+async def test_eight_newcomers_at_once_arrive(network: SimulatedNetwork, begin: Begin) -> None:
+    swarm = begin(network, 8 * STATE_BYTES / 200 / 2)
     await swarm.train("ab")
     newcomers = [swarm.start(f"n{index}", step_seconds=2.0) for index in range(8)]
     await swarm.arrives(*newcomers, seconds=600)
@@ -185,16 +172,16 @@ async def test_eight_newcomers_at_once_arrive(
 @pytest.mark.fault(9)
 @simulated(seed=1)
 async def test_a_source_that_makes_up_a_state_in_the_middle_is_outvoted(
-    network: SimulatedNetwork, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    network: SimulatedNetwork, begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    swarm = Swarm(network, monkeypatch, STATE_BYTES / 200 / 3, tmp_path)
+    swarm = begin(network, STATE_BYTES / 200 / 3)
     await swarm.train("abc")
     liar = swarm.trainers["b"]
     read = SharedState.read
 
     def forge(state: SharedState, index: int, out: memoryview, *rest: Any, **options: Any) -> int:
         size = read(state, index, out, *rest, **options)
-        if state is liar.state and size >= 0 and swarm.kept["n"] >= 10:
+        if state is liar.state and size >= 0 and len(swarm.kept) >= 10:
             end = size - len(state._tree.proof(index)) - Stamp.NUM_BYTES  # type: ignore[union-attr]
             stamp = Stamp(state.head.round, state.head.lineage, b"\x01" * 32)
             out[end : end + Stamp.NUM_BYTES] = stamp.to_bytes()
@@ -216,16 +203,16 @@ def full_disk(*_: object) -> None:
 @pytest.mark.parametrize("writes", ["the state", "the index", "the rounds since"])
 @simulated(seed=1)
 async def test_a_full_disk_ends_the_newcomer_and_is_no_fault_of_its_sources(
-    network: SimulatedNetwork, writes: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    network: SimulatedNetwork, writes: str, begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    swarm = Swarm(network, monkeypatch, STATE_BYTES / 120 / 2, tmp_path)
+    swarm = begin(network, STATE_BYTES / 120 / 2)
     await swarm.train("ab")
     with monkeypatch.context() as patch:
         if writes == "the state":
             patch.setattr(os, "posix_fallocate", full_disk)
         newcomer = swarm.start("n", step_seconds=2.0)
         if writes != "the state":
-            await swarm.until(lambda: swarm.kept["n"] >= NUM_CHUNKS // 4, 300, "a part of the download")
+            await swarm.until(lambda: len(swarm.kept) >= NUM_CHUNKS // 4, 300, "a part of the download")
             patch.setattr(*((os, "write") if writes == "the index" else (rounds_since, "_write")), full_disk)
         with pytest.raises(ResourceError, match=r"No space left on device.*free some space"):
             async with asyncio.timeout(60):
@@ -244,7 +231,7 @@ async def test_a_full_disk_ends_the_newcomer_and_is_no_fault_of_its_sources(
 
 @simulated(seed=1)
 async def test_a_step_that_moves_a_value_by_others_makes_do_with_chunks_of_one_round(
-    network: SimulatedNetwork, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    network: SimulatedNetwork, begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     apply, assemble, rounds_of_chunks = SharedState.apply, StateDownload.assemble, list[int]()
 
@@ -252,7 +239,7 @@ async def test_a_step_that_moves_a_value_by_others_makes_do_with_chunks_of_one_r
         apply(state, *arguments, **options)
         state.vector.add_(0.01 * state.vector.mean())  # What other chunks hold matters.
 
-    swarm = Swarm(network, monkeypatch, STATE_BYTES / 20 / 2, tmp_path)
+    swarm = begin(network, STATE_BYTES / 20 / 2)
 
     async def assembled(download: StateDownload, *arguments: Any) -> Head:
         assert download._partial is not None
@@ -275,10 +262,10 @@ async def test_a_step_that_moves_a_value_by_others_makes_do_with_chunks_of_one_r
 
 @simulated(seed=1)
 async def test_a_newcomer_that_drains_while_it_assembles_ends_with_a_whole_state(
-    network: SimulatedNetwork, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    network: SimulatedNetwork, begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patch = SharedState.patch
-    swarm = Swarm(network, monkeypatch, STATE_BYTES / 30 / 2, tmp_path)
+    swarm = begin(network, STATE_BYTES / 30 / 2)
     await swarm.train("ab")
     newcomer = swarm.start("n", step_seconds=2.0)
     compute, drained_at = newcomer.peer.runtime.compute, list[int]()

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from p2ptrain.manifest import LoraSpec
-from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.pipeline.client.sender import Opened
 from p2ptrain.pipeline.messages import pack
 from p2ptrain.pipeline.plan import PipelinePlan
-from tests.support.coroutines import simulated
 from tests.support.coroutines import simulated
 from tests.support.sim.peers import until
 from tests.support.sim.pipelines import Pipeline, PipelinePeer, WholeModel, make_manifest, sample, tell
@@ -212,7 +211,9 @@ async def test_a_trainer_that_makes_its_own_loss_trains_the_same_model(
 
 @pytest.mark.parametrize("which", range(3))
 @simulated(seed=6)
-async def test_a_full_round_takes_on_what_a_first_host_had_that_dies_while_outputs_are_with_the_trainer(network: SimulatedNetwork, which: int) -> None:
+async def test_a_full_round_takes_on_what_a_first_host_had_that_dies_while_outputs_are_with_the_trainer(
+    network: SimulatedNetwork, which: int
+) -> None:
     """Whichever dies, of two of them another one leads the round, and keeps room for it until it is missed."""
     pipeline = await start(network, 2, 3)
     whole, trainer = WholeModel(pipeline.manifest), trainer_of(pipeline)
