@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from p2ptrain.errors import DivergedError
-from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.training.sync.replica import MAX_DROPS
 from tests.support.coroutines import simulated
 from tests.support.sim.trainers import SimulatedSwarm, SimulatedTrainer, make_manifest
@@ -63,33 +63,34 @@ async def start(network: SimulatedNetwork) -> tuple[SimulatedSwarm, SimulatedTra
 
 @pytest.mark.fault(32)
 @each
-def test_a_peer_whose_contributions_never_count_ends_with_one_line_and_the_others_go_on(
-    spoil: Spoil, caplog: pytest.LogCaptureFixture
+@simulated(seed=3)
+async def test_a_peer_whose_contributions_never_count_ends_with_one_line_and_the_others_go_on(
+    network: SimulatedNetwork, spoil: Spoil, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        swarm, broken = await start(network)
-        task = swarm.tasks.pop("broken")
-        spoil_updates(broken, spoil)
-        await swarm.until(task.done, SECONDS, "the broken peer ends")
-        error = task.exception()
-        assert isinstance(error, DivergedError), error
-        assert f"{MAX_DROPS} contributions of this peer in a row" in str(error)
-        assert "\n" not in str(error)
-        sound = [trainer for trainer in swarm.alive if trainer is not broken]
-        front = max(trainer.sync.head.round for trainer in sound)
-        await swarm.until(lambda: min(t.sync.head.round for t in sound) >= front + 3, SECONDS, "the others go on")
-        assert all(bool(trainer.state.vector.isfinite().all()) for trainer in sound)
-        await swarm.end()
-
-    with caplog.at_level(logging.WARNING, "p2ptrain.training.sync.synchronizer"):
-        simulate(main, seed=3)
+    caplog.set_level(logging.WARNING, "p2ptrain.training.sync.synchronizer")
+    swarm, broken = await start(network)
+    task = swarm.tasks.pop("broken")
+    spoil_updates(broken, spoil)
+    await swarm.until(task.done, SECONDS, "the broken peer ends")
+    error = task.exception()
+    assert isinstance(error, DivergedError), error
+    assert f"{MAX_DROPS} contributions of this peer in a row" in str(error)
+    assert "\n" not in str(error)
+    sound = [trainer for trainer in swarm.alive if trainer is not broken]
+    front = max(trainer.sync.head.round for trainer in sound)
+    await swarm.until(lambda: min(t.sync.head.round for t in sound) >= front + 3, SECONDS, "the others go on")
+    assert all(bool(trainer.state.vector.isfinite().all()) for trainer in sound)
+    await swarm.end()
     told = [record for record in caplog.records if "it was dropped, and this peer begins anew" in record.message]
     assert len(told) == MAX_DROPS - 1
 
 
 @pytest.mark.fault(32)
+@each
 @simulated(seed=4)
-async def test_a_peer_whose_contributions_count_again_is_not_ended_by_those_before(network: SimulatedNetwork) -> None:
+async def test_a_peer_whose_contributions_count_again_is_not_ended_by_those_before(
+    network: SimulatedNetwork, spoil: Spoil
+) -> None:
     swarm, broken = await start(network)
     begun: list[int] = []
     begin_anew = broken.work.begin_anew
@@ -100,7 +101,7 @@ async def test_a_peer_whose_contributions_count_again_is_not_ended_by_those_befo
 
     broken.work.begin_anew = watched  # type: ignore[method-assign]
     for drops in (MAX_DROPS - 1, 2 * (MAX_DROPS - 1)):
-        spoil_updates(broken, not_a_number, while_=lambda: len(begun) < drops)  # noqa: B023
+        spoil_updates(broken, spoil, while_=lambda: len(begun) < drops)  # noqa: B023
         await swarm.until(lambda: len(begun) == drops, SECONDS, "its updates are dropped")  # noqa: B023
         seen = len(broken.results)
         await swarm.until(
@@ -109,4 +110,8 @@ async def test_a_peer_whose_contributions_count_again_is_not_ended_by_those_befo
             "it takes part again",
         )
     assert len(begun) == 2 * (MAX_DROPS - 1)
+    dropped = [result for result in broken.results if "was dropped" in result.reason]
+    assert not any(result.contributed for result in dropped)
+    if spoil is out_of_proportion:
+        assert all(result.committed for result in dropped), "it keeps a share of the round of the others"
     await swarm.end()
