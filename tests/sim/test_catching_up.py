@@ -15,7 +15,7 @@ from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.codecs import get_codec
 from p2ptrain.network.simulated import SimulatedNetwork
-from p2ptrain.training.sync import catch_up as following
+from p2ptrain.training.sync import catch_up
 from p2ptrain.training.sync.catch_up_policy import Way
 from tests.support.coroutines import simulated
 from tests.support.sim.trainers import TOKENS_PER_STEP, Ledger, SimulatedTrainer, make_manifest
@@ -137,6 +137,13 @@ async def trainers(
             await trainer.close()
 
 
+@pytest.fixture(params=["replay", "download"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The way in which peers catch up, whatever it costs."""
+    monkeypatch.setattr(catch_up, "choose_way", lambda *_: Way(request.param == "download", request.param))
+    return str(request.param)
+
+
 async def bytes_to_follow(trainer: SimulatedTrainer) -> int:
     """What a trainer receives to catch up."""
     before = trainer.rpc.bytes_received
@@ -171,12 +178,8 @@ async def test_a_laggard_moves_the_fewer_bytes_and_holds_the_same_bits(
         assert_equal_states(*swarm.all.values())
 
 
-@pytest.mark.parametrize("is_download", [False, True])
 @simulated(seed=1)
-async def test_work_that_waits_is_carried_alike_and_counted_once(
-    network: SimulatedNetwork, is_download: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(following, "choose_way", lambda *sizes: Way(is_download, "told so"))
+async def test_work_that_waits_is_carried_alike_and_counted_once(network: SimulatedNetwork, way: str) -> None:
     async with trainers(network, "abc") as swarm:
         laggard = swarm.all["c"]
         laggard.sync.feedback.residual.fill_(0.5)  # type: ignore[union-attr]
@@ -188,7 +191,7 @@ async def test_work_that_waits_is_carried_alike_and_counted_once(
         await swarm.come_back("c")
         num_missed = swarm.all["a"].sync.head.round - laggard.sync.head.round
         await bytes_to_follow(laggard)
-        assert laggard.sync.catch_up.resyncs == is_download
+        assert laggard.sync.catch_up.resyncs == (way == "download")
         assert_equal_states(*swarm.all.values())
         carried = torch.empty(NUM_VALUES)
         laggard.work.collect(carried)
@@ -204,12 +207,8 @@ async def test_work_that_waits_is_carried_alike_and_counted_once(
         assert_equal_states(*swarm.all.values())
 
 
-@pytest.mark.parametrize("is_download", [False, True])
 @simulated(seed=1)
-async def test_each_fragment_s_work_decays_with_the_rounds_that_it_missed(
-    network: SimulatedNetwork, is_download: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(following, "choose_way", lambda *sizes: Way(is_download, "told so"))
+async def test_each_fragment_s_work_decays_with_the_rounds_that_it_missed(network: SimulatedNetwork, way: str) -> None:
     async with trainers(network, "abc", fragments=2) as swarm:
         laggard = swarm.all["c"]
         swarm.step("c")
@@ -221,7 +220,7 @@ async def test_each_fragment_s_work_decays_with_the_rounds_that_it_missed(
         await swarm.come_back("c")
         missed = range(first, swarm.all["a"].sync.head.round)
         await bytes_to_follow(laggard)
-        assert laggard.sync.catch_up.resyncs == is_download
+        assert laggard.sync.catch_up.resyncs == (way == "download")
         assert_equal_states(*swarm.all.values())
         carried = torch.empty_like(work)
         laggard.work.collect(carried)
@@ -236,12 +235,8 @@ async def test_each_fragment_s_work_decays_with_the_rounds_that_it_missed(
         assert sum(laggard.work.pending) == TOKENS_PER_STEP  # The fragment of the round before last waits again.
 
 
-@pytest.mark.parametrize("is_download", [False, True])
 @simulated(seed=2)
-async def test_work_in_a_round_whose_end_was_not_seen_is_not_brought_again(
-    network: SimulatedNetwork, is_download: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(following, "choose_way", lambda *sizes: Way(is_download, "told so"))
+async def test_work_in_a_round_whose_end_was_not_seen_is_not_brought_again(network: SimulatedNetwork, way: str) -> None:
     async with trainers(network, "abcd") as swarm:
         laggard = swarm.all["d"]
 
@@ -263,7 +258,7 @@ async def test_work_in_a_round_whose_end_was_not_seen_is_not_brought_again(
         await swarm.rounds("abc", 2)
         await swarm.come_back("d")
         await bytes_to_follow(laggard)
-        assert laggard.sync.catch_up.resyncs == is_download
+        assert laggard.sync.catch_up.resyncs == (way == "download")
         assert laggard.work.tokens == 0
         assert not bool(laggard.sync.feedback.residual.any())  # type: ignore[union-attr]
         assert_equal_states(*swarm.all.values())
@@ -294,61 +289,26 @@ async def test_rounds_that_the_source_does_not_have_come_from_others_before_the_
         assert_equal_states(*swarm.all.values())
 
 
-@pytest.mark.parametrize("way", ["replay", "download"])
+@pytest.mark.usefixtures("way")
 @simulated(seed=1)
-async def test_a_residual_whose_round_is_over_is_not_restored(
-    network: SimulatedNetwork, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
-    monkeypatch.setattr(following, "choose_way", lambda *_: Way(way == "download", way))
+async def test_work_and_a_residual_whose_round_is_over_are_not_restored(network: SimulatedNetwork) -> None:
     async with trainers(network, "abc") as swarm:
+        swarm.step("a")
         saved = Checkpoint.of(swarm.all["a"])
         assert saved.residual.abs().max() > 0
+        assert any(saved.work[0]["pending"])
         await swarm.rounds("abc", 2)  # The first of them adds what the checkpoint holds as a residual.
         again = await swarm.restart("a", saved)
         assert_equal_states(*swarm.all.values())
         assert again.sync.feedback.residual is not None
         assert again.sync.feedback.residual.abs().max() == 0
-
-
-@pytest.mark.parametrize("way", ["replay", "download"])
-@simulated(seed=1)
-async def test_a_residual_that_no_round_has_used_is_restored(
-    network: SimulatedNetwork, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
-    monkeypatch.setattr(following, "choose_way", lambda *_: Way(way == "download", way))
-    async with trainers(network, "abc") as swarm:
-        saved = Checkpoint.of(swarm.all["a"])
-        swarm.leave("a")
-        await swarm.rounds("bc", 2)
-        again = await swarm.restart("a", saved)
-        assert_equal_states(*swarm.all.values())
-        assert again.sync.feedback.residual is not None
-        assert torch.equal(again.sync.feedback.residual, saved.residual)
-
-
-@pytest.mark.parametrize("way", ["replay", "download"])
-@simulated(seed=1)
-async def test_work_of_a_checkpoint_that_a_round_holds_does_not_count_again(
-    network: SimulatedNetwork, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
-    monkeypatch.setattr(following, "choose_way", lambda *_: Way(way == "download", way))
-    async with trainers(network, "abc") as swarm:
-        swarm.step("a")
-        saved = Checkpoint.of(swarm.all["a"])
-        assert any(saved.work[0]["pending"])
-        await swarm.rounds("abc", 2)
-        again = await swarm.restart("a", saved)
-        assert_equal_states(*swarm.all.values())
         assert not any(again.work.pending)
         assert torch.equal(live_values(again), again.state.vector)
 
 
-@pytest.mark.parametrize("way", ["replay", "download"])
+@pytest.mark.usefixtures("way")
 @simulated(seed=1)
-async def test_work_of_a_checkpoint_that_no_round_holds_still_waits(
-    network: SimulatedNetwork, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
-    monkeypatch.setattr(following, "choose_way", lambda *_: Way(way == "download", way))
+async def test_work_and_a_residual_that_no_round_has_used_are_restored(network: SimulatedNetwork) -> None:
     async with trainers(network, "abc") as swarm:
         swarm.step("a")
         saved = Checkpoint.of(swarm.all["a"])
@@ -357,6 +317,8 @@ async def test_work_of_a_checkpoint_that_no_round_holds_still_waits(
         await swarm.rounds("bc", 1)
         again = await swarm.restart("a", saved)
         assert_equal_states(*swarm.all.values())
+        assert again.sync.feedback.residual is not None
+        assert torch.equal(again.sync.feedback.residual, saved.residual)
         assert again.work.pending == saved.work[0]["pending"]
         torch.testing.assert_close(live_values(again) - again.state.vector, done * DECAY)
 
