@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 NOTICE_SECONDS = 15.0
-"""Within which the others end a round without peers that are cut off; `tests/sim/test_cut_cables.py` has all phases."""
+"""Within which the others end a round without peers that are cut off; `tests/sim/test_phases.py` has all phases."""
 AVERAGING = {"min_peers": 2, "matchmaking_seconds": 20.0}
 """A lone peer waits for others; and matchmaking, as by default, outlasts leaders that fall silent."""
 
