@@ -64,6 +64,16 @@ def trainer_of(pipeline: Pipeline) -> PipelinePeer:
     return next(peer for peer in pipeline.peers if peer.feeder is not None)
 
 
+async def train_round(pipeline: Pipeline, number: int, whole: WholeModel | None = None) -> None:
+    """Send the microbatches of this round, and wait for its end; compare all hosts with the whole model then."""
+    numbers = range(ROUND * number, ROUND * (number + 1))
+    assert all((await pipeline.feed(trainer_of(pipeline), numbers, at_once=4)).values())
+    await until(lambda: pipeline.rounds() == {number + 1})
+    if whole is not None:
+        whole.step(list(numbers))
+        check_parameters(pipeline, whole)
+
+
 @pytest.mark.parametrize(("num_stages", "replicas"), [(2, 1), (2, 2), (3, 2), (5, 3)])
 @pytest.mark.parametrize("tied", [False, True])
 @simulated(seed=1)
@@ -73,11 +83,7 @@ async def test_without_failures_stages_train_as_one_process_does(
     pipeline = await start(network, num_stages, replicas, tied=tied)
     whole, trainer = WholeModel(pipeline.manifest), trainer_of(pipeline)
     for number in range(4):
-        numbers = range(ROUND * number, ROUND * (number + 1))
-        assert all((await pipeline.feed(trainer, numbers, at_once=4)).values())
-        whole.step(list(numbers))
-        await until(lambda: pipeline.rounds() == {number + 1})  # noqa: B023
-        check_parameters(pipeline, whole)
+        await train_round(pipeline, number, whole)
     await until(lambda: len(trainer.done) == 4 * ROUND)
     assert trainer.feeder is not None
     assert trainer.feeder.tally.resent == trainer.feeder.tally.lost == 0
@@ -96,14 +102,10 @@ async def test_adapters_are_trained_as_in_one_process_and_nothing_else_is(
 ) -> None:
     lora = LoraSpec(targets=tuple(targets), rank=2)
     pipeline = await start(network, num_stages, 2, tied=True, quant=quant, lora=lora)
-    whole, trainer = WholeModel(pipeline.manifest), trainer_of(pipeline)
+    whole = WholeModel(pipeline.manifest)
     frozen = {peer.peer.peer_id: frozen_of(peer) for peer in pipeline.hosts}
     for number in range(3):
-        numbers = range(ROUND * number, ROUND * (number + 1))
-        assert all((await pipeline.feed(trainer, numbers, at_once=4)).values())
-        whole.step(list(numbers))
-        await until(lambda: pipeline.rounds() == {number + 1})  # noqa: B023
-        check_parameters(pipeline, whole)
+        await train_round(pipeline, number, whole)
     for peer in pipeline.hosts:
         assert peer.hosted is not None
         assert frozen[peer.peer.peer_id] == frozen_of(peer)
@@ -116,13 +118,11 @@ async def test_adapters_are_trained_as_in_one_process_and_nothing_else_is(
 @simulated(seed=8)
 async def test_moments_in_8_bits_are_the_same_on_all_hosts_and_on_one_that_joins(network: SimulatedNetwork) -> None:
     pipeline, sizes = await start(network, 2, 2, moments="8bit"), set()
-    trainer = trainer_of(pipeline)
     for number in range(3):
         if number == 2:
             newcomer = await pipeline.add("newcomer", 0)
             await until(lambda: newcomer.status == "training")  # noqa: B023
-        assert all((await pipeline.feed(trainer, range(ROUND * number, ROUND * (number + 1)), at_once=4)).values())
-        await until(lambda: pipeline.rounds() == {number + 1})  # noqa: B023
+        await train_round(pipeline, number)
         for stage in range(2):
             hosts = [peer.hosted for peer in pipeline.hosts if peer.hosted and peer.hosted.number == stage]
             assert len({hosted.units[0].synchronizer.head.digest for hosted in hosts}) == 1
@@ -157,8 +157,7 @@ async def test_a_stage_of_which_one_host_alone_hears_that_the_round_is_over_goes
 async def test_all_go_on_from_checkpoints_of_which_one_unit_is_a_round_behind(network: SimulatedNetwork) -> None:
     """As hosts leave them that are stopped while they average."""
     pipeline = await start(network, 2, 1, tied=True)
-    assert all((await pipeline.feed(trainer_of(pipeline), range(ROUND), at_once=4)).values())
-    await until(lambda: pipeline.rounds() == {1})
+    await train_round(pipeline, 0)
     hosts, plan = pipeline.hosts, PipelinePlan(pipeline.manifest)
     for before in hosts:
         assert before.hosted is not None
@@ -174,8 +173,7 @@ async def test_all_go_on_from_checkpoints_of_which_one_unit_is_a_round_behind(ne
         pipeline.peers.append(after)
         await after.peer.spawn(after.start())
         pipeline.tasks.append(after.peer.spawn(after.host()))
-    assert all((await pipeline.feed(trainer_of(pipeline), range(ROUND, 2 * ROUND), at_once=4)).values())
-    await until(lambda: pipeline.rounds() == {2})
+    await train_round(pipeline, 1)
     await pipeline.close()
 
 

@@ -11,7 +11,7 @@ from collections import Counter
 
 import pytest
 
-from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
+from p2ptrain.network.simulated import LinkModel, SimulatedNetwork
 from tests.support.coroutines import simulated
 from tests.support.seeds import changing_seeds
 from tests.support.sim.counting import PLACES, CountedPipeline, CountingPeer
@@ -44,6 +44,15 @@ async def begin(
     trainer = await pipeline.add("trainer", None)
     await asyncio.sleep(10.0)
     return pipeline, trainer
+
+
+async def go_on(pipeline: CountedPipeline, trainer: PipelinePeer, numbers: range, least_done: int = 0) -> None:
+    """Send microbatches, all of which come through, and check what counts once so many are done; then close."""
+    assert all((await pipeline.feed(trainer, numbers, 6)).values())
+    await until(lambda: len(trainer.done) >= least_done)
+    await until(pipeline.is_level)
+    pipeline.check()
+    await pipeline.close()
 
 
 @pytest.mark.fault(27)
@@ -166,11 +175,7 @@ async def test_the_round_of_a_stage_goes_on_when_its_leader_moves_away_from_it(
     await tell(mover, pipeline.peers[1 - which], closing=False)
     mover.go(1)
     await until(lambda: mover.stage == 1)
-    assert all((await pipeline.feed(trainer, range(48), 6)).values())
-    await until(lambda: len(trainer.done) >= 24)
-    await until(pipeline.is_level)
-    pipeline.check()
-    await pipeline.close()
+    await go_on(pipeline, trainer, range(48), 24)
 
 
 @simulated(seed=1)
@@ -182,12 +187,8 @@ async def test_a_host_that_ends_a_round_alone_leaves_when_another_has_its_result
     mover.go(0)
     await tell(trainer, pipeline.hosts[0], closing=True)
     await until(lambda: mover.stage == 0)
-    assert all((await pipeline.feed(trainer, range(1, 49), 6)).values())
-    await until(lambda: len(trainer.done) >= 24)
-    await until(pipeline.is_level)
-    pipeline.check()
+    await go_on(pipeline, trainer, range(1, 49), 24)
     assert 0 in {pipeline.sent[id] for id in trainer.done}
-    await pipeline.close()
 
 
 @simulated(seed=1)
@@ -206,28 +207,25 @@ async def test_hosts_that_end_a_round_together_leave_when_one_that_stays_has_its
     await until(lambda: first.stage == second.stage == 0)
     assert stays.hosted is not None
     assert stays.hosted.units[0].round == 1
-    assert all((await pipeline.feed(trainer, range(6, 48), 6)).values())
+    await go_on(pipeline, trainer, range(6, 48))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("stage", range(2))
+@simulated(model=LinkModel(latency_seconds=(0.02, 0.1)))
+async def test_a_host_that_moves_while_microbatches_come_loses_none(
+    network: SimulatedNetwork, stage: int, seed: int
+) -> None:
+    pipeline, trainer = await begin(network, 0, 0, 0, 1, 1, 1, pass_seconds=0.2)
+    feeding = asyncio.create_task(pipeline.feed(trainer, range(120), 8))
+    mover = next(peer for peer in pipeline.hosts if peer.stage == stage)
+    assert isinstance(mover, CountingPeer)
+    mover.go(1 - stage)
+    await until(lambda: mover.stage == 1 - stage)
+    assert None not in (await feeding).values()
     await until(pipeline.is_level)
     pipeline.check()
     await pipeline.close()
-
-
-@pytest.mark.parametrize("stage", range(2))
-def test_a_host_that_moves_while_microbatches_come_loses_none(stage: int) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        pipeline, trainer = await begin(network, 0, 0, 0, 1, 1, 1, pass_seconds=0.2)
-        feeding = asyncio.create_task(pipeline.feed(trainer, range(120), 8))
-        mover = next(peer for peer in pipeline.hosts if peer.stage == stage)
-        assert isinstance(mover, CountingPeer)
-        mover.go(1 - stage)
-        await until(lambda: mover.stage == 1 - stage)
-        assert None not in (await feeding).values()
-        await until(pipeline.is_level)
-        pipeline.check()
-        await pipeline.close()
-
-    for seed in range(3):
-        simulate(main, seed, model=LinkModel(latency_seconds=(0.02, 0.1)))
 
 
 @pytest.mark.parametrize("are_others_through", [False, True])
@@ -242,11 +240,7 @@ async def test_a_round_that_died_with_the_host_that_had_it_goes_on_after_it_was_
     network.crash(holder.peer)
     for told in [other, pipeline.hosts[-1]] if are_others_through else [other]:
         await tell(trainer, told, closing=True)
-    assert all((await pipeline.feed(trainer, range(1, 49), 6)).values())
-    await until(lambda: len(trainer.done) >= 24)
-    await until(pipeline.is_level)
-    pipeline.check()
-    await pipeline.close()
+    await go_on(pipeline, trainer, range(1, 49), 24)
 
 
 @pytest.mark.fault(29)
