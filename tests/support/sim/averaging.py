@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
+from unittest.mock import Mock
 
 import torch
 
 from p2ptrain.averaging.allreduce.member import ALLREDUCE
 from p2ptrain.averaging.allreduce.messages import Request
-from p2ptrain.averaging.allreduce.session import AllReduceSession, Contribution, SessionResult
+from p2ptrain.averaging.allreduce.session import AllReduceSession, Contribution, Observer, SessionResult
 from p2ptrain.averaging.commit.attempt import Attempt
 from p2ptrain.averaging.commit.recovery import Settlements
 from p2ptrain.averaging.commit.round_log import History
@@ -25,19 +26,6 @@ from tests.support.sim.peers import SWARM, Member
 SPEC = AveragingSpec(grace_seconds=1.0, round_seconds=10.0)
 HEAD = genesis(SWARM, b"d" * 32)
 NUM_VALUES = 60
-
-
-class Unseen:
-    """Hears of nothing."""
-
-    def phase_entered(self, phase: str) -> None:
-        """See `Observer`."""
-
-    def part_arrived(self, peer: str, num_bytes: int, seconds: float, senders: int) -> None:
-        """See `Observer`."""
-
-    def evidence_found(self, evidence: bytes) -> None:
-        """See `Observer`."""
 
 
 @dataclass
@@ -100,7 +88,7 @@ def make_roster(
         member, attempt = swarm[i], Attempt(roster, HEAD, bounds, codec, SWARM, spec)
         rpc, runtime, signer = member.rpc, member.peer.runtime, member.peer.signer
         context = PeerContext(rpc, runtime, signer, SWARM, spec)
-        session = AllReduceSession(context, attempt, Contribution(vectors[i], codec), Unseen(), set())
+        session = AllReduceSession(context, attempt, Contribution(vectors[i], codec), Mock(spec=Observer), set())
         history = History(rpc, runtime, signer, SWARM, codec, spec, 1 << 20)
         settlements = Settlements(rpc, signer, history)
         settlements.remember(attempt)
