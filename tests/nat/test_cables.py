@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes.nat import Internet, why_unavailable
-from tests.support.processes.swarmlet import Swarmlet, Worker, check_states, nothing_left_behind, wait_for_agreement
+from tests.support.processes.swarmlet import Swarmlet, Worker, check_states, nothing_left_behind, wait_for_peace
 from tests.support.processes.tellers import PATIENCE_SECONDS
 from tests.support.tools import needed
 
@@ -42,16 +42,6 @@ def keep_committing_until(deadline: float, workers: list[Worker]) -> None:
             return
 
 
-def wait_until_back(worker: Worker, others: list[Worker]) -> None:
-    """Wait until it commits rounds in one group with the others, in one state."""
-    group = [*others, worker]
-    marks = [len(member.events) for member in group]
-    newest = max(
-        member.wait_for_commit(len(group), since=mark)["round"] for member, mark in zip(group, marks, strict=True)
-    )
-    wait_for_agreement(*group, after_round=newest)
-
-
 @pytest.mark.fault(19)
 @pytest.mark.parametrize("cut_seconds", [(10,), pytest.param((10, 60), marks=pytest.mark.slow)])
 def test_peers_whose_cables_are_pulled_are_left_behind_and_rejoin_by_themselves_once_they_are_back(
@@ -76,9 +66,9 @@ def test_peers_whose_cables_are_pulled_are_left_behind_and_rejoin_by_themselves_
             keep_committing_until(pulled_at + seconds, there)
             stands_at = worker.rounds()[-1]["tokens"]
             net.plug_in(hosts[worker.name])
-            wait_until_back(worker, there)
-            assert worker.rounds()[-1]["tokens"] > stands_at
             there.append(worker)
+            wait_for_peace(*there)
+            assert worker.rounds()[-1]["tokens"] > stands_at
         # Alone they were below the minimum: they said so, and left the state that they had in common as it was.
         paused = for_ever.wait_for("round", lambda event: event["paused"], since=marks[for_ever.name])
         assert not any(event["committed"] for event in for_ever.rounds(for_ever.events.index(paused)))

@@ -12,6 +12,7 @@ from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.node.roles.training import WAITING
 from p2ptrain.training.loop import Trainer
 from tests.support.coroutines import simulated
+from tests.support.processes.files import checkpoints, round_of
 from tests.support.sim.downloads import slow_downloads
 from tests.support.sim.product_peers import Begin, ProductSwarm
 
@@ -48,8 +49,7 @@ class OneSource:
         """Kill a peer; the round of its newest durable checkpoint."""
         await self.swarm.kill(name)
         del self.swarm.tasks[name]
-        folders = sorted((self.swarm.folder / name / "checkpoints").glob("[0-9]*-round-*"))
-        return int(folders[-1].name.rpartition("-")[2])
+        return round_of(checkpoints(self.swarm.folder / name)[-1])
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from tests.support.processes.swarmlet import (
     check_states,
     nothing_left_behind,
     wait_for_agreement,
+    wait_for_peace,
 )
 from tests.support.processes.tellers import Event
 
@@ -51,12 +52,7 @@ class Trio:
 
     def wait_for_peace(self) -> None:
         """Wait until all three are in one group again, with one state."""
-        members = list(self.members.values())
-        marks = [len(worker.events) for worker in members]
-        newest = max(
-            worker.wait_for_commit(3, since=mark)["round"] for worker, mark in zip(members, marks, strict=True)
-        )
-        wait_for_agreement(*members, after_round=newest)
+        wait_for_peace(*self.members.values())
 
 
 @pytest.fixture(scope="module")

@@ -233,7 +233,7 @@ def test_it_runs_on_a_loop_of_another_thread(on_uvloop: bool) -> None:
 async def test_a_private_peer_is_reached_through_its_relay_at_once() -> None:
     async with loopback_transport(relay=True, force_reachability="public") as (_, relay):
         relays = tuple(await relay.addresses())
-        settings = {"bootstrap": relays, "trusted_relays": relays, "force_reachability": "private"}
+        settings: dict[str, Any] = {"bootstrap": relays, "trusted_relays": relays, "force_reachability": "private"}
         async with loopback_transport(**settings) as (_, a), loopback_transport() as (_, b):
             await a.serve(ECHO, echo)
 

@@ -168,6 +168,16 @@ def wait_for_agreement(*workers: Worker, after_round: int = -1) -> Event:
     return next(event for event in workers[0].rounds() if event["lineage"] == lineage)
 
 
+def wait_for_peace(*workers: Worker, timeout_seconds: float = PATIENCE_SECONDS) -> Event:
+    """Wait until all of them are in one group, with one state, in a round that is over after this call began."""
+    marks = [len(worker.events) for worker in workers]
+    newest = max(
+        worker.wait_for_commit(len(workers), since=mark, timeout_seconds=timeout_seconds)["round"]
+        for worker, mark in zip(workers, marks, strict=True)
+    )
+    return wait_for_agreement(*workers, after_round=newest)
+
+
 def command(*arguments: str | Path) -> list[str]:
     """The command line of ``p2ptrain``."""
     return [sys.executable, "-m", "p2ptrain", *map(str, arguments)]
