@@ -99,7 +99,7 @@ MUTANTS = (
         "training/sync/partial_download.py",
         "if not is_finite(self.specs, index, data):",
         "if False:",
-        "sim/test_false_states.py -k finite",
+        "unit/training/sync/test_download.py -k not_finite",
     ),
     Mutant(
         "a replayed round that holds the residual drops it",
