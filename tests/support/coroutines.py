@@ -18,20 +18,24 @@ REAL_SECONDS = 100.0
 
 
 def given(*names: str, by: Callable[[Body, dict[str, Any]], object]) -> Callable[[Body], Test]:
-    """Return a decorator for tests whose arguments of these names do not come from pytest.
+    """Return a decorator for tests some of whose arguments do not come from pytest.
 
     Args:
-        names: Of the first arguments.
-        by: Gets the test, to be called with these arguments, and its other arguments, which pytest gives it.
+        names: Of these arguments; a test takes those that it needs.
+        by: Gets the test, to be called with these arguments by name, and its other arguments, which pytest gives it.
     """
 
     def decorate(test: Body) -> Test:
         signature = inspect.signature(test)
         own = [each for name, each in signature.parameters.items() if name not in names]
+        wanted = signature.parameters.keys() & names
 
         @functools.wraps(test)
         def run(**arguments: Any) -> None:
-            by(functools.partial(test, **arguments), arguments)
+            async def body(**offered: Any) -> None:
+                await test(**{name: offered[name] for name in wanted}, **arguments)
+
+            by(body, arguments)
 
         setattr(run, "__signature__", signature.replace(parameters=own))  # noqa: B010 - mypy knows of none
         return run
@@ -49,7 +53,7 @@ def simulated(seed: int | Callable[..., int] | None = None, **options: Any) -> C
 
     def run(test: Body, arguments: dict[str, Any]) -> None:
         number = arguments["seed"] if seed is None else seed(**arguments) if callable(seed) else seed
-        simulate(test, number, **options)
+        simulate(lambda network: test(network=network), number, **options)
 
     return given("network", by=run)
 
