@@ -12,10 +12,7 @@ from tests.support.processes.swarmlet import Swarmlet, Worker, check_states, not
 from tests.support.processes.tellers import PATIENCE_SECONDS
 from tests.support.tools import needed
 
-pytestmark = [
-    needed(why_unavailable(), "ip", "nft"),
-    pytest.mark.timeout(300),
-]
+pytestmark = [needed(why_unavailable(), "ip", "nft"), pytest.mark.timeout(300)]
 
 NOTICE_SECONDS = 15.0
 """Within which the others end a round without peers that are cut off; `tests/sim/test_phases.py` has all phases."""

@@ -15,10 +15,7 @@ from tests.support.processes.swarmlet import Swarmlet, Worker, check_states, not
 from tests.support.processes.tellers import PATIENCE_SECONDS
 from tests.support.tools import needed
 
-pytestmark = [
-    needed(why_unavailable(), "ip", "nft"),
-    pytest.mark.timeout(300),
-]
+pytestmark = [needed(why_unavailable(), "ip", "nft"), pytest.mark.timeout(300)]
 
 START_SECONDS = 2 * PATIENCE_SECONDS
 LEAD_TOKENS = 150

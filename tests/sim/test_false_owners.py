@@ -45,10 +45,7 @@ UNPROVABLE: dict[str, Corrupt] = {
 
 
 async def start(
-    network: SimulatedNetwork,
-    corrupt: Corrupt,
-    spec: AveragingSpec = SPEC,
-    parts: Sequence[tuple[Codec, int]] = (),
+    network: SimulatedNetwork, corrupt: Corrupt, spec: AveragingSpec = SPEC, parts: Sequence[tuple[Codec, int]] = ()
 ) -> tuple[list[AveragingPeer], AveragingPeer]:
     """Four peers that averaged once, one of which is hostile from now on; the honest ones and that one."""
     peers = [network.add_peer(f"p{i}") for i in range(4)]

@@ -61,9 +61,7 @@ def begin_slowly(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> Callable[[Sim
 @pytest.mark.fault(10)
 @simulated(seed=1)
 async def test_a_newcomer_whose_only_source_died_waits_and_the_swarm_goes_on_from_the_newest_checkpoint(
-    network: SimulatedNetwork,
-    begin_slowly: Callable[[SimulatedNetwork], OneSource],
-    caplog: pytest.LogCaptureFixture,
+    network: SimulatedNetwork, begin_slowly: Callable[[SimulatedNetwork], OneSource], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     world = begin_slowly(network)

@@ -126,10 +126,7 @@ class Traffic:
 
 @pytest.mark.fault(36)
 @pytest.mark.parametrize("seed", range(8))
-@simulated(
-    model=LinkModel(loss=0.01, up_bytes_per_second=5e6, down_bytes_per_second=5e6),
-    settle_seconds=30.0,
-)
+@simulated(model=LinkModel(loss=0.01, up_bytes_per_second=5e6, down_bytes_per_second=5e6), settle_seconds=30.0)
 async def test_every_wait_ends_by_its_deadline_with_a_typed_result(network: SimulatedNetwork, seed: int) -> None:
     traffic = Traffic(network, seed)
     await traffic.run()

@@ -35,28 +35,24 @@ from tests.support.processes.daemons import (
 
 PEER = """
 import asyncio, json, os, sys
-from p2ptrain.network.identity import Identity
-from p2ptrain.network.libp2p.transport import Libp2pSettings, Libp2pTransport
+from pathlib import Path
+from tests.support.processes.daemons import ECHO, echo, loopback_transport
 
 async def main():
-    identity = Identity.create_or_load(sys.argv[1])
-    transport = await Libp2pTransport.start(identity, Libp2pSettings(listen=("/ip4/127.0.0.1/tcp/0",)))
-    async def echo(stream):
-        while True:
-            await stream.write(await stream.read(1))
-    await transport.serve("/test/echo", echo)
-    child = 0
-    if "fork" in sys.argv:
-        go_on, say = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.write(say, b"x")
-            os.read(0, 1)
-            os._exit(0)
-        os.read(go_on, 1)
-    told = {"daemon": transport.daemon.process_id, "directory": str(transport.daemon.directory), "child": child}
-    print(json.dumps({**told, "addresses": await transport.addresses()}), flush=True)
-    await asyncio.Event().wait()
+    async with loopback_transport(Path(sys.argv[1])) as (_, transport):
+        await transport.serve(ECHO, echo)
+        child = 0
+        if "fork" in sys.argv:
+            go_on, say = os.pipe()
+            child = os.fork()
+            if child == 0:
+                os.write(say, b"x")
+                os.read(0, 1)
+                os._exit(0)
+            os.read(go_on, 1)
+        told = {"daemon": transport.daemon.process_id, "directory": str(transport.daemon.directory), "child": child}
+        print(json.dumps({**told, "addresses": await transport.addresses()}), flush=True)
+        await asyncio.Event().wait()
 
 asyncio.run(main())
 """

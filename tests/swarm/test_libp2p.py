@@ -10,13 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from p2ptrain.errors import (
-    LinkError,
-    PeerError,
-    PeerLostError,
-    PeerUnreachableError,
-    WrongPeerError,
-)
+from p2ptrain.errors import LinkError, PeerError, PeerLostError, PeerUnreachableError, WrongPeerError
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.transport import Stream
 from tests.support.coroutines import on_event_loop, run

@@ -29,24 +29,14 @@ SWARM, OTHER_SWARM = b"s" * 32, b"o" * 32
 KEY = peers_key(SWARM)
 
 BOOTSTRAP = """
-import asyncio, json, random, sys, time
-from p2ptrain.network.identity import Identity
-from p2ptrain.network.libp2p.transport import Libp2pSettings, Libp2pTransport
-from p2ptrain.network.factory import DirectoryOptions
-from p2ptrain.network.libp2p.directory import Libp2pDirectory
-from p2ptrain.network.records.record import peers_key, seal_record
-from p2ptrain.runtime import Runtime
+import asyncio, json
+from tests.swarm.test_libp2p_directory import peer
 
 async def main():
-    swarm, identity = b"s" * 32, Identity.ephemeral()
-    transport = await Libp2pTransport.start(identity, Libp2pSettings(listen=("/ip4/127.0.0.1/tcp/0",)))
-    options = DirectoryOptions("libp2p", transport, swarm, identity, Runtime(random.Random(0)))
-    directory = await Libp2pDirectory.start(options)
-    expires_at = time.time() + 60
-    record = seal_record("peer", swarm, {}, 1, expires_at, identity)
-    assert await directory.publish(peers_key(swarm), identity.peer_id, record, expires_at, 10)
-    print(json.dumps({"peer": identity.peer_id, "addresses": await transport.addresses()}), flush=True)
-    await asyncio.Event().wait()
+    async with peer() as this:
+        assert await this.announce()
+        print(json.dumps({"peer": this.identity.peer_id, "addresses": await this.transport.addresses()}), flush=True)
+        await asyncio.Event().wait()
 
 asyncio.run(main())
 """

@@ -14,10 +14,7 @@ from tests.support.containers.services import ServiceMachine, why_unavailable
 from tests.support.processes.daemons import wait_until
 from tests.support.tools import needed
 
-pytestmark = [
-    needed(why_unavailable(), "systemd-nspawn"),
-    pytest.mark.timeout(300),
-]
+pytestmark = [needed(why_unavailable(), "systemd-nspawn"), pytest.mark.timeout(300)]
 
 PATIENCE_SECONDS = 120.0
 STATE = "/var/lib/p2ptrain"

@@ -54,34 +54,21 @@ def make_manifest(
     return Manifest(
         name="simulated",
         model=ModelSpec(
-            layers=layers,
-            hidden=16,
-            heads=2,
-            kv_heads=2,
-            intermediate=24,
-            context=8,
-            vocabulary=20,
+            layers=layers, hidden=16, heads=2, kv_heads=2, intermediate=24, context=8, vocabulary=20,
             tied_embeddings=tied,
         ),
         training=TrainingSpec.model_validate(
             {"every": 1, "global_batch": 12, "local_batch": SAMPLES, "warmup_steps": 0, "clip_norm": 0.0, **training}
         ),
-        averaging=AveragingSpec.model_validate(
-            {
-                "codec": "fp32",
-                "aggregation": "mean",
-                "max_weight_ratio": 1e9,
-                "grace_seconds": 2.0,
-                "matchmaking_seconds": 10.0,
-                "round_seconds": 15.0,
-                "late_decay": 1.0,
-            }
+        averaging=AveragingSpec(
+            codec="fp32", aggregation="mean", max_weight_ratio=1e9, grace_seconds=2.0, matchmaking_seconds=10.0,
+            round_seconds=15.0, late_decay=1.0,
         ),
         pipeline=PipelineSpec.model_validate(
             {"stages": num_stages, "codec": codec, "quant": quant, "moments": moments}
         ),
         lora=lora,
-    )
+    )  # fmt: skip
 
 
 def sample(manifest: Manifest, number: int) -> torch.Tensor:

@@ -44,13 +44,7 @@ def small_manifest(text: Path, training: dict[str, Any], *, num_stages: int = 1,
     return Manifest(
         name="simulated",
         model=ModelSpec(
-            layers=num_stages,
-            hidden=8,
-            heads=2,
-            kv_heads=1,
-            intermediate=8,
-            context=8,
-            vocabulary=256,
+            layers=num_stages, hidden=8, heads=2, kv_heads=1, intermediate=8, context=8, vocabulary=256,
             tied_embeddings=num_stages == 1,
         ),
         data=DataSpec(source=f"path:{text}"),
@@ -59,7 +53,7 @@ def small_manifest(text: Path, training: dict[str, Any], *, num_stages: int = 1,
             {"codec": "int8", "grace_seconds": 3.0, "matchmaking_seconds": 15.0, "round_seconds": 20.0, **averaging}
         ),
         pipeline=PipelineSpec(stages=num_stages),
-    )
+    )  # fmt: skip
 
 
 class SimulatedNode(Peer):

@@ -51,9 +51,7 @@ def make_manifest(training: dict[str, Any] | None = None, /, **averaging: object
     training = training or {}
     steps = training if training.get("every") == 1 else training_over(usual, training)
     return Manifest(
-        name="simulated",
-        training=TrainingSpec.model_validate(steps),
-        averaging=AveragingSpec.model_validate(values),
+        name="simulated", training=TrainingSpec.model_validate(steps), averaging=AveragingSpec.model_validate(values)
     )
 
 
