@@ -17,7 +17,7 @@ from tests.support.sim.trainers import SimulatedSwarm, SimulatedTrainer, make_ma
 
 SECONDS = 300.0
 
-Spoil = Callable[[torch.Tensor], None]
+Spoil = Callable[[torch.Tensor], object]
 
 
 def spoil_updates(trainer: SimulatedTrainer, spoil: Spoil, while_: Callable[[], bool] = lambda: True) -> None:
@@ -32,22 +32,10 @@ def spoil_updates(trainer: SimulatedTrainer, spoil: Spoil, while_: Callable[[], 
     trainer.work.collect = collect_spoiled  # type: ignore[method-assign, assignment]
 
 
-def not_a_number(out: torch.Tensor) -> None:
-    out[0] = math.nan
-
-
-def too_large_to_encode(out: torch.Tensor) -> None:
-    out.fill_(1e7)  # Beyond `averaging.max_value`.
-
-
-def out_of_proportion(out: torch.Tensor) -> None:
-    out.mul_(1000)
-
-
 SPOILS: dict[str, Spoil] = {
-    "not finite": not_a_number,
-    "too large": too_large_to_encode,
-    "refused by the others": out_of_proportion,
+    "not finite": lambda out: out[:1].fill_(math.nan),
+    "too large": lambda out: out.fill_(1e7),  # Beyond `averaging.max_value`.
+    "refused by the others": lambda out: out.mul_(1000),
 }
 each = pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS)
 
@@ -112,6 +100,6 @@ async def test_a_peer_whose_contributions_count_again_is_not_ended_by_those_befo
     assert len(begun) == 2 * (MAX_DROPS - 1)
     dropped = [result for result in broken.results if "was dropped" in result.reason]
     assert not any(result.contributed for result in dropped)
-    if spoil is out_of_proportion:
+    if spoil is SPOILS["refused by the others"]:
         assert all(result.committed for result in dropped), "it keeps a share of the round of the others"
     await swarm.end()

@@ -65,6 +65,24 @@ async def average_honestly(honest: list[AveragingPeer], evil: AveragingPeer, rou
         await asyncio.gather(trying, return_exceptions=True)
 
 
+async def average_until_convicted(honest: list[AveragingPeer], evil: AveragingPeer) -> str:
+    """Rounds until all know what the hostile peer did; its id. One chunk may be missed, once in four rounds."""
+    for _ in range(8):
+        await average_honestly(honest, evil, 1)
+        if any(each.averager.evidence.convicted for each in honest):
+            break
+    accused = evil.peer.peer_id
+    await until(lambda: all(each.membership.is_convicted(accused) for each in honest), 10)
+    return accused
+
+
+async def go_on(honest: list[AveragingPeer], evil: AveragingPeer) -> None:
+    """Two more rounds, which are right, and the end."""
+    await average_honestly(honest, evil, 2)
+    assert_right(honest, evil)
+    await stop_averagers([*honest, evil])
+
+
 def assert_right(honest: list[AveragingPeer], evil: AveragingPeer) -> None:
     """The last round of the honest has one result, of which no share is the hostile peer's."""
     results = [each.outcomes[-1].result for each in honest]
@@ -79,23 +97,15 @@ def assert_right(honest: list[AveragingPeer], evil: AveragingPeer) -> None:
 @simulated(seed=1)
 async def test_a_false_mean_convicts_its_owner_before_everybody(network: SimulatedNetwork, lie: Corrupt) -> None:
     honest, evil = await start(network, lie)
-    # One chunk may be missed, once in four rounds.
-    for _ in range(8):
-        await average_honestly(honest, evil, 1)
-        if any(each.averager.evidence.convicted for each in honest):
-            break
-    accused = evil.peer.peer_id
-    await until(lambda: all(each.membership.is_convicted(accused) for each in honest), 10)
+    accused = await average_until_convicted(honest, evil)
     assert honest[0].outcomes[-1].attempts == 2
     assert_right(honest, evil)
     for each in honest:
         evidence = each.averager.evidence.convicted[accused]
         assert verify_evidence(evidence, SWARM, lambda share: RULES, each.peer.signer)[0] == accused
         assert accused in each.membership.avoided()
-    await average_honestly(honest, evil, 2)
-    assert_right(honest, evil)
+    await go_on(honest, evil)
     assert all(each.outcomes[-1].attempts == 1 for each in honest)
-    await stop_averagers([*honest, evil])
 
 
 @simulated(seed=4)
@@ -110,9 +120,7 @@ async def test_two_means_of_one_share_convict_its_owner_though_each_passes_every
     for each in honest:
         evidence = each.averager.evidence.convicted[accused]
         assert verify_evidence(evidence, SWARM, lambda share: RULES, each.peer.signer) == (accused, TWO_MEANS)
-    await average_honestly(honest, evil, 2)
-    assert_right(honest, evil)
-    await stop_averagers([*honest, evil])
+    await go_on(honest, evil)
 
 
 @pytest.mark.parametrize("delay_seconds", [0.3, 0.6, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.5])
@@ -163,20 +171,13 @@ async def test_owners_are_held_against_what_their_round_averages(network: Simula
 
     honest, evil = await start(network, lie_about_the_shorter, parts=parts)
     rules = [Rules(SWARM, SPEC, codec, size) for codec, size in parts]
-    accused = evil.peer.peer_id
-    for _ in range(8):
-        await average_honestly(honest, evil, 1)
-        if any(each.averager.evidence.convicted for each in honest):
-            break
-    await until(lambda: all(each.membership.is_convicted(accused) for each in honest), 10)
+    accused = await average_until_convicted(honest, evil)
     for each in honest:
         evidence = each.averager.evidence.convicted
         assert list(evidence) == [accused]
         found = verify_evidence(evidence[accused], SWARM, lambda share: rules[share.round % 2], each.peer.signer)
         assert found[0] == accused
-    await average_honestly(honest, evil, 2)
-    assert_right(honest, evil)
-    await stop_averagers([*honest, evil])
+    await go_on(honest, evil)
 
 
 @pytest.mark.parametrize("seed", [3, 200, 1025, 1029, 1036])

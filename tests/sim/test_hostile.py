@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from p2ptrain.network.simulated import SimulatedNetwork
 from tests.support.coroutines import simulated
 from tests.support.lying import BulkLie, Lie
 from tests.support.sim.accounts import Accounts
-from tests.support.sim.hostile import BAD_MESSAGES, BROKEN_PARTS, boast, lead_badly, lie_in_rounds, never
+from tests.support.sim.hostile import BAD_MESSAGES, BROKEN_PARTS, Lead, boast, lead_badly, lie_in_rounds, never
 from tests.support.sim.trainers import SimulatedSwarm, SimulatedTrainer, make_manifest
 
 Message = dict[str, Any]
@@ -122,26 +122,6 @@ async def test_who_falls_silent_is_left_out_if_it_is_waited_for(
     await swarm.end()
 
 
-async def say_behind(tickets: list[Ticket], ticket: Ticket) -> object:
-    return Behind("nobody")
-
-
-async def say_mismatch(tickets: list[Ticket], ticket: Ticket) -> object:
-    return Refused("your state differs from the group's", mismatch=True)
-
-
-async def say_refused(tickets: list[Ticket], ticket: Ticket) -> object:
-    return Refused("I do not like you")
-
-
-async def say_nonsense(tickets: list[Ticket], ticket: Ticket) -> object:
-    return {"type": ["formed"], "tickets": {"a": 1}}
-
-
-async def send_in_circles(tickets: list[Ticket], ticket: Ticket) -> object:
-    return Redirected(ticket.peer)
-
-
 async def different_rosters(tickets: list[Ticket], ticket: Ticket) -> object:
     """Each member is told of a group with another neighbour."""
     await asyncio.sleep(1.5)
@@ -151,39 +131,31 @@ async def different_rosters(tickets: list[Ticket], ticket: Ticket) -> object:
     return Formed(tuple(latest[name] for name in sorted({ticket.peer, other})))
 
 
-async def made_up_members(tickets: list[Ticket], ticket: Ticket) -> object:
-    return Formed(tuple(sorted([ticket, replace(ticket, peer="ghost")], key=lambda each: each.peer)))
-
-
-async def endless_roster(tickets: list[Ticket], ticket: Ticket) -> object:
-    return Formed((ticket,) * 1000)
-
-
-async def old_tickets(tickets: list[Ticket], ticket: Ticket) -> object:
+def old_tickets(tickets: list[Ticket], ticket: Ticket) -> object:
     """Everybody's first ticket, which is of another round, and the right one of the peer that asks."""
     first = {each.peer: each for each in reversed(tickets)} | {ticket.peer: ticket}
     return Formed(tuple(first[name] for name in sorted(first)))
 
 
-LEADERS: dict[str, Callable[[list[Ticket], Ticket], Awaitable[object]]] = {
+LEADERS: dict[str, Lead] = {
     "never answers": never,
-    "says all are behind": say_behind,
-    "says all differ": say_mismatch,
-    "refuses": say_refused,
-    "talks nonsense": say_nonsense,
-    "redirects in circles": send_in_circles,
+    "says all are behind": lambda *_: Behind("nobody"),
+    "says all differ": lambda *_: Refused("your state differs from the group's", mismatch=True),
+    "refuses": lambda *_: Refused("I do not like you"),
+    "talks nonsense": lambda *_: {"type": ["formed"], "tickets": {"a": 1}},
+    "redirects in circles": lambda _, ticket: Redirected(ticket.peer),
     "gives different rosters": different_rosters,
-    "invents members": made_up_members,
-    "repeats members": endless_roster,
+    "invents members": lambda _, ticket: Formed(
+        tuple(sorted([ticket, replace(ticket, peer="ghost")], key=lambda each: each.peer))
+    ),
+    "repeats members": lambda _, ticket: Formed((ticket,) * 1000),
     "replays tickets": old_tickets,
 }
 
 
 @pytest.mark.parametrize("answer", LEADERS.values(), ids=LEADERS.keys())
 @simulated(seed=4)
-async def test_a_bad_leader_is_passed_over(
-    network: SimulatedNetwork, answer: Callable[[list[Ticket], Ticket], Awaitable[object]]
-) -> None:
+async def test_a_bad_leader_is_passed_over(network: SimulatedNetwork, answer: Lead) -> None:
     asked: list[list[str]] = []
     swarm, honest, _ = await start(network, lambda evil: asked.append(lead_badly(evil, answer)))
     await go_on(swarm, honest, rounds=12)
@@ -199,13 +171,9 @@ async def test_tickets_that_lie_are_refused_with_a_reason(network: SimulatedNetw
     own = evil.sync.averager._ticket(head, _Wish(10, 1, 0))
     stolen = victim.sync.averager._ticket(head, _Wish(10, 1, 0))
     lies: list[dict[str, Any]] = [
-        {"tokens": 0},
-        {"tokens": 10**12},
-        {"tokens": 10, "samples": 1 << 61},
-        {"lineage": b"short"},
-        {"round": head.round + 1},
-        {"peer": victim.peer.peer_id},
-    ]
+        {"tokens": 0}, {"tokens": 10**12}, {"tokens": 10, "samples": 1 << 61}, {"lineage": b"short"},
+        {"round": head.round + 1}, {"peer": victim.peer.peer_id},
+    ]  # fmt: skip
     signed = [replace(own, **lie).signed(evil.swarm, evil.peer.signer) for lie in lies]
     for ticket in [*signed, replace(own, tokens=20), stolen]:
         request = Join(ticket, head.without_proof(), (), 9, ())

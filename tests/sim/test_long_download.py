@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import math
 import os
 from collections.abc import Callable
 from functools import partial
@@ -107,34 +108,30 @@ async def test_a_long_download_arrives_though_rounds_go_on_and_sources_leave(
 
 
 @pytest.mark.fault(9)
+@pytest.mark.parametrize(
+    ("download_seconds", "away_seconds", "least", "most"),
+    [(300, 10.0, 1.0, 1.2), (120, 30.0 * HISTORY_ROUNDS, 1.4, math.inf)],
+    ids=["from its disk", "anew after longer than histories last"],
+)
 @simulated(seed=1)
-async def test_a_newcomer_that_restarts_goes_on_from_its_disk_though_rounds_went_on(
-    network: SimulatedNetwork, begin: Begin, tmp_path: Path
+async def test_a_newcomer_that_restarts_goes_on_though_rounds_went_on(
+    network: SimulatedNetwork,
+    download_seconds: int,
+    away_seconds: float,
+    least: float,
+    most: float,
+    begin: Begin,
+    tmp_path: Path,
 ) -> None:
-    swarm = begin(network, STATE_BYTES / 300 / 2)
+    swarm = begin(network, STATE_BYTES / download_seconds / 2)
     await swarm.train("ab")
     swarm.start("n", step_seconds=2.0)
     await swarm.until(lambda: len(swarm.kept) >= NUM_CHUNKS // 2, 600, "half of the download")
     swarm.crash("n")
     tear(tmp_path)
-    await asyncio.sleep(10.0)
+    await asyncio.sleep(away_seconds)
     await swarm.arrives(swarm.restart("n", step_seconds=2.0), seconds=600)
-    assert NUM_CHUNKS < len(swarm.kept) <= 1.2 * NUM_CHUNKS
-    await swarm.end()
-
-
-@simulated(seed=1)
-async def test_a_newcomer_that_was_away_for_longer_than_histories_last_begins_anew(
-    network: SimulatedNetwork, begin: Begin
-) -> None:
-    swarm = begin(network, STATE_BYTES / 120 / 2)
-    await swarm.train("ab")
-    swarm.start("n", step_seconds=2.0)
-    await swarm.until(lambda: len(swarm.kept) >= NUM_CHUNKS // 2, 600, "half of the download")
-    swarm.crash("n")
-    await asyncio.sleep(30.0 * HISTORY_ROUNDS)
-    await swarm.arrives(swarm.restart("n", step_seconds=2.0), seconds=600)
-    assert len(swarm.kept) >= 1.4 * NUM_CHUNKS
+    assert least * NUM_CHUNKS < len(swarm.kept) <= most * NUM_CHUNKS
     await swarm.end()
 
 
