@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -20,7 +21,7 @@ STEADY_ROUNDS = 2
 """After which all know each other's pace."""
 
 
-def start(swarm: SimulatedSwarm, speeds: list[float]) -> None:
+def start(swarm: SimulatedSwarm, speeds: Sequence[float]) -> None:
     for index, speed in enumerate(speeds):
         swarm.start(f"t{index}", UNIT_SECONDS / speed)
 
@@ -43,6 +44,18 @@ async def measure(swarm: SimulatedSwarm, rounds: int) -> float:
     return (trainer.sync.head.tokens - tokens) / (able * (loop.time() - began))
 
 
+async def committed_ratio(
+    network: SimulatedNetwork, speeds: Sequence[float], seed: int, rounds: int = 6, every: int = EVERY
+) -> float:
+    """`measure` a swarm of trainers of these speeds."""
+    swarm = SimulatedSwarm(network, make_manifest({"every": every}), seed)
+    start(swarm, speeds)
+    await until_round(swarm, STEADY_ROUNDS)
+    ratio = await measure(swarm, rounds)
+    await swarm.end()
+    return ratio
+
+
 def mixed_speeds(seed: int) -> list[float]:
     """Speeds that follow from a seed."""
     generator = random.Random(seed)
@@ -62,11 +75,7 @@ def mixed_speeds(seed: int) -> list[float]:
 async def test_a_swarm_of_uneven_machines_does_the_sum_of_what_they_can(
     network: SimulatedNetwork, speeds: list[float], seed: int
 ) -> None:
-    swarm = SimulatedSwarm(network, make_manifest({"every": EVERY}), seed)
-    start(swarm, speeds)
-    await until_round(swarm, STEADY_ROUNDS)
-    assert await measure(swarm, 6) >= 0.95
-    await swarm.end()
+    assert await committed_ratio(network, speeds, seed) >= 0.95
 
 
 @pytest.mark.fault(51)
