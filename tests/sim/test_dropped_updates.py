@@ -101,5 +101,5 @@ async def test_a_peer_whose_contributions_count_again_is_not_ended_by_those_befo
     dropped = [result for result in broken.results if "was dropped" in result.reason]
     assert not any(result.contributed for result in dropped)
     if spoil is SPOILS["refused by the others"]:
-        assert all(result.committed for result in dropped), "it keeps a share of the round of the others"
+        assert any(result.committed for result in dropped), "it keeps a share of the round of the others"
     await swarm.end()
