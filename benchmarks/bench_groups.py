@@ -33,7 +33,7 @@ from p2ptrain.averaging.protocol.certificate import Roster, Ticket
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
 from p2ptrain.node.presence import Presence
-from tests.support.sim.averagers import AveragingPeer, record_of, start_averagers, stop_averagers
+from tests.support.sim.averagers import AveragingPeer, record_at, start_averagers, stop_averagers
 from tests.support.sim.peers import SWARM
 
 T = TypeVar("T")
@@ -200,7 +200,7 @@ def presence_of(each: AveragingPeer) -> Presence:
         SWARM,
         peer.signer,
         each.membership,
-        lambda: record_of(peer, each.averager.head),
+        lambda: record_at(peer, each.averager.head),
     )
 
 

@@ -64,14 +64,16 @@ def in_virtual_time(speeds: Sequence[float], seeds: Sequence[int], rounds: int) 
     """Ratios of one swarm, a seed each."""
     from tests.sim.test_uneven import committed_ratio
 
-    return Measured(tuple(committed_ratio(list(speeds), seed, rounds, EVERY) for seed in seeds))
+    return Measured(
+        tuple(simulate(lambda network: committed_ratio(network, speeds, seed, rounds, EVERY), seed) for seed in seeds)  # noqa: B023
+    )
 
 
 def of_stages(speeds: Sequence[float], microbatches: int) -> float:
     """The ratio of a pipeline, in virtual time."""
     from tests.sim.test_uneven_stages import done_ratio
 
-    return done_ratio(speeds, microbatches, STAGE_AT_ONCE)
+    return simulate(lambda network: done_ratio(network, speeds, microbatches, STAGE_AT_ONCE), 1)
 
 
 def real(speeds: Sequence[float], rounds: int, log: str | None) -> float:

@@ -14,7 +14,8 @@ from playwright.sync_api import Browser
 
 from p2ptrain.network.link import SwarmLink
 from tests.support.processes.daemons import wait_until
-from tests.support.processes.swarmlet import Swarmlet, background_command, nothing_left_behind, run_command
+from tests.support.processes.files import set_options
+from tests.support.processes.swarmlet import Swarmlet, init, nothing_left_behind, seeding
 from tests.support.processes.tellers import PATIENCE_SECONDS
 from tests.support.web.monitors import NEXT_LOOK_SECONDS, RECORD_SECONDS, StatusPage, monitoring
 from tests.support.web.visits import PHONE, Visit, screenshot, visiting
@@ -26,9 +27,9 @@ SEED = "bootstrap"
 SERVER, SERVES = "third", 4.0
 """Who publishes that it serves, too, and how many requests a second."""
 STEP_SECONDS = 0.5
-CUSTOM = (
-    "--set", "model.family=custom", "--set", "data.source=custom", "--set", "training.every=4",
-    "--set", "training.local_batch=4", "--set", "averaging.grace_seconds=2", "--set", "averaging.round_seconds=15",
+CUSTOM = set_options(
+    model={"family": "custom"}, data={"source": "custom"}, training={"every": 4, "local_batch": 4},
+    averaging={"grace_seconds": 2, "round_seconds": 15},
 )  # fmt: skip
 COLOURED = """(canvas, name) => {
     const wanted = getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -65,16 +66,9 @@ class Watched:
 @pytest.fixture(scope="module")
 def watched(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     folder = tmp_path_factory.mktemp("swarm")
-    organizer = folder / "organizer"
-    done = run_command("init", organizer, *CUSTOM)
-    assert done.returncode == 0, done.stderr
     with contextlib.ExitStack() as stack:
         stack.enter_context(nothing_left_behind())
-        listen = "/ip4/127.0.0.1/tcp/0"
-        stack.enter_context(background_command(folder / "seed.log", "seed", organizer, "--listen", listen))
-        link_file = organizer / "bootstrap" / "link.txt"
-        wait_until(link_file.exists, PATIENCE_SECONDS)
-        link = link_file.read_text().strip()
+        link = stack.enter_context(seeding(init(folder / "organizer", *CUSTOM))).link
         swarm = stack.enter_context(Swarmlet(folder))
         workers = [
             swarm.start(name, link, step_seconds=STEP_SECONDS, serves=SERVES if name == SERVER else 0.0)

@@ -8,17 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes.nat import Internet, why_unavailable
-from tests.support.processes.swarmlet import Swarmlet, Worker, check_states, nothing_left_behind, wait_for_agreement
+from tests.support.processes.swarmlet import Swarmlet, Worker, check_states, nothing_left_behind, wait_for_peace
 from tests.support.processes.tellers import PATIENCE_SECONDS
 from tests.support.tools import needed
 
-pytestmark = [
-    needed(why_unavailable(), "ip", "nft"),
-    pytest.mark.timeout(300),
-]
+pytestmark = [needed(why_unavailable(), "ip", "nft"), pytest.mark.timeout(300)]
 
 NOTICE_SECONDS = 15.0
-"""Within which the others end a round without peers that are cut off; `tests/sim/test_cut_cables.py` has all phases."""
+"""Within which the others end a round without peers that are cut off; `tests/sim/test_phases.py` has all phases."""
 AVERAGING = {"min_peers": 2, "matchmaking_seconds": 20.0}
 """A lone peer waits for others; and matchmaking, as by default, outlasts leaders that fall silent."""
 
@@ -40,16 +37,6 @@ def keep_committing_until(deadline: float, workers: list[Worker]) -> None:
             assert event["seconds"] < NOTICE_SECONDS, f"{worker.name}: {event['seconds']}"
         if time.monotonic() >= deadline:
             return
-
-
-def wait_until_back(worker: Worker, others: list[Worker]) -> None:
-    """Wait until it commits rounds in one group with the others, in one state."""
-    group = [*others, worker]
-    marks = [len(member.events) for member in group]
-    newest = max(
-        member.wait_for_commit(len(group), since=mark)["round"] for member, mark in zip(group, marks, strict=True)
-    )
-    wait_for_agreement(*group, after_round=newest)
 
 
 @pytest.mark.fault(19)
@@ -76,9 +63,9 @@ def test_peers_whose_cables_are_pulled_are_left_behind_and_rejoin_by_themselves_
             keep_committing_until(pulled_at + seconds, there)
             stands_at = worker.rounds()[-1]["tokens"]
             net.plug_in(hosts[worker.name])
-            wait_until_back(worker, there)
-            assert worker.rounds()[-1]["tokens"] > stands_at
             there.append(worker)
+            wait_for_peace(*there)
+            assert worker.rounds()[-1]["tokens"] > stands_at
         # Alone they were below the minimum: they said so, and left the state that they had in common as it was.
         paused = for_ever.wait_for("round", lambda event: event["paused"], since=marks[for_ever.name])
         assert not any(event["committed"] for event in for_ever.rounds(for_ever.events.index(paused)))

@@ -15,10 +15,7 @@ from tests.support.processes.swarmlet import Swarmlet, check_states, nothing_lef
 from tests.support.processes.tellers import PATIENCE_SECONDS
 from tests.support.tools import needed
 
-pytestmark = [
-    needed(why_unavailable(), "ip", "nft"),
-    pytest.mark.timeout(300),
-]
+pytestmark = [needed(why_unavailable(), "ip", "nft"), pytest.mark.timeout(300)]
 
 PERCENTS = (1, 5, 20)
 ROUNDS = 1

@@ -11,14 +11,11 @@ import pytest
 
 from tests.support.processes.daemons import wait_until
 from tests.support.processes.nat import Internet, why_unavailable
-from tests.support.processes.swarmlet import Swarmlet, Worker, check_states, nothing_left_behind, wait_for_agreement
+from tests.support.processes.swarmlet import Swarmlet, Worker, check_states, nothing_left_behind, wait_for_peace
 from tests.support.processes.tellers import PATIENCE_SECONDS
 from tests.support.tools import needed
 
-pytestmark = [
-    needed(why_unavailable(), "ip", "nft"),
-    pytest.mark.timeout(300),
-]
+pytestmark = [needed(why_unavailable(), "ip", "nft"), pytest.mark.timeout(300)]
 
 START_SECONDS = 2 * PATIENCE_SECONDS
 LEAD_TOKENS = 150
@@ -68,11 +65,7 @@ def test_after_a_partition_the_side_with_more_tokens_wins_and_nothing_of_the_oth
         won, lost = lineages(more, marks[:2]), lineages(less, marks[2:])
         assert not won & lost
         net.heal(hosts["c"], hosts["d"])
-        together = [len(worker.events) for worker in swarm.workers]
-        for worker, mark in zip(swarm.workers, together, strict=True):
-            worker.wait_for_commit(4, since=mark)
-        newest = max(worker.rounds()[-1]["round"] for worker in swarm.workers)
-        end = wait_for_agreement(*swarm.workers, after_round=newest)
+        end = wait_for_peace(*swarm.workers)
         known, at = chain(swarm.workers), end["lineage"]
         passed = {at}
         while at in known:

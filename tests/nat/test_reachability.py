@@ -13,10 +13,7 @@ import pytest
 from tests.support.processes.nat import Host, Internet, NatPeer, why_unavailable
 from tests.support.tools import needed
 
-pytestmark = [
-    needed(why_unavailable(), "ip", "nft"),
-    pytest.mark.timeout(300),
-]
+pytestmark = [needed(why_unavailable(), "ip", "nft"), pytest.mark.timeout(300)]
 
 MANY_BYTES = 4_000_000
 """Thirty times what a relay with libp2p's default limits carries."""

@@ -27,7 +27,8 @@ from p2ptrain.codecs import PartList, get_codec
 from p2ptrain.errors import PeerError
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.rpc.endpoint import Rpc
-from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from p2ptrain.network.simulated import SimulatedNetwork
+from tests.support.coroutines import simulated
 from tests.support.lying import LyingChannel
 from tests.support.sim.averaging import NUM_VALUES, SPEC, RosterMember, make_roster, stop
 from tests.support.sim.hostile import BAD_MESSAGES
@@ -75,11 +76,12 @@ async def a_message_in_the_middle(channel: Channel, part: bytes) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """What is sent with a part, and how the refusal reads."""
+    """What is sent with a part, and how the refusal reads; ``named`` is another codec than the round's."""
 
     send: Send
     reason: str
     codec: str = "fp32"
+    named: str | None = None
 
 
 CASES = {
@@ -102,6 +104,10 @@ CASES = {
     "scale negative": Case(number(-1.0), "scale", "int4"),
     "scale beyond the bound": Case(number(1e7), "max_value", "int8"),
     "topk scale infinite": Case(number(math.inf), "scale|finite", "topk"),
+    **{
+        f"in codec {name!r}": Case(changed(lambda part: part), "not allowed beside int8", "int8", name)
+        for name in ("zip9", "fp32/2", "", "fp32", "bf16")
+    },
 }
 
 
@@ -168,45 +174,27 @@ def part_for(evil: RosterMember, other: RosterMember) -> bytes:
 
 @pytest.mark.fault(32)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_a_bad_part_is_refused_before_it_counts_and_the_round_goes_on_at_once(case: Case) -> None:
+@simulated(seed=20)
+async def test_a_bad_part_is_refused_before_it_counts_and_the_round_goes_on_at_once(
+    network: SimulatedNetwork, case: Case
+) -> None:
     async def evil(itself: RosterMember, other: RosterMember) -> None:
-        header = Bring(itself.attempt.roster.group_id, case.codec)
+        header = Bring(itself.attempt.roster.group_id, case.codec if case.named is None else case.named)
         with pytest.raises(PeerError):
             await bring(itself.member.rpc, other, header, case.send, part_for(itself, other))
 
-    async def main(network: SimulatedNetwork) -> None:
-        roster, certificates = await run_roster(network, case.codec, evil)
-        assert_went_on_without_it(roster, certificates)
-        peer = roster[0].member.rpc.peer_id
-        for i in HONEST:
-            assert list(roster[i].refused) == [peer]
-            assert re.search(case.reason, roster[i].refused[peer])
-            assert roster[i].member.rpc.refusals[peer, "ProtocolError"] == 1
-        assert certified_at(network) < SPEC.grace_seconds, "nobody waited for what will not come"
-
-    simulate(main, seed=20)
+    roster, certificates = await run_roster(network, case.codec, evil)
+    assert_went_on_without_it(roster, certificates)
+    peer = roster[0].member.rpc.peer_id
+    for i in HONEST:
+        assert list(roster[i].refused) == [peer]
+        assert re.search(case.reason, roster[i].refused[peer])
+        assert roster[i].member.rpc.refusals[peer, "ProtocolError"] == 1
+    assert certified_at(network) < SPEC.grace_seconds, "nobody waited for what will not come"
 
 
-@pytest.mark.parametrize("name", ["zip9", "fp32/2", "", "fp32", "bf16"])
-def test_a_part_in_another_codec_is_refused_by_its_name(name: str) -> None:
-    async def evil(itself: RosterMember, other: RosterMember) -> None:
-        header = Bring(itself.attempt.roster.group_id, name)
-        with pytest.raises(PeerError):
-            await bring(itself.member.rpc, other, header, changed(lambda part: part), part_for(itself, other))
-
-    async def main(network: SimulatedNetwork) -> None:
-        roster, certificates = await run_roster(network, "int8", evil)
-        assert_went_on_without_it(roster, certificates)
-        peer = roster[0].member.rpc.peer_id
-        for i in HONEST:
-            assert "not allowed beside int8" in roster[i].refused[peer]
-            assert roster[i].member.rpc.refusals[peer, "ProtocolError"] == 1
-        assert certified_at(network) < SPEC.grace_seconds
-
-    simulate(main, seed=21)
-
-
-def test_a_part_that_is_cut_off_is_waited_for_no_longer_than_a_late_one() -> None:
+@simulated(seed=22)
+async def test_a_part_that_is_cut_off_is_waited_for_no_longer_than_a_late_one(network: SimulatedNetwork) -> None:
     """That a stream ends is no lie, and its other end may only have lost its network: nobody is blamed."""
 
     async def evil(itself: RosterMember, other: RosterMember) -> None:
@@ -214,17 +202,15 @@ def test_a_part_that_is_cut_off_is_waited_for_no_longer_than_a_late_one() -> Non
         async with itself.member.rpc.open(other.member.rpc.peer_id, ALLREDUCE, header, 5.0) as channel:
             await channel.send_bytes(part[: len(part) // 2], more=True)
 
-    async def main(network: SimulatedNetwork) -> None:
-        roster, certificates = await run_roster(network, "fp32", evil)
-        assert_went_on_without_it(roster, certificates)
-        assert all(roster[i].refused == {} for i in HONEST)
-        assert certified_at(network) < SPEC.grace_seconds + 2.0
-
-    simulate(main, seed=22)
+    roster, certificates = await run_roster(network, "fp32", evil)
+    assert_went_on_without_it(roster, certificates)
+    assert all(roster[i].refused == {} for i in HONEST)
+    assert certified_at(network) < SPEC.grace_seconds + 2.0
 
 
 @pytest.mark.parametrize("streams", [1, 2])
-def test_a_part_that_comes_twice_counts_once(streams: int) -> None:
+@simulated(seed=23)
+async def test_a_part_that_comes_twice_counts_once(network: SimulatedNetwork, streams: int) -> None:
     """On the stream that brought it, or on another."""
 
     async def evil(itself: RosterMember, other: RosterMember) -> None:
@@ -238,20 +224,17 @@ def test_a_part_that_comes_twice_counts_once(streams: int) -> None:
                         await channel.send_bytes(part)
             await asyncio.sleep(60.0)
 
-    async def main(network: SimulatedNetwork) -> None:
-        roster, certificates = await run_roster(network, "fp32", evil)
-        assert {certificate.body for certificate in certificates} == {certificates[0].body}
-        assert [index for index, *_ in certificates[0].body.contributors] == [0, 1, 2, 3]
-        exact = torch.stack([each.session.contribution.vector for each in roster]).double().mean(0)
-        for i in HONEST:
-            for owner, (low, high) in ((1, (0, 20)), (2, (20, 40)), (3, (40, NUM_VALUES))):
-                mean, found = roster[i].attempt.means[owner], torch.empty(high - low)
-                assert mean is not None
-                get_codec("fp32").decode_into(mean, found)
-                torch.testing.assert_close(found.double(), exact[low:high], rtol=0, atol=1e-6)
-            assert roster[i].member.rpc.refusals[roster[0].member.rpc.peer_id, "ProtocolError"] == streams - 1
-
-    simulate(main, seed=23)
+    roster, certificates = await run_roster(network, "fp32", evil)
+    assert {certificate.body for certificate in certificates} == {certificates[0].body}
+    assert [index for index, *_ in certificates[0].body.contributors] == [0, 1, 2, 3]
+    exact = torch.stack([each.session.contribution.vector for each in roster]).double().mean(0)
+    for i in HONEST:
+        for owner, (low, high) in ((1, (0, 20)), (2, (20, 40)), (3, (40, NUM_VALUES))):
+            mean, found = roster[i].attempt.means[owner], torch.empty(high - low)
+            assert mean is not None
+            get_codec("fp32").decode_into(mean, found)
+            torch.testing.assert_close(found.double(), exact[low:high], rtol=0, atol=1e-6)
+        assert roster[i].member.rpc.refusals[roster[0].member.rpc.peer_id, "ProtocolError"] == streams - 1
 
 
 def test_a_scale_of_zero_makes_zeros_whatever_the_codes() -> None:
@@ -272,33 +255,30 @@ WELL_FORMED = {"another body": ANOTHER_RESULT, "a forged signature": BAD_SIGNATU
 
 
 @pytest.mark.parametrize("name", BAD_MESSAGES)
-def test_what_an_owner_answers_wrongly_is_counted_against_it(name: str) -> None:
+@simulated(seed=24)
+async def test_what_an_owner_answers_wrongly_is_counted_against_it(network: SimulatedNetwork, name: str) -> None:
     lie, cause = BAD_MESSAGES[name], WELL_FORMED.get(name, BAD_ANSWER)
+    async with members(network, 4) as swarm:
+        roster = make_roster(swarm, [torch.randn(NUM_VALUES) for _ in swarm], [10] * 4)
+        evil, serve = roster[0], roster[0].session.serve
+        for each in roster[1:]:  # What it signs is there before the others have signatures enough.
+            network.set_latency(evil.member.peer, each.member.peer, 0.001)
 
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 4) as swarm:
-            roster = make_roster(swarm, [torch.randn(NUM_VALUES) for _ in swarm], [10] * 4)
-            evil, serve = roster[0], roster[0].session.serve
-            for each in roster[1:]:  # What it signs is there before the others have signatures enough.
-                network.set_latency(evil.member.peer, each.member.peer, 0.001)
+        async def lying(channel: Channel, request: Request) -> None:
+            await serve(LyingChannel(channel, lie, lambda data: data), request)  # type: ignore[arg-type]
 
-            async def lying(channel: Channel, request: Request) -> None:
-                await serve(LyingChannel(channel, lie, lambda data: data), request)  # type: ignore[arg-type]
-
-            evil.member.rpc.serve_channel(ALLREDUCE, Request, lying)
-            runs = [asyncio.create_task(each.run()) for each in roster]
-            results = await asyncio.gather(*runs[1:], return_exceptions=True)
-            await stop(roster, linger=True)
-            runs[0].cancel()
-            await asyncio.gather(*runs, return_exceptions=True)
-            peer = evil.member.rpc.peer_id
-            assert [roster[i].member.rpc.refusals[peer, cause] for i in HONEST] == [1, 1, 1]
-            for result in results:
-                if "mask" in name:  # Who contributes cannot be agreed on without it: another attempt is due.
-                    assert isinstance(result, AttemptFailedError)
-                    assert result.suspects == (peer,)
-                else:  # Its signature is not needed.
-                    assert isinstance(result, Certificate)
-                    assert peer not in dict(result.proofs)
-
-    simulate(main, seed=24)
+        evil.member.rpc.serve_channel(ALLREDUCE, Request, lying)
+        runs = [asyncio.create_task(each.run()) for each in roster]
+        results = await asyncio.gather(*runs[1:], return_exceptions=True)
+        await stop(roster, linger=True)
+        runs[0].cancel()
+        await asyncio.gather(*runs, return_exceptions=True)
+        peer = evil.member.rpc.peer_id
+        assert [roster[i].member.rpc.refusals[peer, cause] for i in HONEST] == [1, 1, 1]
+        for result in results:
+            if "mask" in name:  # Who contributes cannot be agreed on without it: another attempt is due.
+                assert isinstance(result, AttemptFailedError)
+                assert result.suspects == (peer,)
+            else:  # Its signature is not needed.
+                assert isinstance(result, Certificate)
+                assert peer not in dict(result.proofs)

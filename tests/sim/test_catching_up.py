@@ -13,9 +13,10 @@ import torch
 
 from p2ptrain.averaging.protocol.certificate import Certificate, Head
 from p2ptrain.codecs import get_codec
-from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from p2ptrain.training.sync import catch_up as following
+from p2ptrain.network.simulated import SimulatedNetwork
+from p2ptrain.training.sync import catch_up
 from p2ptrain.training.sync.catch_up import Way
+from tests.support.coroutines import simulated
 from tests.support.sim.trainers import TOKENS_PER_STEP, Ledger, SimulatedTrainer, make_manifest
 
 WIDTH = 200
@@ -135,6 +136,13 @@ async def trainers(
             await trainer.close()
 
 
+@pytest.fixture(params=["replay", "download"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The way in which peers catch up, whatever it costs."""
+    monkeypatch.setattr(catch_up, "choose_way", lambda *_: Way(request.param == "download", request.param))
+    return str(request.param)
+
+
 async def bytes_to_follow(trainer: SimulatedTrainer) -> int:
     """What a trainer receives to catch up."""
     before = trainer.rpc.traffic.received
@@ -152,224 +160,166 @@ def assert_equal_states(*several: SimulatedTrainer) -> None:
 @pytest.mark.parametrize(
     ("codec", "num_rounds"), [("fp32", 1), ("fp32", 2), ("fp32", 3), ("fp16", 4), ("fp16", 5), ("int8", 7)]
 )
-def test_a_laggard_moves_the_fewer_bytes_and_holds_the_same_bits(codec: str, num_rounds: int) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with trainers(network, "abc", codec) as swarm:
-            swarm.leave("c")
-            await swarm.rounds("ab", num_rounds)
-            laggard = await swarm.come_back("c")
-            num_missed = swarm.all["a"].sync.head.round - laggard.sync.head.round
-            assert num_missed >= num_rounds
-            moved = await bytes_to_follow(laggard)
-            replay_bytes = num_missed * get_codec(codec).encoded_bytes(NUM_VALUES)
-            assert moved <= min(replay_bytes, STATE_BYTES) / 0.9 + OVERHEAD_BYTES
-            assert laggard.sync.catch_up.resyncs == (0.9 * replay_bytes > STATE_BYTES)
-            assert_equal_states(*swarm.all.values())
-
-    simulate(main, seed=num_rounds)
-
-
-@pytest.mark.parametrize("is_download", [False, True])
-def test_work_that_waits_is_carried_alike_and_counted_once(is_download: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "choose_way", lambda *sizes: Way(is_download, "told so"))
-
-    async def main(network: SimulatedNetwork) -> None:
-        async with trainers(network, "abc") as swarm:
-            laggard = swarm.all["c"]
-            laggard.sync.feedback.residual.fill_(0.5)  # type: ignore[union-attr]
-            swarm.step("c")
-            work, tokens = torch.empty(NUM_VALUES), laggard.work.tokens
-            laggard.work.collect(work)
-            swarm.leave("c")
-            await swarm.rounds("ab", 3)
-            await swarm.come_back("c")
-            num_missed = swarm.all["a"].sync.head.round - laggard.sync.head.round
-            await bytes_to_follow(laggard)
-            assert laggard.sync.catch_up.resyncs == is_download
-            assert_equal_states(*swarm.all.values())
-            carried = torch.empty(NUM_VALUES)
-            laggard.work.collect(carried)
-            torch.testing.assert_close(carried, work * DECAY**num_missed, rtol=1e-3, atol=1e-6)
-            assert laggard.work.tokens == tokens
-            assert torch.equal(laggard.sync.feedback.residual, torch.full((NUM_VALUES,), 0.5))  # type: ignore[arg-type]
-            await swarm.rounds("abc", 1)
-            head = laggard.sync.head
-            body = Certificate.from_bytes(head.certificate, laggard.swarm, laggard.peer.signer).body
-            counted = {body.members[index]: of_one for index, of_one, _ in body.contributors}
-            assert laggard.work.tokens == 0
-            assert counted[laggard.peer.peer_id] == 2 * tokens
-            assert_equal_states(*swarm.all.values())
-
-    simulate(main, seed=1)
-
-
-@pytest.mark.parametrize("is_download", [False, True])
-def test_each_fragment_s_work_decays_with_the_rounds_that_it_missed(
-    is_download: bool, monkeypatch: pytest.MonkeyPatch
+@simulated(seed=lambda num_rounds, **_: num_rounds)
+async def test_a_laggard_moves_the_fewer_bytes_and_holds_the_same_bits(
+    network: SimulatedNetwork, codec: str, num_rounds: int
 ) -> None:
-    monkeypatch.setattr(following, "choose_way", lambda *sizes: Way(is_download, "told so"))
-
-    async def main(network: SimulatedNetwork) -> None:
-        async with trainers(network, "abc", fragments=2) as swarm:
-            laggard = swarm.all["c"]
-            swarm.step("c")
-            work = torch.empty(laggard.state.layout.num_values)
-            laggard.work.collect(work)
-            pending, first = list(laggard.work.pending), laggard.sync.head.round
-            swarm.leave("c")
-            await swarm.rounds("ab", 4)
-            await swarm.come_back("c")
-            missed = range(first, swarm.all["a"].sync.head.round)
-            await bytes_to_follow(laggard)
-            assert laggard.sync.catch_up.resyncs == is_download
-            assert_equal_states(*swarm.all.values())
-            carried = torch.empty_like(work)
-            laggard.work.collect(carried)
-            for fragment in laggard.state.fragments:
-                decay = DECAY ** sum(number % 2 == fragment.index for number in missed)
-                for start, _, count in fragment.parameter_spans:
-                    span = slice(start, start + count)
-                    torch.testing.assert_close(carried[span], work[span] * decay, rtol=1e-3, atol=1e-6)
-            assert laggard.work.pending == pending
-            await swarm.rounds("abc", 2)
-            assert laggard.work.pending[0] in (0, TOKENS_PER_STEP)
-            assert sum(laggard.work.pending) == TOKENS_PER_STEP  # The fragment of the round before last waits again.
-
-    simulate(main, seed=1)
+    async with trainers(network, "abc", codec) as swarm:
+        swarm.leave("c")
+        await swarm.rounds("ab", num_rounds)
+        laggard = await swarm.come_back("c")
+        num_missed = swarm.all["a"].sync.head.round - laggard.sync.head.round
+        assert num_missed >= num_rounds
+        moved = await bytes_to_follow(laggard)
+        replay_bytes = num_missed * get_codec(codec).encoded_bytes(NUM_VALUES)
+        assert moved <= min(replay_bytes, STATE_BYTES) / 0.9 + OVERHEAD_BYTES
+        assert laggard.sync.catch_up.resyncs == (0.9 * replay_bytes > STATE_BYTES)
+        assert_equal_states(*swarm.all.values())
 
 
-@pytest.mark.parametrize("is_download", [False, True])
-def test_work_in_a_round_whose_end_was_not_seen_is_not_brought_again(
-    is_download: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(following, "choose_way", lambda *sizes: Way(is_download, "told so"))
+@simulated(seed=1)
+async def test_work_that_waits_is_carried_alike_and_counted_once(network: SimulatedNetwork, way: str) -> None:
+    async with trainers(network, "abc") as swarm:
+        laggard = swarm.all["c"]
+        laggard.sync.feedback.residual.fill_(0.5)  # type: ignore[union-attr]
+        swarm.step("c")
+        work, tokens = torch.empty(NUM_VALUES), laggard.work.tokens
+        laggard.work.collect(work)
+        swarm.leave("c")
+        await swarm.rounds("ab", 3)
+        await swarm.come_back("c")
+        num_missed = swarm.all["a"].sync.head.round - laggard.sync.head.round
+        await bytes_to_follow(laggard)
+        assert laggard.sync.catch_up.resyncs == (way == "download")
+        assert_equal_states(*swarm.all.values())
+        carried = torch.empty(NUM_VALUES)
+        laggard.work.collect(carried)
+        torch.testing.assert_close(carried, work * DECAY**num_missed, rtol=1e-3, atol=1e-6)
+        assert laggard.work.tokens == tokens
+        assert torch.equal(laggard.sync.feedback.residual, torch.full((NUM_VALUES,), 0.5))  # type: ignore[arg-type]
+        await swarm.rounds("abc", 1)
+        head = laggard.sync.head
+        body = Certificate.from_bytes(head.certificate, laggard.swarm, laggard.peer.signer).body
+        counted = {body.members[index]: of_one for index, of_one, _ in body.contributors}
+        assert laggard.work.tokens == 0
+        assert counted[laggard.peer.peer_id] == 2 * tokens
+        assert_equal_states(*swarm.all.values())
 
-    async def main(network: SimulatedNetwork) -> None:
-        async with trainers(network, "abcd") as swarm:
-            laggard = swarm.all["d"]
 
-            def on_phase(phase: str, round_: int) -> None:
-                if phase == "gather":  # Its parts are counted, and as it owns no share the others can do without it.
-                    swarm.leave("d")
+@simulated(seed=1)
+async def test_each_fragment_s_work_decays_with_the_rounds_that_it_missed(network: SimulatedNetwork, way: str) -> None:
+    async with trainers(network, "abc", fragments=2) as swarm:
+        laggard = swarm.all["c"]
+        swarm.step("c")
+        work = torch.empty(laggard.state.layout.num_values)
+        laggard.work.collect(work)
+        pending, first = list(laggard.work.pending), laggard.sync.head.round
+        swarm.leave("c")
+        await swarm.rounds("ab", 4)
+        await swarm.come_back("c")
+        missed = range(first, swarm.all["a"].sync.head.round)
+        await bytes_to_follow(laggard)
+        assert laggard.sync.catch_up.resyncs == (way == "download")
+        assert_equal_states(*swarm.all.values())
+        carried = torch.empty_like(work)
+        laggard.work.collect(carried)
+        for fragment in laggard.state.fragments:
+            decay = DECAY ** sum(number % 2 == fragment.index for number in missed)
+            for start, _, count in fragment.parameter_spans:
+                span = slice(start, start + count)
+                torch.testing.assert_close(carried[span], work[span] * decay, rtol=1e-3, atol=1e-6)
+        assert laggard.work.pending == pending
+        await swarm.rounds("abc", 2)
+        assert laggard.work.pending[0] in (0, TOKENS_PER_STEP)
+        assert sum(laggard.work.pending) == TOKENS_PER_STEP  # The fragment of the round before last waits again.
 
-            laggard.is_reachable = False
-            laggard.sync.averager.phase_listeners = [on_phase]
-            for name in swarm.all:
-                swarm.step(name)
-            await asyncio.gather(*(trainer.synchronize() for trainer in swarm.all.values()))
-            head = swarm.all["a"].sync.head
-            body = Certificate.from_bytes(head.certificate, laggard.swarm, laggard.peer.signer).body
-            assert laggard.peer.peer_id in [body.members[index] for index, *_ in body.contributors]
-            assert laggard.sync.head.lineage == body.lineage
-            assert laggard.work.tokens > 0
-            laggard.sync.averager.phase_listeners = []
-            await swarm.rounds("abc", 2)
-            await swarm.come_back("d")
-            await bytes_to_follow(laggard)
-            assert laggard.sync.catch_up.resyncs == is_download
-            assert laggard.work.tokens == 0
-            assert not bool(laggard.sync.feedback.residual.any())  # type: ignore[union-attr]
-            assert_equal_states(*swarm.all.values())
 
-    simulate(main, seed=2)
+@simulated(seed=2)
+async def test_work_in_a_round_whose_end_was_not_seen_is_not_brought_again(network: SimulatedNetwork, way: str) -> None:
+    async with trainers(network, "abcd") as swarm:
+        laggard = swarm.all["d"]
+
+        def on_phase(phase: str, round_: int) -> None:
+            if phase == "gather":  # Its parts are counted, and as it owns no share the others can do without it.
+                swarm.leave("d")
+
+        laggard.is_reachable = False
+        laggard.sync.averager.phase_listeners = [on_phase]
+        for name in swarm.all:
+            swarm.step(name)
+        await asyncio.gather(*(trainer.synchronize() for trainer in swarm.all.values()))
+        head = swarm.all["a"].sync.head
+        body = Certificate.from_bytes(head.certificate, laggard.swarm, laggard.peer.signer).body
+        assert laggard.peer.peer_id in [body.members[index] for index, *_ in body.contributors]
+        assert laggard.sync.head.lineage == body.lineage
+        assert laggard.work.tokens > 0
+        laggard.sync.averager.phase_listeners = []
+        await swarm.rounds("abc", 2)
+        await swarm.come_back("d")
+        await bytes_to_follow(laggard)
+        assert laggard.sync.catch_up.resyncs == (way == "download")
+        assert laggard.work.tokens == 0
+        assert not bool(laggard.sync.feedback.residual.any())  # type: ignore[union-attr]
+        assert_equal_states(*swarm.all.values())
 
 
 @pytest.mark.parametrize("others_have_it", [True, False])
-def test_rounds_that_the_source_does_not_have_come_from_others_before_the_state_does(others_have_it: bool) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with trainers(network, "abc") as swarm:
-            swarm.leave("c")
-            await swarm.rounds("ab", 1)
-            newcomer = await swarm.start("n")
-            newcomer.sync.averager.round_log.clear()  # as after a download
-            await swarm.rounds("abn", 1)
-            if not others_have_it:
-                for name in "ab":
-                    swarm.all[name].sync.averager.round_log.clear()
-            laggard = await swarm.come_back("c")
-            source = newcomer.peer.peer_id
-            assert await newcomer.sync.averager.round_log.certificates_after(
-                swarm.all["a"].peer.peer_id, laggard.sync.head.lineage
-            ) == swarm.all["a"].sync.averager.round_log.chain(laggard.sync.head.lineage)
-            assert not newcomer.sync.averager.round_log.chain(laggard.sync.head.lineage)
-            assert await laggard.sync.catch_up.follow(source, laggard.work)
-            assert laggard.sync.catch_up.resyncs == (not others_have_it)
-            assert_equal_states(*swarm.all.values())
-
-    simulate(main, seed=3)
-
-
-@pytest.mark.parametrize("way", ["replay", "download"])
-def test_a_residual_whose_round_is_over_is_not_restored(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    monkeypatch.setattr(following, "choose_way", lambda *_: Way(way == "download", way))
-
-    async def main(network: SimulatedNetwork) -> None:
-        async with trainers(network, "abc") as swarm:
-            saved = Checkpoint.of(swarm.all["a"])
-            assert saved.residual.abs().max() > 0
-            await swarm.rounds("abc", 2)  # The first of them adds what the checkpoint holds as a residual.
-            again = await swarm.restart("a", saved)
-            assert_equal_states(*swarm.all.values())
-            assert again.sync.feedback.residual is not None
-            assert again.sync.feedback.residual.abs().max() == 0
-
-    simulate(main, seed=1)
-
-
-@pytest.mark.parametrize("way", ["replay", "download"])
-def test_a_residual_that_no_round_has_used_is_restored(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    monkeypatch.setattr(following, "choose_way", lambda *_: Way(way == "download", way))
-
-    async def main(network: SimulatedNetwork) -> None:
-        async with trainers(network, "abc") as swarm:
-            saved = Checkpoint.of(swarm.all["a"])
-            swarm.leave("a")
-            await swarm.rounds("bc", 2)
-            again = await swarm.restart("a", saved)
-            assert_equal_states(*swarm.all.values())
-            assert again.sync.feedback.residual is not None
-            assert torch.equal(again.sync.feedback.residual, saved.residual)
-
-    simulate(main, seed=1)
-
-
-@pytest.mark.parametrize("way", ["replay", "download"])
-def test_work_of_a_checkpoint_that_a_round_holds_does_not_count_again(
-    monkeypatch: pytest.MonkeyPatch, way: str
+@simulated(seed=3)
+async def test_rounds_that_the_source_does_not_have_come_from_others_before_the_state_does(
+    network: SimulatedNetwork, others_have_it: bool
 ) -> None:
-    monkeypatch.setattr(following, "choose_way", lambda *_: Way(way == "download", way))
+    async with trainers(network, "abc") as swarm:
+        swarm.leave("c")
+        await swarm.rounds("ab", 1)
+        newcomer = await swarm.start("n")
+        newcomer.sync.averager.round_log.clear()  # as after a download
+        await swarm.rounds("abn", 1)
+        if not others_have_it:
+            for name in "ab":
+                swarm.all[name].sync.averager.round_log.clear()
+        laggard = await swarm.come_back("c")
+        source = newcomer.peer.peer_id
+        assert await newcomer.sync.averager.round_log.certificates_after(
+            swarm.all["a"].peer.peer_id, laggard.sync.head.lineage
+        ) == swarm.all["a"].sync.averager.round_log.chain(laggard.sync.head.lineage)
+        assert not newcomer.sync.averager.round_log.chain(laggard.sync.head.lineage)
+        assert await laggard.sync.catch_up.follow(source, laggard.work)
+        assert laggard.sync.catch_up.resyncs == (not others_have_it)
+        assert_equal_states(*swarm.all.values())
 
-    async def main(network: SimulatedNetwork) -> None:
-        async with trainers(network, "abc") as swarm:
-            swarm.step("a")
-            saved = Checkpoint.of(swarm.all["a"])
-            assert any(saved.work[0]["pending"])
-            await swarm.rounds("abc", 2)
-            again = await swarm.restart("a", saved)
-            assert_equal_states(*swarm.all.values())
-            assert not any(again.work.pending)
-            assert torch.equal(live_values(again), again.state.vector)
 
-    simulate(main, seed=1)
+@pytest.mark.usefixtures("way")
+@simulated(seed=1)
+async def test_work_and_a_residual_whose_round_is_over_are_not_restored(network: SimulatedNetwork) -> None:
+    async with trainers(network, "abc") as swarm:
+        swarm.step("a")
+        saved = Checkpoint.of(swarm.all["a"])
+        assert saved.residual.abs().max() > 0
+        assert any(saved.work[0]["pending"])
+        await swarm.rounds("abc", 2)  # The first of them adds what the checkpoint holds as a residual.
+        again = await swarm.restart("a", saved)
+        assert_equal_states(*swarm.all.values())
+        assert again.sync.feedback.residual is not None
+        assert again.sync.feedback.residual.abs().max() == 0
+        assert not any(again.work.pending)
+        assert torch.equal(live_values(again), again.state.vector)
 
 
-@pytest.mark.parametrize("way", ["replay", "download"])
-def test_work_of_a_checkpoint_that_no_round_holds_still_waits(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    monkeypatch.setattr(following, "choose_way", lambda *_: Way(way == "download", way))
-
-    async def main(network: SimulatedNetwork) -> None:
-        async with trainers(network, "abc") as swarm:
-            swarm.step("a")
-            saved = Checkpoint.of(swarm.all["a"])
-            done = saved.work[1]["live"] - saved.tensors[0][1]
-            swarm.leave("a")
-            await swarm.rounds("bc", 1)
-            again = await swarm.restart("a", saved)
-            assert_equal_states(*swarm.all.values())
-            assert again.work.pending == saved.work[0]["pending"]
-            torch.testing.assert_close(live_values(again) - again.state.vector, done * DECAY)
-
-    simulate(main, seed=1)
+@pytest.mark.usefixtures("way")
+@simulated(seed=1)
+async def test_work_and_a_residual_that_no_round_has_used_are_restored(network: SimulatedNetwork) -> None:
+    async with trainers(network, "abc") as swarm:
+        swarm.step("a")
+        saved = Checkpoint.of(swarm.all["a"])
+        done = saved.work[1]["live"] - saved.tensors[0][1]
+        swarm.leave("a")
+        await swarm.rounds("bc", 1)
+        again = await swarm.restart("a", saved)
+        assert_equal_states(*swarm.all.values())
+        assert again.sync.feedback.residual is not None
+        assert torch.equal(again.sync.feedback.residual, saved.residual)
+        assert again.work.pending == saved.work[0]["pending"]
+        torch.testing.assert_close(live_values(again) - again.state.vector, done * DECAY)
 
 
 def live_values(trainer: SimulatedTrainer) -> torch.Tensor:

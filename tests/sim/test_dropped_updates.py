@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from p2ptrain.errors import DivergedError
-from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.training.sync.replica import MAX_DROPS
+from tests.support.coroutines import simulated
 from tests.support.sim.trainers import SimulatedSwarm, SimulatedTrainer, make_manifest
 
 SECONDS = 300.0
 
-Spoil = Callable[[torch.Tensor], None]
+Spoil = Callable[[torch.Tensor], object]
 
 
 def spoil_updates(trainer: SimulatedTrainer, spoil: Spoil, while_: Callable[[], bool] = lambda: True) -> None:
@@ -31,22 +32,10 @@ def spoil_updates(trainer: SimulatedTrainer, spoil: Spoil, while_: Callable[[], 
     trainer.work.collect = collect_spoiled  # type: ignore[method-assign, assignment]
 
 
-def not_a_number(out: torch.Tensor) -> None:
-    out[0] = math.nan
-
-
-def too_large_to_encode(out: torch.Tensor) -> None:
-    out.fill_(1e7)  # Beyond `averaging.max_value`.
-
-
-def out_of_proportion(out: torch.Tensor) -> None:
-    out.mul_(1000)
-
-
 SPOILS: dict[str, Spoil] = {
-    "not finite": not_a_number,
-    "too large": too_large_to_encode,
-    "refused by the others": out_of_proportion,
+    "not finite": lambda out: out[:1].fill_(math.nan),
+    "too large": lambda out: out.fill_(1e7),  # Beyond `averaging.max_value`.
+    "refused by the others": lambda out: out.mul_(1000),
 }
 each = pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS)
 
@@ -62,52 +51,55 @@ async def start(network: SimulatedNetwork) -> tuple[SimulatedSwarm, SimulatedTra
 
 @pytest.mark.fault(32)
 @each
-def test_a_peer_whose_contributions_never_count_ends_with_one_line_and_the_others_go_on(
-    spoil: Spoil, caplog: pytest.LogCaptureFixture
+@simulated(seed=3)
+async def test_a_peer_whose_contributions_never_count_ends_with_one_line_and_the_others_go_on(
+    network: SimulatedNetwork, spoil: Spoil, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        swarm, broken = await start(network)
-        task = swarm.tasks.pop("broken")
-        spoil_updates(broken, spoil)
-        await swarm.until(task.done, SECONDS, "the broken peer ends")
-        error = task.exception()
-        assert isinstance(error, DivergedError), error
-        assert f"{MAX_DROPS} contributions of this peer in a row" in str(error)
-        assert "\n" not in str(error)
-        sound = [trainer for trainer in swarm.alive if trainer is not broken]
-        front = max(trainer.sync.head.round for trainer in sound)
-        await swarm.until(lambda: min(t.sync.head.round for t in sound) >= front + 3, SECONDS, "the others go on")
-        assert all(bool(trainer.state.vector.isfinite().all()) for trainer in sound)
-        await swarm.end()
-
-    with caplog.at_level(logging.WARNING, "p2ptrain.training.sync.synchronizer"):
-        simulate(main, seed=3)
+    caplog.set_level(logging.WARNING, "p2ptrain.training.sync.synchronizer")
+    swarm, broken = await start(network)
+    task = swarm.tasks.pop("broken")
+    spoil_updates(broken, spoil)
+    await swarm.until(task.done, SECONDS, "the broken peer ends")
+    error = task.exception()
+    assert isinstance(error, DivergedError), error
+    assert f"{MAX_DROPS} contributions of this peer in a row" in str(error)
+    assert "\n" not in str(error)
+    sound = [trainer for trainer in swarm.alive if trainer is not broken]
+    front = max(trainer.sync.head.round for trainer in sound)
+    await swarm.until(lambda: min(t.sync.head.round for t in sound) >= front + 3, SECONDS, "the others go on")
+    assert all(bool(trainer.state.vector.isfinite().all()) for trainer in sound)
+    await swarm.end()
     told = [record for record in caplog.records if "it was dropped, and this peer begins anew" in record.message]
     assert len(told) == MAX_DROPS - 1
 
 
 @pytest.mark.fault(32)
-def test_a_peer_whose_contributions_count_again_is_not_ended_by_those_before() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        swarm, broken = await start(network)
-        begun: list[int] = []
-        reset = broken.work.reset
+@each
+@simulated(seed=4)
+async def test_a_peer_whose_contributions_count_again_is_not_ended_by_those_before(
+    network: SimulatedNetwork, spoil: Spoil
+) -> None:
+    swarm, broken = await start(network)
+    begun: list[int] = []
+    reset = broken.work.reset
 
-        def watched() -> None:
-            begun.append(broken.sync.head.round)
-            reset()
+    def watched() -> None:
+        begun.append(broken.sync.head.round)
+        reset()
 
-        broken.work.reset = watched  # type: ignore[method-assign]
-        for drops in (MAX_DROPS - 1, 2 * (MAX_DROPS - 1)):
-            spoil_updates(broken, not_a_number, while_=lambda: len(begun) < drops)  # noqa: B023
-            await swarm.until(lambda: len(begun) == drops, SECONDS, "its updates are dropped")  # noqa: B023
-            seen = len(broken.results)
-            await swarm.until(
-                lambda: any(result.contributed for result in broken.results[seen:]),  # noqa: B023
-                SECONDS,
-                "it takes part again",
-            )
-        assert len(begun) == 2 * (MAX_DROPS - 1)
-        await swarm.end()
-
-    simulate(main, seed=4)
+    broken.work.reset = watched  # type: ignore[method-assign]
+    for drops in (MAX_DROPS - 1, 2 * (MAX_DROPS - 1)):
+        spoil_updates(broken, spoil, while_=lambda: len(begun) < drops)  # noqa: B023
+        await swarm.until(lambda: len(begun) == drops, SECONDS, "its updates are dropped")  # noqa: B023
+        seen = len(broken.results)
+        await swarm.until(
+            lambda: any(result.contributed for result in broken.results[seen:]),  # noqa: B023
+            SECONDS,
+            "it takes part again",
+        )
+    assert len(begun) == 2 * (MAX_DROPS - 1)
+    dropped = [result for result in broken.results if "was dropped" in result.reason]
+    assert not any(result.contributed for result in dropped)
+    if spoil is SPOILS["refused by the others"]:
+        assert any(result.committed for result in dropped), "it keeps a share of the round of the others"
+    await swarm.end()

@@ -3,41 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from p2ptrain.averaging.allreduce.member import ALLREDUCE
 from p2ptrain.averaging.allreduce.messages import Bring, FromOwner, Mask, Request, Signature
-from p2ptrain.averaging.allreduce.session import OUT_OF_PROPORTION, AllReduceSession
 from p2ptrain.averaging.allreduce.streams import ANOTHER_RESULT, BAD_ANSWER, BAD_SIGNATURE
-from p2ptrain.averaging.commit.provenance import Origin
-from p2ptrain.averaging.grouping.coordinator import MAX_PENDING_GROUPS
 from p2ptrain.averaging.grouping.messages import (
     JOIN,
-    REPORT,
     Answer,
-    BatchAdvice,
-    BatchReport,
     Behind,
     Formed,
     Join,
     Redirected,
     Refused,
 )
-from p2ptrain.averaging.protocol.certificate import Head, Roster, Ticket
-from p2ptrain.errors import PeerRefusedError, TemporaryError
-from p2ptrain.network.chunks.messages import Open
-from p2ptrain.network.schema import Nothing
-from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from p2ptrain.training.sync.state_server import HeldHead
+from p2ptrain.averaging.protocol.certificate import Ticket
+from p2ptrain.errors import PeerRefusedError
+from p2ptrain.network.simulated import SimulatedNetwork
+from tests.support.coroutines import simulated
 from tests.support.lying import BulkLie, Lie
 from tests.support.sim.accounts import Accounts
-from tests.support.sim.hostile import BAD_MESSAGES, BROKEN_PARTS, boast, lead_badly, lie_in_rounds, never
+from tests.support.sim.hostile import BAD_MESSAGES, BROKEN_PARTS, Lead, boast, lead_badly, lie_in_rounds, never
 from tests.support.sim.trainers import SimulatedSwarm, SimulatedTrainer, make_manifest
 
 Message = dict[str, Any]
@@ -46,13 +36,13 @@ SECONDS = 240.0
 
 
 async def start(
-    network: SimulatedNetwork, corrupt: Callable[[SimulatedTrainer], object], **averaging: object
+    network: SimulatedNetwork, corrupt: Callable[[SimulatedTrainer], object], num_honest: int = 3
 ) -> tuple[SimulatedSwarm, list[SimulatedTrainer], Accounts]:
-    """A swarm of four in which ``evil`` is hostile once it trains; with the honest ones."""
+    """A swarm in which ``evil`` is hostile once it trains; with the honest ones."""
     # With fp32, which has no blocks, the tiny model has a share for everybody.
-    swarm = SimulatedSwarm(network, make_manifest(**{"codec": "fp32", **averaging}), 0)
+    swarm = SimulatedSwarm(network, make_manifest(codec="fp32"), 0)
     accounts = Accounts(swarm)
-    honest = [swarm.start(f"honest{index}") for index in range(3)]
+    honest = [swarm.start(f"honest{index}") for index in range(num_honest)]
     evil = swarm.start("evil")
     await swarm.until(lambda: swarm.in_agreement(1), 90, "the swarm trains")
     evil.is_hostile = True
@@ -79,89 +69,42 @@ def failures(trainers: list[SimulatedTrainer]) -> list[str]:
 
 @pytest.mark.fault(36)
 @pytest.mark.parametrize("bulk_lie", BROKEN_PARTS.values(), ids=BROKEN_PARTS.keys())
-def test_bad_parts_and_means_do_not_stop_the_others(bulk_lie: BulkLie) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        swarm, honest, accounts = await start(network, lambda evil: lie_in_rounds(evil, bulk_lie=bulk_lie))
-        evil = swarm.trainers["evil"].peer.peer_id
-        before = {trainer.peer.name: trainer.sync.head.round for trainer in honest}
-        await go_on(swarm, honest)
-        assert any(peer == evil for trainer in honest for peer, _ in trainer.rpc.refusals)
-        for body in accounts.bodies.values():
-            # By itself it may go where it likes.
-            if body.round > max(before.values()) and len(body.members) > 1 and evil in body.members:
-                assert body.members.index(evil) not in [index for index, *_ in body.contributors]
-        await swarm.end()
-
-    simulate(main, seed=1)
+@simulated(seed=1)
+async def test_bad_parts_and_means_do_not_stop_the_others(network: SimulatedNetwork, bulk_lie: BulkLie) -> None:
+    swarm, honest, accounts = await start(network, lambda evil: lie_in_rounds(evil, bulk_lie=bulk_lie))
+    evil = swarm.trainers["evil"].peer.peer_id
+    before = {trainer.peer.name: trainer.sync.head.round for trainer in honest}
+    await go_on(swarm, honest)
+    assert any(peer == evil for trainer in honest for peer, _ in trainer.rpc.refusals)
+    for body in accounts.bodies.values():
+        # By itself it may go where it likes.
+        if body.round > max(before.values()) and len(body.members) > 1 and evil in body.members:
+            assert body.members.index(evil) not in [index for index, *_ in body.contributors]
+    await swarm.end()
 
 
-def exaggerate(trainer: SimulatedTrainer, times: float = math.inf) -> None:
-    """Contribute the thousandfold, in so many rounds; to a simulated trainer's noise nothing worse can be done."""
-    prepare, left = trainer.sync.averager._runner.prepare, times
-
-    def prepare_more(roster: Roster, head: Head, vector: torch.Tensor, origin: Origin | None) -> AllReduceSession:
-        nonlocal left
-        if len(roster.members) < 3 or left <= 0:
-            return prepare(roster, head, vector, origin)
-        left -= 1
-        return prepare(roster, head, vector * 1000, origin)
-
-    trainer.sync.averager._runner.prepare = prepare_more  # type: ignore[method-assign]
-
-
-@pytest.mark.fault(32)
-def test_a_thousandfold_contribution_is_counted_against_its_sender_and_in_no_result() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        swarm, honest, accounts = await start(network, exaggerate)
-        evil = swarm.trainers["evil"].peer.peer_id
-        before = max(trainer.sync.head.round for trainer in honest)
-        await go_on(swarm, honest)
-        assert any(trainer.rpc.refusals[evil, OUT_OF_PROPORTION] for trainer in honest)
-        for body in accounts.bodies.values():
-            if body.round > before and len(body.members) >= 3 and evil in body.members:
-                assert body.members.index(evil) not in [index for index, *_ in body.contributors]
-        await swarm.end()
-
-    simulate(main, seed=10)
-
-
-@pytest.mark.fault(32)
-def test_a_peer_whose_update_blew_up_once_drops_it_and_takes_part_again() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        swarm, honest, _ = await start(network, lambda clumsy: exaggerate(clumsy, times=1))
-        clumsy = swarm.trainers["evil"]
-        seen = len(clumsy.results)
-
-        def dropped() -> list[int]:
-            return [i for i, r in enumerate(clumsy.results) if i >= seen and "was dropped" in r.reason]
-
-        await swarm.until(lambda: bool(dropped()), SECONDS, "the update is dropped")
-        at = dropped()[0]
-        assert clumsy.results[at].committed  # The round of the others, of which it keeps a share.
-        assert not clumsy.results[at].contributed
-        await swarm.until(lambda: any(r.contributed for r in clumsy.results[at:]), SECONDS, "it takes part again")
-        await go_on(swarm, [*honest, clumsy])
-        await swarm.end()
-
-    simulate(main, seed=11)
-
-
+@pytest.mark.fault(36)
+@pytest.mark.parametrize("num_honest", [1, 3])
 @pytest.mark.parametrize("lie", BAD_MESSAGES.values(), ids=BAD_MESSAGES.keys())
-def test_bad_masks_and_signatures_do_not_stop_the_others(lie: Lie) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        swarm, honest, _ = await start(network, lambda evil: lie_in_rounds(evil, lie))
-        evil, failed = swarm.trainers["evil"].peer.peer_id, len(failures(honest))
-        await go_on(swarm, honest)
+@simulated(seed=2)
+async def test_bad_masks_and_signatures_do_not_stop_the_others(
+    network: SimulatedNetwork, lie: Lie, num_honest: int
+) -> None:
+    swarm, honest, _ = await start(network, lambda evil: lie_in_rounds(evil, lie), num_honest)
+    evil, failed = swarm.trainers["evil"].peer.peer_id, len(failures(honest))
+    await go_on(swarm, honest)
+    if num_honest > 1:
         counted = {cause for trainer in honest for peer, cause in trainer.rpc.refusals if peer == evil}
         assert counted & {BAD_ANSWER, BAD_SIGNATURE, ANOTHER_RESULT}
         assert len(failures(honest)) == failed, "no synchronisation of the honest failed"
-        await swarm.end()
-
-    simulate(main, seed=2)
+    await swarm.end()
 
 
 @pytest.mark.parametrize(("silent_about", "members"), [(Mask, 3), (Signature, 4)])
-def test_who_falls_silent_is_left_out_if_it_is_waited_for(silent_about: type, members: int) -> None:
+@simulated(seed=3)
+async def test_who_falls_silent_is_left_out_if_it_is_waited_for(
+    network: SimulatedNetwork, silent_about: type, members: int
+) -> None:
     """Rounds need everybody's mask. A majority of signatures is enough."""
 
     def fall_silent(evil: SimulatedTrainer) -> None:
@@ -178,35 +121,12 @@ def test_who_falls_silent_is_left_out_if_it_is_waited_for(silent_about: type, me
 
         evil.rpc.serve_channel(ALLREDUCE, Request, silent)
 
-    async def main(network: SimulatedNetwork) -> None:
-        swarm, honest, accounts = await start(network, fall_silent)
-        front = max(trainer.sync.head.round for trainer in honest)
-        await go_on(swarm, honest)
-        sizes = [len(body.members) for body in accounts.bodies.values() if body.round > front + 2]
-        assert sizes.count(members) >= ROUNDS // 2
-        await swarm.end()
-
-    simulate(main, seed=3)
-
-
-async def say_behind(tickets: list[Ticket], ticket: Ticket) -> object:
-    return Behind("nobody")
-
-
-async def say_mismatch(tickets: list[Ticket], ticket: Ticket) -> object:
-    return Refused("your state differs from the group's", mismatch=True)
-
-
-async def say_refused(tickets: list[Ticket], ticket: Ticket) -> object:
-    return Refused("I do not like you")
-
-
-async def say_nonsense(tickets: list[Ticket], ticket: Ticket) -> object:
-    return {"type": ["formed"], "tickets": {"a": 1}}
-
-
-async def send_in_circles(tickets: list[Ticket], ticket: Ticket) -> object:
-    return Redirected(ticket.peer)
+    swarm, honest, accounts = await start(network, fall_silent)
+    front = max(trainer.sync.head.round for trainer in honest)
+    await go_on(swarm, honest)
+    sizes = [len(body.members) for body in accounts.bodies.values() if body.round > front + 2]
+    assert sizes.count(members) >= ROUNDS // 2
+    await swarm.end()
 
 
 async def different_rosters(tickets: list[Ticket], ticket: Ticket) -> object:
@@ -218,128 +138,88 @@ async def different_rosters(tickets: list[Ticket], ticket: Ticket) -> object:
     return Formed(tuple(latest[name] for name in sorted({ticket.peer, other})))
 
 
-async def made_up_members(tickets: list[Ticket], ticket: Ticket) -> object:
-    return Formed(tuple(sorted([ticket, replace(ticket, peer="ghost")], key=lambda each: each.peer)))
-
-
-async def endless_roster(tickets: list[Ticket], ticket: Ticket) -> object:
-    return Formed((ticket,) * 1000)
-
-
-async def old_tickets(tickets: list[Ticket], ticket: Ticket) -> object:
+def old_tickets(tickets: list[Ticket], ticket: Ticket) -> object:
     """Everybody's first ticket, which is of another round, and the right one of the peer that asks."""
     first = {each.peer: each for each in reversed(tickets)} | {ticket.peer: ticket}
     return Formed(tuple(first[name] for name in sorted(first)))
 
 
-LEADERS: dict[str, Callable[[list[Ticket], Ticket], Awaitable[object]]] = {
+LEADERS: dict[str, Lead] = {
     "never answers": never,
-    "says all are behind": say_behind,
-    "says all differ": say_mismatch,
-    "refuses": say_refused,
-    "talks nonsense": say_nonsense,
-    "redirects in circles": send_in_circles,
+    "says all are behind": lambda *_: Behind("nobody"),
+    "says all differ": lambda *_: Refused("your state differs from the group's", mismatch=True),
+    "refuses": lambda *_: Refused("I do not like you"),
+    "talks nonsense": lambda *_: {"type": ["formed"], "tickets": {"a": 1}},
+    "redirects in circles": lambda _, ticket: Redirected(ticket.peer),
     "gives different rosters": different_rosters,
-    "invents members": made_up_members,
-    "repeats members": endless_roster,
+    "invents members": lambda _, ticket: Formed(
+        tuple(sorted([ticket, replace(ticket, peer="ghost")], key=lambda each: each.peer))
+    ),
+    "repeats members": lambda _, ticket: Formed((ticket,) * 1000),
     "replays tickets": old_tickets,
 }
 
 
 @pytest.mark.parametrize("answer", LEADERS.values(), ids=LEADERS.keys())
-def test_a_bad_leader_is_passed_over(answer: Callable[[list[Ticket], Ticket], Awaitable[object]]) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        asked: list[list[str]] = []
-        swarm, honest, _ = await start(network, lambda evil: asked.append(lead_badly(evil, answer)))
-        await go_on(swarm, honest, rounds=12)
-        assert len(asked[0]) >= 3  # It led at least once.
-        await swarm.end()
-
-    simulate(main, seed=4)
+@simulated(seed=4)
+async def test_a_bad_leader_is_passed_over(network: SimulatedNetwork, answer: Lead) -> None:
+    asked: list[list[str]] = []
+    swarm, honest, _ = await start(network, lambda evil: asked.append(lead_badly(evil, answer)))
+    await go_on(swarm, honest, rounds=12)
+    assert len(asked[0]) >= 3  # It led at least once.
+    await swarm.end()
 
 
-def test_tickets_that_lie_are_refused_with_a_reason() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        swarm, honest, _ = await start(network, lambda evil: None)
-        evil, victim = swarm.trainers["evil"], honest[0]
-        head = evil.sync.head
-        own, stolen = (
-            each.sync.averager._signed(each.sync.averager._ticket(head, 10, 1, 0)) for each in (evil, victim)
-        )
-        lies: list[dict[str, Any]] = [
-            {"tokens": 0},
-            {"tokens": 10**12},
-            {"tokens": 10, "samples": 1 << 61},
-            {"lineage": b"short"},
-            {"round": head.round + 1},
-            {"peer": victim.peer.peer_id},
-        ]
-        signed = [replace(own, **lie).signed(evil.swarm, evil.peer.signer) for lie in lies]
-        for ticket in [*signed, replace(own, tokens=20), stolen]:
-            request = Join(ticket, head.without_proof(), (), 9, ())
-            with pytest.raises(PeerRefusedError) as refusal:
-                async with evil.rpc.open(victim.peer.peer_id, JOIN, request, 5.0) as channel:
-                    await channel.receive(Answer, 5.0)
-            assert refusal.value.reason not in ("", "internal error"), ticket
-        refusals = [victim.rpc.refusals[evil.peer.peer_id, cause] for cause in ("malformed header", "IntegrityError")]
-        assert refusals == [2, 6]
-        await go_on(swarm, honest)
-        await swarm.end()
-
-    simulate(main, seed=5)
+@simulated(seed=5)
+async def test_tickets_that_lie_are_refused_with_a_reason(network: SimulatedNetwork) -> None:
+    swarm, honest, _ = await start(network, lambda evil: None)
+    evil, victim = swarm.trainers["evil"], honest[0]
+    head = evil.sync.head
+    own, stolen = (each.sync.averager._signed(each.sync.averager._ticket(head, 10, 1, 0)) for each in (evil, victim))
+    lies: list[dict[str, Any]] = [
+        {"tokens": 0}, {"tokens": 10**12}, {"tokens": 10, "samples": 1 << 61}, {"lineage": b"short"},
+        {"round": head.round + 1}, {"peer": victim.peer.peer_id},
+    ]  # fmt: skip
+    signed = [replace(own, **lie).signed(evil.swarm, evil.peer.signer) for lie in lies]
+    for ticket in [*signed, replace(own, tokens=20), stolen]:
+        request = Join(ticket, head.without_proof(), (), 9, ())
+        with pytest.raises(PeerRefusedError) as refusal:
+            async with evil.rpc.open(victim.peer.peer_id, JOIN, request, 5.0) as channel:
+                await channel.receive(Answer, 5.0)
+        assert refusal.value.reason not in ("", "internal error"), ticket
+    refusals = [victim.rpc.refusals[evil.peer.peer_id, cause] for cause in ("malformed header", "IntegrityError")]
+    assert refusals == [2, 6]
+    await go_on(swarm, honest)
+    await swarm.end()
 
 
-def test_streams_of_rounds_that_are_over_and_of_groups_that_never_were_are_refused() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        swarm, honest, accounts = await start(network, lambda evil: None)
-        evil, victim = swarm.trainers["evil"], honest[0]
-        await go_on(swarm, honest)
-        over = [body.group_id for body in accounts.bodies.values() if evil.peer.peer_id in body.members]
-        await asyncio.sleep(3.0)  # Whoever could still fetch something of the last one has done so.
-        groups = [*over[:-1], b"g" * 32]
-        before = victim.rpc.refusals[evil.peer.peer_id, "PeerRefusedError"]
-        for group in groups:
-            async with evil.rpc.open(victim.peer.peer_id, ALLREDUCE, Bring(group, "fp32"), 5.0) as channel:
-                with pytest.raises(PeerRefusedError, match=r"not in that group|gave up"):
-                    await channel.receive(FromOwner, 30.0)
-        assert len(over) >= ROUNDS
-        assert victim.rpc.refusals[evil.peer.peer_id, "PeerRefusedError"] == before + len(groups)
-        await go_on(swarm, honest)
-        await swarm.end()
-
-    simulate(main, seed=12)
-
-
-def test_made_up_rounds_do_not_push_out_the_real_one() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        swarm, honest, _ = await start(network, lambda evil: None)
-        evil = swarm.trainers["evil"]
-
-        async def flood() -> None:
-            number = 0
-            while True:
-                number += 1
-                head = replace(evil.sync.head, round=number, tokens=number).without_proof()
-                for victim in honest:
-                    try:
-                        report = BatchReport(head, 1 << 39, 1, 1.0)
-                        await evil.rpc.call(victim.peer.peer_id, REPORT, report, BatchAdvice, 3.0)
-                    except TemporaryError:
-                        await asyncio.sleep(0.1)
-
-        flooding = evil.peer.spawn(flood())
-        await go_on(swarm, honest)
-        flooding.cancel()
-        for trainer in honest:
-            assert len(trainer.sync.averager.matchmaker._coordinator._groups) <= MAX_PENDING_GROUPS
-        await swarm.end()
-
-    simulate(main, seed=6)
+@simulated(seed=12)
+async def test_streams_of_rounds_that_are_over_and_of_groups_that_never_were_are_refused(
+    network: SimulatedNetwork,
+) -> None:
+    swarm, honest, accounts = await start(network, lambda evil: None)
+    evil, victim = swarm.trainers["evil"], honest[0]
+    await go_on(swarm, honest)
+    over = [body.group_id for body in accounts.bodies.values() if evil.peer.peer_id in body.members]
+    await asyncio.sleep(3.0)  # Whoever could still fetch something of the last one has done so.
+    groups = [*over[:-1], b"g" * 32]
+    before = victim.rpc.refusals[evil.peer.peer_id, "PeerRefusedError"]
+    for group in groups:
+        async with evil.rpc.open(victim.peer.peer_id, ALLREDUCE, Bring(group, "fp32"), 5.0) as channel:
+            with pytest.raises(PeerRefusedError, match=r"not in that group|gave up"):
+                await channel.receive(FromOwner, 30.0)
+    assert len(over) >= ROUNDS
+    assert victim.rpc.refusals[evil.peer.peer_id, "PeerRefusedError"] == before + len(groups)
+    await go_on(swarm, honest)
+    await swarm.end()
 
 
 @pytest.mark.fault(35)
 @pytest.mark.parametrize(("stalls", "seed"), [(False, 7), *((True, seed) for seed in range(3, 8))])
-def test_a_record_that_promises_a_long_lineage_costs_little(stalls: bool, seed: int) -> None:
+@simulated()
+async def test_a_record_that_promises_a_long_lineage_costs_little(
+    network: SimulatedNetwork, stalls: bool, seed: int
+) -> None:
     """Nobody has to wait for it twice: with rounds of a second, two deadlines are more than the others' history."""
 
     def corrupt(evil: SimulatedTrainer) -> None:
@@ -348,89 +228,7 @@ def test_a_record_that_promises_a_long_lineage_costs_little(stalls: bool, seed: 
             evil.rpc.serve("history.after", dict, never)
             evil.rpc.serve("state.head", dict, never)
 
-    async def main(network: SimulatedNetwork) -> None:
-        swarm, honest, _ = await start(network, corrupt)
-        await go_on(swarm, honest, rounds=15)
-        assert all(trainer.sync.catch_up.resyncs == 0 for trainer in honest)
-        await swarm.end()
-
-    simulate(main, seed)
-
-
-@pytest.mark.fault(9)
-def test_a_state_server_that_lies_is_found_out_and_another_asked() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        def corrupt(evil: SimulatedTrainer) -> None:
-            serve = evil.rpc._services["chunks.state"].handler
-
-            async def lying(channel: Any, request: Open) -> None:
-                send = channel.send_bytes
-
-                async def send_wrong(data: Any, **options: Any) -> None:
-                    await send(bytes(len(data)), **options)
-
-                channel.send_bytes = send_wrong
-                await serve(channel, request)
-
-            evil.rpc.serve_channel("chunks.state", Open, lying)
-
-        swarm, honest, _ = await start(network, corrupt, history_rounds=1)
-        await swarm.until(lambda: swarm.in_agreement(4), 60, "the first rounds are forgotten")
-        evil_id = swarm.trainers["evil"].peer.peer_id
-        late: list[SimulatedTrainer] = []
-        # Newcomers choose among their sources by chance; sooner or later one tries the liar.
-        while not any(trainer.rpc.refusals[evil_id, "bad state"] for trainer in late) and len(late) < 12:
-            late += [swarm.start(f"late{len(late) + index}") for index in range(3)]
-            newest = late[-3:]
-            await swarm.until(
-                lambda newest=newest: all(any(r.contributed for r in t.results) for t in newest),  # type: ignore[misc]
-                SECONDS,
-                "all take part",
-            )
-        assert all(trainer.sync.catch_up.resyncs for trainer in late)
-        assert sum(trainer.rpc.refusals[evil_id, "bad state"] for trainer in late)
-        await go_on(swarm, [*honest, *late])
-        await swarm.end()
-
-    simulate(main, seed=8)
-
-
-@pytest.mark.fault(9)
-def test_a_head_with_another_digest_misleads_nobody_for_long() -> None:
-    """A certificate names the means of its round, not the state after it: the digest is believed of the majority."""
-
-    def corrupt(evil: SimulatedTrainer) -> None:
-        describe = evil.describe
-        evil.presence._describe = lambda: replace(describe(), digest=b"w" * 32)
-
-        async def info(peer: str, request: Nothing) -> HeldHead:
-            return HeldHead(replace(evil.sync.head, digest=b"w" * 32))
-
-        evil.rpc.serve("state.head", Nothing, info)
-
-    async def main(network: SimulatedNetwork) -> None:
-        swarm, honest, _ = await start(network, corrupt, history_rounds=1)
-        await swarm.until(lambda: swarm.in_agreement(4), 60, "the first rounds are forgotten")
-        late = swarm.start("late")
-        await swarm.until(lambda: any(r.contributed for r in late.results), SECONDS, "the newcomer takes part")
-        assert late.sync.catch_up.resyncs == 1
-        await go_on(swarm, [*honest, late])
-        assert b"w" * 32 not in {trainer.sync.head.digest for trainer in [*honest, late]}
-        await swarm.end()
-
-    simulate(main, seed=9)
-
-
-@pytest.mark.fault(36)
-@pytest.mark.parametrize("lie", BAD_MESSAGES.values(), ids=BAD_MESSAGES.keys())
-def test_whoever_is_alone_with_a_liar_goes_on_without_it(lie: Lie) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        swarm = SimulatedSwarm(network, make_manifest(codec="fp32"), 0)
-        honest, evil = swarm.start("honest"), swarm.start("evil")
-        await swarm.until(lambda: swarm.in_agreement(1), 90, "the two train")
-        evil.is_hostile = True
-        lie_in_rounds(evil, lie)
-        await go_on(swarm, [honest])
-        await swarm.end()
-
-    simulate(main, seed=1)
+    swarm, honest, _ = await start(network, corrupt)
+    await go_on(swarm, honest, rounds=15)
+    assert all(trainer.sync.catch_up.resyncs == 0 for trainer in honest)
+    await swarm.end()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import math
 import os
-from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -15,17 +16,13 @@ import pytest
 
 from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.errors import IntegrityError, ResourceError
-from p2ptrain.network.chunks.fetch import FetchOptions
-from p2ptrain.network.rpc.channel import LeastRate
-from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer, simulate
-from p2ptrain.training.state import digest
+from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
 from p2ptrain.training.state.shared_state import SharedState, Stamp
-from p2ptrain.training.sync import background_download as downloading
-from p2ptrain.training.sync import rounds_since, state_server
+from p2ptrain.training.sync import rounds_since
 from p2ptrain.training.sync.background_download import StateDownload
-from p2ptrain.training.sync.download import PartialDownload, download_state
+from tests.support.coroutines import simulated
+from tests.support.sim.downloads import slow_downloads
 from tests.support.sim.trainers import SimulatedSwarm, SimulatedTrainer, make_manifest
-from tests.support.slow_uploads import slow_read
 
 WIDTH = 100
 STATE_BYTES = 8 * WIDTH * (WIDTH + 1)
@@ -39,27 +36,13 @@ class Swarm(SimulatedSwarm):
     """Trainers of a model of some chunks, whose sources send them slowly, at so many bytes per second each.
 
     Attributes:
-        kept: Chunks that each peer's downloads kept, by name; over all of its processes.
+        kept: Chunks that downloads kept.
     """
 
-    def __init__(self, network: SimulatedNetwork, patch: pytest.MonkeyPatch, upload: float, disk: Path) -> None:
+    def __init__(self, network: SimulatedNetwork, upload: float, patch: pytest.MonkeyPatch, disk: Path) -> None:
         super().__init__(network, make_manifest(history_rounds=HISTORY_ROUNDS), 1)
         self._disk = disk
-        self.kept: Counter[str] = Counter()
-        digest.cut_of.cache_clear()
-        patch.setattr(digest, "CHUNK_BYTES", CHUNK_BYTES)
-        patch.setattr(state_server, "CHUNK_BYTES", CHUNK_BYTES)
-        patch.setattr(state_server.StateServer, "read", slow_read(upload))
-        options = FetchOptions(least=LeastRate(bytes_per_second=upload / 100, window_seconds=600.0))
-        patch.setattr(downloading, "download_state", partial(download_state, options=options))
-        put, kept, disk_ = PartialDownload.put, self.kept, disk
-
-        def counted(download: PartialDownload, *chunk: Any) -> bool:
-            assert download._folder is not None
-            kept[download._folder.relative_to(disk_).parts[0]] += 1
-            return put(download, *chunk)
-
-        patch.setattr(PartialDownload, "put", counted)
+        self.kept = slow_downloads(patch, CHUNK_BYTES, upload)
 
     def _launch(self, peer: SimulatedPeer, step_seconds: float) -> SimulatedTrainer:
         peer.runtime.scratch = self._disk / peer.name
@@ -85,6 +68,15 @@ class Swarm(SimulatedSwarm):
         assert not list(self._disk.glob("*/*/*")), "what was downloaded is of no use any more"
 
 
+Begin = Callable[[SimulatedNetwork, float], Swarm]
+
+
+@pytest.fixture
+def begin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Begin:
+    """Makes a `Swarm` in the test's folder, given the network and what a source sends."""
+    return partial(Swarm, patch=monkeypatch, disk=tmp_path)
+
+
 def tear(disk: Path) -> None:
     """Damage the first chunk of what a newcomer has on its disk."""
     chunks = next(disk.glob("n/*/state/chunks"))
@@ -95,126 +87,110 @@ def tear(disk: Path) -> None:
 
 @pytest.mark.fault(54)
 @pytest.mark.parametrize("seconds", [300, pytest.param(3600, marks=pytest.mark.slow)])
-def test_a_long_download_arrives_though_rounds_go_on_and_sources_leave(
-    seconds: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@simulated(seed=1)
+async def test_a_long_download_arrives_though_rounds_go_on_and_sources_leave(
+    network: SimulatedNetwork, seconds: int, begin: Begin
 ) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        swarm = Swarm(network, monkeypatch, STATE_BYTES / seconds / 3, tmp_path)
-        await swarm.train("abcd")
-        newcomer = swarm.start("n", step_seconds=2.0)
-        began, first = network.loop.time(), swarm.trainers["d"].sync.head.round
-        for name in "ab":
-            await asyncio.sleep(seconds / 3)
-            assert newcomer.status == "syncing"
-            swarm.crash(name)
-        await swarm.arrives(newcomer, seconds=2 * seconds)
-        took = network.loop.time() - began
-        assert took >= seconds
-        assert took < 15 * (swarm.trainers["d"].sync.head.round - first), "the others' rounds go on"
-        assert swarm.kept["n"] <= 1.2 * NUM_CHUNKS
-        await swarm.end()
-
-    simulate(main, seed=1)
+    swarm = begin(network, STATE_BYTES / seconds / 3)
+    await swarm.train("abcd")
+    newcomer = swarm.start("n", step_seconds=2.0)
+    began, first = network.loop.time(), swarm.trainers["d"].sync.head.round
+    for name in "ab":
+        await asyncio.sleep(seconds / 3)
+        assert newcomer.status == "syncing"
+        swarm.crash(name)
+    await swarm.arrives(newcomer, seconds=2 * seconds)
+    took = network.loop.time() - began
+    assert took >= seconds
+    assert took < 15 * (swarm.trainers["d"].sync.head.round - first), "the others' rounds go on"
+    assert len(swarm.kept) <= 1.2 * NUM_CHUNKS
+    await swarm.end()
 
 
 @pytest.mark.fault(9)
-def test_a_newcomer_that_restarts_goes_on_from_its_disk_though_rounds_went_on(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("download_seconds", "away_seconds", "least", "most"),
+    [(300, 10.0, 1.0, 1.2), (120, 30.0 * HISTORY_ROUNDS, 1.4, math.inf)],
+    ids=["from its disk", "anew after longer than histories last"],
+)
+@simulated(seed=1)
+async def test_a_newcomer_that_restarts_goes_on_though_rounds_went_on(
+    network: SimulatedNetwork,
+    download_seconds: int,
+    away_seconds: float,
+    least: float,
+    most: float,
+    begin: Begin,
+    tmp_path: Path,
 ) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        swarm = Swarm(network, monkeypatch, STATE_BYTES / 300 / 2, tmp_path)
-        await swarm.train("ab")
-        swarm.start("n", step_seconds=2.0)
-        await swarm.until(lambda: swarm.kept["n"] >= NUM_CHUNKS // 2, 600, "half of the download")
-        swarm.crash("n")
-        tear(tmp_path)
-        await asyncio.sleep(10.0)
-        await swarm.arrives(swarm.restart("n", step_seconds=2.0), seconds=600)
-        assert NUM_CHUNKS < swarm.kept["n"] <= 1.2 * NUM_CHUNKS
-        await swarm.end()
-
-    simulate(main, seed=1)
-
-
-def test_a_newcomer_that_was_away_for_longer_than_histories_last_begins_anew(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        swarm = Swarm(network, monkeypatch, STATE_BYTES / 120 / 2, tmp_path)
-        await swarm.train("ab")
-        swarm.start("n", step_seconds=2.0)
-        await swarm.until(lambda: swarm.kept["n"] >= NUM_CHUNKS // 2, 600, "half of the download")
-        swarm.crash("n")
-        await asyncio.sleep(30.0 * HISTORY_ROUNDS)
-        await swarm.arrives(swarm.restart("n", step_seconds=2.0), seconds=600)
-        assert swarm.kept["n"] >= 1.4 * NUM_CHUNKS
-        await swarm.end()
-
-    simulate(main, seed=1)
+    swarm = begin(network, STATE_BYTES / download_seconds / 2)
+    await swarm.train("ab")
+    swarm.start("n", step_seconds=2.0)
+    await swarm.until(lambda: len(swarm.kept) >= NUM_CHUNKS // 2, 600, "half of the download")
+    swarm.crash("n")
+    tear(tmp_path)
+    await asyncio.sleep(away_seconds)
+    await swarm.arrives(swarm.restart("n", step_seconds=2.0), seconds=600)
+    assert least * NUM_CHUNKS < len(swarm.kept) <= most * NUM_CHUNKS
+    await swarm.end()
 
 
 @pytest.mark.fault(43)
-def test_a_trainer_that_is_far_behind_downloads_and_the_others_do_not_wait_for_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@simulated(seed=1)
+async def test_a_trainer_that_is_far_behind_downloads_and_the_others_do_not_wait_for_it(
+    network: SimulatedNetwork, begin: Begin
 ) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        swarm = Swarm(network, monkeypatch, STATE_BYTES / 200 / 2, tmp_path)
-        await swarm.train("abc")
-        late = swarm.trainers["c"]
-        network.cut(late.peer)
-        await asyncio.sleep(30.0 * HISTORY_ROUNDS)
-        network.mend(late.peer)
-        began = network.loop.time()
-        await swarm.until(lambda: late.sync.catch_up.resyncs == 1, 900, "the download")
-        assert network.loop.time() - began > 150
-        times = [at for at, name, _ in swarm.ledger.commits if name == "a" and at > began]
-        gaps = sorted(later - earlier for earlier, later in pairwise(times))
-        assert len(gaps) > 10
-        assert gaps[-1] <= 2 * gaps[len(gaps) // 2], "longer than usual by a grace period at the most"
-        await swarm.arrives(seconds=0)
-        await swarm.end()
-
-    simulate(main, seed=1)
+    swarm = begin(network, STATE_BYTES / 200 / 2)
+    await swarm.train("abc")
+    late = swarm.trainers["c"]
+    network.cut(late.peer)
+    await asyncio.sleep(30.0 * HISTORY_ROUNDS)
+    network.mend(late.peer)
+    began = network.loop.time()
+    await swarm.until(lambda: late.sync.catch_up.resyncs == 1, 900, "the download")
+    assert network.loop.time() - began > 150
+    times = [at for at, name, _ in swarm.ledger.commits if name == "a" and at > began]
+    gaps = sorted(later - earlier for earlier, later in pairwise(times))
+    assert len(gaps) > 10
+    assert gaps[-1] <= 2 * gaps[len(gaps) // 2], "longer than usual by a grace period at the most"
+    await swarm.arrives(seconds=0)
+    await swarm.end()
 
 
-def test_eight_newcomers_at_once_arrive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        swarm = Swarm(network, monkeypatch, 8 * STATE_BYTES / 200 / 2, tmp_path)
-        await swarm.train("ab")
-        newcomers = [swarm.start(f"n{index}", step_seconds=2.0) for index in range(8)]
-        await swarm.arrives(*newcomers, seconds=600)
-        await swarm.end()
-
-    simulate(main, seed=1)
+@simulated(seed=1)
+async def test_eight_newcomers_at_once_arrive(network: SimulatedNetwork, begin: Begin) -> None:
+    swarm = begin(network, 8 * STATE_BYTES / 200 / 2)
+    await swarm.train("ab")
+    newcomers = [swarm.start(f"n{index}", step_seconds=2.0) for index in range(8)]
+    await swarm.arrives(*newcomers, seconds=600)
+    await swarm.end()
 
 
 @pytest.mark.fault(9)
-def test_a_source_that_makes_up_a_state_in_the_middle_is_outvoted(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@simulated(seed=1)
+async def test_a_source_that_makes_up_a_state_in_the_middle_is_outvoted(
+    network: SimulatedNetwork, begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        swarm = Swarm(network, monkeypatch, STATE_BYTES / 200 / 3, tmp_path)
-        await swarm.train("abc")
-        liar = swarm.trainers["b"]
-        read = SharedState.read
+    swarm = begin(network, STATE_BYTES / 200 / 3)
+    await swarm.train("abc")
+    liar = swarm.trainers["b"]
+    read = SharedState.read
 
-        def forge(state: SharedState, index: int, out: memoryview, *rest: Any, **options: Any) -> int:
-            size = read(state, index, out, *rest, **options)
-            if state is liar.state and size >= 0 and swarm.kept["n"] >= 10:
-                end = size - len(state._tree.proof(index)) - Stamp.NUM_BYTES  # type: ignore[union-attr]
-                stamp = Stamp(state.head.round, state.head.lineage, b"\x01" * 32)
-                out[end : end + Stamp.NUM_BYTES] = stamp.to_bytes()
-            return size
+    def forge(state: SharedState, index: int, out: memoryview, *rest: Any, **options: Any) -> int:
+        size = read(state, index, out, *rest, **options)
+        if state is liar.state and size >= 0 and len(swarm.kept) >= 10:
+            end = size - len(state._tree.proof(index)) - Stamp.NUM_BYTES  # type: ignore[union-attr]
+            stamp = Stamp(state.head.round, state.head.lineage, b"\x01" * 32)
+            out[end : end + Stamp.NUM_BYTES] = stamp.to_bytes()
+        return size
 
-        monkeypatch.setattr(SharedState, "read", forge)
-        newcomer = swarm.start("n", step_seconds=2.0)
-        await swarm.arrives(newcomer, seconds=900)
-        assert newcomer.rpc.refusals[liar.peer.peer_id, "bad state"] == 1
-        for name in "ac":
-            assert newcomer.rpc.refusals[swarm.trainers[name].peer.peer_id, "bad state"] == 0
-        await swarm.end()
-
-    simulate(main, seed=1)
+    monkeypatch.setattr(SharedState, "read", forge)
+    newcomer = swarm.start("n", step_seconds=2.0)
+    await swarm.arrives(newcomer, seconds=900)
+    assert newcomer.rpc.refusals[liar.peer.peer_id, "bad state"] == 1
+    for name in "ac":
+        assert newcomer.rpc.refusals[swarm.trainers[name].peer.peer_id, "bad state"] == 0
+    await swarm.end()
 
 
 def full_disk(*_: object) -> None:
@@ -222,38 +198,37 @@ def full_disk(*_: object) -> None:
 
 
 @pytest.mark.parametrize("writes", ["the state", "the index", "the rounds since"])
-def test_a_full_disk_ends_the_newcomer_and_is_no_fault_of_its_sources(
-    writes: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@simulated(seed=1)
+async def test_a_full_disk_ends_the_newcomer_and_is_no_fault_of_its_sources(
+    network: SimulatedNetwork, writes: str, begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        swarm = Swarm(network, monkeypatch, STATE_BYTES / 120 / 2, tmp_path)
-        await swarm.train("ab")
-        with monkeypatch.context() as patch:
-            if writes == "the state":
-                patch.setattr(os, "posix_fallocate", full_disk)
-            newcomer = swarm.start("n", step_seconds=2.0)
-            if writes != "the state":
-                await swarm.until(lambda: swarm.kept["n"] >= NUM_CHUNKS // 4, 300, "a part of the download")
-                patch.setattr(*((os, "write") if writes == "the index" else (rounds_since, "_write")), full_disk)
-            with pytest.raises(ResourceError, match=r"No space left on device.*free some space"):
-                async with asyncio.timeout(60):
-                    await swarm.tasks.pop("n")
-        with pytest.raises(IntegrityError, match="more than a model of this size"):
-            newcomer.sync.catch_up._downloaded.check_size(100 * STATE_BYTES)
-        for name in "ab":
-            peer = swarm.trainers[name].peer.peer_id
-            assert not newcomer.membership.is_suspect(peer)
-            assert not newcomer.membership.is_mistrusted(peer)
-        assert newcomer.sync.head.round == 0, "it does not train on alone"
-        network.crash(newcomer.peer)
-        await swarm.arrives(swarm.restart("n", step_seconds=2.0), seconds=600)
-        await swarm.end()
-
-    simulate(main, seed=1)
+    swarm = begin(network, STATE_BYTES / 120 / 2)
+    await swarm.train("ab")
+    with monkeypatch.context() as patch:
+        if writes == "the state":
+            patch.setattr(os, "posix_fallocate", full_disk)
+        newcomer = swarm.start("n", step_seconds=2.0)
+        if writes != "the state":
+            await swarm.until(lambda: len(swarm.kept) >= NUM_CHUNKS // 4, 300, "a part of the download")
+            patch.setattr(*((os, "write") if writes == "the index" else (rounds_since, "_write")), full_disk)
+        with pytest.raises(ResourceError, match=r"No space left on device.*free some space"):
+            async with asyncio.timeout(60):
+                await swarm.tasks.pop("n")
+    with pytest.raises(IntegrityError, match="more than a model of this size"):
+        newcomer.sync.catch_up._downloaded.check_size(100 * STATE_BYTES)
+    for name in "ab":
+        peer = swarm.trainers[name].peer.peer_id
+        assert not newcomer.membership.is_suspect(peer)
+        assert not newcomer.membership.is_mistrusted(peer)
+    assert newcomer.sync.head.round == 0, "it does not train on alone"
+    network.crash(newcomer.peer)
+    await swarm.arrives(swarm.restart("n", step_seconds=2.0), seconds=600)
+    await swarm.end()
 
 
-def test_a_step_that_moves_a_value_by_others_makes_do_with_chunks_of_one_round(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@simulated(seed=1)
+async def test_a_step_that_moves_a_value_by_others_makes_do_with_chunks_of_one_round(
+    network: SimulatedNetwork, begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     apply, assemble, rounds_of_chunks = SharedState.apply, StateDownload.assemble, list[int]()
 
@@ -261,61 +236,55 @@ def test_a_step_that_moves_a_value_by_others_makes_do_with_chunks_of_one_round(
         apply(state, *arguments, **options)
         state.vector.add_(0.01 * state.vector.mean())  # What other chunks hold matters.
 
-    async def main(network: SimulatedNetwork) -> None:
-        swarm = Swarm(network, monkeypatch, STATE_BYTES / 20 / 2, tmp_path)
+    swarm = begin(network, STATE_BYTES / 20 / 2)
 
-        async def assembled(download: StateDownload, *arguments: Any) -> Head:
-            assert download._partial is not None
-            rounds_of_chunks.append(len({stamp.lineage for _, stamp in download._partial.chunks()}))
-            for name in "ab":  # From now on a round lasts longer than a download.
-                swarm.trainers[name].step_seconds = 60.0
-            return await assemble(download, *arguments)
+    async def assembled(download: StateDownload, *arguments: Any) -> Head:
+        assert download._partial is not None
+        rounds_of_chunks.append(len({stamp.lineage for _, stamp in download._partial.chunks()}))
+        for name in "ab":  # From now on a round lasts longer than a download.
+            swarm.trainers[name].step_seconds = 60.0
+        return await assemble(download, *arguments)
 
-        monkeypatch.setattr(SharedState, "apply", apply_as_lamb)
-        monkeypatch.setattr(StateDownload, "assemble", assembled)
-        await swarm.train("ab")
-        newcomer = swarm.start("n", step_seconds=2.0)
-        await swarm.until(lambda: newcomer.status == "training", 600, "the download")
-        assert rounds_of_chunks[0] > 1
-        assert rounds_of_chunks[1:] == [1]
-        head = newcomer.sync.head
-        assert newcomer.state.tree().root == head.digest == swarm.ledger.digests[head.lineage]
-        await swarm.end()
-
-    simulate(main, seed=1)
+    monkeypatch.setattr(SharedState, "apply", apply_as_lamb)
+    monkeypatch.setattr(StateDownload, "assemble", assembled)
+    await swarm.train("ab")
+    newcomer = swarm.start("n", step_seconds=2.0)
+    await swarm.until(lambda: newcomer.status == "training", 600, "the download")
+    assert rounds_of_chunks[0] > 1
+    assert rounds_of_chunks[1:] == [1]
+    head = newcomer.sync.head
+    assert newcomer.state.tree().root == head.digest == swarm.ledger.digests[head.lineage]
+    await swarm.end()
 
 
-def test_a_newcomer_that_drains_while_it_assembles_ends_with_a_whole_state(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@simulated(seed=1)
+async def test_a_newcomer_that_drains_while_it_assembles_ends_with_a_whole_state(
+    network: SimulatedNetwork, begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patch = SharedState.patch
+    swarm = begin(network, STATE_BYTES / 30 / 2)
+    await swarm.train("ab")
+    newcomer = swarm.start("n", step_seconds=2.0)
+    compute, drained_at = newcomer.peer.runtime.compute, list[int]()
 
-    async def main(network: SimulatedNetwork) -> None:
-        swarm = Swarm(network, monkeypatch, STATE_BYTES / 30 / 2, tmp_path)
-        await swarm.train("ab")
-        newcomer = swarm.start("n", step_seconds=2.0)
-        compute, drained_at = newcomer.peer.runtime.compute, list[int]()
+    async def slowly(*arguments: Any, **options: Any) -> Any:
+        result = await compute(*arguments, **options)
+        await asyncio.sleep(0.01)
+        return result
 
-        async def slowly(*arguments: Any, **options: Any) -> Any:
-            result = await compute(*arguments, **options)
-            await asyncio.sleep(0.01)
-            return result
+    def patched(state: SharedState, *arguments: Any) -> None:
+        patch(state, *arguments)
+        if state is newcomer.state and not drained_at:
+            drained_at.append(state.head.round)
+            swarm.tasks["n"].cancel()
 
-        def patched(state: SharedState, *arguments: Any) -> None:
-            patch(state, *arguments)
-            if state is newcomer.state and not drained_at:
-                drained_at.append(state.head.round)
-                swarm.tasks["n"].cancel()
-
-        newcomer.peer.runtime.compute = slowly  # type: ignore[method-assign]
-        monkeypatch.setattr(SharedState, "patch", patched)
-        with pytest.raises(asyncio.CancelledError):
-            await swarm.tasks["n"]
-        assert drained_at == [0], "the state was not assembled yet"
-        head = newcomer.sync.head
-        assert head.round > 0
-        assert newcomer.state.tree().root == head.digest == swarm.ledger.digests[head.lineage]
-        network.crash(newcomer.peer)
-        await swarm.end()
-
-    simulate(main, seed=1)
+    newcomer.peer.runtime.compute = slowly  # type: ignore[method-assign]
+    monkeypatch.setattr(SharedState, "patch", patched)
+    with pytest.raises(asyncio.CancelledError):
+        await swarm.tasks["n"]
+    assert drained_at == [0], "the state was not assembled yet"
+    head = newcomer.sync.head
+    assert head.round > 0
+    assert newcomer.state.tree().root == head.digest == swarm.ledger.digests[head.lineage]
+    network.crash(newcomer.peer)
+    await swarm.end()

@@ -9,12 +9,13 @@ from dataclasses import replace
 import pytest
 
 from p2ptrain.network.records.record import PeerRecord
-from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.node.presence import LEAST_PAUSE_SECONDS, PUBLISH_SECONDS, REFRESH_SECONDS
 from p2ptrain.pipeline.migration import LEAST_STAY_SECONDS, PROMISE_SECONDS
 from p2ptrain.pipeline.placement import Host
 from p2ptrain.pipeline.stage.hosted_stage import HostedStage
 from p2ptrain.pipeline.view import PipelineView
+from tests.support.coroutines import simulated
 from tests.support.sim.peers import until
 from tests.support.sim.pipelines import Pipeline, PipelinePeer, make_manifest
 
@@ -60,61 +61,58 @@ def moves(pipeline: Pipeline) -> Counter[tuple[int, int]]:
 
 @pytest.mark.usefixtures("_slow_downloads")
 @pytest.mark.parametrize("seed", range(3))
-def test_the_next_host_decides_while_another_still_downloads(seed: int) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        pipeline = Pipeline(network, make_manifest(3, layers=6), may_move=True)
-        for number, stage in enumerate((0, 0, 0, 0, 0, 1, 2)):
-            await pipeline.add(f"host{number}", stage)
-        await until(lambda: targets(pipeline).total() == 2, 150.0)
-        assert targets(pipeline) == {1: 1, 2: 1}, "to different stages"
-        await asyncio.sleep(400.0)
-        assert not targets(pipeline), "moves come to an end"
-        assert min(Counter(peer.stage for peer in pipeline.hosts).values()) == 2
-        assert max(len(peer.moves) for peer in pipeline.hosts) == 1, "nobody wanders about"
-        await pipeline.close()
-
-    simulate(main, seed)
+@simulated()
+async def test_the_next_host_decides_while_another_still_downloads(network: SimulatedNetwork, seed: int) -> None:
+    pipeline = Pipeline(network, make_manifest(3, layers=6), may_move=True)
+    for number, stage in enumerate((0, 0, 0, 0, 0, 1, 2)):
+        await pipeline.add(f"host{number}", stage)
+    await until(lambda: targets(pipeline).total() == 2, 150.0)
+    assert targets(pipeline) == {1: 1, 2: 1}, "to different stages"
+    await asyncio.sleep(400.0)
+    assert not targets(pipeline), "moves come to an end"
+    assert min(Counter(peer.stage for peer in pipeline.hosts).values()) == 2
+    assert max(len(peer.moves) for peer in pipeline.hosts) == 1, "nobody wanders about"
+    await pipeline.close()
 
 
 @pytest.mark.fault(29)
 @pytest.mark.usefixtures("_slow_downloads", "_each_thinks_it_should_go")
 @pytest.mark.parametrize("seed", range(6))
-def test_of_hosts_that_decide_on_records_before_those_say_so_one_goes(seed: int) -> None:
+@simulated()
+async def test_of_hosts_that_decide_on_records_before_those_say_so_one_goes(
+    network: SimulatedNetwork, seed: int
+) -> None:
     """Two that look within one publishing interval do not both go to the one stage that lacks a host."""
+    pipeline = Pipeline(network, make_manifest(2, layers=4), may_move=True)
+    for number, stage in enumerate((0, 0, 0, 0, 1, 1, 1, 1)):
+        await pipeline.add(f"host{number}", stage)
+    await until(lambda: all(peer.mover is not None for peer in pipeline.hosts))
+    await asyncio.sleep(LEAST_STAY_SECONDS + 10.0)
+    wanted: set[str] = set()
 
-    async def main(network: SimulatedNetwork) -> None:
-        pipeline = Pipeline(network, make_manifest(2, layers=4), may_move=True)
-        for number, stage in enumerate((0, 0, 0, 0, 1, 1, 1, 1)):
-            await pipeline.add(f"host{number}", stage)
-        await until(lambda: all(peer.mover is not None for peer in pipeline.hosts))
-        await asyncio.sleep(LEAST_STAY_SECONDS + 10.0)
-        wanted: set[str] = set()
+    async def read(peer: PipelinePeer) -> None:
+        """Read records so often that all of a stage see at the same time that somebody is gone."""
+        while True:
+            await peer.presence.refresh()
+            assert peer.mover is not None
+            if peer.mover.next_stage not in (None, peer.stage):
+                wanted.add(peer.peer.name)
+            await asyncio.sleep(0.1)
 
-        async def read(peer: PipelinePeer) -> None:
-            """Read records so often that all of a stage see at the same time that somebody is gone."""
-            while True:
-                await peer.presence.refresh()
-                assert peer.mover is not None
-                if peer.mover.next_stage not in (None, peer.stage):
-                    wanted.add(peer.peer.name)
-                await asyncio.sleep(0.1)
-
-        lost = pipeline.peers[-1]
-        reading = [peer.peer.spawn(read(peer)) for peer in pipeline.alive if peer is not lost]
-        await asyncio.sleep(10.0)
-        network.crash(lost.peer)
-        await asyncio.sleep(40.0)
-        for task in reading:
-            task.cancel()
-        await asyncio.gather(*reading, return_exceptions=True)
-        assert len(wanted) > 1, "several decided before they knew of each other"
-        assert targets(pipeline) == {1: 1}
-        await asyncio.sleep(300.0)
-        assert moves(pipeline) == {(0, 1): 1}
-        assert all(len(peer.all_hosted) == 1 for peer in pipeline.alive), "nothing is left of what others began"
-        await pipeline.close()
-
-    simulate(main, seed)
+    lost = pipeline.peers[-1]
+    reading = [peer.peer.spawn(read(peer)) for peer in pipeline.alive if peer is not lost]
+    await asyncio.sleep(10.0)
+    network.crash(lost.peer)
+    await asyncio.sleep(40.0)
+    for task in reading:
+        task.cancel()
+    await asyncio.gather(*reading, return_exceptions=True)
+    assert len(wanted) > 1, "several decided before they knew of each other"
+    assert targets(pipeline) == {1: 1}
+    await asyncio.sleep(300.0)
+    assert moves(pipeline) == {(0, 1): 1}
+    assert all(len(peer.all_hosted) == 1 for peer in pipeline.alive), "nothing is left of what others began"
+    await pipeline.close()
 
 
 async def said_by(reader: PipelinePeer, host: PipelinePeer) -> int | None:
@@ -127,28 +125,25 @@ async def said_by(reader: PipelinePeer, host: PipelinePeer) -> int | None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_record_says_at_once_whether_its_host_can_move(seed: int) -> None:
+@simulated()
+async def test_a_record_says_at_once_whether_its_host_can_move(network: SimulatedNetwork, seed: int) -> None:
     assert SPREADING_SECONDS < PUBLISH_SECONDS / 2
-
-    async def main(network: SimulatedNetwork) -> None:
-        pipeline = Pipeline(network, make_manifest(2, layers=4), may_move=True)
-        host, _, reader, _ = [await pipeline.add(f"host{number}", number // 2) for number in range(4)]
-        await until(lambda: host.mover is not None)
-        await asyncio.sleep(LEAST_STAY_SECONDS - 10.0)
-        assert await said_by(reader, host) == 0, "it has just come"
-        assert host.mover is not None
-        await until(lambda: host.mover.next_stage is None)  # type: ignore[union-attr]
-        await asyncio.sleep(SPREADING_SECONDS)
-        assert await said_by(reader, host) is None
-        for _ in range(3):
-            reply = await reader.rpc.call(host.peer.peer_id, "pipeline.stay", {"stage": 0, "round": 0}, dict, 5.0)
-            assert reply["stays"] is True
-        await asyncio.sleep(SPREADING_SECONDS)
-        assert await said_by(reader, host) == 0
-        await asyncio.sleep(PROMISE_SECONDS - SPREADING_SECONDS - REFRESH_SECONDS)
-        assert await said_by(reader, host) == 0
-        await asyncio.sleep(REFRESH_SECONDS + SPREADING_SECONDS)
-        assert await said_by(reader, host) is None
-        await pipeline.close()
-
-    simulate(main, seed)
+    pipeline = Pipeline(network, make_manifest(2, layers=4), may_move=True)
+    host, _, reader, _ = [await pipeline.add(f"host{number}", number // 2) for number in range(4)]
+    await until(lambda: host.mover is not None)
+    await asyncio.sleep(LEAST_STAY_SECONDS - 10.0)
+    assert await said_by(reader, host) == 0, "it has just come"
+    assert host.mover is not None
+    await until(lambda: host.mover.next_stage is None)  # type: ignore[union-attr]
+    await asyncio.sleep(SPREADING_SECONDS)
+    assert await said_by(reader, host) is None
+    for _ in range(3):
+        reply = await reader.rpc.call(host.peer.peer_id, "pipeline.stay", {"stage": 0, "round": 0}, dict, 5.0)
+        assert reply["stays"] is True
+    await asyncio.sleep(SPREADING_SECONDS)
+    assert await said_by(reader, host) == 0
+    await asyncio.sleep(PROMISE_SECONDS - SPREADING_SECONDS - REFRESH_SECONDS)
+    assert await said_by(reader, host) == 0
+    await asyncio.sleep(REFRESH_SECONDS + SPREADING_SECONDS)
+    assert await said_by(reader, host) is None
+    await pipeline.close()

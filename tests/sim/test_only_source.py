@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from functools import partial
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
-from p2ptrain.network.chunks.fetch import FetchOptions
-from p2ptrain.network.rpc.channel import LeastRate
-from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.node.roles.training import WAITING
 from p2ptrain.training.loop import Trainer
-from p2ptrain.training.state import digest
-from p2ptrain.training.sync import background_download as downloading
-from p2ptrain.training.sync import state_server
-from p2ptrain.training.sync.download import PartialDownload, download_state
-from tests.support.sim.product_peers import ProductSwarm, small_manifest, use_virtual_time
-from tests.support.slow_uploads import slow_read
+from tests.support.coroutines import simulated
+from tests.support.processes.files import checkpoints, round_of
+from tests.support.sim.downloads import slow_downloads
+from tests.support.sim.product_peers import Begin, ProductSwarm
 
 CHUNK_BYTES = 1024
 HALF = 5
@@ -42,100 +36,70 @@ class OneSource:
         stepped: The rounds at which each peer did its local steps, in order, by name.
     """
 
-    def __init__(self, network: SimulatedNetwork, folder: Path, patch: pytest.MonkeyPatch) -> None:
-        text = folder / "text.txt"
-        text.write_text("".join(f"{number} bottles of beer on the wall\n" for number in range(400)))
-        digest.cut_of.cache_clear()
-        patch.setattr(digest, "CHUNK_BYTES", CHUNK_BYTES)
-        patch.setattr(state_server, "CHUNK_BYTES", CHUNK_BYTES)
-        patch.setattr(state_server.StateServer, "read", slow_read(UPLOAD))
-        self.network = network
-        self.swarm = ProductSwarm(
-            network, small_manifest(text, {"every": 4, "warmup_steps": 4}, history_rounds=HISTORY_ROUNDS), folder
-        )
-        use_virtual_time(patch, self.swarm)
-        options = FetchOptions(least=LeastRate(bytes_per_second=UPLOAD / 100, window_seconds=600.0))
-        patch.setattr(downloading, "download_state", partial(download_state, options=options))
-        self.kept = 0
+    def __init__(self, swarm: ProductSwarm, patch: pytest.MonkeyPatch) -> None:
+        self.swarm = swarm
+        self.kept = slow_downloads(patch, CHUNK_BYTES, UPLOAD)
         self.stepped: dict[str, list[int]] = {}
-        self.swarm.before_step = self._note
-        put = PartialDownload.put
-
-        def counted(download: PartialDownload, *chunk: Any) -> bool:
-            self.kept += 1
-            return put(download, *chunk)
-
-        patch.setattr(PartialDownload, "put", counted)
+        swarm.before_step = self._note
 
     def _note(self, name: str, trainer: Trainer) -> None:
-        self.stepped.setdefault(name, []).append(self.round(name))
-
-    def round(self, name: str) -> int:
-        """Where a peer stands."""
-        return self.swarm.sync(name).head.round
-
-    async def until(self, condition: Any, seconds: float, what: str) -> None:
-        """Wait for a condition in virtual time."""
-        for _ in range(int(seconds / 0.5)):
-            for task in self.swarm.tasks.values():
-                if task.done() and not task.cancelled() and task.exception():
-                    task.result()
-            if condition():
-                return
-            await asyncio.sleep(0.5)
-        raise AssertionError(f"never: {what}")
+        self.stepped.setdefault(name, []).append(self.swarm.round(name))
 
     async def kill(self, name: str) -> int:
         """Kill a peer; the round of its newest durable checkpoint."""
-        self.network.crash(self.network.peers[name])
-        await asyncio.gather(self.swarm.tasks.pop(name), return_exceptions=True)
-        folders = sorted((self.swarm.folder / name / "checkpoints").glob("[0-9]*-round-*"))
-        return int(folders[-1].name.rpartition("-")[2])
+        await self.swarm.kill(name)
+        del self.swarm.tasks[name]
+        return round_of(checkpoints(self.swarm.folder / name)[-1])
+
+
+@pytest.fixture
+def begin_slowly(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> Callable[[SimulatedNetwork], OneSource]:
+    training = {"every": 4, "warmup_steps": 4}
+    return lambda network: OneSource(begin(network, training, history_rounds=HISTORY_ROUNDS), monkeypatch)
 
 
 @pytest.mark.fault(10)
-def test_a_newcomer_whose_only_source_died_waits_and_the_swarm_goes_on_from_the_newest_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@simulated(seed=1)
+async def test_a_newcomer_whose_only_source_died_waits_and_the_swarm_goes_on_from_the_newest_checkpoint(
+    network: SimulatedNetwork, begin_slowly: Callable[[SimulatedNetwork], OneSource], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        world = OneSource(network, tmp_path, monkeypatch)
-        world.swarm.start("source", ROUNDS)
-        await world.until(lambda: world.stepped.get("source", [0])[-1] > HISTORY_ROUNDS, 300, "no newcomer can replay")
-        world.swarm.start("newcomer", ROUNDS)
-        await world.until(lambda: world.kept >= HALF, 300, "half of the download")
-        saved = await world.kill("source")
-        await asyncio.sleep(AWAY_SECONDS)
-        assert "newcomer" not in world.stepped, "it trains, though it has no more than a part of the state"
-        assert world.round("newcomer") == 0
-        assert world.swarm.nodes["newcomer"].record.state == "syncing"
-        assert WAITING in [job.name for job in world.swarm.nodes["newcomer"].jobs.running()]
-        assert [r.levelno for r in caplog.records if "no peer that holds" in r.message] == [logging.WARNING]
-        world.swarm.start("source", ROUNDS)
-        await asyncio.gather(*world.swarm.tasks.values())
-        assert world.stepped["newcomer"][0] >= saved
-        assert len(world.swarm.heads()) == 1, world.swarm.heads()
-
-    with caplog.at_level(logging.INFO):
-        simulate(main, seed=1)
+    caplog.set_level(logging.INFO)
+    world = begin_slowly(network)
+    swarm = world.swarm
+    swarm.start("source", ROUNDS)
+    await swarm.until(lambda: world.stepped.get("source", [0])[-1] > HISTORY_ROUNDS)  # No newcomer can replay.
+    swarm.start("newcomer", ROUNDS)
+    await swarm.until(lambda: len(world.kept) >= HALF)
+    saved = await world.kill("source")
+    await asyncio.sleep(AWAY_SECONDS)
+    assert "newcomer" not in world.stepped, "it trains, though it has no more than a part of the state"
+    assert swarm.round("newcomer") == 0
+    assert swarm.nodes["newcomer"].record.state == "syncing"
+    assert WAITING in [job.name for job in swarm.nodes["newcomer"].jobs.running()]
+    assert [r.levelno for r in caplog.records if "no peer that holds" in r.message] == [logging.WARNING]
+    swarm.start("source", ROUNDS)
+    await swarm.end()
+    assert world.stepped["newcomer"][0] >= saved
+    assert len(swarm.heads()) == 1, swarm.heads()
 
 
 @pytest.mark.fault(10)
-def test_a_peer_with_a_checkpoint_of_its_own_goes_on_from_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        world = OneSource(network, tmp_path, monkeypatch)
-        world.swarm.start("source", ROUNDS)
-        world.swarm.start("late", ROUNDS)
-        await world.until(lambda: world.stepped.get("late", [0])[-1] >= 2, 300, "both train")
-        saved = await world.kill("late")
-        assert saved > 0
-        await world.until(lambda: world.round("source") >= saved + HISTORY_ROUNDS + 2, 300, "the source goes on alone")
-        before, mark = world.kept, len(world.stepped["late"])
-        world.swarm.start("late", ROUNDS)
-        await world.until(lambda: world.kept >= before + HALF, 300, "half of the download")
-        await world.kill("source")
-        await world.until(lambda: len(world.stepped["late"]) > mark, 300, "it goes on")
-        assert world.stepped["late"][mark] == saved
-        await world.swarm.tasks["late"]
-        assert world.round("late") == ROUNDS
-
-    simulate(main, seed=2)
+@simulated(seed=2)
+async def test_a_peer_with_a_checkpoint_of_its_own_goes_on_from_that(
+    network: SimulatedNetwork, begin_slowly: Callable[[SimulatedNetwork], OneSource]
+) -> None:
+    world = begin_slowly(network)
+    swarm = world.swarm
+    swarm.start_all(("source", "late"), ROUNDS)
+    await swarm.until(lambda: world.stepped.get("late", [0])[-1] >= 2)
+    saved = await world.kill("late")
+    assert saved > 0
+    await swarm.until(lambda: swarm.round("source") >= saved + HISTORY_ROUNDS + 2)
+    before, mark = len(world.kept), len(world.stepped["late"])
+    swarm.start("late", ROUNDS)
+    await swarm.until(lambda: len(world.kept) >= before + HALF)
+    await world.kill("source")
+    await swarm.until(lambda: len(world.stepped["late"]) > mark)
+    assert world.stepped["late"][mark] == saved
+    await swarm.tasks["late"]
+    assert swarm.round("late") == ROUNDS

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from p2ptrain.manifest import LoraSpec
-from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.pipeline.client.sender import Opened
 from p2ptrain.pipeline.messages import pack
 from p2ptrain.pipeline.plan import PipelinePlan
+from tests.support.coroutines import simulated
 from tests.support.sim.peers import until
 from tests.support.sim.pipelines import Pipeline, PipelinePeer, WholeModel, make_manifest, sample, tell
 
@@ -63,24 +64,30 @@ def trainer_of(pipeline: Pipeline) -> PipelinePeer:
     return next(peer for peer in pipeline.peers if peer.feeder is not None)
 
 
+async def train_round(pipeline: Pipeline, number: int, whole: WholeModel | None = None) -> None:
+    """Send the microbatches of this round, and wait for its end; compare all hosts with the whole model then."""
+    numbers = range(ROUND * number, ROUND * (number + 1))
+    assert all((await pipeline.feed(trainer_of(pipeline), numbers, at_once=4)).values())
+    await until(lambda: pipeline.rounds() == {number + 1})
+    if whole is not None:
+        whole.step(list(numbers))
+        check_parameters(pipeline, whole)
+
+
 @pytest.mark.parametrize(("num_stages", "replicas"), [(2, 1), (2, 2), (3, 2), (5, 3)])
 @pytest.mark.parametrize("tied", [False, True])
-def test_without_failures_stages_train_as_one_process_does(num_stages: int, replicas: int, tied: bool) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        pipeline = await start(network, num_stages, replicas, tied=tied)
-        whole, trainer = WholeModel(pipeline.manifest), trainer_of(pipeline)
-        for number in range(4):
-            numbers = range(ROUND * number, ROUND * (number + 1))
-            assert all((await pipeline.feed(trainer, numbers, at_once=4)).values())
-            whole.step(list(numbers))
-            await until(lambda: pipeline.rounds() == {number + 1})  # noqa: B023
-            check_parameters(pipeline, whole)
-        await until(lambda: len(trainer.done) == 4 * ROUND)
-        assert trainer.feeder is not None
-        assert trainer.feeder.tally.resent == trainer.feeder.tally.lost == 0
-        await pipeline.close()
-
-    simulate(main, seed=1)
+@simulated(seed=1)
+async def test_without_failures_stages_train_as_one_process_does(
+    network: SimulatedNetwork, num_stages: int, replicas: int, tied: bool
+) -> None:
+    pipeline = await start(network, num_stages, replicas, tied=tied)
+    whole, trainer = WholeModel(pipeline.manifest), trainer_of(pipeline)
+    for number in range(4):
+        await train_round(pipeline, number, whole)
+    await until(lambda: len(trainer.done) == 4 * ROUND)
+    assert trainer.feeder is not None
+    assert trainer.feeder.tally.resent == trainer.feeder.tally.lost == 0
+    await pipeline.close()
 
 
 @pytest.mark.parametrize(
@@ -89,181 +96,145 @@ def test_without_failures_stages_train_as_one_process_does(num_stages: int, repl
     ids=["one stage", "two", "five, of which one has adapters"],
 )
 @pytest.mark.parametrize("quant", ["", "int8"])
-def test_adapters_are_trained_as_in_one_process_and_nothing_else_is(
-    num_stages: int, targets: list[str], quant: str
+@simulated(seed=7)
+async def test_adapters_are_trained_as_in_one_process_and_nothing_else_is(
+    network: SimulatedNetwork, num_stages: int, targets: list[str], quant: str
 ) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        lora = LoraSpec(targets=tuple(targets), rank=2)
-        pipeline = await start(network, num_stages, 2, tied=True, quant=quant, lora=lora)
-        whole, trainer = WholeModel(pipeline.manifest), trainer_of(pipeline)
-        frozen = {peer.peer.peer_id: frozen_of(peer) for peer in pipeline.hosts}
-        for number in range(3):
-            numbers = range(ROUND * number, ROUND * (number + 1))
-            assert all((await pipeline.feed(trainer, numbers, at_once=4)).values())
-            whole.step(list(numbers))
-            await until(lambda: pipeline.rounds() == {number + 1})  # noqa: B023
-            check_parameters(pipeline, whole)
-        for peer in pipeline.hosts:
-            assert peer.hosted is not None
-            assert frozen[peer.peer.peer_id] == frozen_of(peer)
-            values = peer.hosted.units[0].synchronizer.state.layout.num_values
-            held = [each for each in peer.hosted.worker.compute.stage.parameters() if each.requires_grad]
-            assert values == max(1, sum(each.numel() for each in held)), "more is averaged than adapters"
-        await pipeline.close()
-
-    simulate(main, seed=7)
+    lora = LoraSpec(targets=tuple(targets), rank=2)
+    pipeline = await start(network, num_stages, 2, tied=True, quant=quant, lora=lora)
+    whole = WholeModel(pipeline.manifest)
+    frozen = {peer.peer.peer_id: frozen_of(peer) for peer in pipeline.hosts}
+    for number in range(3):
+        await train_round(pipeline, number, whole)
+    for peer in pipeline.hosts:
+        assert peer.hosted is not None
+        assert frozen[peer.peer.peer_id] == frozen_of(peer)
+        values = peer.hosted.units[0].synchronizer.state.layout.num_values
+        held = [each for each in peer.hosted.worker.compute.stage.parameters() if each.requires_grad]
+        assert values == max(1, sum(each.numel() for each in held)), "more is averaged than adapters"
+    await pipeline.close()
 
 
-def test_moments_in_8_bits_are_the_same_on_all_hosts_and_on_one_that_joins() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        pipeline, sizes = await start(network, 2, 2, moments="8bit"), set()
-        trainer = trainer_of(pipeline)
-        for number in range(3):
-            if number == 2:
-                newcomer = await pipeline.add("newcomer", 0)
-                await until(lambda: newcomer.status == "training")  # noqa: B023
-            assert all((await pipeline.feed(trainer, range(ROUND * number, ROUND * (number + 1)), at_once=4)).values())
-            await until(lambda: pipeline.rounds() == {number + 1})  # noqa: B023
-            for stage in range(2):
-                hosts = [peer.hosted for peer in pipeline.hosts if peer.hosted and peer.hosted.number == stage]
-                assert len({hosted.units[0].synchronizer.head.digest for hosted in hosts}) == 1
-        for peer in pipeline.hosts:
-            assert peer.hosted is not None
-            state = peer.hosted.units[0].synchronizer.state
-            sizes.add(sum(tensor.nbytes for _, tensor in state.tensors()) / state.layout.num_parameters)
-        assert max(sizes) < 6.2, "bytes of state for a parameter"
-        await pipeline.close()
-
-    simulate(main, seed=8)
+@simulated(seed=8)
+async def test_moments_in_8_bits_are_the_same_on_all_hosts_and_on_one_that_joins(network: SimulatedNetwork) -> None:
+    pipeline, sizes = await start(network, 2, 2, moments="8bit"), set()
+    for number in range(3):
+        if number == 2:
+            newcomer = await pipeline.add("newcomer", 0)
+            await until(lambda: newcomer.status == "training")  # noqa: B023
+        await train_round(pipeline, number)
+        for stage in range(2):
+            hosts = [peer.hosted for peer in pipeline.hosts if peer.hosted and peer.hosted.number == stage]
+            assert len({hosted.units[0].synchronizer.head.digest for hosted in hosts}) == 1
+    for peer in pipeline.hosts:
+        assert peer.hosted is not None
+        state = peer.hosted.units[0].synchronizer.state
+        sizes.add(sum(tensor.nbytes for _, tensor in state.tensors()) / state.layout.num_parameters)
+    assert max(sizes) < 6.2, "bytes of state for a parameter"
+    await pipeline.close()
 
 
-def test_a_stage_of_which_one_host_alone_hears_that_the_round_is_over_goes_on() -> None:
+@simulated(seed=2)
+async def test_a_stage_of_which_one_host_alone_hears_that_the_round_is_over_goes_on(network: SimulatedNetwork) -> None:
     """It is no half of them, and the batch is not full: nobody would close the round."""
-
-    async def main(network: SimulatedNetwork) -> None:
-        pipeline = Pipeline(network, make_manifest(2))
-        for name, stage in (("first", 0), ("second", 1), ("third", 1), ("fourth", 1)):
-            await pipeline.add(name, stage)
-        await until(lambda: all(peer.status == "training" for peer in pipeline.hosts))
-        trainer = await pipeline.add("trainer", None)
-        assert all((await pipeline.feed(trainer, range(3), at_once=3)).values())
-        first = pipeline.hosts[0]
-        assert first.hosted is not None
-        await tell(trainer, first, closing=True)
-        await until(lambda: first.hosted.host.ledger.round == 1)  # type: ignore[union-attr]
-        sending = trainer.peer.spawn(trainer.send(3))
-        await until(lambda: pipeline.rounds() == {1}, 30.0)
-        await sending
-        await pipeline.close()
-
-    simulate(main, seed=2)
+    pipeline = Pipeline(network, make_manifest(2))
+    for name, stage in (("first", 0), ("second", 1), ("third", 1), ("fourth", 1)):
+        await pipeline.add(name, stage)
+    await until(lambda: all(peer.status == "training" for peer in pipeline.hosts))
+    trainer = await pipeline.add("trainer", None)
+    assert all((await pipeline.feed(trainer, range(3), at_once=3)).values())
+    first = pipeline.hosts[0]
+    assert first.hosted is not None
+    await tell(trainer, first, closing=True)
+    await until(lambda: first.hosted.host.ledger.round == 1)  # type: ignore[union-attr]
+    sending = trainer.peer.spawn(trainer.send(3))
+    await until(lambda: pipeline.rounds() == {1}, 30.0)
+    await sending
+    await pipeline.close()
 
 
-def test_all_go_on_from_checkpoints_of_which_one_unit_is_a_round_behind() -> None:
+@simulated(seed=3)
+async def test_all_go_on_from_checkpoints_of_which_one_unit_is_a_round_behind(network: SimulatedNetwork) -> None:
     """As hosts leave them that are stopped while they average."""
-
-    async def main(network: SimulatedNetwork) -> None:
-        pipeline = await start(network, 2, 1, tied=True)
-        assert all((await pipeline.feed(trainer_of(pipeline), range(ROUND), at_once=4)).values())
-        await until(lambda: pipeline.rounds() == {1})
-        hosts, plan = pipeline.hosts, PipelinePlan(pipeline.manifest)
-        for before in hosts:
-            assert before.hosted is not None
-            state = before.hosted.units[0].synchronizer.state
-            saved = [(name, tensor.clone()) for name, tensor in state.tensors()]
-            network.crash(before.peer)
-            after = PipelinePeer(network.restart(before.peer), plan, before.stage)
-            assert after.hosted is not None
-            own = after.hosted.units[0]
-            own.synchronizer.state.replace(saved, state.head)
-            own.synchronizer.averager.matchmaker.set_head(state.head)
-            own.work.adopt(False, None)
-            pipeline.peers.append(after)
-            await after.peer.spawn(after.start())
-            pipeline.tasks.append(after.peer.spawn(after.host()))
-        assert all((await pipeline.feed(trainer_of(pipeline), range(ROUND, 2 * ROUND), at_once=4)).values())
-        await until(lambda: pipeline.rounds() == {2})
-        await pipeline.close()
-
-    simulate(main, seed=3)
+    pipeline = await start(network, 2, 1, tied=True)
+    await train_round(pipeline, 0)
+    hosts, plan = pipeline.hosts, PipelinePlan(pipeline.manifest)
+    for before in hosts:
+        assert before.hosted is not None
+        state = before.hosted.units[0].synchronizer.state
+        saved = [(name, tensor.clone()) for name, tensor in state.tensors()]
+        network.crash(before.peer)
+        after = PipelinePeer(network.restart(before.peer), plan, before.stage)
+        assert after.hosted is not None
+        own = after.hosted.units[0]
+        own.synchronizer.state.replace(saved, state.head)
+        own.synchronizer.averager.matchmaker.set_head(state.head)
+        own.work.adopt(False, None)
+        pipeline.peers.append(after)
+        await after.peer.spawn(after.start())
+        pipeline.tasks.append(after.peer.spawn(after.host()))
+    await train_round(pipeline, 1)
+    await pipeline.close()
 
 
-@pytest.mark.parametrize("fault", ["", "last host", "first host"])
 @pytest.mark.parametrize("num_stages", [2, 3])
-def test_a_trainer_that_makes_its_own_loss_trains_the_same_model(num_stages: int, fault: str) -> None:
-    """Also if a host dies while the output is with the trainer: the gradient goes to another one."""
-
-    async def main(network: SimulatedNetwork) -> None:
-        pipeline = await start(network, num_stages, 3)
-        whole, trainer = WholeModel(pipeline.manifest), trainer_of(pipeline)
-        await asyncio.sleep(10.0)  # Until all know of all.
-        harmed: list[PipelinePeer] = []
-
-        async def harm(opened: Opened) -> None:
-            stage = 0 if fault == "first host" else num_stages - 1
-            if fault and not harmed:  # Nothing is settled yet, so nothing is lost with it.
-                busy = [peer for peer in pipeline.alive if peer.stage == stage]
-                harmed.append(next(peer for peer in busy if peer.hosted and peer.hosted.host.ledger.num_running))
-                network.crash(harmed[0].peer)
-
-        for number in range(3):
-            numbers = range(ROUND * number, ROUND * (number + 1))
-            sending = [trainer.peer.spawn(trainer.send_own(each, harm)) for each in numbers]
-            await asyncio.gather(*sending)
-            whole.step(list(numbers))
-            await until(lambda: pipeline.rounds() == {number + 1})  # noqa: B023
-        pipeline.peers = [peer for peer in pipeline.peers if peer.peer.alive]
-        check_parameters(pipeline, whole)
-        await pipeline.close()
-
-    simulate(main, seed=4)
+@simulated(seed=4)
+async def test_a_trainer_that_makes_its_own_loss_trains_the_same_model(
+    network: SimulatedNetwork, num_stages: int
+) -> None:
+    pipeline = await start(network, num_stages, 3)
+    whole, trainer = WholeModel(pipeline.manifest), trainer_of(pipeline)
+    for number in range(3):
+        numbers = range(ROUND * number, ROUND * (number + 1))
+        await asyncio.gather(*(trainer.peer.spawn(trainer.send_own(each)) for each in numbers))
+        whole.step(list(numbers))
+        await until(lambda: pipeline.rounds() == {number + 1})  # noqa: B023
+    check_parameters(pipeline, whole)
+    await pipeline.close()
 
 
 @pytest.mark.parametrize("which", range(3))
-def test_a_full_round_takes_on_what_a_first_host_had_that_dies_while_outputs_are_with_the_trainer(which: int) -> None:
+@simulated(seed=6)
+async def test_a_full_round_takes_on_what_a_first_host_had_that_dies_while_outputs_are_with_the_trainer(
+    network: SimulatedNetwork, which: int
+) -> None:
     """Whichever dies, of two of them another one leads the round, and keeps room for it until it is missed."""
+    pipeline = await start(network, 2, 3)
+    whole, trainer = WholeModel(pipeline.manifest), trainer_of(pipeline)
+    await asyncio.sleep(10.0)  # Until all know of all.
+    are_open, num_open = asyncio.Event(), 0
 
-    async def main(network: SimulatedNetwork) -> None:
-        pipeline = await start(network, 2, 3)
-        whole, trainer = WholeModel(pipeline.manifest), trainer_of(pipeline)
-        await asyncio.sleep(10.0)  # Until all know of all.
-        are_open, num_open = asyncio.Event(), 0
+    async def harm(opened: Opened) -> None:
+        nonlocal num_open
+        num_open += 1
+        if num_open == ROUND:
+            network.crash(pipeline.hosts[which].peer)
+            are_open.set()
+        await are_open.wait()
 
-        async def harm(opened: Opened) -> None:
-            nonlocal num_open
-            num_open += 1
-            if num_open == ROUND:
-                network.crash(pipeline.hosts[which].peer)
-                are_open.set()
-            await are_open.wait()
-
-        sending = [trainer.peer.spawn(trainer.send_own(number, harm)) for number in range(ROUND)]
-        accepted = await asyncio.gather(*sending)
-        assert {each.id.round for each in accepted} == {0}
-        whole.step(list(range(ROUND)))
-        await until(lambda: pipeline.rounds() == {1})
-        del pipeline.peers[which]
-        check_parameters(pipeline, whole)
-        await pipeline.close()
-
-    simulate(main, seed=6)
+    sending = [trainer.peer.spawn(trainer.send_own(number, harm)) for number in range(ROUND)]
+    accepted = await asyncio.gather(*sending)
+    assert {each.id.round for each in accepted} == {0}
+    whole.step(list(range(ROUND)))
+    await until(lambda: pipeline.rounds() == {1})
+    del pipeline.peers[which]
+    check_parameters(pipeline, whole)
+    await pipeline.close()
 
 
-def test_an_output_that_no_gradient_is_asked_for_counts_nowhere() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        pipeline = await start(network, 2, 1)
-        whole, trainer = WholeModel(pipeline.manifest), trainer_of(pipeline)
-        tokens = sample(pipeline.manifest, 0)
-        assert trainer.feeder is not None
-        inputs = pack(tokens[:, :-1], "fp32")
-        shape = (*inputs.shape, pipeline.manifest.model.vocabulary)
-        looking = trainer.feeder.open(
-            inputs, inputs.shape[0], inputs.shape[0] * inputs.shape[1], shape, requires_grad=False
-        )
-        opened = await trainer.peer.spawn(looking)
-        torch.testing.assert_close(opened.waiting.output.result(), whole.model(tokens[:, :-1]).detach())
-        await opened.task
-        assert all(peer.hosted and peer.hosted.host.ledger.samples() == 0 for peer in pipeline.hosts)
-        await pipeline.close()
-
-    simulate(main, seed=5)
+@simulated(seed=5)
+async def test_an_output_that_no_gradient_is_asked_for_counts_nowhere(network: SimulatedNetwork) -> None:
+    pipeline = await start(network, 2, 1)
+    whole, trainer = WholeModel(pipeline.manifest), trainer_of(pipeline)
+    tokens = sample(pipeline.manifest, 0)
+    assert trainer.feeder is not None
+    inputs = pack(tokens[:, :-1], "fp32")
+    shape = (*inputs.shape, pipeline.manifest.model.vocabulary)
+    looking = trainer.feeder.open(
+        inputs, inputs.shape[0], inputs.shape[0] * inputs.shape[1], shape, requires_grad=False
+    )
+    opened = await trainer.peer.spawn(looking)
+    torch.testing.assert_close(opened.waiting.output.result(), whole.model(tokens[:, :-1]).detach())
+    await opened.task
+    assert all(peer.hosted and peer.hosted.host.ledger.samples() == 0 for peer in pipeline.hosts)
+    await pipeline.close()

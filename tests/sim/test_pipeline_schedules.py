@@ -11,7 +11,8 @@ from collections import Counter
 
 import pytest
 
-from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
+from p2ptrain.network.simulated import LinkModel, SimulatedNetwork
+from tests.support.coroutines import simulated
 from tests.support.seeds import changing_seeds
 from tests.support.sim.counting import PLACES, CountedPipeline, CountingPeer
 from tests.support.sim.peers import until
@@ -45,6 +46,15 @@ async def begin(
     return pipeline, trainer
 
 
+async def go_on(pipeline: CountedPipeline, trainer: PipelinePeer, numbers: range, least_done: int = 0) -> None:
+    """Send microbatches, all of which come through, and check what counts once so many are done; then close."""
+    assert all((await pipeline.feed(trainer, numbers, 6)).values())
+    await until(lambda: len(trainer.done) >= least_done)
+    await until(pipeline.is_level)
+    pipeline.check()
+    await pipeline.close()
+
+
 @pytest.mark.fault(27)
 @pytest.mark.parametrize("seed", range(10))
 def test_whatever_fails_each_microbatch_counts_once_and_what_is_done_is_everywhere(seed: int) -> None:
@@ -70,237 +80,213 @@ def test_it_does_so_in_whatever_phase_a_host_or_its_trainer_is_hit(fault: str, p
 @pytest.mark.fault(27)
 @pytest.mark.parametrize("phase", PASSES)
 @pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP"])
-def test_the_next_microbatch_is_through_soon_after_a_host_dies_or_stops(fault: str, phase: str) -> None:
+@simulated(seed=1, model=LinkModel(latency_seconds=(0.002, 0.02)))
+async def test_the_next_microbatch_is_through_soon_after_a_host_dies_or_stops(
+    network: SimulatedNetwork, fault: str, phase: str
+) -> None:
     """In each stage, with round trips of up to 40 ms: a killed host's streams end, a stopped one falls silent.
 
     After that silence a microbatch may take a second more than usual.
     """
+    manifest = make_manifest(3, layers=4, global_batch=600, local_batch=1)  # No round ends meanwhile.
+    pipeline = CountedPipeline(network, manifest)
+    for number in range(6):
+        await pipeline.add(f"host{number}", number % 3, pass_seconds=0.02)
+    await until(lambda: all(peer.status == "training" for peer in pipeline.hosts))
+    trainer = await pipeline.add("trainer", None)
+    await asyncio.sleep(10.0)
+    next_number = iter(range(600))
+    await pipeline.feed(trainer, (next(next_number) for _ in range(6)), 1)
+    began = network.loop.time()
+    await pipeline.feed(trainer, [next(next_number)], 1)
+    usual = network.loop.time() - began
+    most_seconds = 1.0 if fault == "SIGKILL" else HOP_LIMITS.quiet_seconds + 1.0 + usual
+    for stage in range(3 if "backward" in phase else 2):  # The last stage goes back at once.
+        hit_at: list[float] = []
 
-    async def main(network: SimulatedNetwork) -> None:
-        manifest = make_manifest(3, layers=4, global_batch=600, local_batch=1)  # No round ends meanwhile.
-        pipeline = CountedPipeline(network, manifest)
-        for number in range(6):
-            await pipeline.add(f"host{number}", number % 3, pass_seconds=0.02)
-        await until(lambda: all(peer.status == "training" for peer in pipeline.hosts))
-        trainer = await pipeline.add("trainer", None)
-        await asyncio.sleep(10.0)
-        next_number = iter(range(600))
-        await pipeline.feed(trainer, (next(next_number) for _ in range(6)), 1)
-        began = network.loop.time()
-        await pipeline.feed(trainer, [next(next_number)], 1)
-        usual = network.loop.time() - began
-        most_seconds = 1.0 if fault == "SIGKILL" else HOP_LIMITS.quiet_seconds + 1.0 + usual
-        for stage in range(3 if "backward" in phase else 2):  # The last stage goes back at once.
-            hit_at: list[float] = []
+        def harm(peer: CountingPeer, told: str) -> None:
+            if told == phase and peer.stage == stage and not hit_at:  # noqa: B023
+                hit_at.append(network.loop.time())  # noqa: B023
+                (network.crash if fault == "SIGKILL" else network.stall)(peer.peer)
 
-            def harm(peer: CountingPeer, told: str) -> None:
-                if told == phase and peer.stage == stage and not hit_at:  # noqa: B023
-                    hit_at.append(network.loop.time())  # noqa: B023
-                    (network.crash if fault == "SIGKILL" else network.stall)(peer.peer)
-
-            for host in pipeline.hosts:
-                assert isinstance(host, CountingPeer)
-                host.told = harm
-            while not hit_at:
-                fed = await pipeline.feed(trainer, [next(next_number)], 1)
-                assert None not in fed.values()
-            seconds = network.loop.time() - hit_at[0]
-            assert seconds < most_seconds, f"stage {stage}"
-        pipeline.check()
-        await pipeline.close()
-
-    simulate(main, seed=1, model=LinkModel(latency_seconds=(0.002, 0.02)))
+        for host in pipeline.hosts:
+            assert isinstance(host, CountingPeer)
+            host.told = harm
+        while not hit_at:
+            fed = await pipeline.feed(trainer, [next(next_number)], 1)
+            assert None not in fed.values()
+        seconds = network.loop.time() - hit_at[0]
+        assert seconds < most_seconds, f"stage {stage}"
+    pipeline.check()
+    await pipeline.close()
 
 
-def test_what_was_dropped_with_a_lineage_that_lost_is_never_reported_done() -> None:
+@simulated(seed=1)
+async def test_what_was_dropped_with_a_lineage_that_lost_is_never_reported_done(network: SimulatedNetwork) -> None:
     """One side of a partition has settled half a round, not averaged, when it finds that the other one is ahead."""
-
-    async def main(network: SimulatedNetwork) -> None:
-        pipeline = CountedPipeline(network, make_manifest(2, layers=4, global_batch=12, local_batch=1))
-        sides = []
-        for side in range(2):
-            hosts = [await pipeline.add(f"host{stage}.{side}", stage) for stage in range(2)]
-            sides.append((await pipeline.add(f"trainer{side}", None), *hosts))
-        await until(lambda: all(peer.status == "training" for peer in pipeline.hosts))
-        await asyncio.sleep(10.0)  # Until all know of all.
-        network.partition([peer.peer for peer in sides[0]])
-        await asyncio.sleep(60.0)  # Until each side knows only of its own.
-        less, more = (trainer for trainer, *_ in sides)
-        await asyncio.gather(pipeline.feed(less, range(3), 6), pipeline.feed(more, range(100, 112), 6))
-        for host in sides[0][1:]:
-            await tell(less, host, closing=True)
-        await until(lambda: len(less.done) == 3 and len(more.done) == 12)
-        await pipeline.feed(less, range(3, 9), 6)
-        network.heal()
-        await until(pipeline.is_level)
-        await pipeline.feed(less, range(9, 45), 6)
-        await until(lambda: len(less.done) > 24)
-        await asyncio.sleep(30.0)  # All that it asks about has been answered.
-        pipeline.check(may_fork=True)
-        await pipeline.close()
-
-    simulate(main, seed=1)
+    pipeline = CountedPipeline(network, make_manifest(2, layers=4, global_batch=12, local_batch=1))
+    sides = []
+    for side in range(2):
+        hosts = [await pipeline.add(f"host{stage}.{side}", stage) for stage in range(2)]
+        sides.append((await pipeline.add(f"trainer{side}", None), *hosts))
+    await until(lambda: all(peer.status == "training" for peer in pipeline.hosts))
+    await asyncio.sleep(10.0)  # Until all know of all.
+    network.partition([peer.peer for peer in sides[0]])
+    await asyncio.sleep(60.0)  # Until each side knows only of its own.
+    less, more = (trainer for trainer, *_ in sides)
+    await asyncio.gather(pipeline.feed(less, range(3), 6), pipeline.feed(more, range(100, 112), 6))
+    for host in sides[0][1:]:
+        await tell(less, host, closing=True)
+    await until(lambda: len(less.done) == 3 and len(more.done) == 12)
+    await pipeline.feed(less, range(3, 9), 6)
+    network.heal()
+    await until(pipeline.is_level)
+    await pipeline.feed(less, range(9, 45), 6)
+    await until(lambda: len(less.done) > 24)
+    await asyncio.sleep(30.0)  # All that it asks about has been answered.
+    pipeline.check(may_fork=True)
+    await pipeline.close()
 
 
 @pytest.mark.fault(29)
-def test_of_a_stage_whose_hosts_all_move_at_once_one_stays() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        pipeline, trainer = await begin(network, 0, 0, 0, 1)
-        for _ in range(3):
-            for mover in [peer for peer in pipeline.hosts if peer.stage == 0]:
-                assert isinstance(mover, CountingPeer)
-                mover.go(1)
-            assert all((await pipeline.feed(trainer, range(len(pipeline.sent), len(pipeline.sent) + 24), 6)).values())
-            assert any(peer.stage == 0 for peer in pipeline.hosts)
-        await until(pipeline.is_level)
-        pipeline.check()
-        await pipeline.close()
-
-    simulate(main, seed=1)
+@simulated(seed=1)
+async def test_of_a_stage_whose_hosts_all_move_at_once_one_stays(network: SimulatedNetwork) -> None:
+    pipeline, trainer = await begin(network, 0, 0, 0, 1)
+    for _ in range(3):
+        for mover in [peer for peer in pipeline.hosts if peer.stage == 0]:
+            assert isinstance(mover, CountingPeer)
+            mover.go(1)
+        assert all((await pipeline.feed(trainer, range(len(pipeline.sent), len(pipeline.sent) + 24), 6)).values())
+        assert any(peer.stage == 0 for peer in pipeline.hosts)
+    await until(pipeline.is_level)
+    pipeline.check()
+    await pipeline.close()
 
 
 @pytest.mark.parametrize("which", range(2))
-def test_the_round_of_a_stage_goes_on_when_its_leader_moves_away_from_it(which: int) -> None:
+@simulated(seed=1)
+async def test_the_round_of_a_stage_goes_on_when_its_leader_moves_away_from_it(
+    network: SimulatedNetwork, which: int
+) -> None:
     """One of the two leads it, and grants microbatches; the other has heard from it that it takes part."""
-
-    async def main(network: SimulatedNetwork) -> None:
-        pipeline, trainer = await begin(network, 0, 0, 1)
-        mover = pipeline.peers[which]
-        assert isinstance(mover, CountingPeer)
-        await tell(mover, pipeline.peers[1 - which], closing=False)
-        mover.go(1)
-        await until(lambda: mover.stage == 1)
-        assert all((await pipeline.feed(trainer, range(48), 6)).values())
-        await until(lambda: len(trainer.done) >= 24)
-        await until(pipeline.is_level)
-        pipeline.check()
-        await pipeline.close()
-
-    simulate(main, seed=1)
+    pipeline, trainer = await begin(network, 0, 0, 1)
+    mover = pipeline.peers[which]
+    assert isinstance(mover, CountingPeer)
+    await tell(mover, pipeline.peers[1 - which], closing=False)
+    mover.go(1)
+    await until(lambda: mover.stage == 1)
+    await go_on(pipeline, trainer, range(48), 24)
 
 
-def test_a_host_that_ends_a_round_alone_leaves_when_another_has_its_result() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        pipeline, trainer = await begin(network, 0, 1, 1)
-        assert all((await pipeline.feed(trainer, range(1), 1)).values())
-        (mover,) = [peer for peer in pipeline.hosts if peer.stage == 1 and settled(peer)]
+@simulated(seed=1)
+async def test_a_host_that_ends_a_round_alone_leaves_when_another_has_its_result(network: SimulatedNetwork) -> None:
+    pipeline, trainer = await begin(network, 0, 1, 1)
+    assert all((await pipeline.feed(trainer, range(1), 1)).values())
+    (mover,) = [peer for peer in pipeline.hosts if peer.stage == 1 and settled(peer)]
+    assert isinstance(mover, CountingPeer)
+    mover.go(0)
+    await tell(trainer, pipeline.hosts[0], closing=True)
+    await until(lambda: mover.stage == 0)
+    await go_on(pipeline, trainer, range(1, 49), 24)
+    assert 0 in {pipeline.sent[id] for id in trainer.done}
+
+
+@simulated(seed=1)
+async def test_hosts_that_end_a_round_together_leave_when_one_that_stays_has_its_result(
+    network: SimulatedNetwork,
+) -> None:
+    pipeline, trainer = await begin(network, 0, 1, 1, 1)
+    assert all((await pipeline.feed(trainer, range(6), 6)).values())
+    first, second, stays = [peer for peer in pipeline.hosts if peer.stage == 1]
+    for mover in (first, second):
         assert isinstance(mover, CountingPeer)
         mover.go(0)
-        await tell(trainer, pipeline.hosts[0], closing=True)
-        await until(lambda: mover.stage == 0)
-        assert all((await pipeline.feed(trainer, range(1, 49), 6)).values())
-        await until(lambda: len(trainer.done) >= 24)
-        await until(pipeline.is_level)
-        pipeline.check()
-        assert 0 in {pipeline.sent[id] for id in trainer.done}
-        await pipeline.close()
-
-    simulate(main, seed=1)
+    await until(lambda: all(mover.is_leaving for mover in (first, second) if isinstance(mover, CountingPeer)))
+    await asyncio.sleep(0.5)  # Both have its promise.
+    network.stall(stays.peer, 8.0)
+    await until(lambda: first.stage == second.stage == 0)
+    assert stays.hosted is not None
+    assert stays.hosted.units[0].round == 1
+    await go_on(pipeline, trainer, range(6, 48))
 
 
-def test_hosts_that_end_a_round_together_leave_when_one_that_stays_has_its_result() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        pipeline, trainer = await begin(network, 0, 1, 1, 1)
-        assert all((await pipeline.feed(trainer, range(6), 6)).values())
-        first, second, stays = [peer for peer in pipeline.hosts if peer.stage == 1]
-        for mover in (first, second):
-            assert isinstance(mover, CountingPeer)
-            mover.go(0)
-        await until(lambda: all(mover.is_leaving for mover in (first, second) if isinstance(mover, CountingPeer)))
-        await asyncio.sleep(0.5)  # Both have its promise.
-        network.stall(stays.peer, 8.0)
-        await until(lambda: first.stage == second.stage == 0)
-        assert stays.hosted is not None
-        assert stays.hosted.units[0].round == 1
-        assert all((await pipeline.feed(trainer, range(6, 48), 6)).values())
-        await until(pipeline.is_level)
-        pipeline.check()
-        await pipeline.close()
-
-    simulate(main, seed=1)
-
-
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("stage", range(2))
-def test_a_host_that_moves_while_microbatches_come_loses_none(stage: int) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        pipeline, trainer = await begin(network, 0, 0, 0, 1, 1, 1, pass_seconds=0.2)
-        feeding = asyncio.create_task(pipeline.feed(trainer, range(120), 8))
-        mover = next(peer for peer in pipeline.hosts if peer.stage == stage)
-        assert isinstance(mover, CountingPeer)
-        mover.go(1 - stage)
-        await until(lambda: mover.stage == 1 - stage)
-        assert None not in (await feeding).values()
-        await until(pipeline.is_level)
-        pipeline.check()
-        await pipeline.close()
-
-    for seed in range(3):
-        simulate(main, seed, model=LinkModel(latency_seconds=(0.02, 0.1)))
+@simulated(model=LinkModel(latency_seconds=(0.02, 0.1)))
+async def test_a_host_that_moves_while_microbatches_come_loses_none(
+    network: SimulatedNetwork, stage: int, seed: int
+) -> None:
+    pipeline, trainer = await begin(network, 0, 0, 0, 1, 1, 1, pass_seconds=0.2)
+    feeding = asyncio.create_task(pipeline.feed(trainer, range(120), 8))
+    mover = next(peer for peer in pipeline.hosts if peer.stage == stage)
+    assert isinstance(mover, CountingPeer)
+    mover.go(1 - stage)
+    await until(lambda: mover.stage == 1 - stage)
+    assert None not in (await feeding).values()
+    await until(pipeline.is_level)
+    pipeline.check()
+    await pipeline.close()
 
 
 @pytest.mark.parametrize("are_others_through", [False, True])
-def test_a_round_that_died_with_the_host_that_had_it_goes_on_after_it_was_closed(are_others_through: bool) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        pipeline, trainer = await begin(network, 0, 0, 1)
-        assert all((await pipeline.feed(trainer, range(1), 1)).values())
-        (holder,) = [peer for peer in pipeline.hosts if peer.stage == 0 and settled(peer)]
-        (other,) = [peer for peer in pipeline.hosts if peer.stage == 0 and not settled(peer)]
-        network.crash(holder.peer)
-        for told in [other, pipeline.hosts[-1]] if are_others_through else [other]:
-            await tell(trainer, told, closing=True)
-        assert all((await pipeline.feed(trainer, range(1, 49), 6)).values())
-        await until(lambda: len(trainer.done) >= 24)
-        await until(pipeline.is_level)
-        pipeline.check()
-        await pipeline.close()
-
-    simulate(main, seed=1)
+@simulated(seed=1)
+async def test_a_round_that_died_with_the_host_that_had_it_goes_on_after_it_was_closed(
+    network: SimulatedNetwork, are_others_through: bool
+) -> None:
+    pipeline, trainer = await begin(network, 0, 0, 1)
+    assert all((await pipeline.feed(trainer, range(1), 1)).values())
+    (holder,) = [peer for peer in pipeline.hosts if peer.stage == 0 and settled(peer)]
+    (other,) = [peer for peer in pipeline.hosts if peer.stage == 0 and not settled(peer)]
+    network.crash(holder.peer)
+    for told in [other, pipeline.hosts[-1]] if are_others_through else [other]:
+        await tell(trainer, told, closing=True)
+    await go_on(pipeline, trainer, range(1, 49), 24)
 
 
 @pytest.mark.fault(29)
 @pytest.mark.parametrize("fault", ["", "crash", "stall"])
 @pytest.mark.parametrize("seed", range(2))
-def test_hosts_move_to_where_they_are_missed_and_no_stage_is_left_alone(seed: int, fault: str) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        pipeline = CountedPipeline(network, make_manifest(3, layers=6, global_batch=12, local_batch=1), may_move=True)
-        for number, stage in enumerate((0, 0, 0, 0, 0, 1, 1, 1, 2)):
-            await pipeline.add(f"host{number}", stage, 0.4)
-        trainer = await pipeline.add("trainer", None)
-        feeding = asyncio.create_task(pipeline.feed(trainer, range(900), at_once=6))
+@simulated()
+async def test_hosts_move_to_where_they_are_missed_and_no_stage_is_left_alone(
+    network: SimulatedNetwork, seed: int, fault: str
+) -> None:
+    pipeline = CountedPipeline(network, make_manifest(3, layers=6, global_batch=12, local_batch=1), may_move=True)
+    for number, stage in enumerate((0, 0, 0, 0, 0, 1, 1, 1, 2)):
+        await pipeline.add(f"host{number}", stage, 0.4)
+    trainer = await pipeline.add("trainer", None)
+    feeding = asyncio.create_task(pipeline.feed(trainer, range(900), at_once=6))
 
-        def hosts() -> list[int]:
-            return sorted(peer.stage for peer in pipeline.alive if peer.stage is not None)
+    def hosts() -> list[int]:
+        return sorted(peer.stage for peer in pipeline.alive if peer.stage is not None)
 
-        least = {stage: 1 for stage in range(3)}
-        harmed: list[PipelinePeer] = []
+    least = {stage: 1 for stage in range(3)}
+    harmed: list[PipelinePeer] = []
 
-        async def watch() -> None:
-            while True:
-                for stage in least:
-                    least[stage] = min(least[stage], hosts().count(stage))
-                for peer in pipeline.alive:
-                    if peer.is_moving and fault and not harmed:
-                        harmed.append(peer)
-                        network.crash(peer.peer) if fault == "crash" else network.stall(peer.peer, 30.0)
-                await asyncio.sleep(0.05)
+    async def watch() -> None:
+        while True:
+            for stage in least:
+                least[stage] = min(least[stage], hosts().count(stage))
+            for peer in pipeline.alive:
+                if peer.is_moving and fault and not harmed:
+                    harmed.append(peer)
+                    network.crash(peer.peer) if fault == "crash" else network.stall(peer.peer, 30.0)
+            await asyncio.sleep(0.05)
 
-        watching = asyncio.create_task(watch())
-        await until(lambda: hosts().count(2) >= 2, 600.0)
-        assert min(least.values()) >= 1
-        assert bool(harmed) == bool(fault)
-        pipeline.is_stopping = True
-        await feeding
-        pipeline.is_stopping = False
-        moves = sum(len(peer.moves) for peer in pipeline.peers)
-        results = await pipeline.feed(trainer, range(PLACES - 36, PLACES), at_once=8)
-        await until(pipeline.is_level, 120.0)
-        watching.cancel()
-        more = sum(len(peer.moves) for peer in pipeline.peers) - moves
-        lost = [number for number, accepted in results.items() if accepted is None]
-        assert not pipeline.failed.intersection(lost)
-        assert len(lost) <= 8 * more  # Not settled yet at a host when it left.
-        assert moves + more <= 4  # No stampede, and no wandering about.
-        pipeline.check()
-        await pipeline.close()
-
-    simulate(main, seed)
+    watching = asyncio.create_task(watch())
+    await until(lambda: hosts().count(2) >= 2, 600.0)
+    assert min(least.values()) >= 1
+    assert bool(harmed) == bool(fault)
+    pipeline.is_stopping = True
+    await feeding
+    pipeline.is_stopping = False
+    moves = sum(len(peer.moves) for peer in pipeline.peers)
+    results = await pipeline.feed(trainer, range(PLACES - 36, PLACES), at_once=8)
+    await until(pipeline.is_level, 120.0)
+    watching.cancel()
+    more = sum(len(peer.moves) for peer in pipeline.peers) - moves
+    lost = [number for number, accepted in results.items() if accepted is None]
+    assert not pipeline.failed.intersection(lost)
+    assert len(lost) <= 8 * more  # Not settled yet at a host when it left.
+    assert moves + more <= 4  # No stampede, and no wandering about.
+    pipeline.check()
+    await pipeline.close()

@@ -6,42 +6,27 @@ import asyncio
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.pipeline.client.sender import Accepted
 from p2ptrain.pipeline.client.trainer import POSITION_FILE, PipelineTrainer
-from p2ptrain.training.checkpoints.files import load_newest_valid
-from tests.support.sim.product_peers import ProductSwarm, small_manifest, use_virtual_time
+from tests.support.coroutines import simulated
+from tests.support.sim.product_peers import Begin, ProductSwarm
 
 ROUNDS = 3
-TRAINING = {"every": 1, "global_batch": 24, "warmup_steps": 2}
+TRAINING: dict[str, Any] = {"every": 1, "global_batch": 24, "warmup_steps": 2}
+STAGES: dict[str, Any] = {"num_stages": 2, "codec": "fp32"}
 HOSTS = {"host0a": 0, "host0b": 0, "host1a": 1, "host1b": 1}
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text("".join(f"{number} bottles of beer on the wall\n" for number in range(400)))
-    return path
-
-
-def begin(network: SimulatedNetwork, text: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ProductSwarm:
-    """A swarm of two stages; nobody is there yet."""
-    swarm = ProductSwarm(network, small_manifest(text, TRAINING, num_stages=2, codec="fp32"), folder)
-    use_virtual_time(monkeypatch, swarm)
-    return swarm
 
 
 def start_all(swarm: ProductSwarm, max_rounds: int, hosts: Iterable[str] = HOSTS) -> None:
     """Hosts of both stages, and two trainers."""
     for name in hosts:
         start_host(swarm, name, max_rounds)
-    for name in ("trainer1", "trainer2"):
-        swarm.start(name, max_rounds)
+    swarm.start_all(("trainer1", "trainer2"), max_rounds)
 
 
 def start_host(swarm: ProductSwarm, name: str, max_rounds: int = 0) -> None:
@@ -52,15 +37,7 @@ async def stop_all(swarm: ProductSwarm) -> None:
     """SIGTERM for everybody."""
     for name in swarm.tasks:
         swarm.stop(name)
-    await asyncio.gather(*swarm.tasks.values())
-
-
-def saved_head(swarm: ProductSwarm, name: str) -> tuple[int, bytes]:
-    """Round and digest of a host's newest checkpoint."""
-    folder = swarm.folder / name / "checkpoints" / f"stage-{HOSTS[name]}"
-    checkpoint = load_newest_valid(folder, swarm.nodes[name].held.stages[0].units[0].swarm)
-    assert checkpoint is not None
-    return checkpoint.head.round, checkpoint.head.digest
+    await swarm.end()
 
 
 def watch_windows(swarm: ProductSwarm, monkeypatch: pytest.MonkeyPatch) -> dict[str, Counter[int]]:
@@ -78,127 +55,104 @@ def watch_windows(swarm: ProductSwarm, monkeypatch: pytest.MonkeyPatch) -> dict[
     return windows
 
 
-def test_a_pipeline_trains_to_its_last_round_and_saves_it_whole(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        swarm = begin(network, text, tmp_path, monkeypatch)
-        start_all(swarm, ROUNDS)
-        await asyncio.gather(*swarm.tasks.values())
-        assert {swarm.round(name) for name in HOSTS} == {ROUNDS}
-        for name in HOSTS:
-            summary = swarm.summary(name)
-            assert (summary.exit_reason, summary.round, summary.rounds_aborted) == ("rounds", ROUNDS, 0)
-            assert saved_head(swarm, name) == (ROUNDS, swarm.sync(name).head.digest)
-            assert all(not hosted.saves.missing() for hosted in swarm.nodes[name].held.stages)
-        tokens = {swarm.sync(name).head.tokens for name in HOSTS}
-        assert len(tokens) == 1
-        counted = sum(swarm.summary(name).tokens for name in ("trainer1", "trainer2"))
-        assert tokens.pop() <= counted
-
-    simulate(main, seed=1)
+@simulated(seed=1)
+async def test_a_pipeline_trains_to_its_last_round_and_saves_it_whole(network: SimulatedNetwork, begin: Begin) -> None:
+    swarm = begin(network, TRAINING, **STAGES)
+    start_all(swarm, ROUNDS)
+    await swarm.end()
+    assert {swarm.round(name) for name in HOSTS} == {ROUNDS}
+    for name in HOSTS:
+        summary = swarm.summary(name)
+        assert (summary.exit_reason, summary.round, summary.rounds_aborted) == ("rounds", ROUNDS, 0)
+        assert swarm.saved_head(name) == (ROUNDS, swarm.sync(name).head.digest)
+        assert all(not hosted.saves.missing() for hosted in swarm.nodes[name].held.stages)
+    tokens = {swarm.sync(name).head.tokens for name in HOSTS}
+    assert len(tokens) == 1
+    counted = sum(swarm.summary(name).tokens for name in ("trainer1", "trainer2"))
+    assert tokens.pop() <= counted
 
 
 @pytest.mark.fault(27)
-def test_a_stage_host_that_is_killed_costs_no_round_and_comes_back_from_its_checkpoint(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@simulated(seed=1)
+async def test_a_stage_host_that_is_killed_costs_no_round_and_comes_back_from_its_checkpoint(
+    network: SimulatedNetwork, begin: Begin
 ) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        swarm = begin(network, text, tmp_path, monkeypatch)
-        start_all(swarm, 2 * ROUNDS)
-        await swarm.until(lambda: swarm.round("host1b") >= 2)
-        await swarm.kill("host1b")
-        killed_at = swarm.round("host1b")
-        await swarm.until(lambda: swarm.round("host1a") >= killed_at + 2)
-        start_host(swarm, "host1b", 2 * ROUNDS)
-        await asyncio.gather(*swarm.tasks.values())
-        assert {swarm.round(name) for name in HOSTS} == {2 * ROUNDS}
-        assert swarm.sync("host1b").replica.trained_rounds > 0
-        assert swarm.summary("host1a").rounds_aborted <= 1
-
-    simulate(main, seed=1)
+    swarm = begin(network, TRAINING, **STAGES)
+    start_all(swarm, 2 * ROUNDS)
+    await swarm.until(lambda: swarm.round("host1b") >= 2)
+    await swarm.kill("host1b")
+    killed_at = swarm.round("host1b")
+    await swarm.until(lambda: swarm.round("host1a") >= killed_at + 2)
+    start_host(swarm, "host1b", 2 * ROUNDS)
+    await swarm.end()
+    assert {swarm.round(name) for name in HOSTS} == {2 * ROUNDS}
+    assert swarm.sync("host1b").replica.trained_rounds > 0
+    assert swarm.summary("host1a").rounds_aborted <= 1
 
 
 @pytest.mark.fault(27)
-def test_a_stage_that_lost_samples_in_the_last_round_ends_it_with_the_others(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@simulated(seed=1)
+async def test_a_stage_that_lost_samples_in_the_last_round_ends_it_with_the_others(
+    network: SimulatedNetwork, begin: Begin
 ) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        swarm = begin(network, text, tmp_path, monkeypatch)
-        start_all(swarm, ROUNDS)
-        await swarm.until(lambda: swarm.round("host1b") == ROUNDS - 1)
-        ledger = swarm.nodes["host1b"].held.stages[0].host.ledger
-        await swarm.until(lambda: ledger.round == ROUNDS - 1 and ledger.settled_samples > 0)
-        await swarm.kill("host1b")
-        del swarm.nodes["host1b"], swarm.tasks["host1b"]
-        await swarm.until(lambda: all(task.done() for task in swarm.tasks.values()))
-        for name in swarm.nodes.keys() & HOSTS.keys():
-            assert saved_head(swarm, name) == (ROUNDS, swarm.sync(name).head.digest)
-            assert all(not hosted.saves.missing() for hosted in swarm.nodes[name].held.stages)
-
-    simulate(main, seed=1)
+    swarm = begin(network, TRAINING, **STAGES)
+    start_all(swarm, ROUNDS)
+    await swarm.until(lambda: swarm.round("host1b") == ROUNDS - 1)
+    ledger = swarm.nodes["host1b"].held.stages[0].host.ledger
+    await swarm.until(lambda: ledger.round == ROUNDS - 1 and ledger.settled_samples > 0)
+    await swarm.kill("host1b")
+    del swarm.nodes["host1b"], swarm.tasks["host1b"]
+    await swarm.until(lambda: all(task.done() for task in swarm.tasks.values()))
+    for name in swarm.nodes.keys() & HOSTS.keys():
+        assert swarm.saved_head(name) == (ROUNDS, swarm.sync(name).head.digest)
+        assert all(not hosted.saves.missing() for hosted in swarm.nodes[name].held.stages)
 
 
-def test_a_trainer_that_is_told_to_stop_reads_on_where_it_stopped(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@simulated(seed=1)
+async def test_a_trainer_that_is_told_to_stop_reads_on_where_it_stopped(
+    network: SimulatedNetwork, begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        swarm = begin(network, text, tmp_path, monkeypatch)
-        windows = watch_windows(swarm, monkeypatch)
-        start_all(swarm, 0)
-        await swarm.until(lambda: windows["trainer1"].total() >= 20)
-        swarm.stop("trainer1")
-        await swarm.tasks["trainer1"]
-        assert swarm.summary("trainer1").exit_reason == "signal"
-        read = windows["trainer1"].total()
-        assert json.loads((tmp_path / "trainer1" / POSITION_FILE).read_text())["next"] == read
-        swarm.start("trainer1")
-        await swarm.until(lambda: windows["trainer1"].total() >= read + 20)
-        await stop_all(swarm)
-        assert max(windows["trainer1"].values()) == 1
-
-    simulate(main, seed=1)
+    swarm = begin(network, TRAINING, **STAGES)
+    windows = watch_windows(swarm, monkeypatch)
+    start_all(swarm, 0)
+    await swarm.until(lambda: windows["trainer1"].total() >= 20)
+    await swarm.drain("trainer1")
+    assert swarm.summary("trainer1").exit_reason == "signal"
+    read = windows["trainer1"].total()
+    assert json.loads((swarm.folder / "trainer1" / POSITION_FILE).read_text())["next"] == read
+    swarm.start("trainer1")
+    await swarm.until(lambda: windows["trainer1"].total() >= read + 20)
+    await stop_all(swarm)
+    assert max(windows["trainer1"].values()) == 1
 
 
-def test_a_host_that_is_told_to_stop_saves_the_last_round(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        swarm = begin(network, text, tmp_path, monkeypatch)
-        start_all(swarm, 2 * ROUNDS)
-        await swarm.until(lambda: swarm.round("host0b") >= 2)
-        began = network.loop.time()
-        swarm.stop("host0b")
-        await swarm.tasks["host0b"]
-        assert network.loop.time() - began <= 45.0
-        assert swarm.summary("host0b").exit_reason == "signal"
-        assert saved_head(swarm, "host0b") == (swarm.round("host0b"), swarm.sync("host0b").head.digest)
-        del swarm.nodes["host0b"]
-        await asyncio.gather(*swarm.tasks.values())
-        assert {swarm.round(name) for name in ("host0a", "host1a", "host1b")} == {2 * ROUNDS}
-
-    simulate(main, seed=1)
+@simulated(seed=1)
+async def test_a_host_that_is_told_to_stop_saves_the_last_round(network: SimulatedNetwork, begin: Begin) -> None:
+    swarm = begin(network, TRAINING, **STAGES)
+    start_all(swarm, 2 * ROUNDS)
+    await swarm.until(lambda: swarm.round("host0b") >= 2)
+    assert await swarm.drain("host0b") <= 45.0
+    assert swarm.summary("host0b").exit_reason == "signal"
+    assert swarm.saved_head("host0b") == (swarm.round("host0b"), swarm.sync("host0b").head.digest)
+    del swarm.nodes["host0b"]
+    await swarm.end()
+    assert {swarm.round(name) for name in ("host0a", "host1a", "host1b")} == {2 * ROUNDS}
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.2, 1.0])
 @pytest.mark.parametrize("role", ["stage", "trainer"])
-def test_who_is_told_to_stop_while_it_starts_leaves_nothing_behind(
-    role: str, seconds: float, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@simulated(seed=1)
+async def test_who_is_told_to_stop_while_it_starts_leaves_nothing_behind(
+    network: SimulatedNetwork, role: str, seconds: float, begin: Begin
 ) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        swarm = begin(network, text, tmp_path, monkeypatch)
-        start_all(swarm, 0, ("host0a", "host1a"))
-        await swarm.until(lambda: swarm.round("host1a") >= 1)
-        more: dict[str, Any] = {"pipeline": {"stage": 1}} if role == "stage" else {}
-        swarm.start("late", 0, role, **more)
-        await swarm.until(lambda: "late" in swarm.signals)
-        await asyncio.sleep(seconds)
-        began = network.loop.time()
-        swarm.stop("late")
-        await swarm.tasks["late"]
-        assert network.loop.time() - began <= 45.0
-        left_at = swarm.round("host1a")
-        await swarm.until(lambda: min(swarm.round("host0a"), swarm.round("host1a")) >= left_at + 2)
-        await stop_all(swarm)
-
-    simulate(main, seed=1)
+    swarm = begin(network, TRAINING, **STAGES)
+    start_all(swarm, 0, ("host0a", "host1a"))
+    await swarm.until(lambda: swarm.round("host1a") >= 1)
+    more: dict[str, Any] = {"pipeline": {"stage": 1}} if role == "stage" else {}
+    swarm.start("late", 0, role, **more)
+    await swarm.until(lambda: "late" in swarm.signals)
+    await asyncio.sleep(seconds)
+    assert await swarm.drain("late") <= 45.0
+    left_at = swarm.round("host1a")
+    await swarm.until(lambda: min(swarm.round("host0a"), swarm.round("host1a")) >= left_at + 2)
+    await stop_all(swarm)

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from p2ptrain.network.simulated import SimulatedNetwork
+from tests.support.coroutines import simulated
 from tests.support.seeds import changing_seeds
 from tests.support.sim.accounts import Accounts
 from tests.support.sim.heads import watch_head
@@ -34,48 +35,44 @@ def test_so_do_those_larger_than_a_group(fragments: int, overlap_steps: int) -> 
         assert find_problems(schedule) == []
 
 
-def test_laggards_find_as_many_rounds_of_each_fragment() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        swarm = SimulatedSwarm(network, make_manifest(FRAGMENTS, history_rounds=2), 0)
-        trainer, _ = swarm.start("t0"), swarm.start("t1")
-        lineages: dict[int, bytes] = {}
+@simulated(seed=2)
+async def test_laggards_find_as_many_rounds_of_each_fragment(network: SimulatedNetwork) -> None:
+    swarm = SimulatedSwarm(network, make_manifest(FRAGMENTS, history_rounds=2), 0)
+    trainer, _ = swarm.start("t0"), swarm.start("t1")
+    lineages: dict[int, bytes] = {}
 
-        def watch() -> None:
-            lineages[trainer.sync.head.round] = trainer.sync.head.lineage
+    def watch() -> None:
+        lineages[trainer.sync.head.round] = trainer.sync.head.lineage
+
+    watch_head(trainer.sync.replica, watch)
+    await swarm.until(lambda: swarm.in_agreement(7), 120, "rounds are committed")
+    history, last = trainer.sync.averager.round_log, trainer.sync.head.round
+    assert len(history.chain(lineages[last - 4])) == 4
+    assert history.chain(lineages[last - 5]) == []
+    await swarm.end()
+
+
+@simulated(seed=1)
+async def test_a_round_moves_its_fragment_alone(network: SimulatedNetwork) -> None:
+    swarm = SimulatedSwarm(network, make_manifest(FRAGMENTS), 0)
+    Accounts(swarm)
+    history: dict[int, torch.Tensor] = {}
+    for index in range(3):
+        trainer = swarm.start(f"t{index}")
+
+        def watch(trainer: SimulatedTrainer = trainer) -> None:
+            vector = history.setdefault(trainer.sync.head.round, trainer.state.vector.clone())
+            assert torch.equal(vector, trainer.state.vector)
 
         watch_head(trainer.sync.replica, watch)
-        await swarm.until(lambda: swarm.in_agreement(7), 120, "rounds are committed")
-        history, last = trainer.sync.averager.round_log, trainer.sync.head.round
-        assert len(history.chain(lineages[last - 4])) == 4
-        assert history.chain(lineages[last - 5]) == []
-        await swarm.end()
-
-    simulate(main, 2)
-
-
-def test_a_round_moves_its_fragment_alone() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        swarm = SimulatedSwarm(network, make_manifest(FRAGMENTS), 0)
-        Accounts(swarm)
-        history: dict[int, torch.Tensor] = {}
-        for index in range(3):
-            trainer = swarm.start(f"t{index}")
-
-            def watch(trainer: SimulatedTrainer = trainer) -> None:
-                vector = history.setdefault(trainer.sync.head.round, trainer.state.vector.clone())
-                assert torch.equal(vector, trainer.state.vector)
-
-            watch_head(trainer.sync.replica, watch)
-        await swarm.until(lambda: swarm.in_agreement(6), 120, "rounds are committed")
-        state = swarm.trainers["t0"].state
-        for before, after in itertools.pairwise(sorted(history)):
-            moved = history[before] != history[after]
-            own = torch.zeros_like(moved)
-            for start, _, count in state.fragments.of_round(before).parameter_spans:
-                own[start : start + count] = True
-            assert after == before + 1
-            assert not bool(moved[~own].any())
-            assert bool(moved[own].any())
-        await swarm.end()
-
-    simulate(main, 1)
+    await swarm.until(lambda: swarm.in_agreement(6), 120, "rounds are committed")
+    state = swarm.trainers["t0"].state
+    for before, after in itertools.pairwise(sorted(history)):
+        moved = history[before] != history[after]
+        own = torch.zeros_like(moved)
+        for start, _, count in state.fragments.of_round(before).parameter_spans:
+            own[start : start + count] = True
+        assert after == before + 1
+        assert not bool(moved[~own].any())
+        assert bool(moved[own].any())
+    await swarm.end()

@@ -7,6 +7,7 @@ import re
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,16 +19,14 @@ from p2ptrain.errors import UsageError
 from p2ptrain.manifest import ModelSpec
 from p2ptrain.models import build_model, export_hugging_face
 from p2ptrain.models.weights import SINGLE
-from tests.support.processes.daemons import wait_until
-from tests.support.processes.swarmlet import background_command, nothing_left_behind, run_command
-from tests.support.processes.tellers import PATIENCE_SECONDS
+from tests.support.processes.files import LOOPBACK, set_options
+from tests.support.processes.swarmlet import background_command, init, nothing_left_behind, run_command, seeding
 
-LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 LINE = b"the 7th of many lines that say nearly the same\n"
 MODEL = ModelSpec(layers=2, hidden=32, heads=2, kv_heads=2, intermediate=64, context=64, tied_embeddings=False)
-SETTINGS = {
-    "name": "adapters", "pipeline.stages": 2, "pipeline.quant": "int8", "lora.rank": 4, "training.global_batch": 8,
-    "training.local_batch": 4, "training.learning_rate": 0.01, "training.warmup_steps": 0,
+SETTINGS: dict[str, Any] = {
+    "name": "adapters", "pipeline": {"stages": 2, "quant": "int8"}, "lora": {"rank": 4},
+    "training": {"global_batch": 8, "local_batch": 4, "learning_rate": 0.01, "warmup_steps": 0},
 }  # fmt: skip
 
 
@@ -50,9 +49,7 @@ def pretrained(directory: Path) -> Path:
     text.mkdir()
     for number in range(60):
         (text / f"{number}.txt").write_bytes(LINE * 40)
-    options = [f"--set={key}={value}" for key, value in {**SETTINGS, "data.source": f"path:{text}"}.items()]
-    swarm = directory / "swarm"
-    arguments: list[str | Path] = [
+    options: list[str | Path] = [
         "--model",
         directory / "model",
         "--context",
@@ -60,8 +57,7 @@ def pretrained(directory: Path) -> Path:
         "--lora",
         "q_proj,down_proj,lm_head",
     ]
-    done = run_command("init", swarm, *arguments, *options)
-    assert done.returncode == 0, done.stderr
+    swarm = init(directory / "swarm", *options, *set_options(**SETTINGS, data={"source": f"path:{text}"}))
     run_file = (swarm / "run.toml").read_text()
     assert 'weights = "local:model"' in run_file
     assert str(directory / "model") not in run_file, "a manifest is public"
@@ -101,10 +97,7 @@ def test_a_script_trains_adapters_and_a_host_with_another_model_is_refused(tmp_p
     values["model.layers.1.mlp.up_proj.weight"] += 1e-3
     save_file(values, tmp_path / "other" / SINGLE, metadata={"format": "pt"})
     with nothing_left_behind(), ExitStack() as stack:
-        stack.enter_context(background_command(tmp_path / "seed.log", "seed", swarm, "--listen", LOOPBACK))
-        link_file = swarm / "bootstrap" / "link.txt"
-        wait_until(link_file.exists, PATIENCE_SECONDS)
-        link = link_file.read_text().strip()
+        link = stack.enter_context(seeding(swarm)).link
         join = ["join", link, "--yes", "--role", "stage", "--listen", LOOPBACK, "--threads", "1"]
         logs = [tmp_path / f"host{number}.log" for number in range(2)]
         for number, log in enumerate(logs):

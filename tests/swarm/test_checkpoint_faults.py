@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import resource
 import signal
@@ -14,51 +13,41 @@ from pathlib import Path
 
 import pytest
 
-from p2ptrain.manifest import Manifest, SignedManifest
-from p2ptrain.network.identity import Identity
 from p2ptrain.training.checkpoints.files import SHARED_FILE, load_newest_valid
-from tests.support.processes.daemons import wait_until
+from tests.support.processes.daemons import is_stopped, wait_until
+from tests.support.processes.files import (
+    QUICK,
+    TINY,
+    checkpoints,
+    last_round,
+    round_of,
+    write_manifest,
+    write_role,
+    write_text,
+)
 from tests.support.processes.swarmlet import background_command, nothing_left_behind, run_command
 from tests.support.processes.tellers import PATIENCE_SECONDS
-
-ROLE = """
-role = "trainer"
-name = "lone"
-run_dir = "lone"
-manifest = "{manifest}"
-[network]
-listen = ["/ip4/127.0.0.1/tcp/0"]
-[resources]
-device = "cpu"
-threads = 1
-[checkpoints]
-every_rounds = 1
-keep_last = 3
-"""
 
 
 class LoneTrainer:
     """A trainer that is a swarm by itself, as a person would start it; it saves a checkpoint of 8 MB every round."""
 
     def __init__(self, directory: Path) -> None:
-        text = directory / "text.txt"
-        text.write_text("the quick brown fox jumps over the lazy dog. " * 500)
-        self.manifest = Manifest.model_validate(
-            {
-                "name": "lone",
-                "model": {
-                    "layers": 2, "hidden": 128, "heads": 2, "kv_heads": 2, "intermediate": 384, "context": 32,
-                },
-                "data": {"source": f"path:{text}"},
-                "training": {"every": 4, "warmup_steps": 4},
-                "averaging": {"grace_seconds": 2.0, "matchmaking_seconds": 10.0, "round_seconds": 15.0},
-            }
-        )  # fmt: skip
-        manifest = directory / "manifest"
-        with Identity.ephemeral() as organizer:
-            manifest.write_bytes(SignedManifest.create(self.manifest, organizer).to_bytes())
-        self.role_file = directory / "lone.toml"
-        self.role_file.write_text(ROLE.format(manifest=manifest))
+        text = write_text(directory / "text.txt", 500)
+        self.manifest = write_manifest(
+            directory / "manifest",
+            name="lone",
+            model={**TINY, "layers": 2, "hidden": 128, "intermediate": 384},
+            data={"source": f"path:{text}"},
+            training={"every": 4, "warmup_steps": 4},
+            averaging=QUICK,
+        )
+        self.role_file = write_role(
+            directory / "lone.toml",
+            "trainer",
+            manifest=str(directory / "manifest"),
+            checkpoints={"every_rounds": 1, "keep_last": 3},
+        )
         self.log = directory / "lone.log"
         self.run_dir = directory / "lone"
         self.folder = self.run_dir / "checkpoints"
@@ -67,17 +56,6 @@ class LoneTrainer:
     def running(self) -> Iterator[subprocess.Popen[bytes]]:
         with nothing_left_behind(), background_command(self.log, "peer", self.role_file) as process:
             yield process
-
-    def last_round(self) -> int:
-        """The round that it committed last, over all of its starts; -1 before the first."""
-        path = self.run_dir / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        found = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
-        return max((values["round"] for values in found if values.get("committed")), default=-1)
-
-    def checkpoints(self) -> list[Path]:
-        """Oldest first."""
-        return sorted(self.folder.glob("[0-9]*-round-*"))
 
     def unfinished(self) -> list[Path]:
         """Tensor files that are being written, or were."""
@@ -96,25 +74,21 @@ class LoneTrainer:
             raise AssertionError(f"{what}: {error}: {self.log.read_text()[-1500:]}") from error
 
 
-def round_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.rpartition("-")[2])
-
-
 @pytest.mark.fault(24)
 def test_a_disk_that_is_full_costs_a_checkpoint_and_neither_the_training_nor_the_checkpoints_before(
     tmp_path: Path,
 ) -> None:
     trainer = LoneTrainer(tmp_path)
     with trainer.running() as process:
-        trainer.wait_for(process, "a first checkpoint", lambda: len(trainer.checkpoints()) >= 2)
+        trainer.wait_for(process, "a first checkpoint", lambda: len(checkpoints(trainer.run_dir)) >= 2)
         # From here on a write of the tensors fails half-way, as it does when the space runs out.
-        enough = (trainer.checkpoints()[-1] / SHARED_FILE).stat().st_size // 2
+        enough = (checkpoints(trainer.run_dir)[-1] / SHARED_FILE).stat().st_size // 2
         _, hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (enough, hard))
         trainer.wait_for(process, "a complaint", lambda: "cannot save" in trainer.log.read_text())
-        before, reached = trainer.checkpoints(), trainer.last_round()
-        trainer.wait_for(process, "rounds without checkpoints", lambda: trainer.last_round() >= reached + 3)
-        assert trainer.checkpoints() == before
+        before, reached = checkpoints(trainer.run_dir), last_round(trainer.run_dir)
+        trainer.wait_for(process, "rounds without checkpoints", lambda: last_round(trainer.run_dir) >= reached + 3)
+        assert checkpoints(trainer.run_dir) == before
         assert run_command("checkpoint", "verify", before[-1]).returncode == 0
         lines = [line for line in trainer.log.read_text().splitlines() if "cannot save" in line]
         expected = (
@@ -124,7 +98,7 @@ def test_a_disk_that_is_full_costs_a_checkpoint_and_neither_the_training_nor_the
         assert all(re.search(expected + "$", line.rstrip()) for line in lines), lines
         assert "Traceback" not in trainer.log.read_text()
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (hard, hard))
-        trainer.wait_for(process, "a checkpoint again", lambda: round_of(trainer.checkpoints()[-1]) > reached)
+        trainer.wait_for(process, "a checkpoint again", lambda: round_of(checkpoints(trainer.run_dir)[-1]) > reached)
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE_SECONDS) == 0
     loaded = load_newest_valid(trainer.folder, trainer.manifest.digest)
@@ -137,29 +111,29 @@ def test_a_disk_that_is_full_costs_a_checkpoint_and_neither_the_training_nor_the
 def test_a_trainer_killed_in_the_middle_of_writing_a_checkpoint_resumes_from_the_one_before(tmp_path: Path) -> None:
     trainer = LoneTrainer(tmp_path)
     with trainer.running() as process:
-        trainer.wait_for(process, "a first checkpoint", lambda: len(trainer.checkpoints()) >= 2)
+        trainer.wait_for(process, "a first checkpoint", lambda: len(checkpoints(trainer.run_dir)) >= 2)
         deadline = time.monotonic() + PATIENCE_SECONDS
         while True:
             assert time.monotonic() < deadline, "it was never seen writing"
             if trainer.unfinished():
                 # It may have finished meanwhile: look again now that nothing moves.
                 process.send_signal(signal.SIGSTOP)
-                wait_until(lambda: Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+                wait_until(lambda: is_stopped(process.pid))
                 if trainer.unfinished():
                     break
                 process.send_signal(signal.SIGCONT)
             time.sleep(0.001)
         process.kill()
         assert process.wait() == -signal.SIGKILL
-    torn, newest = trainer.unfinished(), trainer.checkpoints()[-1]
+    torn, newest = trainer.unfinished(), checkpoints(trainer.run_dir)[-1]
     assert torn
     assert run_command("checkpoint", "verify", newest).returncode == 0
     with trainer.running() as process:
         trainer.wait_for(
-            process, "newer checkpoints", lambda: round_of(trainer.checkpoints()[-1]) >= round_of(newest) + 2
+            process, "newer checkpoints", lambda: round_of(checkpoints(trainer.run_dir)[-1]) >= round_of(newest) + 2
         )
         assert re.findall(r"restored round (\d+)", trainer.log.read_text()) == [str(round_of(newest))]
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE_SECONDS) == 0
-    assert run_command("checkpoint", "verify", trainer.checkpoints()[-1]).returncode == 0
+    assert run_command("checkpoint", "verify", checkpoints(trainer.run_dir)[-1]).returncode == 0
     assert not trainer.unfinished()

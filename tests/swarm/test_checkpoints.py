@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import signal
 import subprocess
@@ -14,42 +13,18 @@ from typing import Any
 import pytest
 
 from tests.support.processes.daemons import free_port, wait_until
-from tests.support.processes.swarmlet import background_command, nothing_left_behind, run_command
+from tests.support.processes.files import (
+    QUICK,
+    TINY,
+    checkpoints,
+    committed,
+    round_of,
+    set_options,
+    write_role,
+    write_text,
+)
+from tests.support.processes.swarmlet import background_command, init, nothing_left_behind, run_command, seeding
 from tests.support.processes.tellers import PATIENCE_SECONDS
-
-RUN = """
-name = "tiny"
-[model]
-layers = 1
-hidden = 32
-heads = 2
-kv_heads = 2
-intermediate = 64
-context = 32
-[data]
-source = "path:{text}"
-[training]
-every = 4
-warmup_steps = 4
-[averaging]
-grace_seconds = 2.0
-matchmaking_seconds = 10.0
-round_seconds = 15.0
-"""
-
-TRAINER = """
-role = "trainer"
-name = "{name}"
-run_dir = "{name}"
-[network]
-listen = ["/ip4/127.0.0.1/tcp/0"]
-[resources]
-device = "cpu"
-threads = 1
-[checkpoints]
-every_rounds = 2
-keep_last = 3
-"""
 
 NAMES = ("trainer-1", "trainer-2")
 
@@ -61,49 +36,37 @@ class Machines:
         self.directory = directory
         self.organizer = directory / "organizer"
         self.port = free_port()
-        text = directory / "text.txt"
-        text.write_text("the quick brown fox jumps over the lazy dog. " * 2000)
-        assert run_command("init", self.organizer).returncode == 0
-        (self.organizer / "run.toml").write_text(RUN.format(text=text))
+        text = write_text(directory / "text.txt")
+        settings = set_options(
+            name="tiny", model=TINY, data={"source": f"path:{text}"}, training={"every": 4, "warmup_steps": 4},
+            averaging=QUICK,
+        )  # fmt: skip
+        init(self.organizer, *settings)
         for name in NAMES:
-            (directory / f"{name}.toml").write_text(TRAINER.format(name=name))
+            write_role(directory / f"{name}.toml", "trainer", checkpoints={"every_rounds": 2, "keep_last": 3})
 
     @contextlib.contextmanager
     def running(self) -> Iterator[list[subprocess.Popen[bytes]]]:
         """All of them; the trainers come last in the list."""
         with contextlib.ExitStack() as stack:
-            listen = f"/ip4/127.0.0.1/tcp/{self.port}"
-            log = self.directory / "seed.log"
-            seed = stack.enter_context(background_command(log, "seed", self.organizer, "--listen", listen))
-            link_file = self.organizer / "bootstrap" / "link.txt"
-            wait_until(link_file.exists, PATIENCE_SECONDS)
-            link = link_file.read_text().strip()
+            seed = stack.enter_context(seeding(self.organizer, f"/ip4/127.0.0.1/tcp/{self.port}"))
+            commands = [("peer", self.directory / f"{name}.toml", "--link", seed.link) for name in NAMES]
             trainers = [
-                stack.enter_context(background_command(self.log(name), "peer", self.role_file(name), "--link", link))
-                for name in NAMES
+                stack.enter_context(background_command(self.log(name), *command))
+                for name, command in zip(NAMES, commands, strict=True)
             ]
-            yield [seed, *trainers]
-
-    def role_file(self, name: str) -> Path:
-        return self.directory / f"{name}.toml"
+            yield [seed.process, *trainers]
 
     def log(self, name: str) -> Path:
         return self.directory / f"{name}.log"
 
     def rounds(self, name: str) -> list[dict[str, Any]]:
-        """A trainer's committed rounds over all of its starts, oldest first."""
-        path = self.directory / name / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        metrics = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
-        return [values for values in metrics if values.get("committed")]
+        """A trainer's committed rounds."""
+        return committed(self.directory / name)
 
     def checkpoints(self, name: str) -> list[Path]:
         """A trainer's checkpoints, oldest first."""
-        return sorted((self.directory / name / "checkpoints").glob("[0-9]*-round-*"))
-
-
-def round_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.rpartition("-")[2])
+        return checkpoints(self.directory / name)
 
 
 @pytest.mark.fault(11)

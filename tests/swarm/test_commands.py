@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -26,29 +25,25 @@ from p2ptrain.network.link import SwarmLink
 from p2ptrain.node.observe import observing
 from tests.support.processes.commands import HEAVY
 from tests.support.processes.daemons import is_alive, peer_process, wait_until
-from tests.support.processes.swarmlet import Swarmlet, background_command, nothing_left_behind, run_command
+from tests.support.processes.files import set_options, write_role
+from tests.support.processes.swarmlet import (
+    Seed,
+    Swarmlet,
+    background_command,
+    init,
+    nothing_left_behind,
+    run_command,
+    seeding,
+)
 from tests.support.processes.tellers import PATIENCE_SECONDS
-
-LOOPBACK = "/ip4/127.0.0.1/tcp/0"
-SMALL = ("--set=model.layers=1", "--set=model.context=32", "--set=training.every=4")
-
-
-@dataclass(frozen=True)
-class Seeded:
-    """A swarm whose bootstrap peer runs: its organizer's folder, and its link."""
-
-    directory: Path
-    link: str
 
 
 @pytest.fixture(scope="module")
-def seeded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeded]:
-    directory = tmp_path_factory.mktemp("seeded") / "swarm"
-    assert run_command("init", directory, *SMALL).returncode == 0
-    with nothing_left_behind(), background_command(directory / "seed.log", "seed", directory, "--listen", LOOPBACK):
-        link_file = directory / "bootstrap" / "link.txt"
-        wait_until(link_file.exists, PATIENCE_SECONDS)
-        yield Seeded(directory, link_file.read_text().strip())
+def seeded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seed]:
+    settings = set_options(model={"layers": 1, "context": 32}, training={"every": 4})
+    swarm = init(tmp_path_factory.mktemp("seeded") / "swarm", *settings)
+    with nothing_left_behind(), seeding(swarm) as seed:
+        yield seed
 
 
 def expect(exit_code: int, says: str, *arguments: str | Path) -> None:
@@ -61,34 +56,28 @@ def expect(exit_code: int, says: str, *arguments: str | Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def role_file(directory: Path, text: str) -> Path:
-    path = directory / "peer.toml"
-    path.write_text(text)
-    return path
-
-
 def test_wrong_usage_exits_with_2() -> None:
     expect(2, "did you mean 'join'", "jion")
     expect(2, "at least 1 trainer", "up", "--peers", "0")
 
 
-def test_a_misspelt_key_of_a_role_file_exits_with_3_and_names_the_right_one(tmp_path: Path, seeded: Seeded) -> None:
-    text = f'role = "trainer"\nlink = "{seeded.link}"\n[resources]\nthread = 1\n'
-    expect(3, "resources.thread.*did you mean 'threads'", "peer", role_file(tmp_path, text))
+def test_a_misspelt_key_of_a_role_file_exits_with_3_and_names_the_right_one(tmp_path: Path, seeded: Seed) -> None:
+    role = write_role(tmp_path / "peer.toml", "trainer", link=seeded.link, resources={"thread": 1})
+    expect(3, "resources.thread.*did you mean 'threads'", "peer", role)
 
 
-def test_a_cut_off_link_exits_with_3(seeded: Seeded) -> None:
+def test_a_cut_off_link_exits_with_3(seeded: Seed) -> None:
     expect(3, "cut off", "join", seeded.link.partition("?")[0], "--yes")
 
 
 @pytest.mark.fault(37)
-def test_a_link_with_another_digest_is_refused_by_the_peers_it_names(tmp_path: Path, seeded: Seeded) -> None:
+def test_a_link_with_another_digest_is_refused_by_the_peers_it_names(tmp_path: Path, seeded: Seed) -> None:
     tampered = str(SwarmLink(bytes(32), SwarmLink.parse(seeded.link).addresses))
     expect(3, "do not know its swarm.*new link", "join", tampered, "--yes", "--run-dir", tmp_path / "peer")
 
 
 def test_a_link_with_another_peer_id_is_refused_naming_the_peer_at_that_address(
-    seeded: Seeded, monkeypatch: pytest.MonkeyPatch
+    seeded: Seed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = SwarmLink.parse(seeded.link)
     (address,) = link.addresses
@@ -105,7 +94,7 @@ def test_a_link_with_another_peer_id_is_refused_naming_the_peer_at_that_address(
         asyncio.run(look())
 
 
-def test_an_address_held_by_another_peer_is_no_reason_to_give_up_while_another_may_answer(seeded: Seeded) -> None:
+def test_an_address_held_by_another_peer_is_no_reason_to_give_up_while_another_may_answer(seeded: Seed) -> None:
     link = SwarmLink.parse(seeded.link)
     (address,) = link.addresses
     with Identity.ephemeral() as nobody:
@@ -115,26 +104,25 @@ def test_an_address_held_by_another_peer_is_no_reason_to_give_up_while_another_m
 
 
 @pytest.mark.fault(25)
-def test_a_taken_port_exits_with_7_and_names_it(tmp_path: Path, seeded: Seeded) -> None:
+def test_a_taken_port_exits_with_7_and_names_it(tmp_path: Path, seeded: Seed) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        text = f'role = "bootstrap"\nmanifest = "{seeded.directory}/manifest.bin"\nrun_dir = "peer"\n'
-        text += f'[network]\nlisten = ["/ip4/127.0.0.1/tcp/{port}"]\n'
-        expect(7, f"port {port} is taken", "peer", role_file(tmp_path, text))
+        manifest, network = str(seeded.directory / "manifest.bin"), {"listen": [f"/ip4/127.0.0.1/tcp/{port}"]}
+        role = write_role(tmp_path / "peer.toml", "bootstrap", manifest=manifest, network=network)
+        expect(7, f"port {port} is taken", "peer", role)
 
 
-def test_an_identity_in_use_exits_with_5_and_names_the_process(seeded: Seeded) -> None:
-    text = f'role = "bootstrap"\nmanifest = "manifest.bin"\nrun_dir = "bootstrap"\n[network]\nlisten = ["{LOOPBACK}"]\n'
-    expect(5, r"in use by process \d+", "peer", role_file(seeded.directory, text))
+def test_an_identity_in_use_exits_with_5_and_names_the_process(seeded: Seed) -> None:
+    role = write_role(seeded.directory / "bootstrap.toml", "bootstrap", manifest="manifest.bin")
+    expect(5, r"in use by process \d+", "peer", role)
 
 
 @pytest.mark.fault(25)
-def test_a_peer_whose_daemon_is_killed_exits_with_75_and_says_so(tmp_path: Path, seeded: Seeded) -> None:
-    text = f'role = "bootstrap"\nlink = "{seeded.link}"\nrun_dir = "peer"\n[network]\nlisten = ["{LOOPBACK}"]\n'
-    log = tmp_path / "peer.log"
-    with nothing_left_behind(), background_command(log, "peer", role_file(tmp_path, text)) as peer:
+def test_a_peer_whose_daemon_is_killed_exits_with_75_and_says_so(tmp_path: Path, seeded: Seed) -> None:
+    role, log = write_role(tmp_path / "peer.toml", "bootstrap", link=seeded.link), tmp_path / "peer.log"
+    with nothing_left_behind(), background_command(log, "peer", role) as peer:
         wait_until((tmp_path / "peer" / "link.txt").exists, PATIENCE_SECONDS)
         (daemon,) = [child for child in psutil.Process(peer.pid).children(recursive=True) if "p2pd" in child.name()]
         os.kill(daemon.pid, signal.SIGKILL)
@@ -154,7 +142,7 @@ sys.stdin.read()
 
 
 def test_a_killed_peer_without_a_folder_leaves_no_key_behind(
-    tmp_path: Path, seeded: Seeded, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, seeded: Seed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = tmp_path / "status.log"
     with tempfile.TemporaryDirectory() as temporary:  # The paths of sockets must be short.
@@ -176,7 +164,7 @@ sys.exit(main(sys.argv[2:]))
 
 
 @pytest.mark.parametrize("words", [["status"], ["status", "--json"], ["status", "--watch"], ["monitor", "--port", "0"]])
-def test_commands_that_look_on_never_import_torch_while_they_run(seeded: Seeded, words: list[str]) -> None:
+def test_commands_that_look_on_never_import_torch_while_they_run(seeded: Seed, words: list[str]) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", TELL_IMPORTS, ",".join(HEAVY), *words, seeded.link],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -189,13 +177,13 @@ def test_commands_that_look_on_never_import_torch_while_they_run(seeded: Seeded,
     assert errors.splitlines()[-1].strip() == "loaded:", errors
 
 
-def test_the_invitation_is_quoted_for_a_shell(seeded: Seeded) -> None:
+def test_the_invitation_is_quoted_for_a_shell(seeded: Seed) -> None:
     (line,) = [line for line in (seeded.directory / "seed.log").read_text().splitlines() if "p2ptrain join" in line]
     assert shlex.split(line) == ["p2ptrain", "join", seeded.link]
     assert line != " ".join(shlex.split(line))  # a link with two addresses holds an ampersand
 
 
-def test_a_bootstrap_peer_is_serving(seeded: Seeded) -> None:
+def test_a_bootstrap_peer_is_serving(seeded: Seed) -> None:
     own_id = SwarmLink.parse(seeded.link).addresses[0].rpartition("/p2p/")[2]
     states: dict[str, str] = {}
 
@@ -208,15 +196,13 @@ def test_a_bootstrap_peer_is_serving(seeded: Seeded) -> None:
     assert states[own_id] == "serving"  # a peer that ended without a word may still be listed
 
 
-def test_watching_without_a_terminal_prints_a_block_for_each_change(tmp_path: Path, seeded: Seeded) -> None:
-    text = f'role = "bootstrap"\nlink = "{seeded.link}"\nrun_dir = "peer"\nname = "second"\n'
-    text += f'[network]\nlisten = ["{LOOPBACK}"]\n'
-    log = tmp_path / "watch.log"
+def test_watching_without_a_terminal_prints_a_block_for_each_change(tmp_path: Path, seeded: Seed) -> None:
+    role, log = write_role(tmp_path / "second.toml", "bootstrap", link=seeded.link), tmp_path / "watch.log"
     with nothing_left_behind(), background_command(log, "status", seeded.link, "--watch") as watch:
         wait_until(lambda: "serving" in log.read_text(), PATIENCE_SECONDS)
         # Another test's trainer may have been killed: its record outlives it.
         assert re.search("Empty: Nobody trains in this swarm yet|Stopped: No peer trains", log.read_text())
-        with background_command(tmp_path / "peer.log", "peer", role_file(tmp_path, text)) as peer:
+        with background_command(tmp_path / "peer.log", "peer", role) as peer:
             wait_until(lambda: re.search("second +serving", log.read_text()) is not None, PATIENCE_SECONDS)
             peer.send_signal(signal.SIGINT)
             assert peer.wait(PATIENCE_SECONDS) == 0
@@ -230,13 +216,12 @@ def test_watching_without_a_terminal_prints_a_block_for_each_change(tmp_path: Pa
 
 
 def test_a_peer_that_had_only_a_link_trains_so_many_rounds_each_time_and_can_export(
-    tmp_path: Path, seeded: Seeded
+    tmp_path: Path, seeded: Seed
 ) -> None:
-    text = f'role = "trainer"\nlink = "{seeded.link}"\nrun_dir = "peer"\n[network]\nlisten = ["{LOOPBACK}"]\n'
-    text += '[resources]\ndevice = "cpu"\nthreads = 1\n[stop_after]\nrounds = 1\n'
+    role = write_role(tmp_path / "peer.toml", "trainer", link=seeded.link, stop_after={"rounds": 1})
     for number in (1, 2):
         with nothing_left_behind():
-            done = run_command("peer", role_file(tmp_path, text))
+            done = run_command("peer", role)
         assert done.returncode == 0, done.stderr
         assert json.loads((tmp_path / "peer" / "summary.json").read_text())["round"] == number
     assert (tmp_path / "peer" / "manifest.bin").read_bytes() == (seeded.directory / "manifest.bin").read_bytes()

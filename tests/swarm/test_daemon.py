@@ -15,82 +15,70 @@ from pathlib import Path
 
 import pytest
 
-from p2ptrain.errors import (
-    PeerLostError,
-    PeerUnreachableError,
-    ResourceError,
-    TemporaryError,
-)
+from p2ptrain.errors import PeerLostError, PeerUnreachableError, ResourceError, TemporaryError
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.libp2p import daemon as daemon_module
 from p2ptrain.network.libp2p.transport import Libp2pSettings, Libp2pTransport
+from tests.support.coroutines import on_event_loop
 from tests.support.processes.daemons import (
     ECHO,
     LOOPBACK,
     ROOT,
+    connected,
     echo,
+    echoes,
     free_port,
     is_alive,
     loopback_transport,
     peer_process,
-    run,
     wait_until,
 )
 
 PEER = """
 import asyncio, json, os, sys
-from p2ptrain.network.identity import Identity
-from p2ptrain.network.libp2p.transport import Libp2pSettings, Libp2pTransport
+from pathlib import Path
+from tests.support.processes.daemons import ECHO, echo, loopback_transport
 
 async def main():
-    identity = Identity.create_or_load(sys.argv[1])
-    transport = await Libp2pTransport.start(identity, Libp2pSettings(listen=("/ip4/127.0.0.1/tcp/0",)))
-    async def echo(stream):
-        while True:
-            await stream.write(await stream.read(1))
-    await transport.serve("/test/echo", echo)
-    child = 0
-    if "fork" in sys.argv:
-        go_on, say = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.write(say, b"x")
-            os.read(0, 1)
-            os._exit(0)
-        os.read(go_on, 1)
-    told = {"daemon": transport.daemon.process_id, "directory": str(transport.daemon.directory), "child": child}
-    print(json.dumps({**told, "addresses": await transport.addresses()}), flush=True)
-    await asyncio.Event().wait()
+    async with loopback_transport(Path(sys.argv[1])) as (_, transport):
+        await transport.serve(ECHO, echo)
+        child = 0
+        if "fork" in sys.argv:
+            go_on, say = os.pipe()
+            child = os.fork()
+            if child == 0:
+                os.write(say, b"x")
+                os.read(0, 1)
+                os._exit(0)
+            os.read(go_on, 1)
+        told = {"daemon": transport.daemon.process_id, "directory": str(transport.daemon.directory), "child": child}
+        print(json.dumps({**told, "addresses": await transport.addresses()}), flush=True)
+        await asyncio.Event().wait()
 
 asyncio.run(main())
 """
 
 
-@pytest.mark.fault(25)
-def test_a_taken_port_is_named() -> None:
-    async def main() -> None:
-        with socket.socket() as taken, Identity.ephemeral() as identity:
-            taken.bind(("127.0.0.1", 0))
-            taken.listen()
-            port = taken.getsockname()[1]
-            with pytest.raises(ResourceError, match=f"port {port} is taken"):
-                await Libp2pTransport.start(identity, Libp2pSettings(listen=(f"/ip4/127.0.0.1/tcp/{port}",)))
-
-    run(main)
-
-
-def test_two_daemons_never_share_a_port() -> None:
+@on_event_loop
+async def test_two_daemons_never_share_a_port() -> None:
     listen = (f"/ip4/127.0.0.1/tcp/{free_port()}",)
+    async with loopback_transport(listen=listen):
+        with pytest.raises(ResourceError, match="is taken"):
+            async with loopback_transport(listen=listen):
+                pass
+    async with loopback_transport(listen=listen):  # free again at once
+        pass
 
-    async def main() -> None:
-        async with loopback_transport(listen=listen):
-            with pytest.raises(ResourceError, match="is taken"):
-                async with loopback_transport(listen=listen):
-                    pass
-        async with loopback_transport(listen=listen):  # free again at once
+
+@on_event_loop
+async def test_a_full_disk_is_no_defect_of_the_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **options: object) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("p2ptrain.network.libp2p.daemon.tempfile.mkdtemp", refuse)
+    with pytest.raises(ResourceError, match=os.strerror(errno.ENOSPC)):
+        async with loopback_transport():
             pass
-
-    run(main)
 
 
 def fake_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
@@ -105,127 +93,96 @@ def fake_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) ->
     ("script", "reason"),
     [("echo the disk is on fire; exit 3", "the disk is on fire"), ("echo hm; exec sleep 60", "no answer.*hm")],
 )
-def test_a_daemon_that_does_not_start_is_tried_three_times_and_its_words_shown(
+@on_event_loop
+async def test_a_daemon_that_does_not_start_is_tried_three_times_and_its_words_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, reason: str
 ) -> None:
     fake_daemon(tmp_path, monkeypatch, script)
-
-    async def main() -> None:
-        with Identity.ephemeral() as identity, pytest.raises(ResourceError, match=reason):
-            await Libp2pTransport.start(identity, Libp2pSettings(listen=LOOPBACK, startup_timeout_seconds=0.5))
-
-    run(main)
+    with Identity.ephemeral() as identity, pytest.raises(ResourceError, match=reason):
+        await Libp2pTransport.start(identity, Libp2pSettings(listen=LOOPBACK, startup_timeout_seconds=0.5))
     assert (tmp_path / "starts").read_text().count("x") == 3
 
 
-def test_a_full_disk_is_no_defect_of_the_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: object, **options: object) -> str:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    async def main() -> None:
-        with pytest.raises(ResourceError, match=os.strerror(errno.ENOSPC)):
-            async with loopback_transport():
-                pass
-
-    monkeypatch.setattr("p2ptrain.network.libp2p.daemon.tempfile.mkdtemp", refuse)
-    run(main)
-
-
-def test_a_daemon_that_fails_once_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@on_event_loop
+async def test_a_daemon_that_fails_once_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = daemon_module._binary()
     fake_daemon(tmp_path, monkeypatch, f'[ $(wc -l < {tmp_path}/starts) -ge 2 ] && exec {real} "$@"; exit 1')
-
-    async def main() -> None:
-        async with loopback_transport() as (identity, transport):
-            assert transport.peer_id == identity.peer_id
-
-    run(main)
+    async with loopback_transport() as (identity, transport):
+        assert transport.peer_id == identity.peer_id
 
 
 @pytest.mark.fault(25)
-def test_a_killed_daemon_is_noticed_and_can_be_replaced() -> None:
-    async def main() -> None:
-        reasons = asyncio.Queue[str]()
-        async with loopback_transport() as (_, b), loopback_transport() as (identity, a):
-            await b.serve(ECHO, echo)
-            a.on_lost(reasons.put_nowait)
-            peer = await a.connect(await b.addresses(), 10)
-            stream = await a.open(peer, ECHO, 10)
-            reading = asyncio.create_task(stream.read(1))
-            os.kill(a.daemon.process_id, signal.SIGKILL)
-            async with asyncio.timeout(30):
-                with pytest.raises(PeerLostError):
-                    await reading
-                assert "signal 9" in await reasons.get()
-            assert reasons.empty()
+@on_event_loop
+async def test_a_killed_daemon_is_noticed_and_can_be_replaced() -> None:
+    reasons = asyncio.Queue[str]()
+    async with loopback_transport() as (_, b), loopback_transport() as (identity, a):
+        await b.serve(ECHO, echo)
+        a.on_lost(reasons.put_nowait)
+        peer = await a.connect(await b.addresses(), 10)
+        stream = await a.open(peer, ECHO, 10)
+        reading = asyncio.create_task(stream.read(1))
+        os.kill(a.daemon.process_id, signal.SIGKILL)
+        async with asyncio.timeout(30):
             with pytest.raises(PeerLostError):
-                await stream.write(b"x")
-            with pytest.raises(PeerUnreachableError, match="signal 9"):
-                await a.open(peer, ECHO, 10)
-            with pytest.raises(TemporaryError):
-                await a.addresses()
-            await a.close()
-            replacement = await Libp2pTransport.start(identity, Libp2pSettings(listen=LOOPBACK))
-            again = await replacement.open(await replacement.connect(await b.addresses(), 10), ECHO, 10)
-            await again.write(b"y")
-            assert await again.read(1) == b"y"
-            await replacement.close()
-
-    run(main)
+                await reading
+            assert "signal 9" in await reasons.get()
+        assert reasons.empty()
+        with pytest.raises(PeerLostError):
+            await stream.write(b"x")
+        with pytest.raises(PeerUnreachableError, match="signal 9"):
+            await a.open(peer, ECHO, 10)
+        with pytest.raises(TemporaryError):
+            await a.addresses()
+        await a.close()
+        replacement = await Libp2pTransport.start(identity, Libp2pSettings(listen=LOOPBACK))
+        assert await echoes(await replacement.open(await replacement.connect(await b.addresses(), 10), ECHO, 10))
+        await replacement.close()
 
 
 @pytest.mark.fault(1)
 @pytest.mark.parametrize("mode", ["alone", "fork"])
-def test_no_daemon_survives_its_killed_owner(tmp_path: Path, mode: str) -> None:
+@on_event_loop
+async def test_no_daemon_survives_its_killed_owner(tmp_path: Path, mode: str) -> None:
     """With ``fork``, a child (as a data loader's worker) lives on and must not hold daemon, streams or identity."""
     key = tmp_path / "peer.key"
-
-    async def main() -> None:
-        async with loopback_transport() as (_, transport):
-            with peer_process(PEER, str(key), mode) as (process, told):
-                try:
-                    stream = await transport.open(await transport.connect(told["addresses"], 10), ECHO, 10)
-                    await stream.write(b"x")
-                    assert await stream.read(1) == b"x"
-                    process.kill()
-                    await asyncio.to_thread(process.wait)
-                    async with asyncio.timeout(30):
-                        with pytest.raises(PeerLostError):
-                            await stream.read(1)
-                    stream.abort()
-                    await asyncio.to_thread(wait_until, lambda: not is_alive(told["daemon"]))
-                    if mode == "fork":
-                        assert is_alive(told["child"])
-                    Identity.create_or_load(key).close()
-                finally:
-                    if told["child"]:
-                        os.kill(told["child"], signal.SIGKILL)
-        async with loopback_transport():
-            assert not os.path.exists(told["directory"])  # noqa: ASYNC240 - the next peer cleans up after the killed one
-
-    run(main)
+    async with loopback_transport() as (_, transport):
+        with peer_process(PEER, str(key), mode) as (process, told):
+            try:
+                stream = await transport.open(await transport.connect(told["addresses"], 10), ECHO, 10)
+                assert await echoes(stream)
+                process.kill()
+                await asyncio.to_thread(process.wait)
+                async with asyncio.timeout(30):
+                    with pytest.raises(PeerLostError):
+                        await stream.read(1)
+                stream.abort()
+                await asyncio.to_thread(wait_until, lambda: not is_alive(told["daemon"]))
+                if mode == "fork":
+                    assert is_alive(told["child"])
+                Identity.create_or_load(key).close()
+            finally:
+                if told["child"]:
+                    os.kill(told["child"], signal.SIGKILL)
+    async with loopback_transport():
+        assert not os.path.exists(told["directory"])  # noqa: ASYNC240 - the next peer cleans up after the killed one
 
 
-def test_a_forked_child_has_no_descriptor_of_the_daemons_sockets() -> None:
-    async def main() -> None:
-        async with loopback_transport() as (_, a), loopback_transport() as (_, b):
-            await b.serve(ECHO, echo)
-            stream = await a.open(await a.connect(await b.addresses(), 10), ECHO, 10)
-            read_end, write_end = os.pipe()
-            child = os.fork()
-            if child == 0:
-                os.write(write_end, str(len(_daemon_sockets(str(a.daemon.directory)))).encode())
-                os._exit(0)
-            await asyncio.to_thread(os.waitpid, child, 0)
-            assert os.read(read_end, 10) == b"0"
-            os.close(read_end)
-            os.close(write_end)
-            assert _daemon_sockets(str(a.daemon.directory))
-            await stream.write(b"x")
-            assert await stream.read(1) == b"x"
-            stream.abort()
-
-    run(main)
+@on_event_loop
+async def test_a_forked_child_has_no_descriptor_of_the_daemons_sockets() -> None:
+    async with connected() as (a, b):
+        stream = await a.open(b.peer_id, ECHO, 10)
+        read_end, write_end = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(write_end, str(len(_daemon_sockets(str(a.daemon.directory)))).encode())
+            os._exit(0)
+        await asyncio.to_thread(os.waitpid, child, 0)
+        assert os.read(read_end, 10) == b"0"
+        os.close(read_end)
+        os.close(write_end)
+        assert _daemon_sockets(str(a.daemon.directory))
+        assert await echoes(stream)
+        stream.abort()
 
 
 def _daemon_sockets(directory: str) -> list[str]:
@@ -244,22 +201,18 @@ def _daemon_sockets(directory: str) -> list[str]:
 def test_a_daemon_ends_with_its_owner_although_a_library_took_the_handler_of_sigchld() -> None:
     script = """
         import signal
-        from tests.swarm.test_daemon import Libp2pSettings, Libp2pTransport, LOOPBACK, Identity, run
+        from tests.support.coroutines import on_uvloop
+        from tests.swarm.test_daemon import Libp2pSettings, Libp2pTransport, LOOPBACK, Identity
 
+        @on_uvloop
         async def main():
             transport = await Libp2pTransport.start(Identity.ephemeral(), Libp2pSettings(listen=LOOPBACK))
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             await transport.close()
             print("ended")
 
-        run(main, on_uvloop=True)
+        main()
     """
-    ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.stdout, ended.returncode) == ("ended\n", 0), ended.stderr

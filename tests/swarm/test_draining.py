@@ -15,72 +15,46 @@ import psutil
 import pytest
 
 from p2ptrain.cli.manifests import LINK_FILE
-from p2ptrain.manifest import Manifest, SignedManifest
-from p2ptrain.network.identity import Identity
 from p2ptrain.pipeline.checkpoints.saving import stage_folder
 from p2ptrain.training.checkpoints.files import LoadedCheckpoint, list_checkpoints, load_newest_valid, verify_checkpoint
 from tests.support.processes.daemons import wait_until
+from tests.support.processes.files import QUICK, TINY, last_round, write_manifest, write_role, write_text
 from tests.support.processes.preloaded import SERVER, STUCK
 from tests.support.processes.stuck import SAYS
 from tests.support.processes.swarmlet import background_command, nothing_left_behind
 from tests.support.processes.tellers import PATIENCE_SECONDS
 
 DRAIN_SECONDS = 9.0
-ROLE = """
-role = "{role}"
-name = "{name}"
-run_dir = "{name}"
-drain_seconds = {seconds}
-{where}
-[network]
-listen = ["/ip4/127.0.0.1/tcp/0"]
-[resources]
-device = "cpu"
-threads = 1
-[checkpoints]
-every_rounds = 0
-[pipeline]
-stage = {stage}
-"""
 
 
 class Trainers:
     """Trainers of one tiny swarm that save nothing until they leave."""
 
-    def __init__(self, directory: Path, **sections: object) -> None:
-        text = directory / "text.txt"
-        text.write_text("the quick brown fox jumps over the lazy dog. " * 500)
+    def __init__(self, directory: Path, **sections: Any) -> None:
+        text = write_text(directory / "text.txt", 500)
         self.directory = directory
-        self.manifest = Manifest.model_validate(
-            {
-                "name": "draining",
-                "model": {"layers": 1, "hidden": 64, "heads": 2, "kv_heads": 2, "intermediate": 128, "context": 32},
-                "data": {"source": f"path:{text}"},
-                "training": {"every": 4, "warmup_steps": 4},
-                "averaging": {"grace_seconds": 60.0, "matchmaking_seconds": 300.0, "round_seconds": 300.0},
-                **sections,
-            }
-        )
-        with Identity.ephemeral() as organizer:
-            (directory / "manifest").write_bytes(SignedManifest.create(self.manifest, organizer).to_bytes())
+        usual: dict[str, Any] = {
+            "model": {**TINY, "hidden": 64, "intermediate": 128},
+            "training": {"every": 4, "warmup_steps": 4},
+            "averaging": {"grace_seconds": 60.0, "matchmaking_seconds": 300.0, "round_seconds": 300.0},
+        }
+        data = {"source": f"path:{text}"}
+        self.manifest = write_manifest(directory / "manifest", name="draining", data=data, **{**usual, **sections})
 
     def role(self, name: str, link: str = "", *, stage: int = -1) -> Path:
         """Write a role file; the first trainer starts the swarm, others join by its link."""
-        where = f'link = "{link}"' if link else f'manifest = "{self.directory / "manifest"}"'
-        path = self.directory / f"{name}.toml"
-        role = "trainer" if stage < 0 else "both"
-        path.write_text(ROLE.format(role=role, name=name, seconds=DRAIN_SECONDS, where=where, stage=stage))
-        return path
+        where = {"link": link} if link else {"manifest": str(self.directory / "manifest")}
+        return write_role(
+            self.directory / f"{name}.toml", "trainer" if stage < 0 else "both", **where, drain_seconds=DRAIN_SECONDS,
+            checkpoints={"every_rounds": 0}, pipeline={"stage": stage},
+        )  # fmt: skip
 
     def log(self, name: str) -> Path:
         return self.directory / f"{name}.log"
 
     def rounds(self, name: str) -> int:
         """The rounds that it has committed."""
-        path = self.directory / name / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        found = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
-        return max((values["round"] for values in found if values.get("committed")), default=0)
+        return max(0, last_round(self.directory / name))
 
     def link(self, name: str) -> str:
         path = self.directory / name / LINK_FILE
@@ -161,9 +135,9 @@ def test_a_drain_whose_checkpoint_does_not_fit_the_disk_says_so_and_exits_with_7
 def test_a_host_whose_device_is_stuck_saves_its_stage_and_ends(tmp_path: Path) -> None:
     trainers = Trainers(
         tmp_path,
-        model={"layers": 2, "hidden": 64, "heads": 2, "kv_heads": 2, "intermediate": 128, "context": 32},
+        model={**TINY, "layers": 2, "hidden": 64, "intermediate": 128},
         training={"every": 1, "global_batch": 16, "local_batch": 4, "warmup_steps": 0},
-        averaging={"grace_seconds": 2.0, "matchmaking_seconds": 10.0, "round_seconds": 15.0},
+        averaging=QUICK,
         pipeline={"stages": 2},
     )
     with (

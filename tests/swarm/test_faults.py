@@ -14,14 +14,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes.swarmlet import (
-    MANIFEST,
     Swarmlet,
     Worker,
     check_states,
     nothing_left_behind,
     wait_for_agreement,
+    wait_for_peace,
 )
-from tests.support.processes.tellers import Event
 
 NAMES = ("a", "b", "c")
 HIDDEN = 128
@@ -51,12 +50,7 @@ class Trio:
 
     def wait_for_peace(self) -> None:
         """Wait until all three are in one group again, with one state."""
-        members = list(self.members.values())
-        marks = [len(worker.events) for worker in members]
-        newest = max(
-            worker.wait_for_commit(3, since=mark)["round"] for worker, mark in zip(members, marks, strict=True)
-        )
-        wait_for_agreement(*members, after_round=newest)
+        wait_for_peace(*self.members.values())
 
 
 @pytest.fixture(scope="module")
@@ -81,32 +75,6 @@ def test_survivors_of_a_peer_killed_in_any_phase_commit_the_next_round_and_it_co
     wait_for_agreement(trio["a"], trio["b"], after_round=died_in + 1)
     trio.restart("c")
     trio.wait_for_peace()
-
-
-def wait_for_a_fast_round(worker: Worker, number: int) -> None:
-    """Wait until it has committed a round after this one, with one other, that took less than a grace period."""
-
-    def fits(event: Event) -> bool:
-        is_later = event["committed"] and event["members"] == 2 and event["round"] > number
-        return bool(is_later and event["seconds"] < MANIFEST["averaging"]["grace_seconds"])
-
-    worker.wait_for("round", fits)
-
-
-@pytest.mark.fault(16)
-def test_a_stopped_process_is_left_behind_within_the_heartbeat_and_rejoins_by_itself(trio: Trio) -> None:
-    marks = {name: len(trio[name].events) for name in NAMES}
-    trio["c"].order("fault scatter SIGSTOP")
-    stopped_in = trio["c"].wait_for("fault", since=marks["c"])["round"]
-    try:
-        for name in ("a", "b"):
-            first = trio[name].wait_for_commit(2, since=marks[name], after_round=stopped_in)
-            # It is not waited for again and again; how long the first round may take is proved in virtual time.
-            wait_for_a_fast_round(trio[name], first["round"])
-    finally:
-        trio["c"].signal(signal.SIGCONT)
-    trio.wait_for_peace()
-    assert trio["c"].process.poll() is None
 
 
 @pytest.mark.fault(21)

@@ -14,7 +14,7 @@ import msgpack
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.network.records.record import peers_key
 from tests.support.processes.daemons import ROOT, free_port, wait_until
-from tests.support.processes.swarmlet import Swarmlet, check_states, nothing_left_behind, wait_for_agreement
+from tests.support.processes.swarmlet import Swarmlet, check_states, nothing_left_behind, wait_for_peace
 
 
 @contextlib.contextmanager
@@ -55,10 +55,6 @@ def test_peers_meet_through_a_web_server_and_average(tmp_path: Path) -> None:
                 worker.wait_for_commit(3)
             assert peers_at(url, first.link) == {str(worker.wait_for("joined")["peer"]) for worker in workers}
         # While it is away its records expire; those that average go on, and others cannot come.
-        marks = [len(worker.events) for worker in workers]
         with server(port):
-            for worker, mark in zip(workers, marks, strict=True):
-                worker.wait_for_commit(3, since=mark)
-            newest = max(worker.rounds()[-1]["round"] for worker in workers)
-            wait_for_agreement(*workers, after_round=newest)
+            wait_for_peace(*workers)
             check_states(*workers)

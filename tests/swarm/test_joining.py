@@ -11,6 +11,7 @@ from p2ptrain.network.link import SwarmLink
 from p2ptrain.node.nat.contacts import known_addresses
 from p2ptrain.training.state.digest import CHUNK_BYTES
 from tests.support.processes.daemons import port_of, refusing, wait_until
+from tests.support.processes.files import checkpoints, round_of
 from tests.support.processes.swarmlet import Swarmlet, Worker, check_states, nothing_left_behind, wait_for_agreement
 from tests.support.processes.tellers import PATIENCE_SECONDS
 from tests.support.processes.worker import DOWNLOADED_CHUNKS
@@ -29,6 +30,14 @@ def contributed_within(worker: Worker, num_rounds: int) -> bool:
 def knows(worker: Worker, peer: str) -> bool:
     """Whether this worker would ask that peer if it began again after a crash."""
     return any(address.endswith(peer) for address in known_addresses(worker.run_dir))
+
+
+def bring_to_rest(*sources: Worker) -> tuple[int, set[str]]:
+    """Hold two peers or more in the same round; return which it is, and the digests of their states."""
+    last = max(source.rounds()[-1]["round"] for source in sources) + 3
+    for source in sources:
+        source.order(f"hold {last}")
+    return last, {source.wait_for("round", lambda event: event["round"] >= last)["digest"] for source in sources}
 
 
 @pytest.mark.fault(7)
@@ -81,10 +90,7 @@ def test_a_download_goes_on_from_another_source_when_one_dies_in_the_middle(tmp_
     # newcomer has to download the state.
     with nothing_left_behind(), Swarmlet(tmp_path, averaging={"min_peers": 2, "history_rounds": 1}) as swarm:
         a, b = swarm.start_all("a", "b", hidden=LARGE)
-        last = max(source.rounds()[-1]["round"] for source in (a, b)) + 3
-        for source in (a, b):
-            source.order(f"hold {last}")
-        at_rest = {source.wait_for("round", lambda event: event["round"] >= last)["digest"] for source in (a, b)}
+        _, at_rest = bring_to_rest(a, b)
         assert len(at_rest) == 1
         b.order("fault serving SIGKILL")
         newcomer = swarm.start("c", hidden=LARGE, hold=True)
@@ -112,8 +118,7 @@ def test_a_newcomer_whose_only_source_dies_waits_for_its_newest_checkpoint(tmp_p
         wait_until(
             lambda: "no peer that holds the swarm's state is there" in newcomer.log.read_text(), PATIENCE_SECONDS
         )
-        checkpoints = (tmp_path / "a" / "checkpoints").glob("[0-9]*-round-*")
-        saved = max(int(path.name.rpartition("-")[2]) for path in checkpoints)
+        saved = max(map(round_of, checkpoints(tmp_path / "a")))
         assert not newcomer.rounds(), "it trains, though it has no more than a part of the state"
         again = swarm.start("a", link=newcomer.link, hidden=LARGE, save_rounds=1)
         assert again.wait_for("training")["round"] >= saved
@@ -128,10 +133,7 @@ def test_a_newcomer_whose_only_source_dies_waits_for_its_newest_checkpoint(tmp_p
 def test_a_newcomer_that_is_killed_in_the_middle_of_its_download_goes_on_from_there(tmp_path: Path) -> None:
     with nothing_left_behind(), Swarmlet(tmp_path, averaging={"min_peers": 2, "history_rounds": 1}) as swarm:
         a, b = swarm.start_all("a", "b", hidden=LARGE, upload=4e6)
-        last = max(source.rounds()[-1]["round"] for source in (a, b)) + 3
-        for source in (a, b):
-            source.order(f"hold {last}")
-        at_rest = {source.wait_for("round", lambda event: event["round"] >= last)["digest"] for source in (a, b)}
+        _, at_rest = bring_to_rest(a, b)
         newcomer = swarm.start("c", hidden=LARGE, hold=True)
         newcomer.order("fault downloading SIGKILL")
         assert newcomer.wait(PATIENCE_SECONDS) == -signal.SIGKILL
@@ -148,10 +150,7 @@ def test_a_newcomer_that_is_killed_in_the_middle_of_its_download_goes_on_from_th
 def test_a_newcomer_without_room_for_the_state_ends_and_says_where_it_needs_some(tmp_path: Path) -> None:
     with nothing_left_behind(), Swarmlet(tmp_path, averaging={"min_peers": 2, "history_rounds": 1}) as swarm:
         a, b = swarm.start_all("a", "b", hidden=LARGE)
-        last = max(source.rounds()[-1]["round"] for source in (a, b)) + 3
-        for source in (a, b):
-            source.order(f"hold {last}")
-            source.wait_for("round", lambda event: event["round"] >= last)
+        last, _ = bring_to_rest(a, b)
         newcomer = swarm.start("c", prefix=("prlimit", "--fsize=1000000"), hidden=LARGE)
         refusal = newcomer.wait_for("error")
         assert refusal["kind"] == "ResourceError"

@@ -8,7 +8,8 @@ import os
 import random
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
@@ -20,30 +21,21 @@ from p2ptrain.network.libp2p.directory import Libp2pDirectory
 from p2ptrain.network.libp2p.transport import Libp2pTransport
 from p2ptrain.network.records.record import MAX_LIFETIME_SECONDS, open_record, peers_key, seal_record
 from p2ptrain.runtime import Runtime
+from tests.support.coroutines import on_event_loop
 from tests.support.processes.daemons import eventually, free_port, is_stopped, loopback_transport, peer_process
 
 SWARM, OTHER_SWARM = b"s" * 32, b"o" * 32
 KEY = peers_key(SWARM)
 
 BOOTSTRAP = """
-import asyncio, json, random, sys, time
-from p2ptrain.network.identity import Identity
-from p2ptrain.network.libp2p.transport import Libp2pSettings, Libp2pTransport
-from p2ptrain.network.factory import DirectoryOptions
-from p2ptrain.network.libp2p.directory import Libp2pDirectory
-from p2ptrain.network.records.record import peers_key, seal_record
-from p2ptrain.runtime import Runtime
+import asyncio, json
+from tests.swarm.test_libp2p_directory import peer
 
 async def main():
-    swarm, identity = b"s" * 32, Identity.ephemeral()
-    transport = await Libp2pTransport.start(identity, Libp2pSettings(listen=("/ip4/127.0.0.1/tcp/0",)))
-    options = DirectoryOptions("libp2p", transport, swarm, identity, Runtime(random.Random(0)))
-    directory = await Libp2pDirectory.start(options)
-    expires_at = time.time() + 60
-    record = seal_record("peer", swarm, {}, 1, expires_at, identity)
-    assert await directory.publish(peers_key(swarm), identity.peer_id, record, expires_at, 10)
-    print(json.dumps({"peer": identity.peer_id, "addresses": await transport.addresses()}), flush=True)
-    await asyncio.Event().wait()
+    async with peer() as this:
+        assert await this.announce()
+        print(json.dumps({"peer": this.identity.peer_id, "addresses": await this.transport.addresses()}), flush=True)
+        await asyncio.Event().wait()
 
 asyncio.run(main())
 """
@@ -69,10 +61,17 @@ class Peer:
 
 
 @contextlib.asynccontextmanager
-async def peer(bootstrap: tuple[str, ...] = (), client_mode: bool = False, port: int = 0) -> AsyncIterator[Peer]:
+async def peer(
+    bootstrap: tuple[str, ...] = (),
+    client_mode: bool = False,
+    port: int = 0,
+    key: Path | None = None,
+    runtime: Runtime | None = None,
+) -> AsyncIterator[Peer]:
+    """Start a peer; its directory is closed twice."""
     listen = (f"/ip4/127.0.0.1/tcp/{port}",)
-    async with loopback_transport(listen=listen, bootstrap=bootstrap) as (identity, transport):
-        runtime = Runtime(random.Random(1))
+    async with loopback_transport(key, listen=listen, bootstrap=bootstrap) as (identity, transport):
+        runtime = runtime or Runtime(random.Random(1))
         started = await Libp2pDirectory.start(
             DirectoryOptions("libp2p", transport, SWARM, identity, runtime, bootstrap, client_mode)
         )
@@ -83,234 +82,184 @@ async def peer(bootstrap: tuple[str, ...] = (), client_mode: bool = False, port:
             await started.close()
 
 
-def run(main: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(100):
-            await main()
-
-    asyncio.run(bounded())
+def address_of(key: Path, port: int) -> str:
+    """Where the peer with this key will be, before it starts."""
+    with Identity.create_or_load(key) as identity:
+        return f"/ip4/127.0.0.1/tcp/{port}/p2p/{identity.peer_id}"
 
 
 @pytest.mark.fault(26)
-def test_six_peers_started_together_form_one_directory(tmp_path: Path) -> None:
+@on_event_loop
+async def test_six_peers_started_together_form_one_directory(tmp_path: Path) -> None:
     """The bootstrap peer starts at the same moment as those who ask for it."""
-    port = free_port()
+    port, key, peers, done = free_port(), tmp_path / "bootstrap.key", list[Peer](), asyncio.Event()
+    bootstrap = (address_of(key, port),)
 
-    async def main() -> None:
-        peers: list[Peer] = []
-        done = asyncio.Event()
-        with Identity.create_or_load(tmp_path / "bootstrap.key") as first:
-            address = f"/ip4/127.0.0.1/tcp/{port}/p2p/{first.peer_id}"
+    async def take_part(starting: AbstractAsyncContextManager[Peer]) -> None:
+        async with starting as this:
+            peers.append(this)
+            await done.wait()
 
-        async def bootstrap_peer() -> None:
-            from p2ptrain.network.libp2p.transport import Libp2pSettings
+    async def check() -> None:
+        await eventually(lambda: asyncio.sleep(0, len(peers) == 6))
+        assert all(await asyncio.gather(*(this.announce() for this in peers)))
+        everybody = {this.identity.peer_id for this in peers}
 
-            with Identity.create_or_load(tmp_path / "bootstrap.key") as identity:
-                transport = await Libp2pTransport.start(identity, Libp2pSettings(listen=(address.split("/p2p")[0],)))
-                options = DirectoryOptions("libp2p", transport, SWARM, identity, Runtime(random.Random(0)))
-                started = await Libp2pDirectory.start(options)
-                peers.append(Peer(identity, transport, started))
-                await done.wait()
-                await started.close()
-                await transport.close()
+        async def all_see_all() -> bool:
+            await asyncio.gather(*(this.announce(2) for this in peers))
+            return all([await this.seen() == everybody for this in peers])
 
-        async def other() -> None:
-            async with peer((address,)) as this:
-                peers.append(this)
-                await done.wait()
+        await eventually(all_see_all)
+        done.set()
 
-        async def check() -> None:
-            await eventually(lambda: asyncio.sleep(0, len(peers) == 6))
-            assert all(await asyncio.gather(*(this.announce() for this in peers)))
-            everybody = {this.identity.peer_id for this in peers}
-
-            async def all_see_all() -> bool:
-                await asyncio.gather(*(this.announce(2) for this in peers))
-                return all([await this.seen() == everybody for this in peers])
-
-            await eventually(all_see_all)
-            done.set()
-
-        async with asyncio.TaskGroup() as group:
-            for start in (*[other] * 5, bootstrap_peer, check):
-                group.create_task(start())
-
-    run(main)
+    async with asyncio.TaskGroup() as group:
+        for starting in (*(peer(bootstrap) for _ in range(5)), peer(port=port, key=key)):
+            group.create_task(take_part(starting))
+        group.create_task(check())
 
 
 @pytest.mark.fault(13)
-def test_peers_find_each_other_after_their_bootstrap_died() -> None:
-    async def main() -> None:
-        async with peer() as first:
-            bootstrap = tuple(await first.transport.addresses())
-            async with peer(bootstrap) as a, peer(bootstrap) as b:
-                await eventually(lambda: asyncio.sleep(0, b.directory.num_neighbours >= 2))
-                await eventually(lambda: asyncio.sleep(0, a.directory.num_neighbours >= 2))
-                os.kill(first.transport.daemon.process_id, signal.SIGKILL)
+@on_event_loop
+async def test_peers_find_each_other_after_their_bootstrap_died() -> None:
+    async with peer() as first:
+        bootstrap = tuple(await first.transport.addresses())
+        async with peer(bootstrap) as a, peer(bootstrap) as b:
+            await eventually(lambda: asyncio.sleep(0, b.directory.num_neighbours >= 2))
+            await eventually(lambda: asyncio.sleep(0, a.directory.num_neighbours >= 2))
+            os.kill(first.transport.daemon.process_id, signal.SIGKILL)
 
-                async def both_see_both() -> bool:
-                    await asyncio.gather(a.announce(), b.announce())
-                    both = {a.identity.peer_id, b.identity.peer_id}
-                    return all([(await this.seen() or set()) >= both for this in (a, b)])
+            async def both_see_both() -> bool:
+                await asyncio.gather(a.announce(), b.announce())
+                both = {a.identity.peer_id, b.identity.peer_id}
+                return all([(await this.seen() or set()) >= both for this in (a, b)])
 
-                await eventually(both_see_both)
-
-    run(main)
+            await eventually(both_see_both)
 
 
-def test_without_a_bootstrap_peer_nobody_can_be_asked_until_it_comes_up(tmp_path: Path) -> None:
-    async def main() -> None:
-        port = free_port()
-        with Identity.create_or_load(tmp_path / "late.key") as late:
-            address = f"/ip4/127.0.0.1/tcp/{port}/p2p/{late.peer_id}"
-            async with peer((address,)) as early:
-                assert await early.seen() is None
-                assert [early.directory.clock_skew_seconds] == [None]
-                from p2ptrain.network.libp2p.transport import Libp2pSettings
-
-                settings = Libp2pSettings(listen=(f"/ip4/127.0.0.1/tcp/{port}",))
-                transport = await Libp2pTransport.start(late, settings)
-                options = DirectoryOptions("libp2p", transport, SWARM, late, Runtime(random.Random(0)))
-                directory = await Libp2pDirectory.start(options)
-                await eventually(lambda: asyncio.sleep(0, early.directory.num_neighbours == 1))
-                assert await early.announce()
-                assert await Peer(late, transport, directory).seen() == {early.identity.peer_id}
-                skew = early.directory.clock_skew_seconds
-                assert skew is not None
-                assert abs(skew) < 5
-                await directory.close()
-                await transport.close()
-
-    run(main)
+@on_event_loop
+async def test_without_a_bootstrap_peer_nobody_can_be_asked_until_it_comes_up(tmp_path: Path) -> None:
+    port, key = free_port(), tmp_path / "late.key"
+    async with peer((address_of(key, port),)) as early:
+        assert await early.seen() is None
+        assert [early.directory.clock_skew_seconds] == [None]
+        async with peer(port=port, key=key) as late:
+            await eventually(lambda: asyncio.sleep(0, early.directory.num_neighbours == 1))
+            assert await early.announce()
+            assert await late.seen() == {early.identity.peer_id}
+            skew = early.directory.clock_skew_seconds
+            assert skew is not None
+            assert abs(skew) < 5
 
 
-def test_newer_records_replace_older_ones_and_expired_ones_vanish() -> None:
-    async def main() -> None:
-        async with peer() as a, peer(tuple(await a.transport.addresses())) as b:
-            value, expires_at = b.record(1, time.time() + 8)
-            assert await b.directory.publish(KEY, b.identity.peer_id, value, expires_at, 10)
-            newer, later = b.record(2, time.time() + 8.5)
-            assert await b.directory.publish(KEY, b.identity.peer_id, newer, later, 10)
-            found = await a.directory.look_up(KEY, 10)
-            assert found is not None
-            entry = found[b.identity.peer_id]
-            assert open_record(entry.value, "peer", SWARM, a.identity).sequence == 2
-            assert entry.expires_at == later
+@on_event_loop
+async def test_newer_records_replace_older_ones_and_expired_ones_vanish() -> None:
+    async with peer() as a, peer(tuple(await a.transport.addresses())) as b:
+        value, expires_at = b.record(1, time.time() + 8)
+        assert await b.directory.publish(KEY, b.identity.peer_id, value, expires_at, 10)
+        newer, later = b.record(2, time.time() + 8.5)
+        assert await b.directory.publish(KEY, b.identity.peer_id, newer, later, 10)
+        found = await a.directory.look_up(KEY, 10)
+        assert found is not None
+        entry = found[b.identity.peer_id]
+        assert open_record(entry.value, "peer", SWARM, a.identity).sequence == 2
+        assert entry.expires_at == later
 
-            async def gone() -> bool:
-                return await a.seen() == set() and await b.seen() == set()
+        async def gone() -> bool:
+            return await a.seen() == set() and await b.seen() == set()
 
-            await eventually(gone)
-
-    run(main)
+        await eventually(gone)
 
 
-def test_a_client_sees_and_publishes_but_is_not_asked() -> None:
-    async def main() -> None:
-        async with peer() as a:
-            assert await a.announce()
-            async with peer(tuple(await a.transport.addresses()), client_mode=True) as client:
-                assert await client.seen() == {a.identity.peer_id}
-                assert await client.announce()
-                assert await a.seen() == {a.identity.peer_id, client.identity.peer_id}
-                assert a.directory.num_neighbours == 0
-
-    run(main)
+@on_event_loop
+async def test_a_client_sees_and_publishes_but_is_not_asked() -> None:
+    async with peer() as a:
+        assert await a.announce()
+        async with peer(tuple(await a.transport.addresses()), client_mode=True) as client:
+            assert await client.seen() == {a.identity.peer_id}
+            assert await client.announce()
+            assert await a.seen() == {a.identity.peer_id, client.identity.peer_id}
+            assert a.directory.num_neighbours == 0
 
 
 @pytest.mark.fault(35)
-def test_forged_foreign_oversized_and_long_lived_records_are_refused() -> None:
-    async def main() -> None:
-        async with peer() as a, peer(tuple(await a.transport.addresses())) as liar:
-            assert await a.announce()
-            liar.directory._node.protocol.record_validator = None  # a liar does not check itself
-            victim, own = a.identity.peer_id, liar.identity.peer_id
-            value, expires_at = liar.record()
-            foreign, _ = liar.record(swarm=OTHER_SWARM, expires_at=expires_at)
-            too_long, far = liar.record(expires_at=time.time() + MAX_LIFETIME_SECONDS + 60)
-            attempts = {
-                "in another's name": (victim, value, expires_at),
-                "of another swarm": (own, foreign, expires_at),
-                "for too long": (own, too_long, far),
-                "longer than signed": (own, value, expires_at + 1),
-                "garbage": (own, b"\x00garbage", expires_at),
-                "too large": (own, bytes(20_000), expires_at),
-            }
-            node = liar.directory._node
-            target = node.protocol.routing_table.uid_to_peer_id
-            (storing_node,) = target.values()
-            for what, (subkey, data, until) in attempts.items():
-                refused_before = a.directory.guard.refused
-                stored = await node.protocol.call_store(
-                    storing_node, [DHTID.generate(KEY)], [node.protocol.serializer.dumps(data)], [until], [subkey]
-                )
-                assert stored == [False], what
-                assert a.directory.guard.refused == refused_before + 1, what
-            assert await a.seen() == {victim}
-            honest = await liar.directory.publish(KEY, own, value, expires_at, 10)
-            assert honest
-            assert await a.seen() == {victim, own}
-
-    run(main)
-
-
-@pytest.mark.fault(35)
-def test_a_reader_does_not_believe_a_lying_storer() -> None:
-    async def main() -> None:
-        async with peer() as liar, peer(tuple(await liar.transport.addresses())) as a:
-            node = liar.directory._node
-            value, expires_at = liar.record()
-            assert node.protocol.storage.store_subkey(
-                DHTID.generate(KEY), a.identity.peer_id, node.protocol.serializer.dumps(value), expires_at
+@on_event_loop
+async def test_forged_foreign_oversized_and_long_lived_records_are_refused() -> None:
+    async with peer() as a, peer(tuple(await a.transport.addresses())) as liar:
+        assert await a.announce()
+        liar.directory._node.protocol.record_validator = None  # a liar does not check itself
+        victim, own = a.identity.peer_id, liar.identity.peer_id
+        value, expires_at = liar.record()
+        foreign, _ = liar.record(swarm=OTHER_SWARM, expires_at=expires_at)
+        too_long, far = liar.record(expires_at=time.time() + MAX_LIFETIME_SECONDS + 60)
+        attempts = {
+            "in another's name": (victim, value, expires_at),
+            "of another swarm": (own, foreign, expires_at),
+            "for too long": (own, too_long, far),
+            "longer than signed": (own, value, expires_at + 1),
+            "garbage": (own, b"\x00garbage", expires_at),
+            "too large": (own, bytes(20_000), expires_at),
+        }
+        node = liar.directory._node
+        target = node.protocol.routing_table.uid_to_peer_id
+        (storing_node,) = target.values()
+        for what, (subkey, data, until) in attempts.items():
+            refused_before = a.directory.guard.refused
+            stored = await node.protocol.call_store(
+                storing_node, [DHTID.generate(KEY)], [node.protocol.serializer.dumps(data)], [until], [subkey]
             )
-            assert await a.seen() == set()
-            assert a.directory.guard.refused == 1
+            assert stored == [False], what
+            assert a.directory.guard.refused == refused_before + 1, what
+        assert await a.seen() == {victim}
+        honest = await liar.directory.publish(KEY, own, value, expires_at, 10)
+        assert honest
+        assert await a.seen() == {victim, own}
 
-    run(main)
+
+@pytest.mark.fault(35)
+@on_event_loop
+async def test_a_reader_does_not_believe_a_lying_storer() -> None:
+    async with peer() as liar, peer(tuple(await liar.transport.addresses())) as a:
+        node = liar.directory._node
+        value, expires_at = liar.record()
+        assert node.protocol.storage.store_subkey(
+            DHTID.generate(KEY), a.identity.peer_id, node.protocol.serializer.dumps(value), expires_at
+        )
+        assert await a.seen() == set()
+        assert a.directory.guard.refused == 1
 
 
-def test_operations_end_by_their_deadline_when_the_daemon_hangs() -> None:
-    async def main() -> None:
-        async with peer() as a, peer(tuple(await a.transport.addresses())) as b:
-            await eventually(lambda: asyncio.sleep(0, b.directory.num_neighbours == 1))
-            os.kill(b.transport.daemon.process_id, signal.SIGSTOP)
-            await eventually(lambda: asyncio.sleep(0, is_stopped(b.transport.daemon.process_id)))
-            try:
-                async with asyncio.timeout(30):
-                    value, expires_at = b.record()
-                    assert not await b.directory.publish(KEY, b.identity.peer_id, value, expires_at, 0.3)
-                    assert await b.directory.look_up(KEY, 0.3) is None
-            finally:
-                os.kill(b.transport.daemon.process_id, signal.SIGCONT)
+@on_event_loop
+async def test_operations_end_by_their_deadline_when_the_daemon_hangs() -> None:
+    async with peer() as a, peer(tuple(await a.transport.addresses())) as b:
+        await eventually(lambda: asyncio.sleep(0, b.directory.num_neighbours == 1))
+        os.kill(b.transport.daemon.process_id, signal.SIGSTOP)
+        await eventually(lambda: asyncio.sleep(0, is_stopped(b.transport.daemon.process_id)))
+        try:
+            async with asyncio.timeout(30):
+                value, expires_at = b.record()
+                assert not await b.directory.publish(KEY, b.identity.peer_id, value, expires_at, 0.3)
+                assert await b.directory.look_up(KEY, 0.3) is None
+        finally:
+            os.kill(b.transport.daemon.process_id, signal.SIGCONT)
 
-            async def works_again() -> bool:
-                return await b.announce() and await b.seen() == {b.identity.peer_id}
+        async def works_again() -> bool:
+            return await b.announce() and await b.seen() == {b.identity.peer_id}
 
-            await eventually(works_again)
-
-    run(main)
+        await eventually(works_again)
 
 
 @pytest.mark.fault(38)
-def test_a_clock_off_by_an_hour_is_measured_and_can_be_corrected() -> None:
+@on_event_loop
+async def test_a_clock_off_by_an_hour_is_measured_and_can_be_corrected() -> None:
     with peer_process(BOOTSTRAP) as (_, told):
-
-        async def main() -> None:
-            runtime = Runtime(random.Random(1), clock=lambda: time.time() + 3600)
-            bootstrap = tuple(told["addresses"])
-            async with loopback_transport(bootstrap=bootstrap) as (identity, transport):
-                options = DirectoryOptions("libp2p", transport, SWARM, identity, runtime, bootstrap)
-                directory = await Libp2pDirectory.start(options)
-                skew = directory.clock_skew_seconds
-                assert skew is not None
-                assert abs(skew - 3600) < 5
-                assert await directory.look_up(KEY, 10) == {}  # everybody's records look expired
-                runtime.clock_offset_seconds = -skew
-                assert set(await directory.look_up(KEY, 10) or ()) == {told["peer"]}
-                expires_at = runtime.now() + 60
-                value = seal_record("peer", SWARM, {}, 1, expires_at, identity)
-                assert await directory.publish(KEY, identity.peer_id, value, expires_at, 10)
-                assert set(await directory.look_up(KEY, 10) or ()) == {told["peer"], identity.peer_id}
-                await directory.close()
-
-        run(main)
+        runtime = Runtime(random.Random(1), clock=lambda: time.time() + 3600)
+        async with peer(tuple(told["addresses"]), runtime=runtime) as this:
+            skew = this.directory.clock_skew_seconds
+            assert skew is not None
+            assert abs(skew - 3600) < 5
+            assert await this.seen() == set()  # everybody's records look expired
+            runtime.clock_offset_seconds = -skew
+            assert await this.seen() == {told["peer"]}
+            value, expires_at = this.record(expires_at=runtime.now() + 60)
+            assert await this.directory.publish(KEY, this.identity.peer_id, value, expires_at, 10)
+            assert await this.seen() == {told["peer"], this.identity.peer_id}

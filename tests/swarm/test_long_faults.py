@@ -21,7 +21,7 @@ from tests.support.processes.swarmlet import (
     check_states,
     nothing_left_behind,
     run_command,
-    wait_for_agreement,
+    wait_for_peace,
 )
 
 SLEEP_SECONDS = 65.0
@@ -33,15 +33,6 @@ SLOW_SECONDS = (1.0, 2.0)
 Two answers make a handshake. The daemon allows it 5 s on loopback and private addresses, 15 s elsewhere. After a
 handshake that took longer, the daemon refuses to dial the address for 6, 9, 14 … s, and joining depends on luck.
 """
-
-
-def wait_for_peace(*workers: Worker) -> None:
-    """Wait until all of them are in one group, with one state, in a round that is over after this call began."""
-    marks = [len(worker.events) for worker in workers]
-    newest = max(
-        worker.wait_for_commit(len(workers), since=mark)["round"] for worker, mark in zip(workers, marks, strict=True)
-    )
-    wait_for_agreement(*workers, after_round=newest)
 
 
 def keep_committing_until(deadline: float, workers: list[Worker], members: int) -> None:

@@ -15,36 +15,12 @@ import pytest
 
 from p2ptrain.errors import UsageError
 from tests.support.processes.daemons import wait_until
-from tests.support.processes.swarmlet import background_command, nothing_left_behind, run_command
+from tests.support.processes.files import LOOPBACK, QUICK, TINY, metrics, set_options
+from tests.support.processes.swarmlet import background_command, init, nothing_left_behind, run_command, seeding
 from tests.support.processes.tellers import PATIENCE_SECONDS, Teller
 
-LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 START_SECONDS = 2 * PATIENCE_SECONDS
 """For a command to start, join, and do its first round."""
-MODEL = """
-name = "stages"
-[model]
-layers = 2
-hidden = 32
-heads = 2
-kv_heads = 2
-intermediate = 64
-context = 32
-[data]
-source = "path:{text}"
-[training]
-every = 1
-global_batch = 16
-local_batch = 4
-warmup_steps = 0
-learning_rate = 0.003
-[averaging]
-grace_seconds = 2.0
-matchmaking_seconds = 10.0
-round_seconds = 15.0
-[pipeline]
-stages = 2
-"""
 
 
 class Stages:
@@ -57,14 +33,12 @@ class Stages:
         text.mkdir(parents=True)
         for number in range(60):
             (text / f"{number}.txt").write_text(f"the {number}th of many lines that say nearly the same\n" * 40)
-        swarm = directory / "swarm"
-        assert run_command("init", swarm).returncode == 0
-        (swarm / "run.toml").write_text(MODEL.format(text=text))
-        log = directory / "seed.log"
-        stack.enter_context(background_command(log, "seed", swarm, "--listen", LOOPBACK))
-        link_file = swarm / "bootstrap" / "link.txt"
-        wait_until(link_file.exists, PATIENCE_SECONDS)
-        self.link = link_file.read_text().strip()
+        settings = set_options(
+            name="stages", model={**TINY, "layers": 2}, data={"source": f"path:{text}"}, averaging=QUICK,
+            training={"every": 1, "global_batch": 16, "local_batch": 4, "warmup_steps": 0, "learning_rate": 0.003},
+            pipeline={"stages": 2},
+        )  # fmt: skip
+        self.link = stack.enter_context(seeding(init(directory / "swarm", *settings))).link
 
     def join(self, name: str, *options: str) -> tuple[int, Path]:
         """Let a peer join; its process and its log."""
@@ -127,7 +101,7 @@ def test_joiners_share_out_the_stages_and_training_goes_on_when_hosts_are_killed
     finally:
         os.kill(second[0], signal.SIGCONT)
     wait_for_rounds(trainer, 3)
-    lines = [json.loads(line) for line in (stages.directory / "trainer" / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics(stages.directory / "trainer")
     losses = [line["loss"] for line in lines if line["kind"] == "step" and line["loss"] is not None]
     assert losses[-1] < losses[0]
 

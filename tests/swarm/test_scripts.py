@@ -10,6 +10,7 @@ import torch
 
 from p2ptrain import Manifest, Swarm
 from p2ptrain.errors import IncompatibleError, UsageError
+from tests.support.processes.files import checkpoints, round_of
 from tests.support.processes.swarmlet import Swarmlet, make_manifest, nothing_left_behind
 from tests.support.processes.worker import loss_of, make_model, make_optimizer
 
@@ -47,10 +48,7 @@ def test_a_script_that_starts_again_goes_on_as_if_it_had_not_stopped(tmp_path: P
 
 
 def test_a_script_that_is_killed_goes_on_where_the_swarm_is_and_counts_nothing_twice(tmp_path: Path) -> None:
-    with (
-        nothing_left_behind(),
-        Swarmlet(tmp_path, averaging={"codec": "int8", "min_peers": 2}) as swarm,
-    ):
+    with nothing_left_behind(), Swarmlet(tmp_path, averaging={"codec": "int8", "min_peers": 2}) as swarm:
         a, b = swarm.start("a"), swarm.start("b", save_rounds=1)
         b.wait_for("training")
         b.order("hold 3")
@@ -68,10 +66,7 @@ def test_a_script_that_is_killed_goes_on_where_the_swarm_is_and_counts_nothing_t
 
 @pytest.mark.parametrize("at", ["steps", "round"])
 def test_a_script_that_sigterm_ends_saves_and_takes_up_what_it_had(tmp_path: Path, at: str) -> None:
-    with (
-        nothing_left_behind(),
-        Swarmlet(tmp_path, averaging={"codec": "fp32", "min_peers": 2}) as swarm,
-    ):
+    with nothing_left_behind(), Swarmlet(tmp_path, averaging={"codec": "fp32", "min_peers": 2}) as swarm:
         a, b = swarm.start("a"), swarm.start("b")
         told = b.wait_for_commit(2)
         if at == "round":
@@ -83,7 +78,7 @@ def test_a_script_that_sigterm_ends_saves_and_takes_up_what_it_had(tmp_path: Pat
             b.signal(signal.SIGTERM)
         assert b.wait() == 128 + signal.SIGTERM
         last = [event for event in b.rounds() if event["committed"]][-1]
-        saved = max(int(path.name.rpartition("-")[2]) for path in (b.run_dir / "checkpoints").glob("*-round-*"))
+        saved = max(map(round_of, checkpoints(b.run_dir)))
         assert saved >= last["round"], "the newest state, not that of the last automatic save"
         again = swarm.start("b")
         told = again.wait_for_commit(2, after_round=saved)

@@ -17,7 +17,14 @@ import pytest
 
 from p2ptrain.averaging.timing.deadlines import straggler_seconds
 from p2ptrain.network.rpc.channel import ChannelLimits
-from tests.support.processes.swarmlet import Swarmlet, Worker, check_states, nothing_left_behind, wait_for_agreement
+from tests.support.processes.swarmlet import (
+    Swarmlet,
+    Worker,
+    check_states,
+    nothing_left_behind,
+    wait_for_agreement,
+    wait_for_peace,
+)
 from tests.support.processes.tellers import Event
 
 PHASES = ("matchmaking", "scatter", "reduce", "gather", "commit")
@@ -46,17 +53,6 @@ def promised_seconds(swarm: Swarmlet) -> float:
     spec = swarm.manifest["averaging"]
     attempt = min(spec["round_seconds"], spec["grace_seconds"] + ChannelLimits().silence_seconds)
     return float(2 * (spec["matchmaking_seconds"] + attempt) + straggler_seconds(attempt, spec["grace_seconds"]))
-
-
-def wait_for_peace(swarm: Swarmlet) -> Event:
-    """Wait until all are in one group again, with one state, in a round that began after this call."""
-    workers, size = swarm.workers, len(swarm.workers)
-    marks = [len(worker.events) for worker in workers]
-    newest = max(
-        worker.wait_for_commit(size, since=mark, timeout_seconds=PATIENCE_SECONDS)["round"]
-        for worker, mark in zip(workers, marks, strict=True)
-    )
-    return wait_for_agreement(*workers, after_round=newest)
 
 
 def counted_tokens(swarm: Swarmlet, lineage: str) -> Counter[str]:
@@ -99,7 +95,7 @@ def test_a_peer_that_stops_in_any_phase_delays_one_round_by_its_deadlines_and_it
         wait_for_agreement(*others, after_round=hit["round"] + 1)
     finally:
         stopped.signal(signal.SIGCONT)
-    agreed = wait_for_peace(swarm)
+    agreed = wait_for_peace(*swarm.workers, timeout_seconds=PATIENCE_SECONDS)
     assert stopped.process.poll() is None
     check_states(*swarm.workers)
     assert_work_counts_once(swarm, agreed)
@@ -137,7 +133,7 @@ def test_a_peer_at_a_tenth_of_the_speed_holds_nobody_up_and_its_work_counts(swar
             rounds = [event for event in worker.rounds(marks[worker.name]) if event["committed"]]
             assert max(event["seconds"] for event in rounds) <= promised_seconds(swarm)
         slow.wait_for("round", lambda event: event["contributed"] and event["members"] > 1, marks[slow.name])
-    agreed = wait_for_peace(swarm)
+    agreed = wait_for_peace(*swarm.workers, timeout_seconds=PATIENCE_SECONDS)
     check_states(*swarm.workers)
     assert_work_counts_once(swarm, agreed)
 
@@ -151,7 +147,7 @@ def test_eight_peers_on_few_cores_go_on_when_two_of_them_stop_at_once(swarm: Swa
         worker.wait_for("training", timeout_seconds=PATIENCE_SECONDS)
     for worker in swarm.workers:
         worker.order("go")
-    wait_for_peace(swarm)
+    wait_for_peace(*swarm.workers, timeout_seconds=PATIENCE_SECONDS)
     stopped, others = newcomers[:2], [worker for worker in swarm.workers if worker not in newcomers[:2]]
     marks = {worker.name: len(worker.events) for worker in swarm.workers}
     for worker, phase in zip(stopped, ("scatter", "gather"), strict=True):
@@ -166,6 +162,6 @@ def test_eight_peers_on_few_cores_go_on_when_two_of_them_stop_at_once(swarm: Swa
     finally:
         for worker in stopped:
             worker.signal(signal.SIGCONT)
-    agreed = wait_for_peace(swarm)
+    agreed = wait_for_peace(*swarm.workers, timeout_seconds=PATIENCE_SECONDS)
     check_states(*swarm.workers)
     assert_work_counts_once(swarm, agreed)

@@ -36,6 +36,12 @@ def lone_swarm(directory: Path, averaging: dict[str, Any] | None = None, **train
         yield swarm
 
 
+def wrap(swarm: Swarm, **options: Any) -> tuple[torch.nn.Module, SwarmOptimizer]:
+    """Return a model, and the swarm's optimizer of it."""
+    model = make_model(8)
+    return model, swarm.optimizer(model, make_optimizer(model), **options)
+
+
 def take_step(model: torch.nn.Module, opt: torch.optim.Optimizer, indices: list[int]) -> None:
     loss_of(model, indices).backward()  # type: ignore[no-untyped-call]
     opt.step()
@@ -48,14 +54,9 @@ def values_of(model: torch.nn.Module) -> torch.Tensor:
 
 def test_two_peers_with_one_global_batch_step_like_one_process_on_all_their_samples(tmp_path: Path) -> None:
     num_rounds = 6
-    with (
-        nothing_left_behind(),
-        Swarmlet(
-            tmp_path,
-            training={"every": 1, "global_batch": GLOBAL_BATCH, "local_batch": LOCAL_BATCH, "clip_norm": 0.5},
-            averaging={"codec": "fp32", "grace_seconds": 20.0, "min_peers": 2},
-        ) as swarm,
-    ):
+    training = {"every": 1, "global_batch": GLOBAL_BATCH, "local_batch": LOCAL_BATCH, "clip_norm": 0.5}
+    averaging = {"codec": "fp32", "grace_seconds": 20.0, "min_peers": 2}
+    with nothing_left_behind(), Swarmlet(tmp_path, training=training, averaging=averaging) as swarm:
         workers = [swarm.start(name, tell_values=True, step_seconds=0.02) for name in "ab"]
         for worker in workers:
             worker.wait_for_commit(2, after_round=num_rounds - 1)
@@ -81,8 +82,7 @@ def test_two_peers_with_one_global_batch_step_like_one_process_on_all_their_samp
 def test_below_the_minimum_of_peers_a_step_waits_and_ends_when_the_network_does(tmp_path: Path) -> None:
     averaging = {"min_peers": 2, "below_min": "pause", "matchmaking_seconds": 1.0}
     with lone_swarm(tmp_path, averaging, every=1, global_batch=LOCAL_BATCH) as swarm:
-        model = make_model(8)
-        opt = swarm.optimizer(model, make_optimizer(model))
+        model, opt = wrap(swarm)
         before = values_of(model)
         pauses: list[RoundResult] = []
         rest: Callable[[RoundResult], bool] = opt.on_pause
@@ -107,8 +107,8 @@ def committed_rounds(events: list[Event]) -> dict[int, Event]:
 
 def test_alone_with_a_global_batch_it_is_the_wrapped_optimizer(tmp_path: Path) -> None:
     with lone_swarm(tmp_path, every=1, local_batch=4, global_batch=8, clip_norm=0.0) as swarm:
-        model, reference = make_model(8), make_model(8)
-        opt, plain = swarm.optimizer(model, make_optimizer(model)), make_optimizer(reference)
+        (model, opt), reference = wrap(swarm), make_model(8)
+        plain = make_optimizer(reference)
         for number in range(4):
             first, second = list(range(8 * number, 8 * number + 4)), list(range(8 * number + 4, 8 * number + 8))
             before = values_of(model)
@@ -125,8 +125,7 @@ def test_alone_with_a_global_batch_it_is_the_wrapped_optimizer(tmp_path: Path) -
 
 def test_a_schedule_by_round_gives_what_a_torch_scheduler_gives_one_process(tmp_path: Path) -> None:
     with lone_swarm(tmp_path, every=1, local_batch=4, global_batch=4, clip_norm=0.0) as swarm:
-        model, reference = make_model(8), make_model(8)
-        opt = swarm.optimizer(model, make_optimizer(model), schedule=lambda round_: 0.5**round_)
+        (model, opt), reference = wrap(swarm, schedule=lambda round_: 0.5**round_), make_model(8)
         plain = make_optimizer(reference)
         schedulers = [opt.scheduler(), torch.optim.lr_scheduler.ExponentialLR(plain, 0.5)]
         for number in range(4):
@@ -137,17 +136,6 @@ def test_a_schedule_by_round_gives_what_a_torch_scheduler_gives_one_process(tmp_
                 scheduler.step()
             assert opt.inner.param_groups[0]["lr"] == plain.param_groups[0]["lr"] == 0.01 * 0.5 ** (number + 1)
         torch.testing.assert_close(values_of(model), values_of(reference), rtol=1e-5, atol=1e-6)
-
-
-def test_a_scheduler_that_counts_this_peers_steps_is_refused_with_a_global_batch(tmp_path: Path) -> None:
-    with lone_swarm(tmp_path, every=1, local_batch=4, global_batch=4) as swarm:
-        model = make_model(8)
-        opt = swarm.optimizer(model, make_optimizer(model))
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
-        take_step(model, opt, [0, 1, 2, 3])
-        scheduler.step()
-        with pytest.raises(UsageError, match="schedule=lambda round"):
-            take_step(model, opt, [4, 5, 6, 7])
 
 
 def test_local_steps_are_clipped_and_the_outer_step_is_nesterov(tmp_path: Path) -> None:
@@ -181,8 +169,7 @@ def test_whoever_watches_the_swarm_sees_loss_and_tokens_per_second(
     now = 100.0
     monkeypatch.setattr(optimizer_module, "time", SimpleNamespace(monotonic=lambda: now))
     with lone_swarm(tmp_path, every=4, local_batch=4) as swarm:
-        model = make_model(8)
-        opt = swarm.optimizer(model, make_optimizer(model), tokens_per_step=30)
+        model, opt = wrap(swarm, tokens_per_step=30)
         assert (swarm._peer.record.describe().loss, swarm._peer.record.describe().tokens_per_second) == (None, 0.0)
         opt.loss = 2.5
         for _ in range(9):
@@ -206,8 +193,8 @@ def test_whoever_watches_the_swarm_sees_loss_and_tokens_per_second(
 
 def test_its_state_dict_holds_the_wrapped_optimizer_and_what_is_not_contributed_yet(tmp_path: Path) -> None:
     with lone_swarm(tmp_path, every=1, local_batch=4, global_batch=8, clip_norm=0.0) as swarm:
-        model, reference = make_model(8), make_model(8)
-        opt, plain = swarm.optimizer(model, make_optimizer(model)), make_optimizer(reference)
+        (model, opt), reference = wrap(swarm), make_model(8)
+        plain = make_optimizer(reference)
         take_step(model, opt, [0, 1, 2, 3])
         take_step(model, opt, [4, 5, 6, 7])
         take_step(reference, plain, [0, 1, 2, 3, 4, 5, 6, 7])
@@ -237,18 +224,14 @@ def lose_progress(opt: SwarmOptimizer) -> None:
 
 def test_one_swarm_trains_one_model(tmp_path: Path) -> None:
     with lone_swarm(tmp_path) as swarm:
-        model = make_model(8)
-        swarm.optimizer(model, make_optimizer(model))
+        wrap(swarm)
         with pytest.raises(UsageError, match="already"):
-            swarm.optimizer(model, make_optimizer(model))
+            wrap(swarm)
 
 
 def test_closing_says_goodbye_and_later_steps_say_what_to_do(tmp_path: Path) -> None:
-    from p2ptrain.errors import TemporaryError
-
     with lone_swarm(tmp_path, every=1, local_batch=4, global_batch=4) as swarm:
-        model = make_model(8)
-        opt = swarm.optimizer(model, make_optimizer(model))
+        model, opt = wrap(swarm)
         take_step(model, opt, [0, 1, 2, 3])
         swarm.close()
         swarm.close()

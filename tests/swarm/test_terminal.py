@@ -5,59 +5,33 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.support.processes.daemons import wait_until
-from tests.support.processes.swarmlet import background_command, nothing_left_behind, run_command
+from tests.support.processes.files import LOOPBACK, TINY, set_options, write_role, write_text
+from tests.support.processes.swarmlet import Seed, background_command, init, nothing_left_behind, seeding
 from tests.support.processes.tellers import PATIENCE_SECONDS
 from tests.support.processes.terminals import CTRL_C, TerminalCommand
 
-LOOPBACK = "/ip4/127.0.0.1/tcp/0"
-TINY = (
-    "--set", "model.layers=1", "--set", "model.hidden=32", "--set", "model.heads=2", "--set", "model.kv_heads=2",
-    "--set", "model.intermediate=64", "--set", "model.context=32",
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Seeded:
-    """A swarm of a tiny model whose bootstrap peer runs."""
-
-    directory: Path
-    link: str
-
 
 @pytest.fixture(scope="module")
-def seeded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeded]:
+def seeded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seed]:
+    """The bootstrap peer of a tiny model's swarm."""
     folder = tmp_path_factory.mktemp("seeded")
-    text = folder / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog. " * 2000)
-    directory = folder / "swarm"
-    assert run_command("init", directory, "--set", f"data.source=path:{text}", *TINY).returncode == 0
-    with nothing_left_behind(), background_command(directory / "seed.log", "seed", directory, "--listen", LOOPBACK):
-        link_file = directory / "bootstrap" / "link.txt"
-        wait_until(link_file.exists, PATIENCE_SECONDS)
-        yield Seeded(directory, link_file.read_text().strip())
+    text = write_text(folder / "text.txt")
+    swarm = init(folder / "swarm", *set_options(data={"source": f"path:{text}"}, model=TINY))
+    with nothing_left_behind(), seeding(swarm) as seed:
+        yield seed
 
 
-def joining(seeded: Seeded, run_dir: Path) -> list[str | Path]:
+def joining(seeded: Seed, run_dir: Path) -> list[str | Path]:
     machine = ["--device", "cpu", "--threads", "1", "--listen", LOOPBACK, "--name", "maple"]
     return ["join", seeded.link, "--yes", "--run-dir", run_dir, *machine]
 
 
-def role_file(seeded: Seeded, directory: Path) -> Path:
-    path = directory / "peer.toml"
-    path.write_text(
-        f'role = "trainer"\nlink = "{seeded.link}"\nrun_dir = "peer"\nname = "birch"\n'
-        f'[network]\nlisten = ["{LOOPBACK}"]\n[resources]\ndevice = "cpu"\nthreads = 1\n'
-    )
-    return path
-
-
-def test_join_draws_drains_on_ctrl_c_and_leaves_the_terminal_as_it_was(tmp_path: Path, seeded: Seeded) -> None:
+def test_join_draws_drains_on_ctrl_c_and_leaves_the_terminal_as_it_was(tmp_path: Path, seeded: Seed) -> None:
     run_dir = tmp_path / "peer"
     with nothing_left_behind(), TerminalCommand(*joining(seeded, run_dir)) as join:
         join.wait_for("── maple in my-swarm  0:")
@@ -81,8 +55,9 @@ def test_join_draws_drains_on_ctrl_c_and_leaves_the_terminal_as_it_was(tmp_path:
     assert json.loads((run_dir / "summary.json").read_text())["exit_reason"] == "signal"
 
 
-def test_a_second_ctrl_c_ends_a_peer_at_once_and_leaves_the_terminal_as_it_was(tmp_path: Path, seeded: Seeded) -> None:
-    with nothing_left_behind(), TerminalCommand("peer", role_file(seeded, tmp_path), columns=40) as peer:
+def test_a_second_ctrl_c_ends_a_peer_at_once_and_leaves_the_terminal_as_it_was(tmp_path: Path, seeded: Seed) -> None:
+    role = write_role(tmp_path / "birch.toml", "trainer", link=seeded.link)
+    with nothing_left_behind(), TerminalCommand("peer", role, columns=40) as peer:
         peer.wait_for("now      training")
         peer.press(CTRL_C)
         peer.wait_for("draining")
@@ -92,7 +67,7 @@ def test_a_second_ctrl_c_ends_a_peer_at_once_and_leaves_the_terminal_as_it_was(t
 
 
 @pytest.mark.parametrize("how", ["pipe", "dumb terminal", "JSON log"])
-def test_where_nothing_can_be_drawn_there_are_log_lines_alone(tmp_path: Path, seeded: Seeded, how: str) -> None:
+def test_where_nothing_can_be_drawn_there_are_log_lines_alone(tmp_path: Path, seeded: Seed, how: str) -> None:
     arguments = joining(seeded, tmp_path / "peer")
     with nothing_left_behind():
         if how == "pipe":
@@ -116,7 +91,7 @@ def test_where_nothing_can_be_drawn_there_are_log_lines_alone(tmp_path: Path, se
     assert "Ctrl-C" not in written
 
 
-def test_watching_on_a_terminal_says_how_healthy_the_swarm_is_without_colours_if_asked(seeded: Seeded) -> None:
+def test_watching_on_a_terminal_says_how_healthy_the_swarm_is_without_colours_if_asked(seeded: Seed) -> None:
     arguments = ("status", seeded.link, "--watch")
     with nothing_left_behind(), TerminalCommand(*arguments, environment={"NO_COLOR": "1"}) as watch:
         watch.wait_for("Empty: Nobody trains in this swarm yet")

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from tests.support.processes.daemons import wait_until
+from tests.support.processes.files import TINY, committed, last_round, metrics, set_options, write_text
 from tests.support.processes.swarmlet import background_command, nothing_left_behind, run_command
 
-TINY = (
-    "--set", "model.layers=1", "--set", "model.hidden=32", "--set", "model.heads=2", "--set", "model.kv_heads=2",
-    "--set", "model.intermediate=64", "--set", "model.context=32", "--set", "training.warmup_steps=4",
-    "--set", "averaging.grace_seconds=2", "--no-monitor", "--device", "cpu", "--threads", "1",
+OPTIONS = (
+    *set_options(model=TINY, training={"warmup_steps": 4}, averaging={"grace_seconds": 2}),
+    "--no-monitor", "--device", "cpu", "--threads", "1",
 )  # fmt: skip
 
 
@@ -24,39 +24,13 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def small_text(directory: Path) -> Path:
-    """Text that a tiny model learns quickly."""
-    path = directory / "text.txt"
-    path.write_text("the quick brown fox jumps over the lazy dog. " * 2000)
-    return path
-
-
-def metrics(run_dir: Path, trainer: str) -> list[dict[str, Any]]:
-    """What a trainer measured so far."""
-    path = run_dir / trainer / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
-
-
-def committed(run_dir: Path, trainer: str, members: int) -> bool:
-    """Whether a trainer committed a round in a group of this size."""
-    return any(m.get("committed") and m["members"] == members for m in metrics(run_dir, trainer))
-
-
 def test_two_trainers_learn_agree_and_leave_nothing_behind(tmp_path: Path) -> None:
     run_dir, summary_file, log = tmp_path / "run", tmp_path / "summary.json", tmp_path / "up.log"
     arguments: list[str | Path] = [
-        "--rounds",
-        "180",
-        "--summary",
-        summary_file,
-        "--run-dir",
-        run_dir,
-        "--data",
-        small_text(tmp_path),
-        "--set",
-        "averaging.min_peers=2",  # Else one has done its rounds alone before the other is there.
-    ]
-    with nothing_left_behind(), background_command(log, "up", "--peers", "2", *arguments, *TINY) as up:
+        "--rounds", "180", "--summary", summary_file, "--run-dir", run_dir, "--data", write_text(tmp_path / "text.txt"),
+        "--set", "averaging.min_peers=2",  # Else one has done its rounds alone before the other is there.
+    ]  # fmt: skip
+    with nothing_left_behind(), background_command(log, "up", "--peers", "2", *arguments, *OPTIONS) as up:
         assert up.wait(180) == 0, log.read_text()
     each = [read_json(run_dir / f"trainer-{number}" / "summary.json") for number in (1, 2)]
     # Who came later measures first what the other has learned by then.
@@ -65,7 +39,7 @@ def test_two_trainers_learn_agree_and_leave_nothing_behind(tmp_path: Path) -> No
         assert summary["heldout_loss_after"] < at_first - 1
         assert summary["rounds_committed"] > 0
         assert summary["exit_reason"] == "rounds"
-        held_out = [m for m in metrics(run_dir, summary["name"]) if m["kind"] == "held_out"]
+        held_out = [m for m in metrics(run_dir / summary["name"]) if m["kind"] == "held_out"]
         assert held_out[0]["loss"] == summary["heldout_loss_before"]
         assert held_out[-1]["loss"] == summary["heldout_loss_after"]
         assert len(held_out) > 2
@@ -77,9 +51,7 @@ def test_two_trainers_learn_agree_and_leave_nothing_behind(tmp_path: Path) -> No
     assert not any(" 0 tokens/s" in line for line in told)
     assert each[0]["peer"] != each[1]["peer"]
     # A trainer that began before it knew of the other may have closed rounds alone, on a lineage that it gave up.
-    together = [
-        [m for m in metrics(run_dir, f"trainer-{n}") if m.get("committed") and m["members"] == 2] for n in (1, 2)
-    ]
+    together = [[m for m in committed(run_dir / f"trainer-{n}") if m["members"] == 2] for n in (1, 2)]
     digests = [{m["round"]: m["digest"] for m in rounds} for rounds in together]
     common = set(digests[0]) & set(digests[1])
     assert common
@@ -92,9 +64,9 @@ def test_two_trainers_learn_agree_and_leave_nothing_behind(tmp_path: Path) -> No
 @pytest.mark.parametrize(("signals", "exit_code"), [(1, 0), (2, 130)], ids=["drains", "ends at once when told twice"])
 def test_an_interrupted_swarm(tmp_path: Path, signals: int, exit_code: int) -> None:
     run_dir, log = tmp_path / "run", tmp_path / "up.log"
-    arguments: list[str | Path] = ["--minutes", "5", "--run-dir", run_dir, "--data", small_text(tmp_path)]
-    with nothing_left_behind(), background_command(log, "up", "--peers", "1", *arguments, *TINY) as up:
-        wait_until(lambda: up.poll() is not None or committed(run_dir, "trainer-1", 1), 90)
+    arguments: list[str | Path] = ["--minutes", "5", "--run-dir", run_dir, "--data", write_text(tmp_path / "text.txt")]
+    with nothing_left_behind(), background_command(log, "up", "--peers", "1", *arguments, *OPTIONS) as up:
+        wait_until(lambda: up.poll() is not None or last_round(run_dir / "trainer-1") >= 0, 90)
         assert up.poll() is None, log.read_text()
         for number in range(signals):
             up.send_signal(signal.SIGINT)
@@ -110,7 +82,7 @@ def test_what_no_trainer_can_do_is_said_once(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("too little")
     with nothing_left_behind():
-        done = run_command("up", "--peers", "2", "--run-dir", tmp_path / "run", "--data", text, *TINY)
+        done = run_command("up", "--peers", "2", "--run-dir", tmp_path / "run", "--data", text, *OPTIONS)
     assert done.returncode == 3, done.stderr
     assert done.stderr.startswith("p2ptrain: error: trainer-")
     assert len(done.stderr.splitlines()) == 1

@@ -8,16 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from p2ptrain.manifest import Manifest, SignedManifest
-from p2ptrain.network.identity import Identity
 from tests.support.containers.services import ServiceMachine, why_unavailable
 from tests.support.processes.daemons import wait_until
+from tests.support.processes.files import SENTENCE, TINY, write_manifest
 from tests.support.tools import needed
 
-pytestmark = [
-    needed(why_unavailable(), "systemd-nspawn"),
-    pytest.mark.timeout(300),
-]
+pytestmark = [needed(why_unavailable(), "systemd-nspawn"), pytest.mark.timeout(300)]
 
 PATIENCE_SECONDS = 120.0
 STATE = "/var/lib/p2ptrain"
@@ -39,18 +35,14 @@ threads = 1
 def machine(tmp_path: Path) -> Iterator[ServiceMachine]:
     (tmp_path / "machine").mkdir()
     with ServiceMachine(tmp_path / "machine") as made:
-        made.write("/etc/p2ptrain/text.txt", "the quick brown fox jumps over the lazy dog. " * 500)
-        manifest = Manifest.model_validate(
-            {
-                "name": "service",
-                "model": {"layers": 1, "hidden": 64, "heads": 2, "kv_heads": 2, "intermediate": 96, "context": 32},
-                "data": {"source": "path:/etc/p2ptrain/text.txt"},
-                "training": {"every": 4, "warmup_steps": 4},
-            }
+        made.write("/etc/p2ptrain/text.txt", SENTENCE * 500)
+        write_manifest(
+            made.root / "etc/p2ptrain/manifest.bin",
+            name="service",
+            model={**TINY, "hidden": 64, "intermediate": 96},
+            data={"source": "path:/etc/p2ptrain/text.txt"},
+            training={"every": 4, "warmup_steps": 4},
         )
-        with Identity.ephemeral() as organizer:
-            signed = SignedManifest.create(manifest, organizer).to_bytes()
-        (made.root / "etc/p2ptrain/manifest.bin").write_bytes(signed)
         made.write("/etc/p2ptrain/lone.toml", ROLE)
         yield made
 

@@ -14,12 +14,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import uvloop
-
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.libp2p.transport import Libp2pSettings, Libp2pTransport
 from p2ptrain.network.link import SwarmLink
-from p2ptrain.network.transport import Stream
+from p2ptrain.network.transport import Stream, StreamHandler
 
 ROOT = Path(__file__).parents[3]
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
@@ -56,17 +54,10 @@ async def echo(stream: Stream) -> None:
         await stream.write(await stream.read(1))
 
 
-def run(main: Callable[[], Awaitable[None]], on_uvloop: bool = False) -> None:
-    """Run ``main`` on a loop of its own, for a bounded time."""
-
-    async def bounded() -> None:
-        async with asyncio.timeout(100):
-            await main()
-
-    if on_uvloop:
-        uvloop.run(bounded())
-    else:
-        asyncio.run(bounded())
+async def echoes(stream: Stream) -> bool:
+    """Whether a byte comes back from a peer that serves `echo`."""
+    await stream.write(b"x")
+    return await stream.read(1) == b"x"
 
 
 def free_port() -> int:
@@ -129,10 +120,12 @@ async def eventually(condition: Callable[[], Awaitable[bool]], timeout_seconds: 
 
 
 @contextlib.asynccontextmanager
-async def loopback_transport(**settings: Any) -> AsyncIterator[tuple[Identity, Libp2pTransport]]:
-    """An ephemeral identity and its transport, closed at the end; the daemon must be gone then."""
+async def loopback_transport(
+    key: Path | None = None, **settings: Any
+) -> AsyncIterator[tuple[Identity, Libp2pTransport]]:
+    """An identity, ephemeral unless its key is given, and its transport; at the end the daemon must be gone."""
     settings = {"listen": LOOPBACK, **settings}
-    with Identity.ephemeral() as identity:
+    with Identity.create_or_load(key) if key is not None else Identity.ephemeral() as identity:
         transport = await Libp2pTransport.start(identity, Libp2pSettings(**settings))
         try:
             yield identity, transport
@@ -140,6 +133,17 @@ async def loopback_transport(**settings: Any) -> AsyncIterator[tuple[Identity, L
             await transport.close()
             assert not is_alive(transport.daemon.process_id)
             assert not transport.daemon.directory.exists()
+
+
+@contextlib.asynccontextmanager
+async def connected(
+    handler: StreamHandler = echo, **settings: Any
+) -> AsyncIterator[tuple[Libp2pTransport, Libp2pTransport]]:
+    """A transport that is connected to another one, which has these settings and serves `ECHO`."""
+    async with loopback_transport() as (_, a), loopback_transport(**settings) as (_, b):
+        await b.serve(ECHO, handler)
+        await a.connect(await b.addresses(), 10)
+        yield a, b
 
 
 @contextlib.contextmanager

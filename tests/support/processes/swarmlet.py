@@ -11,12 +11,14 @@ import sys
 import tempfile
 import threading
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import psutil
 
 from tests.support.processes.daemons import ROOT, is_alive, wait_until
+from tests.support.processes.files import LOOPBACK
 from tests.support.processes.preloaded import COMMAND, SERVER, WORKER
 from tests.support.processes.tellers import PATIENCE_SECONDS, Event, Teller
 from tests.support.settings import training_over
@@ -166,6 +168,16 @@ def wait_for_agreement(*workers: Worker, after_round: int = -1) -> Event:
     return next(event for event in workers[0].rounds() if event["lineage"] == lineage)
 
 
+def wait_for_peace(*workers: Worker, timeout_seconds: float = PATIENCE_SECONDS) -> Event:
+    """Wait until all of them are in one group, with one state, in a round that is over after this call began."""
+    marks = [len(worker.events) for worker in workers]
+    newest = max(
+        worker.wait_for_commit(len(workers), since=mark, timeout_seconds=timeout_seconds)["round"]
+        for worker, mark in zip(workers, marks, strict=True)
+    )
+    return wait_for_agreement(*workers, after_round=newest)
+
+
 def command(*arguments: str | Path) -> list[str]:
     """The command line of ``p2ptrain``."""
     return [sys.executable, "-m", "p2ptrain", *map(str, arguments)]
@@ -210,6 +222,31 @@ def background_command(log: Path, *arguments: str | Path) -> Iterator[subprocess
     finally:
         process.kill()
         process.wait()
+
+
+@dataclass(frozen=True)
+class Seed:
+    """A bootstrap peer: its organizer's folder, the link, and its process."""
+
+    directory: Path
+    link: str
+    process: subprocess.Popen[Any]
+
+
+@contextlib.contextmanager
+def seeding(directory: Path, listen: str = LOOPBACK) -> Iterator[Seed]:
+    """The bootstrap peer of an organizer's folder, with its log there; killed at the end."""
+    with background_command(directory / "seed.log", "seed", directory, "--listen", listen) as process:
+        link_file = directory / "bootstrap" / "link.txt"
+        wait_until(link_file.exists, PATIENCE_SECONDS)
+        yield Seed(directory, link_file.read_text().strip(), process)
+
+
+def init(directory: Path, *options: str | Path) -> Path:
+    """Make an organizer's folder."""
+    done = run_command("init", directory, *options)
+    assert done.returncode == 0, done.stderr
+    return directory
 
 
 def descendants(but: Collection[psutil.Process] = ()) -> set[psutil.Process]:

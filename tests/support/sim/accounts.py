@@ -161,11 +161,6 @@ class Accounts:
         book.counted[body.next_lineage] = min(told, tokens)
         book.late[body.next_lineage] = max(0, tokens - told)
 
-    @property
-    def num_forks(self) -> int:
-        """How many lineages were continued in more than one way."""
-        return sum(count - 1 for count in Counter(body.lineage for body in self.bodies.values()).values())
-
     def check_conservation(self) -> None:
         """Every token is in a certified round, waits, or was seen to be dropped; and so is every value."""
         for trainer in self._swarm.honest:

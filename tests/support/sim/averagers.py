@@ -21,6 +21,7 @@ from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
 from p2ptrain.network.transport import Transport
+from tests.support.records import record_of
 from tests.support.sim.peers import SWARM, Member
 
 LAYOUT = b"y" * 32
@@ -56,7 +57,7 @@ class AveragingPeer:
             if other.peer.alive and not other.peer.frozen:
                 runtime, head = self.peer.runtime, other.averager.head
                 self.membership.update(
-                    record_of(other.peer, head), round(1e3 * runtime.now()), runtime.now() + RECORD_SECONDS
+                    record_at(other.peer, head), round(1e3 * runtime.now()), runtime.now() + RECORD_SECONDS
                 )
                 if head.outranks(self.averager.head):
                     self.averager.matchmaker.set_head(head)
@@ -95,14 +96,9 @@ class AveragingPeer:
         return out
 
 
-def record_of(peer: SimulatedPeer, head: Head) -> PeerRecord:
+def record_at(peer: SimulatedPeer, head: Head) -> PeerRecord:
     """What a peer that trains from this head publishes."""
-    return PeerRecord(
-        peer=peer.peer_id, name=peer.name, version="0", protocol=1, role="trainer", state="training", device="cpu",
-        round=head.round, lineage=head.lineage, digest=head.digest, lineage_tokens=0, round_tokens=0, loss=None,
-        tokens_per_second=0.0, bytes_sent=0, bytes_received=0, reachability="direct", addresses=(), started_at=0.0,
-        last_rounds=(),
-    )  # fmt: skip
+    return record_of(peer.peer_id, name=peer.name, round=head.round, lineage=head.lineage, digest=head.digest)
 
 
 def make_matchmaker(
@@ -111,7 +107,7 @@ def make_matchmaker(
     """A matchmaker, and its membership, which knows of all peers of the swarm."""
     membership = Membership(member.rpc.peer_id, member.peer.runtime)
     for other in swarm:
-        membership.update(record_of(other.peer, head), 1, 1e12)
+        membership.update(record_at(other.peer, head), 1, 1e12)
     context = PeerContext(member.rpc, member.peer.runtime, member.peer.signer, SWARM, spec)
     return Matchmaker(context, membership, head, goal), membership
 

@@ -24,8 +24,6 @@ from tests.support.sim.peers import SWARM, Member
 SPEC = AveragingSpec(grace_seconds=1.0, round_seconds=10.0)
 HEAD = genesis(SWARM, b"d" * 32)
 NUM_VALUES = 60
-
-
 UNSEEN = Observer(lambda phase: None, lambda *transfer: None, lambda evidence: None)
 
 

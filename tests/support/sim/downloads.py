@@ -6,22 +6,28 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from p2ptrain.averaging.protocol.certificate import Head, genesis
 from p2ptrain.errors import IntegrityError, TemporaryError
-from p2ptrain.network.chunks.fetch import FetchReport
+from p2ptrain.network.chunks.fetch import FetchOptions, FetchReport
+from p2ptrain.network.rpc.channel import LeastRate
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
+from p2ptrain.training.state import digest
 from p2ptrain.training.state.digest import ChunkedBytes, NamedTensors, merkle_tree, new_tensors
 from p2ptrain.training.state.layout import Layout
 from p2ptrain.training.state.outer_optimizers import NesterovStep
 from p2ptrain.training.state.shared_state import SharedState, Stamp
+from p2ptrain.training.sync import background_download, state_server
 from p2ptrain.training.sync.download import PartialDownload, download_state
 from p2ptrain.training.sync.state_server import StateServer
 from tests.support.sim.peers import Member, members
+from tests.support.slow_uploads import slow_read
 
 NUM_VALUES = 1_500_000  # 11.4 MiB with momentum: 12 chunks
 NUM_CHUNKS = 12
@@ -119,6 +125,28 @@ def with_sources(
             await check(Sources(network, everyone))
 
     simulate(main, seed=seed, model=model)
+
+
+def slow_downloads(patch: pytest.MonkeyPatch, chunk_bytes: int, upload: float) -> list[int]:
+    """Cut states into chunks of this size, of which sources send so many bytes a second.
+
+    Returns:
+        The chunks that downloads keep from now on.
+    """
+    digest.cut_of.cache_clear()
+    for module in (digest, state_server):
+        patch.setattr(module, "CHUNK_BYTES", chunk_bytes)
+    patch.setattr(state_server.StateServer, "read", slow_read(upload))
+    options = FetchOptions(least=LeastRate(bytes_per_second=upload / 100, window_seconds=600.0))
+    patch.setattr(background_download, "download_state", partial(download_state, options=options))
+    put, kept = PartialDownload.put, list[int]()
+
+    def noted(download: PartialDownload, index: int, *chunk: Any) -> bool:
+        kept.append(index)
+        return put(download, index, *chunk)
+
+    patch.setattr(PartialDownload, "put", noted)
+    return kept
 
 
 async def until_started(swarm: Sources, partial: PartialDownload, chunks: int = 1) -> None:

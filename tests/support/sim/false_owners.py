@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,15 +26,18 @@ from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.schema import from_bytes, to_bytes
 
 Corrupt = Callable[[AllReduceSession], None]
+Answering = Callable[[Sequence[int]], Awaitable[bytes]]
+"""Gives the answer to a check of these chunks."""
 
 
 def corrupt_rounds(averager: Averager, corrupt: Corrupt) -> None:
-    """Let ``corrupt`` change each attempt of a peer before it begins."""
+    """Let ``corrupt`` change each attempt of a peer before it begins, but those in which it is alone."""
     prepare = averager._runner.prepare
 
     def prepare_lie(roster: Roster, head: Head, vector: Tensor, origin: Origin | None) -> AllReduceSession:
         session = prepare(roster, head, vector, origin)
-        corrupt(session)
+        if isinstance(session.verifier, SpotChecks):
+            corrupt(session)
         return session
 
     averager._runner.prepare = prepare_lie  # type: ignore[method-assign]
@@ -87,8 +90,6 @@ def state_fewer(session: AllReduceSession) -> None:
     """Reduce without the first other contributor, and say so in the statement."""
     leave_one_out(session)
     audit, own = audit_of(session), session.own.index
-    if audit is None:
-        return
     state = audit.state
 
     async def state_without(contributors: Sequence[int], tree: Any) -> None:
@@ -98,27 +99,35 @@ def state_fewer(session: AllReduceSession) -> None:
     audit.state = state_without  # type: ignore[method-assign]
 
 
-def audit_of(session: AllReduceSession) -> Audit | None:
-    """Its side of the checks; None for a lone member, which has nobody to lie to."""
-    return session.verifier.audit if isinstance(session.verifier, SpotChecks) else None
+def audit_of(session: AllReduceSession) -> Audit:
+    """Its side of the checks."""
+    assert isinstance(session.verifier, SpotChecks)
+    return session.verifier.audit
 
 
-def with_answer(answer: Callable[[bytes], bytes]) -> Corrupt:
-    """Falsify all chunks, and answer checks with something else."""
+def answering(chunks: Sequence[int] | None, answer: Callable[[Sequence[int], Answering], Awaitable[bytes]]) -> Corrupt:
+    """Falsify these chunks, and answer checks with ``answer(what is asked for, what would answer honestly)``."""
 
     def corrupt(session: AllReduceSession) -> None:
-        falsify(None)(session)
+        falsify(chunks)(session)
         audit = audit_of(session)
-        if audit is None:
-            return
         honest = audit.answer
 
-        async def answered(chunks: Sequence[int]) -> bytes:
-            return answer(await honest(chunks))
+        async def answered(asked: Sequence[int]) -> bytes:
+            return await answer(asked, honest)
 
-        audit.answer = answered  # type: ignore[method-assign]
+        audit.answer = answered  # type: ignore[method-assign, assignment]
 
     return corrupt
+
+
+def with_answer(change: Callable[[bytes], bytes]) -> Corrupt:
+    """Falsify all chunks, and answer checks with something else."""
+
+    async def changed(chunks: Sequence[int], honest: Answering) -> bytes:
+        return change(await honest(chunks))
+
+    return answering(None, changed)
 
 
 def forge_parts(data: bytes) -> bytes:
@@ -130,43 +139,28 @@ def forge_parts(data: bytes) -> bytes:
     return to_bytes(Answer(answer.opened, tuple(openings)))
 
 
-def refuse(session: AllReduceSession) -> None:
-    """Falsify the first chunk, and refuse to show that one; all others are shown."""
-    falsify([0])(session)
-    audit = audit_of(session)
-    if audit is None:
-        return
-    honest = audit.answer
-
-    async def refused(chunks: Sequence[int]) -> bytes:
-        if 0 in chunks:
-            raise IntegrityError("no")
-        return await honest(chunks)
-
-    audit.answer = refused  # type: ignore[method-assign]
+async def _refused(chunks: Sequence[int], honest: Answering) -> bytes:
+    if 0 in chunks:
+        raise IntegrityError("no")
+    return await honest(chunks)
 
 
-def fall_silent(session: AllReduceSession) -> None:
-    """As `refuse`, but by never answering."""
-    falsify([0])(session)
-    audit = audit_of(session)
-    if audit is None:
-        return
-    honest = audit.answer
+async def _silent(chunks: Sequence[int], honest: Answering) -> bytes:
+    if 0 in chunks:
+        await asyncio.sleep(3600)
+    return await honest(chunks)
 
-    async def silent(chunks: Sequence[int]) -> bytes:
-        if 0 in chunks:
-            await asyncio.sleep(3600)
-        return await honest(chunks)
 
-    audit.answer = silent  # type: ignore[method-assign]
+refuse = answering([0], _refused)
+"""Falsify the first chunk, and refuse to show that one; all others are shown."""
+fall_silent = answering([0], _silent)
+"""The same, but never answer."""
 
 
 def complain(session: AllReduceSession) -> None:
     """Say of the first share that is checked that its owner did not show a chunk."""
     checks = session.verifier
-    if not isinstance(checks, SpotChecks):
-        return
+    assert isinstance(checks, SpotChecks)
     examine = checks._examine
 
     async def examined(owner: Member, chunks: Sequence[int], channel: Channel) -> bool:
@@ -197,8 +191,6 @@ def claim_signatures(session: AllReduceSession) -> None:
 def state_two_means(session: AllReduceSession, delay_seconds: float = 0.0) -> None:
     """Tell one member of another mean than the rest, maybe later: each is right for another part of the owner's own."""
     audit = audit_of(session)
-    if audit is None:
-        return
     attempt, index, context = session.attempt, session.own.index, session.context
     victim, served = session.others[0], session._incoming
     share, twin, twin_served = copy.copy(session.share), copy.copy(session), copy.copy(served)

@@ -41,15 +41,20 @@ def lie_in_rounds(
     trainer.rpc.open = opened  # type: ignore[method-assign]
 
 
-def lead_badly(trainer: SimulatedTrainer, answer: Callable[[list[Ticket], Ticket], Awaitable[object]]) -> list[str]:
-    """Answer every ticket with ``answer(all tickets so far, this one)``; the list fills with who asked."""
+Lead = Callable[[list[Ticket], Ticket], object]
+"""(all tickets so far, this one) -> the answer, maybe awaited."""
+
+
+def lead_badly(trainer: SimulatedTrainer, answer: Lead) -> list[str]:
+    """Answer every ticket as told; the list fills with who asked."""
     asked: list[str] = []
     tickets: list[Ticket] = []
 
     async def join(channel: Channel, request: Join) -> None:
         asked.append(channel.remote)
         tickets.append(request.ticket)
-        await channel.send(await answer(tickets, request.ticket))
+        found = answer(tickets, request.ticket)
+        await channel.send(await found if isinstance(found, Awaitable) else found)
 
     trainer.rpc.serve_channel(JOIN, Join, join)
     return asked

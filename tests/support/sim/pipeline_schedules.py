@@ -20,7 +20,7 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
 from p2ptrain.network.simulated.network import SimulatedPeer
@@ -35,21 +35,9 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 FAULTS = (
-    "crash",
-    "crash in",
-    "crash in",
-    "stall",
-    "stall in",
-    "restart",
-    "restart",
-    "trainer",
-    "trainer in",
-    "partition",
-    "cut",
-    "heal",
-    "move",
-    "two moves",
-)
+    "crash", "crash in", "crash in", "stall", "stall in", "restart", "restart", "trainer", "trainer in", "partition",
+    "cut", "heal", "move", "two moves",
+)  # fmt: skip
 PASSES = ("before forward", "in forward", "after forward", "before backward", "in backward", "after backward")
 AT_HOME = "at home"
 """The output is with a trainer that makes its own loss: between the last stage's forward and backward."""
@@ -365,13 +353,30 @@ class PipelineRun:
         self.pipeline.check(self._may_fork)
 
 
-def find_pipeline_problems(schedule: PipelineSchedule, hits: Counter[str] | None = None) -> list[str]:
-    """Run one schedule to its end; what did not hold, with the schedule and how to see it again. Empty if all did.
+class Drawn(Protocol):
+    """A schedule of any kind."""
 
-    Args:
-        schedule: Which.
-        hits: Is told how often who was hit in which phase.
-    """
+    @property
+    def seed(self) -> int: ...
+    @property
+    def loss(self) -> float: ...
+    @property
+    def command(self) -> str: ...
+
+
+def problems_of(schedule: Drawn, run: Callable[[SimulatedNetwork], Awaitable[None]]) -> list[str]:
+    """Run one schedule to its end; what did not hold, with the schedule and how to see it again. Empty if all did."""
+    try:
+        simulate(run, schedule.seed, model=LinkModel(loss=schedule.loss))
+    except Exception as error:
+        logger.debug("seed %d failed", schedule.seed, exc_info=True)
+        said = str(error) or type(error).__name__
+        return [f"seed {schedule.seed}: {said}\n{schedule}\nto see it again: {schedule.command}"]
+    return []
+
+
+def find_pipeline_problems(schedule: PipelineSchedule, hits: Counter[str] | None = None) -> list[str]:
+    """`problems_of` a schedule of a pipeline; ``hits`` is told how often who was hit in which phase."""
 
     async def main(network: SimulatedNetwork) -> None:
         run = PipelineRun(schedule, network)
@@ -381,10 +386,4 @@ def find_pipeline_problems(schedule: PipelineSchedule, hits: Counter[str] | None
             if hits is not None:
                 hits.update(run.hits)
 
-    try:
-        simulate(main, schedule.seed, model=LinkModel(loss=schedule.loss))
-    except Exception as error:
-        logger.debug("seed %d failed", schedule.seed, exc_info=True)
-        said = str(error) or type(error).__name__
-        return [f"seed {schedule.seed}: {said}\n{schedule}\nto see it again: {schedule.command}"]
-    return []
+    return problems_of(schedule, main)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +33,7 @@ from p2ptrain.pipeline.stage.units import HostingOptions
 from p2ptrain.pipeline.stage.worker import StageWorker
 from p2ptrain.pipeline.view import PipelineView
 from p2ptrain.training.sync.synchronizer import RoundResult
+from tests.support.records import record_of
 
 SAMPLES = 2
 HOP_LIMITS = HopLimits(open_seconds=2.0, quiet_seconds=4.0)
@@ -54,34 +54,21 @@ def make_manifest(
     return Manifest(
         name="simulated",
         model=ModelSpec(
-            layers=layers,
-            hidden=16,
-            heads=2,
-            kv_heads=2,
-            intermediate=24,
-            context=8,
-            vocabulary=20,
+            layers=layers, hidden=16, heads=2, kv_heads=2, intermediate=24, context=8, vocabulary=20,
             tied_embeddings=tied,
         ),
         training=TrainingSpec.model_validate(
             {"every": 1, "global_batch": 12, "local_batch": SAMPLES, "warmup_steps": 0, "clip_norm": 0.0, **training}
         ),
-        averaging=AveragingSpec.model_validate(
-            {
-                "codec": "fp32",
-                "aggregation": "mean",
-                "max_weight_ratio": 1e9,
-                "grace_seconds": 2.0,
-                "matchmaking_seconds": 10.0,
-                "round_seconds": 15.0,
-                "late_decay": 1.0,
-            }
+        averaging=AveragingSpec(
+            codec="fp32", aggregation="mean", max_weight_ratio=1e9, grace_seconds=2.0, matchmaking_seconds=10.0,
+            round_seconds=15.0, late_decay=1.0,
         ),
         pipeline=PipelineSpec.model_validate(
             {"stages": num_stages, "codec": codec, "quant": quant, "moments": moments}
         ),
         lora=lora,
-    )
+    )  # fmt: skip
 
 
 def sample(manifest: Manifest, number: int) -> torch.Tensor:
@@ -175,14 +162,14 @@ class PipelinePeer:
         """See `StageObserver`."""
 
     def describe(self) -> PeerRecord:
-        return PeerRecord(
-            peer=self.peer.peer_id, name=self.peer.name, version="0", protocol=1,
-            role="trainer" if self.hosted is None else "stage", state=self.status, device="cpu", round=0,
-            lineage=bytes(32), digest=bytes(32), lineage_tokens=0, round_tokens=0, loss=None, tokens_per_second=0.0,
-            bytes_sent=0, bytes_received=0, reachability="direct", addresses=(), started_at=0.0, last_rounds=(),
+        return record_of(
+            self.peer.peer_id,
+            name=self.peer.name,
+            role="trainer" if self.hosted is None else "stage",
+            state=self.status,
             stages=tuple(report for hosted in self._hosted for report in hosted.reports()),
             next_stage=self.mover.next_stage if self.mover is not None else None,
-        )  # fmt: skip
+        )
 
     async def start(self) -> None:
         await self.rpc.start()
@@ -396,9 +383,3 @@ class WholeModel:
         """What is trained; stages have it by the same names."""
         named = self.model.named_parameters()
         return {name: parameter.detach() for name, parameter in named if parameter.requires_grad}
-
-
-def digest_of(peer: PipelinePeer) -> str:
-    """Of what a host has, for messages."""
-    assert peer.hosted is not None
-    return hashlib.sha256(b"".join(unit.synchronizer.head.digest for unit in peer.hosted.units)).hexdigest()[:8]

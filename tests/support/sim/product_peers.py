@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,16 +18,18 @@ from p2ptrain.network.factory import DirectoryOptions, TransportOptions
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
-from p2ptrain.network.transport import PeerId, Stream, StreamHandler, Transport
+from p2ptrain.network.transport import Transport
 from p2ptrain.node.options import PeerOptions, Starters, peer_options
 from p2ptrain.node.peer import Peer
 from p2ptrain.node.process import StopSignals
 from p2ptrain.node.reports.summary import SUMMARY_FILE, Summary, read_summary
 from p2ptrain.node.roles.held import HeldState
 from p2ptrain.node.run import serve_and_close
+from p2ptrain.pipeline.checkpoints.saving import stage_folder
 from p2ptrain.pipeline.stage import device
 from p2ptrain.pipeline.stage.device import Device
 from p2ptrain.training import bridge, optimizer
+from p2ptrain.training.checkpoints.files import load_newest_valid
 from p2ptrain.training.loop import Trainer
 from p2ptrain.training.sync.synchronizer import Synchronizer
 from tests.support.sim.lockstep import LockstepBridge
@@ -42,13 +44,7 @@ def small_manifest(text: Path, training: dict[str, Any], *, num_stages: int = 1,
     return Manifest(
         name="simulated",
         model=ModelSpec(
-            layers=num_stages,
-            hidden=8,
-            heads=2,
-            kv_heads=1,
-            intermediate=8,
-            context=8,
-            vocabulary=256,
+            layers=num_stages, hidden=8, heads=2, kv_heads=1, intermediate=8, context=8, vocabulary=256,
             tied_embeddings=num_stages == 1,
         ),
         data=DataSpec(source=f"path:{text}"),
@@ -57,34 +53,7 @@ def small_manifest(text: Path, training: dict[str, Any], *, num_stages: int = 1,
             {"codec": "int8", "grace_seconds": 3.0, "matchmaking_seconds": 15.0, "round_seconds": 20.0, **averaging}
         ),
         pipeline=PipelineSpec(stages=num_stages),
-    )
-
-
-class NodeTransport(Transport):
-    """A simulated transport that can be lost, as a daemon can."""
-
-    def __init__(self, peer: SimulatedPeer) -> None:
-        self.lose: Callable[[str], None] = lambda reason: None
-        self.peer_id = peer.peer_id
-        self._peer = peer
-
-    async def open(self, peer: PeerId, protocol: str, timeout_seconds: float, *, expected_bytes: int = 0) -> Stream:
-        return await self._peer.transport.open(peer, protocol, timeout_seconds, expected_bytes=expected_bytes)
-
-    async def serve(self, protocol: str, handler: StreamHandler) -> None:
-        await self._peer.transport.serve(protocol, handler)
-
-    async def connect(self, addresses: Sequence[str], timeout_seconds: float) -> PeerId:
-        return await self._peer.transport.connect(addresses, timeout_seconds)
-
-    async def addresses(self) -> list[str]:
-        return await self._peer.transport.addresses()
-
-    def on_lost(self, callback: Callable[[str], None]) -> None:
-        self.lose = callback
-
-    async def close(self) -> None:
-        await self._peer.transport.close()
+    )  # fmt: skip
 
 
 class SimulatedNode(Peer):
@@ -96,7 +65,7 @@ class SimulatedNode(Peer):
 
     def __init__(self, simulated: SimulatedPeer, options: PeerOptions, digests: dict[bytes, bytes]) -> None:
         async def start_transport(options: TransportOptions) -> Transport:
-            return NodeTransport(simulated)
+            return simulated.transport
 
         async def start_directory(options: DirectoryOptions) -> Directory:
             return simulated.directory
@@ -174,15 +143,27 @@ class ProductSwarm:
             await node.close(farewell=False)
             await peer.close()
 
+    def start_all(self, names: Iterable[str], *arguments: Any, **config: Any) -> None:
+        """Start peers alike."""
+        for name in names:
+            self.start(name, *arguments, **config)
+
     def stop(self, name: str) -> None:
         """SIGTERM."""
         self.signals[name].stop("signal")
 
+    async def drain(self, name: str) -> float:
+        """SIGTERM; return the seconds until the peer had ended."""
+        began = self.network.loop.time()
+        self.stop(name)
+        await self.tasks[name]
+        return self.network.loop.time() - began
+
     async def lose_network(self, name: str) -> None:
         """End the peer's network daemon."""
-        transport: Any = self.nodes[name].network.transport
-        await transport.close()
-        transport.lose("killed")
+        node = self.nodes[name]
+        await node.network.transport.close()
+        node.network.lose("killed")
 
     async def kill(self, name: str) -> None:
         """SIGKILL."""
@@ -199,6 +180,19 @@ class ProductSwarm:
                     task.result()
             assert loop.time() < deadline, f"not within {seconds:g} s"
             await asyncio.sleep(0.25)
+
+    async def end(self) -> None:
+        """Wait until all peers have ended."""
+        await asyncio.gather(*self.tasks.values())
+
+    def saved_head(self, name: str) -> tuple[int, bytes]:
+        """Round and digest of a peer's newest checkpoint, of its stage if it hosts one."""
+        folder, swarm = self.folder / name / "checkpoints", self.manifest.digest
+        for hosted in self.nodes[name].held.stages:
+            folder, swarm = folder / stage_folder(hosted.number), hosted.units[0].swarm
+        checkpoint = load_newest_valid(folder, swarm)
+        assert checkpoint is not None
+        return checkpoint.head.round, checkpoint.head.digest
 
     def summary(self, name: str) -> Summary:
         """What the peer wrote at its end."""
@@ -221,6 +215,10 @@ class ProductSwarm:
         """Round and digest of every peer's state."""
         syncs = [node.held.synchronizer for node in self.nodes.values()]
         return {(sync.head.round, sync.head.digest) for sync in syncs if sync is not None}
+
+
+Begin = Callable[..., ProductSwarm]
+"""The fixture ``begin`` of tests/sim."""
 
 
 def use_virtual_time(monkeypatch: pytest.MonkeyPatch, swarm: ProductSwarm) -> None:

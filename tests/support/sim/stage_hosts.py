@@ -17,15 +17,7 @@ from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.schema import to_wire
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
-from p2ptrain.pipeline.messages import (
-    Answers,
-    Hop,
-    HopRequest,
-    MicrobatchId,
-    Reply,
-    SettleRequest,
-    pack,
-)
+from p2ptrain.pipeline.messages import Answers, Hop, HopRequest, MicrobatchId, Reply, SettleRequest, pack
 from p2ptrain.pipeline.plan import PipelinePlan
 from p2ptrain.pipeline.routing.hop import Caller, HopLimits, service
 from p2ptrain.pipeline.routing.router import HostState, Router

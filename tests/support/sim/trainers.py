@@ -26,6 +26,7 @@ from p2ptrain.training.local_update import LocalContribution
 from p2ptrain.training.state.initial_state import initial_state
 from p2ptrain.training.sync.replica import Replica
 from p2ptrain.training.sync.synchronizer import RoundResult, Synchronizer
+from tests.support.records import record_of
 from tests.support.settings import training_over
 
 TOKENS_PER_STEP = 10
@@ -50,9 +51,7 @@ def make_manifest(training: dict[str, Any] | None = None, /, **averaging: object
     training = training or {}
     steps = training if training.get("every") == 1 else training_over(usual, training)
     return Manifest(
-        name="simulated",
-        training=TrainingSpec.model_validate(steps),
-        averaging=AveragingSpec.model_validate(values),
+        name="simulated", training=TrainingSpec.model_validate(steps), averaging=AveragingSpec.model_validate(values)
     )
 
 
@@ -82,7 +81,6 @@ class Ledger:
     rounds: dict[bytes, int] = field(default_factory=dict)
     contributed: dict[str, int] = field(default_factory=dict)
     produced: dict[str, int] = field(default_factory=dict)
-    longest_seconds: float = 0.0
     commits: list[tuple[float, str, int]] = field(default_factory=list)
 
     def check_head(self, trainer: SimulatedTrainer) -> None:
@@ -145,7 +143,6 @@ class SimulatedTrainer:
         self.results: list[RoundResult] = []
         self.stop = False
         self.is_hostile = False
-        self.before_sync: Callable[[SimulatedTrainer], None] = lambda trainer: None
 
     def state_changed(self) -> None:
         """See `p2ptrain.averaging.context.Owner`."""
@@ -154,11 +151,10 @@ class SimulatedTrainer:
 
     def describe(self) -> PeerRecord:
         head = self.sync.head
-        return PeerRecord(
-            peer=self.peer.peer_id, name=self.peer.name, version="0", protocol=1, role="trainer", state=self.status,
-            device="cpu", round=head.round, lineage=head.lineage, digest=head.digest, lineage_tokens=head.tokens,
-            round_tokens=self.work.tokens, loss=None, tokens_per_second=0.0, bytes_sent=0, bytes_received=0,
-            reachability="direct", addresses=(), started_at=0.0, last_rounds=tuple(self.sync.reports),
+        return record_of(
+            self.peer.peer_id, name=self.peer.name, state=self.status, round=head.round, lineage=head.lineage,
+            digest=head.digest, lineage_tokens=head.tokens, round_tokens=self.work.tokens,
+            last_rounds=tuple(self.sync.reports),
         )  # fmt: skip
 
     async def run(self) -> None:
@@ -230,12 +226,10 @@ class SimulatedTrainer:
     async def synchronize(self) -> RoundResult:
         """One synchronisation, with the promises around it checked."""
         loop = asyncio.get_running_loop()
-        self.before_sync(self)
         head, vector = self.sync.head, self.state.vector.clone()
         started, pending = loop.time(), list(self.work.pending)
         result = await self.sync.synchronize(self.work)
         seconds = loop.time() - started
-        self.ledger.longest_seconds = max(self.ledger.longest_seconds, seconds)
         if seconds > longest_wait_seconds(self.manifest):
             raise InvariantError(f"{self.peer.name} waited {seconds:.0f} s in a synchronisation")
         if self.sync.head == head and not torch.equal(vector, self.state.vector):

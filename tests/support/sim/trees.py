@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,24 +13,36 @@ from p2ptrain.averaging.grouping.cells import Cells
 from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from tests.support.coroutines import Body, Test, given
 from tests.support.sim.averagers import AveragingPeer, start_averagers, stop_averagers
 
 NUM_VALUES = 512
 SPEC = AveragingSpec(codec="fp32", aggregation="mean", group_size=8, grace_seconds=1.0)
 
-Scenario = Callable[[SimulatedNetwork, list[AveragingPeer]], Awaitable[None]]
 
+def in_tree(
+    num_peers: int | None = None, seed: int | None = None, spec: AveragingSpec = SPEC
+) -> Callable[[Body], Test]:
+    """Return a decorator for tests that get a network and averagers on it, ``network`` and ``started``.
 
-def run(num_peers: int, scenario: Scenario, seed: int = 1, spec: AveragingSpec = SPEC) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        peers = [network.add_peer(f"p{i}") for i in range(num_peers)]
-        started = await start_averagers(network, peers, spec, NUM_VALUES)
-        try:
-            await scenario(network, started)
-        finally:
-            await stop_averagers(started)
+    Args:
+        num_peers: How many averagers; the test's argument of this name by default, as with ``seed``.
+        seed: Of the simulation.
+        spec: How they average.
+    """
 
-    simulate(main, seed=seed)
+    def run(test: Body, arguments: dict[str, Any]) -> None:
+        async def main(network: SimulatedNetwork) -> None:
+            peers = [network.add_peer(f"p{i}") for i in range(num_peers or arguments["num_peers"])]
+            started = await start_averagers(network, peers, spec, NUM_VALUES)
+            try:
+                await test(network=network, started=started)
+            finally:
+                await stop_averagers(started)
+
+        simulate(main, seed=arguments["seed"] if seed is None else seed)
+
+    return given("network", "started", by=run)
 
 
 async def grow(started: list[AveragingPeer]) -> Head:

@@ -36,6 +36,8 @@ from tests.support.web.served import served, spread
 
 MAX_PEERS = 2000
 PUBLISH_SECONDS = 5.0
+ROUND_SECONDS = 20.0
+GROUP_SIZE = 16
 FIRST_ROUND = 40_000
 ROUND_BYTES = 4_000_000
 ABSENT = bytes(32)
@@ -64,8 +66,6 @@ class MadeUpSwarm:
         seed: int = 1,
         clock: Callable[[], float] = time.time,
         *,
-        round_seconds: float = 20.0,
-        group_size: int = 16,
         num_astray: int = 0,
         hostile: bool = False,
         num_stages: int = 1,
@@ -77,8 +77,6 @@ class MadeUpSwarm:
             num_peers: That it has when all of them are there, at most 2000.
             seed: Of everything that differs between peers and rounds.
             clock: Wall-clock seconds; the swarm's tenth round is under way at its first value.
-            round_seconds: From one round to the next.
-            group_size: Peers that average together at most.
             num_astray: Peers whose state is not that of the others.
             hostile: Whether peers try to break the page by what they say.
             num_stages: Into which the model is cut.
@@ -90,18 +88,17 @@ class MadeUpSwarm:
         self.answers = True
         self._seed = seed
         self._clock = clock
-        self._round_seconds = round_seconds
         self._num_astray = num_astray
         self._hostile = hostile
         self._num_stages = num_stages
         self.serves = serves
         self._hosted = [number for number in range(num_stages) if number not in bare_stages]
-        self._genesis = clock() - 10.5 * round_seconds
+        self._genesis = clock() - 10.5 * ROUND_SECONDS
         self._ids = [base58.b58encode(b"\x12\x20" + self._hash("peer", i)).decode() for i in range(num_peers)]
         self._num_bootstraps = min(3, max(1, num_peers // 20))
-        self._cells = Cells(group_size)
+        self._cells = Cells(GROUP_SIZE)
         manifest = Manifest(
-            name="made-up-swarm", model=ModelSpec(layers=12), averaging=AveragingSpec(group_size=group_size),
+            name="made-up-swarm", model=ModelSpec(layers=12), averaging=AveragingSpec(group_size=GROUP_SIZE),
             training=TrainingSpec(every=1 if num_stages > 1 else 32), pipeline=PipelineSpec(stages=num_stages),
         )  # fmt: skip
         self._digest = manifest.digest
@@ -148,7 +145,7 @@ class MadeUpSwarm:
         round_ = self._round_at(at)
         started_at = self._started_at(index, at)
         role = self._role(index)
-        is_new = at - started_at < 1.5 * self._round_seconds
+        is_new = at - started_at < 1.5 * ROUND_SECONDS
         joins = role in ("trainer", "stage")
         trains = joins and not is_new
         feeds = trains and self._num_stages > 1 and role == "trainer"
@@ -156,8 +153,8 @@ class MadeUpSwarm:
         done = range(max(first, round_ - MAX_REPORTS), round_) if trains else range(0)
         num_rounds = max(0, round_ - first) if trains else 0
         speed = self._speed(index) if trains else 0.0
-        in_round = (at - self._genesis) % self._round_seconds
-        traffic = int(ROUND_BYTES * (num_rounds + in_round / self._round_seconds)) if trains else 0
+        in_round = (at - self._genesis) % ROUND_SECONDS
+        traffic = int(ROUND_BYTES * (num_rounds + in_round / ROUND_SECONDS)) if trains else 0
         return PeerRecord(
             peer=self._ids[index],
             name=self._name(index),
@@ -179,7 +176,7 @@ class MadeUpSwarm:
             addresses=(f"/ip4/198.51.100.{index % 256}/tcp/31337",),
             started_at=started_at,
             last_rounds=tuple(self._report(index, number) for number in (() if feeds else done)),
-            trained_tokens=int(num_rounds * speed * self._round_seconds * 0.9),
+            trained_tokens=int(num_rounds * speed * ROUND_SECONDS * 0.9),
             trained_rounds=num_rounds,
             note=f"{HOSTILE_NAMES[index % 3]} {'x' * 150}"[:200] if self._hostile else "",
             stages=self._stages(index, round_, int(speed * in_round)) if role == "stage" and trains else (),
@@ -245,7 +242,7 @@ class MadeUpSwarm:
     # --- rounds ---------------------------------------------------------------------------------------------------
 
     def _round_at(self, at: float) -> int:
-        return FIRST_ROUND + int((at - self._genesis) / self._round_seconds)
+        return FIRST_ROUND + int((at - self._genesis) / ROUND_SECONDS)
 
     def _report(self, index: int, round_: int) -> RoundReport:
         known = self._reports.get((index, round_))
@@ -259,8 +256,8 @@ class MadeUpSwarm:
             else ""
         )  # fmt: skip
         committed = not DROPPED <= draw < MISSES
-        matchmaking = self._round_seconds * (0.05 + 0.05 * self._chance("matchmaking", round_))
-        transfer = self._round_seconds * (0.08 + 0.12 * self._chance("transfer", round_))
+        matchmaking = ROUND_SECONDS * (0.05 + 0.05 * self._chance("matchmaking", round_))
+        transfer = ROUND_SECONDS * (0.08 + 0.12 * self._chance("transfer", round_))
         body = self._chain[round_ - FIRST_ROUND]
         report = self._reports[index, round_] = RoundReport(
             round=round_,
@@ -271,7 +268,7 @@ class MadeUpSwarm:
             contributors=self._num_members(body, index),
             contributed=not reason,
             digest=self._state(index, self._stage(index), round_ + 1) if committed else ABSENT,
-            compute_seconds=self._round_seconds - matchmaking - transfer,
+            compute_seconds=ROUND_SECONDS - matchmaking - transfer,
             matchmaking_seconds=matchmaking,
             transfer_seconds=transfer,
         )
@@ -294,7 +291,7 @@ class MadeUpSwarm:
             self._chain.append(self._result(FIRST_ROUND + len(self._chain)))
 
     def _result(self, round_: int) -> Body:
-        at = self._genesis + (round_ - FIRST_ROUND) * self._round_seconds
+        at = self._genesis + (round_ - FIRST_ROUND) * ROUND_SECONDS
         present = [
             index for index in range(len(self._ids))
             if self._role(index) in ("trainer", "stage") and self._is_present(index, at)
@@ -310,7 +307,7 @@ class MadeUpSwarm:
         levels = self._cells.num_levels(size)
         delegates = [group[0] for group in groups.values()] if levels > 1 else present
         parts = list(groups.values()) if levels > 1 else [[index] for index in present]
-        tokens = [int(sum(map(self._speed, part)) * self._round_seconds * 0.9) for part in parts]
+        tokens = [int(sum(map(self._speed, part)) * ROUND_SECONDS * 0.9) for part in parts]
         peers = tuple(map(len, parts))
         return Body(
             swarm=self._digest,
@@ -352,7 +349,7 @@ def made_up_loss(round_: float) -> float:
     return 2.2 + 6 / math.sqrt(1 + max(0.0, round_ - FIRST_ROUND + 400) / 40)
 
 
-async def fill(store: Store, swarm: MadeUpSwarm, round_seconds: float = 20.0) -> None:
+async def fill(store: Store, swarm: MadeUpSwarm) -> None:
     """Give a store the past week that such a swarm would have left in it."""
     now, peers = swarm.now(), len((await swarm.look()).sightings or ())
     moments: Iterable[float] = (
@@ -369,15 +366,15 @@ async def fill(store: Store, swarm: MadeUpSwarm, round_seconds: float = 20.0) ->
                 "token_seconds": spread(63 * number, 0.04 * (1.2 + 0.1 * wave)),
             })  # fmt: skip
         await store.add_points(at, {
-            "loss": made_up_loss(FIRST_ROUND - (now - at) / round_seconds) * (1 + 0.001 * math.sin(at)),
+            "loss": made_up_loss(FIRST_ROUND - (now - at) / ROUND_SECONDS) * (1 + 0.001 * math.sin(at)),
             "tokens_per_second": there * 2100 * (1 + 0.03 * math.sin(at / 11)),
             "peers": there, "training": 0.95 * there,
-            "compute_seconds": round_seconds * (0.75 + 0.03 * wave),
-            "matchmaking_seconds": round_seconds * (0.07 + 0.01 * math.sin(at / 900)),
-            "transfer_seconds": round_seconds * (0.14 - 0.02 * wave),
+            "compute_seconds": ROUND_SECONDS * (0.75 + 0.03 * wave),
+            "matchmaking_seconds": ROUND_SECONDS * (0.07 + 0.01 * math.sin(at / 900)),
+            "transfer_seconds": ROUND_SECONDS * (0.14 - 0.02 * wave),
             "aborted": float(math.sin(at / 71) > 0.995),
-            "sent_per_second": there * ROUND_BYTES / round_seconds,
-            "received_per_second": there * ROUND_BYTES / round_seconds * (0.97 + 0.02 * wave),
+            "sent_per_second": there * ROUND_BYTES / ROUND_SECONDS,
+            "received_per_second": there * ROUND_BYTES / ROUND_SECONDS * (0.97 + 0.02 * wave),
             **({
                 "served_tokens_per_second": 130 + 25 * wave, "served_prompt_tokens_per_second": 400 + 80 * wave,
                 "sessions": 9 + 2 * wave,

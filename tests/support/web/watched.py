@@ -14,6 +14,7 @@ from p2ptrain.status.progress import RoundGoal
 from p2ptrain.status.snapshot import Observation, build_snapshot
 from p2ptrain.status.tracker import SwarmTracker
 from p2ptrain.status.views import PeerView, RoundView, Snapshot, SwarmView
+from tests.support.records import record_of
 
 START = 1_700_000_000.0
 SWARM = SwarmView(
@@ -52,11 +53,10 @@ def digest_after(round_: int) -> bytes:
 
 def trainer(peer: str, **changes: Any) -> PeerRecord:
     """A healthy trainer that works towards round 8."""
-    usual = PeerRecord(
-        peer=peer, name=f"{peer}'s laptop", version="0.1.0", protocol=1, role="trainer", state="training",
-        device="cpu", round=8, lineage=LINEAGE, digest=DIGEST, lineage_tokens=8000, round_tokens=10, loss=2.5,
-        tokens_per_second=100.0, bytes_sent=1000, bytes_received=2000, reachability="direct", addresses=(),
-        started_at=START - 3600.0, last_rounds=(), trained_tokens=500, trained_rounds=8,
+    usual = record_of(
+        peer, name=f"{peer}'s laptop", version="0.1.0", round=8, lineage=LINEAGE, digest=DIGEST, lineage_tokens=8000,
+        round_tokens=10, loss=2.5, tokens_per_second=100.0, bytes_sent=1000, bytes_received=2000,
+        started_at=START - 3600.0, trained_tokens=500, trained_rounds=8,
     )  # fmt: skip
     return replace(usual, **changes)
 
