@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -13,13 +14,21 @@ from p2ptrain.averaging.commit.attempt import AttemptFailedError, UnencodableErr
 from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.codecs import Codec, get_codec
 from p2ptrain.codecs.mixed import by_size
-from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from tests.support.sim.averaging import NUM_VALUES, SPEC, RosterMember, make_roster, stop
-from tests.support.sim.peers import SWARM, members
+from p2ptrain.network.simulated import SimulatedNetwork
+from tests.support.sim.averaging import NUM_VALUES, SPEC, decoded, make_roster, run_all, stop
+from tests.support.sim.peers import SWARM, Member, members
+from tests.support.sim.simulated import simulated
 
 TOKENS = [10, 20, 70]
 MIXED = by_size(get_codec("fp32"), get_codec("bf16"), [15, 10, 30, 5], 10)
 """Its spans lie across the shares of three members."""
+
+
+def contributors(certificates: Sequence[object]) -> list[tuple[int, ...]]:
+    """Whose contributions each certificate counts."""
+    return [
+        tuple(index for index, *_ in each.body.contributors) for each in certificates if isinstance(each, Certificate)
+    ]
 
 
 def make_vectors(count: int) -> list[torch.Tensor]:
@@ -27,260 +36,195 @@ def make_vectors(count: int) -> list[torch.Tensor]:
     return [torch.randn(NUM_VALUES, generator=generator) for _ in range(count)]
 
 
-def decoded(member: RosterMember) -> torch.Tensor:
-    attempt, out = member.attempt, torch.zeros(NUM_VALUES)
-    for index, mean in enumerate(attempt.means):
-        assert mean is not None
-        if mean:
-            attempt.mean_codec_of(index).decode_into(mean, out[attempt.bounds[index] : attempt.bounds[index + 1]])
-    return out
-
-
 @pytest.mark.parametrize(
     ("codec", "tolerance"),
     [("fp32", 1e-6), ("fp16", 2e-3), ("bf16", 2e-2), ("int8", 5e-2), ("int4", 0.8), (MIXED, 2e-2), ("topk", 4.0)],
     ids=lambda value: str(getattr(value, "name", value)),
 )
-def test_everybody_holds_the_same_weighted_mean_and_a_certificate(codec: str | Codec, tolerance: float) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 3) as swarm:
-            vectors = make_vectors(3)
-            roster = make_roster(swarm, vectors, TOKENS, codec, spec=SPEC.model_copy(update={"aggregation": "mean"}))
-            certificates = await asyncio.gather(*(each.run() for each in roster))
-            await stop(roster, linger=True)
-            expected = sum((v * (t / 100) for v, t in zip(vectors, TOKENS, strict=True)), torch.zeros(NUM_VALUES))
-            for each in roster:
-                torch.testing.assert_close(decoded(each), expected, rtol=0, atol=tolerance)
-                assert each.attempt.means == roster[0].attempt.means
-            assert len({certificate.body for certificate in certificates}) == 1
-            for certificate in certificates:
-                Certificate.from_bytes(certificate.to_bytes(), SWARM, swarm[0].peer.signer)
-
-    simulate(main, seed=1)
+@simulated(members, 3, seed=1)
+async def test_everybody_holds_the_same_weighted_mean_and_a_certificate(
+    swarm: list[Member], codec: str | Codec, tolerance: float
+) -> None:
+    vectors = make_vectors(3)
+    roster = make_roster(swarm, vectors, TOKENS, codec, spec=SPEC.model_copy(update={"aggregation": "mean"}))
+    certificates = await run_all(roster)
+    expected = sum((v * (t / 100) for v, t in zip(vectors, TOKENS, strict=True)), torch.zeros(NUM_VALUES))
+    for each, certificate in zip(roster, certificates, strict=True):
+        torch.testing.assert_close(decoded(each), expected, rtol=0, atol=tolerance)
+        assert each.attempt.means == roster[0].attempt.means
+        assert isinstance(certificate, Certificate)
+        assert certificate.body == roster[0].attempt.body
+        Certificate.from_bytes(certificate.to_bytes(), SWARM, swarm[0].peer.signer)
 
 
-def test_a_lone_member_certifies_its_own() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 1) as swarm:
-            roster = make_roster(swarm, make_vectors(1), [10])
-            certificate = await roster[0].run()
-            await stop(roster)
-            assert certificate.body.contributors == ((0, 10, 1),)
-            torch.testing.assert_close(decoded(roster[0]), make_vectors(1)[0])
-
-    simulate(main, seed=2)
+@simulated(members, 1, seed=2)
+async def test_a_lone_member_certifies_its_own(swarm: list[Member]) -> None:
+    roster = make_roster(swarm, make_vectors(1), [10])
+    certificate = await roster[0].run()
+    await stop(roster)
+    assert certificate.body.contributors == ((0, 10, 1),)
+    torch.testing.assert_close(decoded(roster[0]), make_vectors(1)[0])
 
 
-def test_a_member_that_never_comes_fails_the_attempt_and_is_named() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 3) as swarm:
-            roster = make_roster(swarm, make_vectors(3), TOKENS)
-            present, absent = roster[:2], roster[2]
-            absent.member.rpc.serve_channel(ALLREDUCE, Request, lambda channel, request: asyncio.sleep(60))
-            failures = await asyncio.gather(*(each.run() for each in present), return_exceptions=True)
-            await stop(roster)
-            for failure in failures:
-                assert isinstance(failure, AttemptFailedError)
-                assert failure.suspects == (absent.member.rpc.peer_id,)
-            assert network.loop.time() <= SPEC.round_seconds + 1
-
-    simulate(main, seed=3)
+@simulated(members, 3, seed=3)
+async def test_a_member_that_never_comes_fails_the_attempt_and_is_named(swarm: list[Member]) -> None:
+    *present, absent = make_roster(swarm, make_vectors(3), TOKENS)
+    absent.member.rpc.serve_channel(ALLREDUCE, Request, lambda channel, request: asyncio.sleep(60))
+    for failure in await run_all(present):
+        assert isinstance(failure, AttemptFailedError)
+        assert failure.suspects == (absent.member.rpc.peer_id,)
+    await stop([absent])
+    assert max(each.ended_at for each in present) <= SPEC.round_seconds + 1
 
 
 @pytest.mark.parametrize("missing", [Mask, Signature])
-def test_a_member_that_keeps_its_stream_but_stops_talking_is_named(missing: type) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 2) as swarm:
-            roster = make_roster(swarm, make_vectors(2), [10, 10])
-            honest, silent = roster
-            send = silent.session.serve
+@simulated(members, 2, seed=4)
+async def test_a_member_that_keeps_its_stream_but_stops_talking_is_named(swarm: list[Member], missing: type) -> None:
+    roster = make_roster(swarm, make_vectors(2), [10, 10])
+    honest, silent = roster
+    send = silent.session.serve
 
-            async def serve(channel, request):  # type: ignore[no-untyped-def]
-                sending = channel.send
-                channel.send = lambda message: asyncio.sleep(60) if isinstance(message, missing) else sending(message)
-                await send(channel, request)
+    async def serve(channel, request):  # type: ignore[no-untyped-def]
+        sending = channel.send
+        channel.send = lambda message: asyncio.sleep(60) if isinstance(message, missing) else sending(message)
+        await send(channel, request)
 
-            silent.member.rpc.serve_channel(ALLREDUCE, Request, serve)
-            other = asyncio.create_task(silent.run())
-            with pytest.raises(AttemptFailedError) as failure:
-                await honest.run()
-            assert failure.value.suspects == (silent.member.rpc.peer_id,)
-            other.cancel()
-            await asyncio.gather(other, return_exceptions=True)
-            await stop(roster)
-
-    simulate(main, seed=4)
+    silent.member.rpc.serve_channel(ALLREDUCE, Request, serve)
+    other = asyncio.create_task(silent.run())
+    with pytest.raises(AttemptFailedError) as failure:
+        await honest.run()
+    assert failure.value.suspects == (silent.member.rpc.peer_id,)
+    other.cancel()
+    await asyncio.gather(other, return_exceptions=True)
+    await stop(roster)
 
 
-def test_a_part_that_is_not_finite_is_refused_at_once_and_its_sender_named() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 3) as swarm:
-            roster = make_roster(swarm, make_vectors(3), TOKENS, bounds=(0, 0, 20, NUM_VALUES))
-            evil = roster[0]  # It owns no share: the others need nothing from it.
-            encode_into = type(evil.attempt.codec).encode_into
+@simulated(members, 3, seed=5)
+async def test_a_part_that_is_not_finite_is_refused_at_once_and_its_sender_named(swarm: list[Member]) -> None:
+    roster = make_roster(swarm, make_vectors(3), TOKENS, bounds=(0, 0, 20, NUM_VALUES))
+    evil = roster[0]  # It owns no share: the others need nothing from it.
+    codec = type(evil.attempt.codec)
+    encode_into = codec.encode_into
 
-            class Evil(type(evil.attempt.codec)):  # type: ignore[misc]
-                def encoded_view(self, vector):  # type: ignore[no-untyped-def]
-                    """None: a lie takes a copy."""
+    class Evil(codec):  # type: ignore[misc, valid-type]
+        def encoded_view(self, vector):  # type: ignore[no-untyped-def]
+            """None: a lie takes a copy."""
 
-                def encode_into(self, vector, out):  # type: ignore[no-untyped-def]
-                    encode_into(self, vector, out)
-                    if torch.equal(vector, evil.session.contribution.vector[:20]):
-                        out[:4] = b"\xff" * 4
+        def encode_into(self, vector, out):  # type: ignore[no-untyped-def]
+            encode_into(self, vector, out)
+            if torch.equal(vector, evil.session.contribution.vector[:20]):
+                out[:4] = b"\xff" * 4
 
-                def validate(self, data, num_values):  # type: ignore[no-untyped-def]
-                    """An honest sender would notice."""
+        def validate(self, data, num_values):  # type: ignore[no-untyped-def]
+            """An honest sender would notice."""
 
-                def largest(self, data, num_values):  # type: ignore[no-untyped-def]
-                    return 0.0
+        def largest(self, data, num_values):  # type: ignore[no-untyped-def]
+            return 0.0
 
-            evil.encode_in(Evil())
-            results = await asyncio.gather(*(each.run() for each in roster), return_exceptions=True)
-            assert network.loop.time() < SPEC.grace_seconds  # Nobody waited for what will not come.
-            await stop(roster, linger=True)
-            assert list(roster[1].refused) == [evil.member.rpc.peer_id]
-            assert isinstance(results[0], AttemptFailedError)
-            for certificate in results[1:]:
-                assert isinstance(certificate, Certificate)
-                assert [index for index, *_ in certificate.body.contributors] == [1, 2]
-
-    simulate(main, seed=5)
+    evil.encode_in(Evil())
+    results = await run_all(roster)
+    assert max(each.ended_at for each in roster) < SPEC.grace_seconds, "nobody waits for what will not come"
+    assert list(roster[1].refused) == [evil.member.rpc.peer_id]
+    assert isinstance(results[0], AttemptFailedError)
+    assert contributors(results[1:]) == [(1, 2), (1, 2)]
 
 
 @pytest.mark.parametrize("rule", ["mean", "norm_clip", "centered_clip", "trimmed", "median"])
-def test_a_thousandfold_contribution_is_left_out_and_its_sender_told(rule: str) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 4) as swarm:
-            vectors, spec = make_vectors(4), SPEC.model_copy(update={"aggregation": rule})
-            loud_id = max(member.rpc.peer_id for member in swarm)
-            loud = next(i for i, member in enumerate(swarm) if member.rpc.peer_id == loud_id)
-            vectors[loud] *= 1000
-            roster = make_roster(swarm, vectors, [10] * 4, spec=spec)
-            certificates = await asyncio.gather(*(each.run() for each in roster))
-            await stop(roster, linger=True)
-            assert {certificate.body for certificate in certificates} == {certificates[0].body}
-            assert [index for index, *_ in certificates[0].body.contributors] == [0, 1, 2]
-            assert float(decoded(roster[0]).abs().max()) < 10
-            for each in roster[:3]:
-                assert list(each.refused) == [loud_id]
-                assert "times the group's median" in each.refused[loud_id]
-                assert each.member.rpc.refusals[loud_id, "out of proportion"] == 1
-                assert each.result.refusal == ""
-            # It takes part otherwise, reduces its share without itself, and knows why.
-            assert sorted(roster[3].refused_by) == [0, 1, 2, 3]
-            assert "times the group's median" in roster[3].result.refusal
-
-    simulate(main, seed=8)
+@simulated(members, 4, seed=8)
+async def test_a_thousandfold_contribution_is_left_out_and_its_sender_told(swarm: list[Member], rule: str) -> None:
+    vectors, spec = make_vectors(4), SPEC.model_copy(update={"aggregation": rule})
+    loud_id = max(member.rpc.peer_id for member in swarm)
+    vectors[next(i for i, member in enumerate(swarm) if member.rpc.peer_id == loud_id)] *= 1000
+    roster = make_roster(swarm, vectors, [10] * 4, spec=spec)
+    assert contributors(await run_all(roster)) == [(0, 1, 2)] * 4
+    assert len({each.attempt.body for each in roster}) == 1
+    assert float(decoded(roster[0]).abs().max()) < 10
+    for each in roster[:3]:
+        assert list(each.refused) == [loud_id]
+        assert "times the group's median" in each.refused[loud_id]
+        assert each.member.rpc.refusals[loud_id, "out of proportion"] == 1
+        assert each.result.refusal == ""
+    # It takes part otherwise, reduces its share without itself, and knows why.
+    assert sorted(roster[3].refused_by) == [0, 1, 2, 3]
+    assert "times the group's median" in roster[3].result.refusal
 
 
-def test_one_owner_s_word_is_not_enough_to_drop_a_contribution() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 4) as swarm:
-            roster = make_roster(swarm, make_vectors(4), [10] * 4)
-            share = roster[0].session.share
+@simulated(members, 4, seed=9)
+async def test_one_owner_s_word_is_not_enough_to_drop_a_contribution(swarm: list[Member]) -> None:
+    roster = make_roster(swarm, make_vectors(4), [10] * 4)
+    share = roster[0].session.share
 
-            def slander() -> frozenset[int]:
-                share.refused[2] = "smells"
-                return frozenset({0, 1, 3})
+    def slander() -> frozenset[int]:
+        share.refused[2] = "smells"
+        return frozenset({0, 1, 3})
 
-            share.judge = slander  # type: ignore[method-assign]
-            await asyncio.gather(*(each.run() for each in roster))
-            await stop(roster, linger=True)
-            assert roster[2].attempt.contributors == (0, 1, 3)
-            assert roster[2].refused_by == {0: "smells"}
-            assert roster[2].result.refusal == ""
-
-    simulate(main, seed=9)
+    share.judge = slander  # type: ignore[method-assign]
+    await run_all(roster)
+    assert roster[2].attempt.contributors == (0, 1, 3)
+    assert roster[2].refused_by == {0: "smells"}
+    assert roster[2].result.refusal == ""
 
 
-def test_members_whose_bits_differ_in_scale_alone_all_count_in_a_pair() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 2) as swarm:
-            vectors = make_vectors(2)
-            vectors[1] *= 1000  # Of two, nobody can say which is right.
-            roster = make_roster(swarm, vectors, [10, 10])
-            certificates = await asyncio.gather(*(each.run() for each in roster))
-            await stop(roster, linger=True)
-            assert [index for index, *_ in certificates[0].body.contributors] == [0, 1]
-
-    simulate(main, seed=10)
+@simulated(members, 2, seed=10)
+async def test_members_whose_bits_differ_in_scale_alone_all_count_in_a_pair(swarm: list[Member]) -> None:
+    vectors = make_vectors(2)
+    vectors[1] *= 1000  # Of two, nobody can say which is right.
+    assert contributors(await run_all(make_roster(swarm, vectors, [10, 10]))) == [(0, 1)] * 2
 
 
-@pytest.mark.parametrize("place", ["own share", "others' shares"])
-def test_an_update_beyond_the_limit_of_values_is_this_peer_s_own_fault(place: str) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 2) as swarm:
-            vectors = [torch.zeros(NUM_VALUES), torch.zeros(NUM_VALUES)]
-            for vector, member in zip(vectors, swarm, strict=True):
-                is_first = member.rpc.peer_id == min(other.rpc.peer_id for other in swarm)
-                vector[0 if is_first == (place == "own share") else -1] = 2e6
-            roster = make_roster(swarm, vectors, [10, 10])
-            failures = await asyncio.gather(*(each.run() for each in roster), return_exceptions=True)
-            await stop(roster)
-            assert all(isinstance(failure, UnencodableError) for failure in failures), failures
-
-    simulate(main, seed=11)
+@pytest.mark.parametrize("place", ["own share", "others' shares", "beyond the codec"])
+@simulated(members, 2, seed=11)
+async def test_an_update_beyond_a_limit_is_this_peer_s_own_fault(swarm: list[Member], place: str) -> None:
+    vectors = [torch.zeros(NUM_VALUES), torch.zeros(NUM_VALUES)]
+    for vector, member in zip(vectors, swarm, strict=True):
+        is_first = member.rpc.peer_id == min(other.rpc.peer_id for other in swarm)
+        if place == "beyond the codec":
+            vector.fill_(1e6)
+        else:
+            vector[0 if is_first == (place == "own share") else -1] = 2e6
+    failures = await run_all(make_roster(swarm, vectors, [10, 10], "fp16" if place == "beyond the codec" else "fp32"))
+    assert all(isinstance(failure, UnencodableError) for failure in failures), failures
 
 
 @pytest.mark.parametrize(("part_codec", "is_allowed"), [("int4", True), ("topk", True), ("fp16", False)])
-def test_only_the_swarm_s_codec_and_smaller_ones_are_taken_for_a_part(part_codec: str, is_allowed: bool) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 3) as swarm:
-            roster = make_roster(swarm, make_vectors(3), TOKENS, "int8", bounds=(0, 0, 0, NUM_VALUES))
-            odd, owner = roster[0], roster[2]
-            odd.encode_in(get_codec(part_codec))
-            await asyncio.gather(*(each.run() for each in roster), return_exceptions=True)
-            assert network.loop.time() < SPEC.grace_seconds
-            await stop(roster, linger=True)
-            assert owner.attempt.contributors == ((0, 1, 2) if is_allowed else (1, 2))
-            assert list(owner.refused) == ([] if is_allowed else [odd.member.rpc.peer_id])
-
-    simulate(main, seed=8)
+@simulated(members, 3, seed=8)
+async def test_only_the_swarm_s_codec_and_smaller_ones_are_taken_for_a_part(
+    swarm: list[Member], part_codec: str, is_allowed: bool
+) -> None:
+    roster = make_roster(swarm, make_vectors(3), TOKENS, "int8", bounds=(0, 0, 0, NUM_VALUES))
+    odd, owner = roster[0], roster[2]
+    odd.encode_in(get_codec(part_codec))
+    await run_all(roster)
+    assert max(each.ended_at for each in roster) < SPEC.grace_seconds
+    assert owner.attempt.contributors == ((0, 1, 2) if is_allowed else (1, 2))
+    assert list(owner.refused) == ([] if is_allowed else [odd.member.rpc.peer_id])
 
 
-def test_an_update_beyond_the_codec_is_this_peer_s_own_fault() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 2) as swarm:
-            roster = make_roster(swarm, [torch.full((NUM_VALUES,), 1e6)] * 2, [10, 10], "fp16")
-            failures = await asyncio.gather(*(each.run() for each in roster), return_exceptions=True)
-            await stop(roster)
-            assert all(isinstance(failure, UnencodableError) for failure in failures)
-
-    simulate(main, seed=6)
-
-
-def test_a_stranger_and_a_second_stream_are_refused() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 3) as swarm:
-            roster = make_roster(swarm[:2], make_vectors(2), [10, 10])
-            target = roster[0].member.rpc.peer_id
-            for caller in (swarm[2].rpc, roster[1].member.rpc):
-                bring = Bring(roster[0].attempt.roster.group_id, "fp32")
-                async with caller.open(target, ALLREDUCE, bring, 2.0), caller.open(target, ALLREDUCE, bring, 2.0):
-                    await asyncio.sleep(0.5)
-                assert roster[0].member.rpc.refusals[caller.peer_id, "ProtocolError"] >= 1
-            await stop(roster)
-
-    simulate(main, seed=7)
+@simulated(members, 3, seed=7)
+async def test_a_stranger_and_a_second_stream_are_refused(swarm: list[Member]) -> None:
+    roster = make_roster(swarm[:2], make_vectors(2), [10, 10])
+    target = roster[0].member.rpc.peer_id
+    for caller in (swarm[2].rpc, roster[1].member.rpc):
+        bring = Bring(roster[0].attempt.roster.group_id, "fp32")
+        async with caller.open(target, ALLREDUCE, bring, 2.0), caller.open(target, ALLREDUCE, bring, 2.0):
+            await asyncio.sleep(0.5)
+        assert roster[0].member.rpc.refusals[caller.peer_id, "ProtocolError"] >= 1
+    await stop(roster)
 
 
-def test_a_member_whose_background_task_fails_gives_up_at_once_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 3) as swarm:
-            roster = make_roster(swarm, make_vectors(3), TOKENS)
+@simulated(members, 3, seed=3)
+async def test_a_member_whose_background_task_fails_gives_up_at_once_and_says_so(
+    swarm: list[Member], network: SimulatedNetwork, caplog: pytest.LogCaptureFixture
+) -> None:
+    roster = make_roster(swarm, make_vectors(3), TOKENS)
 
-            def judge() -> frozenset[int]:
-                raise ZeroDivisionError("a defect")
+    def judge() -> frozenset[int]:
+        raise ZeroDivisionError("a defect")
 
-            roster[0].session.share.judge = judge  # type: ignore[method-assign]
-            began = network.loop.time()
-            others = [asyncio.create_task(each.run()) for each in roster[1:]]
-            with pytest.raises(AttemptFailedError, match=r"a part of this peer failed \(ZeroDivisionError"):
-                await roster[0].run()
-            assert network.loop.time() - began < SPEC.round_seconds / 4
-            await stop(roster)
-            await asyncio.gather(*others, return_exceptions=True)
-            network.loop.errors.clear()
-
-    simulate(main, seed=3)
+    roster[0].session.share.judge = judge  # type: ignore[method-assign]
+    failure = (await run_all(roster))[0]
+    assert isinstance(failure, AttemptFailedError)
+    assert "a part of this peer failed (ZeroDivisionError" in str(failure)
+    assert roster[0].ended_at < SPEC.round_seconds / 4
+    network.loop.errors.clear()
     assert "mask failed" in caplog.text

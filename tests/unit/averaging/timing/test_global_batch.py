@@ -198,24 +198,6 @@ TestGrants = Grants.TestCase
 TestGrants.settings = settings(max_examples=150, stateful_step_count=30)
 
 
-def test_all_together_are_asked_to_take_on_the_global_batch_and_no_more() -> None:
-    batch = GlobalBatch(10)
-    assert batch.grant("a", 0, 6, 0.0) == 6
-    assert batch.grant("b", 0, 6, 0.1) == 4
-    assert batch.grant("c", 0, 6, 0.2) == 0
-    assert batch.grant("a", 6, 1, 0.3) == 0
-    assert batch.grant("b", 2, 0, 0.4) == 0, "it gave two of them up"
-    assert batch.grant("a", 6, 3, 0.5) == 2
-
-
-def test_what_a_silent_peer_holds_is_given_to_others_but_what_it_has_done_is_not() -> None:
-    batch = GlobalBatch(10)
-    batch.report("a", Report(3, 0, 0.0, 0.0))
-    assert batch.grant("a", 3, 7, 0.0) == 7
-    assert batch.grant("b", 0, 10, HOLD_SECONDS - 0.1) == 0
-    assert batch.grant("b", 0, 10, HOLD_SECONDS) == 7
-
-
 def test_without_a_global_batch_nothing_is_granted() -> None:
     assert GlobalBatch(0).grant("a", 0, 5, 0.0) == 0
 

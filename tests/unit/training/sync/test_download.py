@@ -21,7 +21,7 @@ from p2ptrain.network.chunks.messages import Ask, FromReceiver, Open
 from p2ptrain.network.chunks.server import Ration
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.rpc.pace import LeastRate
-from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.training.state.digest import (
     CHUNK_BYTES,
     ChunkedBytes,
@@ -49,6 +49,7 @@ from tests.support.sim.downloads import (
     with_sources,
 )
 from tests.support.sim.peers import members, start_member
+from tests.support.sim.simulated import simulated
 
 
 def test_three_sources_share_the_work() -> None:
@@ -239,21 +240,18 @@ def test_a_source_that_falls_silent_does_not_hold_up_the_rest(fault: str) -> Non
     with_sources(2, check)
 
 
-def test_a_slow_source_does_not_set_the_pace() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 2) as everyone:
-            slow = network.add_peer("slow", up_bytes_per_second=1e5)
-            everyone.append(await start_member(network, slow))
-            swarm = Sources(network, everyone)
-            loop = asyncio.get_running_loop()
-            started = loop.time()
-            await swarm.download()
-            assert swarm.is_right()
-            # 1 MiB from the slow source alone takes 10 s.
-            assert loop.time() - started < 5.0
-            await everyone[-1].rpc.close()
-
-    simulate(main, seed=1, model=FAST)
+@simulated(members, 2, seed=1, model=FAST)
+async def test_a_slow_source_does_not_set_the_pace(everyone: list[Member], network: SimulatedNetwork) -> None:
+    slow = network.add_peer("slow", up_bytes_per_second=1e5)
+    everyone.append(await start_member(network, slow))
+    swarm = Sources(network, everyone)
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    await swarm.download()
+    assert swarm.is_right()
+    # 1 MiB from the slow source alone takes 10 s.
+    assert loop.time() - started < 5.0
+    await everyone[-1].rpc.close()
 
 
 def test_a_source_that_comes_back_is_resumed() -> None:
@@ -357,23 +355,22 @@ def test_a_source_below_the_least_rate_is_given_up() -> None:
     with_sources(1, check, ration=Ration(bytes_per_second=100.0))
 
 
-def test_the_slowest_source_gives_its_place_to_one_that_was_not_asked_yet() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 1) as everyone:
-            for index in range(5):
-                rate = 4e6 if index == 4 else 1e4
-                everyone.append(await start_member(network, network.add_peer(f"s{index}", up_bytes_per_second=rate)))
-            swarm = Sources(network, everyone)
-            loop = asyncio.get_running_loop()
-            started = loop.time()
-            downloaded = await swarm.download()
-            assert swarm.is_right()
-            assert downloaded.bytes_from[swarm.ids[4]] > NUM_VALUES * 8 / 2
-            assert loop.time() - started < 100.0, "four slow ones would have taken 300 s"
-            for member in everyone[1:]:
-                await member.rpc.close()
-
-    simulate(main, seed=1, model=FAST)
+@simulated(members, 1, seed=1, model=FAST)
+async def test_the_slowest_source_gives_its_place_to_one_that_was_not_asked_yet(
+    everyone: list[Member], network: SimulatedNetwork
+) -> None:
+    for index in range(5):
+        rate = 4e6 if index == 4 else 1e4
+        everyone.append(await start_member(network, network.add_peer(f"s{index}", up_bytes_per_second=rate)))
+    swarm = Sources(network, everyone)
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    downloaded = await swarm.download()
+    assert swarm.is_right()
+    assert downloaded.bytes_from[swarm.ids[4]] > NUM_VALUES * 8 / 2
+    assert loop.time() - started < 100.0, "four slow ones would have taken 300 s"
+    for member in everyone[1:]:
+        await member.rpc.close()
 
 
 def test_sources_that_never_answer_end_by_the_inner_deadlines() -> None:
@@ -443,13 +440,11 @@ def test_any_mixture_of_faults_ends_right_or_in_an_error(seed: int) -> None:
     with_sources(4, check, seed=seed)
 
 
-def test_a_state_of_a_few_bytes_arrives() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 2) as (newcomer, source):
-            state = shared_state(1)
-            StateServer(source.rpc, state)
-            partial, layout = PartialDownload(), state.layout.fingerprint
-            await download_state(newcomer.rpc, lambda: [source.rpc.peer_id], layout, partial, OneState(state.head))
-            assert merkle_tree(tensors_of(partial)).root == state.head.digest
-
-    simulate(main, seed=1)
+@simulated(seed=1)
+async def test_a_state_of_a_few_bytes_arrives(network: SimulatedNetwork) -> None:
+    async with members(network, 2) as (newcomer, source):
+        state = shared_state(1)
+        StateServer(source.rpc, state)
+        partial, layout = PartialDownload(), state.layout.fingerprint
+        await download_state(newcomer.rpc, lambda: [source.rpc.peer_id], layout, partial, OneState(state.head))
+        assert merkle_tree(tensors_of(partial)).root == state.head.digest

@@ -30,35 +30,33 @@ from tests.support.sim.downloads import (
     with_sources,
 )
 from tests.support.sim.peers import Member, members
+from tests.support.sim.simulated import simulated
 
 
-def test_too_many_downloads_wait_their_turn() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 5) as everyone:
-            *newcomers, source = everyone
-            state = shared_state()
-            StateServer(source.rpc, state, Ration(transfers=2))
-            seen: list[int] = []
+@simulated(members, 5, seed=1, model=FAST)
+async def test_too_many_downloads_wait_their_turn(everyone: list[Member]) -> None:
+    *newcomers, source = everyone
+    state = shared_state()
+    StateServer(source.rpc, state, Ration(transfers=2))
+    seen: list[int] = []
 
-            async def one(member: Member) -> str:
-                try:
-                    await download_state(
-                        member.rpc,
-                        lambda: [source.rpc.peer_id],
-                        state.layout.fingerprint,
-                        PartialDownload(),
-                        OneState(state.head),
-                    )
-                except PeerRefusedError as error:
-                    return str(error)
-                seen.append(1)
-                return ""
+    async def one(member: Member) -> str:
+        try:
+            await download_state(
+                member.rpc,
+                lambda: [source.rpc.peer_id],
+                state.layout.fingerprint,
+                PartialDownload(),
+                OneState(state.head),
+            )
+        except PeerRefusedError as error:
+            return str(error)
+        seen.append(1)
+        return ""
 
-            results = await asyncio.gather(*(member.peer.spawn(one(member)) for member in newcomers))
-            assert len(seen) >= 2
-            assert all("busy" in result for result in results if result)
-
-    simulate(main, seed=1, model=FAST)
+    results = await asyncio.gather(*(member.peer.spawn(one(member)) for member in newcomers))
+    assert len(seen) >= 2
+    assert all("busy" in result for result in results if result)
 
 
 def test_upload_keeps_to_its_rate() -> None:
