@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
+
+import pytest
 
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 
@@ -14,7 +16,7 @@ Setup = Callable[..., AbstractAsyncContextManager[Any]]
 
 
 def simulated(
-    setup: Setup | None = None, *given: Any, seed: int, **options: Any
+    setup: Setup | None = None, *given: Any, seed: int | Sequence[int], **options: Any
 ) -> Callable[[Callable[..., Awaitable[None]]], Callable[..., None]]:
     """Run a test in virtual time, within the context ``setup(network, *given)`` if there is a setup.
 
@@ -24,7 +26,7 @@ def simulated(
     Args:
         setup: Makes the context, such as `tests.support.sim.peers.members`.
         given: Passed to ``setup``.
-        seed: Of `simulate`.
+        seed: Of `simulate`; the test runs once for each of several.
         options: Of `simulate`.
     """
 
@@ -33,6 +35,8 @@ def simulated(
 
         @functools.wraps(test)
         def run(**named: Any) -> None:
+            chosen = named.pop("seed") if isinstance(seed, Sequence) else seed
+
             async def main(network: SimulatedNetwork) -> None:
                 if "network" in signature.parameters:
                     named["network"] = network
@@ -42,10 +46,13 @@ def simulated(
                     async with setup(network, *given) as value:
                         await test(value, **named)
 
-            simulate(main, seed, **options)
+            simulate(main, chosen, **options)
 
         parameters = list(signature.parameters.values())[0 if setup is None else 1 :]
         shown = [parameter for parameter in parameters if parameter.name != "network"]
+        if isinstance(seed, Sequence):
+            shown.append(inspect.Parameter("seed", inspect.Parameter.KEYWORD_ONLY))
+            pytest.mark.parametrize("seed", seed)(run)
         run.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
         return run
 

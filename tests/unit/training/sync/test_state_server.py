@@ -26,8 +26,8 @@ from tests.support.sim.downloads import (
     Sources,
     advance,
     shared_state,
+    sources,
     until_started,
-    with_sources,
 )
 from tests.support.sim.peers import Member, members
 from tests.support.sim.simulated import simulated
@@ -59,48 +59,40 @@ async def test_too_many_downloads_wait_their_turn(everyone: list[Member]) -> Non
     assert all("busy" in result for result in results if result)
 
 
-def test_upload_keeps_to_its_rate() -> None:
-    async def check(swarm: Sources) -> None:
-        loop = asyncio.get_running_loop()
-        started = loop.time()
-        await swarm.download()
-        assert loop.time() - started >= 0.9 * NUM_VALUES * 8 / 1e6
-
-    with_sources(1, check, ration=Ration(bytes_per_second=1e6))
+@simulated(sources, 1, Ration(bytes_per_second=1e6), seed=1, model=FAST)
+async def test_upload_keeps_to_its_rate(swarm: Sources) -> None:
+    await swarm.download()
+    assert swarm.seconds >= 0.9 * NUM_VALUES * 8 / 1e6
 
 
-def test_cancelling_frees_the_slot() -> None:
-    async def check(swarm: Sources) -> None:
-        for _ in range(4):
-            partial = PartialDownload()
-            task = swarm.start(resume=partial)
-            await until_started(swarm, partial)
-            task.cancel()
-            await asyncio.wait([task])
-            assert task.cancelled()
-            await asyncio.sleep(1.0)
-        assert swarm.sources[0].rpc.num_inbound == 0
-        await swarm.download()
-        assert swarm.is_right()
-
-    with_sources(1, check)
+@simulated(sources, 1, seed=1, model=FAST)
+async def test_cancelling_frees_the_slot(swarm: Sources) -> None:
+    for _ in range(4):
+        partial = PartialDownload()
+        task = swarm.start(resume=partial)
+        await until_started(swarm, partial)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        await asyncio.sleep(1.0)
+    assert swarm.sources[0].rpc.num_inbound == 0
+    await swarm.download()
+    assert swarm.is_right()
 
 
-def test_a_source_that_moves_on_in_the_middle_sends_what_it_holds_and_says_of_which_round() -> None:
-    async def check(swarm: Sources) -> None:
-        state, source = swarm.states[0], swarm.ids[0]
-        cut = cut_of(state.describe()[1])  # type: ignore[index]
-        async with swarm.newcomer.rpc.open(source, "chunks.state", Open(), 5.0) as channel:
-            await channel.receive(HeldState, 5.0)
-            for round_ in range(3):
-                assert (await fetch_head(swarm.newcomer.rpc, source)).round == round_
-                await channel.send(Ask([2]))
-                size = cut.chunk_bytes(2)
-                received = memoryview(await channel.receive_bytes(stamped_bytes(size, cut.depth), 30.0))
-                assert Stamp.from_bytes(received[size : size + Stamp.NUM_BYTES]) == Stamp.of(state.head)
-                advance(state)
-
-    with_sources(1, check)
+@simulated(sources, 1, seed=1, model=FAST)
+async def test_a_source_that_moves_on_in_the_middle_sends_what_it_holds_and_says_of_which_round(swarm: Sources) -> None:
+    state, source = swarm.states[0], swarm.ids[0]
+    cut = cut_of(state.describe()[1])  # type: ignore[index]
+    async with swarm.newcomer.rpc.open(source, "chunks.state", Open(), 5.0) as channel:
+        await channel.receive(HeldState, 5.0)
+        for round_ in range(3):
+            assert (await fetch_head(swarm.newcomer.rpc, source)).round == round_
+            await channel.send(Ask([2]))
+            size = cut.chunk_bytes(2)
+            received = memoryview(await channel.receive_bytes(stamped_bytes(size, cut.depth), 30.0))
+            assert Stamp.from_bytes(received[size : size + Stamp.NUM_BYTES]) == Stamp.of(state.head)
+            advance(state)
 
 
 def test_no_copy_of_the_state_is_made_however_many_download_while_rounds_go_on() -> None:
