@@ -1,7 +1,8 @@
-"""Vectors for tests of codecs, and what becomes of them."""
+"""Vectors for tests, and what codecs make of them."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from p2ptrain.codecs import Codec
@@ -10,6 +11,12 @@ from p2ptrain.codecs import Codec
 def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
     """Values from N(0, 1)."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def exact_values(num_values: int, seed: int) -> torch.Tensor:
+    """Values from -1 to 1, the same on every machine: exact integer arithmetic, no library's generator."""
+    raw = (np.arange(num_values, dtype=np.uint64) * 2654435761 + seed * 40503) % 2**24
+    return torch.from_numpy((raw.astype(np.float32) / np.float32(2**23) - np.float32(1.0)).copy())
 
 
 def decode(codec: Codec, data: bytes | bytearray | memoryview, num_values: int) -> torch.Tensor:

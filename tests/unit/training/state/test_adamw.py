@@ -21,6 +21,7 @@ from p2ptrain.training.state.adamw import BETA1, BETA2, EPSILON, AdamWStep
 from p2ptrain.training.state.digest import byte_view
 from p2ptrain.training.state.layout import Layout
 from p2ptrain.training.state.moments import BLOCK, PositiveCodes, SignedCodes
+from tests.support.codecs import exact_values
 
 Moments = Literal["fp32", "8bit"]
 SPEC = TrainingSpec(every=1, learning_rate=0.02, weight_decay=0.1, warmup_steps=4, clip_norm=2.0)
@@ -32,16 +33,10 @@ def layout_of(size: int) -> Layout:
     return Layout.from_module(module)
 
 
-def values(size: int, seed: int) -> torch.Tensor:
-    """The same on every machine: exact integer arithmetic, no library's generator."""
-    raw = (np.arange(size, dtype=np.uint64) * 2654435761 + seed * 40503) % 2**24
-    return torch.from_numpy((raw.astype(np.float32) / np.float32(2**23) - np.float32(1.0)).copy())
-
-
 def run(size: int, steps: int, moments: Moments = "fp32") -> tuple[torch.Tensor, AdamWStep]:
-    stepper, vector = AdamWStep(layout_of(size), SPEC, moments), values(size, 1)
+    stepper, vector = AdamWStep(layout_of(size), SPEC, moments), exact_values(size, 1)
     for round_ in range(steps):
-        stepper.step(vector, values(size, round_ + 2), round_)
+        stepper.step(vector, exact_values(size, round_ + 2), round_)
     return vector, stepper
 
 
@@ -64,14 +59,14 @@ def test_golden_bits(moments: Moments, golden: str) -> None:
 @given(st.floats(1e-4, 1.0), st.floats(0.0, 1.0), st.integers(1, 30), st.integers(0, 1000))
 def test_every_operation_is_rounded_to_fp32(rate: float, decay: float, size: int, seed: int) -> None:
     spec = TrainingSpec(every=1, learning_rate=rate, weight_decay=decay, warmup_steps=0, clip_norm=0.0)
-    stepper, vector = AdamWStep(layout_of(size), spec), values(size, seed)
+    stepper, vector = AdamWStep(layout_of(size), spec), exact_values(size, seed)
     expected: npt.NDArray[Any] = vector.numpy().copy()
     first: npt.NDArray[Any] = np.zeros(size, np.float32)
     second: npt.NDArray[Any] = np.zeros(size, np.float32)
     b1, b2, c1, c2 = (np.float32(value) for value in (BETA1, BETA2, 1 - BETA1, 1 - BETA2))
     power1 = power2 = 1.0
     for step in range(3):  # Up to the third power, one order of multiplication gives the same bits as any other.
-        mean = values(size, seed + step + 1)
+        mean = exact_values(size, seed + step + 1)
         stepper.step(vector, mean, step)
         gradient = mean.numpy()
         expected = expected - expected * np.float32(rate * decay)
@@ -85,11 +80,11 @@ def test_every_operation_is_rounded_to_fp32(rate: float, decay: float, size: int
 
 def test_it_agrees_with_torch_through_warm_up_and_clipping() -> None:
     vector, _ = run(1000, 40)
-    parameter = nn.Parameter(values(1000, 1))
+    parameter = nn.Parameter(exact_values(1000, 1))
     reference = torch.optim.AdamW([parameter], betas=(BETA1, BETA2), eps=EPSILON, weight_decay=SPEC.weight_decay)
     for number in range(40):
         reference.param_groups[0]["lr"] = SPEC.learning_rate * min(1.0, (number + 1) / SPEC.warmup_steps)
-        parameter.grad = values(1000, number + 2)
+        parameter.grad = exact_values(1000, number + 2)
         nn.utils.clip_grad_norm_([parameter], SPEC.clip_norm)
         reference.step()
     torch.testing.assert_close(vector, parameter.data, rtol=1e-5, atol=1e-6)
@@ -98,7 +93,7 @@ def test_it_agrees_with_torch_through_warm_up_and_clipping() -> None:
 def test_with_8_bits_it_goes_nearly_the_same_way() -> None:
     fp32, _ = run(5000, 40)
     vector, _ = run(5000, 40, "8bit")
-    way, off = (fp32 - values(5000, 1)).norm(), (vector - fp32).norm()
+    way, off = (fp32 - exact_values(5000, 1)).norm(), (vector - fp32).norm()
     assert off < 0.15 * way  # Gradients are nearly noise here, of which AdamW's direction is made.
 
 
@@ -113,9 +108,9 @@ def test_blocks_do_not_change_bits(monkeypatch: pytest.MonkeyPatch, moments: Mom
 
 
 def test_the_mean_is_not_changed() -> None:
-    mean = values(100, 2)
-    AdamWStep(layout_of(100), SPEC).step(values(100, 1), mean, 0)
-    assert torch.equal(mean, values(100, 2))
+    mean = exact_values(100, 2)
+    AdamWStep(layout_of(100), SPEC).step(exact_values(100, 1), mean, 0)
+    assert torch.equal(mean, exact_values(100, 2))
 
 
 @each
@@ -125,7 +120,7 @@ def test_state_moves_to_another_host_and_misfits_are_refused(moments: Moments) -
     two.load_state_tensors(one.state_tensors())
     vectors = [vector.clone(), vector.clone()]
     for stepper, each in zip((one, two), vectors, strict=True):
-        stepper.step(each, values(300, 9), 3)
+        stepper.step(each, exact_values(300, 9), 3)
     assert torch.equal(*vectors)
     good = one.state_tensors()
     steps = ("adamw.steps", torch.tensor([-1.0]))
@@ -186,8 +181,8 @@ def test_what_gets_nothing_new_decays_whatever_its_code_is(
 
 def test_the_step_follows_the_manifests_schedule() -> None:
     spec = TrainingSpec(every=1, warmup_steps=0, schedule="cosine", rounds=10, final_rate=0.0)
-    stepper, vector = AdamWStep(layout_of(64), spec), values(64, 1)
+    stepper, vector = AdamWStep(layout_of(64), spec), exact_values(64, 1)
     for round_, moves in ((0, True), (9, True), (10, False), (50, False)):
         before = vector.clone()
-        stepper.step(vector, values(64, 2), round_)
+        stepper.step(vector, exact_values(64, 2), round_)
         assert torch.equal(vector, before) is not moves
