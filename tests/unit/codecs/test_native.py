@@ -24,7 +24,10 @@ pytestmark = needed("" if load_functions() else "there is no native library", "k
 
 NAMES = [name for name in codec_names() if isinstance(get_codec(name), NativeCodec)]
 every_codec = pytest.mark.parametrize("name", NAMES)
-KINDS = ("gaussian", "zeros", "tiny", "subnormal", "huge", "halves", "bits", "equal", "second moments")
+KINDS = (
+    "gaussian", "zeros", "tiny", "subnormal", "huge", "halves", "bits", "equal", "second moments", "ascending",
+    "mostly zeros", "heavy tails",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +70,9 @@ def values_of(kind: str, length: int, generator: np.random.Generator) -> np.ndar
         "bits": generator.integers(0, 2**32, length, dtype=np.uint32).view(np.float32),
         "equal": np.full(length, gaussian[:1].sum(), dtype=np.float32),
         "second moments": gaussian**2 * uniform,
+        "ascending": np.arange(length),
+        "mostly zeros": gaussian * (uniform < 0.02),
+        "heavy tails": gaussian**9,
     }[kind]
     return np.asarray(made, dtype=np.float32)
 
@@ -114,7 +120,8 @@ def test_native_codecs_encode_the_same_bytes_and_refuse_the_same_values(
 
 def received(codec: NativeCodec, generator: np.random.Generator, num_values: int) -> bytes:
     """Encoded values; in blocks, random codes, not only such as an encoder writes, under headers that it wrote."""
-    data = codec.encode(torch.from_numpy(values_of("gaussian", num_values, generator)))
+    kind = str(generator.choice(["gaussian", "equal", "mostly zeros", "zeros"]))
+    data = codec.encode(torch.from_numpy(values_of(kind, num_values, generator)))
     if isinstance(codec, BlockwiseCodec):
         for start in range(0, num_values, codec.block_size):
             length = min(codec.block_size, num_values - start)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from p2ptrain.averaging.protocol.head import genesis
 from p2ptrain.errors import UsageError
 from p2ptrain.manifest import Manifest, TrainingSpec
 from p2ptrain.training.learning_rate import LearningRates, by_round, learning_rate_factor
@@ -50,39 +49,6 @@ def peer(make: Make) -> tuple[SharedState, torch.optim.Optimizer | None]:
     optimizer, rates = make(module)
     manifest = Manifest(name="rates", training=TrainingSpec(every=1, warmup_steps=5, learning_rate=0.1))
     return initial_state(module, optimizer, manifest, manifest.digest, 1.0, rates), optimizer
-
-
-def apply_round(state: SharedState, round_: int) -> bytes:
-    mean = torch.randn(state.layout.num_values, generator=torch.Generator().manual_seed(round_))
-    state.apply(mean, round_)
-    root = state.tree().root
-    state.head = genesis(bytes(32), root)
-    return root
-
-
-@pytest.mark.parametrize("name", STEPS)
-def test_a_peer_that_replays_rounds_later_gets_the_bits_of_those_that_were_there(name: str) -> None:
-    (live, _), (late, optimizer) = peer(STEPS[name]), peer(STEPS[name])
-    digests = [apply_round(live, round_) for round_ in range(NUM_ROUNDS)]
-    if optimizer is not None:
-        optimizer.param_groups[0]["lr"] = 0.1 * halves(NUM_ROUNDS)  # As a loop sets it for the round in progress.
-    assert [apply_round(late, round_) for round_ in range(NUM_ROUNDS)] == digests
-
-
-@pytest.mark.parametrize("name", STEPS)
-def test_a_peer_that_downloads_a_state_goes_on_with_the_rates_of_the_others(name: str) -> None:
-    (live, _), (newcomer, _) = peer(STEPS[name]), peer(STEPS[name])
-    for round_ in range(3):
-        apply_round(live, round_)
-    newcomer.replace([(key, tensor.clone()) for key, tensor in live.tensors()], live.head)
-    if name == "torch":
-        newcomer.layout.write(newcomer.vector, module_of(newcomer))
-    assert apply_round(newcomer, 3) == apply_round(live, 3)
-
-
-def module_of(state: SharedState) -> nn.Module:
-    module: nn.Module = state.stepper._module  # type: ignore[attr-defined]
-    return module
 
 
 @pytest.mark.parametrize("name", STEPS)

@@ -99,36 +99,6 @@ async def test_a_member_that_keeps_its_stream_but_stops_talking_is_named(swarm: 
     await stop(roster)
 
 
-@simulated(members, 3, seed=5)
-async def test_a_part_that_is_not_finite_is_refused_at_once_and_its_sender_named(swarm: list[Member]) -> None:
-    roster = make_roster(swarm, make_vectors(3), TOKENS, bounds=(0, 0, 20, NUM_VALUES))
-    evil = roster[0]  # It owns no share: the others need nothing from it.
-    codec = type(evil.attempt.codec)
-    encode_into = codec.encode_into
-
-    class Evil(codec):  # type: ignore[misc, valid-type]
-        def encoded_view(self, vector):  # type: ignore[no-untyped-def]
-            """None: a lie takes a copy."""
-
-        def encode_into(self, vector, out):  # type: ignore[no-untyped-def]
-            encode_into(self, vector, out)
-            if torch.equal(vector, evil.session.contribution.vector[:20]):
-                out[:4] = b"\xff" * 4
-
-        def validate(self, data, num_values):  # type: ignore[no-untyped-def]
-            """An honest sender would notice."""
-
-        def largest(self, data, num_values):  # type: ignore[no-untyped-def]
-            return 0.0
-
-    evil.encode_in(Evil())
-    results = await run_all(roster)
-    assert max(each.ended_at for each in roster) < SPEC.grace_seconds, "nobody waits for what will not come"
-    assert list(roster[1].refused) == [evil.member.rpc.peer_id]
-    assert isinstance(results[0], AttemptFailedError)
-    assert contributors(results[1:]) == [(1, 2), (1, 2)]
-
-
 @pytest.mark.parametrize("rule", ["mean", "norm_clip", "centered_clip", "trimmed", "median"])
 @simulated(members, 4, seed=8)
 async def test_a_thousandfold_contribution_is_left_out_and_its_sender_told(swarm: list[Member], rule: str) -> None:
@@ -184,20 +154,6 @@ async def test_an_update_beyond_a_limit_is_this_peer_s_own_fault(swarm: list[Mem
             vector[0 if is_first == (place == "own share") else -1] = 2e6
     failures = await run_all(make_roster(swarm, vectors, [10, 10], "fp16" if place == "beyond the codec" else "fp32"))
     assert all(isinstance(failure, UnencodableError) for failure in failures), failures
-
-
-@pytest.mark.parametrize(("part_codec", "is_allowed"), [("int4", True), ("topk", True), ("fp16", False)])
-@simulated(members, 3, seed=8)
-async def test_only_the_swarm_s_codec_and_smaller_ones_are_taken_for_a_part(
-    swarm: list[Member], part_codec: str, is_allowed: bool
-) -> None:
-    roster = make_roster(swarm, make_vectors(3), TOKENS, "int8", bounds=(0, 0, 0, NUM_VALUES))
-    odd, owner = roster[0], roster[2]
-    odd.encode_in(get_codec(part_codec))
-    await run_all(roster)
-    assert max(each.ended_at for each in roster) < SPEC.grace_seconds
-    assert owner.attempt.contributors == ((0, 1, 2) if is_allowed else (1, 2))
-    assert list(owner.refused) == ([] if is_allowed else [odd.member.rpc.peer_id])
 
 
 @simulated(members, 3, seed=7)
