@@ -45,37 +45,39 @@ def test_any_rows_of_the_sorted_parts_can_be_selected(num_parts: int, seed: int,
     assert torch.equal(torch.stack(selected), parts.sort(0).values[first:stop])
 
 
-@settings(max_examples=30)
-@given(num_parts=st.integers(1, 17), seed=seeds)
-def test_median_is_the_middle_of_each_coordinate(num_parts: int, seed: int) -> None:
-    parts = draw(num_parts, 50, seed)
-    expected = parts.double().quantile(0.5, dim=0).float()
-    torch.testing.assert_close(median(rows(parts)), expected, rtol=1e-6, atol=1e-6)
+def trimmed_mean(parts: Tensor, fraction: float) -> Tensor:
+    cut = min(math.ceil(round(fraction * len(parts), 6)), (len(parts) - 1) // 2)
+    assert num_trimmed(len(parts), fraction) == cut
+    return parts.sort(0).values[cut : len(parts) - cut].mean(0)
 
 
-@settings(max_examples=30)
-@given(num_parts=st.integers(1, 17), fraction=st.sampled_from([0.0, 0.1, 0.2, 0.3, 0.49]), seed=seeds)
-def test_trimmed_is_the_mean_of_what_is_between_the_ends(num_parts: int, fraction: float, seed: int) -> None:
-    parts = draw(num_parts, 50, seed)
-    cut = min(math.ceil(round(fraction * num_parts, 6)), (num_parts - 1) // 2)
-    assert num_trimmed(num_parts, fraction) == cut
-    expected = parts.double().sort(0).values[cut : num_parts - cut].mean(0).float()
-    torch.testing.assert_close(trimmed(rows(parts), fraction), expected, rtol=1e-5, atol=1e-6)
-
-
-@settings(max_examples=30)
-@given(num_parts=st.integers(1, 17), ratio=st.sampled_from([0.5, 1.0, 3.0]), iterations=st.integers(0, 4), seed=seeds)
-def test_centered_clip_is_the_papers_iteration(num_parts: int, ratio: float, iterations: int, seed: int) -> None:
-    parts = draw(num_parts, 300, seed)
-    center = parts.double().quantile(0.5, dim=0)
+def clipped_center(parts: Tensor, ratio: float, iterations: int) -> Tensor:
+    center = parts.quantile(0.5, dim=0)
     for _ in range(iterations):
-        differences = parts.double() - center
+        differences = parts - center
         distances = differences.norm(dim=1)
-        limit = ratio * distances.sort().values[(num_parts - 1) // 2]
+        limit = ratio * distances.sort().values[(len(parts) - 1) // 2]
         factors = torch.where(distances > limit, limit / distances, 1.0)
         center = center + (differences * factors[:, None]).mean(0)
-    found = centered_clip(rows(parts), ratio, iterations)
-    torch.testing.assert_close(found, center.float(), rtol=1e-4, atol=1e-5)
+    return center
+
+
+@settings(max_examples=60)
+@given(
+    num_parts=st.integers(1, 17), seed=seeds, fraction=st.sampled_from([0.0, 0.1, 0.2, 0.3, 0.49]),
+    ratio=st.sampled_from([0.5, 1.0, 3.0, 1000.0]), iterations=st.integers(0, 4),
+)  # fmt: skip
+def test_rules_are_those_of_their_papers(
+    num_parts: int, seed: int, fraction: float, ratio: float, iterations: int
+) -> None:
+    parts = draw(num_parts, 300, seed)
+    exact = parts.double()
+    for found, expected in (
+        (median(rows(parts)), exact.quantile(0.5, dim=0)),
+        (trimmed(rows(parts), fraction), trimmed_mean(exact, fraction)),
+        (centered_clip(rows(parts), ratio, iterations), clipped_center(exact, ratio, iterations)),
+    ):
+        torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=1e-5)
 
 
 @settings(max_examples=60)
@@ -108,23 +110,17 @@ def test_a_hostile_minority_stays_within_the_bound(
         assert float((center - honest.mean(0)).norm()) <= box * (1 + ratio) ** iterations * (1 + 1e-4)
 
 
-def test_centered_clip_of_agreeing_parts_is_their_mean() -> None:
-    parts = draw(8)
-    torch.testing.assert_close(centered_clip(rows(parts), 1000.0, 1), parts.mean(0), rtol=1e-5, atol=1e-6)
-
-
 # --- norms, tokens, weights -----------------------------------------------------------------------------------------
 
 
-def test_typical_is_the_lower_median_of_what_is_not_zero() -> None:
-    assert typical([5, 1, 3]) == 3
-    assert typical([4, 1, 3, 2]) == 2
-    assert typical([0, 0, 0, 7, 8, 9]) == 8
-
-
-@pytest.mark.parametrize("values", [[], [4.0], [1.0, 2.0], [0.0, 0.0, 0.0], [0.0, 1.0, 2.0]])
-def test_too_few_have_no_typical_value(values: list[float]) -> None:
-    assert typical(values) == 0
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [([5, 1, 3], 3), ([4, 1, 3, 2], 2), ([0, 0, 0, 7, 8, 9], 8), ([], 0), ([4], 0), ([1, 2], 0), ([0, 1, 2], 0)],
+)
+def test_typical_is_the_lower_median_of_what_is_not_zero_unless_it_is_too_few(
+    values: list[float], found: float
+) -> None:
+    assert typical(values) == found
 
 
 @given(
