@@ -16,7 +16,7 @@ from p2ptrain.models import Span, build_model, build_stage, export_hugging_face,
 from p2ptrain.models.families.sequential import SequentialStage
 from p2ptrain.models.family import stage_shapes
 from p2ptrain.models.frozen import Frozen, Int8Linear
-from p2ptrain.models.int8 import bitsandbytes_product, dequantize, exact_product
+from p2ptrain.models.int8 import dequantize
 from p2ptrain.models.stage import Stage
 from tests.support.models import SPECS, each, sample, write_shards
 from tests.support.processes.commands import printed
@@ -48,17 +48,6 @@ def test_outputs_are_those_of_the_weights_that_it_stands_for(spec: ModelSpec) ->
     # Inputs are rounded to a 64000th of a row's greatest, weights to a 254th of theirs.
     assert float((found - expected).abs().max()) < 1e-3 * spread
     assert float((found - plain).pow(2).mean().sqrt()) < 1 / 25 * spread
-
-
-@each
-def test_all_kernels_give_the_same_outputs(spec: ModelSpec) -> None:
-    model, inputs = build_model(spec, quant="int8"), sample(spec)
-    expected = model(inputs)
-    for product in (bitsandbytes_product, exact_product):
-        for layer in model.modules():
-            if isinstance(layer, Frozen):
-                layer.product = product
-        assert torch.equal(model(inputs), expected)
 
 
 @each

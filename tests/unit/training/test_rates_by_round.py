@@ -63,15 +63,6 @@ def test_the_round_changes_the_step(name: str) -> None:
     torch.testing.assert_close(ratio, torch.full_like(ratio, expected), rtol=1e-3, atol=0)
 
 
-def test_the_manifests_adamw_moves_buffers_by_their_mean_difference() -> None:
-    state, _ = peer(STEPS["manifest"])
-    mean = torch.zeros(state.layout.num_values)
-    mean[state.layout.num_parameters :] = -2.0
-    state.apply(mean, 0)
-    buffers = {e.name: state.vector[e.offset : e.end].tolist() for e in state.layout.buffer_entries}
-    assert buffers == {"1.running_mean": [2.0] * 3, "1.running_var": [3.0] * 3, "1.num_batches_tracked": [2.0]}
-
-
 def test_a_schedule_that_returns_no_factor_is_refused() -> None:
     for wrong in (math.nan, math.inf, -0.5):
         rates = LearningRates(torch.optim.SGD(model().parameters(), 0.1), lambda step, wrong=wrong: wrong)  # type: ignore[misc]

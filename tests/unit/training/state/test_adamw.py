@@ -14,9 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from p2ptrain.errors import IncompatibleError
 from p2ptrain.manifest import TrainingSpec
-from p2ptrain.training.state import adamw
 from p2ptrain.training.state.adamw import BETA1, BETA2, EPSILON, AdamWStep
 from p2ptrain.training.state.digest import byte_view
 from p2ptrain.training.state.layout import Layout
@@ -95,48 +93,6 @@ def test_with_8_bits_it_goes_nearly_the_same_way() -> None:
     vector, _ = run(5000, 40, "8bit")
     way, off = (fp32 - exact_values(5000, 1)).norm(), (vector - fp32).norm()
     assert off < 0.15 * way  # Gradients are nearly noise here, of which AdamW's direction is made.
-
-
-each = pytest.mark.parametrize("moments", ["fp32", "8bit"])
-
-
-@each
-def test_blocks_do_not_change_bits(monkeypatch: pytest.MonkeyPatch, moments: Moments) -> None:
-    whole, _ = run(3000, 3, moments)
-    monkeypatch.setattr(adamw, "BLOCK_VALUES", 2 * BLOCK)
-    assert torch.equal(run(3000, 3, moments)[0], whole)
-
-
-def test_the_mean_is_not_changed() -> None:
-    mean = exact_values(100, 2)
-    AdamWStep(layout_of(100), SPEC).step(exact_values(100, 1), mean, 0)
-    assert torch.equal(mean, exact_values(100, 2))
-
-
-@each
-def test_state_moves_to_another_host_and_misfits_are_refused(moments: Moments) -> None:
-    vector, one = run(300, 3, moments)
-    two = AdamWStep(layout_of(300), SPEC, moments)
-    two.load_state_tensors(one.state_tensors())
-    vectors = [vector.clone(), vector.clone()]
-    for stepper, each in zip((one, two), vectors, strict=True):
-        stepper.step(each, exact_values(300, 9), 3)
-    assert torch.equal(*vectors)
-    good = one.state_tensors()
-    steps = ("adamw.steps", torch.tensor([-1.0]))
-    other = AdamWStep(layout_of(300), SPEC, "8bit" if moments == "fp32" else "fp32").state_tensors()
-    for bad in ([], good[:1], [*good[:-1], steps], [*good[:-1], ("adamw.steps", torch.zeros(2))], good[::-1], other):
-        with pytest.raises(IncompatibleError):
-            two.load_state_tensors(bad)
-    impossible = (
-        {"adamw.second": -1.0, "adamw.first": math.nan} if moments == "fp32" else {"adamw.first_exponents/256": 254}
-    )
-    for name, value in impossible.items():
-        bad = [(each, torch.full_like(tensor, value) if each == name else tensor) for each, tensor in good]
-        with pytest.raises(IncompatibleError, match="out of range"):
-            two.load_state_tensors(bad)
-    for (_, mine), (_, theirs) in zip(one.state_tensors(), two.state_tensors(), strict=True):
-        assert torch.equal(mine, theirs)
 
 
 def sample(seed: int, size: int) -> torch.Tensor:

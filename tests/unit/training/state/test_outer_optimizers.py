@@ -17,9 +17,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from p2ptrain.errors import IncompatibleError
+from p2ptrain.manifest import TrainingSpec
+from p2ptrain.training.state import adamw
 from p2ptrain.training.state import outer_optimizers as outer
+from p2ptrain.training.state.adamw import AdamWStep
 from p2ptrain.training.state.digest import byte_view
 from p2ptrain.training.state.layout import Layout
+from p2ptrain.training.state.moments import BLOCK
 from p2ptrain.training.state.outer_optimizers import AdamStep, AverageStep, GradientStep, NesterovStep
 from tests.support.codecs import exact_values
 
@@ -36,6 +40,8 @@ STEPS: dict[str, Callable[[Layout], outer.Stepper]] = {
     "nesterov": lambda layout: NesterovStep(layout, 0.7, 0.9),
     "adam": lambda layout: AdamStep(layout, 0.02, 0.9, 0.99, 1e-3),
     "average": lambda layout: AverageStep(layout, 0.5),
+    "adamw": lambda layout: AdamWStep(layout, TrainingSpec(every=1, clip_norm=2.0)),
+    "adamw 8 bit": lambda layout: AdamWStep(layout, TrainingSpec(every=1, clip_norm=2.0), "8bit"),
 }
 TORCH: dict[str, Callable[[nn.Parameter], torch.optim.Optimizer]] = {
     "nesterov": lambda parameter: torch.optim.SGD([parameter], lr=0.7, momentum=0.9, nesterov=True),
@@ -113,32 +119,48 @@ def test_adam_rounds_every_operation_to_fp32(
     assert np.array_equal(found.numpy()[:size], expected)
 
 
-def misfits(name: str, good: list[tuple[str, torch.Tensor]]) -> list[list[tuple[str, torch.Tensor]]]:
-    """State tensors that belong to no stepper of this name."""
+Tensors = list[tuple[str, torch.Tensor]]
+IMPOSSIBLE = {
+    "outer.second": -1.0, "outer.steps": -1.0, "adamw.first": math.nan, "adamw.second": -1.0, "adamw.steps": -1.0,
+    "adamw.first_exponents/256": 254.0,
+}  # fmt: skip
+
+
+def misfits(good: Tensors, others: Tensors) -> list[Tensors]:
+    """State tensors that belong to no stepper like the one of ``good``."""
     first, *rest = good
-    found = [[], rest, [(first[0], torch.zeros(3)), *rest], [("x", first[1]), *rest]]
-    if name == "adam":
-        second, steps = rest
-        found += [[second, first, steps], [first, second, ("outer.steps", torch.tensor([-1.0]))]]
-        found += [[first, second, ("outer.steps", torch.zeros(2))], [first, ("outer.second", -second[1]), steps]]
+    found = [[], rest, [(first[0], torch.zeros(3)), *rest], [("x", first[1]), *rest], others]
+    if rest:
+        found += [good[::-1], [*good[:-1], (good[-1][0], torch.zeros(2))]]
+    for name in IMPOSSIBLE.keys() & dict(good).keys():
+        wrong = torch.full_like(dict(good)[name], IMPOSSIBLE[name])
+        found.append([(each, wrong if each == name else tensor) for each, tensor in good])
     return found
 
 
-@pytest.mark.parametrize("name", ["nesterov", "adam"])
-def test_state_moves_to_another_peer_and_misfits_are_refused(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("nesterov", "adam"),
+        ("adam", "adamw"),
+        ("average", "nesterov"),
+        ("adamw", "adamw 8 bit"),
+        ("adamw 8 bit", "adamw"),
+    ],
+)
+def test_state_moves_to_another_peer_and_misfits_are_refused(name: str, other: str) -> None:
     layout = _layout()
     one, two = STEPS[name](layout), STEPS[name](layout)
-    vector = run(one, layout, 1)
+    vector = run(one, layout, 3)
     two.load_state_tensors(one.state_tensors())
     vectors = [vector.clone(), vector.clone()]
     for stepper, each in zip((one, two), vectors, strict=True):
-        stepper.step(each, exact_values(layout.num_values, 3), 0)
+        stepper.step(each, exact_values(layout.num_values, 9), 3)
     assert torch.equal(*vectors)
-    for bad in misfits(name, one.state_tensors()):
+    others = STEPS[other](layout).state_tensors()
+    for bad in misfits(one.state_tensors(), others) if one.state_tensors() else [others]:
         with pytest.raises(IncompatibleError):
             two.load_state_tensors(bad)
-    with pytest.raises(IncompatibleError):
-        AverageStep(layout, 1.0).load_state_tensors(one.state_tensors())
     for (_, mine), (_, theirs) in zip(one.state_tensors(), two.state_tensors(), strict=True):
         assert torch.equal(mine, theirs)
 
@@ -148,6 +170,7 @@ def test_blocks_do_not_change_bits(monkeypatch: pytest.MonkeyPatch, name: str) -
     layout = _layout()
     whole = run(STEPS[name](layout), layout, 3)
     monkeypatch.setattr(outer, "BLOCK_VALUES", 77)
+    monkeypatch.setattr(adamw, "BLOCK_VALUES", 2 * BLOCK)
     assert torch.equal(run(STEPS[name](layout), layout, 3), whole)
 
 

@@ -54,7 +54,8 @@ from tests.support.sim.simulated import simulated
 
 @simulated(sources, 3, seed=1, model=FAST)
 async def test_three_sources_share_the_work(swarm: Sources) -> None:
-    downloaded = await swarm.download()
+    told: list[tuple[int, int]] = []
+    downloaded = await swarm.download(advance=lambda done, total: told.append((done, total)))
     assert swarm.is_right()
     assert set(downloaded.bytes_from) == set(swarm.ids)
     assert not downloaded.faults
@@ -62,6 +63,8 @@ async def test_three_sources_share_the_work(swarm: Sources) -> None:
     assert sum(downloaded.bytes_from.values()) >= total
     # One uplink alone would need total / 4e6 = 3 s.
     assert swarm.seconds < 0.6 * total / 4e6
+    assert told == sorted(told)
+    assert told[-1] == (total, total)
 
 
 @simulated(sources, 2, seed=1, model=FAST)
@@ -80,34 +83,18 @@ async def test_chunks_are_kept_by_the_state_thread_and_descriptions_are_checked_
     assert {"leaf_of", "verifies"} <= ran["offload"]
 
 
-@simulated(sources, 2, seed=1, model=FAST)
-async def test_a_download_tells_how_far_it_is(swarm: Sources) -> None:
-    told: list[tuple[int, int]] = []
-    await swarm.download(advance=lambda done, total: told.append((done, total)))
-    size = NUM_VALUES * 8
-    assert told == sorted(told)
-    assert told[-1] == (size, size)
-
-
 @simulated(sources, 1, seed=1, model=FAST)
-async def test_what_was_downloaded_becomes_the_state(swarm: Sources) -> None:
+async def test_one_source_uses_its_link_well_and_what_comes_becomes_the_state(swarm: Sources) -> None:
     await swarm.download()
-    own = shared_state()
+    assert swarm.seconds < NUM_VALUES * 8 / 4e6 / 0.85
+    own, partial = shared_state(), swarm.partial
     own.vector.zero_()
-    partial = swarm.partial
     own.patch(partial.specs, [(index, partial.chunk(index)) for index, _ in partial.chunks()])
     assert own.tree().root == swarm.head.digest
     own.head = swarm.head
-    advance(own)
-    advance(swarm.states[0])
+    for state in (own, swarm.states[0]):
+        advance(state)
     assert own.head == swarm.states[0].head
-
-
-@simulated(sources, 1, seed=1, model=FAST)
-async def test_one_source_uses_its_link_well(swarm: Sources) -> None:
-    await swarm.download()
-    ideal = NUM_VALUES * 8 / 4e6
-    assert swarm.seconds < ideal / 0.85
 
 
 @simulated(sources, 2, seed=range(4), model=FAST)
