@@ -89,11 +89,12 @@ def test_who_is_alone_with_a_dead_peer_fills_the_batch() -> None:
     assert alone.full_at <= 18.0 + 2 * LOOK_AGAIN_SECONDS
 
 
-def test_without_a_global_batch_everybody_computes() -> None:
+def test_without_a_global_batch_everybody_computes_and_nothing_is_granted() -> None:
     batch = GlobalBatch(0)
     batch.report("a", Report(1000, 10, 1.0, 5.0))
     assert batch.should_begin("a", ["a", "b"], 5.0)
     assert not batch.is_full
+    assert batch.grant("a", 0, 5, 0.0) == 0
 
 
 def test_who_handed_in_computes_nothing_more() -> None:
@@ -196,10 +197,6 @@ class Grants(RuleBasedStateMachine):
 
 TestGrants = Grants.TestCase
 TestGrants.settings = settings(max_examples=150, stateful_step_count=30)
-
-
-def test_without_a_global_batch_nothing_is_granted() -> None:
-    assert GlobalBatch(0).grant("a", 0, 5, 0.0) == 0
 
 
 def test_what_cannot_be_remembered_is_not_granted() -> None:

@@ -70,30 +70,24 @@ def first_of(*ways: tuple[Try, list[str]]) -> str | None:
     return simulate(main, seed=1)
 
 
-def test_no_other_way_is_tried_while_the_first_goes_on() -> None:
+NO = TemporaryError("another delegate speaks for the cell")
+
+
+def test_ways_are_tried_one_after_the_other_and_quiet_ones_go_on_beside_the_next() -> None:
     second = way(1.0, "second")
     assert first_of(way(50.0, "first"), second) == "first"
     assert second[1] == []
-
-
-def test_the_next_way_is_tried_when_one_fails() -> None:
-    assert first_of(way(1.0, TemporaryError("no")), way(1.0, "second")) == "second"
-    assert first_of(way(1.0, TemporaryError("no")), way(1.0, TemporaryError("no"))) is None
+    assert first_of(way(1.0, NO), way(1.0, "second")) == "second"
+    assert first_of(way(9.0, "first", quiet_at=1.0), way(1.0, NO), way(1.0, NO)) == "first"
+    assert first_of(way(1.0, NO), way(1.0, NO)) is None
     assert first_of() is None
 
 
-def test_a_quiet_way_goes_on_beside_the_next_and_may_still_be_the_first() -> None:
-    first, second = way(5.0, "first", quiet_at=1.0), way(10.0, "second")
-    assert first_of(first, second) == "first"
-    assert second[1] == ["begun", "cancelled"]
-    first, second = way(50.0, "first", quiet_at=1.0), way(10.0, "second")
-    assert first_of(first, second) == "second"
-    assert first[1] == ["begun", "cancelled"]
-
-
-def test_a_quiet_way_counts_when_all_others_failed() -> None:
-    no = TemporaryError("another delegate speaks for the cell")
-    assert first_of(way(9.0, "first", quiet_at=1.0), way(1.0, no), way(1.0, no)) == "first"
+@pytest.mark.parametrize(("seconds", "winner"), [(5.0, 0), (50.0, 1)])
+def test_the_first_result_ends_the_other_ways(seconds: float, winner: int) -> None:
+    ways = way(seconds, "0", quiet_at=1.0), way(10.0, "1")
+    assert first_of(*ways) == str(winner)
+    assert ways[1 - winner][1] == ["begun", "cancelled"]
 
 
 def test_an_error_that_is_no_failure_ends_all() -> None:
@@ -161,10 +155,21 @@ def slow_down(network: SimulatedNetwork, who: Member) -> None:
         network.loop.call_later(0.1 * turn, network.stall, who.peer, 0.09, context=network.context)
 
 
-def test_a_peer_at_a_tenth_of_its_speed_is_not_quiet() -> None:
+def stop_a_while(network: SimulatedNetwork, who: Member) -> None:
+    network.stall(who.peer, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "answer_after", "joins_at", "times_quiet"),
+    [(slow_down, 15.0, None, 0), (stop_a_while, 9.0, None, 1), (stop_a_while, 9.0, 0.999, 0)],
+    ids=["at a tenth of its speed", "stopped for a while", "joined a group, and has the time of a transfer"],
+)
+def test_a_peer_may_still_answer_whether_it_was_quiet_or_not(
+    fault: Callable[[SimulatedNetwork, Member], object], answer_after: float, joins_at: float | None, times_quiet: int
+) -> None:
     quiet: list[float] = []
-    assert listen(slow_down, 15.0, quiet) == (Done(), 0.0)
-    assert not quiet
+    assert listen(fault, answer_after, quiet, joins_at) == (Done(), 0.0)
+    assert len(quiet) == times_quiet
 
 
 def test_a_peer_that_is_cut_off_or_stopped_is_quiet_within_little_more_than_the_grace_period() -> None:
@@ -172,16 +177,3 @@ def test_a_peer_that_is_cut_off_or_stopped_is_quiet_within_little_more_than_the_
         answer, seconds = listen(fault, 30.0, None)
         assert "fell silent" in answer
         assert 1.0 + GRACE < seconds < 1.0 + GRACE + 3 * beat_seconds(GRACE)
-
-
-def test_a_peer_that_was_quiet_may_still_answer() -> None:
-    quiet: list[float] = []
-    assert listen(lambda network, who: network.stall(who.peer, 5.0), 9.0, quiet) == (Done(), 0.0)
-    assert len(quiet) == 1
-
-
-def test_a_peer_that_joined_a_group_is_given_the_time_of_a_transfer() -> None:
-    quiet: list[float] = []
-    fault = lambda network, who: network.stall(who.peer, 5.0)  # noqa: E731
-    assert listen(fault, 9.0, quiet, joins_at=0.999) == (Done(), 0.0)
-    assert not quiet

@@ -63,18 +63,6 @@ def test_members_read_nothing_twice_within_a_pass_whatever_their_speed(num_membe
         cursor = advance(cursor, counts)
 
 
-def test_with_equal_speed_a_pass_is_read_completely_before_the_next_begins() -> None:
-    source, members, cursor, read = sampler(120), ["a", "b", "c"], 0, []
-    for round in range(10):
-        read += [
-            source.shares.index(cursor, place_among(members, peer), peer, round, index)
-            for peer in members
-            for index in range(4)
-        ]
-        cursor = advance(cursor, [4, 4, 4])
-    assert sorted(read) == list(range(120))
-
-
 def test_a_batch_resumes_anywhere_with_the_same_samples() -> None:
     source, members = sampler(300), ["a", "b"]
     whole = source.batch(40, place_among(members, "b"), "b", 3, 0, 12)
