@@ -68,6 +68,21 @@ def test_every_chunk_comes_with_a_proof_of_the_digest_of_its_round() -> None:
     assert _verified(state, _buffer()) == {Stamp.of(head)}
 
 
+def test_damaged_memory_and_a_state_without_a_head_are_not_served() -> None:
+    state = _state()
+    state.vector[5] += 1
+    assert state.tree().root != state.head.digest
+    with pytest.raises(TemporaryError, match="damaged"):
+        state.describe()
+    with pytest.raises(ValueError, match="no head"):
+        _ = SharedState.from_module(nn.Linear(2, 2), *_small()).head
+
+
+def _small() -> tuple[Layout, Stepper]:
+    layout = Layout.from_module(nn.Linear(2, 2))
+    return layout, AverageStep(layout, 1.0)
+
+
 def test_nothing_is_read_between_a_step_and_its_head() -> None:
     state = _state()
     described = state.describe()
@@ -78,14 +93,6 @@ def test_nothing_is_read_between_a_step_and_its_head() -> None:
     root = state.tree().root
     state.head = replace(state.head, round=1, digest=root)
     assert _verified(state, _buffer()) == {Stamp.of(state.head)}
-
-
-def test_damaged_memory_is_found_and_not_served() -> None:
-    state = _state()
-    state.vector[5] += 1
-    assert state.tree().root != state.head.digest
-    with pytest.raises(TemporaryError, match="damaged"):
-        state.describe()
 
 
 def _stepped(kind: str, seed: int) -> SharedState:
@@ -149,13 +156,8 @@ def test_replace_takes_over_all_of_another_state() -> None:
 @pytest.mark.parametrize("drop", ["vector", "momentum", "shape"])
 def test_a_state_that_does_not_fit_changes_nothing(drop: str) -> None:
     one, two = _state(1), _state(2)
-    tensors = one.tensors()
-    if drop == "vector":
-        tensors = tensors[1:]
-    elif drop == "momentum":
-        tensors = tensors[:1]
-    else:
-        tensors[0] = ("vector", tensors[0][1][:-1])
+    (name, vector), *rest = one.tensors()
+    tensors = {"vector": rest, "momentum": [(name, vector)], "shape": [(name, vector[:-1]), *rest]}[drop]
     head = two.head
     with pytest.raises(IncompatibleError):
         two.replace(tensors, one.head)
@@ -221,11 +223,3 @@ def test_reading_does_not_wait_for_a_step_unless_asked() -> None:
         release.set()
         thread.join()
     assert state.read(0, _buffer(), described[1], wait=False) > 0
-
-
-def test_a_state_without_a_head_says_so() -> None:
-    module = nn.Linear(2, 2)
-    layout = Layout.from_module(module)
-    state = SharedState.from_module(module, layout, NesterovStep(layout, 0.7, 0.9))
-    with pytest.raises(ValueError, match="no head"):
-        _ = state.head
