@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from p2ptrain.averaging.vector import aggregation as robust
 from p2ptrain.averaging.vector.aggregation import (
     centered_clip,
     clip_factors,
@@ -35,16 +34,6 @@ def rows(parts: Tensor) -> list[Tensor]:
     return [row.clone() for row in parts]
 
 
-@settings(max_examples=40)
-@given(num_parts=st.integers(1, 40), seed=seeds, data=st.data())
-def test_any_rows_of_the_sorted_parts_can_be_selected(num_parts: int, seed: int, data: st.DataObject) -> None:
-    first = data.draw(st.integers(0, num_parts - 1))
-    stop = data.draw(st.integers(first + 1, num_parts))
-    parts = draw(num_parts, 50, seed)
-    selected = robust._select(rows(parts), first, stop)[first:stop]
-    assert torch.equal(torch.stack(selected), parts.sort(0).values[first:stop])
-
-
 def trimmed_mean(parts: Tensor, fraction: float) -> Tensor:
     cut = min(math.ceil(round(fraction * len(parts), 6)), (len(parts) - 1) // 2)
     assert num_trimmed(len(parts), fraction) == cut
@@ -62,9 +51,9 @@ def clipped_center(parts: Tensor, ratio: float, iterations: int) -> Tensor:
     return center
 
 
-@settings(max_examples=60)
+@settings(max_examples=100)
 @given(
-    num_parts=st.integers(1, 17), seed=seeds, fraction=st.sampled_from([0.0, 0.1, 0.2, 0.3, 0.49]),
+    num_parts=st.integers(1, 40), seed=seeds, fraction=st.sampled_from([0.0, 0.1, 0.2, 0.3, 0.49]),
     ratio=st.sampled_from([0.5, 1.0, 3.0, 1000.0]), iterations=st.integers(0, 4),
 )  # fmt: skip
 def test_rules_are_those_of_their_papers(
