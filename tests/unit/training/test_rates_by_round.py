@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from torch import nn
 
 from p2ptrain.errors import UsageError
 from p2ptrain.manifest import Manifest, TrainingSpec
-from p2ptrain.training.learning_rate import LearningRates, by_round, learning_rate_factor
+from p2ptrain.training.learning_rate import LearningRates, by_round, learning_rate_factor, manifest_schedule
 from p2ptrain.training.state.initial_state import initial_state
 from p2ptrain.training.state.shared_state import SharedState
 from tests.support.lone import LoneOptimizer, lone_optimizer
@@ -210,3 +211,36 @@ def test_a_loaded_optimizer_has_the_rates_of_the_round_that_it_is_at(
         late.step()
     assert late.applied_rates[-1] == 0.1 * halves(4 if every == 1 else 3)
     assert caplog.records == []
+
+
+def test_warm_up_is_linear_and_never_zero_and_the_rate_stays() -> None:
+    assert [learning_rate_factor(step, warmup_steps=4) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert learning_rate_factor(0, warmup_steps=0) == 1.0
+    schedule = manifest_schedule(TrainingSpec(warmup_steps=4))
+    assert [schedule(step) for step in (0, 3, 4, 10**6)] == [0.25, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("training", [{"every": 1, "rounds": 110}, {"every": 20, "fragments": 2, "rounds": 11}])
+def test_a_manifest_s_cosine_falls_from_one_to_its_end_with_its_rounds(training: dict[str, Any]) -> None:
+    schedule = manifest_schedule(TrainingSpec(warmup_steps=10, schedule="cosine", final_rate=0.2, **training))
+    assert [schedule(step) for step in (0, 9, 10)] == [0.1, 1.0, 1.0]
+    factors = [schedule(step) for step in range(10, 150)]
+    assert factors == sorted(factors, reverse=True)
+    assert factors[50] == pytest.approx(0.6)
+    assert factors[100:] == pytest.approx([0.2] * 40)
+
+
+def test_the_cosine_has_the_same_bits_on_every_machine() -> None:
+    schedule = manifest_schedule(TrainingSpec(every=1, warmup_steps=0, schedule="cosine", rounds=1000))
+    found = [schedule(step) for step in range(1001)]
+    exact = [0.1 + 0.45 * (1 + math.cos(math.pi * step / 1000)) for step in range(1001)]
+    assert found == pytest.approx(exact, abs=1e-15)
+    digest = hashlib.sha256("".join(value.hex() for value in found).encode()).hexdigest()
+    assert digest == "acbcf2095c46191216c492a123393ccc96e404cf542f6bd4de3b704ec244f527"
+
+
+def test_impossible_schedules_are_refused() -> None:
+    with pytest.raises(ValueError, match="negative"):
+        learning_rate_factor(-1, warmup_steps=4)
+    with pytest.raises(ValueError, match="above warmup_steps"):
+        learning_rate_factor(0, warmup_steps=4, schedule="cosine", total_steps=4)
