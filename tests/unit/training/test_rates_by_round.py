@@ -19,8 +19,6 @@ from p2ptrain.training.state.initial_state import initial_state
 from p2ptrain.training.state.shared_state import SharedState
 from tests.support.lone import LoneOptimizer, lone_optimizer
 
-NUM_ROUNDS = 6
-
 
 def model() -> nn.Module:
     module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
