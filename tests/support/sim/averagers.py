@@ -25,6 +25,7 @@ from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.network.rpc.client import Rpc
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
 from p2ptrain.network.transport import Transport
+from tests.support.records import peer_record
 from tests.support.sim.averaging import HEAD, make_ticket
 from tests.support.sim.peers import SWARM, Member, members
 
@@ -101,12 +102,7 @@ class AveragingPeer:
 
 def record_of(peer: SimulatedPeer, head: Head) -> PeerRecord:
     """What a peer that trains from this head publishes."""
-    return PeerRecord(
-        peer=peer.peer_id, name=peer.name, version="0", protocol=1, role="trainer", state="training", device="cpu",
-        round=head.round, lineage=head.lineage, digest=head.digest, lineage_tokens=0, round_tokens=0, loss=None,
-        tokens_per_second=0.0, bytes_sent=0, bytes_received=0, reachability="direct", addresses=(), started_at=0.0,
-        last_rounds=(),
-    )  # fmt: skip
+    return peer_record(peer.peer_id, name=peer.name, round=head.round, lineage=head.lineage, digest=head.digest)
 
 
 def make_matchmaker(
@@ -143,6 +139,10 @@ class GroupingPeer:
     @property
     def leaders(self) -> Leaders:
         return self.matchmaker._leaders
+
+    async def participate(self) -> None:
+        """Take part from now on."""
+        self.matchmaker.participates = True
 
     def line(self) -> list[str]:
         """Who leads the first round, in this order, for all that this peer knows."""

@@ -19,6 +19,7 @@ from p2ptrain.averaging.grouping.membership import (
 )  # fmt: skip
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.runtime import Runtime
+from tests.support.records import peer_record
 
 
 class Clock:
@@ -40,11 +41,7 @@ def knowing(*peers: str, expires_at: float = 1e9) -> tuple[Membership, Clock]:
 
 
 def record(peer: str, state: str = "training") -> PeerRecord:
-    return PeerRecord(
-        peer=peer, name=peer, version="0", protocol=1, role="trainer", state=state, device="cpu", round=3,
-        lineage=b"l" * 32, digest=b"d" * 32, lineage_tokens=1, round_tokens=0, loss=None, tokens_per_second=0.0,
-        bytes_sent=0, bytes_received=0, reachability="direct", addresses=(), started_at=0.0, last_rounds=(),
-    )  # fmt: skip
+    return peer_record(peer, state=state, round=3)
 
 
 def see(membership: Membership, *peers: str, sequence: int = 1, expires_at: float = 1e9) -> None:

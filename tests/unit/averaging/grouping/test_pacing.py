@@ -16,9 +16,9 @@ from p2ptrain.averaging.timing.global_batch import Goal
 from p2ptrain.averaging.timing.local_steps import SILENT_SECONDS, StepReport
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.simulated import SimulatedNetwork
-from tests.support.sim.averagers import make_matchmaker
+from tests.support.sim.averagers import GroupingPeer, make_matchmaker
 from tests.support.sim.averaging import HEAD
-from tests.support.sim.peers import Member, members
+from tests.support.sim.peers import members
 from tests.support.sim.simulated import simulated
 
 SPEC = AveragingSpec(grace_seconds=2.0, matchmaking_seconds=8.0)
@@ -27,15 +27,8 @@ NEXT = [replace(HEAD, round=1, lineage=bytes([number]) * 32, tokens=10) for numb
 EVERY = 8
 
 
-class Peer:
-    """A trainer's side of pacing, without a state and without training."""
-
-    def __init__(self, member: Member, others: list[Member], spec: AveragingSpec) -> None:
-        self.member = member
-        self.matchmaker, self.membership = make_matchmaker(member, others, spec, HEAD, Goal(steps=EVERY))
-
-    async def begin(self) -> None:
-        self.matchmaker.participates = True
+class Peer(GroupingPeer):
+    """A trainer's side of pacing."""
 
     @property
     def pacing(self) -> Pacing:
@@ -48,8 +41,8 @@ class Peer:
 
     def leads(self, head: Head, other: Peer) -> bool:
         """True if this one of two peers leads the round after a head."""
-        key = self.matchmaker.cells.key_of(head, self.member.rpc.peer_id)
-        return rank(self.member.rpc.peer_id, key) < rank(other.member.rpc.peer_id, key)
+        key = self.matchmaker.cells.key_of(head, self.id)
+        return rank(self.id, key) < rank(other.id, key)
 
 
 Two = tuple[Peer, Peer]
@@ -58,19 +51,19 @@ Two = tuple[Peer, Peer]
 @asynccontextmanager
 async def two(network: SimulatedNetwork, spec: AveragingSpec = SPEC, latency: float = 0.03) -> AsyncIterator[Two]:
     """Two trainers: the leader of the round in progress, and its follower."""
-
     async with members(network, 2) as started:
-        one, other = (Peer(member, started, spec) for member in started)
+        goal = Goal(steps=EVERY)
+        one, other = (Peer(member, *make_matchmaker(member, started, spec, HEAD, goal)) for member in started)
         leader, follower = (one, other) if one.leads(HEAD, other) else (other, one)
-        network.set_latency(one.member.peer, other.member.peer, latency)
+        network.set_latency(one.peer, other.peer, latency)
         for peer in (leader, follower):
-            peer.member.peer.spawn(peer.begin())
+            peer.peer.spawn(peer.participate())
         await asyncio.sleep(0.1)
         try:
             yield leader, follower
         finally:
             for peer in (leader, follower):
-                network.resume(peer.member.peer)
+                network.resume(peer.peer)
                 await peer.matchmaker.close()
 
 
@@ -90,7 +83,7 @@ async def test_peers_step_until_the_instant_that_the_leader_foresees(pair: Two) 
 @simulated(two, seed=1)
 async def test_a_peer_that_hears_of_no_leader_does_its_own_steps(pair: Two, network: SimulatedNetwork) -> None:
     leader, follower = pair
-    network.crash(leader.member.peer)
+    network.crash(leader.peer)
     follower.pacing.note(EVERY - 1, 1.0)
     await asyncio.sleep(SILENT_SECONDS)
     assert not follower.pacing.is_due(EVERY - 1)
@@ -127,7 +120,7 @@ async def test_a_peer_that_caught_up_knows_at_once_when_the_round_closes(pair: T
         before = follower.pacing.has_time
         await follower.pacing.refresh()
         assert (before, follower.pacing.has_time) == (False, True)
-        report = leader.reports()[follower.member.rpc.peer_id]
+        report = leader.reports()[follower.id]
         assert (report.steps, report.is_stepping) == (0, False), "it has done nothing for this round"
 
 
@@ -139,7 +132,7 @@ async def test_asking_when_the_round_closes_does_not_wait_for_a_silent_leader(
     leader, follower = pair
     follower.pacing.note(3, 1.0)
     await asyncio.sleep(1.0)
-    network.stall(leader.member.peer)
+    network.stall(leader.peer)
     began = network.loop.time()
     await follower.pacing.refresh()
     assert network.loop.time() - began == pytest.approx(LEAST_WAIT_SECONDS)
@@ -157,7 +150,7 @@ async def test_a_peer_over_a_slow_link_is_not_taken_for_silent(
         await asyncio.sleep(15.0)
         for _ in range(60):
             await asyncio.sleep(0.5)
-            report = leader.reports()[follower.member.rpc.peer_id]
+            report = leader.reports()[follower.id]
             assert network.loop.time() - report.heard_at < SILENT_SECONDS
             assert follower.pacing.seconds_left is not None
             assert not follower.membership.suspects()
