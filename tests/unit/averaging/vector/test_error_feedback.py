@@ -146,9 +146,10 @@ def test_the_loss_of_a_mean_decays_as_well() -> None:
     assert torch.equal(half, 0.5 * whole)
 
 
-def test_parts_of_a_residual_decay_as_the_whole() -> None:
+def test_parts_of_a_residual_are_parts_of_its_memory_and_decay_as_the_whole() -> None:
     whole, vector = ErrorFeedback(2 * SIZE, TOPK, 0.5), torch.arange(1.0, SIZE + 1)
-    _, part = whole.split([TOPK, TOPK], [SIZE, SIZE])
+    exact, part = whole.split([get_codec("fp32"), TOPK], [SIZE, SIZE])
+    assert exact.residual is None
     sent = {0: TOPK.encode(torch.zeros(SIZE))}
     part.update([encoded(vector, (0, SIZE), sent, part_codec=TOPK, mean_codec=TOPK, mean_scale=0.0)])
     assert torch.equal(kept(whole), torch.cat([torch.zeros(SIZE), 0.5 * vector]))
