@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from p2ptrain.errors import ConfigError, IncompatibleError, ManifestError, UsageError
+from p2ptrain.errors import ConfigError, ManifestError, UsageError
 from p2ptrain.manifest import ModelSpec
 from p2ptrain.models import (
-    FAMILIES,
     Span,
     build_model,
     build_stage,
@@ -31,7 +30,6 @@ from p2ptrain.models.families.sequential import SequentialStage, sequential_bloc
 from p2ptrain.models.family import stage_ties
 from p2ptrain.models.stage import LayerCache, Stage, StageContext
 from tests.support.models import SIZES, SPECS, each, parts, sample, shards
-from tests.support.packages import install
 from tests.support.processes.commands import printed
 
 quants = pytest.mark.parametrize("quant", [None, "int8"])
@@ -238,32 +236,6 @@ def test_settings_that_a_family_has_no_models_for_are_refused() -> None:
     ):
         with pytest.raises(ManifestError, match=message):
             whole(ModelSpec(**{**SIZES, **changes}))
-
-
-FAMILY = """
-from p2ptrain.models import Block
-from p2ptrain.models import Family
-class Nothing(Family):
-    name = "nothing"
-    def blocks(self, spec): return [Block("only", {"scale": (spec.hidden,)})]
-    def stage(self, spec, span):
-        from torch import nn, ones
-        stage = nn.Module()
-        stage.scale = nn.Parameter(ones(spec.hidden))
-        return stage
-    def initial_std(self, spec, name, shape): return None
-nonsense = 7
-"""
-
-
-def test_installed_packages_bring_families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    points = {"nothing": "brings_families:Nothing", "nonsense": "brings_families:nonsense"}
-    install(tmp_path, monkeypatch, "brings", {"brings_families": FAMILY}, {"p2ptrain.models": points})
-    assert {"llama", "nothing"} <= set(FAMILIES.names())
-    assert num_parameters(ModelSpec(family="nothing", hidden=64)) == 64
-    assert torch.equal(build_model(ModelSpec(family="nothing", hidden=64)).state_dict()["scale"], torch.ones(64))
-    with pytest.raises(IncompatibleError, match=r"is no p2ptrain.models.family.Family"):
-        whole(ModelSpec(family="nonsense"))
 
 
 def test_a_sequential_of_ones_own_is_split_between_its_children() -> None:
