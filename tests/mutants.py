@@ -164,7 +164,7 @@ MUTANTS = (
         "training/data/windows.py",
         "        self._next = self._reserved = self._load()",
         "        self._next = self._reserved = 0",
-        "unit/training/data/test_reading_position.py",
+        "unit/training/data/test_windows.py -k saved_goes_on",
     ),
     Mutant(
         "strangers fill the directory to a bound",
@@ -550,7 +550,7 @@ MUTANTS = (
         "training/data/windows.py",
         "        if self._next > self._reserved:\n",
         "        if False:\n",
-        "unit/training/data/test_reading_position.py -k killed",
+        "unit/training/data/test_windows.py -k killed",
     ),
     Mutant(
         "a trainer of a pipeline that stops keeps its position",

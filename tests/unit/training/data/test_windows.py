@@ -1,9 +1,10 @@
-"""Samples are a pure function, and members never read the same window twice within a pass."""
+"""Samples are a pure function, members never read a window twice within a pass, and a restart reads on."""
 
 from __future__ import annotations
 
 import random
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.training.data.windows import Sampler, advance, permute, place_among
+from p2ptrain.training.data.windows import ReadingPosition, Sampler, advance, permute, place_among
 
 
 def sampler(num_windows: int, context: int = 3, seed: int = 1) -> Sampler:
@@ -98,3 +99,34 @@ def test_a_round_in_which_nobody_read_does_not_move_the_cursor() -> None:
     assert advance(7, [0, 0]) == 7
     assert advance(7, []) == 7
     assert advance(7, [1, 5, 2]) == 22
+
+
+CONTEXT = 4
+
+
+def test_a_reader_that_saved_goes_on_at_the_next_position(tmp_path: Path) -> None:
+    first = ReadingPosition(tmp_path / "reading.json", "a")
+    assert [first.take(3), first.take(2)] == [0, 3]
+    first.save()
+    assert ReadingPosition(tmp_path / "reading.json", "a").take(1) == 5
+
+
+@pytest.mark.parametrize("num_taken", [1, 1024, 1025, 5000])
+def test_a_reader_that_was_killed_repeats_nothing_and_skips_little(tmp_path: Path, num_taken: int) -> None:
+    killed = ReadingPosition(tmp_path / "reading.json", "a")
+    for _ in range(num_taken):
+        killed.take(1)
+    again = ReadingPosition(tmp_path / "reading.json", "a").take(1)
+    assert num_taken <= again <= num_taken + ReadingPosition.RESERVED
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"order": "b", "next": 7}', '{"order": "a", "next": -7}'])
+def test_a_file_that_says_nothing_of_this_order_is_ignored(tmp_path: Path, content: str) -> None:
+    (tmp_path / "reading.json").write_text(content)
+    assert ReadingPosition(tmp_path / "reading.json", "a").take(1) == 0
+
+
+def test_a_reader_goes_on_where_nothing_can_be_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    position = ReadingPosition(tmp_path / "missing" / "reading.json", "a")
+    assert [position.take(1), position.take(1)] == [0, 1]
+    assert caplog.text.count("a restart reads windows again") == 1
