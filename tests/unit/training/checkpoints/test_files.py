@@ -24,6 +24,7 @@ from p2ptrain.averaging.protocol.head import Head, genesis
 from p2ptrain.errors import CheckpointError, IncompatibleError, ResourceError
 from p2ptrain.training.checkpoints import files as checkpoint_module
 from p2ptrain.training.checkpoints.files import (
+    LoadedCheckpoint,
     list_checkpoints,
     load_checkpoint,
     load_newest_valid,
@@ -51,16 +52,27 @@ def _head(tensors: list[tuple[str, Tensor]], round_: int = 5) -> Head:
     return replace(head, round=round_, tokens=999, members=("Qma", "Qmb"), certificate=b"\x00\xff" * 50)
 
 
-def _save(directory: Path, round_: int = 5, seed: int = 1, keep_last: int = 3, **changes: Any) -> Path:
-    tensors = _tensors(seed)
+def _save(directory: Path, round_: int = 5, keep_last: int = 3, **changes: Any) -> Path:
+    tensors = changes.pop("tensors", None) or _tensors()
     values: dict[str, Any] = {
-        "head": _head(tensors, round_),
-        "tensors": tensors,
-        "local": {"residual": torch.full((11,), float(round_))},
-        "extra": {"steps": 12},
-        "swarm": SWARM,
-    }
-    return save_checkpoint(directory, keep_last=keep_last, **{**values, **changes})
+        "head": _head(tensors, round_), "local": {"residual": torch.full((11,), float(round_))},
+        "extra": {"steps": 12}, "swarm": SWARM,
+    }  # fmt: skip
+    return save_checkpoint(directory, keep_last=keep_last, tensors=tensors, **{**values, **changes})
+
+
+def _newest(directory: Path) -> LoadedCheckpoint:
+    newest = load_newest_valid(directory, SWARM)
+    assert newest is not None
+    return newest
+
+
+def _rounds(directory: Path) -> list[int]:
+    return [info.head.round for info in list_checkpoints(directory)]
+
+
+def _unfinished(directory: Path) -> list[Path]:
+    return list(directory.glob(".unfinished*"))
 
 
 def test_everything_comes_back_exactly(tmp_path: Path) -> None:
@@ -75,7 +87,7 @@ def test_everything_comes_back_exactly(tmp_path: Path) -> None:
         "parameter": torch.nn.Parameter(torch.tensor(float("-inf"))),
     }
     extra = {"rates": [1e-3, 0.1], "name": "ü", "none": None, "nested": {"10": 1, "2": [True]}}
-    path = _save(tmp_path / "deep" / "er", tensors=tensors, head=_head(tensors), local=local, extra=extra)
+    path = _save(tmp_path / "deep" / "er", tensors=tensors, local=local, extra=extra)
     loaded, plain = load_checkpoint(path), load_file(path / "shared.safetensors")
     assert loaded.head == _head(tensors)
     assert (loaded.swarm, loaded.extra, loaded.path) == (SWARM, extra, path)
@@ -98,10 +110,8 @@ def test_what_was_loaded_does_not_change_with_the_file(tmp_path: Path) -> None:
 def test_the_last_ones_are_kept_and_a_smaller_round_may_be_newer(tmp_path: Path) -> None:
     for round_ in (7, 8, 9, 3, 3):
         _save(tmp_path, round_, keep_last=3)
-    assert [info.head.round for info in list_checkpoints(tmp_path)] == [9, 3, 3]
-    newest = load_newest_valid(tmp_path, SWARM)
-    assert newest is not None
-    assert newest.head.round == 3
+    assert _rounds(tmp_path) == [9, 3, 3]
+    assert _newest(tmp_path).head.round == 3
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         ".lock", "000003-round-9", "000004-round-3", "000005-round-3",
     ]  # fmt: skip
@@ -114,17 +124,16 @@ def test_the_last_complete_one_of_a_stage_is_kept_beyond_the_last_ones(tmp_path:
             write_stage_list(path, StageList(SWARM, round_, {}))
     for round_ in range(4, 7):
         _save(tmp_path, round_, keep_last=2)
-    assert [info.head.round for info in list_checkpoints(tmp_path)] == [2, 5, 6]
+    assert _rounds(tmp_path) == [2, 5, 6]
     write_stage_list(_save(tmp_path, 7, keep_last=2), StageList(SWARM, 7, {}))
-    assert [info.head.round for info in list_checkpoints(tmp_path)] == [2, 6, 7]
+    assert _rounds(tmp_path) == [2, 6, 7]
     _save(tmp_path, 8, keep_last=2)
-    assert [info.head.round for info in list_checkpoints(tmp_path)] == [7, 8]
+    assert _rounds(tmp_path) == [7, 8]
 
 
 @pytest.mark.parametrize("file", ["shared.safetensors", "local.safetensors", "checkpoint.json"])
 def test_every_changed_byte_is_found(tmp_path: Path, file: str) -> None:
-    tensors = _tensors(num_values=20)
-    path = _save(tmp_path, tensors=tensors, head=_head(tensors))
+    path = _save(tmp_path, tensors=_tensors(num_values=20))
     data = (path / file).read_bytes()
     for at in range(len(data)):
         changed = bytearray(data)
@@ -198,9 +207,7 @@ def test_damaged_ones_are_skipped_with_a_warning(tmp_path: Path, caplog: pytest.
     (paths[2] / "local.safetensors").write_bytes(b"")
     (paths[1] / "checkpoint.json").unlink()
     with caplog.at_level(logging.WARNING):
-        newest = load_newest_valid(tmp_path, SWARM)
-    assert newest is not None
-    assert newest.path == paths[0]
+        assert _newest(tmp_path).path == paths[0]
     assert str(paths[2]) in caplog.text
     assert str(paths[1]) in caplog.text
     assert [info.path for info in list_checkpoints(tmp_path)] == [paths[0], paths[2]]
@@ -226,13 +233,12 @@ def test_state_that_is_not_what_its_head_says_is_not_saved(tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match="digest"):
         _save(tmp_path, tensors=tensors, head=head)
     assert [info.path for info in list_checkpoints(tmp_path)] == [first]
-    assert not list(tmp_path.glob(".unfinished*"))
+    assert not _unfinished(tmp_path)
 
 
 @pytest.mark.fault(24)
 def test_training_that_changes_tensors_meanwhile_cannot_tear_a_checkpoint(tmp_path: Path) -> None:
     tensors = _tensors(num_values=500_000)
-    head = _head(tensors)
     local = {"residual": torch.zeros(500_000), "moment": torch.zeros(500_000)}
     stop = threading.Event()
 
@@ -245,12 +251,12 @@ def test_training_that_changes_tensors_meanwhile_cannot_tear_a_checkpoint(tmp_pa
     thread.start()
     try:
         with pytest.raises(CheckpointError, match="changed while it was saved"):
-            _save(tmp_path, tensors=tensors, head=head, local=local)
+            _save(tmp_path, tensors=tensors, local=local)
     finally:
         stop.set()
         thread.join()
     assert list_checkpoints(tmp_path) == []
-    loaded = load_checkpoint(_save(tmp_path, tensors=tensors, head=head, local=local))
+    loaded = load_checkpoint(_save(tmp_path, tensors=tensors, local=local))
     assert torch.equal(loaded.local["residual"], local["residual"])
 
 
@@ -263,7 +269,7 @@ def test_bad_arguments_are_refused_before_anything_is_written(tmp_path: Path) ->
         _save(tmp_path, tensors=[*_tensors(), _tensors()[0]])
     with pytest.raises(ValueError, match="complex64"):
         _save(tmp_path, local={"z": torch.zeros(2, dtype=torch.complex64)})
-    assert not list(tmp_path.glob(".unfinished*"))
+    assert not _unfinished(tmp_path)
 
 
 @pytest.mark.fault(24)
@@ -282,55 +288,41 @@ def test_a_full_disk_leaves_the_previous_one(tmp_path: Path, monkeypatch: pytest
         with pytest.raises(ResourceError, match=r"No space left on device.*earlier checkpoints are intact"):
             _save(tmp_path, 2, keep_last=1)
     assert written[0] > 9000
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_module, "SPARE_BYTES", 1 << 60)
+        with pytest.raises(ResourceError, match="does not fit"):
+            _save(tmp_path, 2, keep_last=1)
+    with pytest.raises(ResourceError, match="cannot save"):
+        _save(first / "checkpoint.json" / "checkpoints")
     assert [verify_checkpoint(info.path).path for info in list_checkpoints(tmp_path)] == [first]
     assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", first.name]
     _save(tmp_path, 2)
 
 
-def test_too_little_room_is_said_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_module, "SPARE_BYTES", 1 << 60)
-    with pytest.raises(ResourceError, match="does not fit"):
-        _save(tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == [".lock"]
-
-
-def test_a_directory_that_cannot_be_made_is_a_resource_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ResourceError, match="cannot save"):
-        _save(tmp_path / "file" / "checkpoints")
-
-
-def test_two_processes_cannot_save_in_one_place_and_do_not_clean_each_other(tmp_path: Path) -> None:
-    first = _save(tmp_path)
-    (tmp_path / ".unfinished-000002-round-6").mkdir()
+def test_two_processes_cannot_save_in_one_place_and_what_a_crash_left_is_cleaned_by_the_next(tmp_path: Path) -> None:
+    first, left = _save(tmp_path), tmp_path / ".unfinished-000002-round-6"
+    left.mkdir()
+    (left / "shared.safetensors").write_bytes(b"half")
     with (tmp_path / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(ResourceError, match="another process"):
             _save(tmp_path)
-        newest = load_newest_valid(tmp_path, SWARM)
-        assert newest is not None
-        assert newest.path == first
-        assert list(tmp_path.glob(".unfinished*"))
-    load_newest_valid(tmp_path, SWARM)
-    assert not list(tmp_path.glob(".unfinished*"))
-
-
-def test_a_save_right_after_a_crash_is_not_hindered_by_what_it_left(tmp_path: Path) -> None:
-    left = tmp_path / ".unfinished-000001-round-5"
-    left.mkdir()
-    (left / "shared.safetensors").write_bytes(b"half")
-    assert _save(tmp_path).name == "000001-round-5"
-    assert not list(tmp_path.glob(".unfinished*"))
-    assert _verify_all(tmp_path) == 1
+        assert _newest(tmp_path).path == first
+        assert _unfinished(tmp_path)
+    for clean_up in (_newest, _save):
+        clean_up(tmp_path)
+        assert not _unfinished(tmp_path)
+        left.mkdir()
+    left.rmdir()
+    assert _verify_all(tmp_path) == 2
 
 
 def test_saving_does_not_copy_the_state(tmp_path: Path) -> None:
     tensors = _tensors(num_values=16_000_000)
-    head = _head(tensors)
     before = _peak_kilobytes()
     tracemalloc.start()
     try:
-        _save(tmp_path, tensors=tensors, head=head, local={})
+        _save(tmp_path, tensors=tensors, local={})
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -355,7 +347,7 @@ CRASHER = """
 import os, pathlib, sys
 sys.path.insert(0, sys.argv[2])
 import torch
-from tests.unit.training.checkpoints.test_files import _head, _save, _tensors
+from tests.unit.training.checkpoints.test_files import _save, _tensors
 
 torch.set_num_threads(1)
 tensors = _tensors(num_values=3000)
@@ -376,7 +368,7 @@ for line in sys.stdin:
 
         os.write = write
         sys.addaudithook(count)
-        _save(pathlib.Path(sys.argv[1]), int(line), tensors=tensors, head=_head(tensors, int(line)), keep_last=2)
+        _save(pathlib.Path(sys.argv[1]), int(line), tensors=tensors, keep_last=2)
         os._exit(0)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
@@ -398,11 +390,10 @@ def test_a_crash_before_any_file_operation_leaves_only_whole_checkpoints(tmp_pat
             parent.stdin.write(f"{len(outcomes) + 1}\n")
             outcomes.append(int(parent.stdout.readline()))
             assert _verify_all(tmp_path) >= 2
-            newest = load_newest_valid(tmp_path, SWARM)
-            assert newest is not None
+            newest = _newest(tmp_path)
             assert newest.head.round in (newest_round, len(outcomes))
             newest_round = newest.head.round
-            assert not list(tmp_path.glob(".unfinished*"))
+            assert not _unfinished(tmp_path)
         parent.stdin.close()
     assert outcomes[-1] == 0
     assert len(outcomes) > 15
