@@ -333,7 +333,7 @@ MUTANTS = (
         "averaging/vector/aggregation.py",
         "if not norm <= max_ratio * usual",
         "if max_ratio * usual < norm < math.inf",
-        "unit/averaging/vector/test_aggregation.py -k infinite",
+        "unit/averaging/vector/test_rules.py -k infinite",
     ),
     Mutant(
         "a round that too few are ready for is not formed",

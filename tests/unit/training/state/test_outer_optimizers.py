@@ -1,4 +1,4 @@
-"""Outer steps: bit for bit what the formula says, and for gradients what torch does on a large batch."""
+"""Steps of the shared state: bit for bit what the formula says, and for gradients what torch does on a large batch."""
 
 from __future__ import annotations
 
@@ -20,19 +20,22 @@ from p2ptrain.errors import IncompatibleError
 from p2ptrain.manifest import TrainingSpec
 from p2ptrain.training.state import adamw
 from p2ptrain.training.state import outer_optimizers as outer
-from p2ptrain.training.state.adamw import AdamWStep
+from p2ptrain.training.state.adamw import BETA1, BETA2, EPSILON, AdamWStep
 from p2ptrain.training.state.digest import byte_view
 from p2ptrain.training.state.layout import Layout
-from p2ptrain.training.state.moments import BLOCK
+from p2ptrain.training.state.moments import BLOCK, PositiveCodes, SignedCodes
 from p2ptrain.training.state.outer_optimizers import AdamStep, AverageStep, GradientStep, NesterovStep
 from tests.support.codecs import exact_values
 
+SPEC = TrainingSpec(every=1, learning_rate=0.02, weight_decay=0.1, warmup_steps=4, clip_norm=2.0)
 
-def _layout(num_parameters: int = 1000) -> Layout:
+
+def _layout(num_parameters: int = 1000, has_buffers: bool = True) -> Layout:
     module = nn.Module()
     module.weight = nn.Parameter(torch.zeros(num_parameters))
-    module.register_buffer("mean", torch.zeros(3))
-    module.register_buffer("count", torch.zeros(2, dtype=torch.int64))
+    if has_buffers:
+        module.register_buffer("mean", torch.zeros(3))
+        module.register_buffer("count", torch.zeros(2, dtype=torch.int64))
     return Layout.from_module(module)
 
 
@@ -40,8 +43,8 @@ STEPS: dict[str, Callable[[Layout], outer.Stepper]] = {
     "nesterov": lambda layout: NesterovStep(layout, 0.7, 0.9),
     "adam": lambda layout: AdamStep(layout, 0.02, 0.9, 0.99, 1e-3),
     "average": lambda layout: AverageStep(layout, 0.5),
-    "adamw": lambda layout: AdamWStep(layout, TrainingSpec(every=1, clip_norm=2.0)),
-    "adamw 8 bit": lambda layout: AdamWStep(layout, TrainingSpec(every=1, clip_norm=2.0), "8bit"),
+    "adamw": lambda layout: AdamWStep(layout, SPEC),
+    "adamw 8 bit": lambda layout: AdamWStep(layout, SPEC, "8bit"),
 }
 TORCH: dict[str, Callable[[nn.Parameter], torch.optim.Optimizer]] = {
     "nesterov": lambda parameter: torch.optim.SGD([parameter], lr=0.7, momentum=0.9, nesterov=True),
@@ -50,22 +53,25 @@ TORCH: dict[str, Callable[[nn.Parameter], torch.optim.Optimizer]] = {
 GOLDEN = {
     "nesterov": "39c1bbd232db9cb66cf6422fa304bef31fb84930a72f2c8e25c7ee835ce24994",
     "adam": "f7914bb797f3c4a68dd061def0d3cc29d0b731ce3dadf5779b54d469eae53483",
+    "adamw": "8b63c0156abba96b5e9492b0d6b15d8411bf2ad0ef0b29cbedd0336f02d0fa4f",
+    "adamw 8 bit": "f25ddd71eaa444a5a470fdf7d894c1c98f242cfc99fc2eee2fbf0cce1dc21790",
 }
 Array = npt.NDArray[Any]
 
 
-def run(stepper: outer.Stepper, layout: Layout, steps: int) -> torch.Tensor:
-    """The vector after so many steps."""
-    vector = exact_values(layout.num_values, 1)
-    for seed in range(2, 2 + steps):
-        stepper.step(vector, exact_values(layout.num_values, seed), 0)
+def run(stepper: outer.Stepper, num_values: int, steps: int) -> torch.Tensor:
+    """The vector after so many rounds."""
+    vector = exact_values(num_values, 1)
+    for round_ in range(steps):
+        stepper.step(vector, exact_values(num_values, round_ + 2), round_)
     return vector
 
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_golden_bits(name: str) -> None:
-    stepper = STEPS[name](_layout())
-    digest = hashlib.sha256(byte_view(run(stepper, _layout(), 10)))
+    layout = _layout(has_buffers=not name.startswith("adamw"))
+    stepper = STEPS[name](layout)
+    digest = hashlib.sha256(byte_view(run(stepper, layout.num_values, 10)))
     for _, tensor in stepper.state_tensors():
         digest.update(byte_view(tensor))
     assert digest.hexdigest() == GOLDEN[name]
@@ -79,22 +85,43 @@ def test_steps_agree_with_torch(name: str) -> None:
     for seed in range(2, 40):
         parameter.grad = exact_values(layout.num_values, seed)[: layout.num_parameters]
         reference.step()
-    found = run(STEPS[name](layout), layout, 38)[: layout.num_parameters]
+    found = run(STEPS[name](layout), layout.num_values, 38)[: layout.num_parameters]
     torch.testing.assert_close(found, parameter.data, rtol=1e-5, atol=1e-6)
 
 
 @settings(max_examples=40)
 @given(st.floats(0.01, 2.0), st.floats(0.0, 0.99), st.integers(1, 30))
 def test_nesterov_rounds_every_operation_to_fp32(rate: float, momentum: float, size: int) -> None:
-    layout = _layout(size)
-    expected: Array = exact_values(layout.num_values, 1).numpy()[:size].copy()
+    expected: Array = exact_values(size, 1).numpy().copy()
     velocity: Array = np.zeros(size, np.float32)
     a, m = np.float32(rate), np.float32(momentum)
     for step in range(4):
-        delta = exact_values(layout.num_values, step + 2).numpy()[:size]
+        delta = exact_values(size, step + 2).numpy()
         velocity = velocity * m + delta
         expected = expected - (velocity * m + delta) * a
-    assert np.array_equal(run(NesterovStep(layout, rate, momentum), layout, 4).numpy()[:size], expected)
+    found = run(NesterovStep(_layout(size, has_buffers=False), rate, momentum), size, 4)
+    assert np.array_equal(found.numpy(), expected)
+
+
+def adam_by_hand(size: int, rate: float, beta1: float, beta2: float, epsilon: float, decay: float = 0.0) -> Array:
+    """Three steps; every operation is rounded to fp32.
+
+    Up to the third power, one order of multiplication gives the same bits as any other.
+    """
+    expected: Array = exact_values(size, 1).numpy().copy()
+    first: Array = np.zeros(size, np.float32)
+    second: Array = np.zeros(size, np.float32)
+    b1, b2, c1, c2 = (np.float32(value) for value in (beta1, beta2, 1 - beta1, 1 - beta2))
+    power1 = power2 = 1.0
+    for step in range(3):
+        gradient = exact_values(size, step + 2).numpy()
+        expected = expected - expected * np.float32(rate * decay)
+        first = first * b1 + gradient * c1
+        second = second * b2 + (gradient * gradient) * c2
+        power1, power2 = power1 * beta1, power2 * beta2
+        divisor = np.sqrt(second) / np.float32(math.sqrt(1 - power2)) + np.float32(epsilon)
+        expected = expected - first * np.float32(rate / (1 - power1)) / divisor
+    return expected
 
 
 @settings(max_examples=40)
@@ -102,21 +129,16 @@ def test_nesterov_rounds_every_operation_to_fp32(rate: float, momentum: float, s
 def test_adam_rounds_every_operation_to_fp32(
     rate: float, beta1: float, beta2: float, epsilon: float, size: int
 ) -> None:
-    layout = _layout(size)
-    expected: Array = exact_values(layout.num_values, 1).numpy()[:size].copy()
-    first: Array = np.zeros(size, np.float32)
-    second: Array = np.zeros(size, np.float32)
-    b1, b2, c1, c2 = (np.float32(value) for value in (beta1, beta2, 1 - beta1, 1 - beta2))
-    power1 = power2 = 1.0
-    for step in range(3):  # Up to the third power, one order of multiplication gives the same bits as any other.
-        delta = exact_values(layout.num_values, step + 2).numpy()[:size]
-        first = first * b1 + delta * c1
-        second = second * b2 + (delta * delta) * c2
-        power1, power2 = power1 * beta1, power2 * beta2
-        divisor = np.sqrt(second) / np.float32(math.sqrt(1 - power2)) + np.float32(epsilon)
-        expected = expected - first * np.float32(rate / (1 - power1)) / divisor
-    found = run(AdamStep(layout, rate, beta1, beta2, epsilon), layout, 3)
-    assert np.array_equal(found.numpy()[:size], expected)
+    found = run(AdamStep(_layout(size, has_buffers=False), rate, beta1, beta2, epsilon), size, 3)
+    assert np.array_equal(found.numpy(), adam_by_hand(size, rate, beta1, beta2, epsilon))
+
+
+@settings(max_examples=40)
+@given(st.floats(1e-4, 1.0), st.floats(0.0, 1.0), st.integers(1, 30))
+def test_adamw_rounds_every_operation_to_fp32(rate: float, decay: float, size: int) -> None:
+    spec = TrainingSpec(every=1, learning_rate=rate, weight_decay=decay, warmup_steps=0, clip_norm=0.0)
+    found = run(AdamWStep(_layout(size, has_buffers=False), spec), size, 3)
+    assert np.array_equal(found.numpy(), adam_by_hand(size, rate, BETA1, BETA2, EPSILON, decay))
 
 
 Tensors = list[tuple[str, torch.Tensor]]
@@ -151,7 +173,7 @@ def misfits(good: Tensors, others: Tensors) -> list[Tensors]:
 def test_state_moves_to_another_peer_and_misfits_are_refused(name: str, other: str) -> None:
     layout = _layout()
     one, two = STEPS[name](layout), STEPS[name](layout)
-    vector = run(one, layout, 3)
+    vector = run(one, layout.num_values, 3)
     two.load_state_tensors(one.state_tensors())
     vectors = [vector.clone(), vector.clone()]
     for stepper, each in zip((one, two), vectors, strict=True):
@@ -168,10 +190,10 @@ def test_state_moves_to_another_peer_and_misfits_are_refused(name: str, other: s
 @pytest.mark.parametrize("name", STEPS)
 def test_blocks_do_not_change_bits(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     layout = _layout()
-    whole = run(STEPS[name](layout), layout, 3)
+    whole = run(STEPS[name](layout), layout.num_values, 3)
     monkeypatch.setattr(outer, "BLOCK_VALUES", 77)
     monkeypatch.setattr(adamw, "BLOCK_VALUES", 2 * BLOCK)
-    assert torch.equal(run(STEPS[name](layout), layout, 3), whole)
+    assert torch.equal(run(STEPS[name](layout), layout.num_values, 3), whole)
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -337,3 +359,71 @@ def test_an_optimizer_of_another_module_is_refused() -> None:
     net = Net()
     with pytest.raises(ValueError, match="not the module"):
         GradientStep(OPTIMIZERS["adamw"](Net()), net, Layout.from_module(net))
+
+
+def test_adamw_agrees_with_torch_through_warm_up_and_clipping() -> None:
+    parameter = nn.Parameter(exact_values(1000, 1))
+    reference = torch.optim.AdamW([parameter], betas=(BETA1, BETA2), eps=EPSILON, weight_decay=SPEC.weight_decay)
+    for number in range(40):
+        reference.param_groups[0]["lr"] = SPEC.learning_rate * min(1.0, (number + 1) / SPEC.warmup_steps)
+        parameter.grad = exact_values(1000, number + 2)
+        nn.utils.clip_grad_norm_([parameter], SPEC.clip_norm)
+        reference.step()
+    found = run(STEPS["adamw"](_layout(has_buffers=False)), 1000, 40)
+    torch.testing.assert_close(found, parameter.data, rtol=1e-5, atol=1e-6)
+
+
+def test_adamw_in_8_bits_goes_nearly_the_same_way() -> None:
+    layout = _layout(5000, has_buffers=False)
+    exact, found = (run(STEPS[name](layout), 5000, 40) for name in ("adamw", "adamw 8 bit"))
+    way, off = (exact - exact_values(5000, 1)).norm(), (found - exact).norm()
+    assert off < 0.15 * way  # Gradients are nearly noise here, of which AdamW's direction is made.
+
+
+def sample(seed: int, size: int) -> torch.Tensor:
+    """Values of many magnitudes, and zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    found = torch.randn(size, generator=generator) * torch.exp2(6 * torch.randn(size, generator=generator))
+    return found * (torch.rand(size, generator=generator) < 0.9)
+
+
+@pytest.mark.parametrize(("kind", "step"), [(SignedCodes, 1 / 8), (PositiveCodes, 1 / 16)])
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 1000))
+def test_codes_are_near_what_they_stand_for(
+    kind: type[SignedCodes | PositiveCodes], step: float, seed: int, size: int
+) -> None:
+    exact = sample(seed, size) if kind is SignedCodes else sample(seed, size).square()
+    moment, block = kind(size), slice(0, size)
+    moment.close(block, exact)
+    found = moment.open(block)
+    largest = torch.stack([part.abs().max() for part in exact.split(BLOCK) for _ in part])  # type: ignore[no-untyped-call]
+    bound = torch.maximum(step / 2 * exact.abs(), largest * 2.0**-14)
+    assert bool(((found - exact).abs() <= bound).all())
+    assert torch.equal(found == 0, exact == 0) or kind is SignedCodes
+    assert bool((found.sign() * exact.sign() >= 0).all())
+
+
+@pytest.mark.parametrize(("kind", "kept"), [(SignedCodes, BETA1), (PositiveCodes, BETA2)])
+def test_what_gets_nothing_new_decays_whatever_its_code_is(
+    kind: type[SignedCodes | PositiveCodes], kept: float
+) -> None:
+    """Or a parameter that had a large gradient once would have small steps for ever."""
+    size = 4 * BLOCK
+    exact = sample(1, size).square()
+    moment, block = kind(size), slice(0, size)
+    moment.close(block, exact)
+    for _ in range(100):
+        before = moment.open(block).clone()
+        moment.close(block, before * kept)
+        after = moment.open(block)
+        assert bool((after < before)[before > before.view(-1, BLOCK).amax(1).repeat_interleave(BLOCK) * 2.0**-14].all())
+
+
+def test_adamw_follows_the_manifests_schedule() -> None:
+    spec = TrainingSpec(every=1, warmup_steps=0, schedule="cosine", rounds=10, final_rate=0.0)
+    stepper, vector = AdamWStep(_layout(64, has_buffers=False), spec), exact_values(64, 1)
+    for round_, moves in ((0, True), (9, True), (10, False), (50, False)):
+        before = vector.clone()
+        stepper.step(vector, exact_values(64, 2), round_)
+        assert torch.equal(vector, before) is not moves
