@@ -96,10 +96,12 @@ async def test_without_anybody_else_a_peer_grants_itself(peers: Peers, network: 
 
 
 @simulated(grouping_peers, 2, *PEERS, seed=1)
-async def test_a_leader_that_is_further_on_says_that_the_round_is_over(peers: Peers) -> None:
+async def test_a_leader_that_is_further_on_says_so_at_once(peers: Peers, network: SimulatedNetwork) -> None:
     peers[0].matchmaker.move(NEXT)
+    assert await sit_out(peers[1], 20.0) == peers[0].id
     assert await take_on(peers[1], 0, 0, 4) == 0
     assert peers[1].matchmaker.is_closing()
+    assert network.loop.time() < 2.0
 
 
 @simulated(grouping_peers, 2, *PEERS, seed=1)
@@ -130,13 +132,6 @@ async def test_nobody_waits_for_who_sits_a_round_out_and_it_learns_who_is_furthe
     sources = await asyncio.gather(*sitting)
     assert set(sources) <= {peer.id for peer in peers[:2]}
     assert network.loop.time() - began < 3.0
-
-
-@simulated(grouping_peers, 2, *PEERS, seed=1)
-async def test_a_leader_that_is_further_on_says_so_at_once(peers: Peers, network: SimulatedNetwork) -> None:
-    peers[0].matchmaker.move(NEXT)
-    assert await sit_out(peers[1], 20.0) == peers[0].id
-    assert network.loop.time() < 2.0
 
 
 @pytest.mark.parametrize("is_stalled", [False, True])
