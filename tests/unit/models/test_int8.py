@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.functional import linear
 
 from p2ptrain.models import int8
 from p2ptrain.models.int8 import (
@@ -19,6 +20,7 @@ from p2ptrain.models.int8 import (
     torch_product,
 )
 from tests.support.codecs import gaussian
+from tests.support.models import input_gradient
 
 PRODUCTS: dict[str, Product] = {"torch": torch_product, "bitsandbytes": bitsandbytes_product, "fp32": exact_product}
 products = pytest.mark.parametrize("product", PRODUCTS.values(), ids=list(PRODUCTS))
@@ -120,14 +122,10 @@ def test_a_token_s_outputs_do_not_depend_on_the_batch(product: Product, monkeypa
 @products
 def test_the_gradient_is_that_of_the_dequantized_weights(product: Product, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(int8, "_CHUNK_VALUES", 96 * 10)  # several chunks
-    inputs, held = gaussian(2, 5, 96), quantize(gaussian(33, 96, seed=1))
-    towards = gaussian(2, 5, 33, seed=2)
-    found, expected = (inputs.clone().requires_grad_() for _ in range(2))
-    torch.autograd.backward(int8_linear(found, *held, product), towards)
-    torch.autograd.backward(torch.nn.functional.linear(expected, dequantize(*held)), towards)
-    assert found.grad is not None
-    assert expected.grad is not None
-    assert torch.allclose(found.grad, expected.grad, rtol=1e-5, atol=1e-5)
+    inputs, held, towards = gaussian(2, 5, 96), quantize(gaussian(33, 96, seed=1)), gaussian(2, 5, 33, seed=2)
+    found = input_gradient(lambda values: int8_linear(values, *held, product), inputs, towards)
+    expected = input_gradient(lambda values: linear(values, dequantize(*held)), inputs, towards)
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
