@@ -17,7 +17,7 @@ from p2ptrain.codecs.norms import CHUNK_VALUES, SUM_COLUMNS, sum_of_squares
 from p2ptrain.errors import IncompatibleError
 from p2ptrain.extensions import ContractError
 from p2ptrain.native import load_functions
-from tests.support.codecs import decode, gaussian
+from tests.support.codecs import gaussian
 from tests.support.tools import unavailable
 
 FINGERPRINTS = {
@@ -29,8 +29,6 @@ FINGERPRINTS = {
     "topk": "1 9361aa803b6654fafb209e87bce8819a8c5eb8e1f80da4da392c238b00d64233",
 }
 """Of each codec's format. Raise the codec's version when one changes."""
-CLOSE_WITHIN = {"fp32": 0.0, "fp16": 0.002, "bf16": 0.02, "int8": 0.02, "int4": 0.35}
-"""What each value of a Gaussian vector stays within."""
 LENGTHS = [0, 1, 255, 256, 257, 65_536, 65_537, 70_000]
 
 
@@ -57,15 +55,6 @@ def test_codecs_keep_their_contract(codec: Codec) -> None:
 
 def test_bytes_and_decoded_bits_are_those_of_this_version(codec: Codec) -> None:
     assert f"{codec.version} {fingerprint(codec)}" == FINGERPRINTS[codec.name]
-
-
-def test_values_decode_as_exactly_as_the_codec_says(codec: Codec) -> None:
-    vector = gaussian(70_000)
-    decoded = decode(codec, codec.encode(vector), len(vector))
-    if codec.name in CLOSE_WITHIN:
-        torch.testing.assert_close(decoded, vector, rtol=0, atol=CLOSE_WITHIN[codec.name])
-    else:
-        assert float((decoded - vector).norm()) < float(vector.norm())
 
 
 def test_bits_do_not_depend_on_the_number_of_threads(codec: Codec) -> None:
