@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from p2ptrain.codecs import Codec
+from p2ptrain.codecs import Codec, Decoder
 
 
 def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -19,7 +19,7 @@ def exact_values(num_values: int, seed: int) -> torch.Tensor:
     return torch.from_numpy((raw.astype(np.float32) / np.float32(2**23) - np.float32(1.0)).copy())
 
 
-def decode(codec: Codec, data: bytes | bytearray | memoryview, num_values: int) -> torch.Tensor:
+def decode(codec: Decoder, data: bytes | bytearray | memoryview, num_values: int) -> torch.Tensor:
     """What encoded values decode to; NaN where the codec writes nothing."""
     out = torch.full((num_values,), torch.nan)
     codec.decode_into(data, out)

@@ -89,16 +89,6 @@ def test_a_broken_promise_is_named(rule: Rule, promise: str) -> None:
         check_rule(rule)
 
 
-@pytest.mark.parametrize("name", VOTING)
-@given(order=st.permutations(range(9)))
-def test_the_order_of_parts_does_not_matter(name: str, order: list[int]) -> None:
-    rule, spec = get_rule(make_spec(name)), make_spec(name)
-    assert isinstance(rule, VotingRule)
-    parts = torch.randn(9, 300, generator=torch.Generator().manual_seed(order[0]))
-    one, other = (rule.combine(spec, [row.clone() for row in rows]) for rows in (parts, parts[order]))
-    torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-
-
 @given(tokens=st.lists(st.integers(1, 10**9), min_size=1, max_size=12), name=st.sampled_from(["mean", "norm_clip"]))
 def test_tokens_count_up_to_a_multiple_of_the_median(tokens: list[int], name: str) -> None:
     spec = make_spec(name, max_weight_ratio=4)
