@@ -49,7 +49,11 @@ def simulated(
             simulate(main, chosen, **options)
 
         parameters = list(signature.parameters.values())[0 if setup is None else 1 :]
-        shown = [parameter for parameter in parameters if parameter.name != "network"]
+        shown = [
+            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for parameter in parameters
+            if parameter.name != "network"
+        ]
         if isinstance(seed, Sequence):
             shown.append(inspect.Parameter("seed", inspect.Parameter.KEYWORD_ONLY))
             pytest.mark.parametrize("seed", seed)(run)

@@ -140,7 +140,7 @@ async def test_a_source_that_sends_other_means_is_found_out(swarm: list[Member])
 async def test_a_chain_that_is_malformed_or_does_not_connect_is_refused(swarm: list[Member]) -> None:
     roster, result = await certify(swarm)
     gap = following(swarm, result)[1].certificate.to_bytes()
-    for certificate, refusal in ((b"garbage", ""), (b"", ""), (gap, "does not connect")):
+    for certificate, refusal in ((b"garbage", "sent a history"), (b"", "sent a history"), (gap, "does not connect")):
 
         async def lie(peer: str, request: AskChain, certificate: bytes = certificate) -> Chain:
             return Chain((certificate,))

@@ -105,9 +105,6 @@ def test_a_round_in_which_nobody_read_does_not_move_the_cursor() -> None:
     assert advance(7, [1, 5, 2]) == 22
 
 
-CONTEXT = 4
-
-
 def test_a_reader_that_saved_goes_on_at_the_next_position(tmp_path: Path) -> None:
     first = ReadingPosition(tmp_path / "reading.json", "a")
     assert [first.take(3), first.take(2)] == [0, 3]
