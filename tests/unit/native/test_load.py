@@ -101,14 +101,13 @@ def test_a_damaged_library_is_not_used_where_none_can_be_built(
 def test_a_library_without_a_function_or_of_another_machine_is_refused(
     tmp_path: Path, library: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "codecs.so"
-    path.write_bytes(library)
+    for name, data in (("codecs.so", library), ("other.so", b"no ELF" + hashlib.sha256(b"no ELF").digest())):
+        (tmp_path / name).write_bytes(data)
     monkeypatch.setattr(load, "CODEC_OPERATIONS", {"int8": ("encode", "transpose")})
     with pytest.raises(OSError, match="lacks transpose_int8"):
-        load.open_library(path)
-    path.write_bytes(b"no ELF" + hashlib.sha256(b"no ELF").digest())
-    with pytest.raises(OSError, match=r"codecs\.so"):
-        load.open_library(path)
+        load.open_library(tmp_path / "codecs.so")
+    with pytest.raises(OSError, match=r"other\.so"):
+        load.open_library(tmp_path / "other.so")
 
 
 def test_a_library_that_cannot_be_kept_is_used_all_the_same(cached: Path, builds: list[str]) -> None:
