@@ -15,11 +15,10 @@ from p2ptrain.averaging.grouping.coordinator import MAX_PENDING_GROUPS
 from p2ptrain.averaging.timing.global_batch import Goal
 from p2ptrain.errors import PeerRefusedError
 from p2ptrain.manifest import AveragingSpec
-from p2ptrain.network.simulated import SimulatedNetwork
 from tests.support.fuzz import check, fitting, malformed
 from tests.support.sim.averagers import make_matchmaker
 from tests.support.sim.averaging import HEAD
-from tests.support.sim.peers import members
+from tests.support.sim.peers import Member, members
 from tests.support.sim.simulated import simulated
 
 SERVED = {
@@ -51,13 +50,12 @@ def test_messages_are_read_as_they_were_sent_and_others_refused(schema: type[Any
 
 @settings(max_examples=30, suppress_health_check=SLOW)
 @given(data=st.data(), goal=st.sampled_from([Goal(samples=12), Goal(steps=8)]))
-@simulated(seed=1)
-async def test_a_leader_answers_or_refuses_whatever_is_asked_of_it(
-    network: SimulatedNetwork, data: st.DataObject, goal: Goal
-) -> None:
+def test_a_leader_answers_or_refuses_whatever_is_asked_of_it(data: st.DataObject, goal: Goal) -> None:
     names = st.sampled_from(sorted(SERVED))
     asked = [(name, data.draw(fitting(SERVED[name]) | malformed(SERVED[name]))) for name in data.draw(st.lists(names))]
-    async with members(network, 2) as swarm:
+
+    @simulated(members, 2, seed=1)
+    async def ask(swarm: list[Member]) -> None:
         matchmaker, _ = make_matchmaker(swarm[0], swarm, AveragingSpec(group_size=8), HEAD, goal)
         matchmaker.participates = True
         for name, request in asked:
@@ -67,3 +65,5 @@ async def test_a_leader_answers_or_refuses_whatever_is_asked_of_it(
         assert len(matchmaker._coordinator._groups) <= MAX_PENDING_GROUPS
         await matchmaker.close()
         await asyncio.sleep(0)
+
+    ask()

@@ -161,9 +161,10 @@ def misfits(good: Tensors, others: Tensors) -> list[Tensors]:
     found = [[], rest, [(first[0], torch.zeros(3)), *rest], [("x", first[1]), *rest], others]
     if rest:
         found += [good[::-1], [*good[:-1], (good[-1][0], torch.zeros(2))]]
-    for name in IMPOSSIBLE.keys() & dict(good).keys():
-        wrong = torch.full_like(dict(good)[name], IMPOSSIBLE[name])
-        found.append([(each, wrong if each == name else tensor) for each, tensor in good])
+    for name, tensor in good:
+        if (value := IMPOSSIBLE.get(name)) is not None and tensor.is_floating_point() != name.endswith("/256"):
+            wrong = torch.full_like(tensor, value)
+            found.append([(each, wrong if each == name else other) for each, other in good])
     return found
 
 
