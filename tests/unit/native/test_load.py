@@ -65,7 +65,9 @@ def test_a_library_is_built_once_and_kept_and_the_doctor_names_it(cached: Path, 
 
 
 def test_a_library_that_is_installed_is_used_first(cached: Path, library: bytes, builds: list[str]) -> None:
-    load.INSTALLED.write_bytes(library)
+    cached.parent.mkdir()
+    for path in (cached, load.INSTALLED):
+        path.write_bytes(library)
     assert load_library()[0] == load.INSTALLED
     assert not builds
 

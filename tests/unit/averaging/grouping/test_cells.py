@@ -178,3 +178,9 @@ def test_a_swarm_that_fits_in_a_group_has_one_cell() -> None:
 def test_groups_that_no_tree_has_are_refused(present: int, level: int, cell: int) -> None:
     with pytest.raises(IntegrityError, match="no tree"):
         Cells(8).check(Key(1, LINEAGE, present, level, cell))
+
+
+def test_cells_are_drawn_anew_in_each_round() -> None:
+    cells, peers = Cells(8), names(100)
+    drawn = [[cells.key_of(head(round_, 100), peer).cell for peer in peers] for round_ in (1, 2)]
+    assert sum(a == b for a, b in zip(*drawn, strict=True)) < 20

@@ -10,6 +10,7 @@ import pytest
 
 from p2ptrain.averaging.grouping import coordinator
 from p2ptrain.averaging.grouping.cells import Key
+from p2ptrain.averaging.grouping.coordinator import MAX_PENDING_GROUPS
 from p2ptrain.averaging.grouping.leaders import MOST_BELIEVED
 from p2ptrain.averaging.grouping.matchmaker import BehindError, MismatchError, NoGroupError
 from p2ptrain.averaging.grouping.messages import JOIN, Answer, Behind, Formed, Join, Redirected, Refused
@@ -242,6 +243,23 @@ async def test_below_the_minimum_the_reason_says_so_within_the_deadline(
     with pytest.raises(NoGroupError, match="1 of at least 2"):
         await peers[0].find_group()
     assert network.loop.time() <= SPEC.matchmaking_seconds + 1
+
+
+@simulated(grouping_peers, 2, SPEC, seed=7)
+async def test_pending_groups_are_bounded_and_the_real_one_stays(peers: Peers, network: SimulatedNetwork) -> None:
+    victim, evil = peers
+    groups = victim.matchmaker._coordinator
+    own = asyncio.create_task(victim.find_group())
+    await asyncio.sleep(0.1)
+    for number in range(50):
+        head = replace(HEAD, round=number + 1, tokens=number + 1)
+        groups.group(head, Key(head.round, head.lineage)).add(make_ticket(evil.member, head=head), network.loop.time())
+        await asyncio.sleep(0.01)
+        assert len(groups._groups) <= MAX_PENDING_GROUPS
+    assert KEY in groups._groups
+    assert not own.done()
+    own.cancel()
+    await asyncio.gather(own, return_exceptions=True)
 
 
 @simulated(grouping_peers, 2, SPEC, seed=8)
