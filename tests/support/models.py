@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,17 @@ def sample(spec: ModelSpec, seed: int = 0) -> torch.Tensor:
     if spec.family == "vit":
         return torch.randn(2, spec.channels, spec.image_size, spec.image_size, generator=generator)
     return torch.randint(spec.vocabulary, (2, spec.context - 3), generator=generator)
+
+
+def input_gradient(
+    function: Callable[[torch.Tensor], torch.Tensor], inputs: torch.Tensor, towards: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The gradient of a function's outputs, or of their mean square, with respect to its inputs."""
+    leaf = inputs.clone().requires_grad_()
+    outputs = function(leaf)
+    torch.autograd.backward(outputs.square().mean() if towards is None else outputs, towards)
+    assert leaf.grad is not None
+    return leaf.grad
 
 
 def parts(cuts: set[int], num_blocks: int) -> list[Span]:

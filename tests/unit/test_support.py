@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import inspect
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
+from p2ptrain.network.simulated import SimulatedNetwork
 from tests.docker.changed import changed_paths, decide
 from tests.support import seeds, summary, tools
 from tests.support.processes import preloaded, soak, swarmlet
+from tests.support.sim.peers import Member, members
+from tests.support.sim.simulated import simulated
 
 
 def test_a_missing_tool_skips_where_it_is_not_required(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,3 +152,19 @@ def test_a_server_that_all_tests_share_is_not_left_behind(monkeypatch: pytest.Mo
             time.sleep(0.5)  # It is seen before its number is known.
             known.add(server.pid)
         assert server.poll() is None
+
+
+def test_a_simulated_test_runs_to_its_end_and_fails_if_it_does() -> None:
+    ended = []
+
+    @simulated(members, 2, seed=range(2))
+    async def test(swarm: list[Member], network: SimulatedNetwork, word: str) -> None:
+        await asyncio.sleep(1.0)
+        ended.append((len(swarm), network.loop.time() >= 1.0, word))
+        assert word == "right"
+
+    test(word="right", seed=0)
+    with pytest.raises(AssertionError):
+        test(word="wrong", seed=1)
+    assert ended == [(2, True, "right"), (2, True, "wrong")]
+    assert list(inspect.signature(test).parameters) == ["word", "seed"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,20 @@ def p2ptrain(*arguments: str, timeout_seconds: float = 60.0) -> subprocess.Compl
         text=True,
         timeout=timeout_seconds,
     )
+
+
+def printed(code: str, *arguments: object, timeout_seconds: float = 120.0) -> str:
+    """Run Python code in a process of its own, and return what it prints; fail if it does."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=timeout_seconds,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def assert_one_line_error(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -10,9 +11,11 @@ import torch
 from p2ptrain.averaging.averager import Averager, RoundOutcome
 from p2ptrain.averaging.commit.attempt import decode_means
 from p2ptrain.averaging.context import PeerContext, Unconcerned
+from p2ptrain.averaging.grouping.cells import Key
+from p2ptrain.averaging.grouping.leaders import Leaders
 from p2ptrain.averaging.grouping.matchmaker import BehindError, Matchmaker
 from p2ptrain.averaging.grouping.membership import Membership
-from p2ptrain.averaging.protocol.certificate import Head, genesis
+from p2ptrain.averaging.protocol.certificate import Head, Roster, genesis
 from p2ptrain.averaging.timing.goal import NO_GOAL, Goal
 from p2ptrain.codecs import Codec, get_codec
 from p2ptrain.errors import TemporaryError
@@ -22,7 +25,8 @@ from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
 from p2ptrain.network.transport import Transport
 from tests.support.records import record_of
-from tests.support.sim.peers import SWARM, Member
+from tests.support.sim.averaging import HEAD, make_ticket
+from tests.support.sim.peers import SWARM, Member, members
 
 LAYOUT = b"y" * 32
 RECORD_SECONDS = 120.0
@@ -110,6 +114,65 @@ def make_matchmaker(
         membership.update(record_at(other.peer, head), 1, 1e12)
     context = PeerContext(member.rpc, member.peer.runtime, member.peer.signer, SWARM, spec)
     return Matchmaker(context, membership, head, goal), membership
+
+
+@dataclass
+class GroupingPeer:
+    """A peer's side of matchmaking, without a state and without training."""
+
+    member: Member
+    matchmaker: Matchmaker
+    membership: Membership
+
+    @property
+    def peer(self) -> SimulatedPeer:
+        return self.member.peer
+
+    @property
+    def id(self) -> str:
+        return self.member.rpc.peer_id
+
+    @property
+    def rpc(self) -> Rpc:
+        return self.member.rpc
+
+    @property
+    def leaders(self) -> Leaders:
+        return self.matchmaker.leaders
+
+    def is_closing(self) -> bool:
+        return self.matchmaker.position.is_closing
+
+    async def participate(self) -> None:
+        """Take part from now on."""
+        self.matchmaker.participate(True)
+
+    def line(self) -> list[str]:
+        """Who leads the first round, in this order, for all that this peer knows."""
+        return self.leaders.candidates(Key(HEAD.round, HEAD.lineage), [])
+
+    async def find_group(self) -> Roster:
+        """Look for a group for the first round."""
+        return await self.matchmaker.find_group(make_ticket(self.member))
+
+
+@asynccontextmanager
+async def grouping_peers(
+    network: SimulatedNetwork, count: int, spec: AveragingSpec, goal: Goal = NO_GOAL
+) -> AsyncIterator[list[GroupingPeer]]:
+    """Peers that know of each other and take part, in the order in which they lead the first round."""
+    async with members(network, count) as swarm:
+        peers = [GroupingPeer(member, *make_matchmaker(member, swarm, spec, HEAD, goal)) for member in swarm]
+        for peer in peers:
+            peer.matchmaker.participate(True)
+        line = peers[0].line()
+        peers.sort(key=lambda peer: line.index(peer.id))
+        try:
+            yield peers
+        finally:
+            for peer in peers:
+                if peer.peer.alive:
+                    await peer.matchmaker.close()
 
 
 async def start_averagers(

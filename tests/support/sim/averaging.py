@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from dataclasses import dataclass, field, replace
 
@@ -29,7 +30,12 @@ UNSEEN = Observer(lambda phase: None, lambda *transfer: None, lambda evidence: N
 
 @dataclass
 class RosterMember:
-    """One member's side of one attempt."""
+    """One member's side of one attempt.
+
+    Attributes:
+        result: What `run` came to.
+        ended_at: When, on the loop's clock.
+    """
 
     member: Member
     attempt: Attempt
@@ -37,10 +43,12 @@ class RosterMember:
     history: RoundLog
     recovery: AttemptRecovery
     result: SessionResult = field(init=False)
+    ended_at: float = field(init=False)
 
     async def run(self) -> Certificate:
         """Take part; raise why the attempt failed, if it did."""
         self.result = await self.session.run()
+        self.ended_at = asyncio.get_running_loop().time()
         if self.result.failure is not None:
             raise self.result.failure
         assert self.result.certificate is not None
@@ -98,6 +106,24 @@ def make_roster(
         rpc.serve_channel(ALLREDUCE, Request, serve)
         result.append(RosterMember(member, attempt, session, history, AttemptRecovery(context, history)))
     return result
+
+
+async def run_all(roster: list[RosterMember]) -> list[Certificate | BaseException]:
+    """What each member comes to when all take part; they linger for each other."""
+    results = await asyncio.gather(*(each.run() for each in roster), return_exceptions=True)
+    await stop(roster, linger=True)
+    return results
+
+
+def decoded(member: RosterMember) -> torch.Tensor:
+    """The mean that a member holds."""
+    attempt = member.attempt
+    bounds, out = attempt.bounds, torch.zeros(attempt.bounds[-1])
+    for index, mean in enumerate(attempt.means):
+        assert mean is not None
+        if mean:
+            attempt.mean_codec_of(index).decode_into(mean, out[bounds[index] : bounds[index + 1]])
+    return out
 
 
 async def stop(roster: list[RosterMember], linger: bool = False) -> None:

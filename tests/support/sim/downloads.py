@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -82,7 +83,13 @@ def tensors_of(partial: PartialDownload) -> NamedTensors:
 
 
 class Sources:
-    """A newcomer (member 0) and sources with equal states."""
+    """A newcomer (member 0) and sources with equal states.
+
+    Attributes:
+        seconds: How long the last download took.
+    """
+
+    seconds: float
 
     def __init__(self, network: SimulatedNetwork, everyone: list[Member]) -> None:
         self.network = network
@@ -101,7 +108,12 @@ class Sources:
         self.partial = resume if resume is not None else PartialDownload()
         layout = options.pop("layout", self.layout)
         admission = OneState(self.head, options.pop("most_bytes", math.inf))
-        return await download_state(self.newcomer.rpc, lambda: self.ids, layout, self.partial, admission, **options)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            return await download_state(self.newcomer.rpc, lambda: self.ids, layout, self.partial, admission, **options)
+        finally:
+            self.seconds = loop.time() - began
 
     def start(self, **options: Any) -> asyncio.Task[FetchReport]:
         return self.newcomer.peer.spawn(self.download(**options))
@@ -114,6 +126,13 @@ class Sources:
         return self.newcomer.rpc.refusals[self.ids[source], "bad state"]
 
 
+@asynccontextmanager
+async def sources(network: SimulatedNetwork, count: int) -> AsyncIterator[Sources]:
+    """A newcomer and so many sources."""
+    async with members(network, count + 1) as everyone:
+        yield Sources(network, everyone)
+
+
 def with_sources(
     num_sources: int,
     check: Callable[[Sources], Awaitable[None]],
@@ -121,8 +140,8 @@ def with_sources(
     seed: int = 1,
 ) -> None:
     async def main(network: SimulatedNetwork) -> None:
-        async with members(network, num_sources + 1) as everyone:
-            await check(Sources(network, everyone))
+        async with sources(network, num_sources) as swarm:
+            await check(swarm)
 
     simulate(main, seed=seed, model=model)
 

@@ -15,7 +15,6 @@ from p2ptrain.codecs.blockwise import MAX_PEAK, MIN_PEAK, BlockwiseCodec
 from tests.support.codecs import round_trip
 
 INT8, INT4 = get_codec("int8"), get_codec("int4")
-BLOCK = INT8.block_size
 both = pytest.mark.parametrize("codec", [INT8, INT4], ids=["int8", "int4"])
 
 
@@ -29,31 +28,21 @@ def assert_within_bound(codec: Codec, vector: torch.Tensor) -> None:
         assert float((out[start : start + codec.block_size].double() - block).abs().max()) <= bound
 
 
-def test_int8_writes_golden_bytes() -> None:
-    # peak 2.54, scale 0.02: the third value is 0.5 steps and rounds to even.
-    vector = torch.tensor([2.54, -2.54, 0.01, 1.0, -0.02, 0.0])
-    assert INT8.encode(vector).hex() == "0ad7a33c7f810032ff00"
-
-
-def test_int4_writes_golden_bytes() -> None:
-    # peak 7, scale 1: codes 15 1 9 8 10 7, the first three in low halves; then an odd block of one.
-    vector = torch.tensor([7.0, -7.0, 1.0, 0.4, 2.5, -1.0])
-    assert INT4.encode(vector).hex() == "0000803f" + "8fa179"
-    assert INT4.encode(torch.tensor([-14.0])).hex() == "00000040" + "01"
-
-
-def test_int4_blocks_of_any_length_decode_as_by_hand() -> None:
-    for num_values in (*range(1, 10), 127, 128, 129, 1000):
-        vector = torch.randn(num_values, generator=torch.Generator().manual_seed(num_values))
-        encoded, expected = INT4.encode(vector), []
-        for start in range(0, num_values, 128):
-            length = min(128, num_values - start)
-            offset = start // 128 * 68
-            (scale,) = struct.unpack_from("<f", encoded, offset)
-            codes = encoded[offset + 4 : offset + 4 + -(-length // 2)]
-            nibbles = [byte & 15 for byte in codes] + [byte >> 4 for byte in codes]
-            expected += [scale * (nibble - 8) for nibble in nibbles[:length]]
-        assert torch.equal(round_trip(INT4, vector), torch.tensor(expected, dtype=torch.float64).float())
+@pytest.mark.parametrize(
+    ("codec", "values", "golden"),
+    [
+        # peak 2.54, scale 0.02: the third value is 0.5 steps and rounds to even.
+        (INT8, [2.54, -2.54, 0.01, 1.0, -0.02, 0.0], "0ad7a33c" + "7f810032ff00"),
+        (INT8, [127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5], "0000803f" + "7f00020200fefe"),  # halves
+        (INT8, [0.0, -0.0, 0.0], "00000000" + "000000"),
+        # peak 7, scale 1: codes 15 1 9 8 10 7, the first three in low halves; then an odd block of one.
+        (INT4, [7.0, -7.0, 1.0, 0.4, 2.5, -1.0], "0000803f" + "8fa179"),
+        (INT4, [-14.0], "00000040" + "01"),
+        (INT4, [1.0] * 128 + [-7.0, 7.0], "2549123e" + "ff" * 64 + "0000803f" + "f1"),
+    ],
+)
+def test_blocks_have_golden_bytes(codec: Codec, values: list[float], golden: str) -> None:
+    assert codec.encode(torch.tensor(values)).hex() == golden
 
 
 def test_int4_refuses_what_hides_in_the_unused_half_of_a_byte() -> None:
@@ -62,11 +51,6 @@ def test_int4_refuses_what_hides_in_the_unused_half_of_a_byte() -> None:
     encoded[-1] |= 16
     with pytest.raises(CodecError, match="unused half"):
         INT4.validate(encoded, 131)
-
-
-def test_halves_round_to_even() -> None:
-    vector = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5])
-    assert struct.unpack("<f7b", INT8.encode(vector)) == (1.0, 127, 0, 2, 2, 0, -2, -2)
 
 
 @given(
@@ -91,24 +75,10 @@ def test_error_stays_within_the_bound_at_every_magnitude(codec: Codec) -> None:
             assert_within_bound(codec, torch.ldexp(uniform, torch.tensor(exponent)))
 
 
-def test_a_block_of_zeros_has_scale_zero_and_decodes_to_zero() -> None:
-    vector = torch.cat([torch.ones(BLOCK), torch.zeros(BLOCK), -torch.zeros(3)])
-    encoded = INT8.encode(vector)
-    assert encoded[260:] == bytes(260 + 7)
-    assert torch.equal(round_trip(INT8, vector), vector)
-    assert torch.equal(round_trip(INT4, vector), vector)
-
-
 @given(st.floats(MIN_PEAK, MAX_PEAK, width=32))
 def test_a_single_value_survives_up_to_rounding(value: float) -> None:
     for codec in (INT8, INT4):
         assert round_trip(codec, torch.tensor([value])).item() == pytest.approx(value, rel=2**-22)
-
-
-def test_a_large_block_does_not_coarsen_its_neighbours() -> None:
-    vector = torch.cat([torch.full((BLOCK,), 1e6), torch.linspace(-1, 1, BLOCK)])
-    error = (round_trip(INT8, vector)[BLOCK:] - vector[BLOCK:]).abs().max()
-    assert error <= 1 / 253
 
 
 @pytest.mark.parametrize(("codec", "least", "most"), [(INT8, 0.005, 0.01), (INT4, 0.1, 0.17)], ids=["int8", "int4"])
@@ -140,11 +110,3 @@ def test_received_scales_out_of_range_are_refused(codec: Codec, scale: float) ->
         struct.pack_into("<f", encoded, codec.encoded_bytes(block * codec.block_size), scale)
         with pytest.raises(CodecError, match="scale"):
             codec.validate(encoded, 600)
-
-
-@both
-def test_the_largest_encodable_values_validate(codec: Codec) -> None:
-    encoded, decoded = codec.encode(torch.tensor([MAX_PEAK, -MAX_PEAK])), torch.empty(2)
-    codec.validate(encoded, 2)  # Raises what it refuses.
-    codec.decode_into(encoded, decoded)
-    assert decoded.tolist() == pytest.approx([MAX_PEAK, -MAX_PEAK], rel=2.0**-20)

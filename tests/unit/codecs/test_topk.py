@@ -110,15 +110,9 @@ def test_the_largest_magnitudes_are_kept_and_the_first_of_equals(values: list[fl
 @example([math.nextafter(2.0**-100, 0)])
 @example([1e-45] * 100)
 @example([2.0**120, -(2.0**120), 1.0] * 100)
+@example([1 / rank for rank in range(1, 65)] + [0.0] * (CHUNK - 64))  # The proof's steps lose least: it is tight.
 def test_the_error_stays_within_the_stated_bound(values: list[float]) -> None:
     assert_within_bound(torch.tensor(values))
-
-
-def test_the_bound_nearly_holds_with_equality_where_it_is_tight() -> None:
-    """Magnitudes 1, 1/2, 1/3 ... are those for which the proof's steps lose least."""
-    vector = torch.zeros(CHUNK)
-    vector[:64] = 1 / torch.arange(1, 65)
-    assert_within_bound(vector)
 
 
 @pytest.mark.parametrize("power", [0.1, 1.0, 3.0, 9.0])
@@ -139,37 +133,6 @@ def test_two_levels_lose_little_of_what_is_kept_of_a_gaussian() -> None:
     kept = out != 0
     assert float((vector[kept] ** 2).sum() / (vector**2).sum()) == pytest.approx(0.119, abs=0.002)
     assert float(((out - vector)[kept] ** 2).sum() / (vector[kept] ** 2).sum()) < 0.005
-
-
-special = {
-    "gaussian": lambda: gaussian(8 * CHUNK),
-    "zeros": lambda: torch.zeros(2 * CHUNK),
-    "negative zeros": lambda: -torch.zeros(CHUNK),
-    "equal": lambda: torch.ones(2 * CHUNK),
-    "ties": lambda: (2 * gaussian(8 * CHUNK)).round(),
-    "ascending": lambda: torch.arange(2.0 * CHUNK),
-    "few": lambda: torch.cat([torch.zeros(4000), gaussian(4192)]),
-    "dense at the end": lambda: torch.cat([1e-3 * gaussian(4032), gaussian(64)]),
-    "heavy tails": lambda: gaussian(8 * CHUNK).pow(9),
-    "subnormal": lambda: gaussian(CHUNK) * 1e-40,
-    "at the floor": lambda: gaussian(CHUNK) * 2.0**-100,
-    "huge": lambda: gaussian(CHUNK).clamp(-1, 1) * 2.0**120,
-}
-
-
-@pytest.mark.parametrize("name", special)
-def test_native_and_plain_code_give_the_same_bytes_and_bits(name: str, native: TopKCodec) -> None:
-    vector = torch.cat([special[name](), gaussian(100)])
-    encoded = TOPK.encode(vector)
-    assert native.encode(vector) == encoded
-    outs = [torch.full_like(vector, 7) for _ in range(2)]
-    for codec, out in zip((TOPK, native), outs, strict=True):
-        codec.validate(encoded, len(vector))
-        codec.decode_into(encoded, out)
-    assert torch.equal(*(out.view(torch.int32) for out in outs))
-    for codec, out in zip((TOPK, native), outs, strict=True):
-        codec.accumulate_into(encoded, -0.3, out)
-    assert torch.equal(*(out.view(torch.int32) for out in outs))
 
 
 def test_values_that_do_not_fit_are_refused(native: TopKCodec) -> None:

@@ -176,27 +176,26 @@ def test_peft_gives_the_same_logits(family: str, tmp_path: Path) -> None:
         assert not torch.allclose(found, plain, atol=1e-2)
 
 
-def test_adapters_that_peft_could_not_load_are_not_exported(tmp_path: Path) -> None:
-    spec, adapters = SPECS["vit"], LoraSpec(targets=TARGETS["vit"])
-    with pytest.raises(UsageError, match="no module 'vit"):
-        export_adapters(together(adapted(spec, adapters)), spec, adapters, tmp_path / "no")
+def test_adapters_that_are_incomplete_or_that_peft_could_not_load_are_not_exported(tmp_path: Path) -> None:
+    vit, targets = SPECS["vit"], LoraSpec(targets=TARGETS["vit"])
+    llama, adapters = SPECS["llama"], LoraSpec(targets=("q_proj",))
+    stages = adapted(llama, adapters, 1, 3)
+    missing = r"layers.2.self_attn.q_proj.lora_A.weight is missing and should be \[8, 32\]"
+    for values, spec, lora, refusal in (
+        (together(adapted(vit, targets)), vit, targets, "no module 'vit"),
+        (together(stages[:2]), llama, adapters, missing),
+        ({**together(stages), "x": torch.zeros(1)}, llama, adapters, "should be no adapter of this model"),
+    ):
+        with pytest.raises(UsageError, match=refusal):
+            export_adapters(values, spec, lora, tmp_path / "no")
     assert not (tmp_path / "no").exists()
 
 
-def test_adapters_of_all_stages_are_needed_for_export(tmp_path: Path) -> None:
-    spec, adapters = SPECS["llama"], LoraSpec(targets=("q_proj",))
-    stages = adapted(spec, adapters, 1, 3)
-    with pytest.raises(UsageError, match=r"layers.2.self_attn.q_proj.lora_A.weight is missing and should be \[8, 32\]"):
-        export_adapters(together(stages[:2]), spec, adapters, tmp_path / "no")
-    with pytest.raises(UsageError, match="should be no adapter of this model"):
-        export_adapters({**together(stages), "x": torch.zeros(1)}, spec, adapters, tmp_path / "no")
-    assert not (tmp_path / "no").exists()
-
-
-def test_a_stage_without_target_layers_is_frozen() -> None:
-    first, *_ = adapted(SPECS["llama"], LoraSpec(targets=("q_proj",)), 1)
-    assert not adapter_parameters(first)
-    assert not any(parameter.requires_grad for parameter in first.parameters())
+def test_a_stage_without_target_layers_is_frozen_and_an_untied_head_can_be_one() -> None:
+    for name, target, counts in (("llama", "q_proj", [0, 4, 2]), ("llama, untied", "lm_head", [0, 0, 2])):
+        stages = adapted(SPECS[name], LoraSpec(targets=(target,)), 1, 3)
+        assert [len(adapter_parameters(stage)) for stage in stages] == counts
+        assert not any(parameter.requires_grad for parameter in stages[0].parameters())
 
 
 @pytest.mark.parametrize(
@@ -215,9 +214,3 @@ def test_settings_that_make_no_sense_are_refused() -> None:
     (stage,) = adapted(SPECS["llama"], LoraSpec(targets=("q_proj",)))
     with pytest.raises(UsageError, match="already"):
         add_adapters(stage, SPECS["llama"], LoraSpec(targets=("v_proj",)))
-
-
-def test_the_head_of_an_untied_model_can_be_adapted() -> None:
-    spec, adapters = SPECS["llama, untied"], LoraSpec(targets=("lm_head",))
-    stages = adapted(spec, adapters, 1, 3)
-    assert [len(adapter_parameters(stage)) for stage in stages] == [0, 0, 2]

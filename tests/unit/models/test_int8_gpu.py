@@ -9,6 +9,7 @@ from p2ptrain.manifest import LoraSpec, ModelSpec
 from p2ptrain.models import Span, build_stage, model_blocks
 from p2ptrain.models.adapters import adapter_parameters, add_adapters
 from p2ptrain.models.int8 import bitsandbytes_product, exact_product, int8_linear, quantize
+from tests.support.codecs import gaussian
 from tests.support.models import each, sample
 
 pytestmark = [
@@ -17,10 +18,6 @@ pytestmark = [
     # bitsandbytes falls back to fp32 for shapes that the device's library has no int8 product for, and says so.
     pytest.mark.filterwarnings("ignore:int8_linear_matmul has no usable:RuntimeWarning"),
 ]
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 64, 128), (2, 576, 576), (130, 192, 576), (7, 33, 50)])
@@ -34,7 +31,7 @@ def test_the_kernel_multiplies_exactly(rows: int, outputs: int, inputs: int) -> 
 
 
 def test_linear_layers_are_the_cpu_s() -> None:
-    inputs, held = normal(5, 576), quantize(normal(192, 576, seed=1))
+    inputs, held = gaussian(5, 576), quantize(gaussian(192, 576, seed=1))
     expected = int8_linear(inputs, *held)
     found = int8_linear(inputs.cuda(), held[0].cuda(), held[1].cuda()).cpu()
     assert torch.allclose(found, expected, rtol=1e-6, atol=1e-6 * float(expected.abs().max()))
@@ -43,7 +40,7 @@ def test_linear_layers_are_the_cpu_s() -> None:
 def test_linear8bitlt_is_as_near_as_one_digit_and_fp16_allow() -> None:
     from bitsandbytes.nn.modules import Linear8bitLt
 
-    weight, inputs = normal(192, 576, seed=1), normal(40, 576)
+    weight, inputs = gaussian(192, 576, seed=1), gaussian(40, 576)
     theirs = Linear8bitLt(576, 192, bias=False, has_fp16_weights=False)
     theirs.weight.data.copy_(weight)
     with torch.no_grad():

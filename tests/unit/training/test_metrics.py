@@ -24,19 +24,14 @@ def test_what_is_written_is_read_in_order(tmp_path: Path) -> None:
     ]
 
 
-def test_a_torn_line_is_skipped_and_does_not_spoil_the_next(tmp_path: Path) -> None:
+@pytest.mark.parametrize("before", [b'{"kind":"a"}\n{"kind":"b","lo', b'\xff\xfe\n[1]\n\n{"kind":"a"}\n'])
+def test_torn_and_garbage_lines_are_skipped_and_do_not_spoil_the_next(tmp_path: Path, before: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"kind":"a"}\n{"kind":"b","lo')
+    path.write_bytes(before)
     assert [record["kind"] for record in read_metrics(path)] == ["a"]
     with MetricsWriter(path) as writer:
         writer.write("c")
     assert [record["kind"] for record in read_metrics(path)] == ["a", "c"]
-
-
-def test_garbage_lines_are_skipped(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'\xff\xfe\n[1]\n\n{"kind":"good"}\n')
-    assert [record["kind"] for record in read_metrics(path)] == ["good"]
 
 
 def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -146,7 +147,7 @@ class ScriptedSynchronizer:
     steps_per_round: int
     head: Any = field(default_factory=lambda: SimpleNamespace(round=0))
     begun: list[list[int]] = field(default_factory=list)
-    arrivals: list[Future[RoundResult]] = field(default_factory=list)
+    arrivals: SimpleQueue[Future[RoundResult]] = field(default_factory=SimpleQueue)
 
     def note_steps(self, steps: int, seconds: float = 0.0) -> None:
         """It needs no pace."""
@@ -162,7 +163,7 @@ class ScriptedSynchronizer:
             self.begun.append(list(work.pending))
             work.collect(contribution, fragment)
         arrival: Future[RoundResult] = Future()
-        self.arrivals.append(arrival)
+        self.arrivals.put(arrival)
         result = await asyncio.wrap_future(arrival)
         async with work.model_lock:
             if result.committed:
@@ -170,6 +171,10 @@ class ScriptedSynchronizer:
                 self.head.round += 1
                 work.adopt(True, None, fragment, counted)
         return result
+
+    def arrive(self, result: RoundResult) -> None:
+        """End the round in progress, once its contribution was read."""
+        self.arrivals.get(timeout=WAIT_SECONDS).set_result(result)
 
 
 def _optimizer(loop: asyncio.AbstractEventLoop, **spec: Any) -> tuple[SwarmOptimizer, ScriptedSynchronizer]:
@@ -192,12 +197,6 @@ def _committed(round_: int) -> RoundResult:
     return RoundResult(True, round_, "", contributed=True)
 
 
-def _arrive(synchronizer: ScriptedSynchronizer, result: RoundResult, loop: asyncio.AbstractEventLoop) -> None:
-    while not synchronizer.arrivals:
-        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(WAIT_SECONDS)
-    synchronizer.arrivals.pop().set_result(result)
-
-
 def test_steps_go_on_under_a_round_and_count_for_the_next(loop: asyncio.AbstractEventLoop) -> None:
     optimizer, synchronizer = _optimizer(loop, every=8, fragments=2, overlap_steps=3)
     _step(optimizer, 4)
@@ -205,13 +204,13 @@ def test_steps_go_on_under_a_round_and_count_for_the_next(loop: asyncio.Abstract
     assert synchronizer.begun == [[40, 40]]
     _step(optimizer, 2)
     assert [optimizer.last_result] == [None]
-    _arrive(synchronizer, _committed(1), loop)
+    synchronizer.arrive(_committed(1))
     _step(optimizer)
     assert [optimizer.last_result] == [_committed(1)]
     assert optimizer.samples_in_round == 3
     _step(optimizer)
     assert synchronizer.begun == [[40, 40], [40, 80]]
-    _arrive(synchronizer, _committed(2), loop)
+    synchronizer.arrive(_committed(2))
     assert optimizer.synchronize().round == 2
     assert [optimizer.is_round_running] == [False]
 
@@ -223,7 +222,7 @@ def test_training_waits_for_a_round_that_takes_longer_than_the_overlap(loop: asy
     trained.start()
     trained.join(0.2)
     assert trained.is_alive()
-    _arrive(synchronizer, _committed(1), loop)
+    synchronizer.arrive(_committed(1))
     trained.join(WAIT_SECONDS)
     assert optimizer.last_result == _committed(1)
 
@@ -232,7 +231,7 @@ def test_a_round_that_fails_under_compute_leaves_all_work_for_the_next(loop: asy
     optimizer, synchronizer = _optimizer(loop, every=8, overlap_steps=1)
     _step(optimizer, 8)
     before, live = synchronizer.state.vector.clone(), _read(optimizer.module)
-    _arrive(synchronizer, RoundResult(False, 0, "it broke"), loop)
+    synchronizer.arrive(RoundResult(False, 0, "it broke"))
     _step(optimizer)
     assert optimizer.last_result is not None
     assert not optimizer.last_result.committed
@@ -240,7 +239,7 @@ def test_a_round_that_fails_under_compute_leaves_all_work_for_the_next(loop: asy
     torch.testing.assert_close(_read(optimizer.module), live - 0.1)
     _step(optimizer, 2)
     assert synchronizer.begun == [[80], [110]]
-    _arrive(synchronizer, _committed(1), loop)
+    synchronizer.arrive(_committed(1))
     optimizer.synchronize()
 
 
@@ -250,7 +249,7 @@ def test_the_swarms_steps_go_on_under_a_round(loop: asyncio.AbstractEventLoop) -
     optimizer._rates = LearningRates(optimizer.inner, float)
     optimizer.inner.register_step_pre_hook(lambda *_: seen.append(optimizer.inner.param_groups[0]["lr"]))
     _step(optimizer, 5)
-    _arrive(synchronizer, _committed(1), loop)
+    synchronizer.arrive(_committed(1))
     _step(optimizer, 2)
     assert seen == pytest.approx([0.1 * step for step in range(7)])
 

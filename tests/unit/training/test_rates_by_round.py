@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 from collections.abc import Callable
@@ -11,15 +12,18 @@ import pytest
 import torch
 from torch import nn
 
-from p2ptrain.averaging.protocol.certificate import genesis
 from p2ptrain.errors import UsageError
 from p2ptrain.manifest import Manifest, TrainingSpec
-from p2ptrain.training.learning_rate import LearningRates, WrappedOptimizer, by_round, learning_rate_factor
+from p2ptrain.training.learning_rate import (
+    LearningRates,
+    WrappedOptimizer,
+    by_round,
+    learning_rate_factor,
+    manifest_schedule,
+)
 from p2ptrain.training.state.initial_state import initial_state
 from p2ptrain.training.state.shared_state import SharedState
 from tests.support.lone import LoneOptimizer, lone_optimizer
-
-NUM_ROUNDS = 6
 
 
 def model() -> nn.Module:
@@ -52,39 +56,6 @@ def peer(make: Make) -> tuple[SharedState, torch.optim.Optimizer | None]:
     return state, wrapped.optimizer if wrapped is not None else None
 
 
-def apply_round(state: SharedState, round_: int) -> bytes:
-    mean = torch.randn(state.layout.num_values, generator=torch.Generator().manual_seed(round_))
-    state.apply(mean, round_)
-    root = state.tree().root
-    state.head = genesis(bytes(32), root)
-    return root
-
-
-@pytest.mark.parametrize("name", STEPS)
-def test_a_peer_that_replays_rounds_later_gets_the_bits_of_those_that_were_there(name: str) -> None:
-    (live, _), (late, optimizer) = peer(STEPS[name]), peer(STEPS[name])
-    digests = [apply_round(live, round_) for round_ in range(NUM_ROUNDS)]
-    if optimizer is not None:
-        optimizer.param_groups[0]["lr"] = 0.1 * halves(NUM_ROUNDS)  # As a loop sets it for the round in progress.
-    assert [apply_round(late, round_) for round_ in range(NUM_ROUNDS)] == digests
-
-
-@pytest.mark.parametrize("name", STEPS)
-def test_a_peer_that_downloads_a_state_goes_on_with_the_rates_of_the_others(name: str) -> None:
-    (live, _), (newcomer, _) = peer(STEPS[name]), peer(STEPS[name])
-    for round_ in range(3):
-        apply_round(live, round_)
-    newcomer.replace([(key, tensor.clone()) for key, tensor in live.tensors()], live.head)
-    if name == "torch":
-        newcomer.layout.write(newcomer.vector, module_of(newcomer))
-    assert apply_round(newcomer, 3) == apply_round(live, 3)
-
-
-def module_of(state: SharedState) -> nn.Module:
-    module: nn.Module = state.stepper._module  # type: ignore[attr-defined]
-    return module
-
-
 @pytest.mark.parametrize("name", STEPS)
 def test_the_round_changes_the_step(name: str) -> None:
     (one, _), (other, _) = peer(STEPS[name]), peer(STEPS[name])
@@ -95,15 +66,6 @@ def test_the_round_changes_the_step(name: str) -> None:
     ratio = (other.vector - start)[: one.layout.num_parameters] / (one.vector - start)[: one.layout.num_parameters]
     expected = halves(2) if name == "torch" else 3.0
     torch.testing.assert_close(ratio, torch.full_like(ratio, expected), rtol=1e-3, atol=0)
-
-
-def test_the_manifests_adamw_moves_buffers_by_their_mean_difference() -> None:
-    state, _ = peer(STEPS["manifest"])
-    mean = torch.zeros(state.layout.num_values)
-    mean[state.layout.num_parameters :] = -2.0
-    state.apply(mean, 0)
-    buffers = {e.name: state.vector[e.offset : e.end].tolist() for e in state.layout.buffer_entries}
-    assert buffers == {"1.running_mean": [2.0] * 3, "1.running_var": [3.0] * 3, "1.num_batches_tracked": [2.0]}
 
 
 def test_a_schedule_that_returns_no_factor_is_refused() -> None:
@@ -253,3 +215,36 @@ def test_a_loaded_optimizer_has_the_rates_of_the_round_that_it_is_at(
         late.step()
     assert late.applied_rates[-1] == 0.1 * halves(4 if every == 1 else 3)
     assert caplog.records == []
+
+
+def test_warm_up_is_linear_and_never_zero_and_the_rate_stays() -> None:
+    assert [learning_rate_factor(step, warmup_steps=4) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert learning_rate_factor(0, warmup_steps=0) == 1.0
+    schedule = manifest_schedule(TrainingSpec(warmup_steps=4))
+    assert [schedule(step) for step in (0, 3, 4, 10**6)] == [0.25, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("training", [{"every": 1, "rounds": 110}, {"every": 20, "fragments": 2, "rounds": 11}])
+def test_a_manifest_s_cosine_falls_from_one_to_its_end_with_its_rounds(training: dict[str, Any]) -> None:
+    schedule = manifest_schedule(TrainingSpec(warmup_steps=10, schedule="cosine", final_rate=0.2, **training))
+    assert [schedule(step) for step in (0, 9, 10)] == [0.1, 1.0, 1.0]
+    factors = [schedule(step) for step in range(10, 150)]
+    assert factors == sorted(factors, reverse=True)
+    assert factors[50] == pytest.approx(0.6)
+    assert factors[100:] == pytest.approx([0.2] * 40)
+
+
+def test_the_cosine_has_the_same_bits_on_every_machine() -> None:
+    schedule = manifest_schedule(TrainingSpec(every=1, warmup_steps=0, schedule="cosine", rounds=1000))
+    found = [schedule(step) for step in range(1001)]
+    exact = [0.1 + 0.45 * (1 + math.cos(math.pi * step / 1000)) for step in range(1001)]
+    assert found == pytest.approx(exact, abs=1e-15)
+    digest = hashlib.sha256("".join(value.hex() for value in found).encode()).hexdigest()
+    assert digest == "acbcf2095c46191216c492a123393ccc96e404cf542f6bd4de3b704ec244f527"
+
+
+def test_impossible_schedules_are_refused() -> None:
+    with pytest.raises(ValueError, match="negative"):
+        learning_rate_factor(-1, warmup_steps=4)
+    with pytest.raises(ValueError, match="above warmup_steps"):
+        learning_rate_factor(0, warmup_steps=4, schedule="cosine", total_steps=4)

@@ -86,21 +86,13 @@ def test_a_ticket_s_own_limit_can_only_lower_its_rate() -> None:
     assert limited[1:] == plain[1:]
 
 
-def test_without_any_observation_all_are_alike() -> None:
-    assert agreed_rates([ticket(peer) for peer in "abc"]) == [1, 1, 1]
+@pytest.mark.parametrize("told", [b"", b"x", b"\xff" * 10, b"\xff" * MAX_RATES_BYTES])
+def test_without_observations_and_with_garbage_all_are_alike(told: bytes) -> None:
+    assert agreed_rates([ticket("a", told), ticket("b"), ticket("c")]) == [1, 1, 1]
 
 
-@pytest.mark.parametrize("garbage", [b"x", b"\xff" * 10, b"\xff" * MAX_RATES_BYTES])
-def test_garbage_in_a_ticket_is_of_no_consequence(garbage: bytes) -> None:
-    assert agreed_rates([ticket("a", garbage), ticket("b"), ticket("c")]) == [1, 1, 1]
-
-
-def test_what_is_told_stays_within_a_ticket_s_bound() -> None:
-    told = seen({f"peer{i}": 1e6 for i in range(1000)})
-    assert len(told) == 9 * MAX_REPORTED <= MAX_RATES_BYTES
-
-
-def test_parts_too_small_to_measure_say_nothing() -> None:
+def test_what_is_told_stays_within_a_ticket_s_bound_and_has_nothing_of_parts_too_small_to_measure() -> None:
+    assert len(seen({f"peer{i}": 1e6 for i in range(1000)})) == 9 * MAX_REPORTED <= MAX_RATES_BYTES
     speeds = SendRates()
     speeds.observe("a", 1000, 0.5, 1)
     assert speeds.encoded() == b""
@@ -134,20 +126,13 @@ def codec_of(rates: list[int], index: int, name: str = "int8", grace_seconds: fl
     return plan.part_codec((codec, *smaller_codecs(codec, 10_000_000)), index, grace_seconds).name
 
 
-def test_members_of_one_speed_all_use_the_swarm_s_codec() -> None:
-    assert {codec_of([10**6] * 4, index) for index in range(4)} == {"int8"}
-
-
 def test_only_a_member_for_which_the_others_would_not_wait_sends_fewer_bits() -> None:
+    assert {codec_of([10**6] * 4, index) for index in range(4)} == {"int8"}
     rates = [10**6, 10**6, 10**6, 10**5]
     assert [codec_of(rates, index) for index in range(3)] == ["int8"] * 3
-    chosen = get_codec(codec_of(rates, 3))
-    assert chosen.encoded_bytes(1 << 20) < get_codec("int8").encoded_bytes(1 << 20)
+    assert get_codec(codec_of(rates, 3)).encoded_bytes(1 << 20) < get_codec("int8").encoded_bytes(1 << 20)
     assert codec_of(rates, 3, grace_seconds=1000.0) == "int8"
-
-
-def test_where_nothing_is_lost_nobody_loses_anything() -> None:
-    assert codec_of([10**6, 10**6, 10**3], 2, "fp32") == "fp32"
+    assert codec_of([10**6, 10**6, 10**3], 2, "fp32") == "fp32", "where nothing is lost, nobody loses anything"
 
 
 def test_smaller_codecs_are_smaller_and_smaller() -> None:

@@ -12,7 +12,8 @@ from p2ptrain.codecs.mixed import by_size
 from p2ptrain.manifest import AveragingSpec
 
 NUM_VALUES = 100 * 4096
-RULES = ["mean", "norm_clip", "centered_clip", "trimmed", "median"]
+WEIGHTED = ["mean", "norm_clip"]
+RULES = [*WEIGHTED, "centered_clip", "trimmed", "median"]
 MIXED = by_size(get_codec("topk"), get_codec("bf16"), [4096 * 60, 40, 4096 * 39, 4056], 40)
 
 
@@ -20,7 +21,7 @@ def spec(rule: str) -> AveragingSpec:
     return AveragingSpec.model_validate({"aggregation": rule})
 
 
-@pytest.mark.parametrize("rule", ["mean", "norm_clip"])
+@pytest.mark.parametrize("rule", WEIGHTED)
 def test_a_sparse_mean_is_a_list_up_to_the_size_at_which_int8_is_shorter(rule: str) -> None:
     codec = get_codec("topk")
     most = max(n for n in range(1, 257) if lists_parts(spec(rule), codec, NUM_VALUES, n))
@@ -43,26 +44,22 @@ def test_who_contributed_changes_the_length_of_a_list_but_not_whether_there_is_o
     assert not any(isinstance(each, PartList) for each in dense)
 
 
-@pytest.mark.parametrize("rule", ["centered_clip", "trimmed", "median"])
-def test_a_result_that_is_no_weighted_sum_is_encoded_densely(rule: str) -> None:
-    assert mean_codec(spec(rule), get_codec("topk"), NUM_VALUES, 4, 4) is get_codec("int8")
-
-
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", [name for name in codec_names() if name != "topk"])
-def test_a_dense_mean_is_encoded_like_the_parts(rule: str, name: str) -> None:
-    assert mean_codec(spec(rule), get_codec(name), NUM_VALUES, 4, 3) is get_codec(name)
+def test_all_other_means_are_dense_and_encoded_like_dense_parts(rule: str) -> None:
+    for name in codec_names():
+        found = mean_codec(spec(rule), get_codec(name), NUM_VALUES, 4, 4)
+        if name != "topk":
+            assert found is get_codec(name)
+        elif rule not in WEIGHTED:
+            assert found is get_codec("int8")
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_slow_members_send_sparse_parts_only_where_zeros_do_not_vote(rule: str) -> None:
     names = [codec.name for codec in part_codecs(spec(rule), get_codec("int8"), NUM_VALUES)]
     assert names == (["int8", "int4"] if rule in ("trimmed", "median") else ["int8", "int4", "topk"])
-
-
-@pytest.mark.parametrize("codec", [get_codec("topk"), MIXED, get_codec("fp32")], ids=lambda codec: str(codec.name))
-def test_sparse_and_lossless_codecs_are_used_by_all(codec: Codec) -> None:
-    assert part_codecs(spec("norm_clip"), codec, NUM_VALUES) == (codec,)
+    for codec in (get_codec("topk"), MIXED, get_codec("fp32")):
+        assert part_codecs(spec(rule), codec, NUM_VALUES) == (codec,), "sparse and lossless codecs are used by all"
 
 
 def test_the_dense_form_of_a_mixture_keeps_its_small_tensors_and_its_cuts() -> None:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 
 import pytest
 import torch
 
 from p2ptrain.averaging.commit.attempt import Standing
-from p2ptrain.averaging.commit.recovery import STANDING, can_complete, may_renounce
+from p2ptrain.averaging.commit.recovery import can_complete, may_renounce
 from p2ptrain.averaging.commit.round_log import MAX_ATTEMPTS_KEPT
-from p2ptrain.averaging.protocol.certificate import vote
-from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from p2ptrain.averaging.protocol.certificate import Certificate, vote
+from p2ptrain.network.simulated import SimulatedNetwork
 from tests.support.sim.averaging import NUM_VALUES, RosterMember, make_roster, stop
-from tests.support.sim.peers import members
+from tests.support.sim.peers import Member, members
+from tests.support.sim.simulated import simulated
+
+
+def vectors(count: int) -> list[torch.Tensor]:
+    return [torch.full((NUM_VALUES,), float(index)) for index in range(count)]
 
 
 async def complete(roster: list[RosterMember]) -> None:
@@ -33,131 +38,122 @@ async def completed(network: SimulatedNetwork) -> AsyncIterator[list[RosterMembe
         yield roster
 
 
-def forget(member: RosterMember, *, proofs_only: bool = False) -> None:
-    """Put a member back to before the end of the attempt."""
-    attempt = member.attempt
-    attempt.proofs.clear()
-    if proofs_only:
-        assert attempt.body is not None
-        attempt.proofs[member.member.rpc.peer_id] = member.member.peer.signer.sign(vote(attempt.body.body_hash))
-    else:
-        attempt.body, attempt.contributors = None, None
-        attempt.means = [None] * len(attempt.means)
+def forget(*those: RosterMember, proofs_only: bool = False) -> None:
+    """Put members back to before the end of the attempt."""
+    for member in those:
+        attempt = member.attempt
+        attempt.proofs.clear()
+        if proofs_only:
+            assert attempt.body is not None
+            attempt.proofs[member.member.rpc.peer_id] = member.member.peer.signer.sign(vote(attempt.body.body_hash))
+        else:
+            attempt.body, attempt.contributors = None, None
+            attempt.means = [None] * len(attempt.means)
 
 
-def vectors(count: int) -> list[torch.Tensor]:
-    return [torch.full((NUM_VALUES,), float(index)) for index in range(count)]
+async def settle(
+    *those: RosterMember, elapsed: float = 0.0, silent: Collection[RosterMember] = ()
+) -> list[Certificate | None]:
+    """What members come to that settle at once; they know who is silent."""
+    names = [each.member.rpc.peer_id for each in silent]
+    return await asyncio.gather(*(each.recovery.recover(each.attempt, elapsed, names) for each in those))
 
 
-def test_a_member_that_missed_the_end_takes_it_over_from_a_signer() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with completed(network) as roster:
-            means = list(roster[1].attempt.means)
-            forget(roster[0])
-            certificate = await roster[0].recovery.recover(roster[0].attempt)
-            assert certificate is not None
-            assert certificate.body == roster[1].attempt.body
-            assert roster[0].attempt.means == means
-
-    simulate(main, seed=1)
+def is_one_result(certificates: list[Certificate | None]) -> bool:
+    """True if all have a certificate, and of the same result."""
+    return len({each and each.body for each in certificates}) == 1 and all(certificates)
 
 
-def test_members_that_hold_all_but_each_other_s_signatures_exchange_them() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with completed(network) as roster:
-            for each in roster:
-                forget(each, proofs_only=True)
-            certificates = await asyncio.gather(*(each.recovery.recover(each.attempt) for each in roster))
-            assert len({certificate.body for certificate in certificates if certificate is not None}) == 1
-            assert all(certificates)
-
-    simulate(main, seed=2)
+@simulated(completed, seed=1)
+async def test_a_member_that_missed_the_end_takes_it_over_from_a_signer(roster: list[RosterMember]) -> None:
+    means = list(roster[1].attempt.means)
+    forget(roster[0])
+    (certificate,) = await settle(roster[0])
+    assert certificate is not None
+    assert certificate.body == roster[1].attempt.body
+    assert roster[0].attempt.means == means
 
 
-def test_without_a_majority_the_attempt_is_given_up_within_the_deadline() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with completed(network) as roster:
-            forget(roster[0], proofs_only=True)
-            for each in roster[1:]:
-                network.crash(each.member.peer)
-            started = network.loop.time()
-            assert await roster[0].recovery.recover(roster[0].attempt) is None
-            assert network.loop.time() - started <= 4
-
-    simulate(main, seed=3)
+@simulated(completed, seed=2)
+async def test_members_that_hold_all_but_each_other_s_signatures_exchange_them(roster: list[RosterMember]) -> None:
+    forget(*roster, proofs_only=True)
+    assert is_one_result(await settle(*roster))
 
 
-def test_who_gave_up_hands_out_no_signature_to_one_that_comes_late() -> None:
+@simulated(completed, seed=3)
+async def test_without_a_majority_the_attempt_is_given_up_within_the_deadline(
+    roster: list[RosterMember], network: SimulatedNetwork
+) -> None:
+    forget(roster[0], proofs_only=True)
+    for each in roster[1:]:
+        network.crash(each.member.peer)
+    started = network.loop.time()
+    assert await settle(roster[0]) == [None]
+    assert network.loop.time() - started <= 4
+
+
+@simulated(completed, seed=4)
+async def test_who_gave_up_hands_out_no_signature_to_one_that_comes_late(
+    roster: list[RosterMember], network: SimulatedNetwork
+) -> None:
     """Or a peer that was away could complete, alone, a round that the others have left behind."""
-
-    async def main(network: SimulatedNetwork) -> None:
-        async with completed(network) as roster:
-            for each in roster:
-                forget(each, proofs_only=True)
-            network.cut(roster[0].member.peer)
-            network.crash(roster[2].member.peer)
-            body = roster[1].attempt.body
-            assert body is not None
-            assert await roster[1].recovery.recover(roster[1].attempt) is None
-            assert roster[1].history._attempt_of(body.body_hash) is None
-            network.mend(roster[0].member.peer)
-            assert await roster[0].recovery.recover(roster[0].attempt) is None
-            assert roster[1].member.rpc.peer_id not in roster[0].attempt.proofs
-
-    simulate(main, seed=4)
+    late, other, gone = roster
+    forget(*roster, proofs_only=True)
+    network.cut(late.member.peer)
+    network.crash(gone.member.peer)
+    body = other.attempt.body
+    assert body is not None
+    assert await settle(other) == [None]
+    assert other.history._attempt_of(body.body_hash) is None
+    network.mend(late.member.peer)
+    assert await settle(late) == [None]
+    assert other.member.rpc.peer_id not in late.attempt.proofs
 
 
-def test_a_result_that_all_others_gave_up_is_given_up_though_a_majority_signed_it() -> None:
+@simulated(completed, seed=6)
+async def test_a_result_that_all_others_gave_up_is_given_up_though_a_majority_signed_it(
+    roster: list[RosterMember], network: SimulatedNetwork
+) -> None:
     """They signed it, went on without the last signature, and came to another result: this peer stood still."""
-
-    async def main(network: SimulatedNetwork) -> None:
-        async with completed(network) as roster:
-            late, *others = roster
-            for each in others:
-                forget(each, proofs_only=True)
-            network.cut(late.member.peer)
-            for each in others:
-                each.attempt.proofs.clear()
-                assert await each.recovery.recover(each.attempt) is None
-            network.mend(late.member.peer)
-            assert late.attempt.certificate() is not None
-            assert await late.recovery.recover(late.attempt) is None
-
-    simulate(main, seed=6)
+    late, *others = roster
+    forget(*others, proofs_only=True)
+    network.cut(late.member.peer)
+    for each in others:
+        each.attempt.proofs.clear()
+        assert await settle(each) == [None]
+    network.mend(late.member.peer)
+    assert late.attempt.certificate() is not None
+    assert await settle(late) == [None]
 
 
-def test_a_complete_result_is_kept_while_anybody_knows_it_or_nobody_answers() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with completed(network) as roster:
-            late, knows, forgot = roster
-            forgot.recovery._abandon(forgot.attempt)
-            assert await late.recovery.recover(late.attempt) is not None
-            for each in (knows, forgot):
-                network.crash(each.member.peer)
-            assert await late.recovery.recover(late.attempt) is not None
+@simulated(completed, seed=7)
+async def test_a_complete_result_is_kept_while_anybody_knows_it_or_nobody_answers(
+    roster: list[RosterMember], network: SimulatedNetwork
+) -> None:
+    late, knows, forgot = roster
+    forgot.recovery._abandon(forgot.attempt)
+    assert await settle(late) != [None]
+    for each in (knows, forgot):
+        network.crash(each.member.peer)
+    assert await settle(late) != [None]
 
-    simulate(main, seed=7)
 
+@simulated(members, 3, seed=5)
+async def test_a_result_of_another_roster_is_not_taken_over(swarm: list[Member]) -> None:
+    roster = make_roster(swarm, vectors(3), [10, 10, 10])
+    other = make_roster(swarm, vectors(3), [10, 10, 50])
+    await complete(other)
+    wrong = other[1].attempt.body
+    assert wrong is not None
 
-def test_a_result_of_another_roster_is_not_taken_over() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 3) as swarm:
-            roster = make_roster(swarm, vectors(3), [10, 10, 10])
-            other = make_roster(swarm, vectors(3), [10, 10, 50])
-            await complete(other)
-            wrong = other[1].attempt.body
-            assert wrong is not None
+    async def lie(peer: str, request: object) -> dict[str, object]:
+        return {"standing": "signed", "body": wrong.to_bytes(), "proofs": []}
 
-            async def lie(peer: str, request: object) -> dict[str, object]:
-                return {"standing": "signed", "body": wrong.to_bytes(), "proofs": []}
-
-            for each in roster[1:]:
-                each.member.rpc.serve(STANDING, dict, lie)
-            assert await roster[0].recovery.recover(roster[0].attempt) is None
-            assert roster[0].attempt.body is None
-            assert roster[0].attempt.proofs == {}
-
-    simulate(main, seed=5)
+    for each in roster[1:]:
+        each.member.rpc.serve("settle", dict, lie)
+    assert await settle(roster[0]) == [None]
+    assert roster[0].attempt.body is None
+    assert roster[0].attempt.proofs == {}
 
 
 @pytest.mark.parametrize(
@@ -188,62 +184,47 @@ def test_nobody_renounces_while_another_member_may_come_to_a_result(standing: st
     assert may_renounce(others, ["b"])
 
 
-def test_members_that_hold_no_result_settle_in_round_trips_when_another_one_is_known_to_be_silent() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with completed(network) as roster:
-            for each in roster:
-                forget(each)
-            frozen, *others = roster
-            network.stall(frozen.member.peer)
-            started, silent = network.loop.time(), [frozen.member.rpc.peer_id]
-            settling = [each.recovery.recover(each.attempt, 5.0, silent) for each in others]
-            assert await asyncio.gather(*settling) == [None, None]
-            assert network.loop.time() - started < 1.0
-            assert {each.attempt.left_as for each in others} == {Standing.RENOUNCED}
-
-    simulate(main, seed=8)
+@simulated(completed, seed=8)
+async def test_members_that_hold_no_result_settle_in_round_trips_when_another_one_is_known_to_be_silent(
+    roster: list[RosterMember], network: SimulatedNetwork
+) -> None:
+    frozen, *others = roster
+    forget(*roster)
+    network.stall(frozen.member.peer)
+    started = network.loop.time()
+    assert await settle(*others, elapsed=5.0, silent=[frozen]) == [None, None]
+    assert network.loop.time() - started < 1.0
+    assert {each.attempt.left_as for each in others} == {Standing.RENOUNCED}
 
 
-def test_a_signer_s_result_is_completed_by_the_others_while_one_is_silent() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with completed(network) as roster:
-            frozen, signer, late = roster
-            forget(signer, proofs_only=True)
-            forget(late)
-            network.stall(frozen.member.peer)
-            silent = [frozen.member.rpc.peer_id]
-            certificates = await asyncio.gather(
-                *(each.recovery.recover(each.attempt, 0.0, silent) for each in (late, signer))
-            )
-            assert len({certificate.body for certificate in certificates if certificate is not None}) == 1
-            assert all(certificates)
-
-    simulate(main, seed=9)
+@simulated(completed, seed=9)
+async def test_a_signer_s_result_is_completed_by_the_others_while_one_is_silent(
+    roster: list[RosterMember], network: SimulatedNetwork
+) -> None:
+    frozen, signer, late = roster
+    forget(signer, proofs_only=True)
+    forget(late)
+    network.stall(frozen.member.peer)
+    assert is_one_result(await settle(late, signer, silent=[frozen]))
 
 
-def test_who_renounced_signs_no_more_though_a_silent_member_comes_back_with_a_result() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with completed(network) as roster:
-            frozen, *others = roster
-            forget(frozen, proofs_only=True)
-            for each in others:
-                forget(each)
-            network.stall(frozen.member.peer)
-            silent = [frozen.member.rpc.peer_id]
-            await asyncio.gather(*(each.recovery.recover(each.attempt, 0.0, silent) for each in others))
-            network.resume(frozen.member.peer)
-            assert await frozen.recovery.recover(frozen.attempt) is None
-            assert all(each.attempt.proofs == {} for each in roster)
-
-    simulate(main, seed=10)
+@simulated(completed, seed=10)
+async def test_who_renounced_signs_no_more_though_a_silent_member_comes_back_with_a_result(
+    roster: list[RosterMember], network: SimulatedNetwork
+) -> None:
+    frozen, *others = roster
+    forget(frozen, proofs_only=True)
+    forget(*others)
+    network.stall(frozen.member.peer)
+    await settle(*others, silent=[frozen])
+    network.resume(frozen.member.peer)
+    assert await settle(frozen) == [None]
+    assert all(each.attempt.proofs == {} for each in roster)
 
 
-def test_only_a_few_attempts_are_kept() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 2) as swarm:
-            first = make_roster(swarm, vectors(2), [10, 10])[0]
-            for tokens in range(20, 30):
-                first.history.remember(make_roster(swarm, vectors(2), [tokens, 10])[0].attempt)
-            assert len(first.history.attempts) == MAX_ATTEMPTS_KEPT
-
-    simulate(main, seed=6)
+@simulated(members, 2, seed=6)
+async def test_only_a_few_attempts_are_kept(swarm: list[Member]) -> None:
+    first = make_roster(swarm, vectors(2), [10, 10])[0]
+    for tokens in range(20, 30):
+        first.history.remember(make_roster(swarm, vectors(2), [tokens, 10])[0].attempt)
+    assert len(first.history.attempts) == MAX_ATTEMPTS_KEPT

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -36,13 +36,6 @@ lineages = st.binary(min_size=32, max_size=32)
 
 def names(count: int) -> list[str]:
     return [f"p{index}" for index in range(count)]
-
-
-@pytest.mark.parametrize(("n", "size"), [(0, 32), (-1, 32), (5, 0), (2, 1), (100, 1)])
-def test_sizes_that_cannot_be_are_refused(n: int, size: int) -> None:
-    for function in (tree_cells, level_cells):
-        with pytest.raises(ValueError, match="cannot average in groups"):
-            function(n, size)
 
 
 def chi_square(counts: Mapping[Any, int], num_cells: int) -> float:
@@ -112,35 +105,6 @@ def test_each_level_has_room_for_the_delegates_of_the_one_before(n: int, size: i
         assert not parents or set(parents) == set(range(after))
 
 
-@settings(max_examples=30)
-@given(st.integers(1, 150), st.integers(4, 16), lineages, st.data())
-def test_a_tree_gives_the_exact_weighted_mean_however_uneven_its_cells(
-    n: int, size: int, lineage: bytes, data: st.DataObject
-) -> None:
-    weights = data.draw(st.lists(st.integers(1, 1000), min_size=n, max_size=n))
-    peers = names(n)
-    known = {peer: (Fraction(index**2 % 89, 3), weights[index]) for index, peer in enumerate(peers)}
-    mean = sum(value * weight for value, weight in known.values()) / sum(weights)
-    levels = level_cells(n, size)
-    groups = defaultdict(list)
-    for peer in peers:
-        groups[cell_of(lineage, 3, 0, peer, levels[0])].append(peer)
-    for level, num_cells in enumerate(levels, start=1):
-        delegates: dict[int, str] = {}
-        for cell, members in groups.items():
-            total = sum(known[peer][1] for peer in members)
-            held = Fraction(sum(known[peer][0] * known[peer][1] for peer in members), total)
-            for peer in members:
-                known[peer] = (held, total)
-            delegates[cell] = delegate_order(lineage, 3, level, members)[0]
-        if level < len(levels):
-            groups = defaultdict(list)
-            for cell, delegate in delegates.items():
-                groups[parent_cell(cell, num_cells, levels[level])].append(delegate)
-    (members,) = groups.values()
-    assert {known[peer] for peer in members} == {(mean, sum(weights))}
-
-
 @given(st.sets(st.text(max_size=5), max_size=8), st.text(max_size=5), lineages)
 def test_all_agree_on_who_stands_first_whomever_else_they_know(known: set[str], other: str, lineage: bytes) -> None:
     order = delegate_order(lineage, 1, 2, known)
@@ -153,17 +117,22 @@ def test_standing_for_a_group_goes_round() -> None:
     assert chi_square(first, 5) < 45  # The 1e-8 quantile with 4 degrees of freedom is 43.
 
 
-def test_cells_and_chances_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ValueError, match="at least one cell"):
-        cell_of(LINEAGE, 0, 0, "p", 0)
-    with pytest.raises(ValueError, match="counted from 0"):
-        cell_of(LINEAGE, 0, -1, "p", 2)
-    for numbers in ((0, 1, 1), (1, 0, 1), (1, 1, 0)):
-        with pytest.raises(ValueError, match="make no sense"):
-            left_out(*numbers)
-    for cell in ((-1, 3, 2), (3, 3, 2), (0, 3, 0), (0, 3, 4)):
-        with pytest.raises(ValueError, match="no parent"):
-            parent_cell(*cell)
+@pytest.mark.parametrize(
+    ("function", "arguments", "refusal"),
+    [
+        *((each, sizes, "cannot average in groups") for each in (tree_cells, level_cells)
+          for sizes in ((0, 32), (-1, 32), (5, 0), (2, 1), (100, 1))),
+        (cell_of, (LINEAGE, 0, 0, "p", 0), "at least one cell"),
+        (cell_of, (LINEAGE, 0, -1, "p", 2), "counted from 0"),
+        *((left_out, numbers, "make no sense") for numbers in ((0, 1, 1), (1, 0, 1), (1, 1, 0))),
+        *((parent_cell, cell, "no parent") for cell in ((-1, 3, 2), (3, 3, 2), (0, 3, 0), (0, 3, 4))),
+    ],
+)  # fmt: skip
+def test_sizes_cells_and_chances_that_cannot_be_are_refused(
+    function: Callable[..., object], arguments: tuple[Any, ...], refusal: str
+) -> None:
+    with pytest.raises(ValueError, match=refusal):
+        function(*arguments)
 
 
 def test_what_is_drawn_is_the_same_for_every_version_that_can_meet() -> None:
@@ -205,13 +174,13 @@ def test_a_swarm_that_fits_in_a_group_has_one_cell() -> None:
     }
 
 
-def test_cells_are_drawn_anew_in_each_round() -> None:
-    cells, peers = Cells(8), [f"p{i}" for i in range(100)]
-    drawn = [[cells.key_of(head(round_, 100), peer).cell for peer in peers] for round_ in (1, 2)]
-    assert sum(a == b for a, b in zip(*drawn, strict=True)) < 20
-
-
 @pytest.mark.parametrize(("present", "level", "cell"), [(0, 1, 0), (0, 0, 1), (100, 0, 10**6), (1 << 16, 15, 0)])
 def test_groups_that_no_tree_has_are_refused(present: int, level: int, cell: int) -> None:
     with pytest.raises(IntegrityError, match="no tree"):
         Cells(8).check(Key(1, LINEAGE, present, level, cell))
+
+
+def test_cells_are_drawn_anew_in_each_round() -> None:
+    cells, peers = Cells(8), names(100)
+    drawn = [[cells.key_of(head(round_, 100), peer).cell for peer in peers] for round_ in (1, 2)]
+    assert sum(a == b for a, b in zip(*drawn, strict=True)) < 20

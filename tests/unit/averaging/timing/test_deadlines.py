@@ -1,23 +1,37 @@
-"""How long a round waits, for whom."""
+"""How long a round waits and for whom; and signs of life, and what is done when they fail to come."""
 
 from __future__ import annotations
 
+import asyncio
 import statistics
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.averaging.timing.deadlines import (
+    AnswerTimeouts,
+    Keepalive,
+    KeepaliveStatus,
     attempt_seconds,
+    first_result,
     keepalive_seconds,
     leader_dial_seconds,
     least_mask,
     quiet_seconds,
     quorum_of_others,
+    receive_answer,
+    send_keepalives,
     straggler_seconds,
 )
+from p2ptrain.errors import DeadlineError, TemporaryError
 from p2ptrain.manifest import AveragingSpec
+from p2ptrain.network.rpc.channel import Channel
+from p2ptrain.network.schema import Message, Nothing
+from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from tests.support.sim.peers import Member, members
 
 SPEC = AveragingSpec(grace_seconds=3.0, round_seconds=60.0)
 durations = st.lists(st.floats(0.01, 50.0), min_size=3, max_size=16)
@@ -52,8 +66,9 @@ def test_a_beat_may_be_later_where_the_link_or_the_machine_is_slow() -> None:
 @given(durations)
 def test_an_attempt_as_long_as_the_usual_ones_is_never_cut_short(history: list[float]) -> None:
     usual = statistics.median(history)
-    assert attempt_seconds(history, SPEC) >= min(SPEC.round_seconds, 2 * usual)
-    assert attempt_seconds(history, SPEC) <= SPEC.round_seconds
+    assert min(SPEC.round_seconds, 2 * usual) <= attempt_seconds(history, SPEC) <= SPEC.round_seconds
+    assert attempt_seconds(history[:2], SPEC) == SPEC.round_seconds, "the manifest's, without a history"
+    assert attempt_seconds([1.0] * 8 + [40.0], SPEC) == attempt_seconds([1.0] * 9, SPEC), "whatever one outlier took"
 
 
 @given(durations, st.floats(1.1, 5.0))
@@ -61,16 +76,162 @@ def test_slower_rounds_get_no_earlier_deadline(history: list[float], factor: flo
     assert attempt_seconds([factor * s for s in history], SPEC) >= attempt_seconds(history, SPEC) - 1e-9
 
 
-def test_one_outlier_does_not_move_the_deadline_of_steady_rounds() -> None:
-    assert attempt_seconds([1.0] * 8 + [40.0], SPEC) == attempt_seconds([1.0] * 9, SPEC)
-
-
-def test_without_history_the_manifest_s_deadline_holds() -> None:
-    assert attempt_seconds([1.0, 1.0], SPEC) == SPEC.round_seconds
-
-
 def test_a_dial_of_a_leader_may_take_as_long_as_its_silence_or_longer_where_its_link_is_slow_or_unknown() -> None:
     assert leader_dial_seconds(3.0, None, 8.0) == 8.0
     assert leader_dial_seconds(3.0, 0.01, 8.0) < 3.0
     assert leader_dial_seconds(3.0, 1.0, 8.0) >= 4.0
     assert leader_dial_seconds(3.0, 60.0, 8.0) == 8.0
+
+
+GRACE = 2.0
+SECONDS = st.floats(0, 600)
+
+Outcome = str | Exception
+Try = Callable[[Callable[[], None]], Any]
+
+
+@given(SECONDS, SECONDS, SECONDS, SECONDS)
+def test_a_beat_is_due_several_times_before_a_peer_counts_as_quiet(
+    grace: float, allowance: float, round_trip: float, latest: float
+) -> None:
+    patience = quiet_seconds(grace, allowance, round_trip, latest)
+    assert patience >= 2 * keepalive_seconds(grace)
+    assert patience >= keepalive_seconds(grace) + max(allowance, round_trip, latest)
+
+
+def way(after: float, outcome: Outcome, quiet_at: float | None = None) -> tuple[Try, list[str]]:
+    """One way to a result, and what becomes of it."""
+    log: list[str] = []
+
+    async def run(on_quiet: Callable[[], None]) -> str:
+        log.append("begun")
+        loop = asyncio.get_running_loop()
+        if quiet_at is not None:
+            loop.call_later(quiet_at, on_quiet)
+        try:
+            await asyncio.sleep(after)
+        except asyncio.CancelledError:
+            log.append("cancelled")
+            raise
+        if isinstance(outcome, Exception):
+            raise outcome
+        log.append("done")
+        return outcome
+
+    return run, log
+
+
+def first_of(*ways: tuple[Try, list[str]]) -> str | None:
+    async def main(network: SimulatedNetwork) -> str | None:
+        return await first_result([each for each, _ in ways], lambda error: isinstance(error, TemporaryError))
+
+    return simulate(main, seed=1)
+
+
+NO = TemporaryError("another delegate speaks for the cell")
+
+
+def test_ways_are_tried_one_after_the_other_and_quiet_ones_go_on_beside_the_next() -> None:
+    second = way(1.0, "second")
+    assert first_of(way(50.0, "first"), second) == "first"
+    assert second[1] == []
+    assert first_of(way(1.0, NO), way(1.0, "second")) == "second"
+    assert first_of(way(9.0, "first", quiet_at=1.0), way(1.0, NO), way(1.0, NO)) == "first"
+    assert first_of(way(1.0, NO), way(1.0, NO)) is None
+    assert first_of() is None
+
+
+@pytest.mark.parametrize(("seconds", "winner"), [(5.0, 0), (50.0, 1)])
+def test_the_first_result_ends_the_other_ways(seconds: float, winner: int) -> None:
+    ways = way(seconds, "0", quiet_at=1.0), way(10.0, "1")
+    assert first_of(*ways) == str(winner)
+    assert ways[1 - winner][1] == ["begun", "cancelled"]
+
+
+def test_an_error_that_is_no_failure_ends_all() -> None:
+    first = way(50.0, "first", quiet_at=1.0)
+    with pytest.raises(RuntimeError):
+        first_of(first, way(1.0, RuntimeError("a bug")))
+    assert first[1] == ["begun", "cancelled"]
+
+
+class Said(Message, frozen=True, tag=True):
+    """What a peer says that others wait for."""
+
+
+class Waiting(Said, Keepalive, frozen=True, tag="waiting"):
+    """Its keepalive."""
+
+
+class Done(Said, frozen=True, tag="done"):
+    """Its answer."""
+
+
+def listen(
+    fault: Callable[[SimulatedNetwork, Member], object],
+    answer_after: float,
+    quiet: list[float] | None,
+    joins_at: float | None = None,
+) -> tuple[Any, float]:
+    """What comes from a peer that others wait for and that a fault befalls after a second, and when."""
+
+    async def main(network: SimulatedNetwork) -> tuple[Any, float]:
+        status = KeepaliveStatus()
+        if joins_at is not None:
+            network.loop.call_later(joins_at, status.set, True)
+        async with members(network, 2) as (asker, asked):
+
+            async def serve(channel: Channel, request: Nothing) -> None:
+                end = asyncio.create_task(asyncio.sleep(answer_after))
+                try:
+                    await send_keepalives(channel, end, GRACE, Waiting, status)
+                    await channel.send(Done())
+                finally:
+                    end.cancel()
+
+            asked.rpc.serve_channel("wait", Nothing, serve)
+            loop = network.loop
+            loop.call_later(1.0, fault, network, asked, context=network.context)
+            began = loop.time()
+            on_quiet = None if quiet is None else lambda: quiet.append(loop.time() - began)
+            try:
+                async with asker.rpc.open(asked.peer.peer_id, "wait", Nothing(), 5.0) as channel:
+                    timeouts = AnswerTimeouts(60.0, GRACE, GRACE, 0.1)
+                    return await receive_answer(channel, Said, timeouts, 1 << 16, on_quiet), 0.0
+            except DeadlineError as error:
+                return str(error), loop.time() - began
+            finally:
+                network.mend(asked.peer)
+                network.resume(asked.peer)
+
+    return simulate(main, seed=1)
+
+
+def slow_down(network: SimulatedNetwork, who: Member) -> None:
+    """A tenth of the machine's time, ten times a second, for 20 seconds."""
+    for turn in range(200):
+        network.loop.call_later(0.1 * turn, network.stall, who.peer, 0.09, context=network.context)
+
+
+def stop_a_while(network: SimulatedNetwork, who: Member) -> None:
+    network.stall(who.peer, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "answer_after", "joins_at", "times_quiet"),
+    [(slow_down, 15.0, None, 0), (stop_a_while, 9.0, None, 1), (stop_a_while, 9.0, 0.999, 0)],
+    ids=["at a tenth of its speed", "stopped for a while", "joined a group, and has the time of a transfer"],
+)
+def test_a_peer_may_still_answer_whether_it_was_quiet_or_not(
+    fault: Callable[[SimulatedNetwork, Member], object], answer_after: float, joins_at: float | None, times_quiet: int
+) -> None:
+    quiet: list[float] = []
+    assert listen(fault, answer_after, quiet, joins_at) == (Done(), 0.0)
+    assert len(quiet) == times_quiet
+
+
+def test_a_peer_that_is_cut_off_or_stopped_is_quiet_within_little_more_than_the_grace_period() -> None:
+    for fault in (lambda network, who: network.cut(who.peer), lambda network, who: network.stall(who.peer)):
+        answer, seconds = listen(fault, 30.0, None)
+        assert "fell silent" in answer
+        assert 1.0 + GRACE < seconds < 1.0 + GRACE + 3 * keepalive_seconds(GRACE)

@@ -29,18 +29,10 @@ def test_a_round_takes_as_long_as_the_swarm_needs_for_the_steps_of_all(speeds: t
     assert closing.at == pytest.approx(round(closing.at)), "and with one of its steps"
 
 
-def test_equal_peers_do_the_steps_of_the_manifest_exactly() -> None:
-    assert closing_of({"a": 1.0, "b": 1.0}).at == pytest.approx(EVERY)
-
-
-def test_a_peer_alone_is_told_nothing_and_goes_by_the_manifest() -> None:
-    closing = closing_of({"a": 1.0})
-    assert closing.at is None
-    assert not closing.is_due(1e9)
-
-
-def test_without_local_steps_no_round_closes_by_them() -> None:
-    assert closing_of({"a": 1.0, "b": 1.0}, every=0).at is None
+def test_a_peer_alone_and_a_round_without_local_steps_are_told_nothing() -> None:
+    for closing in (closing_of({"a": 1.0}), closing_of({"a": 1.0, "b": 1.0}, every=0)):
+        assert closing.at is None
+        assert not closing.is_due(1e9)
 
 
 def test_a_peer_that_has_not_reported_yet_is_taken_for_one_like_the_others() -> None:

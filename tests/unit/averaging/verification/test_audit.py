@@ -37,6 +37,9 @@ def make_group(rule: str = "norm_clip", codec: str = "int8", count: int = 3, siz
     return Group(spec, get_codec(codec), each, tokens=list(range(10, 10 + count)))
 
 
+Falsify = Callable[[OwnShare, bytearray], None]
+
+
 def nothing(share: OwnShare, mean: bytearray) -> None:
     """Be honest."""
 
@@ -53,8 +56,8 @@ def test_an_honest_owner_passes_every_check(rule: str, codec: str) -> None:
 def test_so_does_one_with_parts_in_other_codecs(count: int) -> None:
     group = make_group(count=count)
     group.part_codecs = {0: get_codec("topk"), count - 1: get_codec("int4")}
-    run_check(group, 0, nothing, [0])
-    run_check(group, count - 1, nothing, [0])
+    for owner in (0, count - 1):
+        run_check(group, owner, nothing, [0])
 
 
 def test_so_does_one_whose_codec_depends_on_the_place() -> None:
@@ -68,28 +71,26 @@ def flip(share: OwnShare, mean: bytearray) -> None:
     mean[1000] ^= 1
 
 
-def swap_weights(share: OwnShare, mean: bytearray) -> None:
-    """Count the members by other weights than their own."""
-    encode_again(share, mean, [0, 1, 2], [12, 11, 10])
+def encode_again(contributors: list[int], tokens: list[int], scale_own: float = 1.0) -> Falsify:
+    """Reduce again from these members, with these weights."""
+
+    def falsify(share: OwnShare, mean: bytearray) -> None:
+        size, weights = len(share.own), share.weights(contributors, tokens)
+        share.own.mul_(scale_own)
+        share.reduce_piece(0, size, weights, torch.empty(size), mean)
+
+    return falsify
 
 
-def leave_out(share: OwnShare, mean: bytearray) -> None:
-    """Count two and say three."""
-    encode_again(share, mean, [0, 1], [10, 11])
+SWAPPED = encode_again([0, 1, 2], [12, 11, 10])
+ONE_LEFT_OUT = encode_again([0, 1], [10, 11])
 
 
-def encode_again(share: OwnShare, mean: bytearray, contributors: list[int], tokens: list[int]) -> None:
-    size = len(share.own)
-    weights = share.weights(contributors, tokens)
-    share.reduce_piece(0, size, weights, torch.empty(size), mean)
-
-
-LIES = [flip, swap_weights, leave_out]
-
-
-@pytest.mark.parametrize("lie", LIES)
-@pytest.mark.parametrize("rule", ["mean", "norm_clip"])
-def test_a_false_mean_is_evidence_that_anybody_can_verify(lie: Callable[..., None], rule: str) -> None:
+@pytest.mark.parametrize(
+    ("lie", "rule"),
+    [(flip, rule) for rule in RULES] + [(lie, rule) for lie in (SWAPPED, ONE_LEFT_OUT) for rule in RULES[:2]],
+)
+def test_a_false_mean_is_evidence_that_anybody_can_verify(lie: Falsify, rule: str) -> None:
     group = make_group(rule)
     with pytest.raises(FalseMeanError) as found:
         run_check(group, 1, lie, [2, 0])
@@ -98,28 +99,14 @@ def test_a_false_mean_is_evidence_that_anybody_can_verify(lie: Callable[..., Non
     assert fault == str(found.value) == "its mean is not that of the parts"
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_every_rule_can_be_computed_again(rule: str) -> None:
-    with pytest.raises(FalseMeanError):
-        run_check(make_group(rule), 2, flip, [0])
-
-
 def test_a_false_chunk_is_found_only_where_it_is_looked_for() -> None:
     run_check(make_group(), 1, flip, [1, 2])
 
 
 def test_an_owner_s_own_part_is_bound_to_the_norm_that_it_counts_with() -> None:
     """Else it would claim a short one, and have a long one count in full."""
-
-    def exaggerate(share: OwnShare, mean: bytearray) -> None:
-        tokens = [10, 11, 12]
-        weights = share.weights([0, 1, 2], tokens)
-        share.own.mul_(100)
-        size = len(share.own)
-        share.reduce_piece(0, size, weights, torch.empty(size), mean)
-
     with pytest.raises(FalseMeanError, match="norm of its own part"):
-        run_check(make_group(), 1, exaggerate, [0])
+        run_check(make_group(), 1, encode_again([0, 1, 2], [10, 11, 12], scale_own=100), [0])
 
 
 def test_parts_that_were_not_committed_to_prove_nothing_and_pass_nothing() -> None:
@@ -155,13 +142,6 @@ def test_evidence_with_any_bit_flipped_convicts_nobody_else(bit: int) -> None:
     except IntegrityError:
         return
     assert from_bytes(Evidence, bytes(changed)) == from_bytes(Evidence, EVIDENCE)
-
-
-@settings(max_examples=200)
-@given(st.binary(max_size=200))
-def test_garbage_convicts_nobody(data: bytes) -> None:
-    with pytest.raises(IntegrityError):
-        verify_evidence(data, SWARM, lambda share: EVIDENCE_RULES, VERIFIER)
 
 
 def test_an_honest_owner_s_opening_is_no_evidence() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -16,10 +14,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from p2ptrain.errors import ConfigError, IncompatibleError, ManifestError, UsageError
+from p2ptrain.errors import ConfigError, ManifestError, UsageError
 from p2ptrain.manifest import ModelSpec
 from p2ptrain.models import (
-    FAMILIES,
     Span,
     build_model,
     build_stage,
@@ -33,7 +30,9 @@ from p2ptrain.models.families.sequential import SequentialStage, sequential_bloc
 from p2ptrain.models.family import stage_ties
 from p2ptrain.models.stage import LayerCache, Stage, StageContext
 from tests.support.models import SIZES, SPECS, each, parts, sample, shards
-from tests.support.packages import install
+from tests.support.processes.commands import printed
+
+quants = pytest.mark.parametrize("quant", [None, "int8"])
 
 
 def full_sample(spec: ModelSpec) -> torch.Tensor:
@@ -64,17 +63,19 @@ def test_work_is_what_torch_counts(spec: ModelSpec) -> None:
     assert counted == pytest.approx(list(get_family(spec).work(spec)), rel=1e-9)
 
 
-@settings(max_examples=25)
-@given(name=st.sampled_from(sorted(SPECS)), cuts=st.sets(st.integers(1, 4), max_size=4), seed=st.integers(0, 99))
-def test_stages_one_after_another_are_the_whole_model_bit_by_bit(name: str, cuts: set[int], seed: int) -> None:
+@settings(max_examples=50)
+@given(
+    name=st.sampled_from(sorted(SPECS)), cuts=st.sets(st.integers(1, 4), max_size=4), seed=st.integers(0, 99),
+    quant=st.sampled_from([None, "int8"]),
+)  # fmt: skip
+def test_stages_one_after_another_are_the_whole_model_bit_by_bit(
+    name: str, cuts: set[int], seed: int, quant: str | None
+) -> None:
     spec = SPECS[name]
-    model = build_model(spec)
-    stages = [build_stage(spec, span) for span in parts(cuts, len(model_blocks(spec)))]
-    inputs = sample(spec, seed)
-    flowing = inputs
-    for stage in stages:
-        flowing = stage(flowing)
-    assert torch.equal(flowing, model(inputs))
+    flowing = inputs = sample(spec, seed)
+    for span in parts(cuts, len(model_blocks(spec))):
+        flowing = build_stage(spec, span, quant=quant)(flowing)
+    assert torch.equal(flowing, build_model(spec, quant=quant)(inputs))
 
 
 @settings(max_examples=25)
@@ -152,16 +153,18 @@ def test_transformers_gives_the_same_outputs(spec: ModelSpec, tmp_path: Path) ->
 
 
 @each
-def test_a_stage_reads_its_own_parameters_of_a_folder(spec: ModelSpec, tmp_path: Path) -> None:
-    model = build_model(spec.model_copy(update={"initial_seed": 7}))
-    export_hugging_face(model, spec, tmp_path / "one")
+@quants
+def test_a_stage_reads_its_own_parameters_of_a_folder(spec: ModelSpec, quant: str | None, tmp_path: Path) -> None:
+    other = spec.model_copy(update={"initial_seed": 7})
+    export_hugging_face(build_model(other), spec, tmp_path / "one")
     shards(tmp_path / "one", tmp_path / "sharded")
     inputs = sample(spec)
+    expected = build_model(other, quant=quant)(inputs)
     for folder in (tmp_path / "one", tmp_path / "sharded"):
         flowing = inputs
         for span in parts({2, 4}, len(model_blocks(spec))):
-            flowing = build_stage(spec, span, folder)(flowing)
-        assert torch.equal(flowing, model(inputs))
+            flowing = build_stage(spec, span, folder, quant)(flowing)
+        assert torch.equal(flowing, expected)
 
 
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
@@ -198,19 +201,26 @@ def test_a_stage_of_a_large_model_takes_the_memory_of_the_stage() -> None:
         "size = sum(parameter.nbytes for parameter in stage.parameters())\n"
         "print((after - before) * 1024 / size)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert float(done.stdout) < 2.0  # The whole model is twenty times the stage.
+    assert float(printed(code)) < 2.0  # The whole model is twenty times the stage.
 
 
-def test_building_a_model_does_not_import_the_compiler_of_torch() -> None:
-    """The import takes more than a second, as long as the one of torch."""
-    code = (
-        "import sys; from p2ptrain.models import build_model; from tests.support.models import SPECS\n"
-        "for spec in SPECS.values(): build_model(spec), build_model(spec, quant='int8')\n"
-        "print('torch._dynamo' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout == "False\n"
+BUILD = (
+    "from p2ptrain.models import build_model; from tests.support.models import SPECS\n"
+    "for spec in SPECS.values(): build_model(spec), build_model(spec, quant='int8')"
+)
+SIZES_ALONE = (
+    "from p2ptrain.manifest import ModelSpec, TrainingSpec\n"
+    "from p2ptrain.models import estimate_memory_bytes, num_parameters\n"
+    "num_parameters(ModelSpec()), estimate_memory_bytes(ModelSpec(), TrainingSpec())"
+)
+
+
+@pytest.mark.parametrize(
+    ("code", "unwanted"), [(BUILD, {"torch._dynamo"}), (SIZES_ALONE, {"torch", "transformers"})], ids=["build", "sizes"]
+)
+def test_what_takes_long_to_import_is_not_imported_in_vain(code: str, unwanted: set[str]) -> None:
+    """The compiler of torch takes more than a second, as long as torch itself."""
+    assert printed(f"import sys\n{code}\nprint({unwanted} & set(sys.modules))") == "set()\n"
 
 
 @pytest.mark.parametrize("span", [Span(0, 0), Span(2, 1), Span(-1, 2), Span(3, 6)])
@@ -226,32 +236,6 @@ def test_settings_that_a_family_has_no_models_for_are_refused() -> None:
     ):
         with pytest.raises(ManifestError, match=message):
             whole(ModelSpec(**{**SIZES, **changes}))
-
-
-FAMILY = """
-from p2ptrain.models import Block
-from p2ptrain.models import Family
-class Nothing(Family):
-    name = "nothing"
-    def blocks(self, spec): return [Block("only", {"scale": (spec.hidden,)})]
-    def stage(self, spec, span):
-        from torch import nn, ones
-        stage = nn.Module()
-        stage.scale = nn.Parameter(ones(spec.hidden))
-        return stage
-    def initial_std(self, spec, name, shape): return None
-nonsense = 7
-"""
-
-
-def test_installed_packages_bring_families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    points = {"nothing": "brings_families:Nothing", "nonsense": "brings_families:nonsense"}
-    install(tmp_path, monkeypatch, "brings", {"brings_families": FAMILY}, {"p2ptrain.models": points})
-    assert {"llama", "nothing"} <= set(FAMILIES.names())
-    assert num_parameters(ModelSpec(family="nothing", hidden=64)) == 64
-    assert torch.equal(build_model(ModelSpec(family="nothing", hidden=64)).state_dict()["scale"], torch.ones(64))
-    with pytest.raises(IncompatibleError, match=r"is no p2ptrain.models.family.Family"):
-        whole(ModelSpec(family="nonsense"))
 
 
 def test_a_sequential_of_ones_own_is_split_between_its_children() -> None:

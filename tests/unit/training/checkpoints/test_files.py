@@ -1,4 +1,4 @@
-"""A checkpoint is whole or not there, and no changed byte goes unseen."""
+"""A checkpoint, and the list that completes one of a stage, is whole or not there, and no changed byte goes unseen."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import fcntl
 import json
 import logging
 import os
-import random
-import signal
 import subprocess
 import sys
 import threading
-import time
 import tracemalloc
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from p2ptrain.averaging.protocol.certificate import Head, genesis
 from p2ptrain.errors import CheckpointError, IncompatibleError, ResourceError
 from p2ptrain.training.checkpoints import files as checkpoint_module
 from p2ptrain.training.checkpoints.files import (
+    LoadedCheckpoint,
     list_checkpoints,
     load_checkpoint,
     load_newest_valid,
@@ -33,7 +32,13 @@ from p2ptrain.training.checkpoints.files import (
     verify_checkpoint,
 )
 from p2ptrain.training.checkpoints.sealed_json import seal
-from p2ptrain.training.checkpoints.stage_list import StageList, write_stage_list
+from p2ptrain.training.checkpoints.stage_list import (
+    MAX_LIST_BYTES,
+    STAGES_FILE,
+    StageList,
+    read_stage_list,
+    write_stage_list,
+)
 from p2ptrain.training.state.digest import merkle_tree
 from tests.support.jobs import ToldJobs
 
@@ -54,16 +59,27 @@ def _head(tensors: list[tuple[str, Tensor]], round_: int = 5) -> Head:
     return replace(head, round=round_, tokens=999, members=("Qma", "Qmb"), certificate=b"\x00\xff" * 50)
 
 
-def _save(directory: Path, round_: int = 5, seed: int = 1, keep_last: int = 3, **changes: Any) -> Path:
-    tensors = _tensors(seed)
+def _save(directory: Path, round_: int = 5, keep_last: int = 3, **changes: Any) -> Path:
+    tensors = changes.pop("tensors", None) or _tensors()
     values: dict[str, Any] = {
-        "head": _head(tensors, round_),
-        "tensors": tensors,
-        "local": {"residual": torch.full((11,), float(round_))},
-        "extra": {"steps": 12},
-        "swarm": SWARM,
-    }
-    return save_checkpoint(directory, keep_last=keep_last, **{**values, **changes})
+        "head": _head(tensors, round_), "local": {"residual": torch.full((11,), float(round_))},
+        "extra": {"steps": 12}, "swarm": SWARM,
+    }  # fmt: skip
+    return save_checkpoint(directory, keep_last=keep_last, tensors=tensors, **{**values, **changes})
+
+
+def _newest(directory: Path) -> LoadedCheckpoint:
+    newest = load_newest_valid(directory, SWARM)
+    assert newest is not None
+    return newest
+
+
+def _rounds(directory: Path) -> list[int]:
+    return [info.head.round for info in list_checkpoints(directory)]
+
+
+def _unfinished(directory: Path) -> list[Path]:
+    return list(directory.glob(".unfinished*"))
 
 
 def test_everything_comes_back_exactly(tmp_path: Path) -> None:
@@ -78,8 +94,8 @@ def test_everything_comes_back_exactly(tmp_path: Path) -> None:
         "parameter": torch.nn.Parameter(torch.tensor(float("-inf"))),
     }
     extra = {"rates": [1e-3, 0.1], "name": "ü", "none": None, "nested": {"10": 1, "2": [True]}}
-    path = _save(tmp_path / "deep" / "er", tensors=tensors, head=_head(tensors), local=local, extra=extra)
-    loaded = load_checkpoint(path)
+    path = _save(tmp_path / "deep" / "er", tensors=tensors, local=local, extra=extra)
+    loaded, plain = load_checkpoint(path), load_file(path / "shared.safetensors")
     assert loaded.head == _head(tensors)
     assert (loaded.swarm, loaded.extra, loaded.path) == (SWARM, extra, path)
     assert [name for name, _ in loaded.tensors] == [name for name, _ in tensors]
@@ -87,13 +103,7 @@ def test_everything_comes_back_exactly(tmp_path: Path) -> None:
     for (name, one), (_, two) in zip([*tensors, *local.items()], [*loaded.tensors, *loaded.local.items()], strict=True):
         assert one.dtype == two.dtype, name
         assert torch.equal(one, two), name
-
-
-def test_the_files_are_plain_safetensors(tmp_path: Path) -> None:
-    path = _save(tmp_path)
-    found = load_file(path / "shared.safetensors")
-    assert set(found) == {name for name, _ in _tensors()}
-    assert all(torch.equal(found[name], tensor) for name, tensor in _tensors())
+    assert {name: value.tolist() for name, value in plain.items()} == {name: t.tolist() for name, t in tensors}
 
 
 def test_what_was_loaded_does_not_change_with_the_file(tmp_path: Path) -> None:
@@ -105,13 +115,13 @@ def test_what_was_loaded_does_not_change_with_the_file(tmp_path: Path) -> None:
 
 
 def test_the_last_ones_are_kept_and_a_smaller_round_may_be_newer(tmp_path: Path) -> None:
-    for round_ in (7, 8, 9, 3):
-        _save(tmp_path, round_, keep_last=2)
-    assert [info.head.round for info in list_checkpoints(tmp_path)] == [9, 3]
-    newest = load_newest_valid(tmp_path, SWARM)
-    assert newest is not None
-    assert newest.head.round == 3
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "000003-round-9", "000004-round-3"]
+    for round_ in (7, 8, 9, 3, 3):
+        _save(tmp_path, round_, keep_last=3)
+    assert _rounds(tmp_path) == [9, 3, 3]
+    assert _newest(tmp_path).head.round == 3
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        ".lock", "000003-round-9", "000004-round-3", "000005-round-3",
+    ]  # fmt: skip
 
 
 def test_the_last_complete_one_of_a_stage_is_kept_beyond_the_last_ones(tmp_path: Path) -> None:
@@ -121,22 +131,16 @@ def test_the_last_complete_one_of_a_stage_is_kept_beyond_the_last_ones(tmp_path:
             write_stage_list(path, StageList(SWARM, round_, {}))
     for round_ in range(4, 7):
         _save(tmp_path, round_, keep_last=2)
-    assert [info.head.round for info in list_checkpoints(tmp_path)] == [2, 5, 6]
+    assert _rounds(tmp_path) == [2, 5, 6]
     write_stage_list(_save(tmp_path, 7, keep_last=2), StageList(SWARM, 7, {}))
-    assert [info.head.round for info in list_checkpoints(tmp_path)] == [2, 6, 7]
+    assert _rounds(tmp_path) == [2, 6, 7]
     _save(tmp_path, 8, keep_last=2)
-    assert [info.head.round for info in list_checkpoints(tmp_path)] == [7, 8]
-
-
-def test_saving_the_same_round_twice_keeps_both(tmp_path: Path) -> None:
-    assert _save(tmp_path, 4) != _save(tmp_path, 4)
-    assert len(list_checkpoints(tmp_path)) == 2
+    assert _rounds(tmp_path) == [7, 8]
 
 
 @pytest.mark.parametrize("file", ["shared.safetensors", "local.safetensors", "checkpoint.json"])
 def test_every_changed_byte_is_found(tmp_path: Path, file: str) -> None:
-    tensors = _tensors(num_values=20)
-    path = _save(tmp_path, tensors=tensors, head=_head(tensors))
+    path = _save(tmp_path, tensors=_tensors(num_values=20))
     data = (path / file).read_bytes()
     for at in range(len(data)):
         changed = bytearray(data)
@@ -150,26 +154,34 @@ def test_every_changed_byte_is_found(tmp_path: Path, file: str) -> None:
             verify_checkpoint(path)
     (path / file).write_bytes(data)
     assert verify_checkpoint(path).head.round == 5
-
-
-@pytest.mark.parametrize("file", ["shared.safetensors", "local.safetensors", "checkpoint.json"])
-def test_a_missing_file_is_named(tmp_path: Path, file: str) -> None:
-    path = _save(tmp_path)
     (path / file).unlink()
     with pytest.raises(CheckpointError, match=file):
         load_checkpoint(path)
 
 
+def _rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change a checkpoint's description, and its checksum to match."""
+    file = path / "checkpoint.json"
+    description = json.loads(file.read_bytes())
+    del description["checksum"]
+    change(description)
+    file.write_bytes(seal(description))
+
+
 def test_a_checkpoint_whose_tensors_have_another_digest_is_refused(tmp_path: Path) -> None:
     """Its checksums are right: only the digest tells that head and tensors do not belong together."""
     path = _save(tmp_path)
-    description = json.loads((path / "checkpoint.json").read_text())
-    del description["checksum"]
-    description["head"]["digest"] = bytes(32).hex()
-    (path / "checkpoint.json").write_bytes(seal(description))
+    _rewrite(path, lambda description: description["head"].update(digest=bytes(32).hex()))
     verify_checkpoint(path)
     with pytest.raises(CheckpointError, match="has not the digest of its round"):
         load_checkpoint(path)
+
+
+def test_another_format_is_not_called_damage(tmp_path: Path) -> None:
+    path = _save(tmp_path)
+    _rewrite(path, lambda description: description.update(format=checkpoint_module.FORMAT + 1))
+    with pytest.raises(CheckpointError, match=r"format \d+, this version reads \d+"):
+        verify_checkpoint(path)
 
 
 def test_files_and_folder_are_on_the_disk_before_the_checkpoint_has_its_name(
@@ -196,43 +208,27 @@ def test_files_and_folder_are_on_the_disk_before_the_checkpoint_has_its_name(
     assert done[-1] == f"synced {tmp_path.name}"
 
 
-def test_another_format_is_not_called_damage(tmp_path: Path) -> None:
-    path = _save(tmp_path)
-    file = path / "checkpoint.json"
-    description = json.loads(file.read_bytes())
-    del description["checksum"]
-    description["format"] = checkpoint_module.FORMAT + 1
-    file.write_bytes(seal(description))
-    with pytest.raises(CheckpointError, match=r"format \d+, this version reads \d+"):
-        verify_checkpoint(path)
-
-
 def test_damaged_ones_are_skipped_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     paths = [_save(tmp_path, round_) for round_ in (1, 2, 3)]
     (paths[2] / "local.safetensors").write_bytes(b"")
     (paths[1] / "checkpoint.json").unlink()
     with caplog.at_level(logging.WARNING):
-        newest = load_newest_valid(tmp_path, SWARM)
-    assert newest is not None
-    assert newest.path == paths[0]
+        assert _newest(tmp_path).path == paths[0]
     assert str(paths[2]) in caplog.text
     assert str(paths[1]) in caplog.text
     assert [info.path for info in list_checkpoints(tmp_path)] == [paths[0], paths[2]]
 
 
 def test_nothing_whole_is_an_error_and_nothing_at_all_is_not(tmp_path: Path) -> None:
-    assert load_newest_valid(tmp_path / "absent", SWARM) is None
-    assert list_checkpoints(tmp_path / "absent") == []
-    assert load_newest_valid(tmp_path, SWARM) is None
-    (_save(tmp_path) / "checkpoint.json").write_bytes(b"{}")
-    with pytest.raises(CheckpointError, match="none of the 1 checkpoints"):
-        load_newest_valid(tmp_path, SWARM)
-
-
-def test_checkpoints_of_another_swarm_are_not_used(tmp_path: Path) -> None:
-    _save(tmp_path)
+    for folder in (tmp_path / "absent", tmp_path):
+        assert load_newest_valid(folder, SWARM) is None
+        assert list_checkpoints(folder) == []
+    path = _save(tmp_path)
     with pytest.raises(IncompatibleError, match="another swarm"):
         load_newest_valid(tmp_path, b"t" * 32)
+    (path / "checkpoint.json").write_bytes(b"{}")
+    with pytest.raises(CheckpointError, match="none of the 1 checkpoints"):
+        load_newest_valid(tmp_path, SWARM)
 
 
 def test_state_that_is_not_what_its_head_says_is_not_saved(tmp_path: Path) -> None:
@@ -243,13 +239,12 @@ def test_state_that_is_not_what_its_head_says_is_not_saved(tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match="digest"):
         _save(tmp_path, tensors=tensors, head=head)
     assert [info.path for info in list_checkpoints(tmp_path)] == [first]
-    assert not list(tmp_path.glob(".unfinished*"))
+    assert not _unfinished(tmp_path)
 
 
 @pytest.mark.fault(24)
 def test_training_that_changes_tensors_meanwhile_cannot_tear_a_checkpoint(tmp_path: Path) -> None:
     tensors = _tensors(num_values=500_000)
-    head = _head(tensors)
     local = {"residual": torch.zeros(500_000), "moment": torch.zeros(500_000)}
     stop = threading.Event()
 
@@ -262,12 +257,12 @@ def test_training_that_changes_tensors_meanwhile_cannot_tear_a_checkpoint(tmp_pa
     thread.start()
     try:
         with pytest.raises(CheckpointError, match="changed while it was saved"):
-            _save(tmp_path, tensors=tensors, head=head, local=local)
+            _save(tmp_path, tensors=tensors, local=local)
     finally:
         stop.set()
         thread.join()
     assert list_checkpoints(tmp_path) == []
-    loaded = load_checkpoint(_save(tmp_path, tensors=tensors, head=head, local=local))
+    loaded = load_checkpoint(_save(tmp_path, tensors=tensors, local=local))
     assert torch.equal(loaded.local["residual"], local["residual"])
 
 
@@ -280,7 +275,7 @@ def test_bad_arguments_are_refused_before_anything_is_written(tmp_path: Path) ->
         _save(tmp_path, tensors=[*_tensors(), _tensors()[0]])
     with pytest.raises(ValueError, match="complex64"):
         _save(tmp_path, local={"z": torch.zeros(2, dtype=torch.complex64)})
-    assert not list(tmp_path.glob(".unfinished*"))
+    assert not _unfinished(tmp_path)
 
 
 @pytest.mark.fault(24)
@@ -299,74 +294,41 @@ def test_a_full_disk_leaves_the_previous_one(tmp_path: Path, monkeypatch: pytest
         with pytest.raises(ResourceError, match=r"No space left on device.*earlier checkpoints are intact"):
             _save(tmp_path, 2, keep_last=1)
     assert written[0] > 9000
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_module, "SPARE_BYTES", 1 << 60)
+        with pytest.raises(ResourceError, match="does not fit"):
+            _save(tmp_path, 2, keep_last=1)
+    with pytest.raises(ResourceError, match="cannot save"):
+        _save(first / "checkpoint.json" / "checkpoints")
     assert [verify_checkpoint(info.path).path for info in list_checkpoints(tmp_path)] == [first]
     assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", first.name]
     _save(tmp_path, 2)
 
 
-def test_a_real_limit_on_file_size_is_reported(tmp_path: Path) -> None:
-    _save(tmp_path, 1)
-    code = (
-        "import resource, sys; sys.path.insert(0, sys.argv[2]); import pathlib\n"
-        "from tests.unit.training.checkpoints.test_files import _save\n"
-        "from p2ptrain.errors import ResourceError\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))\n"
-        "try: _save(pathlib.Path(sys.argv[1]), 2)\n"
-        "except ResourceError as error: print(error)\n"
-    )
-    root = str(Path(__file__).parents[4])
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path), root], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert "File too large" in done.stdout
-    assert [info.head.round for info in list_checkpoints(tmp_path)] == [1]
-    assert not list(tmp_path.glob(".unfinished*"))
-
-
-def test_too_little_room_is_said_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_module, "SPARE_BYTES", 1 << 60)
-    with pytest.raises(ResourceError, match="does not fit"):
-        _save(tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == [".lock"]
-
-
-def test_a_directory_that_cannot_be_made_is_a_resource_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ResourceError, match="cannot save"):
-        _save(tmp_path / "file" / "checkpoints")
-
-
-def test_two_processes_cannot_save_in_one_place_and_do_not_clean_each_other(tmp_path: Path) -> None:
-    first = _save(tmp_path)
-    (tmp_path / ".unfinished-000002-round-6").mkdir()
+def test_two_processes_cannot_save_in_one_place_and_what_a_crash_left_is_cleaned_by_the_next(tmp_path: Path) -> None:
+    first, left = _save(tmp_path), tmp_path / ".unfinished-000002-round-6"
+    left.mkdir()
+    (left / "shared.safetensors").write_bytes(b"half")
     with (tmp_path / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(ResourceError, match="another process"):
             _save(tmp_path)
-        newest = load_newest_valid(tmp_path, SWARM)
-        assert newest is not None
-        assert newest.path == first
-        assert list(tmp_path.glob(".unfinished*"))
-    load_newest_valid(tmp_path, SWARM)
-    assert not list(tmp_path.glob(".unfinished*"))
-
-
-def test_a_save_right_after_a_crash_is_not_hindered_by_what_it_left(tmp_path: Path) -> None:
-    left = tmp_path / ".unfinished-000001-round-5"
-    left.mkdir()
-    (left / "shared.safetensors").write_bytes(b"half")
-    assert _save(tmp_path).name == "000001-round-5"
-    assert not list(tmp_path.glob(".unfinished*"))
-    assert _verify_all(tmp_path) == 1
+        assert _newest(tmp_path).path == first
+        assert _unfinished(tmp_path)
+    for clean_up in (_newest, _save):
+        clean_up(tmp_path)
+        assert not _unfinished(tmp_path)
+        left.mkdir()
+    left.rmdir()
+    assert _verify_all(tmp_path) == 2
 
 
 def test_saving_does_not_copy_the_state(tmp_path: Path) -> None:
     tensors = _tensors(num_values=16_000_000)
-    head = _head(tensors)
     before = _peak_kilobytes()
     tracemalloc.start()
     try:
-        _save(tmp_path, tensors=tensors, head=head, local={})
+        _save(tmp_path, tensors=tensors, local={})
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -387,71 +349,11 @@ def _verify_all(directory: Path) -> int:
     return len(folders)
 
 
-WRITER = """
-import os, pathlib, sys
-sys.path.insert(0, sys.argv[2])
-import torch
-from tests.unit.training.checkpoints.test_files import _head, _save, _tensors
-
-torch.set_num_threads(1)
-tensors = _tensors(num_values=400_000)
-for line in sys.stdin:
-    child = os.fork()
-    if child == 0:
-        os.write(1, f"pid {os.getpid()}\\n".encode())
-        for round_ in range(int(line), int(line) + 1000):
-            _save(pathlib.Path(sys.argv[1]), round_, tensors=tensors, head=_head(tensors, round_), keep_last=2)
-            os.write(1, f"{round_}\\n".encode())  # Whole or not at all, whenever it is killed.
-        os._exit(0)
-    os.waitpid(child, 0)
-    print("gone", flush=True)
-"""
-
-
-@pytest.mark.fault(24)
-def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    """Real processes, real SIGKILL, at times spread over three saves, as long as they take on this machine."""
-    chance = random.Random(1)
-    last = interrupted = 0
-    _save(tmp_path, last)
-    command = [sys.executable, "-c", WRITER, str(tmp_path), str(Path(__file__).parents[4])]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as parent:
-        assert parent.stdin is not None
-        assert parent.stdout is not None
-        save_seconds = 0.0
-        for attempt in range(400):
-            if attempt >= 40 and interrupted > 5 and last > 20:
-                break
-            parent.stdin.write(f"{last + 1}\n")
-            pid = int(parent.stdout.readline().split()[1])
-            acknowledged = last
-            if attempt == 0:
-                started = time.monotonic()
-                for _ in range(3):
-                    acknowledged = int(parent.stdout.readline())
-                save_seconds = (time.monotonic() - started) / 3
-            time.sleep(chance.uniform(0.0, 3 * save_seconds))
-            os.kill(pid, signal.SIGKILL)
-            while (line := parent.stdout.readline()) != "gone\n":
-                acknowledged = int(line)
-            interrupted += bool(list(tmp_path.glob(".unfinished*")))
-            newest = load_newest_valid(tmp_path, SWARM)
-            assert newest is not None
-            assert acknowledged <= newest.head.round <= acknowledged + 1
-            assert not list(tmp_path.glob(".unfinished*"))
-            _verify_all(tmp_path)
-            assert torch.equal(newest.local["residual"], torch.full((11,), float(newest.head.round)))
-            last = newest.head.round
-        parent.stdin.close()
-    assert interrupted > 5
-    assert last > 20
-
-
 CRASHER = """
 import os, pathlib, sys
 sys.path.insert(0, sys.argv[2])
 import torch
-from tests.unit.training.checkpoints.test_files import _head, _save, _tensors
+from tests.unit.training.checkpoints.test_files import _save, _tensors
 
 torch.set_num_threads(1)
 tensors = _tensors(num_values=3000)
@@ -472,12 +374,13 @@ for line in sys.stdin:
 
         os.write = write
         sys.addaudithook(count)
-        _save(pathlib.Path(sys.argv[1]), int(line), tensors=tensors, head=_head(tensors, int(line)), keep_last=2)
+        _save(pathlib.Path(sys.argv[1]), int(line), tensors=tensors, keep_last=2)
         os._exit(0)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
+@pytest.mark.fault(24)
 def test_a_crash_before_any_file_operation_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
     """The process ends right before its first, second, third... operation on a file, until a save gets through."""
     _save(tmp_path, 0)
@@ -493,11 +396,10 @@ def test_a_crash_before_any_file_operation_leaves_only_whole_checkpoints(tmp_pat
             parent.stdin.write(f"{len(outcomes) + 1}\n")
             outcomes.append(int(parent.stdout.readline()))
             assert _verify_all(tmp_path) >= 2
-            newest = load_newest_valid(tmp_path, SWARM)
-            assert newest is not None
+            newest = _newest(tmp_path)
             assert newest.head.round in (newest_round, len(outcomes))
             newest_round = newest.head.round
-            assert not list(tmp_path.glob(".unfinished*"))
+            assert not _unfinished(tmp_path)
         parent.stdin.close()
     assert outcomes[-1] == 0
     assert len(outcomes) > 15
@@ -518,3 +420,47 @@ def test_checking_and_reading_are_told_as_jobs(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         verify_checkpoint(path, jobs)
     assert jobs.running == []
+
+
+LIST = StageList(b"s" * 32, 20, {"stage-0": b"a" * 32, "stage-1": b"b" * 32, "tied": b"c" * 32})
+
+
+def test_a_list_comes_back_and_may_be_written_again(tmp_path: Path) -> None:
+    assert read_stage_list(tmp_path) is None
+    for listed in (StageList(b"s" * 32, 10, {}), LIST):
+        write_stage_list(tmp_path, listed)
+        assert read_stage_list(tmp_path) == listed
+    assert [path.name for path in tmp_path.iterdir()] == [STAGES_FILE]
+
+
+def test_every_changed_byte_of_a_list_is_found(tmp_path: Path) -> None:
+    write_stage_list(tmp_path, LIST)
+    file = tmp_path / STAGES_FILE
+    data = file.read_bytes()
+    for place in range(0, len(data), 7):
+        file.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        with pytest.raises(CheckpointError, match="damaged"):
+            read_stage_list(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"checksum": 1}', "[" * 5000, " " * (MAX_LIST_BYTES + 1)])
+def test_what_is_no_list_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / STAGES_FILE).write_text(text)
+    with pytest.raises(CheckpointError, match="delete it"):
+        read_stage_list(tmp_path)
+
+
+def test_a_list_that_was_changed_in_good_form_is_refused(tmp_path: Path) -> None:
+    write_stage_list(tmp_path, LIST)
+    file = tmp_path / STAGES_FILE
+    values = json.loads(file.read_text())
+    values["digests"]["stage-1"] = "00" * 32
+    file.write_text(json.dumps(values, sort_keys=True, indent=1) + "\n")
+    with pytest.raises(CheckpointError, match="checksum"):
+        read_stage_list(tmp_path)
+
+
+def test_a_checkpoint_that_is_gone_gets_no_list(tmp_path: Path) -> None:
+    with pytest.raises(ResourceError, match="gone"):
+        write_stage_list(tmp_path / "gone", LIST)
+    assert list(tmp_path.iterdir()) == []

@@ -94,7 +94,7 @@ def test_hyperparameters_stay_as_the_script_sets_them(tmp_path: Path) -> None:
         assert all(state["step"] == 2 for state in peer.optimizer.inner.state.values())
 
 
-def test_work_and_moments_that_are_not_finite_are_not_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_not_finite_is_not_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = make_model(8)
     with lone_peer(tmp_path, model, make_optimizer(model), every=8) as peer:
         start = _values(model)
@@ -102,8 +102,13 @@ def test_work_and_moments_that_are_not_finite_are_not_saved(tmp_path: Path, capl
         with torch.no_grad():
             next(model.parameters())[0, 0] = torch.nan
         next(iter(peer.optimizer.inner.state.values()))["exp_avg"].fill_(torch.inf)
+        peer.synchronizer.feedback.residual[0] = torch.nan
         peer.saver.save()
-        assert caplog.text.count("not finite") == 2
+        assert caplog.text.count("not finite") == 3
+        assert "the residual has values that are not finite" in caplog.text
+        checkpoint = load_newest_valid(tmp_path, peer.saver._swarm)
+        assert checkpoint is not None
+        assert "residual" not in checkpoint.local
         _resume(peer, tmp_path)
         assert torch.equal(_values(model), start), "it begins again at the shared state"
 
@@ -134,17 +139,6 @@ def test_what_is_not_finite_in_a_checkpoint_is_not_restored(
         assert torch.equal(_values(second), start if name == "live" else live)
         assert bool(peer.optimizer.inner.state) == (name != "optimizer")
         assert torch.equal(peer.synchronizer.feedback.residual, residual)
-
-
-def test_a_residual_that_is_not_finite_is_not_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = make_model(8)
-    with lone_peer(tmp_path, model, make_optimizer(model), every=8) as peer:
-        peer.synchronizer.feedback.residual[0] = torch.nan
-        peer.saver.save()
-        checkpoint = load_newest_valid(tmp_path, peer.saver._swarm)
-    assert checkpoint is not None
-    assert "residual" not in checkpoint.local
-    assert "the residual has values that are not finite" in caplog.text
 
 
 def test_another_optimizer_begins_anew_and_the_rest_is_restored(

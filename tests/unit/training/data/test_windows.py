@@ -1,17 +1,22 @@
-"""Samples are a pure function, and members never read the same window twice within a pass."""
+"""Samples are a pure function, members never read one twice within a pass, and a restart reads on; scripts' too."""
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.training.data.windows import Sampler, advance, permute, place_among
+from p2ptrain.training.data.sampler import DataPosition, SwarmSampler
+from p2ptrain.training.data.windows import ReadingPosition, Sampler, advance, permute, place_among
 
 
 def sampler(num_windows: int, context: int = 3, seed: int = 1) -> Sampler:
@@ -63,18 +68,6 @@ def test_members_read_nothing_twice_within_a_pass_whatever_their_speed(num_membe
         cursor = advance(cursor, counts)
 
 
-def test_with_equal_speed_a_pass_is_read_completely_before_the_next_begins() -> None:
-    source, members, cursor, read = sampler(120), ["a", "b", "c"], 0, []
-    for round in range(10):
-        read += [
-            source.order.index(cursor, place_among(members, peer), peer, round, index)
-            for peer in members
-            for index in range(4)
-        ]
-        cursor = advance(cursor, [4, 4, 4])
-    assert sorted(read) == list(range(120))
-
-
 def test_a_batch_resumes_anywhere_with_the_same_samples() -> None:
     source, members = sampler(300), ["a", "b"]
     whole = source.batch(40, place_among(members, "b"), "b", 3, 0, 12)
@@ -110,3 +103,140 @@ def test_a_round_in_which_nobody_read_does_not_move_the_cursor() -> None:
     assert advance(7, [0, 0]) == 7
     assert advance(7, []) == 7
     assert advance(7, [1, 5, 2]) == 22
+
+
+def test_a_reader_that_saved_goes_on_at_the_next_position(tmp_path: Path) -> None:
+    first = ReadingPosition(tmp_path / "reading.json", "a")
+    assert [first.take(3), first.take(2)] == [0, 3]
+    first.save()
+    assert ReadingPosition(tmp_path / "reading.json", "a").take(1) == 5
+
+
+@pytest.mark.parametrize("num_taken", [1, 1024, 1025, 5000])
+def test_a_reader_that_was_killed_repeats_nothing_and_skips_little(tmp_path: Path, num_taken: int) -> None:
+    killed = ReadingPosition(tmp_path / "reading.json", "a")
+    for _ in range(num_taken):
+        killed.take(1)
+    again = ReadingPosition(tmp_path / "reading.json", "a").take(1)
+    assert num_taken <= again <= num_taken + ReadingPosition.RESERVED
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"order": "b", "next": 7}', '{"order": "a", "next": -7}'])
+def test_a_file_that_says_nothing_of_this_order_is_ignored(tmp_path: Path, content: str) -> None:
+    (tmp_path / "reading.json").write_text(content)
+    assert ReadingPosition(tmp_path / "reading.json", "a").take(1) == 0
+
+
+def test_a_reader_goes_on_where_nothing_can_be_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    position = ReadingPosition(tmp_path / "missing" / "reading.json", "a")
+    assert [position.take(1), position.take(1)] == [0, 1]
+    assert caplog.text.count("a restart reads windows again") == 1
+
+
+NUM_SAMPLES = 1000
+
+
+class Reader:
+    """One peer's loader, which reads some samples ahead of what is trained on."""
+
+    def __init__(self, name: str, ahead: int) -> None:
+        self.name = name
+        self.ahead = ahead
+        self.position = DataPosition(0, 0, None, 0)
+        self.sampler = SwarmSampler(NUM_SAMPLES, 7, name, lambda: self.position)
+        self.indices = iter(self.sampler)
+        self.queue: list[int] = []
+        self.trained: list[int] = []
+
+    def train(self, count: int) -> None:
+        """Train on so many samples."""
+        while len(self.queue) < count + self.ahead:
+            self.queue.append(next(self.indices))
+        self.trained += self.queue[:count]
+        del self.queue[:count]
+
+    def move(self, round_: int, cursor: int, members: list[str], waiting: int = 0) -> None:
+        """Begin a round."""
+        self.position = DataPosition(round_, cursor, place_among(members, self.name), waiting)
+
+
+@pytest.mark.parametrize("ahead", [0, 3, 40])
+@pytest.mark.parametrize("speeds", [[4, 4, 4], [2, 5, 11], [7]], ids=str)
+def test_no_sample_is_read_twice_in_a_pass_at_any_speed(speeds: list[int], ahead: int) -> None:
+    names = [f"peer-{number}" for number in range(len(speeds))]
+    readers = [Reader(name, ahead * (number + 1)) for number, name in enumerate(names)]
+    cursor, rounds = 0, 0
+    while cursor + (max(speeds) + 40 * len(speeds)) * len(speeds) < NUM_SAMPLES:
+        for reader, speed in zip(readers, speeds, strict=True):
+            reader.move(rounds, cursor, names)
+            reader.train(speed)
+        cursor, rounds = advance(cursor, speeds), rounds + 1
+    read = [index for reader in readers for index in reader.trained]
+    assert rounds > 3
+    assert len(set(read)) == len(read) == rounds * sum(speeds)
+
+
+def test_peers_of_one_speed_read_every_sample_once_in_each_pass() -> None:
+    names = list("abcd")
+    readers = [Reader(name, 5) for name in names]
+    for round_ in range(2 * NUM_SAMPLES // 20):
+        for reader in readers:
+            reader.move(round_, 20 * round_, names)
+            reader.train(5)
+    assert set(Counter(index for reader in readers for index in reader.trained).values()) == {2}
+
+
+def test_work_that_was_late_is_not_read_again() -> None:
+    late, other = Reader("a", 0), Reader("b", 0)
+    for reader in (late, other):
+        reader.move(0, 0, ["a", "b"])
+        reader.train(6)
+    late.move(1, advance(0, [0, 6]), ["a", "b"], waiting=6)
+    other.move(1, advance(0, [0, 6]), ["a", "b"])
+    for reader in (late, other):
+        reader.train(6)
+    assert len({*late.trained, *other.trained}) == 24
+
+
+def test_a_restarted_peer_goes_on_behind_what_waits() -> None:
+    before, after = Reader("a", 0), Reader("a", 0)
+    before.move(3, 500, ["a", "b"])
+    before.train(8)
+    after.move(3, 500, ["a", "b"], waiting=5)
+    after.train(3)
+    assert after.trained == before.trained[5:]
+
+
+def test_when_peers_come_and_go_this_peer_reads_nothing_twice_itself() -> None:
+    chance = random.Random(1)
+    reader, cursor = Reader("a", 10), 0
+    for round_ in range(12):
+        members = ["a", *chance.sample("bcdef", chance.randrange(5))]
+        reader.move(round_, cursor, members)
+        reader.train(4)
+        cursor = advance(cursor, [4] * len(members))
+    assert len(set(reader.trained)) == len(reader.trained)
+
+
+def test_a_newcomer_reads_samples_of_its_own_and_others_in_each_round() -> None:
+    one, other = Reader("a", 0), Reader("b", 0)
+    for reader in (one, other):
+        for round_ in (1, 2):
+            reader.move(round_, 0, ["c"])
+            reader.train(10)
+    assert len({*one.trained, *other.trained}) >= 38, "drawn at random of a thousand"
+
+
+def test_an_iteration_is_as_long_as_the_data_and_the_next_goes_on() -> None:
+    position = DataPosition(1, 0, (0, 1), 0)
+    data = TensorDataset(torch.arange(30))
+    loader = DataLoader(data, batch_size=4, sampler=SwarmSampler(len(data), 7, "a", lambda: position))
+    first, second = ([int(i) for (batch,) in loader for i in batch] for _ in range(2))
+    assert len(loader) == 8
+    assert sorted(first) == sorted(second) == list(range(30))
+    assert first != second, "each pass has an order of its own"
+
+
+def test_an_empty_data_set_is_refused() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        SwarmSampler(0, 7, "a", lambda: DataPosition(0, 0, None, 0))

@@ -11,8 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from p2ptrain.averaging.vector.error_feedback import ErrorFeedback
-from p2ptrain.codecs import get_codec
 from p2ptrain.errors import ManifestError
 from p2ptrain.manifest import ModelSpec, parse_manifest
 from p2ptrain.models import build_model
@@ -129,36 +127,6 @@ def test_a_contribution_to_one_fragment_leaves_the_work_on_the_others() -> None:
         rest = torch.empty(fragment.num_values)
         work.collect(rest, fragment)
         assert float((rest[: fragment.layout.num_parameters] - left).abs().max()) < 1e-6
-
-
-def test_late_work_is_carried_on_its_fragment_alone() -> None:
-    module, state, work = _work(3)
-    _drift(module, 0.5)
-    work.add_step(2, 30)
-    fragment = state.fragments.of_round(1)
-    carry, live = torch.empty(fragment.num_values), torch.empty(state.layout.num_values)
-    work.collect(carry, fragment)
-    state.layout.read(module, live)
-    mean = torch.full((fragment.num_values,), -0.25)
-    mean[fragment.layout.num_parameters :] = 0
-    state.apply(mean, 0, fragment)
-    work.adopt(False, carry, fragment)
-    moved = torch.empty(state.layout.num_values)
-    state.layout.read(module, moved)
-    assert work.tokens == 30
-    for start, _, count in fragment.parameter_spans:
-        torch.testing.assert_close(moved[start : start + count], live[start : start + count] + 0.25)
-    assert int((moved != live).sum()) == fragment.layout.num_parameters
-
-
-def test_residuals_of_fragments_share_one_memory() -> None:
-    whole = ErrorFeedback(10, get_codec("int8"))
-    exact, part = whole.split([get_codec("fp32"), get_codec("int8")], [4, 6])
-    assert exact.residual is None
-    assert part.residual is not None
-    part.residual.fill_(1.0)
-    assert whole.residual is not None
-    assert whole.residual.tolist() == [0.0] * 4 + [1.0] * 6
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A layout loses nothing on the way from a module to a vector and back."""
+"""A layout loses nothing on the way from a module to a vector and back, and codecs are laid over its tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from p2ptrain.codecs import get_codec
+from p2ptrain.errors import IncompatibleError
+from p2ptrain.manifest import AveragingSpec
 from p2ptrain.training.state.layout import MAX_EXACT_INTEGER, Layout
+from p2ptrain.training.sync.replica import vector_codec
 
 
 class Everything(nn.Module):
@@ -96,24 +100,11 @@ def test_any_float_makes_a_valid_integer(value: float) -> None:
 
 def test_fingerprint_depends_on_names_shapes_dtypes_and_not_on_values() -> None:
     assert Layout.from_module(Everything(1)).fingerprint == Layout.from_module(Everything(2)).fingerprint
-    prints = {
-        Layout.from_module(module).fingerprint
-        for module in (
-            nn.Linear(2, 3),
-            nn.Linear(3, 2),
-            nn.Linear(2, 3, bias=False),
-            nn.Linear(2, 3).bfloat16(),
-            nn.Sequential(nn.Linear(2, 3)),
-        )
-    }
-    assert len(prints) == 5
-
-
-def test_a_compiled_module_has_the_layout_of_the_plain_one() -> None:
-    plain = nn.Sequential(nn.Linear(2, 3))
-    wrapper = nn.Module()
-    wrapper.add_module("_orig_mod", plain)
-    assert Layout.from_module(wrapper).fingerprint == Layout.from_module(plain).fingerprint
+    plain, compiled = nn.Sequential(nn.Linear(2, 3)), nn.Module()
+    compiled.add_module("_orig_mod", plain)
+    assert Layout.from_module(compiled).fingerprint == Layout.from_module(plain).fingerprint
+    modules = (nn.Linear(2, 3), nn.Linear(3, 2), nn.Linear(2, 3, bias=False), nn.Linear(2, 3).bfloat16(), plain)
+    assert len({Layout.from_module(module).fingerprint for module in modules}) == 5
 
 
 def test_what_cannot_be_shared_is_refused() -> None:
@@ -130,15 +121,38 @@ def test_what_cannot_be_shared_is_refused() -> None:
 @pytest.mark.parametrize(
     "bad", [torch.zeros(3), torch.zeros(6, dtype=torch.float64), torch.zeros(12)[::2], torch.zeros(2, 3)]
 )
-def test_a_vector_that_does_not_fit_is_refused(bad: torch.Tensor) -> None:
+def test_a_vector_that_does_not_fit_and_a_module_that_changed_are_refused(bad: torch.Tensor) -> None:
     module = nn.Linear(2, 2)
     layout = Layout.from_module(module)
-    assert layout.num_values == 6
     with pytest.raises(ValueError, match="6 values"):
         layout.read(module, bad)
-
-
-def test_a_module_that_changed_is_refused() -> None:
-    layout = Layout.from_module(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="weight has shape"):
         layout.write(layout.new_vector(), nn.Linear(2, 3))
+
+
+MODEL = nn.Sequential(nn.Linear(40, 30), nn.BatchNorm1d(30), nn.Linear(30, 20))
+LAYOUT = Layout.from_module(MODEL)
+
+
+def test_one_codec_unless_small_tensors_have_theirs() -> None:
+    assert vector_codec(AveragingSpec(codec="int4"), LAYOUT) is get_codec("int4")
+    assert vector_codec(AveragingSpec(codec="int8", small_tensors="fp16", small_values=1), LAYOUT).block_size == 256
+    assert vector_codec(AveragingSpec(codec="int8", small_tensors="fp16"), LAYOUT) is get_codec("fp16")
+
+
+def test_biases_norms_and_counters_travel_as_the_manifest_says() -> None:
+    codec = vector_codec(AveragingSpec(codec="topk", small_tensors="bf16", small_values=100), LAYOUT)
+    vector = torch.randn(LAYOUT.num_values, generator=torch.Generator().manual_seed(0))
+    out = torch.empty_like(vector)
+    codec.decode_into(codec.encode(vector), out)
+    for entry in LAYOUT.entries:
+        part, expected = out[entry.offset : entry.end], vector[entry.offset : entry.end]
+        if len(entry.shape) < 2:
+            assert torch.equal(part, expected.bfloat16().float()), entry.name
+        else:
+            assert 0 < int((part != 0).sum()) < len(part) / 20, entry.name
+
+
+def test_a_codec_of_another_version_is_refused() -> None:
+    with pytest.raises(IncompatibleError, match="int3"):
+        vector_codec(AveragingSpec(codec="int3"), LAYOUT)

@@ -1,4 +1,4 @@
-"""Outer steps: bit for bit what the formula says, and for gradients what torch does on a large batch."""
+"""Steps of the shared state: bit for bit what the formula says, and for gradients what torch does on a large batch."""
 
 from __future__ import annotations
 
@@ -17,200 +17,210 @@ from hypothesis import strategies as st
 from torch import nn
 
 from p2ptrain.errors import IncompatibleError
+from p2ptrain.manifest import TrainingSpec
 from p2ptrain.training.learning_rate import WrappedOptimizer
+from p2ptrain.training.state import adamw
 from p2ptrain.training.state import outer_optimizers as outer
+from p2ptrain.training.state.adamw import BETA1, BETA2, CODE_BLOCK, EPSILON, AdamWStep, Codes
 from p2ptrain.training.state.digest import byte_view
 from p2ptrain.training.state.layout import Layout
 from p2ptrain.training.state.outer_optimizers import AdamStep, AverageStep, GradientStep, NesterovStep
+from tests.support.codecs import exact_values
+
+SPEC = TrainingSpec(every=1, learning_rate=0.02, weight_decay=0.1, warmup_steps=4, clip_norm=2.0)
 
 
-def _layout(num_parameters: int = 1000) -> Layout:
+def _layout(num_parameters: int = 1000, has_buffers: bool = True) -> Layout:
     module = nn.Module()
     module.weight = nn.Parameter(torch.zeros(num_parameters))
-    module.register_buffer("mean", torch.zeros(3))
-    module.register_buffer("count", torch.zeros(2, dtype=torch.int64))
+    if has_buffers:
+        module.register_buffer("mean", torch.zeros(3))
+        module.register_buffer("count", torch.zeros(2, dtype=torch.int64))
     return Layout.from_module(module)
 
 
-def _values(num_values: int, seed: int) -> torch.Tensor:
-    """The same on every machine: exact integer arithmetic, no library's generator."""
-    raw = (np.arange(num_values, dtype=np.uint64) * 2654435761 + seed * 40503) % 2**24
-    return torch.from_numpy((raw.astype(np.float32) / np.float32(2**23) - np.float32(1.0)).copy())
+STEPS: dict[str, Callable[[Layout], outer.Stepper]] = {
+    "nesterov": lambda layout: NesterovStep(layout, 0.7, 0.9),
+    "adam": lambda layout: AdamStep(layout, 0.02, 0.9, 0.99, 1e-3),
+    "average": lambda layout: AverageStep(layout, 0.5),
+    "adamw": lambda layout: AdamWStep(layout, SPEC),
+    "adamw 8 bit": lambda layout: AdamWStep(layout, SPEC, "8bit"),
+}
+TORCH: dict[str, Callable[[nn.Parameter], torch.optim.Optimizer]] = {
+    "nesterov": lambda parameter: torch.optim.SGD([parameter], lr=0.7, momentum=0.9, nesterov=True),
+    "adam": lambda parameter: torch.optim.Adam([parameter], lr=0.02, betas=(0.9, 0.99), eps=1e-3),
+}
+GOLDEN = {
+    "nesterov": "39c1bbd232db9cb66cf6422fa304bef31fb84930a72f2c8e25c7ee835ce24994",
+    "adam": "f7914bb797f3c4a68dd061def0d3cc29d0b731ce3dadf5779b54d469eae53483",
+    "adamw": "8b63c0156abba96b5e9492b0d6b15d8411bf2ad0ef0b29cbedd0336f02d0fa4f",
+    "adamw 8 bit": "f25ddd71eaa444a5a470fdf7d894c1c98f242cfc99fc2eee2fbf0cce1dc21790",
+}
+Array = npt.NDArray[Any]
 
 
-def test_golden_bits_of_nesterov() -> None:
+def run(stepper: outer.Stepper, num_values: int, steps: int, seed: int = 1) -> torch.Tensor:
+    """The vector after so many rounds."""
+    vector = exact_values(num_values, seed)
+    for round_ in range(steps):
+        stepper.step(vector, exact_values(num_values, seed + round_ + 1), round_)
+    return vector
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_bits(name: str) -> None:
+    layout = _layout(has_buffers=not name.startswith("adamw"))
+    stepper = STEPS[name](layout)
+    digest = hashlib.sha256(byte_view(run(stepper, layout.num_values, 10)))
+    for _, tensor in stepper.state_tensors():
+        digest.update(byte_view(tensor))
+    assert digest.hexdigest() == GOLDEN[name]
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_steps_agree_with_torch(name: str) -> None:
     layout = _layout()
-    stepper = NesterovStep(layout, 0.7, 0.9)
-    vector = _values(layout.num_values, 1)
-    for seed in range(2, 12):
-        stepper.step(vector, _values(layout.num_values, seed), 0)
-    digest = hashlib.sha256(byte_view(vector))
-    digest.update(byte_view(stepper.state_tensors()[0][1]))
-    assert digest.hexdigest() == "39c1bbd232db9cb66cf6422fa304bef31fb84930a72f2c8e25c7ee835ce24994"
+    parameter = nn.Parameter(exact_values(layout.num_values, 1)[: layout.num_parameters])
+    reference = TORCH[name](parameter)
+    for seed in range(2, 40):
+        parameter.grad = exact_values(layout.num_values, seed)[: layout.num_parameters]
+        reference.step()
+    found = run(STEPS[name](layout), layout.num_values, 38)[: layout.num_parameters]
+    torch.testing.assert_close(found, parameter.data, rtol=1e-5, atol=1e-6)
+
+
+sizes, data_seeds = st.integers(1, 30), st.integers(0, 1000)
 
 
 @settings(max_examples=40)
-@given(st.floats(0.01, 2.0), st.floats(0.0, 0.99), st.integers(1, 30), st.integers(0, 1000))
+@given(st.floats(0.01, 2.0), st.floats(0.0, 0.99), sizes, data_seeds)
 def test_nesterov_rounds_every_operation_to_fp32(rate: float, momentum: float, size: int, seed: int) -> None:
-    layout = _layout(size)
-    stepper = NesterovStep(layout, rate, momentum)
-    vector = _values(layout.num_values, seed)
-    expected, velocity = vector.numpy()[:size].copy(), np.zeros(size, np.float32)
+    expected: Array = exact_values(size, seed).numpy().copy()
+    velocity: Array = np.zeros(size, np.float32)
     a, m = np.float32(rate), np.float32(momentum)
     for step in range(4):
-        mean = _values(layout.num_values, seed + step + 1)
-        stepper.step(vector, mean, 0)
-        delta = mean.numpy()[:size]
+        delta = exact_values(size, seed + step + 1).numpy()
         velocity = velocity * m + delta
         expected = expected - (velocity * m + delta) * a
-    assert np.array_equal(vector.numpy()[:size], expected)
+    found = run(NesterovStep(_layout(size, has_buffers=False), rate, momentum), size, 4, seed)
+    assert np.array_equal(found.numpy(), expected)
 
 
-def test_nesterov_agrees_with_torch() -> None:
-    layout = _layout()
-    vector = _values(layout.num_values, 1)
-    parameter = nn.Parameter(vector[: layout.num_parameters].clone())
-    reference = torch.optim.SGD([parameter], lr=0.7, momentum=0.9, nesterov=True)
-    stepper = NesterovStep(layout, 0.7, 0.9)
-    for seed in range(2, 8):
-        mean = _values(layout.num_values, seed)
-        stepper.step(vector, mean, 0)
-        parameter.grad = mean[: layout.num_parameters].clone()
-        reference.step()
-    torch.testing.assert_close(vector[: layout.num_parameters], parameter.data)
+def adam_by_hand(
+    size: int, seed: int, rate: float, beta1: float, beta2: float, epsilon: float, decay: float = 0.0
+) -> Array:
+    """Three steps; every operation is rounded to fp32.
 
-
-def test_golden_bits_of_adam() -> None:
-    layout = _layout()
-    stepper = AdamStep(layout, 0.02, 0.9, 0.99, 1e-3)
-    vector = _values(layout.num_values, 1)
-    for seed in range(2, 12):
-        stepper.step(vector, _values(layout.num_values, seed), 0)
-    digest = hashlib.sha256(byte_view(vector))
-    for _, tensor in stepper.state_tensors():
-        digest.update(byte_view(tensor))
-    assert digest.hexdigest() == "f7914bb797f3c4a68dd061def0d3cc29d0b731ce3dadf5779b54d469eae53483"
+    Up to the third power, one order of multiplication gives the same bits as any other.
+    """
+    expected: Array = exact_values(size, seed).numpy().copy()
+    first: Array = np.zeros(size, np.float32)
+    second: Array = np.zeros(size, np.float32)
+    b1, b2, c1, c2 = (np.float32(value) for value in (beta1, beta2, 1 - beta1, 1 - beta2))
+    power1 = power2 = 1.0
+    for step in range(3):
+        gradient = exact_values(size, seed + step + 1).numpy()
+        expected = expected - expected * np.float32(rate * decay)
+        first = first * b1 + gradient * c1
+        second = second * b2 + (gradient * gradient) * c2
+        power1, power2 = power1 * beta1, power2 * beta2
+        divisor = np.sqrt(second) / np.float32(math.sqrt(1 - power2)) + np.float32(epsilon)
+        expected = expected - first * np.float32(rate / (1 - power1)) / divisor
+    return expected
 
 
 @settings(max_examples=40)
 @given(
-    st.floats(1e-4, 1.0), st.floats(0.0, 0.99), st.floats(0.0, 0.999), st.floats(1e-8, 1.0), st.integers(1, 30),
-    st.integers(0, 1000),
+    st.floats(1e-4, 1.0), st.floats(0.0, 0.99), st.floats(0.0, 0.999), st.floats(1e-8, 1.0), sizes, data_seeds,
 )  # fmt: skip
 def test_adam_rounds_every_operation_to_fp32(
     rate: float, beta1: float, beta2: float, epsilon: float, size: int, seed: int
 ) -> None:
-    layout = _layout(size)
-    stepper = AdamStep(layout, rate, beta1, beta2, epsilon)
-    vector = _values(layout.num_values, seed)
-    expected: npt.NDArray[Any] = vector.numpy()[:size].copy()
-    first: npt.NDArray[Any] = np.zeros(size, np.float32)
-    second: npt.NDArray[Any] = np.zeros(size, np.float32)
-    b1, b2, c1, c2 = (np.float32(value) for value in (beta1, beta2, 1 - beta1, 1 - beta2))
-    power1 = power2 = 1.0
-    for step in range(3):  # Up to the third power, one order of multiplication gives the same bits as any other.
-        mean = _values(layout.num_values, seed + step + 1)
-        stepper.step(vector, mean, 0)
-        delta = mean.numpy()[:size]
-        first = first * b1 + delta * c1
-        second = second * b2 + (delta * delta) * c2
-        power1, power2 = power1 * beta1, power2 * beta2
-        divisor = np.sqrt(second) / np.float32(math.sqrt(1 - power2)) + np.float32(epsilon)
-        expected = expected - first * np.float32(rate / (1 - power1)) / divisor
-    assert np.array_equal(vector.numpy()[:size], expected)
+    found = run(AdamStep(_layout(size, has_buffers=False), rate, beta1, beta2, epsilon), size, 3, seed)
+    assert np.array_equal(found.numpy(), adam_by_hand(size, seed, rate, beta1, beta2, epsilon))
 
 
-def test_adam_agrees_with_torch() -> None:
+@settings(max_examples=40)
+@given(st.floats(1e-4, 1.0), st.floats(0.0, 1.0), sizes, data_seeds)
+def test_adamw_rounds_every_operation_to_fp32(rate: float, decay: float, size: int, seed: int) -> None:
+    spec = TrainingSpec(every=1, learning_rate=rate, weight_decay=decay, warmup_steps=0, clip_norm=0.0)
+    found = run(AdamWStep(_layout(size, has_buffers=False), spec), size, 3, seed)
+    assert np.array_equal(found.numpy(), adam_by_hand(size, seed, rate, BETA1, BETA2, EPSILON, decay))
+
+
+Tensors = list[tuple[str, torch.Tensor]]
+IMPOSSIBLE = {
+    "outer.second": -1.0, "outer.steps": -1.0, "adamw.first": math.nan, "adamw.second": -1.0, "adamw.steps": -1.0,
+    "adamw.first_exponents/256": 254.0,
+}  # fmt: skip
+
+
+def misfits(good: Tensors, others: Tensors) -> list[Tensors]:
+    """State tensors that belong to no stepper like the one of ``good``."""
+    first, *rest = good
+    found = [[], rest, [(first[0], torch.zeros(3)), *rest], [("x", first[1]), *rest], others]
+    if rest:
+        found += [good[::-1], [*good[:-1], (good[-1][0], torch.zeros(2))]]
+    for name, tensor in good:
+        if (value := IMPOSSIBLE.get(name)) is not None and tensor.is_floating_point() != name.endswith("/256"):
+            wrong = torch.full_like(tensor, value)
+            found.append([(each, wrong if each == name else other) for each, other in good])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("nesterov", "adam"),
+        ("adam", "adamw"),
+        ("average", "nesterov"),
+        ("adamw", "adamw 8 bit"),
+        ("adamw 8 bit", "adamw"),
+    ],
+)
+def test_state_moves_to_another_peer_and_misfits_are_refused(name: str, other: str) -> None:
     layout = _layout()
-    vector = _values(layout.num_values, 1)
-    parameter = nn.Parameter(vector[: layout.num_parameters].clone())
-    reference = torch.optim.Adam([parameter], lr=0.02, betas=(0.9, 0.99), eps=1e-3)
-    stepper = AdamStep(layout, 0.02, 0.9, 0.99, 1e-3)
-    for seed in range(2, 40):
-        mean = _values(layout.num_values, seed)
-        stepper.step(vector, mean, 0)
-        parameter.grad = mean[: layout.num_parameters].clone()
-        reference.step()
-    torch.testing.assert_close(vector[: layout.num_parameters], parameter.data, rtol=1e-5, atol=1e-6)
-
-
-def test_adams_state_moves_to_another_peer_and_misfits_are_refused() -> None:
-    layout = _layout()
-    one, two = (AdamStep(layout, 0.02, 0.9, 0.99, 1e-3) for _ in range(2))
-    vector = _values(layout.num_values, 1)
-    one.step(vector, _values(layout.num_values, 2), 0)
+    one, two = STEPS[name](layout), STEPS[name](layout)
+    vector = run(one, layout.num_values, 3)
     two.load_state_tensors(one.state_tensors())
     vectors = [vector.clone(), vector.clone()]
     for stepper, each in zip((one, two), vectors, strict=True):
-        stepper.step(each, _values(layout.num_values, 3), 0)
+        stepper.step(each, exact_values(layout.num_values, 9), 3)
     assert torch.equal(*vectors)
-    first, second, steps = one.state_tensors()
-    for bad in ([], [first], [first, second, ("outer.steps", torch.zeros(2))], [second, first, steps],
-                [first, second, ("outer.steps", torch.tensor([-1.0]))],
-                [first, ("outer.second", -second[1]), steps]):  # fmt: skip
+    others = STEPS[other](layout).state_tensors()
+    for bad in misfits(one.state_tensors(), others) if one.state_tensors() else [others]:
         with pytest.raises(IncompatibleError):
             two.load_state_tensors(bad)
     for (_, mine), (_, theirs) in zip(one.state_tensors(), two.state_tensors(), strict=True):
         assert torch.equal(mine, theirs)
 
 
-PSEUDO_GRADIENT_STEPS: dict[str, Callable[[Layout], outer.Stepper]] = {
-    "nesterov": lambda layout: NesterovStep(layout, 0.7, 0.9),
-    "adam": lambda layout: AdamStep(layout, 0.02, 0.9, 0.99, 1e-3),
-    "average": lambda layout: AverageStep(layout, 0.5),
-}
-
-
-@pytest.mark.parametrize("name", PSEUDO_GRADIENT_STEPS)
+@pytest.mark.parametrize("name", STEPS)
 def test_blocks_do_not_change_bits(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     layout = _layout()
-
-    def run() -> torch.Tensor:
-        stepper, vector = PSEUDO_GRADIENT_STEPS[name](layout), _values(layout.num_values, 1)
-        for seed in range(2, 5):
-            stepper.step(vector, _values(layout.num_values, seed), 0)
-        return vector
-
-    whole = run()
+    whole = run(STEPS[name](layout), layout.num_values, 3)
     monkeypatch.setattr(outer, "BLOCK_VALUES", 77)
-    assert torch.equal(run(), whole)
+    monkeypatch.setattr(adamw, "BLOCK_VALUES", 2 * CODE_BLOCK)
+    assert torch.equal(run(STEPS[name](layout), layout.num_values, 3), whole)
 
 
-@pytest.mark.parametrize("name", PSEUDO_GRADIENT_STEPS)
+@pytest.mark.parametrize("name", STEPS)
 def test_buffers_take_the_mean_and_integers_stay_whole(name: str) -> None:
     layout = _layout(2)
     vector = torch.tensor([0.0, 0.0, 1.0, 2.0, 3.0, 10.0, 20.0])
     mean = torch.tensor([1.0, 1.0, 0.25, -0.5, 0.0, -0.6, 1.5])
     kept = mean.clone()
-    PSEUDO_GRADIENT_STEPS[name](layout).step(vector, mean, 0)
+    STEPS[name](layout).step(vector, mean, 0)
     assert vector[2:].tolist() == [0.75, 2.5, 3.0, 11.0, 18.0]
     assert torch.equal(mean, kept)
 
 
 def test_average_at_rate_one_sets_the_mean_of_parameters() -> None:
     layout = _layout(4)
-    start = _values(layout.num_values, 1)
+    start, *peers = (exact_values(layout.num_values, seed) for seed in (1, 2, 3))
     vector = start.clone()
-    locals_ = [_values(layout.num_values, seed) for seed in (2, 3)]
-    AverageStep(layout, 1.0).step(vector, torch.stack([start - local for local in locals_]).mean(0), 0)
-    torch.testing.assert_close(vector[:4], torch.stack(locals_).mean(0)[:4])
-
-
-def test_nesterov_state_moves_to_another_peer_and_misfits_are_refused() -> None:
-    layout = _layout()
-    one, two = NesterovStep(layout, 0.7, 0.9), NesterovStep(layout, 0.7, 0.9)
-    vector = _values(layout.num_values, 1)
-    one.step(vector, _values(layout.num_values, 2), 0)
-    two.load_state_tensors(one.state_tensors())
-    vectors = [vector.clone(), vector.clone()]
-    for stepper, each in zip((one, two), vectors, strict=True):
-        stepper.step(each, _values(layout.num_values, 3), 0)
-    assert torch.equal(*vectors)
-    for bad in ([], [("outer.momentum", torch.zeros(3))], [("x", torch.zeros(layout.num_parameters))]):
-        with pytest.raises(IncompatibleError):
-            two.load_state_tensors(bad)
-    with pytest.raises(IncompatibleError):
-        AverageStep(layout, 1.0).load_state_tensors(one.state_tensors())
+    AverageStep(layout, 1.0).step(vector, torch.stack([start - peer for peer in peers]).mean(0), 0)
+    torch.testing.assert_close(vector[:4], torch.stack(peers).mean(0)[:4])
 
 
 class Net(nn.Module):
@@ -242,20 +252,25 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 
 
 def _mean(layout: Layout, seed: int) -> torch.Tensor:
-    mean = _values(layout.num_values, seed)
+    mean = exact_values(layout.num_values, seed)
     mean[layout.num_parameters :] = 0
     return mean
+
+
+def gradient_step(name: str = "adamw", clip: float = 0.0) -> tuple[Net, Layout, GradientStep, torch.Tensor]:
+    """A model, its layout, the step around a new optimizer, and the vector."""
+    net = Net()
+    layout = Layout.from_module(net)
+    vector = layout.new_vector()
+    layout.read(net, vector)
+    return net, layout, GradientStep(WrappedOptimizer(OPTIMIZERS[name](net), clip_norm=clip), net, layout), vector
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 def test_gradient_step_equals_torch_on_the_mean_gradient(name: str, clip: float) -> None:
-    shared, plain = Net(), Net()
-    layout = Layout.from_module(shared)
-    stepper = GradientStep(WrappedOptimizer(OPTIMIZERS[name](shared), clip_norm=clip), shared, layout)
+    (shared, layout, stepper, vector), plain = gradient_step(name, clip), Net()
     reference = OPTIMIZERS[name](plain)
-    vector = layout.new_vector()
-    layout.read(shared, vector)
     for seed in range(4):
         mean = _mean(layout, seed)
         stepper.step(vector, mean, 0)
@@ -273,11 +288,7 @@ def test_gradient_step_equals_torch_on_the_mean_gradient(name: str, clip: float)
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_gradient_state_rebuilds_an_optimizer_that_has_not_stepped(name: str) -> None:
-    one, two = Net(), Net()
-    layout = Layout.from_module(one)
-    first = GradientStep(WrappedOptimizer(OPTIMIZERS[name](one)), one, layout)
-    vector = layout.new_vector()
-    layout.read(one, vector)
+    (_, layout, first, vector), two = gradient_step(name), Net()
     for seed in range(3):
         first.step(vector, _mean(layout, seed), 0)
     optimizer = OPTIMIZERS[name](two)
@@ -288,38 +299,27 @@ def test_gradient_state_rebuilds_an_optimizer_that_has_not_stepped(name: str) ->
     assert optimizer.state is container
     layout.write(vector, two)
     other = vector.clone()
-    names = [key for key, _ in first.state_tensors()]
-    assert [key for key, _ in second.state_tensors()] == names
-    first.step(vector, _mean(layout, 9), 0)
-    second.step(other, _mean(layout, 9), 0)
+    for stepper, each in ((first, vector), (second, other)):
+        stepper.step(each, _mean(layout, 9), 0)
     assert torch.equal(vector, other)
-    for (_, left), (_, right) in zip(first.state_tensors(), second.state_tensors(), strict=True):
+    for (key, left), (other_key, right) in zip(first.state_tensors(), second.state_tensors(), strict=True):
+        assert key == other_key
         assert torch.equal(left, right)
 
 
 def test_gradient_state_is_in_the_order_of_the_layout_whatever_the_groups() -> None:
-    net, grouped = Net(), Net()
-    layout = Layout.from_module(net)
-    steppers = [
-        GradientStep(WrappedOptimizer(OPTIMIZERS["adamw"](net)), net, layout),
-        GradientStep(WrappedOptimizer(OPTIMIZERS["groups"](grouped)), grouped, layout),
-    ]
     names = []
-    for stepper in steppers:
-        vector = layout.new_vector()
+    for name in ("adamw", "groups"):
+        _, layout, stepper, vector = gradient_step(name)
         stepper.step(vector, _mean(layout, 1), 0)
-        names.append([name for name, _ in stepper.state_tensors()])
+        names.append([key for key, _ in stepper.state_tensors()])
+        assert all(tensor.dtype == torch.float32 for _, tensor in stepper.state_tensors())
     assert names[0] == names[1]
     assert names[0][:3] == [f"optim.layers.0.weight.{key}" for key in ("exp_avg", "exp_avg_sq", "step")]
-    assert all(tensor.dtype == torch.float32 for _, tensor in steppers[0].state_tensors())
 
 
 def test_gradient_step_writes_buffers_live() -> None:
-    net = Net()
-    layout = Layout.from_module(net)
-    stepper = GradientStep(WrappedOptimizer(torch.optim.SGD(net.parameters(), 0.1)), net, layout)
-    vector = layout.new_vector()
-    layout.read(net, vector)
+    net, layout, stepper, vector = gradient_step("sgd")
     mean = torch.zeros(layout.num_values)
     mean[layout.num_parameters :] = -2.0
     stepper.step(vector, mean, 0)
@@ -330,16 +330,16 @@ def test_gradient_step_writes_buffers_live() -> None:
 
 def test_numbers_in_an_optimizers_state_keep_their_type() -> None:
     net = Net()
-    layout = Layout.from_module(net)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    stepper = GradientStep(WrappedOptimizer(optimizer), net, layout)
-    first = next(net.parameters())
-    optimizer.state[first] = {"count": 3, "scale": 0.5, "on": True}
+    stepper = GradientStep(WrappedOptimizer(optimizer), net, Layout.from_module(net))
+    first, state = next(net.parameters()), {"count": 3, "scale": 0.5, "on": True}
+    optimizer.state[first] = dict(state)
     tensors = stepper.state_tensors()
     optimizer.state.clear()
     stepper.load_state_tensors(tensors)
-    assert optimizer.state[first] == {"count": 3, "scale": 0.5, "on": True}
-    assert type(optimizer.state[first]["count"]) is int
+    assert {key: (type(value), value) for key, value in optimizer.state[first].items()} == {
+        key: (type(value), value) for key, value in state.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -354,10 +354,8 @@ def test_numbers_in_an_optimizers_state_keep_their_type() -> None:
     ],
 )
 def test_state_that_does_not_fit_is_refused_and_changes_nothing(name: str, tensor: torch.Tensor) -> None:
-    net = Net()
-    layout = Layout.from_module(net)
-    stepper = GradientStep(WrappedOptimizer(OPTIMIZERS["adamw"](net)), net, layout)
-    stepper.step(layout.new_vector(), _mean(layout, 1), 0)
+    _, layout, stepper, vector = gradient_step()
+    stepper.step(vector, _mean(layout, 1), 0)
     before = [(key, value.clone()) for key, value in stepper.state_tensors()]
     with pytest.raises(IncompatibleError):
         stepper.load_state_tensors([*before, (name, tensor)])
@@ -369,3 +367,71 @@ def test_an_optimizer_of_another_module_is_refused() -> None:
     net = Net()
     with pytest.raises(ValueError, match="not the module"):
         GradientStep(WrappedOptimizer(OPTIMIZERS["adamw"](Net())), net, Layout.from_module(net))
+
+
+def test_adamw_agrees_with_torch_through_warm_up_and_clipping() -> None:
+    parameter = nn.Parameter(exact_values(1000, 1))
+    reference = torch.optim.AdamW([parameter], betas=(BETA1, BETA2), eps=EPSILON, weight_decay=SPEC.weight_decay)
+    for number in range(40):
+        reference.param_groups[0]["lr"] = SPEC.learning_rate * min(1.0, (number + 1) / SPEC.warmup_steps)
+        parameter.grad = exact_values(1000, number + 2)
+        nn.utils.clip_grad_norm_([parameter], SPEC.clip_norm)
+        reference.step()
+    found = run(STEPS["adamw"](_layout(has_buffers=False)), 1000, 40)
+    torch.testing.assert_close(found, parameter.data, rtol=1e-5, atol=1e-6)
+
+
+def test_adamw_in_8_bits_goes_nearly_the_same_way() -> None:
+    layout = _layout(5000, has_buffers=False)
+    exact, found = (run(STEPS[name](layout), 5000, 40) for name in ("adamw", "adamw 8 bit"))
+    way, off = (exact - exact_values(5000, 1)).norm(), (found - exact).norm()
+    assert off < 0.15 * way  # Gradients are nearly noise here, of which AdamW's direction is made.
+
+
+def sample(seed: int, size: int) -> torch.Tensor:
+    """Values of many magnitudes, and zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    found = torch.randn(size, generator=generator) * torch.exp2(6 * torch.randn(size, generator=generator))
+    return found * (torch.rand(size, generator=generator) < 0.9)
+
+
+@pytest.mark.parametrize(("is_positive", "step"), [(False, 1 / 8), (True, 1 / 16)])
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 1000))
+def test_codes_are_near_what_they_stand_for(is_positive: bool, step: float, seed: int, size: int) -> None:
+    exact = sample(seed, size).square() if is_positive else sample(seed, size)
+    moment, block = Codes(size, is_positive=is_positive), slice(0, size)
+    moment.close(block, exact)
+    found = moment.open(block)
+    largest = torch.stack([part.abs().max() for part in exact.split(CODE_BLOCK) for _ in part])  # type: ignore[no-untyped-call]
+    bound = torch.maximum(step / 2 * exact.abs(), largest * 2.0**-14)
+    assert bool(((found - exact).abs() <= bound).all())
+    assert torch.equal(found == 0, exact == 0) or not is_positive
+    assert bool((found.sign() * exact.sign() >= 0).all())
+
+
+@pytest.mark.parametrize(("is_positive", "kept"), [(False, BETA1), (True, BETA2)])
+def test_what_gets_nothing_new_decays_whatever_its_code_is(is_positive: bool, kept: float) -> None:
+    """Or a parameter that had a large gradient once would have small steps for ever."""
+    size = 4 * CODE_BLOCK
+    exact = sample(1, size).square()
+    moment, block = Codes(size, is_positive=is_positive), slice(0, size)
+    moment.close(block, exact)
+    for _ in range(100):
+        before = moment.open(block).clone()
+        moment.close(block, before * kept)
+        after = moment.open(block)
+        assert bool(
+            (after < before)[
+                before > before.view(-1, CODE_BLOCK).amax(1).repeat_interleave(CODE_BLOCK) * 2.0**-14
+            ].all()
+        )
+
+
+def test_adamw_follows_the_manifests_schedule() -> None:
+    spec = TrainingSpec(every=1, warmup_steps=0, schedule="cosine", rounds=10, final_rate=0.0)
+    stepper, vector = AdamWStep(_layout(64, has_buffers=False), spec), exact_values(64, 1)
+    for round_, moves in ((0, True), (9, True), (10, False), (50, False)):
+        before = vector.clone()
+        stepper.step(vector, exact_values(64, 2), round_)
+        assert torch.equal(vector, before) is not moves

@@ -15,7 +15,7 @@ from p2ptrain.errors import IncompatibleError, TemporaryError
 from p2ptrain.manifest import TrainingSpec
 from p2ptrain.training.learning_rate import WrappedOptimizer
 from p2ptrain.training.state.adamw import AdamWStep
-from p2ptrain.training.state.digest import CHUNK_BYTES, cut_of, description_hash, leaf_of, proves
+from p2ptrain.training.state.digest import CHUNK_BYTES, TensorSpec, cut_of, description_hash, leaf_of, proves
 from p2ptrain.training.state.layout import Layout
 from p2ptrain.training.state.outer_optimizers import AdamStep, AverageStep, GradientStep, NesterovStep, Stepper
 from p2ptrain.training.state.shared_state import SharedState, Stamp, stamped_bytes
@@ -42,20 +42,25 @@ def _advance(state: SharedState) -> Head:
     return state.head
 
 
-def _verified(state: SharedState, buffer: memoryview) -> set[Stamp]:
-    """The stamps of all chunks, each of which its proof leads to."""
+def _specs(state: SharedState) -> tuple[TensorSpec, ...]:
     described = state.describe()
     assert described is not None
-    cut, description, stamps = cut_of(described[1]), description_hash(described[1]), set()
-    for index in range(cut.num_chunks):
-        end = cut.chunk_bytes(index)
-        size = state.read(index, buffer, described[1])
-        assert size == stamped_bytes(end, cut.depth)
-        stamp = Stamp.from_bytes(buffer[end : end + Stamp.NUM_BYTES])
-        proof = buffer[end + Stamp.NUM_BYTES : size]
-        assert proves(description, leaf_of(buffer[:end]), index, cut.num_chunks, proof, stamp.digest)
-        stamps.add(stamp)
-    return stamps
+    return described[1]
+
+
+def _stamp(specs: tuple[TensorSpec, ...], index: int, data: memoryview) -> Stamp | None:
+    """The stamp of a chunk that was read; None if its proof does not lead to it."""
+    cut, end = cut_of(specs), cut_of(specs).chunk_bytes(index)
+    assert len(data) == stamped_bytes(end, cut.depth)
+    stamp, proof = Stamp.from_bytes(data[end : end + Stamp.NUM_BYTES]), data[end + Stamp.NUM_BYTES :]
+    is_right = proves(description_hash(specs), leaf_of(data[:end]), index, cut.num_chunks, proof, stamp.digest)
+    return stamp if is_right else None
+
+
+def _stamps(state: SharedState) -> set[Stamp | None]:
+    """Of all chunks."""
+    specs, buffer = _specs(state), _buffer()
+    return {_stamp(specs, i, buffer[: state.read(i, buffer, specs)]) for i in range(cut_of(specs).num_chunks)}
 
 
 def _buffer() -> memoryview:
@@ -64,29 +69,35 @@ def _buffer() -> memoryview:
 
 def test_every_chunk_comes_with_a_proof_of_the_digest_of_its_round() -> None:
     state = _state()
-    assert _verified(state, _buffer()) == {Stamp.of(state.head)}
+    assert _stamps(state) == {Stamp.of(state.head)}
     head = _advance(state)
-    assert _verified(state, _buffer()) == {Stamp.of(head)}
+    assert _stamps(state) == {Stamp.of(head)}
 
 
-def test_nothing_is_read_between_a_step_and_its_head() -> None:
-    state = _state()
-    described = state.describe()
-    assert described is not None
-    state.apply(torch.ones(NUM_VALUES), 1)
-    assert state.describe() is None
-    assert state.read(0, _buffer(), described[1]) == -1
-    root = state.tree().root
-    state.head = replace(state.head, round=1, digest=root)
-    assert _verified(state, _buffer()) == {Stamp.of(state.head)}
-
-
-def test_damaged_memory_is_found_and_not_served() -> None:
+def test_damaged_memory_and_a_state_without_a_head_are_not_served() -> None:
     state = _state()
     state.vector[5] += 1
     assert state.tree().root != state.head.digest
     with pytest.raises(TemporaryError, match="damaged"):
         state.describe()
+    with pytest.raises(ValueError, match="no head"):
+        _ = SharedState(nn.Linear(2, 2), *_small()).head
+
+
+def _small() -> tuple[Layout, Stepper]:
+    layout = Layout.from_module(nn.Linear(2, 2))
+    return layout, AverageStep(layout, 1.0)
+
+
+def test_nothing_is_read_between_a_step_and_its_head() -> None:
+    state = _state()
+    specs = _specs(state)
+    state.apply(torch.ones(NUM_VALUES), 1)
+    assert state.describe() is None
+    assert state.read(0, _buffer(), specs) == -1
+    root = state.tree().root
+    state.head = replace(state.head, round=1, digest=root)
+    assert _stamps(state) == {Stamp.of(state.head)}
 
 
 def _stepped(kind: str, seed: int) -> SharedState:
@@ -124,9 +135,8 @@ def _step(state: SharedState, generator: torch.Generator) -> None:
 def test_chunks_of_several_rounds_become_the_state_of_the_last(kind: str) -> None:
     """Each chunk is put in place when the others have come to its round, whatever is beside it."""
     source, target = _stepped(kind, 3), _stepped(kind, 2)
-    described = source.describe()
-    assert described is not None
-    specs, cut, buffer = described[1], cut_of(described[1]), _buffer()
+    specs, buffer = _specs(source), _buffer()
+    cut = cut_of(specs)
     assert cut.num_chunks >= 2
     means, same = torch.Generator().manual_seed(9), torch.Generator().manual_seed(9)
     for index in range(cut.num_chunks):
@@ -152,13 +162,8 @@ def test_replace_takes_over_all_of_another_state() -> None:
 @pytest.mark.parametrize("drop", ["vector", "momentum", "shape"])
 def test_a_state_that_does_not_fit_changes_nothing(drop: str) -> None:
     one, two = _state(1), _state(2)
-    tensors = one.tensors()
-    if drop == "vector":
-        tensors = tensors[1:]
-    elif drop == "momentum":
-        tensors = tensors[:1]
-    else:
-        tensors[0] = ("vector", tensors[0][1][:-1])
+    (name, vector), *rest = one.tensors()
+    tensors = {"vector": rest, "momentum": [(name, vector)], "shape": [(name, vector[:-1]), *rest]}[drop]
     head = two.head
     with pytest.raises(IncompatibleError):
         two.replace(tensors, one.head)
@@ -168,24 +173,17 @@ def test_a_state_that_does_not_fit_changes_nothing(drop: str) -> None:
 
 def test_a_reader_never_sees_half_a_step() -> None:
     state = _state()
-    described = state.describe()
-    assert described is not None
-    specs = described[1]
-    cut, description = cut_of(specs), description_hash(specs)
-    stop, torn, reads = threading.Event(), [], [0]
+    specs, stop, torn, reads = _specs(state), threading.Event(), [], [0]
 
     def read() -> None:
         buffer = _buffer()
         while not stop.is_set():
-            for index in range(cut.num_chunks):
-                size, end = state.read(index, buffer, specs), cut.chunk_bytes(index)
-                if size < 0:
-                    continue
-                stamp = Stamp.from_bytes(buffer[end : end + Stamp.NUM_BYTES])
-                proof = buffer[end + Stamp.NUM_BYTES : size]
-                if not proves(description, leaf_of(buffer[:end]), index, cut.num_chunks, proof, stamp.digest):
-                    torn.append(index)
-                reads[0] += 1
+            for index in range(cut_of(specs).num_chunks):
+                size = state.read(index, buffer, specs)
+                if size >= 0:
+                    reads[0] += 1
+                    if _stamp(specs, index, buffer[:size]) is None:
+                        torn.append(index)
 
     threads = [threading.Thread(target=read) for _ in range(2)]
     for thread in threads:
@@ -205,8 +203,7 @@ def test_a_reader_never_sees_half_a_step() -> None:
 
 def test_reading_does_not_wait_for_a_step_unless_asked() -> None:
     state = _state()
-    described = state.describe()
-    assert described is not None
+    specs = _specs(state)
     held, release = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -218,17 +215,9 @@ def test_reading_does_not_wait_for_a_step_unless_asked() -> None:
     thread.start()
     held.wait(10)
     try:
-        assert state.read(0, _buffer(), described[1], wait=False) == -1
+        assert state.read(0, _buffer(), specs, wait=False) == -1
         assert state.is_being_changed()
     finally:
         release.set()
         thread.join()
-    assert state.read(0, _buffer(), described[1], wait=False) > 0
-
-
-def test_a_state_without_a_head_says_so() -> None:
-    module = nn.Linear(2, 2)
-    layout = Layout.from_module(module)
-    state = SharedState(module, layout, NesterovStep(layout, 0.7, 0.9))
-    with pytest.raises(ValueError, match="no head"):
-        _ = state.head
+    assert state.read(0, _buffer(), specs, wait=False) > 0

@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import cast
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.training.sync.catch_up import DOWNLOAD_BELOW, between, choose_way
 
 BYTES = st.integers(1, 1 << 40)
 
 
-@dataclass(frozen=True)
-class FakeBody:
-    """What `between` looks at."""
-
-    lineage: bytes
-    next_lineage: bytes
-
-
-@dataclass(frozen=True)
-class FakeCertificate:
-    body: FakeBody
-
-
-def chain_of(lineages: str) -> list[Certificate]:
-    """Certificates that lead from each letter to the next."""
-    names = [letter.encode() for letter in lineages]
-    found = [FakeCertificate(FakeBody(one, other)) for one, other in pairwise(names)]
-    return cast(list[Certificate], found)
+def chain_of(lineages: str) -> list[Any]:
+    """The part of certificates that `between` looks at, each of which leads from one letter to the next."""
+    pairs = pairwise(letter.encode() for letter in lineages)
+    return [SimpleNamespace(body=SimpleNamespace(lineage=one, next_lineage=other)) for one, other in pairs]
 
 
 @given(BYTES, BYTES)
@@ -50,16 +36,15 @@ def test_equal_bytes_and_unknown_sizes_are_replayed(num_bytes: int) -> None:
     assert not choose_way(1, num_bytes, 0).is_download
 
 
-def test_the_certificates_between_two_lineages_are_those_on_the_way() -> None:
+@pytest.mark.parametrize(
+    ("start", "end", "found"),
+    [(b"a", b"e", slice(4)), (b"b", b"d", slice(1, 3)), (b"d", b"e", slice(3, 4)), (b"a", b"f", None),
+     (b"e", b"a", None), (b"x", b"e", None), (b"c", b"c", None), (b"d", b"b", None)],
+)  # fmt: skip
+def test_the_certificates_between_two_lineages_are_those_on_the_way(
+    start: bytes, end: bytes, found: slice | None
+) -> None:
     chain = chain_of("abcde")
-    assert between(chain, b"a", b"e") == chain
-    assert between(chain, b"b", b"d") == chain[1:3]
-    assert between(chain, b"d", b"e") == chain[3:]
-
-
-def test_a_chain_that_does_not_reach_or_does_not_connect_is_none() -> None:
-    chain = chain_of("abcde")
-    for start, end in ((b"a", b"f"), (b"e", b"a"), (b"x", b"e"), (b"c", b"c"), (b"d", b"b")):
-        assert between(chain, start, end) is None
-    assert between(chain[:1] + chain[2:], b"a", b"e") is None
-    assert between([], b"a", b"b") is None
+    assert between(chain, start, end) == (None if found is None else chain[found])
+    assert between(chain[:2] + chain[3:], b"a", b"e") is None, "it does not connect"
+    assert between([], start, end) is None

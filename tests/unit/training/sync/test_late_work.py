@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -21,24 +22,18 @@ from tests.support.sim.stage_hosts import plan_of, stage_of
 TOKENS = 40
 
 
-def _gradients() -> tuple[Contribution, SharedState]:
+def _local(accumulate: bool) -> tuple[Contribution, SharedState]:
+    """A trainer's gradients, or its pseudo-gradient."""
     module = nn.Linear(3, 3)
     layout = Layout.from_module(module)
     state = SharedState(module, layout, AverageStep(layout, 1.0))
-    work = LocalContribution(module, state, accumulate=True)
-    module(torch.ones(2, 3)).pow(2).sum().backward()
-    work.add_gradients(TOKENS)
-    work.add_step(4, TOKENS)
-    return work, state
-
-
-def _pseudo_gradient() -> tuple[Contribution, SharedState]:
-    module = nn.Linear(3, 3)
-    layout = Layout.from_module(module)
-    state = SharedState(module, layout, AverageStep(layout, 1.0))
-    work = LocalContribution(module, state, accumulate=False)
-    with torch.no_grad():
-        module.weight.add_(torch.arange(9.0).reshape(3, 3))
+    work = LocalContribution(module, state, accumulate=accumulate)
+    if accumulate:
+        module(torch.ones(2, 3)).pow(2).sum().backward()
+        work.add_gradients(TOKENS)
+    else:
+        with torch.no_grad():
+            module.weight.add_(torch.arange(9.0).reshape(3, 3))
     work.add_step(4, TOKENS)
     return work, state
 
@@ -55,7 +50,9 @@ def _stage() -> tuple[Contribution, SharedState]:
     return work, state
 
 
-@pytest.mark.parametrize("make", [_gradients, _pseudo_gradient, _stage])
+@pytest.mark.parametrize(
+    "make", [partial(_local, True), partial(_local, False), _stage], ids=["gradients", "steps", "stage"]
+)
 def test_work_that_missed_a_round_is_carried_on_as_much_as_is_kept(
     make: Callable[[], tuple[Contribution, SharedState]],
 ) -> None:
