@@ -20,6 +20,7 @@ from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.status.alerts import FORK_SECONDS
 from p2ptrain.status.tracker import GATHER_SECONDS, MIN_TREND_POINTS, TREND_SECONDS, SwarmTracker
 from p2ptrain.status.views import Event, Snapshot
+from tests.support.coroutines import on_loop
 from tests.support.web.watched import LINEAGE, START, SWARM, FakeSource, chain, feeder, host, report, trainer
 
 ADA, BOB, CAT = (trainer(peer) for peer in "abc")
@@ -211,22 +212,20 @@ def test_a_history_that_nobody_tells_is_given_up_and_the_next_one_is_asked_for()
     watched(scenario, ADA, BOB, CAT)
 
 
-def test_a_peer_that_fails_to_tell_its_history_ends_nothing() -> None:
+@on_loop
+async def test_a_peer_that_fails_to_tell_its_history_ends_nothing() -> None:
     class Failing(FakeSource):
         async def certificates_after(self, peer: str, lineage: bytes) -> Sequence[Any]:
             raise PeerUnreachableError(peer, "it is gone")
 
-    async def main() -> None:
-        store = await Store.open(None, SWARM.digest, START)
-        source = Failing(ADA, BOB)
-        watch = Watch(source, SwarmTracker(SWARM, START), store)
-        await look(watch, source)
-        source.records = after(9, b"n" * 32, "ab")
-        await look(watch, source)
-        assert not (await look(watch, source)).rounds[0].verified
-        await store.close()
-
-    asyncio.run(main())
+    store = await Store.open(None, SWARM.digest, START)
+    source = Failing(ADA, BOB)
+    watch = Watch(source, SwarmTracker(SWARM, START), store)
+    await look(watch, source)
+    source.records = after(9, b"n" * 32, "ab")
+    await look(watch, source)
+    assert not (await look(watch, source)).rounds[0].verified
+    await store.close()
 
 
 def test_traffic_is_what_counters_grew_by_and_nothing_after_a_restart() -> None:

@@ -21,6 +21,7 @@ from p2ptrain.monitor.watch import Watch, watching
 from p2ptrain.monitor.webhook import ATTEMPTS, MAX_WAITING, Webhook
 from p2ptrain.status.tracker import SwarmTracker
 from p2ptrain.status.views import Event
+from tests.support.coroutines import on_loop
 from tests.support.web.watched import START, SWARM, FakeSource
 
 BEGAN, ENDED = Event(1.0, "alert", "a", "Ada is \u2026 <b>"), Event(2.0, "cleared", "a", "over: Ada")
@@ -144,38 +145,35 @@ def test_what_comes_while_too_much_waits_is_dropped_and_logged(
         asyncio.run(main())
 
 
-def test_the_end_does_not_wait_for_a_server_that_never_answers(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
+@on_loop
+async def test_the_end_does_not_wait_for_a_server_that_never_answers(
+    monkeypatch: pytest.MonkeyPatch, server: Server
+) -> None:
     monkeypatch.setattr(watch_module, "LAST_WORDS_SECONDS", 0.2)
     monkeypatch.setattr(webhook_module, "TIMEOUT_SECONDS", 3600.0)
     server.release.clear()
-
-    async def main() -> None:
-        store = await Store.open(None, SWARM.digest, START)
-        source = FakeSource()
-        watch = Watch(source, SwarmTracker(SWARM, START, ["gone"]), store, Webhook(server.url, "tiny").send)
-        try:
-            async with watching(watch):
-                async with asyncio.timeout(30):
-                    while not server.posted:
-                        source.time += HOLD_SECONDS
-                        await watch.look()
-        finally:
-            await store.close()
-
-    asyncio.run(main())  # pytest's timeout ends a test in which the watch or the loop waits for the thread.
+    store = await Store.open(None, SWARM.digest, START)
+    source = FakeSource()
+    watch = Watch(source, SwarmTracker(SWARM, START, ["gone"]), store, Webhook(server.url, "tiny").send)
+    try:
+        async with watching(watch):
+            async with asyncio.timeout(30):
+                while not server.posted:
+                    source.time += HOLD_SECONDS
+                    await watch.look()
+    finally:
+        await store.close()
 
 
-def test_the_end_lets_an_alert_out_that_is_on_its_way(server: Server) -> None:
-    async def main() -> None:
-        store = await Store.open(None, SWARM.digest, START)
-        source = FakeSource()
-        watch = Watch(source, SwarmTracker(SWARM, START, ["gone"]), store, Webhook(server.url, "tiny").send)
-        try:
-            async with watching(watch):
-                source.time += HOLD_SECONDS
-                await watch.look()
-        finally:
-            await store.close()
-
-    asyncio.run(main())
+@on_loop
+async def test_the_end_lets_an_alert_out_that_is_on_its_way(server: Server) -> None:
+    store = await Store.open(None, SWARM.digest, START)
+    source = FakeSource()
+    watch = Watch(source, SwarmTracker(SWARM, START, ["gone"]), store, Webhook(server.url, "tiny").send)
+    try:
+        async with watching(watch):
+            source.time += HOLD_SECONDS
+            await watch.look()
+    finally:
+        await store.close()
     assert len(server.posted) == 1

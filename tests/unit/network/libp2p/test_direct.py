@@ -19,6 +19,7 @@ from p2ptrain.network.libp2p.direct_records import SealedSocket
 from p2ptrain.network.libp2p.socket_stream import SocketStream
 from p2ptrain.network.rpc.frames import FRAME, Kind, error_frame, frame, pack
 from p2ptrain.network.schema import Message
+from tests.support.coroutines import on_loop
 from tests.support.fuzz import check
 from tests.support.processes.direct import BULK, HERE, DirectPeer, direct_peers, opened, until
 
@@ -340,13 +341,11 @@ def test_messages_within_their_bounds_are_read_and_others_refused(data: st.DataO
     check(schema, data)
 
 
-def test_what_is_not_served_is_offered_to_nobody() -> None:
-    async def main() -> None:
-        async with direct_peers() as (_, b):
-            assert is_error(b.direct._answer_to("a", Ask("/other", bytes(range(32)))))
-            assert not is_error(b.direct._answer_to("a", Ask(BULK, bytes(range(32)))))
-
-    asyncio.run(main())
+@on_loop
+async def test_what_is_not_served_is_offered_to_nobody() -> None:
+    async with direct_peers() as (_, b):
+        assert is_error(b.direct._answer_to("a", Ask("/other", bytes(range(32)))))
+        assert not is_error(b.direct._answer_to("a", Ask(BULK, bytes(range(32)))))
 
 
 def test_who_listens_nowhere_can_dial_all_the_same(run: Callable[[Main], None]) -> None:
@@ -362,12 +361,10 @@ def test_who_listens_nowhere_can_dial_all_the_same(run: Callable[[Main], None]) 
     run(main)
 
 
-def test_a_taken_port_is_named() -> None:
-    async def main() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            port = taken.getsockname()[1]
-            async with direct_peers() as (a, _):
-                with pytest.raises(ResourceError, match=str(port)):
-                    await a.direct.start(("127.0.0.1",), port)
-
-    asyncio.run(main())
+@on_loop
+async def test_a_taken_port_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        async with direct_peers() as (a, _):
+            with pytest.raises(ResourceError, match=str(port)):
+                await a.direct.start(("127.0.0.1",), port)

@@ -15,25 +15,26 @@ from p2ptrain.network.rpc.server import Header
 from p2ptrain.network.schema import Message
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.network.transport import Stream
+from tests.support.coroutines import simulated
 from tests.support.fuzz import check
 from tests.support.sim.channels import against, conversation
 
 
 @pytest.mark.parametrize("sent", [0, 999, 1001, 300_000])
 @pytest.mark.parametrize("wait_seconds", [0, 2])
-def test_a_buffer_of_another_length_is_a_protocol_error(sent: int, wait_seconds: float) -> None:
+@simulated()
+async def test_a_buffer_of_another_length_is_a_protocol_error(
+    network: SimulatedNetwork, sent: int, wait_seconds: float
+) -> None:
     async def server(channel: Channel) -> None:
         await channel.send_bytes(bytes(sent))
 
-    async def main(network: SimulatedNetwork) -> None:
-        async with conversation(network, server) as (channel, _, _):
-            await asyncio.sleep(wait_seconds)
-            with pytest.raises(ProtocolError, match="not 1000 bytes long"):
-                await channel.receive_bytes(1000, 5)
-            with pytest.raises(ProtocolError):
-                await channel.send({})
-
-    simulate(main, 1)
+    async with conversation(network, server) as (channel, _, _):
+        await asyncio.sleep(wait_seconds)
+        with pytest.raises(ProtocolError, match="not 1000 bytes long"):
+            await channel.receive_bytes(1000, 5)
+        with pytest.raises(ProtocolError):
+            await channel.send({})
 
 
 def test_a_message_where_bulk_is_due_and_the_reverse_are_protocol_errors() -> None:
@@ -79,17 +80,15 @@ def test_a_message_where_bulk_is_due_and_the_reverse_are_protocol_errors() -> No
         (frame(Kind.MESSAGE, b"\x81\x01\x02"), "not a m"),
     ],
 )
-def test_malformed_frames_are_protocol_errors(data: bytes, what: str) -> None:
+@simulated()
+async def test_malformed_frames_are_protocol_errors(network: SimulatedNetwork, data: bytes, what: str) -> None:
     async def server(stream: Stream) -> None:
         await stream.write(data)
         await asyncio.sleep(30)
 
-    async def main(network: SimulatedNetwork) -> None:
-        async with against(network, server) as channel:
-            with pytest.raises(ProtocolError, match=what):
-                await channel.receive(dict, 5)
-
-    simulate(main, 1)
+    async with against(network, server) as channel:
+        with pytest.raises(ProtocolError, match=what):
+            await channel.receive(dict, 5)
 
 
 @given(st.data(), st.sampled_from([Header, Refusal]))
@@ -98,17 +97,15 @@ def test_what_opens_and_refuses_a_stream_keeps_its_bounds(data: st.DataObject, s
 
 
 @pytest.mark.parametrize("cut_after", [0, 3, 5, 50])
-def test_an_end_of_stream_without_an_end_mark_is_a_lost_peer(cut_after: int) -> None:
+@simulated()
+async def test_an_end_of_stream_without_an_end_mark_is_a_lost_peer(network: SimulatedNetwork, cut_after: int) -> None:
     data = frame(Kind.BULK_END, bytes(100))
 
     async def server(stream: Stream) -> None:
         await stream.write(data[:cut_after])
         await stream.close()
 
-    async def main(network: SimulatedNetwork) -> None:
-        async with against(network, server) as channel:
-            with pytest.raises(PeerLostError):
-                await channel.receive_bytes(100, 5)
-            assert network.loop.time() < 5
-
-    simulate(main, 1)
+    async with against(network, server) as channel:
+        with pytest.raises(PeerLostError):
+            await channel.receive_bytes(100, 5)
+        assert network.loop.time() < 5

@@ -10,12 +10,14 @@ from p2ptrain.errors import PeerLostError, ProtocolError
 from p2ptrain.network.rpc.channel import Channel, ChannelLimits
 from p2ptrain.network.rpc.frames import MAX_MESSAGE_BYTES, Kind, frame, pack
 from p2ptrain.network.rpc.inbox import Inbox, Sink
-from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
+from p2ptrain.network.simulated import LinkModel, SimulatedNetwork
 from p2ptrain.network.transport import Stream
+from tests.support.coroutines import on_loop, simulated
 from tests.support.sim.channels import against, conversation
 
 
-def test_what_is_buffered_for_an_owner_that_does_not_read_is_bounded() -> None:
+@simulated(model=LinkModel(up_bytes_per_second=None, down_bytes_per_second=None))
+async def test_what_is_buffered_for_an_owner_that_does_not_read_is_bounded(network: SimulatedNetwork) -> None:
     held: list[int] = []
 
     async def server(channel: Channel) -> None:
@@ -23,75 +25,64 @@ def test_what_is_buffered_for_an_owner_that_does_not_read_is_bounded() -> None:
         held.append(channel._inbox.num_bytes)
         await channel.receive_bytes(32 << 20, 600)
 
-    async def main(network: SimulatedNetwork) -> None:
-        async with conversation(network, server) as (channel, caller, other):
-            sending = asyncio.create_task(channel.send_bytes(bytes(32 << 20)))
-            await asyncio.sleep(25)
-            assert caller.rpc.bytes_sent < 2 << 20
-            assert other.rpc.bytes_received < ChannelLimits().inbox_bytes + 70_000
-            await sending
-
-    simulate(main, 1, model=LinkModel(up_bytes_per_second=None, down_bytes_per_second=None))
+    async with conversation(network, server) as (channel, caller, other):
+        sending = asyncio.create_task(channel.send_bytes(bytes(32 << 20)))
+        await asyncio.sleep(25)
+        assert caller.rpc.bytes_sent < 2 << 20
+        assert other.rpc.bytes_received < ChannelLimits().inbox_bytes + 70_000
+        await sending
     assert 0 < held[0] <= ChannelLimits().inbox_bytes + 70_000
 
 
-def test_a_flood_of_tiny_messages_is_bounded() -> None:
+@simulated()
+async def test_a_flood_of_tiny_messages_is_bounded(network: SimulatedNetwork) -> None:
     tiny = frame(Kind.MESSAGE, pack({}))
 
     async def server(stream: Stream) -> None:
         while True:
             await stream.write(tiny * 1000)
 
-    async def main(network: SimulatedNetwork) -> None:
-        async with against(network, server) as channel:
-            await asyncio.sleep(10)
-            assert len(channel._inbox) < 3000
-            channel.abort()
-
-    simulate(main, 1)
+    async with against(network, server) as channel:
+        await asyncio.sleep(10)
+        assert len(channel._inbox) < 3000
+        channel.abort()
 
 
-def test_a_long_message_is_not_read_before_it_is_asked_for() -> None:
+@simulated()
+async def test_a_long_message_is_not_read_before_it_is_asked_for(network: SimulatedNetwork) -> None:
     async def server(channel: Channel) -> None:
         await channel.send({"data": bytes(5 << 20)})
 
-    async def main(network: SimulatedNetwork) -> None:
-        async with conversation(network, server) as (channel, caller, _):
-            await asyncio.sleep(5)
-            assert caller.rpc.bytes_received < 100
-            message = await channel.receive(dict, 30, max_bytes=MAX_MESSAGE_BYTES)
-            assert len(message["data"]) == 5 << 20
-
-    simulate(main, 1)
+    async with conversation(network, server) as (channel, caller, _):
+        await asyncio.sleep(5)
+        assert caller.rpc.bytes_received < 100
+        message = await channel.receive(dict, 30, max_bytes=MAX_MESSAGE_BYTES)
+        assert len(message["data"]) == 5 << 20
 
 
-def test_only_one_task_receives() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with conversation(network, lambda channel: channel.close()) as (channel, _, _):
-            first = asyncio.create_task(channel.receive(dict, 5))
-            await asyncio.sleep(0)
-            with pytest.raises(ValueError, match="only one task"):
-                await channel.receive(dict, 5)
-            with pytest.raises(PeerLostError):
-                await first
-
-    simulate(main, 1)
+@simulated()
+async def test_only_one_task_receives(network: SimulatedNetwork) -> None:
+    async with conversation(network, lambda channel: channel.close()) as (channel, _, _):
+        first = asyncio.create_task(channel.receive(dict, 5))
+        await asyncio.sleep(0)
+        with pytest.raises(ValueError, match="only one task"):
+            await channel.receive(dict, 5)
+        with pytest.raises(PeerLostError):
+            await first
 
 
-def test_a_second_receiver_does_not_disturb_the_first() -> None:
+@simulated()
+async def test_a_second_receiver_does_not_disturb_the_first(network: SimulatedNetwork) -> None:
     async def server(channel: Channel) -> None:
         await asyncio.sleep(1)
         await channel.send({"data": bytes(100_000)})
 
-    async def main(network: SimulatedNetwork) -> None:
-        async with conversation(network, server) as (channel, _, _):
-            first = asyncio.create_task(channel.receive(dict, 5, max_bytes=200_000))
-            await asyncio.sleep(0)
-            with pytest.raises(ValueError, match="only one task"):
-                await channel.receive_bytes(5, 5)
-            assert len((await first)["data"]) == 100_000
-
-    simulate(main, 1)
+    async with conversation(network, server) as (channel, _, _):
+        first = asyncio.create_task(channel.receive(dict, 5, max_bytes=200_000))
+        await asyncio.sleep(0)
+        with pytest.raises(ValueError, match="only one task"):
+            await channel.receive_bytes(5, 5)
+        assert len((await first)["data"]) == 100_000
 
 
 def test_an_inbox_has_room_up_to_its_bound_and_always_for_one_item() -> None:
@@ -117,19 +108,17 @@ def test_an_inbox_that_is_closed_holds_nobody_back_and_keeps_nothing() -> None:
     assert len(inbox) == 1
 
 
-def test_a_long_message_has_room_only_once_its_owner_waits_for_one() -> None:
-    async def main() -> None:
-        inbox = Inbox("remote", 1000)
-        assert not inbox.has_room(100, if_wanted=True)
-        waiting = asyncio.create_task(inbox.wait(message_bytes=100))
-        await asyncio.wait_for(inbox.wait_for_room(100, if_wanted=True), 5)
-        assert inbox.wanted_bytes == 100
-        inbox.put(Kind.MESSAGE, bytes(100))
-        await asyncio.wait_for(waiting, 5)
-        assert inbox.pop_message(100) == bytes(100)
-        assert inbox.wanted_bytes == 0
-
-    asyncio.run(main())
+@on_loop
+async def test_a_long_message_has_room_only_once_its_owner_waits_for_one() -> None:
+    inbox = Inbox("remote", 1000)
+    assert not inbox.has_room(100, if_wanted=True)
+    waiting = asyncio.create_task(inbox.wait(message_bytes=100))
+    await asyncio.wait_for(inbox.wait_for_room(100, if_wanted=True), 5)
+    assert inbox.wanted_bytes == 100
+    inbox.put(Kind.MESSAGE, bytes(100))
+    await asyncio.wait_for(waiting, 5)
+    assert inbox.pop_message(100) == bytes(100)
+    assert inbox.wanted_bytes == 0
 
 
 def test_a_sink_fills_in_order_and_tells_how_far() -> None:

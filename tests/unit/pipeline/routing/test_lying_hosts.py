@@ -14,8 +14,9 @@ import torch
 
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.schema import to_wire
-from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.pipeline.messages import Beat, HopFailedError, HopRequest, News
+from tests.support.coroutines import simulated
 from tests.support.sim.stage_hosts import (
     check_untouched,
     hosts,
@@ -126,30 +127,28 @@ LIES = {
 
 
 @pytest.mark.parametrize(("lie_", "is_counted"), LIES.values(), ids=LIES.keys())
-def test_a_host_that_answers_wrongly_leaves_the_routes_and_another_does_the_work(
-    lie_: Answer, is_counted: bool
+@simulated(seed=24)
+async def test_a_host_that_answers_wrongly_leaves_the_routes_and_another_does_the_work(
+    network: SimulatedNetwork, lie_: Answer, is_counted: bool
 ) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with hosts(network) as swarm:
-            trainer, (first, last) = swarm.trainers[0], swarm.hosts
-            liar = await swarm.add_trainer("liar")
+    async with hosts(network) as swarm:
+        trainer, (first, last) = swarm.trainers[0], swarm.hosts
+        liar = await swarm.add_trainer("liar")
 
-            async def tell(channel: Channel, request: HopRequest) -> None:
-                await lie_(Named(channel, liar.rpc.peer_id), request)  # type: ignore[arg-type]
+        async def tell(channel: Channel, request: HopRequest) -> None:
+            await lie_(Named(channel, liar.rpc.peer_id), request)  # type: ignore[arg-type]
 
-            lie(liar, 1, tell)
-            swarm.introduce(2, liar=1)
-            hop = replace(swarm.hop(trainer, 0), route=(liar.rpc.peer_id,))
-            reply = await swarm.send(trainer, hop, first)
-            assert [leg.host for leg in reply.legs] == [first.id, last.id]
-            assert first.router.stages[1].has_failed(liar.rpc.peer_id)
-            expected = {(liar.rpc.peer_id, "bad answer"): 1} if is_counted else {}
-            assert first.rpc.refusals == expected
-            for each in swarm.hosts:
-                assert await swarm.settle(trainer, each, 0) == [True]
-            check_untouched(swarm, 0)
-
-    simulate(main, seed=24)
+        lie(liar, 1, tell)
+        swarm.introduce(2, liar=1)
+        hop = replace(swarm.hop(trainer, 0), route=(liar.rpc.peer_id,))
+        reply = await swarm.send(trainer, hop, first)
+        assert [leg.host for leg in reply.legs] == [first.id, last.id]
+        assert first.router.stages[1].has_failed(liar.rpc.peer_id)
+        expected = {(liar.rpc.peer_id, "bad answer"): 1} if is_counted else {}
+        assert first.rpc.refusals == expected
+        for each in swarm.hosts:
+            assert await swarm.settle(trainer, each, 0) == [True]
+        check_untouched(swarm, 0)
 
 
 class Named:
@@ -170,23 +169,22 @@ class Named:
 
 
 @pytest.mark.parametrize("value", [1e30, 3e38, -1e12])
-def test_a_gradient_so_large_that_it_would_drown_all_others_is_not_added(value: float) -> None:
+@simulated(seed=25)
+async def test_a_gradient_so_large_that_it_would_drown_all_others_is_not_added(
+    network: SimulatedNetwork, value: float
+) -> None:
     """Taking it out again would leave nothing of what others added."""
+    async with hosts(network) as swarm:
+        trainer, (first, last) = swarm.trainers[0], swarm.hosts
+        await send_and_settle(swarm, trainer, 0, swarm.hosts)
+        liar = await swarm.add_trainer("liar")
 
-    async def main(network: SimulatedNetwork) -> None:
-        async with hosts(network) as swarm:
-            trainer, (first, last) = swarm.trainers[0], swarm.hosts
-            await send_and_settle(swarm, trainer, 0, swarm.hosts)
-            liar = await swarm.add_trainer("liar")
+        async def tell(channel: Channel, request: HopRequest) -> None:
+            huge = answer(torch.tensor(value))
+            await huge(Named(channel, liar.rpc.peer_id), request)  # type: ignore[arg-type]
 
-            async def tell(channel: Channel, request: HopRequest) -> None:
-                huge = answer(torch.tensor(value))
-                await huge(Named(channel, liar.rpc.peer_id), request)  # type: ignore[arg-type]
-
-            lie(liar, 1, tell)
-            with pytest.raises(HopFailedError, match=r"too large|not finite"):
-                await swarm.send(trainer, replace(swarm.hop(trainer, 1), route=(liar.rpc.peer_id,)), first)
-            check_untouched(swarm, 0)
-            assert last.sum.passes == 1
-
-    simulate(main, seed=25)
+        lie(liar, 1, tell)
+        with pytest.raises(HopFailedError, match=r"too large|not finite"):
+            await swarm.send(trainer, replace(swarm.hop(trainer, 1), route=(liar.rpc.peer_id,)), first)
+        check_untouched(swarm, 0)
+        assert last.sum.passes == 1
