@@ -669,7 +669,7 @@ MUTANTS = (
         "network/rpc/server.py",
         "        if header.swarm != self._swarm:\n",
         "        if False:\n",
-        "unit/network/rpc/test_server.py -k another_swarm",
+        "unit/network/rpc/test_server.py -k strangers",
     ),
     Mutant(
         "what waits in an inbox is bounded",
@@ -697,7 +697,7 @@ MUTANTS = (
         "network/libp2p/direct_records.py",
         'return self._num_records.to_bytes(NONCE_BYTES, "big")',
         "return bytes(NONCE_BYTES)",
-        "unit/network/libp2p/test_direct_records.py -k comes_again",
+        "unit/network/libp2p/test_direct_records.py -k 'comes and again'",
     ),
     Mutant(
         "each direction of a direct connection has a key of its own",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import pytest
 
@@ -13,7 +14,8 @@ from p2ptrain.network.chunks.messages import MAX_ASKED, Ask, Open, service
 from p2ptrain.network.chunks.server import ChunkServer, Ration
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.schema import Nothing
-from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
+from p2ptrain.network.simulated import LinkModel, SimulatedNetwork
+from tests.support.coroutines import simulated
 from tests.support.sim.peers import Member, members
 
 NUM_CHUNKS = 40
@@ -89,41 +91,42 @@ class World:
     async def fetch(self, options: FetchOptions | None = None) -> FetchReport:
         return await fetch(self.receiver.rpc, "thing", b"", self.target, lambda: self.ids, options)
 
+    def open(self) -> AbstractAsyncContextManager[Channel]:
+        """Open a channel from the receiver to the first source."""
+        return self.receiver.rpc.open(self.ids[0], service("thing"), Open(), 5.0)
+
     def senders(self) -> dict[int, str]:
         return {index: source for source, index in self.target.arrived}
 
 
-def with_sources(count: int, check: Callable[[World], Awaitable[None]], ration: Ration | None = None) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, count + 1) as (receiver, *sources):
-            await check(World(network, receiver, sources, ration or Ration()))
-
-    simulate(main, seed=1, model=LINKS)
+@asynccontextmanager
+async def with_sources(network: SimulatedNetwork, count: int, ration: Ration | None = None) -> AsyncIterator[World]:
+    async with members(network, count + 1) as (receiver, *sources):
+        yield World(network, receiver, sources, ration or Ration())
 
 
-def test_sources_share_the_work_and_each_chunk_comes_about_once() -> None:
-    async def check(world: World) -> None:
+@simulated(model=LINKS)
+async def test_sources_share_the_work_and_each_chunk_comes_about_once(network: SimulatedNetwork) -> None:
+    async with with_sources(network, 3) as world:
         started = asyncio.get_running_loop().time()
         report = await world.fetch()
         assert set(report.bytes_from) == set(world.ids)
         assert len(world.target.arrived) <= NUM_CHUNKS + 4
         assert asyncio.get_running_loop().time() - started < 0.6 * NUM_CHUNKS * CHUNK_BYTES / 1e5
 
-    with_sources(3, check)
 
-
-def test_a_liar_is_named_and_counted_and_the_rest_is_right() -> None:
-    async def check(world: World) -> None:
+@simulated(model=LINKS)
+async def test_a_liar_is_named_and_counted_and_the_rest_is_right(network: SimulatedNetwork) -> None:
+    async with with_sources(network, 3) as world:
         world.held[1].chunks = [bytes(CHUNK_BYTES)] * NUM_CHUNKS
         report = await world.fetch()
         assert report.liars == [world.ids[1]]
         assert world.receiver.rpc.refusals == {(world.ids[1], "bad thing"): 1}
 
-    with_sources(3, check)
 
-
-def test_a_later_fetch_goes_on_from_what_there_is() -> None:
-    async def check(world: World) -> None:
+@simulated(model=LINKS)
+async def test_a_later_fetch_goes_on_from_what_there_is(network: SimulatedNetwork) -> None:
+    async with with_sources(network, 2) as world:
         first, others = world.ids[0], world.ids[1:]
         world.ids[1:] = []
         task = world.receiver.peer.spawn(world.fetch())
@@ -137,11 +140,12 @@ def test_a_later_fetch_goes_on_from_what_there_is() -> None:
         await world.fetch()
         assert list(world.senders().values()).count(first) == there
 
-    with_sources(2, check)
 
-
-def test_a_plan_is_kept_to_and_what_a_source_fails_to_send_comes_from_the_first() -> None:
-    async def check(world: World) -> None:
+@simulated(model=LINKS)
+async def test_a_plan_is_kept_to_and_the_first_source_sends_what_another_fails_to(
+    network: SimulatedNetwork,
+) -> None:
+    async with with_sources(network, 3) as world:
         plan = {source: range(number, NUM_CHUNKS, 3) for number, source in enumerate(world.ids)}
         options = FetchOptions(attempts=1, plan=plan)
 
@@ -155,54 +159,44 @@ def test_a_plan_is_kept_to_and_what_a_source_fails_to_send_comes_from_the_first(
         expected = {index: world.ids[1 if index % 3 == 1 else 0] for index in range(NUM_CHUNKS)}
         assert world.senders() == expected
 
-    with_sources(3, check)
 
-
-def test_one_source_that_is_asked_for_all_at_first_sends_as_fast_as_its_link() -> None:
-    async def check(world: World) -> None:
+@simulated(model=LINKS)
+async def test_one_source_that_is_asked_for_all_at_first_sends_as_fast_as_its_link(network: SimulatedNetwork) -> None:
+    async with with_sources(network, 1) as world:
         loop = asyncio.get_running_loop()
         started = loop.time()
         await world.fetch(FetchOptions(first_span=MAX_ASKED))
         assert loop.time() - started < 0.2 + NUM_CHUNKS * CHUNK_BYTES / 1e5
 
-    with_sources(1, check)
-
 
 @pytest.mark.parametrize("indices", [[NUM_CHUNKS], [0, 1 << 31]])
-def test_chunks_that_there_are_not_are_refused(indices: list[int]) -> None:
-    async def check(world: World) -> None:
-        async with world.receiver.rpc.open(world.ids[0], service("thing"), Open(), 5.0) as channel:
-            await channel.send(Ask(indices))
-            with pytest.raises(PeerRefusedError, match="chunks that there are not"):
-                await channel.receive(Nothing, 5.0)
-
-    with_sources(1, check)
+@simulated(model=LINKS)
+async def test_chunks_that_there_are_not_are_refused(network: SimulatedNetwork, indices: list[int]) -> None:
+    async with with_sources(network, 1) as world, world.open() as channel:
+        await channel.send(Ask(indices))
+        with pytest.raises(PeerRefusedError, match="chunks that there are not"):
+            await channel.receive(Nothing, 5.0)
 
 
-def test_nobody_fetches_for_ever() -> None:
-    async def check(world: World) -> None:
-        async with world.receiver.rpc.open(world.ids[0], service("thing"), Open(), 5.0) as channel:
-            for _ in range(4 * NUM_CHUNKS + MAX_ASKED):
-                await channel.send(Ask([3]))
-                await channel.receive_bytes(CHUNK_BYTES, 30.0)
-            await channel.send(Ask([0]))
-            with pytest.raises(PeerRefusedError, match="too often"):
-                await channel.receive(Nothing, 5.0)
-
-    with_sources(1, check)
+@simulated(model=LINKS)
+async def test_nobody_fetches_for_ever(network: SimulatedNetwork) -> None:
+    async with with_sources(network, 1) as world, world.open() as channel:
+        for _ in range(4 * NUM_CHUNKS + MAX_ASKED):
+            await channel.send(Ask([3]))
+            await channel.receive_bytes(CHUNK_BYTES, 30.0)
+        await channel.send(Ask([0]))
+        with pytest.raises(PeerRefusedError, match="too often"):
+            await channel.receive(Nothing, 5.0)
 
 
-def test_a_peer_gets_its_ration_and_others_theirs() -> None:
-    async def check(world: World) -> None:
-        name, source = service("thing"), world.ids[0]
-        async with world.receiver.rpc.open(source, name, Open(), 5.0) as first:
-            await first.send(Ask([0]))
-            await first.receive_bytes(CHUNK_BYTES, 5.0)
-            async with world.receiver.rpc.open(source, name, Open(), 5.0) as second:
-                with pytest.raises(PeerRefusedError, match="busy"):
-                    await second.receive(Nothing, 5.0)
-            async with world.sources[1].rpc.open(source, name, Open(), 5.0) as other:
-                await other.send(Ask([0]))
-                await other.receive_bytes(CHUNK_BYTES, 5.0)
-
-    with_sources(2, check, Ration(transfers=2, transfers_per_peer=1))
+@simulated(model=LINKS)
+async def test_a_peer_gets_its_ration_and_others_theirs(network: SimulatedNetwork) -> None:
+    async with with_sources(network, 2, Ration(transfers=2, transfers_per_peer=1)) as world, world.open() as first:
+        await first.send(Ask([0]))
+        await first.receive_bytes(CHUNK_BYTES, 5.0)
+        async with world.open() as second:
+            with pytest.raises(PeerRefusedError, match="busy"):
+                await second.receive(Nothing, 5.0)
+        async with world.sources[1].rpc.open(world.ids[0], service("thing"), Open(), 5.0) as other:
+            await other.send(Ask([0]))
+            await other.receive_bytes(CHUNK_BYTES, 5.0)

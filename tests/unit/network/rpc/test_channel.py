@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ import pytest
 from p2ptrain.errors import DeadlineError, PeerLostError, PeerRefusedError, ResourceError
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.rpc.frames import FRAME, MAX_REASON_BYTES, error_frame
-from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.network.transport import Stream
 from tests.support.coroutines import simulated
 from tests.support.sim.channels import conversation, talkers
@@ -23,63 +21,21 @@ NEVER_THERE_BYTES = 64 << 20
 
 
 @simulated()
-async def test_messages_and_bulk_buffers_arrive_whole_and_in_order(network: SimulatedNetwork) -> None:
-    sizes = (0, 1, 65536, 65537, 262144, 262145, 1_000_003)
-    data = random.Random(5).randbytes(max(sizes))
-
-    async def server(channel: Channel) -> None:
-        for size in sizes:
-            assert await channel.receive(dict, 5) == {"size": size}
-            got = await channel.receive_bytes(size, 30)
-            await channel.send_bytes(got)
-        await channel.send({"done": True})
-
-    async with conversation(network, server) as (channel, _, _):
-        for size in sizes:
-            await channel.send({"size": size})
-            await channel.send_bytes(memoryview(data)[:size])
-        for size in sizes:
-            into = bytearray(size)
-            assert await channel.receive_bytes(size, 30, memoryview(into)) is not None
-            assert into == data[:size]
-        assert await channel.receive(dict, 5) == {"done": True}
-
-
-@simulated()
-async def test_a_server_tells_and_counts_what_a_peer_did_wrong(network: SimulatedNetwork) -> None:
-    async def server(channel: Channel) -> None:
-        await channel.receive(dict, 5, max_bytes=100)
-
-    async with conversation(network, server) as (channel, caller, other):
-        await channel.send({"data": bytes(1000)})
-        with pytest.raises(PeerRefusedError, match="100 are allowed"):
-            await channel.receive(dict, 5)
-        assert other.rpc.refusals == {(caller.rpc.peer_id, "ProtocolError"): 1}
-
-
-@simulated()
-async def test_a_channel_that_ends_early_is_a_lost_peer_but_what_it_sent_is_read_first(
-    network: SimulatedNetwork,
-) -> None:
+async def test_a_channel_that_ends_early_is_a_lost_peer_once_all_is_read(network: SimulatedNetwork) -> None:
     async def server(channel: Channel) -> None:
         await channel.send({"number": 1})
         await channel.send({"number": 2})
+        await channel.send_bytes(b"x" * 700_000)
 
     async with conversation(network, server) as (channel, _, _):
         await asyncio.sleep(2)
         assert await channel.receive(dict, 5) == {"number": 1}
         assert await channel.receive(dict, 5) == {"number": 2}
+        into = bytearray(700_000)
+        await channel.receive_bytes(len(into), 5, memoryview(into))
+        assert into == b"x" * 700_000
         with pytest.raises(PeerLostError, match="ended the channel early"):
             await channel.receive(dict, 5)
-
-
-@simulated()
-async def test_bulk_data_right_before_the_end_is_not_lost(network: SimulatedNetwork) -> None:
-    async def server(channel: Channel) -> None:
-        await channel.send_bytes(b"x" * 700_000)
-
-    async with conversation(network, server) as (channel, _, _):
-        assert bytes(await channel.receive_bytes(700_000, 30)) == b"x" * 700_000
 
 
 @simulated()
@@ -131,7 +87,7 @@ async def test_a_peer_that_lives_but_never_reads_meets_the_send_deadline(network
 
     async with conversation(network, server) as (channel, _, _):
         with pytest.raises(DeadlineError, match="took nothing"):
-            await channel.send_bytes(bytes(64 << 20))
+            await channel.send_bytes(bytes(NEVER_THERE_BYTES))
         assert network.loop.time() < 70
 
 
@@ -185,56 +141,51 @@ async def test_a_cancelled_receive_kills_the_channel(network: SimulatedNetwork) 
             await channel.send({})
 
 
-def test_an_error_frame_reaches_receiver_and_sender_with_its_reason() -> None:
+@pytest.mark.parametrize("sends", [False, True])
+@simulated()
+async def test_an_error_frame_reaches_receiver_and_sender_with_its_reason(
+    network: SimulatedNetwork, sends: bool
+) -> None:
     async def server(channel: Channel) -> None:
         await asyncio.sleep(1)
         raise ResourceError("no memory for this")
 
-    async def receives(network: SimulatedNetwork) -> None:
+    with pytest.raises(PeerRefusedError, match="no memory for this"):
         async with conversation(network, server) as (channel, _, _):
-            with pytest.raises(PeerRefusedError, match="no memory for this"):
-                await channel.receive(dict, 5)
-
-    async def sends(network: SimulatedNetwork) -> None:
-        with pytest.raises(PeerRefusedError, match="no memory for this"):
-            async with conversation(network, server) as (channel, _, _):
-                await channel.send_bytes(bytes(64 << 20))
-
-    simulate(receives, 1)
-    simulate(sends, 1)
+            await (channel.send_bytes(bytes(NEVER_THERE_BYTES)) if sends else channel.receive(dict, 5))
 
 
-def test_an_interruption_says_why_whatever_its_channel_does_meanwhile() -> None:
-    def interrupted(work: Callable[[Channel], Awaitable[object]]) -> Callable[[Channel], Awaitable[None]]:
-        async def server(channel: Channel) -> None:
-            working = asyncio.ensure_future(work(channel))
-            await asyncio.sleep(1)
-            assert not working.done()
-            await channel.interrupt({"why": "enough"}, "enough of this")
-            with pytest.raises(PeerLostError):
-                await working
-
-        return server
-
-    async def waits(network: SimulatedNetwork) -> None:
-        async with conversation(network, interrupted(lambda channel: channel.receive(dict, 600))) as (channel, _, _):
-            assert await channel.receive(dict, 5) == {"why": "enough"}
-
-    async def sends(network: SimulatedNetwork) -> None:
-        receiving = interrupted(lambda channel: channel.receive_bytes(NEVER_THERE_BYTES, 600))
-        async with conversation(network, receiving) as (channel, _, _):
-            with pytest.raises(PeerLostError):
+@pytest.mark.parametrize("meanwhile", ["waits", "receives", "sends"])
+@simulated()
+async def test_an_interruption_says_why_whatever_its_channel_does_meanwhile(
+    network: SimulatedNetwork, meanwhile: str
+) -> None:
+    async def work(channel: Channel) -> None:
+        match meanwhile:
+            case "waits":
+                await channel.receive(dict, 600)
+            case "receives":
+                await channel.receive_bytes(NEVER_THERE_BYTES, 600)
+            case "sends":
                 await channel.send_bytes(bytes(NEVER_THERE_BYTES))
-            assert await channel.receive(dict, 0.0) == {"why": "enough"}
 
-    async def receives(network: SimulatedNetwork) -> None:
-        sending = interrupted(lambda channel: channel.send_bytes(bytes(NEVER_THERE_BYTES)))
-        async with conversation(network, sending) as (channel, _, _):
+    async def server(channel: Channel) -> None:
+        working = asyncio.ensure_future(work(channel))
+        await asyncio.sleep(1)
+        assert not working.done()
+        await channel.interrupt({"why": "enough"}, "enough of this")
+        with pytest.raises(PeerLostError):
+            await working
+
+    async with conversation(network, server) as (channel, _, _):
+        if meanwhile == "sends":  # A buffer that was sent in half leaves no room for a message.
             with pytest.raises(PeerRefusedError, match="enough of this"):
                 await channel.receive_bytes(NEVER_THERE_BYTES, 600)
-
-    for scenario in (waits, sends, receives):
-        simulate(scenario, 1)
+            return
+        if meanwhile == "receives":
+            with pytest.raises(PeerLostError):
+                await channel.send_bytes(bytes(NEVER_THERE_BYTES))
+        assert await channel.receive(dict, 5) == {"why": "enough"}
 
 
 @simulated()

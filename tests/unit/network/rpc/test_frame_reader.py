@@ -13,7 +13,7 @@ from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.rpc.frames import FRAME, MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, Kind, Refusal, frame, pack
 from p2ptrain.network.rpc.server import Header
 from p2ptrain.network.schema import Message
-from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.network.transport import Stream
 from tests.support.coroutines import simulated
 from tests.support.fuzz import check
@@ -37,29 +37,20 @@ async def test_a_buffer_of_another_length_is_a_protocol_error(
             await channel.send({})
 
 
-def test_a_message_where_bulk_is_due_and_the_reverse_are_protocol_errors() -> None:
+@pytest.mark.parametrize("wait_seconds", [0, 1])
+@pytest.mark.parametrize("due", ["bulk data", "a message"])
+@simulated()
+async def test_a_message_where_bulk_is_due_and_the_reverse_are_protocol_errors(
+    network: SimulatedNetwork, due: str, wait_seconds: float
+) -> None:
     async def server(channel: Channel) -> None:
-        await channel.send({"bulk": False})
+        await (channel.send({"bulk": False}) if due == "bulk data" else channel.send_bytes(b"bulk"))
         await asyncio.sleep(30)
 
-    async def bulk(channel: Channel) -> None:
-        await channel.send_bytes(b"bulk")
-        await asyncio.sleep(30)
-
-    async def expects_bulk(network: SimulatedNetwork, wait: float) -> None:
-        async with conversation(network, server) as (channel, _, _):
-            await asyncio.sleep(wait)
-            with pytest.raises(ProtocolError, match="bulk data was due"):
-                await channel.receive_bytes(4, 5)
-
-    async def expects_message(network: SimulatedNetwork) -> None:
-        async with conversation(network, bulk) as (channel, _, _):
-            with pytest.raises(ProtocolError, match="a message was due"):
-                await channel.receive(dict, 5)
-
-    simulate(lambda network: expects_bulk(network, 0), 1)
-    simulate(lambda network: expects_bulk(network, 1), 1)
-    simulate(expects_message, 1)
+    async with conversation(network, server) as (channel, _, _):
+        await asyncio.sleep(wait_seconds)
+        with pytest.raises(ProtocolError, match=f"{due} was due"):
+            await (channel.receive_bytes(4, 5) if due == "bulk data" else channel.receive(dict, 5))
 
 
 @pytest.mark.parametrize(

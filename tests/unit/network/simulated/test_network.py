@@ -185,20 +185,6 @@ async def test_a_stalled_peer_accepts_dials_and_answers_when_it_goes_on(network:
 
 
 @simulated()
-async def test_a_stalled_peers_own_timers_wait(network: SimulatedNetwork) -> None:
-    peer = network.add_peer("sleeper")
-
-    async def nap() -> float:
-        await asyncio.sleep(1)
-        return network.loop.time()
-
-    task = peer.spawn(nap())
-    await asyncio.sleep(0.5)
-    network.stall(peer, 60)
-    assert await task == pytest.approx(60.5)
-
-
-@simulated()
 async def test_a_partition_holds_data_and_healing_delivers_it(network: SimulatedNetwork) -> None:
     first, second = await pair(network)
     stream = await first.transport.open(second.peer_id, ECHO, 5)
@@ -266,14 +252,6 @@ def test_what_is_left_behind_is_reported(what: str) -> None:
 
     with pytest.raises(SimulationError, match={"exception": "lost"}.get(what, "left something behind")):
         simulate(main, 1)
-
-
-@simulated()
-async def test_wall_clocks_are_skewed_as_asked(network: SimulatedNetwork) -> None:
-    exact, ahead = network.add_peer("exact"), network.add_peer("ahead", skew_seconds=3600)
-    await asyncio.sleep(10)
-    assert exact.runtime.now() == pytest.approx(1.7e9 + 10)
-    assert ahead.runtime.now() - exact.runtime.now() == pytest.approx(3600)
 
 
 def random_schedule(seed: int) -> str:
