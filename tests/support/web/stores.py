@@ -1,31 +1,38 @@
-"""A store for one scenario, and peers to keep in it."""
+"""Histories and watches for one scenario, and peers to keep in them."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from p2ptrain.monitor.store import Store
-from p2ptrain.status.views import PeerView
-from tests.support.web.watched import START, trainer, views_of
+from p2ptrain.monitor.watch import Watch
+from p2ptrain.network.records.record import PeerRecord
+from p2ptrain.status.tracker import SwarmTracker
+from p2ptrain.status.views import PeerView, SwarmView
+from tests.support.web.watched import START, SWARM, FakeSource, trainer, views_of
 
-T = TypeVar("T")
-SWARM = "ab" * 32
+
+@asynccontextmanager
+async def open_store(path: Path | None = None, swarm: str = SWARM.digest) -> AsyncIterator[Store]:
+    """Open a store at ``path``, or in memory."""
+    store = await Store.open(path, swarm, START)
+    try:
+        yield store
+    finally:
+        await store.close()
 
 
-def with_store(path: Path | None, use: Callable[[Store], Awaitable[T]], swarm: str = SWARM) -> T:
-    """What ``use`` returns, given a store at ``path``, or in memory."""
-
-    async def main() -> T:
-        store = await Store.open(path, swarm, START)
-        try:
-            return await use(store)
-        finally:
-            await store.close()
-
-    return asyncio.run(main())
+@asynccontextmanager
+async def watched(
+    *records: PeerRecord, swarm: SwarmView = SWARM, notify: Any = None, **options: Any
+) -> AsyncIterator[tuple[Watch, FakeSource, Store]]:
+    """Watch these peers, of which nothing was looked at yet; ``options`` are those of `SwarmTracker`."""
+    source = FakeSource(*records)
+    async with open_store(swarm=swarm.digest) as store:
+        yield Watch(source, SwarmTracker(swarm, START, **options), store, notify), source, store
 
 
 def peer(id: str = "a", **changes: object) -> PeerView:

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2ptrain.monitor.store import MAX_CONTRIBUTED, Contribution, Store
-from tests.support.web.stores import peer, with_store
+from p2ptrain.monitor.store import MAX_CONTRIBUTED, Contribution
+from tests.support.coroutines import on_loop
+from tests.support.web.stores import open_store, peer
 from tests.support.web.watched import START
 
 
-def contributions(*told: tuple[float, int, int]) -> Contribution:
+async def contributions(*told: tuple[float, int, int]) -> Contribution:
     """What is kept after a peer told these (start, tokens, rounds), one after the other."""
-
-    async def use(store: Store) -> Contribution:
+    async with open_store() as store:
         kept = [Contribution("a", "", 0, 0, 0.0, START, START)]
         for started_at, tokens, rounds in told:
             now = peer(started_at=started_at, trained_tokens=tokens, trained_rounds=rounds)
@@ -22,8 +22,6 @@ def contributions(*told: tuple[float, int, int]) -> Contribution:
             kept += await store.leaders(1)
             assert kept[-1].tokens >= kept[-2].tokens, "what was given is not taken back"
         return kept[-1]
-
-    return with_store(None, use)
 
 
 @pytest.mark.parametrize(
@@ -37,8 +35,9 @@ def contributions(*told: tuple[float, int, int]) -> Contribution:
     ],
     ids=["grows", "restarts", "restarts and is ahead", "goes up and down", "claims more than there can be"],
 )
-def test_contributions_add_up_over_restarts(told: list[tuple[float, int, int]], tokens: int) -> None:
-    kept = contributions(*told)
+@on_loop
+async def test_contributions_add_up_over_restarts(told: list[tuple[float, int, int]], tokens: int) -> None:
+    kept = await contributions(*told)
     assert kept.tokens == tokens
     assert type(kept.tokens) is int
     assert kept.seconds == 10.0 * len(told)
@@ -46,12 +45,14 @@ def test_contributions_add_up_over_restarts(told: list[tuple[float, int, int]], 
 
 @settings(max_examples=20)
 @given(st.lists(st.tuples(st.sampled_from([1.0, 2.0]), st.integers(0, 2**63 - 1), st.integers(0, 9)), min_size=1))
-def test_contributions_never_fall(told: list[tuple[float, int, int]]) -> None:
-    assert contributions(*told).tokens <= MAX_CONTRIBUTED
+@on_loop
+async def test_contributions_never_fall(told: list[tuple[float, int, int]]) -> None:
+    assert (await contributions(*told)).tokens <= MAX_CONTRIBUTED
 
 
-def test_only_who_trains_contributes_and_only_training_counts_as_time() -> None:
-    async def use(store: Store) -> None:
+@on_loop
+async def test_only_who_trains_contributes_and_only_training_counts_as_time() -> None:
+    async with open_store() as store:
         peers = [peer("a"), peer("b", state="paused"), peer("c", role="bootstrap")]
         await store.contribute(peers, START, 10.0)
         await store.contribute(peers, START + 10.0, 10.0)
@@ -61,13 +62,10 @@ def test_only_who_trains_contributes_and_only_training_counts_as_time() -> None:
         assert (a.seconds, a.first_seen, a.last_seen, b.seconds) == (20.0, START, START + 10.0, 0.0)
         assert await store.contribution("c") is None
 
-    with_store(None, use)
 
-
-def test_who_gave_most_comes_first() -> None:
-    async def use(store: Store) -> None:
+@on_loop
+async def test_who_gave_most_comes_first() -> None:
+    async with open_store() as store:
         given_by = [("a", 1), ("c", 9), ("b", 9)]
         await store.contribute([peer(name, trained_tokens=tokens) for name, tokens in given_by], START, 0.0)
         assert [each.peer for each in await store.leaders(2)] == ["b", "c"]
-
-    with_store(None, use)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -18,26 +16,13 @@ from p2ptrain.monitor.store import Store
 from p2ptrain.monitor.watch import LOOK_SECONDS, POINT_SECONDS, Watch, watching
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.status.alerts import FORK_SECONDS
-from p2ptrain.status.tracker import GATHER_SECONDS, MIN_TREND_POINTS, TREND_SECONDS, SwarmTracker
+from p2ptrain.status.tracker import GATHER_SECONDS, MIN_TREND_POINTS, TREND_SECONDS
 from p2ptrain.status.views import Event, Snapshot
 from tests.support.coroutines import on_loop
-from tests.support.web.watched import LINEAGE, START, SWARM, FakeSource, chain, feeder, host, report, trainer
+from tests.support.web.stores import watched
+from tests.support.web.watched import LINEAGE, START, FakeSource, chain, feeder, host, report, trainer
 
 ADA, BOB, CAT = (trainer(peer) for peer in "abc")
-Scenario = Callable[[Watch, FakeSource, Store], Awaitable[None]]
-
-
-def watched(scenario: Scenario, *records: PeerRecord, notify: Any = None, **options: Any) -> None:
-    """Run a scenario with a watch over these peers; nothing was looked at yet."""
-
-    async def main() -> None:
-        source, store = FakeSource(*records), await Store.open(None, SWARM.digest, START)
-        try:
-            await scenario(Watch(source, SwarmTracker(SWARM, START, **options), store, notify), source, store)
-        finally:
-            await store.close()
-
-    asyncio.run(main())
 
 
 async def look(watch: Watch, source: FakeSource, seconds: float = LOOK_SECONDS) -> Snapshot:
@@ -53,8 +38,9 @@ async def kinds(store: Store) -> list[tuple[str, str]]:
     return [(event.kind, event.peer) for event in reversed(await store.events(0.0, 100))]
 
 
-def test_who_joins_and_who_leaves_is_told_but_not_who_was_there_from_the_start() -> None:
-    async def scenario(watch: Watch, source: FakeSource, store: Store) -> None:
+@on_loop
+async def test_who_joins_and_who_leaves_is_told_but_not_who_was_there_from_the_start() -> None:
+    async with watched(ADA, BOB) as (watch, source, store):
         await look(watch, source)
         assert await kinds(store) == []
         source.records = [ADA, replace(CAT, name="")]
@@ -62,24 +48,22 @@ def test_who_joins_and_who_leaves_is_told_but_not_who_was_there_from_the_start()
         assert await kinds(store) == [("joined", "c"), ("left", "b")]
         assert [event.text for event in await store.events(0.0, 9)] == ["b's laptop left", "c joined"]
 
-    watched(scenario, ADA, BOB)
 
-
-def test_the_first_peer_of_an_empty_swarm_joins() -> None:
-    async def scenario(watch: Watch, source: FakeSource, store: Store) -> None:
+@on_loop
+async def test_the_first_peer_of_an_empty_swarm_joins() -> None:
+    async with watched() as (watch, source, store):
         await look(watch, source)
         source.records = [ADA]
         await look(watch, source)
         assert await kinds(store) == [("joined", "a")]
 
-    watched(scenario)
 
-
-def test_a_host_that_failed_is_one_event_for_all_who_tell_of_it() -> None:
+@on_loop
+async def test_a_host_that_failed_is_one_event_for_all_who_tell_of_it() -> None:
     async def failovers(store: Store) -> list[Event]:
         return [event for event in await store.events(0.0, 99) if event.kind == "failover"]
 
-    async def scenario(watch: Watch, source: FakeSource, store: Store) -> None:
+    async with watched(feeder("a", failovers=7), feeder("b"), host("c", 0)) as (watch, source, store):
         await look(watch, source)
         source.records = [feeder("a", failovers=8), feeder("b"), host("c", 0), feeder("late", failovers=5)]
         await look(watch, source)
@@ -97,11 +81,10 @@ def test_a_host_that_failed_is_one_event_for_all_who_tell_of_it() -> None:
         texts = [event.text for event in await failovers(store)]
         assert texts == ["a host of a stage failed: a's laptop went on with others", event.text]
 
-    watched(scenario, feeder("a", failovers=7), feeder("b"), host("c", 0))
 
-
-def test_a_directory_that_does_not_answer_keeps_what_was_known_and_raises_an_alert() -> None:
-    async def scenario(watch: Watch, source: FakeSource, store: Store) -> None:
+@on_loop
+async def test_a_directory_that_does_not_answer_keeps_what_was_known_and_raises_an_alert() -> None:
+    async with watched(ADA, BOB) as (watch, source, store):
         before = await look(watch, source)
         source.records = None
         during = await look(watch, source)
@@ -111,18 +94,15 @@ def test_a_directory_that_does_not_answer_keeps_what_was_known_and_raises_an_ale
         assert (await look(watch, source)).alerts == ()
         assert await kinds(store) == [], "nobody left, and it was too short to tell of"
 
-    watched(scenario, ADA, BOB)
 
-
-def test_a_directory_that_does_not_answer_at_first_makes_nobody_join() -> None:
-    async def scenario(watch: Watch, source: FakeSource, store: Store) -> None:
+@on_loop
+async def test_a_directory_that_does_not_answer_at_first_makes_nobody_join() -> None:
+    async with watched() as (watch, source, store):
         source.records = None
         assert (await look(watch, source)).headline.health == "empty"
         source.records = [ADA, BOB]
         await look(watch, source)
         assert await kinds(store) == []
-
-    watched(scenario)
 
 
 def after(round_: int, lineage: bytes, peers: str = "abc") -> list[PeerRecord]:
@@ -132,8 +112,9 @@ def after(round_: int, lineage: bytes, peers: str = "abc") -> list[PeerRecord]:
     ]
 
 
-def test_certificates_are_fetched_once_for_what_is_new_and_from_who_has_it() -> None:
-    async def scenario(watch: Watch, source: FakeSource, store: Store) -> None:
+@on_loop
+async def test_certificates_are_fetched_once_for_what_is_new_and_from_who_has_it() -> None:
+    async with watched(ADA, BOB, CAT) as (watch, source, _):
         results = chain(8, 2)
         goal = results[-1].body.next_lineage
         await look(watch, source)
@@ -150,11 +131,10 @@ def test_certificates_are_fetched_once_for_what_is_new_and_from_who_has_it() -> 
         assert snapshot.rounds[0].verified
         assert [group.members[0] for group in snapshot.groups] == [("a", "counted")]
 
-    watched(scenario, ADA, BOB, CAT)
 
-
-def test_certificates_are_asked_for_again_after_a_defect_that_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario(watch: Watch, source: FakeSource, store: Store) -> None:
+@on_loop
+async def test_certificates_are_asked_for_again_after_a_defect_that_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async with watched(ADA, BOB, CAT) as (watch, source, _):
         results, ask = chain(8, 2), source.certificates_after
         await look(watch, source)
         source.history = dict.fromkeys("ab", results)
@@ -170,14 +150,13 @@ def test_certificates_are_asked_for_again_after_a_defect_that_is_logged(caplog: 
         for _ in range(3):
             snapshot = await look(watch, source)
         assert snapshot.rounds[0].verified
-
-    watched(scenario, ADA, BOB, CAT)
     assert "certificates failed" in caplog.text
     assert "ZeroDivisionError: a defect" in caplog.text
 
 
-def test_a_result_of_a_group_of_its_own_proves_nothing() -> None:
-    async def scenario(watch: Watch, source: FakeSource, store: Store) -> None:
+@on_loop
+async def test_a_result_of_a_group_of_its_own_proves_nothing() -> None:
+    async with watched(ADA, BOB, CAT) as (watch, source, _):
         real = chain(8, 1)
         forged = chain(2**50, 1, members=("a",))
         beyond = chain(2**50, 1, real[0].body.next_lineage, members=("a",))
@@ -190,11 +169,10 @@ def test_a_result_of_a_group_of_its_own_proves_nothing() -> None:
             assert [view.round for view in snapshot.rounds] == [8]
         assert snapshot.rounds[0].verified, "what leads to where most are is real"
 
-    watched(scenario, ADA, BOB, CAT)
 
-
-def test_a_history_that_nobody_tells_is_given_up_and_the_next_one_is_asked_for() -> None:
-    async def scenario(watch: Watch, source: FakeSource, store: Store) -> None:
+@on_loop
+async def test_a_history_that_nobody_tells_is_given_up_and_the_next_one_is_asked_for() -> None:
+    async with watched(ADA, BOB, CAT) as (watch, source, _):
         await look(watch, source)
         lost = b"n" * 32
         source.records = after(50, lost)
@@ -209,27 +187,23 @@ def test_a_history_that_nobody_tells_is_given_up_and_the_next_one_is_asked_for()
         assert source.asked[-1][1] == lost
         assert (await look(watch, source)).rounds[0].verified
 
-    watched(scenario, ADA, BOB, CAT)
-
 
 @on_loop
 async def test_a_peer_that_fails_to_tell_its_history_ends_nothing() -> None:
-    class Failing(FakeSource):
-        async def certificates_after(self, peer: str, lineage: bytes) -> Sequence[Any]:
-            raise PeerUnreachableError(peer, "it is gone")
+    async def fail(peer: str, lineage: bytes) -> Sequence[Certificate]:
+        raise PeerUnreachableError(peer, "it is gone")
 
-    store = await Store.open(None, SWARM.digest, START)
-    source = Failing(ADA, BOB)
-    watch = Watch(source, SwarmTracker(SWARM, START), store)
-    await look(watch, source)
-    source.records = after(9, b"n" * 32, "ab")
-    await look(watch, source)
-    assert not (await look(watch, source)).rounds[0].verified
-    await store.close()
+    async with watched(ADA, BOB) as (watch, source, _):
+        source.certificates_after = fail  # type: ignore[method-assign]
+        await look(watch, source)
+        source.records = after(9, b"n" * 32, "ab")
+        await look(watch, source)
+        assert not (await look(watch, source)).rounds[0].verified
 
 
-def test_traffic_is_what_counters_grew_by_and_nothing_after_a_restart() -> None:
-    async def scenario(watch: Watch, source: FakeSource, store: Store) -> None:
+@on_loop
+async def test_traffic_is_what_counters_grew_by_and_nothing_after_a_restart() -> None:
+    async with watched() as (watch, source, _):
         rates = []
         told = [(0, 0, 1.0), (500, 100, 1.0), (900, 100, 2.0), (100, 50, 2.0), (300, 50, 2.0)]
         for sent, received, started_at in told:
@@ -238,22 +212,20 @@ def test_traffic_is_what_counters_grew_by_and_nothing_after_a_restart() -> None:
             rates.append((peer.rates.sent_per_second, peer.rates.received_per_second))
         assert rates == [(0, 0), (250, 50), (0, 0), (0, 0), (100, 0)]
 
-    watched(scenario)
 
-
-def test_a_record_that_is_read_twice_keeps_its_rates() -> None:
-    async def scenario(watch: Watch, source: FakeSource, store: Store) -> None:
+@on_loop
+async def test_a_record_that_is_read_twice_keeps_its_rates() -> None:
+    async with watched(ADA) as (watch, source, _):
         await look(watch, source)
         source.records = [replace(ADA, bytes_sent=ADA.bytes_sent + 400)]
         await look(watch, source)
         source.published_at["a"] = source.time
         assert (await look(watch, source)).peers[0].rates.sent_per_second == 200.0
 
-    watched(scenario, ADA)
 
-
-def test_a_loss_that_rises_for_long_is_told() -> None:
-    async def scenario(watch: Watch, source: FakeSource, store: Store) -> None:
+@on_loop
+async def test_a_loss_that_rises_for_long_is_told() -> None:
+    async with watched(ADA, BOB, stall_seconds=1e9) as (watch, source, _):
         step = TREND_SECONDS / MIN_TREND_POINTS / 2
         for phase, losses in enumerate([(2.0, 2.1), (2.4, 2.5)]):
             source.records = [replace(ADA, loss=losses[0]), replace(BOB, loss=losses[1])]
@@ -263,11 +235,10 @@ def test_a_loss_that_rises_for_long_is_told() -> None:
                 assert phase or not rules, "one window alone is no trend"
         assert rules == ["rising"]
 
-    watched(scenario, ADA, BOB, stall_seconds=1e9)
 
-
-def test_a_swarm_has_forked_only_when_it_stays_so_for_a_minute() -> None:
-    async def scenario(watch: Watch, source: FakeSource, store: Store) -> None:
+@on_loop
+async def test_a_swarm_has_forked_only_when_it_stays_so_for_a_minute() -> None:
+    async with watched() as (watch, source, _):
         forked, whole = [ADA, BOB, replace(CAT, lineage=b"f" * 32)], [ADA, BOB, CAT]
 
         async def rules(seconds: float) -> list[str]:
@@ -282,11 +253,10 @@ def test_a_swarm_has_forked_only_when_it_stays_so_for_a_minute() -> None:
         assert await rules(2.0) == [], "it counts from anew"
         assert await rules(FORK_SECONDS) == ["fork"]
 
-    watched(scenario)
 
-
-def test_a_swarm_that_commits_nothing_is_told_of_and_a_liar_cannot_hide_it() -> None:
-    async def scenario(watch: Watch, source: FakeSource, store: Store) -> None:
+@on_loop
+async def test_a_swarm_that_commits_nothing_is_told_of_and_a_liar_cannot_hide_it() -> None:
+    async with watched(stall_seconds=60.0) as (watch, source, _):
         for number in range(40):
             liar = trainer("liar", round=9 + number, last_rounds=(report(8 + number),), lineage_tokens=10**9 * number)
             source.records = [ADA, BOB, CAT, liar]
@@ -297,11 +267,10 @@ def test_a_swarm_that_commits_nothing_is_told_of_and_a_liar_cannot_hide_it() -> 
         snapshot = await look(watch, source, 2.0)
         assert (snapshot.alerts, snapshot.headline.committed) == ((), 1)
 
-    watched(scenario, stall_seconds=60.0)
 
-
-def test_many_newcomers_do_not_hide_how_training_goes() -> None:
-    async def scenario(watch: Watch, source: FakeSource, store: Store) -> None:
+@on_loop
+async def test_many_newcomers_do_not_hide_how_training_goes() -> None:
+    async with watched() as (watch, source, _):
         newcomers = [trainer(f"new{i}", state="syncing", round=0, lineage_tokens=0, loss=None) for i in range(20)]
         for round_ in range(9, 13):
             source.records = [*after(round_, b"%032d" % round_), *newcomers]
@@ -309,16 +278,15 @@ def test_many_newcomers_do_not_hide_how_training_goes() -> None:
         assert snapshot.headline.committed == 3
         assert snapshot.headline.tokens_per_second == pytest.approx(500.0)
 
-    watched(scenario)
 
-
-def test_who_wants_to_know_is_told_of_alerts_that_begin_and_end() -> None:
+@on_loop
+async def test_who_wants_to_know_is_told_of_alerts_that_begin_and_end() -> None:
     told: list[list[tuple[str, str]]] = []
 
     async def notify(events: Sequence[Event]) -> None:
         told.append([(event.kind, event.peer) for event in events])
 
-    async def scenario(watch: Watch, source: FakeSource, store: Store) -> None:
+    async with watched(ADA, BOB, bootstraps=["gone"], notify=notify) as (watch, source, store):
         for seconds in (0.0, HOLD_SECONDS, 2.0):
             await look(watch, source, seconds)
         assert told == [[("alert", "gone")]]
@@ -328,11 +296,10 @@ def test_who_wants_to_know_is_told_of_alerts_that_begin_and_end() -> None:
         assert told == [[("alert", "gone")], [("cleared", "gone")]]
         assert [kind for kind, _ in await kinds(store)] == ["alert", "joined", "cleared"]
 
-    watched(scenario, ADA, BOB, bootstraps=["gone"], notify=notify)
 
-
-def test_points_rounds_and_contributions_are_kept_every_few_seconds() -> None:
-    async def scenario(watch: Watch, source: FakeSource, store: Store) -> None:
+@on_loop
+async def test_points_rounds_and_contributions_are_kept_every_few_seconds() -> None:
+    async with watched() as (watch, source, store):
         source.records = after(9, LINEAGE)
         for _ in range(6):
             await look(watch, source, POINT_SECONDS / 2)
@@ -343,8 +310,6 @@ def test_points_rounds_and_contributions_are_kept_every_few_seconds() -> None:
         assert kept is not None
         assert (kept.tokens, kept.seconds) == (500, 2 * POINT_SECONDS)
 
-    watched(scenario)
-
 
 async def looks(source: FakeSource, number: int) -> None:
     async with asyncio.timeout(30):
@@ -352,10 +317,13 @@ async def looks(source: FakeSource, number: int) -> None:
             await asyncio.sleep(0)
 
 
-def test_a_look_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@on_loop
+async def test_a_look_that_fails_is_not_the_last(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(watch_module, "LOOK_SECONDS", 0.0)
 
-    async def scenario(watch: Watch, source: FakeSource, store: Store) -> None:
+    async with watched(ADA, BOB) as (watch, source, _):
         async with watching(watch):
             assert watch.snapshot is not None, "the first look is done"
             source.error = PeerUnreachableError("a", "it is gone")
@@ -363,28 +331,24 @@ def test_a_look_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch, capl
         last = source.num_looks
         await asyncio.sleep(0)
         assert source.num_looks == last, "it ended"
-
-    with caplog.at_level(logging.WARNING):
-        watched(scenario, ADA, BOB)
     assert "a look at the swarm failed" in caplog.text
 
 
-def test_a_disk_that_is_full_does_not_hide_the_present(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario(watch: Watch, source: FakeSource, store: Store) -> None:
-        async def full(at: float, values: object) -> None:
-            raise ResourceError("history cannot be kept: the disk is full")
+@on_loop
+async def test_a_disk_that_is_full_does_not_hide_the_present(caplog: pytest.LogCaptureFixture) -> None:
+    async def full(at: float, values: object) -> None:
+        raise ResourceError("history cannot be kept: the disk is full")
 
+    async with watched(ADA, BOB) as (watch, source, store):
         store.add_points = full  # type: ignore[method-assign]
         assert (await look(watch, source)).headline.training == 2
         assert watch.snapshot is not None
-
-    with caplog.at_level(logging.WARNING):
-        watched(scenario, ADA, BOB)
     assert "the disk is full" in caplog.text
 
 
-def test_who_waits_for_a_change_gets_the_next_snapshot() -> None:
-    async def scenario(watch: Watch, source: FakeSource, store: Store) -> None:
+@on_loop
+async def test_who_waits_for_a_change_gets_the_next_snapshot() -> None:
+    async with watched(ADA, BOB) as (watch, _, _):
         waiting = [asyncio.create_task(watch.wait_for_change(None)) for _ in range(3)]
         await asyncio.sleep(0)
         first = await watch.look()
@@ -395,5 +359,3 @@ def test_who_waits_for_a_change_gets_the_next_snapshot() -> None:
         assert not later.done()
         second = await watch.look()
         assert await later is second
-
-    watched(scenario, ADA, BOB)

@@ -12,8 +12,9 @@ import pytest
 from p2ptrain.monitor import web
 from p2ptrain.monitor.openapi import document
 from p2ptrain.monitor.web import HEADERS, STALE_SECONDS
+from tests.support.coroutines import on_loop
 from tests.support.web.schemas import misfits
-from tests.support.web.site import Site, served
+from tests.support.web.site import served
 from tests.support.web.watched import START, aborted, chain, report, trainer
 
 ADA, BOB = trainer("a", name="Ada"), trainer("b", name="bob", loss=None)
@@ -38,8 +39,9 @@ def test_the_checker_of_schemas_finds_what_is_wrong() -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_every_endpoint_answers_as_the_document_says(path: str) -> None:
-    async def scenario(site: Site) -> None:
+@on_loop
+async def test_every_endpoint_answers_as_the_document_says(path: str) -> None:
+    async with served(*(trainer(peer) for peer in "abc")) as site:
         results = chain(8, 1)
         site.source.history = dict.fromkeys("abc", results)
         told = (report(7), aborted(8), report(8))
@@ -57,19 +59,16 @@ def test_every_endpoint_answers_as_the_document_says(path: str) -> None:
         filled = [key for key, value in response.json().items() if value not in ([], {}, 0)]
         assert filled, "an empty answer proves nothing"
 
-    served(scenario, *(trainer(peer) for peer in "abc"))
 
-
-def test_the_document_names_all_of_the_api_and_only_that() -> None:
-    async def scenario(site: Site) -> None:
+@on_loop
+async def test_the_document_names_all_of_the_api_and_only_that() -> None:
+    async with served(ADA) as site:
         answer = await site.json("/openapi.json")
         assert answer == json.loads(json.dumps(document()))
         references = set(re.findall(r'"\$ref": "#/components/schemas/(\w+)"', json.dumps(answer)))
         assert references == set(answer["components"]["schemas"])
         routes = {route.path for route in web._Web(site.watch, site.store, site.source.now).routes()}
         assert {path for path in routes if path.startswith("/api/")} - {"/api/v1/openapi.json"} == set(answer["paths"])
-
-    served(scenario, ADA)
 
 
 @pytest.mark.parametrize(
@@ -94,29 +93,28 @@ def test_the_document_names_all_of_the_api_and_only_that() -> None:
         ("/series", {"names": "loss,cats"}, "names: there is no series 'cats'"),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_what_would(path: str, asked: dict[str, str], words: str) -> None:
-    async def scenario(site: Site) -> None:
+@on_loop
+async def test_what_makes_no_sense_is_refused_with_what_would(path: str, asked: dict[str, str], words: str) -> None:
+    async with served(ADA) as site:
         response = await site.get(f"/api/v1{path}", **asked)
         assert response.status_code == 400
         assert words in response.json()["error"]
         assert list(misfits(response.json(), schema_of(f"/api/v1{path}", "default"))) == []
 
-    served(scenario, ADA)
 
-
-def test_who_is_not_there_is_not_found() -> None:
-    async def scenario(site: Site) -> None:
+@on_loop
+async def test_who_is_not_there_is_not_found() -> None:
+    async with served(ADA) as site:
         for path in ("/api/v1/peers/nobody", "/api/v1/nothing", "/peers/nobody", "/nothing", "/static/nothing.js"):
             assert (await site.get(path)).status_code == 404, path
         assert "no such peer" in (await site.get("/api/v1/peers/nobody")).json()["error"]
         assert (await site.get("/static/../test_web.py")).status_code == 404
         assert (await site.get("/static/%2e%2e/secret")).status_code == 404
 
-    served(scenario, ADA)
 
-
-def test_who_has_left_has_a_page_of_what_is_remembered() -> None:
-    async def scenario(site: Site) -> None:
+@on_loop
+async def test_who_has_left_has_a_page_of_what_is_remembered() -> None:
+    async with served(ADA, BOB) as site:
         assert "gave" in (await site.get("/peers/a")).text
         site.source.records = [BOB]
         await site.watch.look()
@@ -126,11 +124,10 @@ def test_who_has_left_has_a_page_of_what_is_remembered() -> None:
             assert words in page.text, words
         assert (await site.get("/api/v1/peers/a")).status_code == 404
 
-    served(scenario, ADA, BOB)
 
-
-def test_before_the_first_look_there_is_nothing_to_show() -> None:
-    async def scenario(site: Site) -> None:
+@on_loop
+async def test_before_the_first_look_there_is_nothing_to_show() -> None:
+    async with served(ADA, looks=0) as site:
         for path in PATHS:
             response = await site.get(path.format(peer="a"))
             expected = 200 if path.rpartition("/")[2] in ("leaders", "events", "series") else 503
@@ -139,11 +136,11 @@ def test_before_the_first_look_there_is_nothing_to_show() -> None:
         for path in ("/", "/metrics", "/healthz"):
             assert (await site.get(path)).status_code == 503
 
-    served(scenario, ADA, looks=0)
 
+@on_loop
+async def test_every_answer_has_the_headers_that_protect_who_reads_it() -> None:
+    async with served(ADA) as site:
 
-def test_every_answer_has_the_headers_that_protect_who_reads_it() -> None:
-    async def scenario(site: Site) -> None:
         async def broken(*_: object) -> None:
             raise RuntimeError("a defect")
 
@@ -160,11 +157,11 @@ def test_every_answer_has_the_headers_that_protect_who_reads_it() -> None:
             assert "access-control-allow-origin" not in response.headers
         assert statuses == {200, 400, 404, 500}
 
-    served(scenario, ADA)
 
+@on_loop
+async def test_a_defect_is_not_explained_to_strangers() -> None:
+    async with served(ADA) as site:
 
-def test_a_defect_is_not_explained_to_strangers() -> None:
-    async def scenario(site: Site) -> None:
         async def broken(*_: object) -> None:
             raise RuntimeError("/home/operator/secret")
 
@@ -173,44 +170,41 @@ def test_a_defect_is_not_explained_to_strangers() -> None:
         assert response.status_code == 500
         assert "secret" not in response.text
 
-    served(scenario, ADA)
 
-
-def test_history_that_cannot_be_read_is_said_so() -> None:
-    async def scenario(site: Site) -> None:
+@on_loop
+async def test_history_that_cannot_be_read_is_said_so() -> None:
+    async with served(ADA) as site:
         await site.store._database.execute("DROP TABLE events")
         response = await site.get("/api/v1/events")
         assert response.status_code == 503
         assert "history" in response.json()["error"]
         assert (await site.get("/api/v1/snapshot")).status_code == 200
 
-    served(scenario, ADA)
-
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
-def test_nothing_can_be_written(method: str) -> None:
-    async def scenario(site: Site) -> None:
+@on_loop
+async def test_nothing_can_be_written(method: str) -> None:
+    async with served(ADA) as site:
         for path in ("/", "/metrics", "/healthz", "/static/style.css", "/api/v1/stream", *PATHS):
             response = await site.client.request(method, path.format(peer="a"))
             assert response.status_code == 405, path
             if not path.startswith("/static"):
                 assert set(response.headers["allow"].split(", ")) == {"GET", "HEAD"}, path
 
-    served(scenario, ADA)
 
-
-def test_head_is_answered_without_a_body_also_by_the_stream() -> None:
-    async def scenario(site: Site) -> None:
+@on_loop
+async def test_head_is_answered_without_a_body_also_by_the_stream() -> None:
+    async with served(ADA) as site:
         for path in ("/healthz", "/api/v1/headline", "/api/v1/stream"):
             response = await site.client.head(path)
             assert response.status_code == 200
         assert response.headers["content-type"].startswith("text/event-stream")
 
-    served(scenario, ADA)
 
+@on_loop
+async def test_health_is_for_machines() -> None:
+    async with served(ADA) as site:
 
-def test_health_is_for_machines() -> None:
-    async def scenario(site: Site) -> None:
         async def health() -> tuple[int, str]:
             response = await site.get("/healthz")
             return response.status_code, response.json()["status"]
@@ -225,11 +219,10 @@ def test_health_is_for_machines() -> None:
         await site.watch.look()
         assert await health() == (200, "ok")
 
-    served(scenario, ADA)
 
-
-def test_what_a_peer_calls_itself_is_never_markup() -> None:
-    async def scenario(site: Site) -> None:
+@on_loop
+async def test_what_a_peer_calls_itself_is_never_markup() -> None:
+    async with served(ADA, BOB) as site:
         site.source.records = [ADA, BOB]
         await site.watch.look()
         site.source.records = [ADA, BOB, EVIL]
@@ -243,23 +236,19 @@ def test_what_a_peer_calls_itself_is_never_markup() -> None:
         assert seen >= 6, "it is in the answers, though"
         assert (await site.json("/peers/e"))["name"] == EVIL.name
 
-    served(scenario, ADA, BOB)
 
-
-def test_large_answers_are_compressed_and_small_ones_are_not() -> None:
-    async def scenario(site: Site) -> None:
+@on_loop
+async def test_large_answers_are_compressed_and_small_ones_are_not() -> None:
+    async with served(*(trainer(f"p{number}") for number in range(100))) as site:
         assert (await site.get("/api/v1/peers/table")).headers["content-encoding"] == "gzip"
         assert "content-encoding" not in (await site.get("/healthz")).headers
 
-    served(scenario, *(trainer(f"p{number}") for number in range(100)))
 
-
-def test_answers_are_made_once_for_all_who_ask_between_two_looks() -> None:
-    async def scenario(site: Site) -> None:
+@on_loop
+async def test_answers_are_made_once_for_all_who_ask_between_two_looks() -> None:
+    async with served(ADA) as site:
         before = (await site.get("/api/v1/snapshot")).content
         site.source.records = []
         assert (await site.get("/api/v1/snapshot")).content == before
         await site.watch.look()
         assert (await site.get("/api/v1/snapshot")).content != before
-
-    served(scenario, ADA)
