@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import random
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import pytest
@@ -13,8 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2ptrain.monitor.latency_history import PERCENTILES
-from p2ptrain.monitor.store import Store
-from p2ptrain.monitor.watch import Watch
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.network.records.serving import Latencies, ServingReport, ServingTotals
 from p2ptrain.network.records.sighting import Sighting
@@ -29,9 +25,10 @@ from p2ptrain.status.serving import (
     growth,
     serving_view,
 )
-from p2ptrain.status.tracker import SwarmTracker
+from tests.support.coroutines import on_loop
 from tests.support.web.served import TOKENS, served
-from tests.support.web.watched import START, SWARM, FakeSource, snapshot_of, trainer
+from tests.support.web.stores import watched
+from tests.support.web.watched import START, snapshot_of, trainer
 
 STEP = 5.0
 
@@ -189,19 +186,9 @@ def test_points_carry_what_came_since_the_last_one() -> None:
 # With a watch and a history
 
 
-def watched(scenario: Callable[[Watch, FakeSource, Store], Awaitable[None]]) -> None:
-    async def main() -> None:
-        source, store = FakeSource(), await Store.open(None, SWARM.digest, START)
-        try:
-            await scenario(Watch(source, SwarmTracker(SWARM, START), store), source, store)
-        finally:
-            await store.close()
-
-    asyncio.run(main())
-
-
-def test_a_watch_shows_and_remembers_what_is_served_across_a_restart() -> None:
-    async def scenario(watch: Watch, source: FakeSource, store: Store) -> None:
+@on_loop
+async def test_a_watch_shows_and_remembers_what_is_served_across_a_restart() -> None:
+    async with watched() as (watch, source, store):
         for second in range(0, 600, 5):
             life = second % 300
             started_at = START - 3600 if second < 300 else START + 300
@@ -224,15 +211,12 @@ def test_a_watch_shows_and_remembers_what_is_served_across_a_restart() -> None:
             assert all(0.2 < value < 0.7 for value in series["first_token_seconds_p50"] if value is not None)
             assert any(value is not None for value in series["token_seconds_p99"])
 
-    watched(scenario)
 
-
-def test_totals_that_are_not_believed_are_counted_with_records_that_were_dropped() -> None:
-    async def scenario(watch: Watch, source: FakeSource, store: Store) -> None:
+@on_loop
+async def test_totals_that_are_not_believed_are_counted_with_records_that_were_dropped() -> None:
+    async with watched() as (watch, source, _):
         for second, seconds in ((0, 100), (5, 50)):
             source.records, source.time = [host("a", seconds)], START + second
             snapshot = await watch.look()
         assert snapshot.rejected == 1
         assert snapshot.peers[0].rates.served_per_second == 0.0
-
-    watched(scenario)
