@@ -63,8 +63,6 @@ def test_automatic_stages_are_as_few_as_fit_into_the_memory() -> None:
     [
         ({"stages": 9}, ["pipeline.stages = 9", "5 blocks", "1 to 5"]),
         ({"cuts": [5]}, ["pipeline.cuts = [5]", "from 1 to 4"]),
-        ({"cuts": [3, 2]}, ["pipeline.cuts = [3, 2]", "in order"]),
-        ({"cuts": [0]}, ["pipeline.cuts = [0]"]),
         ({"stages": "auto", "stage_memory": 1000}, ["pipeline.stage_memory = 1000", str(PROCESS_BYTES), "torch"]),
         (
             {"stages": "auto", "stage_memory": PROCESS_BYTES + 1000},
