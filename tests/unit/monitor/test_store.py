@@ -21,14 +21,7 @@ from hypothesis import strategies as st
 
 from p2ptrain.errors import ResourceError
 from p2ptrain.monitor import store as store_module
-from p2ptrain.monitor.store import (
-    COUNTED,
-    MAX_EVENT_CHARS,
-    SERIES,
-    WINDOWS,
-    Contribution,
-    Store,
-)
+from p2ptrain.monitor.store import COUNTED, MAX_EVENT_CHARS, SERIES, WINDOWS, Contribution, Store
 from p2ptrain.network.records.serving import Latencies
 from p2ptrain.status.rounds import RoundBook
 from p2ptrain.status.serving import Amount

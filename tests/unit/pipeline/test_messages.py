@@ -35,9 +35,7 @@ from p2ptrain.pipeline.messages import (
 from tests.support.fuzz import check
 
 HEADS = st.builds(
-    TensorHead,
-    st.sampled_from([IDS, *codec_names()]),
-    st.lists(st.integers(1, 30), min_size=1, max_size=8).map(tuple),
+    TensorHead, st.sampled_from([IDS, *codec_names()]), st.lists(st.integers(1, 30), min_size=1, max_size=8).map(tuple)
 )
 CALLS = (SettleRequest, DoneRequest, Answers, RoundRequest, RoundReply, StayRequest, StayReply)
 each = pytest.mark.parametrize("schema", [HopRequest, HomeRequest, FromHost, *CALLS])

@@ -169,9 +169,7 @@ GOOD: dict[str, tuple[ModelSpec, int, Payload, Payload, int, int]] = {
 
 
 @pytest.mark.parametrize("case", GOOD.values(), ids=GOOD.keys())
-def test_a_stage_takes_what_the_stage_before_it_gives(
-    case: tuple[ModelSpec, int, Payload, Payload, int, int],
-) -> None:
+def test_a_stage_takes_what_the_stage_before_it_gives(case: tuple[ModelSpec, int, Payload, Payload, int, int]) -> None:
     spec, stage, inputs, targets, samples, tokens = case
     plan_of({"stages": 3}, spec).check(stage, inputs, targets, samples, tokens)
 

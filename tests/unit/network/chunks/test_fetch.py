@@ -142,9 +142,7 @@ async def test_a_later_fetch_goes_on_from_what_there_is(network: SimulatedNetwor
 
 
 @simulated(model=LINKS)
-async def test_a_plan_is_kept_to_and_the_first_source_sends_what_another_fails_to(
-    network: SimulatedNetwork,
-) -> None:
+async def test_a_plan_is_kept_to_and_the_first_source_sends_what_another_fails_to(network: SimulatedNetwork) -> None:
     async with with_sources(network, 3) as world:
         plan = {source: range(number, NUM_CHUNKS, 3) for number, source in enumerate(world.ids)}
         options = FetchOptions(attempts=1, plan=plan)

@@ -7,13 +7,7 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.errors import (
-    DeadlineError,
-    IncompatibleError,
-    PeerRefusedError,
-    PeerUnreachableError,
-    ProtocolError,
-)
+from p2ptrain.errors import DeadlineError, IncompatibleError, PeerRefusedError, PeerUnreachableError, ProtocolError
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.rpc.client import PROTOCOL
 from p2ptrain.network.rpc.frames import Kind, frame

@@ -8,11 +8,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from p2ptrain.errors import (
-    DeadlineError,
-    PeerLostError,
-    PeerRefusedError,
-)
+from p2ptrain.errors import DeadlineError, PeerLostError, PeerRefusedError
 from p2ptrain.network.rpc.client import PROTOCOL, RpcLimits
 from p2ptrain.network.rpc.frames import FRAME, Kind, Refusal, frame, pack, unpack
 from p2ptrain.network.rpc.server import MAX_CONCURRENT_REFUSALS, MAX_COUNTED_REFUSALS

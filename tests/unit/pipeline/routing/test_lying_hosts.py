@@ -17,13 +17,7 @@ from p2ptrain.network.schema import to_wire
 from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.pipeline.messages import Beat, HopFailedError, HopRequest, News
 from tests.support.coroutines import simulated
-from tests.support.sim.stage_hosts import (
-    check_untouched,
-    hosts,
-    lie,
-    send_and_settle,
-    stay,
-)
+from tests.support.sim.stage_hosts import check_untouched, hosts, lie, send_and_settle, stay
 
 # Hosts that lie
 

@@ -17,15 +17,7 @@ from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.pipeline.messages import IDS, FromHost, Hop, Payload, Refused, pack
 from p2ptrain.pipeline.stage.ledger import Limits
 from tests.support.coroutines import simulated
-from tests.support.sim.stage_hosts import (
-    RefusedError,
-    bits,
-    check_untouched,
-    heads,
-    hosts,
-    send_and_settle,
-    send_raw,
-)
+from tests.support.sim.stage_hosts import RefusedError, bits, check_untouched, heads, hosts, send_and_settle, send_raw
 
 REFUSED = (RefusedError, PeerRefusedError)
 
