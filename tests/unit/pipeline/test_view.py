@@ -13,6 +13,7 @@ from p2ptrain.pipeline.routing.router import Router
 from p2ptrain.pipeline.view import LEAST_PAUSE_SECONDS, SILENT_SECONDS, PipelineView
 from p2ptrain.runtime import Runtime
 from tests.support.sim.pipelines import make_manifest
+from tests.support.web.watched import trainer as host_record
 
 OWN = "m-self"
 LATER = 1e12
@@ -31,12 +32,7 @@ def make_view(num_stages: int = 3, *, tied: bool = False, clock: list[float] | N
 
 def record(peer: str, *units: int, state: str = "training", speed: float = 10.0, round: int = 4) -> PeerRecord:
     stages = tuple(StageReport(unit, round, bytes([unit]) * 32, b"d" * 32, 99, speed) for unit in units)
-    return PeerRecord(
-        peer=peer, name=peer, version="0", protocol=1, role="stage", state=state, device="cpu", round=0,
-        lineage=bytes(32), digest=bytes(32), lineage_tokens=0, round_tokens=0, loss=None, tokens_per_second=0.0,
-        bytes_sent=0, bytes_received=0, reachability="direct", addresses=(), started_at=0.0, last_rounds=(),
-        stages=stages,
-    )  # fmt: skip
+    return host_record(peer, state=state, round=0, role="stage", stages=stages)
 
 
 def told(view: PipelineView, *records: PeerRecord, sequence: int = 1, expires_at: float = LATER) -> None:

@@ -78,10 +78,3 @@ def test_nothing_that_peers_say_becomes_markup() -> None:
         assert "<img" not in page.text
         assert not re.search(r"\son\w+=", re.sub(r'"[^"]*"|>[^<]*<', "", page.text))
         assert not re.search(r"\sstyle=", page.text)
-
-
-def test_the_page_may_be_asked_for_again_before_the_next_look() -> None:
-    clock = _Clock()
-    first, second = asyncio.run(_pages(MadeUpSwarm(60, clock=clock), clock, "/", "/"))
-    assert first.headers["content-encoding"] == "gzip"
-    assert first.text == second.text
