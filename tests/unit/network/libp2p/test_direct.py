@@ -7,8 +7,6 @@ import os
 import socket
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from p2ptrain.errors import ResourceError
 from p2ptrain.network.libp2p import direct
@@ -17,9 +15,7 @@ from p2ptrain.network.libp2p.direct_listener import DirectLimits
 from p2ptrain.network.libp2p.direct_records import SealedSocket
 from p2ptrain.network.libp2p.socket_stream import SocketStream
 from p2ptrain.network.rpc.frames import FRAME, Kind, error_frame, frame, pack
-from p2ptrain.network.schema import Message
 from tests.support.coroutines import on_both_loops, on_loop
-from tests.support.fuzz import check
 from tests.support.processes.direct import BULK, HERE, DirectPeer, direct_peers, opened, until
 
 pytestmark = pytest.mark.usefixtures("nothing_leaks")
@@ -244,11 +240,6 @@ async def test_another_answer_than_an_offer_leads_nowhere(answer: bytes) -> None
     async with direct_peers() as (a, b):
         assert await answered(a, b, answer) is None
         assert "b" in a.direct._rests
-
-
-@given(st.data(), st.sampled_from([Ask, Offer]))
-def test_messages_within_their_bounds_are_read_and_others_refused(data: st.DataObject, schema: type[Message]) -> None:
-    check(schema, data)
 
 
 @on_loop
