@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from fractions import Fraction
-from functools import partial
 from typing import Any
 
 import pytest
@@ -54,6 +53,34 @@ def test_no_grid_with_sides_as_even_is_fuller(n: int, size: int) -> None:
     smaller[-1] -= 1
     if max(smaller) - min(smaller) <= 1 and min(smaller) > 0:
         assert math.prod(smaller) < n
+
+
+def test_all_swarms_up_to_20000_fit_and_grow_monotonically() -> None:
+    for size in (2, 3, 7, 32, 64, 256):
+        places = [math.prod(grid.grid_shape(n, size)) for n in range(1, 20_001)]
+        assert all(room >= n for n, room in enumerate(places, start=1))
+        axes = [len(grid.grid_shape(n, size)) for n in range(1, 20_001, 7)]
+        assert axes == sorted(axes)
+        for n in range(size + 1, 20_000, 7):
+            if len(grid.grid_shape(n, size)) == len(grid.grid_shape(n + 1, size)):
+                assert places[n - 1] <= places[n]
+
+
+@pytest.mark.parametrize(
+    ("n", "shape"), [(1, (1,)), (32, (32,)), (33, (6, 6)), (900, (30, 30)), (930, (31, 30)), (10_000, (22, 22, 21))]
+)
+def test_shapes_by_hand(n: int, shape: grid.Shape) -> None:
+    assert grid.grid_shape(n, 32) == shape
+
+
+@pytest.mark.parametrize(("n", "size"), [(0, 32), (-1, 32), (5, 0), (2, 1), (100, 1)])
+def test_sizes_that_cannot_be_are_refused(n: int, size: int) -> None:
+    for function in (
+        grid.grid_shape,
+        grid.cells_for,
+    ):
+        with pytest.raises(ValueError, match="cannot average in groups"):
+            function(n, size)
 
 
 # Groups of the grid
@@ -120,6 +147,28 @@ def test_peers_start_all_over_the_grid() -> None:
     assert grid.start_coordinates(shape, b"other", "p1") != grid.start_coordinates(shape, b"seed", "p1")
 
 
+@pytest.mark.parametrize("shape", [(), (0,), (3, -1)])
+def test_what_is_no_shape_is_refused(shape: grid.Shape) -> None:
+    for function in (grid.capacity, lambda shape: grid.start_coordinates(shape, b"", "p")):
+        with pytest.raises(ValueError, match="not the shape of a grid"):
+            function(shape)
+
+
+def test_places_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(ValueError, match="no axis"):
+        grid.group_key((3, 3), 2, (0, 0))
+    for place in ((0, 3), (0, -1), (0,), (0, 0, 0)):
+        with pytest.raises(ValueError, match="not a place"):
+            grid.group_key((3, 3), 0, place)
+    with pytest.raises(ValueError, match="no sub-round"):
+        grid.axis_of((3, 3), -1)
+    with pytest.raises(ValueError, match="did not average"):
+        grid.next_coordinates((3, 3), 0, (0, 0), ["a"], "b")
+    for key in ((), (0,), (0, 3), (2, 0)):
+        with pytest.raises(ValueError, match=r"axis|not a place"):
+            grid.slot_offset((3, 3), LINEAGE, 0, 0, key)
+
+
 # Fixed or random
 
 
@@ -137,6 +186,12 @@ def test_more_failures_never_turn_random_groups_into_fixed_ones(n: int, size: in
     shape = grid.grid_shape(n, size)
     low, high = (grid.choose_assignment(shape, n, size, rate).kind for rate in sorted((a, b)))
     assert (low, high) != ("random", "fixed")
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.1, math.nan])
+def test_failure_rates_that_cannot_be_are_refused(rate: float) -> None:
+    with pytest.raises(ValueError, match="failure rate"):
+        grid.choose_assignment((4, 4), 16, 4, rate)
 
 
 # Cells of random groups
@@ -165,25 +220,19 @@ def test_cells_are_overfull_as_rarely_as_promised() -> None:
     assert 0.02 < overfull / (20 * cells) <= 0.06
 
 
-REFUSED: dict[str, list[Callable[[], object]]] = {
-    "cannot average in groups": [
-        *(partial(grid.grid_shape, n, size) for n, size in ((0, 32), (-1, 32), (5, 0), (2, 1))),
-        partial(grid.cells_for, 0, 32),
-    ],
-    "not the shape of a grid": [partial(grid.capacity, shape) for shape in ((), (0,), (3, -1))],
-    "no axis": [partial(grid.group_key, (3, 3), 2, (0, 0))],
-    "not a place": [partial(grid.group_key, (3, 3), 0, place) for place in ((0, 3), (0, -1), (0,), (0, 0, 0))],
-    "no sub-round": [partial(grid.axis_of, (3, 3), -1)],
-    "did not average": [partial(grid.next_coordinates, (3, 3), 0, (0, 0), ["a"], "b")],
-    "axis|not a place": [partial(grid.slot_offset, (3, 3), LINEAGE, 0, 0, key) for key in ((), (0,), (0, 3), (2, 0))],
-    "failure rate": [partial(grid.choose_assignment, (4, 4), 16, 4, rate) for rate in (-0.1, 1.1, math.nan)],
-    "not between 0 and 1": [partial(grid.cells_for, 100, 8, tail) for tail in (0.0, 1.0, math.nan)],
-    "make no sense": [partial(grid.cell_overflow, *numbers) for numbers in ((0, 1, 1), (1, 0, 1), (1, 1, 0))],
-}
+@pytest.mark.parametrize("tail", [0.0, 1.0, math.nan])
+def test_chances_that_cannot_be_are_refused(tail: float) -> None:
+    with pytest.raises(ValueError, match="not between 0 and 1"):
+        grid.cells_for(100, 8, tail)
 
 
-@pytest.mark.parametrize("words", REFUSED)
-def test_what_cannot_be_is_refused(words: str) -> None:
-    for call in REFUSED[words]:
-        with pytest.raises(ValueError, match=words):
-            call()
+@pytest.mark.parametrize("numbers", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
+def test_counts_that_cannot_be_are_refused(numbers: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="make no sense"):
+        grid.cell_overflow(*numbers)
+
+
+def test_the_grid_of_a_seed_is_always_the_same() -> None:
+    assert grid.start_coordinates((32, 32), b"seed", "peer") == (2, 13)
+    assert grid.slot_offset((32, 32), LINEAGE, 7, 1, (1, 5)) == 26
+    assert [grid.cells_for(1000, size, 1e-3) for size in (8, 32, 64, 256)] == [407, 56, 24, 5]
