@@ -676,14 +676,14 @@ MUTANTS = (
         "network/rpc/inbox.py",
         "if self._items and self.num_bytes + num_bytes > self._max_bytes:",
         "if False:",
-        "unit/network/rpc/test_inbox.py -k bound",
+        "unit/network/rpc/test_receive.py -k bound",
     ),
     Mutant(
         "a peer that was stopped itself blames no other",
         "network/rpc/heartbeat.py",
         "        if now > self._due + min(LATE_SECONDS, LATE_SHARE * self.silence_seconds):\n",
         "        if False:\n",
-        "unit/network/rpc/test_heartbeat.py -k stood_still",
+        "unit/network/rpc/test_receive.py -k stood_still",
     ),
     Mutant(
         "a record's header is authenticated",

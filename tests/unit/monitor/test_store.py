@@ -135,16 +135,6 @@ async def test_percentiles_of_a_step_are_those_of_all_samples_in_it_however_long
 
 
 @on_loop
-async def test_old_latencies_are_pruned() -> None:
-    async with open_store() as store:
-        for at in (START, START + 30 * 86400):
-            await store.add_latencies(at, {"token_seconds": Latencies.of([1.0, 2.0])})
-        await store.prune(START + 30 * 86400)
-        cursor = await store._database.execute("SELECT count(*) FROM latencies")
-        assert list(await cursor.fetchall()) == [(6,)], "two counts in each of three windows"
-
-
-@on_loop
 async def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "not yet there" / "history.db"
     view = round_view(7)
@@ -322,6 +312,8 @@ async def test_pruning_keeps_the_newest_within_bounds(monkeypatch: pytest.Monkey
         await store.add_points(START, {"loss": 1.0})
         await store.add_points(now - 3 * 3600, {"loss": 2.0})
         await store.add_points(now, {"loss": 3.0})
+        for at in (START, now):
+            await store.add_latencies(at, {"token_seconds": Latencies.of([1.0, 2.0])})
         await store.add_events(Event(START + number, "joined", "a", str(number)) for number in range(20))
         await store.add_rounds(round_view(number) for number in range(20))
         for number in range(20):
@@ -333,8 +325,9 @@ async def test_pruning_keeps_the_newest_within_bounds(monkeypatch: pytest.Monkey
             assert [each.peer for each in await store.leaders(99)] == ["p17", "p18", "p19"]
             kept = {window: (await store.series(window, ["loss"], now))["series"]["loss"] for window in WINDOWS}
             assert kept == {"hour": [3.0], "day": [2.0, 3.0], "week": [2.0, 3.0]}
-        cursor = await store._database.execute("SELECT count(*) FROM points")
-        assert list(await cursor.fetchall()) == [(5,)], "three windows of now, and two of three hours ago"
+        for table, count in (("points", 5), ("latencies", 6)):  # In three windows of now, two of three hours ago.
+            cursor = await store._database.execute(f"SELECT count(*) FROM {table}")
+            assert list(await cursor.fetchall()) == [(count,)], table
 
 
 @on_loop

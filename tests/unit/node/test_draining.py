@@ -120,10 +120,6 @@ async def test_a_start_ends_when_the_peer_is_told_to_stop(network: SimulatedNetw
     network.loop.call_later(5.0, signals.stop, "signal")
     assert await unless_stopped(asyncio.sleep(60.0, "ready"), signals) is None
     assert network.loop.time() == 5.0
-
-
-@simulated(seed=6)
-async def test_a_start_that_is_through_is_returned(network: SimulatedNetwork) -> None:
     assert await unless_stopped(asyncio.sleep(60.0, "ready"), StopSignals()) == "ready"
 
 

@@ -103,17 +103,6 @@ def test_only_those_that_take_part_are_in_routes_and_waited_for() -> None:
         assert view.membership(0).expected() == (["a"] if takes_part else []), state
 
 
-def test_a_host_that_failed_is_back_with_its_next_record() -> None:
-    view = make_view()
-    router = view.new_router()
-    told(view, record("a", 0), record("b", 0))
-    router.failed("a", "went silent")
-    told(view, record("b", 0), sequence=2)
-    assert routes(router)[0] == {"b"}
-    told(view, record("a", 0), sequence=2)
-    assert routes(router)[0] == {"a", "b"}
-
-
 def test_own_hosts_are_in_the_routes_as_long_as_they_take_part() -> None:
     view = make_view()
     router = view.new_router()

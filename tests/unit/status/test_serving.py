@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from dataclasses import replace
 
 import pytest
@@ -143,23 +142,6 @@ def test_the_present_is_of_the_last_minute() -> None:
     assert view.tokens_per_second == pytest.approx(52 * TOKENS * 0.98, rel=0.02)
     assert view.first_token.p50 == pytest.approx(8.0, rel=0.34)
     assert view.totals.first_token.total == now.totals.first_token.total
-
-
-def test_percentiles_of_the_swarm_are_those_of_all_samples_within_a_buckets_width() -> None:
-    draw = random.Random(7)
-    raw = [[draw.lognormvariate(-1 + peer, 0.8) for _ in range(200 * (peer + 1))] for peer in range(3)]
-
-    def told(share: float) -> list[PeerRecord]:
-        parts = [samples[: int(share * len(samples))] for samples in raw]
-        return [
-            trainer(f"p{i}", serving=ServingReport(0, ServingTotals(len(part), first_token=Latencies.of(part))))
-            for i, part in enumerate(parts)
-        ]
-
-    recent = serving_view(told(1.0), learned(told(0.0), told(0.5), told(1.0)).served()).first_token
-    together = sorted(sample for samples in raw for sample in samples)
-    for found, share in ((recent.p50, 0.5), (recent.p95, 0.95), (recent.p99, 0.99)):
-        assert found == pytest.approx(together[int(share * len(together))], rel=0.36)
 
 
 def test_without_a_peer_that_serves_there_is_nothing_to_show() -> None:

@@ -162,7 +162,7 @@ def test_a_loss_that_is_no_number_means_that_it_diverged(loss: float | None) -> 
 OUT_OF_BOUNDS: dict[str, tuple[Any, ...]] = {
     "round": (-1, 1.0, True, 2**63), "lineage": (b"short",), "digest": ("d" * 32,), "role": ("admin",),
     "state": (None,), "reachability": ("magic",), "loss": (NAN, "2.5"), "tokens_per_second": (INF, -1.0),
-    "bytes_sent": (-5,), "direct_refusals": (-1, "3"), "name": ("x" * 65, "red\x1b[31m"),
+    "bytes_sent": (-5,), "direct_refusals": (-1, "3"), "name": ("x" * 65, "red\x1b[31m", "\ud800"),
     "note": ("two\nlines", "x" * 201), "addresses": (["/a"] * 17, "/ip4/1.2.3.4", [1]),
     "last_rounds": ([{"round": 1}], [[]], {}), "started_at": (None,), "trained_tokens": (-1, 1.5),
     "trained_rounds": (2**63,), "diverged": (1, None), "clock_skew_seconds": (NAN, 1e13, "0"),

@@ -95,19 +95,6 @@ def test_loss_makes_it_slower_and_nothing_else() -> None:
     assert seconds(0.0) < seconds(0.2)
 
 
-@simulated()
-async def test_a_writer_blocks_when_nobody_reads(network: SimulatedNetwork) -> None:
-    first, second = await pair(network)
-    stream = await first.transport.open(second.peer_id, SINK, 5)
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(60):
-            await stream.write(bytes(8 << 20))
-    sent = sum(int(str(event[-1])) for event in network.trace if event[1] == "write")
-    assert (1 << 20) <= sent <= (1 << 20) + 2 * 65536
-    stream.abort()
-    await second.close()
-
-
 @simulated(model=FIXED)
 async def test_a_crash_ends_streams_and_tasks_and_refuses_dials(network: SimulatedNetwork) -> None:
     unwound: list[str] = []

@@ -37,16 +37,6 @@ from tests.support.sim.stage_hosts import (
 )
 
 
-@simulated()
-async def test_a_microbatch_counts_once_at_each_stage(network: SimulatedNetwork) -> None:
-    async with hosts(network, (0, 1, 2)) as swarm:
-        for number in range(3):
-            await send_and_settle(swarm, swarm.trainers[0], number, swarm.hosts)
-        check_untouched(swarm, 0, 1, 2)
-        assert all(not each.rpc.refusals for each in swarm.hosts)
-        assert all(each.host.tokens_per_second > 0 for each in swarm.hosts)
-
-
 @simulated(seed=27)
 async def test_an_evaluation_gives_the_same_loss_and_counts_nowhere(network: SimulatedNetwork) -> None:
     async with hosts(network, (0, 1, 2)) as swarm:

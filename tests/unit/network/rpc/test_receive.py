@@ -1,4 +1,4 @@
-"""Who lives is not taken for dead, and who is dead is noticed in time."""
+"""Receiving: who is dead is noticed in time, what is read ahead is bounded, and bad frames end the channel."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import cast
 
 import pytest
 
-from p2ptrain.errors import PeerLostError, PeerSilentError
-from p2ptrain.network.rpc.channel import Channel
+from p2ptrain.errors import PeerLostError, PeerSilentError, ProtocolError
+from p2ptrain.network.rpc.channel import Channel, ChannelLimits
+from p2ptrain.network.rpc.frames import FRAME, MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, Kind, frame, pack
 from p2ptrain.network.rpc.heartbeat import Heartbeat
+from p2ptrain.network.rpc.inbox import Inbox, Sink
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
 from p2ptrain.network.transport import Stream
 from tests.support.coroutines import simulated
@@ -183,3 +185,161 @@ async def test_a_process_that_stood_still_gives_the_other_side_its_whole_time_ag
     assert silences == [71.0]
     await listening
     await peer.close()
+
+
+@simulated(model=LinkModel(up_bytes_per_second=None, down_bytes_per_second=None))
+async def test_what_is_buffered_for_an_owner_that_does_not_read_is_bounded(network: SimulatedNetwork) -> None:
+    held: list[int] = []
+
+    async def server(channel: Channel) -> None:
+        await asyncio.sleep(30)
+        held.append(channel._inbox.num_bytes)
+        await channel.receive_bytes(32 << 20, 600)
+
+    async with conversation(network, server) as (channel, caller, other):
+        sending = asyncio.create_task(channel.send_bytes(bytes(32 << 20)))
+        await asyncio.sleep(25)
+        assert caller.rpc.bytes_sent < 2 << 20
+        assert other.rpc.bytes_received < ChannelLimits().inbox_bytes + 70_000
+        await sending
+    assert 0 < held[0] <= ChannelLimits().inbox_bytes + 70_000
+
+
+@simulated()
+async def test_a_flood_of_tiny_messages_is_bounded(network: SimulatedNetwork) -> None:
+    tiny = frame(Kind.MESSAGE, pack({}))
+
+    async def server(stream: Stream) -> None:
+        while True:
+            await stream.write(tiny * 1000)
+
+    async with against(network, server) as channel:
+        await asyncio.sleep(10)
+        assert len(channel._inbox) < 3000
+        channel.abort()
+
+
+@simulated()
+async def test_a_long_message_is_not_read_before_it_is_asked_for(network: SimulatedNetwork) -> None:
+    async def server(channel: Channel) -> None:
+        await channel.send({"data": bytes(5 << 20)})
+
+    async with conversation(network, server) as (channel, caller, _):
+        await asyncio.sleep(5)
+        assert caller.rpc.bytes_received < 100
+        message = await channel.receive(dict, 30, max_bytes=MAX_MESSAGE_BYTES)
+        assert len(message["data"]) == 5 << 20
+
+
+@simulated()
+async def test_only_one_task_receives_and_a_second_does_not_disturb_it(network: SimulatedNetwork) -> None:
+    async def server(channel: Channel) -> None:
+        await asyncio.sleep(1)
+        await channel.send({"data": bytes(100_000)})
+
+    async with conversation(network, server) as (channel, _, _):
+        first = asyncio.create_task(channel.receive(dict, 5, max_bytes=200_000))
+        await asyncio.sleep(0)
+        with pytest.raises(ValueError, match="only one task"):
+            await channel.receive_bytes(5, 5)
+        assert len((await first)["data"]) == 100_000
+
+
+def test_an_inbox_has_room_up_to_its_bound_and_always_for_one_item() -> None:
+    inbox = Inbox("remote", 1000)
+    assert inbox.has_room(5000)
+    inbox.put(Kind.BULK, bytes(700))
+    assert 700 < inbox.num_bytes < 1000
+    assert inbox.has_room(1000 - inbox.num_bytes)
+    assert not inbox.has_room(1001 - inbox.num_bytes)
+    sink = Sink("remote", memoryview(bytearray(700)))
+    inbox.pour(sink)
+    assert inbox.num_bytes == len(inbox) == 0
+    assert not sink.complete
+
+
+def test_an_inbox_that_is_closed_holds_nobody_back_and_keeps_nothing() -> None:
+    inbox = Inbox("remote", 10)
+    inbox.put(Kind.BULK, bytes(10))
+    assert not inbox.has_room(1)
+    inbox.close()
+    assert inbox.has_room(1 << 20, if_wanted=True)
+    inbox.put(Kind.BULK, bytes(10))
+    assert len(inbox) == 1
+
+
+@pytest.mark.parametrize("sent", [0, 999, 1001, 300_000])
+@pytest.mark.parametrize("wait_seconds", [0, 2])
+@simulated()
+async def test_a_buffer_of_another_length_is_a_protocol_error(
+    network: SimulatedNetwork, sent: int, wait_seconds: float
+) -> None:
+    async def server(channel: Channel) -> None:
+        await channel.send_bytes(bytes(sent))
+
+    async with conversation(network, server) as (channel, _, _):
+        await asyncio.sleep(wait_seconds)
+        with pytest.raises(ProtocolError, match="not 1000 bytes long"):
+            await channel.receive_bytes(1000, 5)
+        with pytest.raises(ProtocolError):
+            await channel.send({})
+
+
+@pytest.mark.parametrize("wait_seconds", [0, 1])
+@pytest.mark.parametrize("due", ["bulk data", "a message"])
+@simulated()
+async def test_a_message_where_bulk_is_due_and_the_reverse_are_protocol_errors(
+    network: SimulatedNetwork, due: str, wait_seconds: float
+) -> None:
+    async def server(channel: Channel) -> None:
+        await (channel.send({"bulk": False}) if due == "bulk data" else channel.send_bytes(b"bulk"))
+        await asyncio.sleep(30)
+
+    async with conversation(network, server) as (channel, _, _):
+        await asyncio.sleep(wait_seconds)
+        with pytest.raises(ProtocolError, match=f"{due} was due"):
+            await (channel.receive_bytes(4, 5) if due == "bulk data" else channel.receive(dict, 5))
+
+
+@pytest.mark.parametrize(
+    ("data", "what"),
+    [
+        (FRAME.pack(MAX_MESSAGE_BYTES + 1, Kind.MESSAGE), "are allowed"),
+        (FRAME.pack(70_000, Kind.MESSAGE), "are allowed"),
+        (FRAME.pack(MAX_FRAME_BYTES + 1, Kind.BULK), "are allowed"),
+        (FRAME.pack(0, Kind.BULK), "empty piece"),
+        (FRAME.pack(5, Kind.PING), "kind 4 with 5 bytes"),
+        (FRAME.pack(0, 99), "unknown kind 99"),
+        (FRAME.pack(5000, Kind.ERROR), "kind 7 with 5000 bytes"),
+        (frame(Kind.ERROR, pack({"reason": "\x1b[2J"})), "printable"),
+        (frame(Kind.ERROR, b"no"), "not a message"),
+        (frame(Kind.ACK), "acknowledged"),
+        (frame(Kind.MESSAGE, b"\xc1"), "not a message"),
+        (frame(Kind.MESSAGE, b"\x91" * 3000), "not a message"),
+        (frame(Kind.MESSAGE, b"\x81\x01\x02"), "not a m"),
+    ],
+)
+@simulated()
+async def test_malformed_frames_are_protocol_errors(network: SimulatedNetwork, data: bytes, what: str) -> None:
+    async def server(stream: Stream) -> None:
+        await stream.write(data)
+        await asyncio.sleep(30)
+
+    async with against(network, server) as channel:
+        with pytest.raises(ProtocolError, match=what):
+            await channel.receive(dict, 5)
+
+
+@pytest.mark.parametrize("cut_after", [0, 3, 5, 50])
+@simulated()
+async def test_an_end_of_stream_without_an_end_mark_is_a_lost_peer(network: SimulatedNetwork, cut_after: int) -> None:
+    data = frame(Kind.BULK_END, bytes(100))
+
+    async def server(stream: Stream) -> None:
+        await stream.write(data[:cut_after])
+        await stream.close()
+
+    async with against(network, server) as channel:
+        with pytest.raises(PeerLostError):
+            await channel.receive_bytes(100, 5)
+        assert network.loop.time() < 5
