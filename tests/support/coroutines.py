@@ -1,64 +1,115 @@
-"""Tests that are coroutines: each runs on an event loop of its own, in real or in simulated time."""
+"""Tests that are coroutines: in virtual time on a simulated network, or on a real event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import inspect
-from collections.abc import Callable, Coroutine
-from typing import Any, Concatenate, ParamSpec
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 import pytest
 import uvloop
 
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 
-P = ParamSpec("P")
-
-
-def on_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
-    """Run a test on asyncio's event loop."""
-
-    @functools.wraps(test)
-    def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        asyncio.run(test(*args, **kwargs))
-
-    return run
-
-
-def on_both_loops(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
-    """Run a test on asyncio's event loop and on uvloop, each time within 30 seconds."""
-
-    @functools.wraps(test)
-    def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        on_loop: Any = kwargs.pop("on_loop")
-        on_loop(asyncio.wait_for(test(*args, **kwargs), 30))
-
-    _declare(run, [*inspect.signature(test).parameters, "on_loop"])
-    on_each: Callable[..., Callable[P, None]] = pytest.mark.parametrize(
-        "on_loop", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"]
-    )
-    return on_each(run)
+Test = Callable[..., Awaitable[None]]
+Setup = Callable[..., AbstractAsyncContextManager[Any]]
+REAL_SECONDS = 100.0
+"""How long a test may take on a real event loop."""
 
 
 def simulated(
-    seed: int = 1, **options: Any
-) -> Callable[[Callable[Concatenate[SimulatedNetwork, P], Coroutine[Any, Any, None]]], Callable[P, None]]:
-    """Run a test on a simulated network, which is its first argument; ``options`` are those of `simulate`."""
+    setup: Setup | None = None,
+    *given: Any,
+    seed: int | Sequence[int] | Callable[..., int] | None = None,
+    **options: Any,
+) -> Callable[[Test], Callable[..., None]]:
+    """Run a test in virtual time, within the context ``setup(network, *given)`` if there is a setup.
 
-    def decorate(test: Callable[Concatenate[SimulatedNetwork, P], Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    The test's first argument is then the context's value. Its argument ``network`` is the simulated network. pytest
+    passes all others.
+
+    Args:
+        setup: Makes the context, such as `tests.support.sim.peers.members`.
+        given: Passed to ``setup``.
+        seed: Of `simulate`; or several, with each of which the test runs; or a function of the test's other arguments.
+            By default the test's argument ``seed``, or 1.
+        options: Of `simulate`.
+    """
+
+    def decorate(test: Test) -> Callable[..., None]:
+        names = list(inspect.signature(test).parameters)
+
         @functools.wraps(test)
-        def run(*args: P.args, **kwargs: P.kwargs) -> None:
-            simulate(lambda network: test(network, *args, **kwargs), seed, **options)
+        def run(**named: Any) -> None:
+            number = named.get("seed", 1) if seed is None or isinstance(seed, Sequence) else seed
+            if "seed" not in names:
+                named.pop("seed", None)
 
-        _, *names = inspect.signature(test).parameters
-        _declare(run, names)
-        return run
+            async def main(network: SimulatedNetwork) -> None:
+                if "network" in names:
+                    named["network"] = network
+                await _within(setup, (network, *given), test, named)
+
+            simulate(main, number(**named) if callable(number) else number, **options)
+
+        wanted = [name for name in names[setup is not None :] if name != "network"]
+        if not isinstance(seed, Sequence):
+            return _declared(run, wanted)
+        return parametrized(_declared(run, [*wanted, "seed"]), "seed", seed)
 
     return decorate
 
 
-def _declare(test: Callable[..., None], names: list[str]) -> None:
+def on_loop(test: Test) -> Callable[..., None]:
+    """Run a test on asyncio's event loop."""
+    return on_loop_within(None)(test)
+
+
+def on_loop_within(setup: Setup | None, *given: Any, **options: Any) -> Callable[[Test], Callable[..., None]]:
+    """Run a test on asyncio's event loop, within the context ``setup(*given, **options)``, its first argument."""
+
+    def decorate(test: Test) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(**named: Any) -> None:
+            made = None if setup is None else functools.partial(setup, **options)
+            asyncio.run(asyncio.wait_for(_within(made, given, test, named), REAL_SECONDS))
+
+        return _declared(run, list(inspect.signature(test).parameters)[setup is not None :])
+
+    return decorate
+
+
+def on_both_loops(test: Test) -> Callable[..., None]:
+    """Run a test on asyncio's event loop and on uvloop."""
+
+    @functools.wraps(test)
+    def run(**named: Any) -> None:
+        on_loop: Any = named.pop("on_loop")
+        on_loop(asyncio.wait_for(_within(None, (), test, named), REAL_SECONDS))
+
+    declared = _declared(run, [*inspect.signature(test).parameters, "on_loop"])
+    return parametrized(declared, "on_loop", [asyncio.run, uvloop.run])
+
+
+def parametrized(test: Callable[..., None], name: str, values: Sequence[Any]) -> Callable[..., None]:
+    """Have pytest run a test with each of these values."""
+    mark: Callable[[Callable[..., None]], Callable[..., None]] = pytest.mark.parametrize(name, values)
+    return mark(test)
+
+
+async def _within(setup: Setup | None, given: tuple[Any, ...], test: Test, named: dict[str, Any]) -> None:
+    if setup is None:
+        await test(**named)
+        return
+    async with setup(*given) as value:
+        await test(value, **named)
+
+
+def _declared(test: Callable[..., None], names: list[str]) -> Callable[..., None]:
     """Have pytest pass these fixtures and parameters."""
     parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
     vars(test)["__signature__"] = inspect.Signature(parameters)
+    return test

@@ -26,7 +26,7 @@ from p2ptrain.network.records.serving import Latencies
 from p2ptrain.status.rounds import RoundBook
 from p2ptrain.status.serving import Amount
 from p2ptrain.status.views import Event, RoundView
-from tests.support.coroutines import on_loop
+from tests.support.coroutines import on_loop, on_loop_within
 from tests.support.web.stores import open_store, peer
 from tests.support.web.watched import START, SWARM, report, trainer
 
@@ -60,28 +60,26 @@ def round_view(number: int) -> RoundView:
     ],
     ids=["a mean", "a count", "a rate"],
 )
-@on_loop
+@on_loop_within(open_store)
 async def test_of_the_values_of_one_step_each_window_keeps_what_they_come_to(
-    name: str, told: dict[int, float | Amount], expected: dict[str, list[float]]
+    store: Store, name: str, told: dict[int, float | Amount], expected: dict[str, list[float]]
 ) -> None:
-    async with open_store() as store:
-        for seconds, value in told.items():
-            await store.add_points(ON_THE_WEEK + seconds, {name: value})
-        for window, (step, _) in WINDOWS.items():
-            series = await store.series(window, [name], ON_THE_WEEK + 200)
-            at = sorted({int(ON_THE_WEEK) + seconds // step * step for seconds in told})
-            assert series == {"step": step, "at": at, "series": {name: expected[window]}}
+    for seconds, value in told.items():
+        await store.add_points(ON_THE_WEEK + seconds, {name: value})
+    for window, (step, _) in WINDOWS.items():
+        series = await store.series(window, [name], ON_THE_WEEK + 200)
+        at = sorted({int(ON_THE_WEEK) + seconds // step * step for seconds in told})
+        assert series == {"step": step, "at": at, "series": {name: expected[window]}}
 
 
-@on_loop
-async def test_columns_align_and_what_was_not_seen_is_none() -> None:
-    async with open_store() as store:
-        await store.add_points(ON_THE_WEEK, {"loss": 1.0, "peers": 3.0})
-        await store.add_points(ON_THE_WEEK + 20, {"peers": 4.0})
-        await store.add_points(ON_THE_WEEK + 40, {"loss": 2.0})
-        series = await store.series("hour", ["loss", "peers", "aborted"], ON_THE_WEEK + 60)
-        assert len(series["at"]) == 3
-        assert series["series"] == {"loss": [1.0, None, 2.0], "peers": [3.0, 4.0, None], "aborted": [None] * 3}
+@on_loop_within(open_store)
+async def test_columns_align_and_what_was_not_seen_is_none(store: Store) -> None:
+    await store.add_points(ON_THE_WEEK, {"loss": 1.0, "peers": 3.0})
+    await store.add_points(ON_THE_WEEK + 20, {"peers": 4.0})
+    await store.add_points(ON_THE_WEEK + 40, {"loss": 2.0})
+    series = await store.series("hour", ["loss", "peers", "aborted"], ON_THE_WEEK + 60)
+    assert len(series["at"]) == 3
+    assert series["series"] == {"loss": [1.0, None, 2.0], "peers": [3.0, 4.0, None], "aborted": [None] * 3}
 
 
 @settings(max_examples=15)
@@ -154,12 +152,11 @@ async def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
     assert [each.name for each in path.parent.iterdir()] == ["history.db"], "nothing else is left there"
 
 
-@on_loop
-async def test_a_round_of_which_more_is_known_replaces_what_was_kept() -> None:
-    async with open_store() as store:
-        await store.add_rounds([round_view(7)])
-        await store.add_rounds([replace(round_view(7), verified=True)])
-        assert [each["verified"] for each in await store.rounds(100, 10)] == [True]
+@on_loop_within(open_store)
+async def test_a_round_of_which_more_is_known_replaces_what_was_kept(store: Store) -> None:
+    await store.add_rounds([round_view(7)])
+    await store.add_rounds([replace(round_view(7), verified=True)])
+    assert [each["verified"] for each in await store.rounds(100, 10)] == [True]
 
 
 async def fill(path: Path, swarm: str = SWARM.digest) -> None:
@@ -282,25 +279,23 @@ async def test_a_store_that_fails_says_so_and_can_still_be_closed(path: Path) ->
 
 
 @pytest.mark.parametrize("nasty", NASTY)
-@on_loop
-async def test_text_is_only_text(nasty: str) -> None:
-    async with open_store() as store:
-        await store.contribute([peer("a"), peer(nasty, name=nasty)], START, 1.0)
-        await store.add_events([Event(START, nasty, nasty, nasty)])
-        found = await store.contribution(nasty)
-        assert found is not None
-        assert found.name == nasty
-        assert await store.events(0.0, 10) == [Event(START, nasty, nasty, nasty)]
-        assert await store.contribution("' OR 1=1 --") is None
-        assert (await store.series("hour", [nasty], START))["series"] == {nasty: []}
-        assert len(await store.leaders(10)) == 2
+@on_loop_within(open_store)
+async def test_text_is_only_text(store: Store, nasty: str) -> None:
+    await store.contribute([peer("a"), peer(nasty, name=nasty)], START, 1.0)
+    await store.add_events([Event(START, nasty, nasty, nasty)])
+    found = await store.contribution(nasty)
+    assert found is not None
+    assert found.name == nasty
+    assert await store.events(0.0, 10) == [Event(START, nasty, nasty, nasty)]
+    assert await store.contribution("' OR 1=1 --") is None
+    assert (await store.series("hour", [nasty], START))["series"] == {nasty: []}
+    assert len(await store.leaders(10)) == 2
 
 
-@on_loop
-async def test_long_text_is_cut() -> None:
-    async with open_store() as store:
-        await store.add_events([Event(START, "alert", "", "x" * 10_000)])
-        assert [len(event.text) for event in await store.events(0.0, 1)] == [MAX_EVENT_CHARS]
+@on_loop_within(open_store)
+async def test_long_text_is_cut(store: Store) -> None:
+    await store.add_events([Event(START, "alert", "", "x" * 10_000)])
+    assert [len(event.text) for event in await store.events(0.0, 1)] == [MAX_EVENT_CHARS]
 
 
 @on_loop
@@ -378,22 +373,20 @@ async def test_contributions_never_fall(told: list[tuple[float, int, int]]) -> N
     assert (await contributions(*told)).tokens <= MAX_CONTRIBUTED
 
 
-@on_loop
-async def test_only_who_trains_contributes_and_only_training_counts_as_time() -> None:
-    async with open_store() as store:
-        peers = [peer("a"), peer("b", state="paused"), peer("c", role="bootstrap")]
-        await store.contribute(peers, START, 10.0)
-        await store.contribute(peers, START + 10.0, 10.0)
-        a, b = await store.contribution("a"), await store.contribution("b")
-        assert a is not None
-        assert b is not None
-        assert (a.seconds, a.first_seen, a.last_seen, b.seconds) == (20.0, START, START + 10.0, 0.0)
-        assert await store.contribution("c") is None
+@on_loop_within(open_store)
+async def test_only_who_trains_contributes_and_only_training_counts_as_time(store: Store) -> None:
+    peers = [peer("a"), peer("b", state="paused"), peer("c", role="bootstrap")]
+    await store.contribute(peers, START, 10.0)
+    await store.contribute(peers, START + 10.0, 10.0)
+    a, b = await store.contribution("a"), await store.contribution("b")
+    assert a is not None
+    assert b is not None
+    assert (a.seconds, a.first_seen, a.last_seen, b.seconds) == (20.0, START, START + 10.0, 0.0)
+    assert await store.contribution("c") is None
 
 
-@on_loop
-async def test_who_gave_most_comes_first() -> None:
-    async with open_store() as store:
-        given_by = [("a", 1), ("c", 9), ("b", 9)]
-        await store.contribute([peer(name, trained_tokens=tokens) for name, tokens in given_by], START, 0.0)
-        assert [each.peer for each in await store.leaders(2)] == ["b", "c"]
+@on_loop_within(open_store)
+async def test_who_gave_most_comes_first(store: Store) -> None:
+    given_by = [("a", 1), ("c", 9), ("b", 9)]
+    await store.contribute([peer(name, trained_tokens=tokens) for name, tokens in given_by], START, 0.0)
+    assert [each.peer for each in await store.leaders(2)] == ["b", "c"]

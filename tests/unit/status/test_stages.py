@@ -16,8 +16,8 @@ from p2ptrain.status.coverage import coverage
 from p2ptrain.status.rounds import SwarmRounds, told_of
 from p2ptrain.status.stages import joined
 from p2ptrain.status.views import RoundView, Snapshot
-from tests.support.coroutines import on_loop
-from tests.support.web.site import served
+from tests.support.coroutines import on_loop, on_loop_within
+from tests.support.web.site import Site, served
 from tests.support.web.stores import watched
 from tests.support.web.watched import (
     CUT,
@@ -198,15 +198,14 @@ def test_stages_without_known_blocks_are_watched_like_others() -> None:
     assert [row.cells for row in drawn.rows if row.peer == "a1"] == [(False, True, False, False)]
 
 
-@on_loop
-async def test_the_page_says_what_is_missing_and_names_no_blocks() -> None:
-    async with served(*pipeline(), swarm=STRANGE) as site:
-        page = (await site.get("/")).text
-        assert "Stages are shown without their blocks: unknown model family" in page
-        assert "Stages 0\u20133" in page
-        assert "block 0" not in page
-        assert "stage 0" in (await site.get("/peers/a0")).text
-        assert (await site.json("/join"))["missing"] == STRANGE.missing
+@on_loop_within(served, *pipeline(), swarm=STRANGE)
+async def test_the_page_says_what_is_missing_and_names_no_blocks(site: Site) -> None:
+    page = (await site.get("/")).text
+    assert "Stages are shown without their blocks: unknown model family" in page
+    assert "Stages 0\u20133" in page
+    assert "block 0" not in page
+    assert "stage 0" in (await site.get("/peers/a0")).text
+    assert (await site.json("/join"))["missing"] == STRANGE.missing
 
 
 def test_stages_are_measured_for_prometheus() -> None:

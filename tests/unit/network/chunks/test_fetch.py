@@ -105,66 +105,61 @@ async def with_sources(network: SimulatedNetwork, count: int, ration: Ration | N
         yield World(network, receiver, sources, ration or Ration())
 
 
-@simulated(model=LINKS)
-async def test_sources_share_the_work_and_each_chunk_comes_about_once(network: SimulatedNetwork) -> None:
-    async with with_sources(network, 3) as world:
-        started = asyncio.get_running_loop().time()
-        report = await world.fetch()
-        assert set(report.bytes_from) == set(world.ids)
-        assert len(world.target.arrived) <= NUM_CHUNKS + 4
-        assert asyncio.get_running_loop().time() - started < 0.6 * NUM_CHUNKS * CHUNK_BYTES / 1e5
+@simulated(with_sources, 3, model=LINKS)
+async def test_sources_share_the_work_and_each_chunk_comes_about_once(world: World) -> None:
+    started = asyncio.get_running_loop().time()
+    report = await world.fetch()
+    assert set(report.bytes_from) == set(world.ids)
+    assert len(world.target.arrived) <= NUM_CHUNKS + 4
+    assert asyncio.get_running_loop().time() - started < 0.6 * NUM_CHUNKS * CHUNK_BYTES / 1e5
 
 
-@simulated(model=LINKS)
-async def test_a_liar_is_named_and_counted_and_the_rest_is_right(network: SimulatedNetwork) -> None:
-    async with with_sources(network, 3) as world:
-        world.held[1].chunks = [bytes(CHUNK_BYTES)] * NUM_CHUNKS
-        report = await world.fetch()
-        assert report.liars == [world.ids[1]]
-        assert world.receiver.rpc.refusals == {(world.ids[1], "bad thing"): 1}
+@simulated(with_sources, 3, model=LINKS)
+async def test_a_liar_is_named_and_counted_and_the_rest_is_right(world: World) -> None:
+    world.held[1].chunks = [bytes(CHUNK_BYTES)] * NUM_CHUNKS
+    report = await world.fetch()
+    assert report.liars == [world.ids[1]]
+    assert world.receiver.rpc.refusals == {(world.ids[1], "bad thing"): 1}
 
 
-@simulated(model=LINKS)
-async def test_a_later_fetch_goes_on_from_what_there_is(network: SimulatedNetwork) -> None:
-    async with with_sources(network, 2) as world:
-        first, others = world.ids[0], world.ids[1:]
-        world.ids[1:] = []
-        task = world.receiver.peer.spawn(world.fetch())
-        while sum(world.target.done) < 10:  # noqa: ASYNC110 - virtual time
-            await asyncio.sleep(0.01)
-        world.network.crash(world.sources[0].peer)
-        with pytest.raises(PeerLostError, match="no source of the thing is left"):
-            await task
-        there = sum(world.target.done)
-        world.ids[:] = [first, *others]
-        await world.fetch()
-        assert list(world.senders().values()).count(first) == there
+@simulated(with_sources, 2, model=LINKS)
+async def test_a_later_fetch_goes_on_from_what_there_is(world: World) -> None:
+    first, others = world.ids[0], world.ids[1:]
+    world.ids[1:] = []
+    task = world.receiver.peer.spawn(world.fetch())
+    while sum(world.target.done) < 10:  # noqa: ASYNC110 - virtual time
+        await asyncio.sleep(0.01)
+    world.network.crash(world.sources[0].peer)
+    with pytest.raises(PeerLostError, match="no source of the thing is left"):
+        await task
+    there = sum(world.target.done)
+    world.ids[:] = [first, *others]
+    await world.fetch()
+    assert list(world.senders().values()).count(first) == there
 
 
-@simulated(model=LINKS)
-async def test_a_plan_is_kept_to_and_the_first_source_sends_what_another_fails_to(network: SimulatedNetwork) -> None:
-    async with with_sources(network, 3) as world:
-        plan = {source: range(number, NUM_CHUNKS, 3) for number, source in enumerate(world.ids)}
-        options = FetchOptions(attempts=1, plan=plan)
+@simulated(with_sources, 3, model=LINKS)
+async def test_a_plan_is_kept_to_and_the_first_source_sends_what_another_fails_to(world: World) -> None:
+    plan = {source: range(number, NUM_CHUNKS, 3) for number, source in enumerate(world.ids)}
+    options = FetchOptions(attempts=1, plan=plan)
 
-        async def refuse(channel: Channel, request: Open) -> None:
-            raise PeerRefusedError("?", "not now")
+    async def refuse(channel: Channel, request: Open) -> None:
+        raise PeerRefusedError("?", "not now")
 
-        world.sources[2].rpc.serve_channel(service("thing"), Open, refuse)
-        report = await world.fetch(options)
-        assert set(report.faults) == {world.ids[2]}
-        assert len(world.target.arrived) == NUM_CHUNKS
-        expected = {index: world.ids[1 if index % 3 == 1 else 0] for index in range(NUM_CHUNKS)}
-        assert world.senders() == expected
+    world.sources[2].rpc.serve_channel(service("thing"), Open, refuse)
+    report = await world.fetch(options)
+    assert set(report.faults) == {world.ids[2]}
+    assert len(world.target.arrived) == NUM_CHUNKS
+    expected = {index: world.ids[1 if index % 3 == 1 else 0] for index in range(NUM_CHUNKS)}
+    assert world.senders() == expected
 
 
-@simulated(model=LINKS)
-async def test_one_source_that_is_asked_for_all_at_first_sends_as_fast_as_its_link(network: SimulatedNetwork) -> None:
-    async with with_sources(network, 1) as world:
-        loop = asyncio.get_running_loop()
-        started = loop.time()
-        await world.fetch(FetchOptions(first_span=MAX_ASKED))
-        assert loop.time() - started < 0.2 + NUM_CHUNKS * CHUNK_BYTES / 1e5
+@simulated(with_sources, 1, model=LINKS)
+async def test_one_source_that_is_asked_for_all_at_first_sends_as_fast_as_its_link(world: World) -> None:
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    await world.fetch(FetchOptions(first_span=MAX_ASKED))
+    assert loop.time() - started < 0.2 + NUM_CHUNKS * CHUNK_BYTES / 1e5
 
 
 @pytest.mark.parametrize("indices", [[NUM_CHUNKS], [0, 1 << 31]])

@@ -17,7 +17,16 @@ from p2ptrain.network.schema import to_wire
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork
 from p2ptrain.pipeline.messages import Beat, HopFailedError, HopRequest, News
 from tests.support.coroutines import simulated
-from tests.support.sim.stage_hosts import HOP_LIMITS, check_sums, check_untouched, hosts, lie, send_and_settle, stay
+from tests.support.sim.stage_hosts import (
+    HOP_LIMITS,
+    Hosts,
+    check_sums,
+    check_untouched,
+    hosts,
+    lie,
+    send_and_settle,
+    stay,
+)
 
 # Hosts that lie
 
@@ -122,28 +131,27 @@ LIES = {
 
 
 @pytest.mark.parametrize(("lie_", "is_counted"), LIES.values(), ids=LIES.keys())
-@simulated(seed=24)
+@simulated(hosts, seed=24)
 async def test_a_host_that_answers_wrongly_leaves_the_routes_and_another_does_the_work(
-    network: SimulatedNetwork, lie_: Answer, is_counted: bool
+    swarm: Hosts, lie_: Answer, is_counted: bool
 ) -> None:
-    async with hosts(network) as swarm:
-        trainer, (first, last) = swarm.trainers[0], swarm.hosts
-        liar = await swarm.add_trainer("liar")
+    trainer, (first, last) = swarm.trainers[0], swarm.hosts
+    liar = await swarm.add_trainer("liar")
 
-        async def tell(channel: Channel, request: HopRequest) -> None:
-            await lie_(Named(channel, liar.rpc.peer_id), request)  # type: ignore[arg-type]
+    async def tell(channel: Channel, request: HopRequest) -> None:
+        await lie_(Named(channel, liar.rpc.peer_id), request)  # type: ignore[arg-type]
 
-        lie(liar, 1, tell)
-        swarm.introduce(2, liar=1)
-        hop = replace(swarm.hop(trainer, 0), route=(liar.rpc.peer_id,))
-        reply = await swarm.send(trainer, hop, first)
-        assert [leg.host for leg in reply.legs] == [first.id, last.id]
-        assert first.router.stages[1].has_failed(liar.rpc.peer_id)
-        expected = {(liar.rpc.peer_id, "bad answer"): 1} if is_counted else {}
-        assert first.rpc.refusals == expected
-        for each in swarm.hosts:
-            assert await swarm.settle(trainer, each, 0) == [True]
-        check_untouched(swarm, 0)
+    lie(liar, 1, tell)
+    swarm.introduce(2, liar=1)
+    hop = replace(swarm.hop(trainer, 0), route=(liar.rpc.peer_id,))
+    reply = await swarm.send(trainer, hop, first)
+    assert [leg.host for leg in reply.legs] == [first.id, last.id]
+    assert first.router.stages[1].has_failed(liar.rpc.peer_id)
+    expected = {(liar.rpc.peer_id, "bad answer"): 1} if is_counted else {}
+    assert first.rpc.refusals == expected
+    for each in swarm.hosts:
+        assert await swarm.settle(trainer, each, 0) == [True]
+    check_untouched(swarm, 0)
 
 
 class Named:
@@ -164,39 +172,35 @@ class Named:
 
 
 @pytest.mark.parametrize("value", [1e30, 3e38, -1e12])
-@simulated(seed=25)
-async def test_a_gradient_so_large_that_it_would_drown_all_others_is_not_added(
-    network: SimulatedNetwork, value: float
-) -> None:
+@simulated(hosts, seed=25)
+async def test_a_gradient_so_large_that_it_would_drown_all_others_is_not_added(swarm: Hosts, value: float) -> None:
     """Taking it out again would leave nothing of what others added."""
-    async with hosts(network) as swarm:
-        trainer, (first, last) = swarm.trainers[0], swarm.hosts
-        await send_and_settle(swarm, trainer, 0, swarm.hosts)
-        liar = await swarm.add_trainer("liar")
+    trainer, (first, last) = swarm.trainers[0], swarm.hosts
+    await send_and_settle(swarm, trainer, 0, swarm.hosts)
+    liar = await swarm.add_trainer("liar")
 
-        async def tell(channel: Channel, request: HopRequest) -> None:
-            huge = answer(torch.tensor(value))
-            await huge(Named(channel, liar.rpc.peer_id), request)  # type: ignore[arg-type]
+    async def tell(channel: Channel, request: HopRequest) -> None:
+        huge = answer(torch.tensor(value))
+        await huge(Named(channel, liar.rpc.peer_id), request)  # type: ignore[arg-type]
 
-        lie(liar, 1, tell)
-        with pytest.raises(HopFailedError, match=r"too large|not finite"):
-            await swarm.send(trainer, replace(swarm.hop(trainer, 1), route=(liar.rpc.peer_id,)), first)
-        check_untouched(swarm, 0)
-        assert last.sum.passes == 1
+    lie(liar, 1, tell)
+    with pytest.raises(HopFailedError, match=r"too large|not finite"):
+        await swarm.send(trainer, replace(swarm.hop(trainer, 1), route=(liar.rpc.peer_id,)), first)
+    check_untouched(swarm, 0)
+    assert last.sum.passes == 1
 
 
-@simulated(model=LinkModel((0.01, 0.01), buffer_bytes=256))
+@simulated(hosts, (0, 1, 1), model=LinkModel((0.01, 0.01), buffer_bytes=256))
 async def test_a_host_that_stops_before_it_has_the_tensors_is_noticed_as_soon_as_one_that_stops_later(
-    network: SimulatedNetwork,
+    swarm: Hosts, network: SimulatedNetwork
 ) -> None:
-    async with hosts(network, (0, 1, 1)) as swarm:
-        trainer, (first, stopped, other) = swarm.trainers[0], swarm.hosts
-        network.stall(stopped.peer)
-        began = network.loop.time()
-        reply = await swarm.send(trainer, swarm.hop(trainer, 0, stopped), first)
-        assert [leg.host for leg in reply.legs] == [first.id, other.id]
-        assert network.loop.time() - began < HOP_LIMITS.quiet_seconds + 2.0
-        assert first.router.stages[1].has_failed(stopped.id)
-        swarm.hosts.remove(stopped)
-        check_sums(swarm, [0])
-        swarm.hosts.append(stopped)
+    trainer, (first, stopped, other) = swarm.trainers[0], swarm.hosts
+    network.stall(stopped.peer)
+    began = network.loop.time()
+    reply = await swarm.send(trainer, swarm.hop(trainer, 0, stopped), first)
+    assert [leg.host for leg in reply.legs] == [first.id, other.id]
+    assert network.loop.time() - began < HOP_LIMITS.quiet_seconds + 2.0
+    assert first.router.stages[1].has_failed(stopped.id)
+    swarm.hosts.remove(stopped)
+    check_sums(swarm, [0])
+    swarm.hosts.append(stopped)

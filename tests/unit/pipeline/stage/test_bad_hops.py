@@ -17,7 +17,16 @@ from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.pipeline.messages import IDS, FromHost, Hop, Payload, Refused, pack
 from p2ptrain.pipeline.stage.ledger import Limits
 from tests.support.coroutines import simulated
-from tests.support.sim.stage_hosts import RefusedError, bits, check_untouched, heads, hosts, send_and_settle, send_raw
+from tests.support.sim.stage_hosts import (
+    Hosts,
+    RefusedError,
+    bits,
+    check_untouched,
+    heads,
+    hosts,
+    send_and_settle,
+    send_raw,
+)
 
 REFUSED = (RefusedError, PeerRefusedError)
 
@@ -96,33 +105,29 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-@simulated(seed=2)
-async def test_a_bad_hop_is_refused_and_counted_and_leaves_the_sum_as_it_was(
-    network: SimulatedNetwork, case: Case
-) -> None:
-    async with hosts(network, (0, 1), Limits(max_bytes=1 << 20)) as swarm:
-        trainer, host = swarm.trainers[0], swarm.hosts[case.stage]
-        await send_and_settle(swarm, trainer, 0, swarm.hosts)
-        before = bits(host)
-        hop = swarm.hop(trainer, 1, swarm.hosts[1]) if case.stage == 0 else swarm.hidden(trainer, 1)
-        request, data = case.change(hop)
-        with pytest.raises(REFUSED, match=case.reason) as caught:
-            await send_raw(trainer.rpc, host, request, *data)
-        assert "\n" not in str(caught.value)
-        assert host.rpc.refusals == {(trainer.rpc.peer_id, case.cause): 1}
-        assert bits(host) == before
-        check_untouched(swarm, 0)
-        await send_and_settle(swarm, trainer, 1, swarm.hosts)
-        check_untouched(swarm, 0, 1)
+@simulated(hosts, (0, 1), Limits(max_bytes=1 << 20), seed=2)
+async def test_a_bad_hop_is_refused_and_counted_and_leaves_the_sum_as_it_was(swarm: Hosts, case: Case) -> None:
+    trainer, host = swarm.trainers[0], swarm.hosts[case.stage]
+    await send_and_settle(swarm, trainer, 0, swarm.hosts)
+    before = bits(host)
+    hop = swarm.hop(trainer, 1, swarm.hosts[1]) if case.stage == 0 else swarm.hidden(trainer, 1)
+    request, data = case.change(hop)
+    with pytest.raises(REFUSED, match=case.reason) as caught:
+        await send_raw(trainer.rpc, host, request, *data)
+    assert "\n" not in str(caught.value)
+    assert host.rpc.refusals == {(trainer.rpc.peer_id, case.cause): 1}
+    assert bits(host) == before
+    check_untouched(swarm, 0)
+    await send_and_settle(swarm, trainer, 1, swarm.hosts)
+    check_untouched(swarm, 0, 1)
 
 
-@simulated(seed=3)
-async def test_what_is_refused_for_its_shape_is_refused_before_it_is_sent(network: SimulatedNetwork) -> None:
-    async with hosts(network) as swarm:
-        trainer, host = swarm.trainers[0], swarm.hosts[0]
-        request = {**to_wire(swarm.hop(trainer, 0).request), "inputs": {"codec": IDS, "shape": [1 << 10, 1 << 14]}}
-        with pytest.raises(REFUSED, match="takes an input of shape"):
-            await send_raw(trainer.rpc, host, request)  # And no tensors.
+@simulated(hosts, seed=3)
+async def test_what_is_refused_for_its_shape_is_refused_before_it_is_sent(swarm: Hosts) -> None:
+    trainer, host = swarm.trainers[0], swarm.hosts[0]
+    request = {**to_wire(swarm.hop(trainer, 0).request), "inputs": {"codec": IDS, "shape": [1 << 10, 1 << 14]}}
+    with pytest.raises(REFUSED, match="takes an input of shape"):
+        await send_raw(trainer.rpc, host, request)  # And no tensors.
 
 
 # Floods
@@ -191,16 +196,15 @@ async def test_what_is_still_coming_or_comes_early_takes_no_more_memory_than_the
         check_untouched(swarm, 50)
 
 
-@simulated(seed=13)
-async def test_a_full_host_says_so_before_tensors_are_sent(network: SimulatedNetwork) -> None:
-    async with hosts(network, (0, 1), Limits(max_bytes=1 << 20, max_running=2, max_share=0.5)) as swarm:
-        trainer, (first, last) = swarm.trainers[0], swarm.hosts
-        network.stall(last.peer, 2.0)
-        running = trainer.peer.spawn(swarm.send(trainer, swarm.hop(trainer, 0, last), first))
-        await asyncio.sleep(0.5)
-        with pytest.raises(REFUSED, match="full: "):
-            await send_raw(trainer.rpc, first, to_wire(swarm.hop(trainer, 1, last).request))
-        first.host.ledger.is_closed = True
-        with pytest.raises(REFUSED, match="late: "):
-            await send_raw(trainer.rpc, first, to_wire(swarm.hop(trainer, 1, last).request))
-        await running
+@simulated(hosts, (0, 1), Limits(max_bytes=1 << 20, max_running=2, max_share=0.5), seed=13)
+async def test_a_full_host_says_so_before_tensors_are_sent(swarm: Hosts, network: SimulatedNetwork) -> None:
+    trainer, (first, last) = swarm.trainers[0], swarm.hosts
+    network.stall(last.peer, 2.0)
+    running = trainer.peer.spawn(swarm.send(trainer, swarm.hop(trainer, 0, last), first))
+    await asyncio.sleep(0.5)
+    with pytest.raises(REFUSED, match="full: "):
+        await send_raw(trainer.rpc, first, to_wire(swarm.hop(trainer, 1, last).request))
+    first.host.ledger.is_closed = True
+    with pytest.raises(REFUSED, match="late: "):
+        await send_raw(trainer.rpc, first, to_wire(swarm.hop(trainer, 1, last).request))
+    await running

@@ -26,6 +26,7 @@ from tests.support.coroutines import simulated
 from tests.support.sim.peers import until
 from tests.support.sim.stage_hosts import (
     PASS_SECONDS,
+    Hosts,
     RefusedError,
     check_sums,
     check_untouched,
@@ -37,37 +38,35 @@ from tests.support.sim.stage_hosts import (
 )
 
 
-@simulated(seed=27)
-async def test_an_evaluation_gives_the_same_loss_and_counts_nowhere(network: SimulatedNetwork) -> None:
-    async with hosts(network, (0, 1, 2)) as swarm:
-        trainer, (first, *after) = swarm.trainers[0], swarm.hosts
-        hop = swarm.hop(trainer, 0, *after)
-        reply = await swarm.send(trainer, replace(hop, requires_grad=False), first)
-        assert reply.gradient is None
-        assert [leg.host for leg in reply.legs] == [each.id for each in swarm.hosts]
-        check_untouched(swarm)
-        assert all(len(each.host.ledger) == 0 for each in swarm.hosts)
-        many = [replace(swarm.hop(trainer, number, *after), requires_grad=False) for number in range(40)]
-        replies = await asyncio.gather(*(swarm.send(trainer, each, first) for each in many))
-        assert replies[0].loss == reply.loss, "who is told that a host is full comes again"
-        learned = await swarm.send(trainer, hop, first)
-        assert learned.loss == pytest.approx(reply.loss, rel=1e-6)
-        for each in swarm.hosts:
-            assert await swarm.settle(trainer, each, 0) == [True]
-        check_untouched(swarm, 0)
+@simulated(hosts, (0, 1, 2), seed=27)
+async def test_an_evaluation_gives_the_same_loss_and_counts_nowhere(swarm: Hosts) -> None:
+    trainer, (first, *after) = swarm.trainers[0], swarm.hosts
+    hop = swarm.hop(trainer, 0, *after)
+    reply = await swarm.send(trainer, replace(hop, requires_grad=False), first)
+    assert reply.gradient is None
+    assert [leg.host for leg in reply.legs] == [each.id for each in swarm.hosts]
+    check_untouched(swarm)
+    assert all(len(each.host.ledger) == 0 for each in swarm.hosts)
+    many = [replace(swarm.hop(trainer, number, *after), requires_grad=False) for number in range(40)]
+    replies = await asyncio.gather(*(swarm.send(trainer, each, first) for each in many))
+    assert replies[0].loss == reply.loss, "who is told that a host is full comes again"
+    learned = await swarm.send(trainer, hop, first)
+    assert learned.loss == pytest.approx(reply.loss, rel=1e-6)
+    for each in swarm.hosts:
+        assert await swarm.settle(trainer, each, 0) == [True]
+    check_untouched(swarm, 0)
 
 
-@simulated(seed=4)
-async def test_only_hosts_of_a_stage_answer_for_it(network: SimulatedNetwork) -> None:
-    async with hosts(network) as swarm:
-        trainer, (first, last) = swarm.trainers[0], swarm.hosts
-        for number, wrong in enumerate((first.id, trainer.rpc.peer_id, "nobody at all")):
-            hop = replace(swarm.hop(trainer, number), route=(wrong,))
-            reply = await swarm.send(trainer, hop, first)
-            assert [leg.host for leg in reply.legs] == [first.id, last.id]
-            assert await swarm.settle(trainer, first, number) == await swarm.settle(trainer, last, number)
-        check_untouched(swarm, 0, 1, 2)
-        assert not first.rpc.refusals
+@simulated(hosts, seed=4)
+async def test_only_hosts_of_a_stage_answer_for_it(swarm: Hosts) -> None:
+    trainer, (first, last) = swarm.trainers[0], swarm.hosts
+    for number, wrong in enumerate((first.id, trainer.rpc.peer_id, "nobody at all")):
+        hop = replace(swarm.hop(trainer, number), route=(wrong,))
+        reply = await swarm.send(trainer, hop, first)
+        assert [leg.host for leg in reply.legs] == [first.id, last.id]
+        assert await swarm.settle(trainer, first, number) == await swarm.settle(trainer, last, number)
+    check_untouched(swarm, 0, 1, 2)
+    assert not first.rpc.refusals
 
 
 # Rounds
@@ -106,34 +105,32 @@ async def test_what_comes_late_is_told_so_and_what_comes_early_waits_for_its_rou
         check_sums(swarm, [0, 1])
 
 
-@simulated(seed=6)
-async def test_a_round_that_never_begins_is_waited_for_no_longer_than_there_is_time(network: SimulatedNetwork) -> None:
-    async with hosts(network) as swarm:
-        trainer, (first, last) = swarm.trainers[0], swarm.hosts
-        request, data = heads(swarm.hop(trainer, 0, last, round=1 << 61))
-        with pytest.raises(RefusedError, match=r"early: .* came too early"):
-            await send_raw(trainer.rpc, first, request, *data, seconds=600.0)
-        check_untouched(swarm)
+@simulated(hosts, seed=6)
+async def test_a_round_that_never_begins_is_waited_for_no_longer_than_there_is_time(swarm: Hosts) -> None:
+    trainer, (first, last) = swarm.trainers[0], swarm.hosts
+    request, data = heads(swarm.hop(trainer, 0, last, round=1 << 61))
+    with pytest.raises(RefusedError, match=r"early: .* came too early"):
+        await send_raw(trainer.rpc, first, request, *data, seconds=600.0)
+    check_untouched(swarm)
 
 
-@simulated(seed=7)
-async def test_a_round_that_closes_takes_out_what_nobody_settled(network: SimulatedNetwork) -> None:
-    async with hosts(network) as swarm:
-        trainer, (first, last) = swarm.trainers[0], swarm.hosts
-        await send_and_settle(swarm, trainer, 0, swarm.hosts)
-        await swarm.send(trainer, swarm.hop(trainer, 1, last), first)  # Its trainer settles nothing.
-        network.stall(last.peer)
-        running = trainer.peer.spawn(swarm.send(trainer, swarm.hop(trainer, 2, last), first))
-        await asyncio.sleep(3 * PASS_SECONDS)
-        assert first.host.ledger.num_unsettled == 2
-        assert [id.number for id in await first.host.close_round(0.5)] == [0]
-        with pytest.raises(OtherRoundError):
-            await swarm.send(trainer, swarm.hop(trainer, 3, last), first)
-        network.resume(last.peer)
-        assert [id.number for id in await last.host.close_round(0.5)] == [0]
-        check_untouched(swarm, 0)
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+@simulated(hosts, seed=7)
+async def test_a_round_that_closes_takes_out_what_nobody_settled(swarm: Hosts, network: SimulatedNetwork) -> None:
+    trainer, (first, last) = swarm.trainers[0], swarm.hosts
+    await send_and_settle(swarm, trainer, 0, swarm.hosts)
+    await swarm.send(trainer, swarm.hop(trainer, 1, last), first)  # Its trainer settles nothing.
+    network.stall(last.peer)
+    running = trainer.peer.spawn(swarm.send(trainer, swarm.hop(trainer, 2, last), first))
+    await asyncio.sleep(3 * PASS_SECONDS)
+    assert first.host.ledger.num_unsettled == 2
+    assert [id.number for id in await first.host.close_round(0.5)] == [0]
+    with pytest.raises(OtherRoundError):
+        await swarm.send(trainer, swarm.hop(trainer, 3, last), first)
+    network.resume(last.peer)
+    assert [id.number for id in await last.host.close_round(0.5)] == [0]
+    check_untouched(swarm, 0)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
 
 
 @simulated(seed=9)
@@ -148,86 +145,80 @@ async def test_nobody_settles_or_gives_up_what_is_anothers(network: SimulatedNet
         check_untouched(swarm, 0)
 
 
-@simulated(seed=10)
-async def test_trainers_learn_of_the_next_round_and_of_what_is_in_the_last_ones(network: SimulatedNetwork) -> None:
-    async with hosts(network) as swarm:
-        trainer, host = swarm.trainers[0], swarm.hosts[0]
-        await send_and_settle(swarm, trainer, 0, swarm.hosts)
-        name = f"{host.service}.round"
-        asked = trainer.peer.spawn(trainer.rpc.call(host.id, name, RoundRequest(0, 30.0), RoundReply, 40.0))
-        assert (await trainer.rpc.call(host.id, name, RoundRequest(0, 1.0), RoundReply, 5.0)).round == 0
-        ids = await host.host.close_round(1.0)
-        host.host.begin_round(1)
-        assert (await asked).round == 1
+@simulated(hosts, seed=10)
+async def test_trainers_learn_of_the_next_round_and_of_what_is_in_the_last_ones(swarm: Hosts) -> None:
+    trainer, host = swarm.trainers[0], swarm.hosts[0]
+    await send_and_settle(swarm, trainer, 0, swarm.hosts)
+    name = f"{host.service}.round"
+    asked = trainer.peer.spawn(trainer.rpc.call(host.id, name, RoundRequest(0, 30.0), RoundReply, 40.0))
+    assert (await trainer.rpc.call(host.id, name, RoundRequest(0, 1.0), RoundReply, 5.0)).round == 0
+    ids = await host.host.close_round(1.0)
+    host.host.begin_round(1)
+    assert (await asked).round == 1
 
-        async def done(*numbers: int) -> tuple[bool, ...]:
-            request = DoneRequest(tuple((0, number) for number in numbers))
-            return (await trainer.rpc.call(host.id, f"{host.service}.done", request, Answers, 5.0)).answers
+    async def done(*numbers: int) -> tuple[bool, ...]:
+        request = DoneRequest(tuple((0, number) for number in numbers))
+        return (await trainer.rpc.call(host.id, f"{host.service}.done", request, Answers, 5.0)).answers
 
-        assert await done(0, 1) == (False, False)
-        host.host.remember_done(0, ids)
-        assert await done(0, 1) == (True, False)
-        for round in range(1, 10):
-            host.host.remember_done(round, [])
-        assert await done(0) == (False,)
+    assert await done(0, 1) == (False, False)
+    host.host.remember_done(0, ids)
+    assert await done(0, 1) == (True, False)
+    for round in range(1, 10):
+        host.host.remember_done(round, [])
+    assert await done(0) == (False,)
 
 
 # Hops that come again
 
 
-@simulated(seed=14)
-async def test_a_hop_that_is_repeated_while_it_runs_joins_it_and_counts_once(network: SimulatedNetwork) -> None:
-    async with hosts(network) as swarm:
-        trainer, (first, last) = swarm.trainers[0], swarm.hosts
-        hop = swarm.hop(trainer, 0, last)
-        sending = []
-        for _ in range(4):
-            sending.append(trainer.peer.spawn(swarm.send(trainer, hop, first)))
-            await asyncio.sleep(PASS_SECONDS / 2)
-        replies = await asyncio.gather(*sending)
-        assert len({reply.loss for reply in replies}) == 1
-        assert [each.sum.passes for each in swarm.hosts] == [1, 1]
-        assert await swarm.settle(trainer, first, 0) == await swarm.settle(trainer, last, 0) == [True]
-        check_untouched(swarm, 0)
+@simulated(hosts, seed=14)
+async def test_a_hop_that_is_repeated_while_it_runs_joins_it_and_counts_once(swarm: Hosts) -> None:
+    trainer, (first, last) = swarm.trainers[0], swarm.hosts
+    hop = swarm.hop(trainer, 0, last)
+    sending = []
+    for _ in range(4):
+        sending.append(trainer.peer.spawn(swarm.send(trainer, hop, first)))
+        await asyncio.sleep(PASS_SECONDS / 2)
+    replies = await asyncio.gather(*sending)
+    assert len({reply.loss for reply in replies}) == 1
+    assert [each.sum.passes for each in swarm.hosts] == [1, 1]
+    assert await swarm.settle(trainer, first, 0) == await swarm.settle(trainer, last, 0) == [True]
+    check_untouched(swarm, 0)
 
 
-@simulated(seed=15)
-async def test_a_hop_that_is_repeated_after_it_counted_gets_the_same_reply_and_counts_once(
-    network: SimulatedNetwork,
-) -> None:
-    async with hosts(network) as swarm:
-        trainer, (first, last) = swarm.trainers[0], swarm.hosts
-        hop = swarm.hidden(trainer, 0)
-        replies = [await swarm.send(trainer, hop, last) for _ in range(2)]
-        assert replies[0] == replies[1]
-        assert replies[0].gradient is not None
-        assert last.sum.passes == 1
-        assert first.sum.passes == 0
-        await swarm.settle(trainer, last, 0)
-        with pytest.raises(HopFailedError, match="settled already"):
-            await swarm.send(trainer, hop, last)
-        assert last.sum.passes == 1
-        assert torch.equal(last.sum.values, expected_sums(swarm.plan, [0])[1])
+@simulated(hosts, seed=15)
+async def test_a_hop_that_is_repeated_after_it_counted_gets_the_same_reply_and_counts_once(swarm: Hosts) -> None:
+    trainer, (first, last) = swarm.trainers[0], swarm.hosts
+    hop = swarm.hidden(trainer, 0)
+    replies = [await swarm.send(trainer, hop, last) for _ in range(2)]
+    assert replies[0] == replies[1]
+    assert replies[0].gradient is not None
+    assert last.sum.passes == 1
+    assert first.sum.passes == 0
+    await swarm.settle(trainer, last, 0)
+    with pytest.raises(HopFailedError, match="settled already"):
+        await swarm.send(trainer, hop, last)
+    assert last.sum.passes == 1
+    assert torch.equal(last.sum.values, expected_sums(swarm.plan, [0])[1])
 
 
 @pytest.mark.parametrize("is_counted", [False, True])
-@simulated(seed=16)
-async def test_another_microbatch_under_the_same_number_is_refused(network: SimulatedNetwork, is_counted: bool) -> None:
-    async with hosts(network) as swarm:
-        trainer, (first, last) = swarm.trainers[0], swarm.hosts
-        hop = swarm.hop(trainer, 0, last)
-        other = replace(hop, samples=1, tokens=8, inputs=_half(hop.inputs), targets=_half(hop.targets))
-        sending = trainer.peer.spawn(swarm.send(trainer, hop, first))
-        if is_counted:
-            await sending
-        else:
-            await asyncio.sleep(PASS_SECONDS)
-        with pytest.raises(HopFailedError, match="another microbatch"):
-            await swarm.send(trainer, other, first)
+@simulated(hosts, seed=16)
+async def test_another_microbatch_under_the_same_number_is_refused(swarm: Hosts, is_counted: bool) -> None:
+    trainer, (first, last) = swarm.trainers[0], swarm.hosts
+    hop = swarm.hop(trainer, 0, last)
+    other = replace(hop, samples=1, tokens=8, inputs=_half(hop.inputs), targets=_half(hop.targets))
+    sending = trainer.peer.spawn(swarm.send(trainer, hop, first))
+    if is_counted:
         await sending
-        for each in swarm.hosts:
-            await swarm.settle(trainer, each, 0)
-        check_untouched(swarm, 0)
+    else:
+        await asyncio.sleep(PASS_SECONDS)
+    with pytest.raises(HopFailedError, match="another microbatch"):
+        await swarm.send(trainer, other, first)
+    await sending
+    for each in swarm.hosts:
+        await swarm.settle(trainer, each, 0)
+    check_untouched(swarm, 0)
 
 
 def _half(payload: Payload) -> Payload:
@@ -272,60 +263,58 @@ def test_a_substitute_goes_to_the_host_that_its_predecessor_went_to_which_counts
     simulate(main, seed)
 
 
-@simulated(seed=17)
-async def test_who_repeats_a_hop_is_told_how_far_it_is_and_is_not_held_up_by_who_is_gone(
-    network: SimulatedNetwork,
-) -> None:
-    async with hosts(network) as swarm:
-        trainer, (first, last) = swarm.trainers[0], swarm.hosts
-        hop, told = swarm.hop(trainer, 0, last), list[tuple[int, str]]()
+@simulated(hosts, seed=17)
+async def test_who_repeats_a_hop_is_told_how_far_it_is_and_is_not_held_up_by_who_is_gone(swarm: Hosts) -> None:
+    trainer, (first, last) = swarm.trainers[0], swarm.hosts
+    hop, told = swarm.hop(trainer, 0, last), list[tuple[int, str]]()
 
-        async def broken(stage: int, host: str) -> None:
-            raise PeerError(trainer.rpc.peer_id, "is gone")
+    async def broken(stage: int, host: str) -> None:
+        raise PeerError(trainer.rpc.peer_id, "is gone")
 
-        async def hear(stage: int, host: str) -> None:
-            told.append((stage, host))
+    async def hear(stage: int, host: str) -> None:
+        told.append((stage, host))
 
-        gone = first.peer.spawn(first.host.take(hop, broken))
-        await asyncio.sleep(0.01)
-        reply = await first.peer.spawn(first.host.take(hop, hear))
-        assert reply.loss > 0
-        assert told == [(0, first.id), (1, last.id)]
-        later = list[tuple[int, str]]()
+    gone = first.peer.spawn(first.host.take(hop, broken))
+    await asyncio.sleep(0.01)
+    reply = await first.peer.spawn(first.host.take(hop, hear))
+    assert reply.loss > 0
+    assert told == [(0, first.id), (1, last.id)]
+    later = list[tuple[int, str]]()
 
-        async def hear_later(stage: int, host: str) -> None:
-            later.append((stage, host))
+    async def hear_later(stage: int, host: str) -> None:
+        later.append((stage, host))
 
-        await asyncio.gather(gone, return_exceptions=True)
-        await first.peer.spawn(first.host.take(hop, hear_later))
-        assert first.sum.passes == 1
+    await asyncio.gather(gone, return_exceptions=True)
+    await first.peer.spawn(first.host.take(hop, hear_later))
+    assert first.sum.passes == 1
 
 
 # Taking out
 
 
 @pytest.mark.parametrize("seconds", [0.5, 1.5, 2.5, 3.5, 4.5])
-@simulated(seed=18)
-async def test_what_is_given_up_leaves_the_sum_bit_by_bit_without_it(network: SimulatedNetwork, seconds: float) -> None:
+@simulated(hosts, seed=18)
+async def test_what_is_given_up_leaves_the_sum_bit_by_bit_without_it(
+    swarm: Hosts, network: SimulatedNetwork, seconds: float
+) -> None:
     """Whether it waits for a pass, is in one, is at the next host, or has counted."""
-    async with hosts(network) as swarm:
-        trainer, (first, last) = swarm.trainers[0], swarm.hosts
-        network.set_latency(trainer.peer, first.peer, 0.0)
-        network.set_latency(first.peer, last.peer, 0.0)
-        await send_and_settle(swarm, trainer, 0, swarm.hosts)
-        sending = trainer.peer.spawn(swarm.send(trainer, swarm.hop(trainer, 1, last), first))
-        beside = trainer.peer.spawn(send_and_settle(swarm, trainer, 2, swarm.hosts))
-        await asyncio.sleep(seconds * PASS_SECONDS)
-        for each in swarm.hosts:
-            await swarm.settle(trainer, each, abandoned=(1,))
-        await beside
-        await asyncio.gather(sending, return_exceptions=True)
-        for each in swarm.hosts:  # What went on after that is given up again, or was never known.
-            await swarm.settle(trainer, each, abandoned=(1,))
-        await asyncio.sleep(1.0)
-        check_untouched(swarm, 0, 2)
-        await send_and_settle(swarm, trainer, 3, swarm.hosts)
-        check_untouched(swarm, 0, 2, 3)
+    trainer, (first, last) = swarm.trainers[0], swarm.hosts
+    network.set_latency(trainer.peer, first.peer, 0.0)
+    network.set_latency(first.peer, last.peer, 0.0)
+    await send_and_settle(swarm, trainer, 0, swarm.hosts)
+    sending = trainer.peer.spawn(swarm.send(trainer, swarm.hop(trainer, 1, last), first))
+    beside = trainer.peer.spawn(send_and_settle(swarm, trainer, 2, swarm.hosts))
+    await asyncio.sleep(seconds * PASS_SECONDS)
+    for each in swarm.hosts:
+        await swarm.settle(trainer, each, abandoned=(1,))
+    await beside
+    await asyncio.gather(sending, return_exceptions=True)
+    for each in swarm.hosts:  # What went on after that is given up again, or was never known.
+        await swarm.settle(trainer, each, abandoned=(1,))
+    await asyncio.sleep(1.0)
+    check_untouched(swarm, 0, 2)
+    await send_and_settle(swarm, trainer, 3, swarm.hosts)
+    check_untouched(swarm, 0, 2, 3)
 
 
 @simulated(seed=19)
@@ -340,20 +329,19 @@ async def test_what_a_silent_trainer_never_settles_is_taken_out_after_a_while(ne
         check_untouched(swarm, 0)
 
 
-@simulated(seed=20)
-async def test_what_is_counted_again_is_kept_as_long_as_any(network: SimulatedNetwork) -> None:
-    async with hosts(network) as swarm:
-        trainer, (first, last) = swarm.trainers[0], swarm.hosts
-        hop = swarm.hop(trainer, 0, last)
-        await swarm.send(trainer, hop, first)
-        await asyncio.sleep(FORGET_SECONDS / 2)
-        for each in swarm.hosts:
-            await swarm.settle(trainer, each, abandoned=(0,))
-        await swarm.send(trainer, hop, first)
-        await asyncio.sleep(FORGET_SECONDS * 0.75)
-        for each in swarm.hosts:
-            assert await swarm.settle(trainer, each, 0) == [True]
-        check_untouched(swarm, 0)
+@simulated(hosts, seed=20)
+async def test_what_is_counted_again_is_kept_as_long_as_any(swarm: Hosts) -> None:
+    trainer, (first, last) = swarm.trainers[0], swarm.hosts
+    hop = swarm.hop(trainer, 0, last)
+    await swarm.send(trainer, hop, first)
+    await asyncio.sleep(FORGET_SECONDS / 2)
+    for each in swarm.hosts:
+        await swarm.settle(trainer, each, abandoned=(0,))
+    await swarm.send(trainer, hop, first)
+    await asyncio.sleep(FORGET_SECONDS * 0.75)
+    for each in swarm.hosts:
+        assert await swarm.settle(trainer, each, 0) == [True]
+    check_untouched(swarm, 0)
 
 
 @simulated(seed=21)
@@ -373,34 +361,34 @@ async def test_what_nobody_asks_for_any_more_is_kept_for_a_while_and_then_given_
         check_untouched(swarm, 0)
 
 
-@simulated(seed=22)
-async def test_a_bad_microbatch_that_is_given_up_during_its_pass_harms_no_other(network: SimulatedNetwork) -> None:
+@simulated(hosts, seed=22)
+async def test_a_bad_microbatch_that_is_given_up_during_its_pass_harms_no_other(
+    swarm: Hosts, network: SimulatedNetwork
+) -> None:
     """Nothing was added by a pass that failed, and nothing is taken out for it."""
-    async with hosts(network) as swarm:
-        trainer, last = swarm.trainers[0], swarm.hosts[1]
-        network.set_latency(trainer.peer, last.peer, 0.0)
-        await send_and_settle(swarm, trainer, 0, swarm.hosts)
-        hop = swarm.hidden(trainer, 1)
-        hop = replace(hop, inputs=pack(torch.full(hop.inputs.shape, -3e38), "fp32"))
-        sending = trainer.peer.spawn(swarm.send(trainer, hop, last))
-        await until(lambda: last.host.ledger.num_running == 1)
-        await asyncio.sleep(PASS_SECONDS / 4)
-        await swarm.settle(trainer, last, abandoned=(1,))
-        assert [id.number for id in await last.host.close_round(1.0)] == [0]
-        await asyncio.gather(sending, return_exceptions=True)
-        check_untouched(swarm, 0)
+    trainer, last = swarm.trainers[0], swarm.hosts[1]
+    network.set_latency(trainer.peer, last.peer, 0.0)
+    await send_and_settle(swarm, trainer, 0, swarm.hosts)
+    hop = swarm.hidden(trainer, 1)
+    hop = replace(hop, inputs=pack(torch.full(hop.inputs.shape, -3e38), "fp32"))
+    sending = trainer.peer.spawn(swarm.send(trainer, hop, last))
+    await until(lambda: last.host.ledger.num_running == 1)
+    await asyncio.sleep(PASS_SECONDS / 4)
+    await swarm.settle(trainer, last, abandoned=(1,))
+    assert [id.number for id in await last.host.close_round(1.0)] == [0]
+    await asyncio.gather(sending, return_exceptions=True)
+    check_untouched(swarm, 0)
 
 
-@simulated(seed=23)
-async def test_a_host_that_is_closed_leaves_nothing_to_come(network: SimulatedNetwork) -> None:
-    async with hosts(network) as swarm:
-        trainer, (first, last) = swarm.trainers[0], swarm.hosts
-        await swarm.send(trainer, swarm.hop(trainer, 0, last), first)
-        sending = trainer.peer.spawn(swarm.send(trainer, swarm.hop(trainer, 1, last), first))
-        await asyncio.sleep(2.5 * PASS_SECONDS)
-        for each in swarm.hosts:
-            await each.host.close()
-        passes = [each.sum.passes for each in swarm.hosts]
-        await asyncio.sleep(FORGET_SECONDS + 1.0)
-        assert [each.sum.passes for each in swarm.hosts] == passes
-        await asyncio.gather(sending, return_exceptions=True)
+@simulated(hosts, seed=23)
+async def test_a_host_that_is_closed_leaves_nothing_to_come(swarm: Hosts) -> None:
+    trainer, (first, last) = swarm.trainers[0], swarm.hosts
+    await swarm.send(trainer, swarm.hop(trainer, 0, last), first)
+    sending = trainer.peer.spawn(swarm.send(trainer, swarm.hop(trainer, 1, last), first))
+    await asyncio.sleep(2.5 * PASS_SECONDS)
+    for each in swarm.hosts:
+        await each.host.close()
+    passes = [each.sum.passes for each in swarm.hosts]
+    await asyncio.sleep(FORGET_SECONDS + 1.0)
+    assert [each.sum.passes for each in swarm.hosts] == passes
+    await asyncio.gather(sending, return_exceptions=True)
