@@ -14,7 +14,7 @@ from p2ptrain.network.rpc.channel import Channel, ChannelLimits
 from p2ptrain.network.rpc.frames import FRAME, MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, Kind, frame, pack
 from p2ptrain.network.rpc.heartbeat import Heartbeat
 from p2ptrain.network.rpc.inbox import Inbox, Sink
-from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
+from p2ptrain.network.simulated import LinkModel, SimulatedNetwork
 from p2ptrain.network.transport import Stream
 from tests.support.coroutines import simulated
 from tests.support.sim.channels import against, conversation, talkers
@@ -83,31 +83,29 @@ async def test_a_peer_that_was_stopped_itself_does_not_blame_the_others(network:
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("fault", ["stall", "cut"])
-def test_a_channel_that_expects_beats_ends_within_the_silence_that_it_was_told_and_no_sooner(
-    fault: str, seed: int
+@simulated()
+async def test_a_channel_that_expects_beats_ends_within_the_silence_that_it_was_told_and_no_sooner(
+    network: SimulatedNetwork, fault: str, seed: int
 ) -> None:
     async def server(channel: Channel) -> None:
         channel.beat(0.4)
         await asyncio.sleep(3600)
 
-    async def main(network: SimulatedNetwork) -> None:
-        async with talkers(network, server) as (caller, other):
+    async with talkers(network, server) as (caller, other):
 
-            async def talk() -> None:
-                async with caller.rpc.open(other.rpc.peer_id, "talk", {}, 5) as channel:
-                    channel.expect_beats(2.0, lambda last_heard: last_heard + 2.0)
-                    await channel.receive(dict, 3600)
+        async def talk() -> None:
+            async with caller.rpc.open(other.rpc.peer_id, "talk", {}, 5) as channel:
+                channel.expect_beats(2.0, lambda last_heard: last_heard + 2.0)
+                await channel.receive(dict, 3600)
 
-            talking = asyncio.create_task(talk())
-            await asyncio.sleep(60 + seed / 7)
-            assert not talking.done()
-            struck_at = network.loop.time()
-            getattr(network, fault)(other.peer)
-            with pytest.raises(PeerSilentError):
-                await talking
-            assert 1.5 < network.loop.time() - struck_at < 2.2
-
-    simulate(main, seed)
+        talking = asyncio.create_task(talk())
+        await asyncio.sleep(60 + seed / 7)
+        assert not talking.done()
+        struck_at = network.loop.time()
+        getattr(network, fault)(other.peer)
+        with pytest.raises(PeerSilentError):
+            await talking
+        assert 1.5 < network.loop.time() - struck_at < 2.2
 
 
 @simulated()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from p2ptrain.errors import PeerError
-from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.pipeline.messages import (
     Answers,
     DoneRequest,
@@ -229,38 +229,35 @@ def _half(payload: Payload) -> Payload:
 @pytest.mark.parametrize("is_stalled", [False, True])
 @pytest.mark.parametrize("is_planned", [False, True])
 @pytest.mark.parametrize("num_stages", [2, 3])
-def test_a_substitute_goes_to_the_host_that_its_predecessor_went_to_which_counts_once(
-    num_stages: int, is_planned: bool, is_stalled: bool, seed: int
+@simulated()
+async def test_a_substitute_goes_to_the_host_that_its_predecessor_went_to_which_counts_once(
+    network: SimulatedNetwork, num_stages: int, is_planned: bool, is_stalled: bool, seed: int
 ) -> None:
     """Also to one that nobody planned: it was drawn on the way."""
-
-    async def main(network: SimulatedNetwork) -> None:
-        async with hosts(network, (0, 0, 1, 1, 1, 2)[: num_stages + 3]) as swarm:
-            trainer, (first, substitute, *rest) = swarm.trainers[0], swarm.hosts
-            seconds, after = rest[:3], rest[3:]
-            network.stall(seconds[0].peer, 3600.0)
-            hop = swarm.hop(trainer, 0, seconds[1] if is_planned else seconds[0], *after)
-            sending = trainer.peer.spawn(swarm.send(trainer, hop, first))
-            await until(lambda: any(each.host.ledger.num_running for each in seconds))
-            called = next(each for each in seconds if each.host.ledger.num_running)
-            await asyncio.sleep(0.7 * PASS_SECONDS)
-            assert called.sum.passes == 0, "it is in its first pass"
-            if is_stalled:
-                network.stall(first.peer, 60.0)
-            else:
-                network.crash(first.peer)
-            reply = await sending
-            assert [leg.host for leg in reply.legs] == [each.id for each in (substitute, called, *after)]
-            assert sum(each.sum.passes for each in seconds) == 1
-            for each in (substitute, called, *after):
-                assert await swarm.settle(trainer, each, 0) == [True]
-                assert torch.equal(each.sum.values, expected_sums(swarm.plan, [0])[each.stage])
-            network.resume(first.peer)
-            if is_stalled:  # What it did meanwhile counts for nobody.
-                await first.host.close_round(1.0)
-                assert not first.sum.values.any()
-
-    simulate(main, seed)
+    async with hosts(network, (0, 0, 1, 1, 1, 2)[: num_stages + 3]) as swarm:
+        trainer, (first, substitute, *rest) = swarm.trainers[0], swarm.hosts
+        seconds, after = rest[:3], rest[3:]
+        network.stall(seconds[0].peer, 3600.0)
+        hop = swarm.hop(trainer, 0, seconds[1] if is_planned else seconds[0], *after)
+        sending = trainer.peer.spawn(swarm.send(trainer, hop, first))
+        await until(lambda: any(each.host.ledger.num_running for each in seconds))
+        called = next(each for each in seconds if each.host.ledger.num_running)
+        await asyncio.sleep(0.7 * PASS_SECONDS)
+        assert called.sum.passes == 0, "it is in its first pass"
+        if is_stalled:
+            network.stall(first.peer, 60.0)
+        else:
+            network.crash(first.peer)
+        reply = await sending
+        assert [leg.host for leg in reply.legs] == [each.id for each in (substitute, called, *after)]
+        assert sum(each.sum.passes for each in seconds) == 1
+        for each in (substitute, called, *after):
+            assert await swarm.settle(trainer, each, 0) == [True]
+            assert torch.equal(each.sum.values, expected_sums(swarm.plan, [0])[each.stage])
+        network.resume(first.peer)
+        if is_stalled:  # What it did meanwhile counts for nobody.
+            await first.host.close_round(1.0)
+            assert not first.sum.values.any()
 
 
 @simulated(hosts, seed=17)
