@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 
@@ -14,7 +13,7 @@ from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.network.transport import Stream
 from tests.support.coroutines import simulated
 from tests.support.sim.channels import conversation, talkers
-from tests.support.sim.peers import members, until
+from tests.support.sim.peers import until
 
 NEVER_THERE_BYTES = 64 << 20
 """More than the simulated network carries in five seconds, and than an unread channel holds."""
@@ -89,44 +88,6 @@ async def test_a_peer_that_lives_but_never_reads_meets_the_send_deadline(network
         with pytest.raises(DeadlineError, match="took nothing"):
             await channel.send_bytes(bytes(NEVER_THERE_BYTES))
         assert network.loop.time() < 70
-
-
-@pytest.mark.parametrize("operation", ["receive", "receive_bytes", "send_bytes"])
-@simulated()
-async def test_cancellation_frees_everything_on_both_sides(network: SimulatedNetwork, operation: str) -> None:
-    async with members(network, 2) as (caller, other):
-        seen: list[BaseException] = []
-
-        async def serve(channel: Channel, request: dict[str, Any]) -> None:
-            await asyncio.sleep(2)
-            try:
-                await channel.receive_bytes(NEVER_THERE_BYTES, 3600)
-            except PeerLostError as error:
-                seen.append(error)
-                raise
-
-        other.rpc.serve_channel("talk", dict, serve)
-
-        async def talk() -> None:
-            async with caller.rpc.open(other.rpc.peer_id, "talk", {}, 5) as channel:
-                if operation == "receive":
-                    await channel.receive(dict, 600)
-                elif operation == "receive_bytes":
-                    await channel.receive_bytes(1000, 600)
-                else:
-                    await channel.send_bytes(bytes(NEVER_THERE_BYTES))
-
-        talking = asyncio.create_task(talk())
-        await asyncio.sleep(1)
-        before = len(network.loop.pending_tasks())
-        assert before >= 5
-        talking.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await talking
-        await until(lambda: other.rpc.num_inbound == 0, 2)
-        assert len(seen) == 1
-        assert len(network.loop.pending_tasks()) == 1
-        assert caller.peer.transport.num_streams == other.peer.transport.num_streams == 0
 
 
 @simulated()
