@@ -41,11 +41,11 @@ class Site:
 @asynccontextmanager
 async def served(*records: PeerRecord, looks: int = 1, swarm: SwarmView = SWARM) -> AsyncIterator[Site]:
     """Serve a page over these peers, after so many looks."""
-    async with watched(*records, swarm=swarm, bootstraps=["gone"]) as (watch, source, store):
-        app = make_app(watch, store, source.now)
+    async with watched(*records, swarm=swarm, bootstraps=["gone"]) as found:
+        app = make_app(found.watch, found.store, found.source.now)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://monitor") as client:
             for _ in range(looks):
-                await watch.look()
-                source.time += 2.0
-            yield Site(app, client, watch, source, store)
+                await found.watch.look()
+                found.source.time += 2.0
+            yield Site(app, client, found.watch, found.source, found.store)

@@ -130,16 +130,16 @@ async def test_the_end_does_not_wait_for_a_server_that_never_answers(
     monkeypatch.setattr(webhook_module, "TIMEOUT_SECONDS", 3600.0)
     server.release.clear()
     notify = Webhook(server.url, "tiny").send
-    async with asyncio.timeout(30), watched(bootstraps=["gone"], notify=notify) as (watch, source, _), watching(watch):
+    async with asyncio.timeout(30), watched(bootstraps=["gone"], notify=notify) as swarm, watching(swarm.watch):
         while not server.posted:
-            source.time += HOLD_SECONDS
-            await watch.look()
+            swarm.source.time += HOLD_SECONDS
+            await swarm.watch.look()
 
 
 @on_loop
 async def test_the_end_lets_an_alert_out_that_is_on_its_way(server: Server) -> None:
     notify = Webhook(server.url, "tiny").send
-    async with watched(bootstraps=["gone"], notify=notify) as (watch, source, _), watching(watch):
-        source.time += HOLD_SECONDS
-        await watch.look()
+    async with watched(bootstraps=["gone"], notify=notify) as swarm, watching(swarm.watch):
+        swarm.source.time += HOLD_SECONDS
+        await swarm.watch.look()
     assert len(server.posted) == 1

@@ -24,9 +24,9 @@ from p2ptrain.status.serving import (
     growth,
     serving_view,
 )
-from tests.support.coroutines import on_loop
+from tests.support.coroutines import on_loop_within
 from tests.support.web.served import TOKENS, served
-from tests.support.web.stores import watched
+from tests.support.web.stores import Watched, watched
 from tests.support.web.watched import START, snapshot_of, trainer
 
 STEP = 5.0
@@ -168,37 +168,31 @@ def test_points_carry_what_came_since_the_last_one() -> None:
 # With a watch and a history
 
 
-@on_loop
-async def test_a_watch_shows_and_remembers_what_is_served_across_a_restart() -> None:
-    async with watched() as (watch, source, store):
-        for second in range(0, 600, 5):
-            life = second % 300
-            started_at = START - 3600 if second < 300 else START + 300
-            source.records = [host("a", 100 + life if second < 300 else life, started_at=started_at), trainer("b")]
-            source.time = START + second
-            snapshot = await watch.look()
-        assert snapshot.serving.peers == 1
-        assert snapshot.serving.totals.requests == pytest.approx(1190, abs=12)
-        serving, plain = snapshot.peers
-        assert serving.rates.served_per_second == pytest.approx(2 * TOKENS, rel=0.2)
-        assert serving.record.serving is not None
-        assert plain.rates.served_per_second is None
-        names = ["served_tokens_per_second", "served_requests", *PERCENTILES]
-        for window in ("hour", "day", "week"):
-            series = (await store.series(window, names, source.time))["series"]
-            rates = [value for value in series["served_tokens_per_second"] if value is not None]
-            assert sum(rates) / len(rates) == pytest.approx(2 * TOKENS, rel=0.1)
-            assert all(TOKENS / 2 < rate < 2.5 * TOKENS for rate in rates), "less in the step of the restart alone"
-            assert sum(value or 0 for value in series["served_requests"]) == pytest.approx(1180, abs=20)
-            assert all(0.2 < value < 0.7 for value in series["first_token_seconds_p50"] if value is not None)
-            assert any(value is not None for value in series["token_seconds_p99"])
+@on_loop_within(watched)
+async def test_a_watch_shows_and_remembers_what_is_served_across_a_restart(swarm: Watched) -> None:
+    for second in range(0, 600, 5):
+        life, started_at = (100 + second, START - 3600) if second < 300 else (second - 300, START + 300)
+        snapshot = await swarm.look(host("a", life, started_at=started_at), trainer("b"), seconds=5.0)
+    assert snapshot.serving.peers == 1
+    assert snapshot.serving.totals.requests == pytest.approx(1190, abs=12)
+    serving, plain = snapshot.peers
+    assert serving.rates.served_per_second == pytest.approx(2 * TOKENS, rel=0.2)
+    assert serving.record.serving is not None
+    assert plain.rates.served_per_second is None
+    names = ["served_tokens_per_second", "served_requests", *PERCENTILES]
+    for window in ("hour", "day", "week"):
+        series = (await swarm.store.series(window, names, swarm.source.time))["series"]
+        rates = [value for value in series["served_tokens_per_second"] if value is not None]
+        assert sum(rates) / len(rates) == pytest.approx(2 * TOKENS, rel=0.1)
+        assert all(TOKENS / 2 < rate < 2.5 * TOKENS for rate in rates), "less in the step of the restart alone"
+        assert sum(value or 0 for value in series["served_requests"]) == pytest.approx(1180, abs=20)
+        assert all(0.2 < value < 0.7 for value in series["first_token_seconds_p50"] if value is not None)
+        assert any(value is not None for value in series["token_seconds_p99"])
 
 
-@on_loop
-async def test_totals_that_are_not_believed_are_counted_with_records_that_were_dropped() -> None:
-    async with watched() as (watch, source, _):
-        for second, seconds in ((0, 100), (5, 50)):
-            source.records, source.time = [host("a", seconds)], START + second
-            snapshot = await watch.look()
-        assert snapshot.rejected == 1
-        assert snapshot.peers[0].rates.served_per_second == 0.0
+@on_loop_within(watched)
+async def test_totals_that_are_not_believed_are_counted_with_records_that_were_dropped(swarm: Watched) -> None:
+    for seconds in (100, 50):
+        snapshot = await swarm.look(host("a", seconds), seconds=5.0)
+    assert snapshot.rejected == 1
+    assert snapshot.peers[0].rates.served_per_second == 0.0

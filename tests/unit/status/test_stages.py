@@ -295,13 +295,10 @@ def test_a_hosts_rounds_are_those_of_the_stage_that_its_record_is_about() -> Non
 
 async def after(*looks: list[PeerRecord]) -> Snapshot:
     """A snapshot after these looks, two minutes apart."""
-    async with watched(swarm=CUT) as (watch, source, _):
-        for records in looks:
-            source.records = records
-            snapshot = await watch.look()
-            source.time += 120.0
-        assert source.asked == [], "certificates of stages are those of other swarms"
-        return snapshot
+    async with watched(swarm=CUT) as found:
+        snapshots = [await found.look(*records, seconds=120.0) for records in looks]
+        assert found.source.asked == [], "certificates of stages are those of other swarms"
+        return snapshots[-1]
 
 
 def moved_on(records: list[PeerRecord], rounds: int) -> list[PeerRecord]:
