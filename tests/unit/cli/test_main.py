@@ -95,11 +95,8 @@ def test_a_defect_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("number", "kind"),
     [
-        (errno.ENOSPC, ResourceError),
-        (errno.EDQUOT, ResourceError),
-        (errno.EMFILE, ResourceError),
-        (errno.EACCES, ConfigError),
-        (errno.EROFS, ConfigError),
+        *((number, ResourceError) for number in (errno.ENOSPC, errno.EDQUOT, errno.EMFILE)),
+        *((number, ConfigError) for number in (errno.EACCES, errno.EROFS)),
         (errno.EIO, None),
     ],
 )

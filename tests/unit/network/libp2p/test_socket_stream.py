@@ -58,27 +58,6 @@ async def test_any_mix_of_reads_gives_the_bytes_that_were_written() -> None:
 
 
 @on_both_loops
-async def test_a_writer_is_held_back_while_nobody_reads() -> None:
-    async with connected() as (ours, theirs):
-        writing = asyncio.create_task(ours.write(bytes(8_000_000)))
-        await asyncio.sleep(0.2)
-        assert not writing.done()
-        assert len(await theirs.read(8_000_000)) == 8_000_000
-        await writing
-
-
-@on_both_loops
-async def test_what_arrived_before_the_end_can_be_read_and_then_eof_is_raised() -> None:
-    async with connected() as (ours, theirs):
-        await ours.write(b"last words")
-        await ours.close()
-        await asyncio.sleep(0.05)
-        assert await theirs.read(10) == b"last words"
-        with pytest.raises(EOFError):
-            await theirs.read(1)
-
-
-@on_both_loops
 async def test_a_cancelled_read_leaves_the_buffer_alone_afterwards() -> None:
     async with connected() as (ours, theirs):
         view = bytearray(100)
