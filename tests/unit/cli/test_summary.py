@@ -32,6 +32,8 @@ def test_trainers_add_up() -> None:
     assert (summary.bytes_sent, summary.bytes_received) == (14, 12)
     assert (summary.rounds_committed, summary.rounds_aborted) == (4, 1)
     assert summary.state_digests == {"a": "ab", "b": "ab"}
+    assert "all equal" in to_text(summary)
+    assert "differ" in to_text(combine({"a": of(), "b": of(state_digest="cd")}, peers=2))
 
 
 def test_tokens_of_a_pipeline_count_once_all_stages_have_committed_them() -> None:
