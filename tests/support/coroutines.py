@@ -75,7 +75,7 @@ def on_loop_within(setup: Setup | None, *given: Any, **options: Any) -> Callable
         @functools.wraps(test)
         def run(**named: Any) -> None:
             made = None if setup is None else functools.partial(setup, **options)
-            asyncio.run(asyncio.wait_for(_within(made, given, test, named), REAL_SECONDS))
+            asyncio.run(_in_time(made, given, test, named))
 
         return _declared(run, list(inspect.signature(test).parameters)[setup is not None :])
 
@@ -88,7 +88,7 @@ def on_both_loops(test: Test) -> Callable[..., None]:
     @functools.wraps(test)
     def run(**named: Any) -> None:
         on_loop: Any = named.pop("on_loop")
-        on_loop(asyncio.wait_for(_within(None, (), test, named), REAL_SECONDS))
+        on_loop(_in_time(None, (), test, named))
 
     declared = _declared(run, [*inspect.signature(test).parameters, "on_loop"])
     return parametrized(declared, "on_loop", [asyncio.run, uvloop.run])
@@ -106,6 +106,11 @@ async def _within(setup: Setup | None, given: tuple[Any, ...], test: Test, named
         return
     async with setup(*given) as value:
         await test(value, **named)
+
+
+async def _in_time(setup: Setup | None, given: tuple[Any, ...], test: Test, named: dict[str, Any]) -> None:
+    async with asyncio.timeout(REAL_SECONDS):
+        await _within(setup, given, test, named)
 
 
 def _declared(test: Callable[..., None], names: list[str]) -> Callable[..., None]:
