@@ -84,14 +84,22 @@ def on_loop_within(setup: Setup | None, *given: Any, **options: Any) -> Callable
 
 def on_both_loops(test: Test) -> Callable[..., None]:
     """Run a test on asyncio's event loop and on uvloop."""
+    return on_both_loops_within(None)(test)
 
-    @functools.wraps(test)
-    def run(**named: Any) -> None:
-        on_loop: Any = named.pop("on_loop")
-        on_loop(_in_time(None, (), test, named))
 
-    declared = _declared(run, [*inspect.signature(test).parameters, "on_loop"])
-    return parametrized(declared, "on_loop", [asyncio.run, uvloop.run])
+def on_both_loops_within(setup: Setup | None, *given: Any) -> Callable[[Test], Callable[..., None]]:
+    """Run a test on both event loops, within the context ``setup(*given)``, its first argument."""
+
+    def decorate(test: Test) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(**named: Any) -> None:
+            on_loop: Any = named.pop("on_loop")
+            on_loop(_in_time(setup, given, test, named))
+
+        names = list(inspect.signature(test).parameters)[setup is not None :]
+        return parametrized(_declared(run, [*names, "on_loop"]), "on_loop", [asyncio.run, uvloop.run])
+
+    return decorate
 
 
 def parametrized(test: Callable[..., None], name: str, values: Sequence[Any]) -> Callable[..., None]:

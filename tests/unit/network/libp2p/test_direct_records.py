@@ -9,6 +9,7 @@ import random
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import pytest
 from cryptography.exceptions import InvalidTag
@@ -25,7 +26,7 @@ from p2ptrain.network.libp2p.direct_records import (
     SealedSocket,
     agree,
 )
-from tests.support.coroutines import on_both_loops
+from tests.support.coroutines import on_both_loops, on_both_loops_within
 
 pytestmark = pytest.mark.usefixtures("nothing_leaks")
 
@@ -127,18 +128,14 @@ def test_no_bit_can_be_changed() -> None:
 # On sockets
 
 
+@dataclass
 class Wire:
-    """A `SealedSocket`, and somebody on its path with the ciphers of the other end.
+    """A `SealedSocket`, and somebody at the raw other end, with the ciphers of that end."""
 
-    Attributes:
-        here: The socket.
-        far: The raw other end.
-        sealing: Seals what the other end sends.
-        opening: Opens what the socket sends.
-    """
-
-    def __init__(self, here: SealedSocket, far: socket.socket, sealing: Cipher, opening: Cipher) -> None:
-        self.here, self.far, self.sealing, self.opening = here, far, sealing, opening
+    here: SealedSocket
+    far: socket.socket
+    sealing: Cipher
+    opening: Cipher
 
     async def send(self, *records: bytes) -> None:
         await asyncio.get_running_loop().sock_sendall(self.far, b"".join(records))
@@ -209,85 +206,77 @@ ATTACKS: dict[str, Callable[[Wire, bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-@on_both_loops
-async def test_what_the_other_end_did_not_send_now_ends_the_connection(attack: str) -> None:
-    async with on_a_wire() as wire:
-        good = sealed(wire.sealing, b"good")
-        await wire.send(good, ATTACKS[attack](wire, good))
-        assert await wire.here.read(4) == b"good"
-        for _ in range(2):
-            with pytest.raises(ConnectionAbortedError):
-                await wire.here.read(1)
-        assert wire.here.is_closing
-        with pytest.raises(OSError, match="closed"):
-            await wire.here.write(b"more")
-
-
-@on_both_loops
-async def test_a_record_that_is_sent_back_ends_the_connection() -> None:
-    async with on_a_wire() as wire:
-        await wire.here.write(b"data")
-        echo = await asyncio.get_running_loop().sock_recv(wire.far, 100)
-        assert len(echo) == OVERHEAD_BYTES + 4
-        await wire.send(echo)
+@on_both_loops_within(on_a_wire)
+async def test_what_the_other_end_did_not_send_now_ends_the_connection(wire: Wire, attack: str) -> None:
+    good = sealed(wire.sealing, b"good")
+    await wire.send(good, ATTACKS[attack](wire, good))
+    assert await wire.here.read(4) == b"good"
+    for _ in range(2):
         with pytest.raises(ConnectionAbortedError):
-            await wire.here.read(4)
+            await wire.here.read(1)
+    assert wire.here.is_closing
+    with pytest.raises(OSError, match="closed"):
+        await wire.here.write(b"more")
+
+
+@on_both_loops_within(on_a_wire)
+async def test_a_record_that_is_sent_back_ends_the_connection(wire: Wire) -> None:
+    await wire.here.write(b"data")
+    echo = await asyncio.get_running_loop().sock_recv(wire.far, 100)
+    assert len(echo) == OVERHEAD_BYTES + 4
+    await wire.send(echo)
+    with pytest.raises(ConnectionAbortedError):
+        await wire.here.read(4)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 3, HEADER.size, 100])
-@on_both_loops
-async def test_a_cut_is_no_end(num_bytes: int) -> None:
-    async with on_a_wire() as wire:
-        await wire.send(sealed(wire.sealing, b"good"), sealed(wire.sealing, bytes(100))[:num_bytes])
-        wire.far.shutdown(socket.SHUT_WR)
-        assert await wire.here.read(4) == b"good"
-        for _ in range(2):
-            with pytest.raises(ConnectionResetError):
-                await wire.here.read(1)
+@on_both_loops_within(on_a_wire)
+async def test_a_cut_is_no_end(wire: Wire, num_bytes: int) -> None:
+    await wire.send(sealed(wire.sealing, b"good"), sealed(wire.sealing, bytes(100))[:num_bytes])
+    wire.far.shutdown(socket.SHUT_WR)
+    assert await wire.here.read(4) == b"good"
+    for _ in range(2):
+        with pytest.raises(ConnectionResetError):
+            await wire.here.read(1)
 
 
-@on_both_loops
-async def test_an_end_is_an_end_and_nothing_follows() -> None:
-    async with on_a_wire() as wire:
-        await wire.send(sealed(wire.sealing, b"last"), wire.sealing.mark(Kind.END), sealed(wire.sealing, b"more"))
-        assert await wire.here.read(4) == b"last"
-        for _ in range(2):
-            with pytest.raises(EOFError):
-                await wire.here.read(1)
+@on_both_loops_within(on_a_wire)
+async def test_an_end_is_an_end_and_nothing_follows(wire: Wire) -> None:
+    await wire.send(sealed(wire.sealing, b"last"), wire.sealing.mark(Kind.END), sealed(wire.sealing, b"more"))
+    assert await wire.here.read(4) == b"last"
+    for _ in range(2):
+        with pytest.raises(EOFError):
+            await wire.here.read(1)
 
 
-@on_both_loops
-async def test_what_is_left_of_a_stream_does_not_go_into_the_next() -> None:
-    async with on_a_wire() as wire:
-        await wire.send(sealed(wire.sealing, b"data"), wire.sealing.mark(Kind.START))
-        assert await wire.here.read(3) == b"dat"
-        with pytest.raises(ConnectionAbortedError):
-            await wire.here.expect(Kind.START)
+@on_both_loops_within(on_a_wire)
+async def test_what_is_left_of_a_stream_does_not_go_into_the_next(wire: Wire) -> None:
+    await wire.send(sealed(wire.sealing, b"data"), wire.sealing.mark(Kind.START))
+    assert await wire.here.read(3) == b"dat"
+    with pytest.raises(ConnectionAbortedError):
+        await wire.here.expect(Kind.START)
 
 
-@on_both_loops
-async def test_a_cancelled_read_loses_nothing() -> None:
-    async with on_a_wire() as wire:
-        record = sealed(wire.sealing, b"data")
-        for part in (record[:3], record[3:7], record[7:]):
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.05):
-                    await wire.here.read(4)
-            await wire.send(part)
-        assert await wire.here.read(4) == b"data"
-
-
-@on_both_loops
-async def test_a_cancelled_write_ends_the_connection() -> None:
-    async with on_a_wire() as wire:
-
-        async def write_for_ever() -> None:
-            while True:
-                await wire.here.write(bytes(RECORD_BYTES))
-
+@on_both_loops_within(on_a_wire)
+async def test_a_cancelled_read_loses_nothing(wire: Wire) -> None:
+    record = sealed(wire.sealing, b"data")
+    for part in (record[:3], record[3:7], record[7:]):
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(write_for_ever(), 0.2)
-        assert wire.here.is_closing
+            async with asyncio.timeout(0.05):
+                await wire.here.read(4)
+        await wire.send(part)
+    assert await wire.here.read(4) == b"data"
+
+
+@on_both_loops_within(on_a_wire)
+async def test_a_cancelled_write_ends_the_connection(wire: Wire) -> None:
+    async def write_for_ever() -> None:
+        while True:
+            await wire.here.write(bytes(RECORD_BYTES))
+
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(write_for_ever(), 0.2)
+    assert wire.here.is_closing
 
 
 @on_both_loops
@@ -322,12 +311,11 @@ async def test_any_mix_of_reads_and_writes_gives_the_bytes_that_were_written(mon
         assert received == data
 
 
-@on_both_loops
-async def test_several_tasks_may_write() -> None:
-    async with on_a_wire() as wire:
-        far = await wire.far_end()
-        pieces = [bytes([number]) * 1_000_000 for number in range(4)]
-        writing = asyncio.gather(*(far.write(piece) for piece in pieces))
-        assert sorted([await wire.here.read(1_000_000) for _ in pieces]) == pieces
-        await writing
-        far.abort()
+@on_both_loops_within(on_a_wire)
+async def test_several_tasks_may_write(wire: Wire) -> None:
+    far = await wire.far_end()
+    pieces = [bytes([number]) * 1_000_000 for number in range(4)]
+    writing = asyncio.gather(*(far.write(piece) for piece in pieces))
+    assert sorted([await wire.here.read(1_000_000) for _ in pieces]) == pieces
+    await writing
+    far.abort()
