@@ -23,7 +23,7 @@ def loaded(code: str) -> str:
 
 
 CALLS = {
-    **{" ".join(words): f"assert not main({words!r})" for words in ([], ["--help"], ["--version"])},
+    **{" ".join(words) or "nothing": f"assert not main({words!r})" for words in ([], ["--help"], ["--version"])},
     **{f"{name} --help": f"main([{name!r}, '--help'])" for name in COMMANDS},
     **{f"checkpoint {name}": f"assert main(['checkpoint', {name!r}, 'none'])" for name in ("ls", "export")},
     "init": "main(['init', FOLDER])",
