@@ -137,7 +137,6 @@ async def test_what_no_peer_of_the_swarm_signed_is_neither_taken_nor_believed(va
         Response(status_code=404),
         Response("go away", status_code=403),
     ],
-    ids=repr,
 )
 @on_loop
 async def test_what_is_no_directory_is_refused_at_the_start_and_is_no_answer_later(answer: object) -> None:
@@ -148,7 +147,7 @@ async def test_what_is_no_directory_is_refused_at_the_start_and_is_no_answer_lat
         assert await directory.look_up(KEY, 10) is None
 
 
-@pytest.mark.parametrize("answer", [Response(status_code=503), RedirectResponse("http://192.0.2.1/")], ids=repr)
+@pytest.mark.parametrize("answer", [Response(status_code=503), RedirectResponse("http://192.0.2.1/")])
 @on_loop
 async def test_a_server_that_fails_is_asked_again(answer: Response, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
