@@ -123,6 +123,6 @@ async def _in_time(setup: Setup | None, given: tuple[Any, ...], test: Test, name
 
 def _declared(test: Callable[..., None], names: list[str]) -> Callable[..., None]:
     """Have pytest pass these fixtures and parameters."""
-    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
     vars(test)["__signature__"] = inspect.Signature(parameters)
     return test

@@ -43,7 +43,7 @@ def look_at(message: object) -> None:
         assert message.output.num_bytes > 0
 
 
-@pytest.mark.parametrize("schema", schemas(), ids=lambda schema: f"{schema.__module__}.{schema.__name__}")
+@pytest.mark.parametrize("schema", list(schemas()), ids=lambda schema: f"{schema.__module__}.{schema.__name__}")
 @settings(max_examples=40)
 @given(data=st.data())
 def test_a_message_is_read_as_it_was_sent_and_what_is_out_of_bounds_is_refused(

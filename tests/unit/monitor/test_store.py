@@ -84,7 +84,7 @@ async def test_columns_align_and_what_was_not_seen_is_none(store: Store) -> None
 
 @settings(max_examples=15)
 @given(
-    st.lists(
+    points=st.lists(
         st.tuples(st.floats(0, 3500), st.dictionaries(st.sampled_from(SERIES), st.floats(-1e12, 1e12), max_size=3)),
         max_size=12,
     )
@@ -111,7 +111,9 @@ async def test_every_column_is_as_long_as_the_times_and_each_mean_lies_between_w
 
 
 @settings(max_examples=20)
-@given(st.lists(st.tuples(st.integers(0, 3000), st.lists(st.floats(0, 100), max_size=20)), min_size=1, max_size=30))
+@given(
+    told=st.lists(st.tuples(st.integers(0, 3000), st.lists(st.floats(0, 100), max_size=20)), min_size=1, max_size=30)
+)
 @on_loop
 async def test_percentiles_of_a_step_are_those_of_all_samples_in_it_however_long_it_is(
     told: list[tuple[int, list[float]]],
@@ -367,7 +369,7 @@ async def test_contributions_add_up_over_restarts(told: list[tuple[float, int, i
 
 
 @settings(max_examples=20)
-@given(st.lists(st.tuples(st.sampled_from([1.0, 2.0]), st.integers(0, 2**63 - 1), st.integers(0, 9)), min_size=1))
+@given(told=st.lists(st.tuples(st.sampled_from([1.0, 2.0]), st.integers(0, 2**63 - 1), st.integers(0, 9)), min_size=1))
 @on_loop
 async def test_contributions_never_fall(told: list[tuple[float, int, int]]) -> None:
     assert (await contributions(*told)).tokens <= MAX_CONTRIBUTED

@@ -29,7 +29,7 @@ class _SlowDevice(Device):
         return await super()._compute(kind, work)
 
 
-@pytest.mark.parametrize("asked", itertools.permutations([Pass.FORWARD, Pass.BACKWARD, Pass.UNDO]))
+@pytest.mark.parametrize("asked", list(itertools.permutations([Pass.FORWARD, Pass.BACKWARD, Pass.UNDO])))
 @on_loop
 async def test_backward_goes_before_forward_undoing_before_both_and_equals_in_order(asked: tuple[Pass, ...]) -> None:
     device, done = _SlowDevice(), list[tuple[Pass, int]]()
