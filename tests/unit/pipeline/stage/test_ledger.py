@@ -17,6 +17,7 @@ from p2ptrain.pipeline.stage.ledger import Ledger, Limits, ReceiveBuffer, State
 
 LIMITS = Limits(max_bytes=100, max_running=4, max_share=0.5)
 TRAINERS, NUMBERS = st.sampled_from("abc"), st.integers(0, 5)
+SIZES = st.integers(1, 9) | st.integers(1, 90)
 TOKENS = 10
 
 
@@ -38,7 +39,7 @@ class Accounts(RuleBasedStateMachine):
         self.counted_at: dict[MicrobatchId, float] = {}
         self.now = 0.0
 
-    @rule(trainer=TRAINERS, number=NUMBERS, samples=st.integers(1, 3), size=st.integers(1, 90), off=st.integers(-1, 1))
+    @rule(trainer=TRAINERS, number=NUMBERS, samples=st.integers(1, 3), size=SIZES, off=st.integers(-1, 1))
     def arrive(self, trainer: str, number: int, samples: int, size: int, off: int) -> None:
         id = MicrobatchId(trainer, self.ledger.round + off, number)
         if self.ledger.find(id) is not None:
