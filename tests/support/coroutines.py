@@ -5,19 +5,65 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+import pytest
 import uvloop
 
-from p2ptrain.network.simulated import simulate
+from p2ptrain.network.simulated import SimulatedNetwork, simulate
 
-Body = Callable[..., Awaitable[None]]
-Test = Callable[..., None]
+Test = Callable[..., Awaitable[None]]
+Setup = Callable[..., AbstractAsyncContextManager[Any]]
 REAL_SECONDS = 100.0
+"""How long a test may take on a real event loop."""
 
 
-def given(*names: str, by: Callable[[Body, dict[str, Any]], object]) -> Callable[[Body], Test]:
+def simulated(
+    setup: Setup | None = None,
+    *given: Any,
+    seed: int | Sequence[int] | Callable[..., int] | None = None,
+    **options: Any,
+) -> Callable[[Test], Callable[..., None]]:
+    """Run a test in virtual time, within the context ``setup(network, *given)`` if there is a setup.
+
+    The test's first argument is then the context's value. Its argument ``network`` is the simulated network. pytest
+    passes all others.
+
+    Args:
+        setup: Makes the context, such as `tests.support.sim.peers.members`.
+        given: Passed to ``setup``.
+        seed: Of `simulate`; or several, with each of which the test runs; or a function of the test's other arguments.
+            By default the test's argument ``seed``, or 1.
+        options: Of `simulate`.
+    """
+
+    def decorate(test: Test) -> Callable[..., None]:
+        names = list(inspect.signature(test).parameters)
+
+        @functools.wraps(test)
+        def run(**named: Any) -> None:
+            number = named.get("seed", 1) if seed is None or isinstance(seed, Sequence) else seed
+            if "seed" not in names:
+                named.pop("seed", None)
+
+            async def main(network: SimulatedNetwork) -> None:
+                if "network" in names:
+                    named["network"] = network
+                await _within(setup, (network, *given), test, named)
+
+            simulate(main, number(**named) if callable(number) else number, **options)
+
+        wanted = [name for name in names[setup is not None :] if name != "network"]
+        if not isinstance(seed, Sequence):
+            return _declared(run, wanted)
+        return parametrized(_declared(run, [*wanted, "seed"]), "seed", seed)
+
+    return decorate
+
+
+def given(*names: str, by: Callable[[Test, dict[str, Any]], object]) -> Callable[[Test], Callable[..., None]]:
     """Return a decorator for tests some of whose arguments do not come from pytest.
 
     Args:
@@ -25,54 +71,86 @@ def given(*names: str, by: Callable[[Body, dict[str, Any]], object]) -> Callable
         by: Gets the test, to be called with these arguments by name, and its other arguments, which pytest gives it.
     """
 
-    def decorate(test: Body) -> Test:
-        signature = inspect.signature(test)
-        own = [each for name, each in signature.parameters.items() if name not in names]
-        wanted = signature.parameters.keys() & names
+    def decorate(test: Test) -> Callable[..., None]:
+        wanted = list(inspect.signature(test).parameters)
 
         @functools.wraps(test)
         def run(**arguments: Any) -> None:
             async def body(**offered: Any) -> None:
-                await test(**{name: offered[name] for name in wanted}, **arguments)
+                await test(**{name: value for name, value in offered.items() if name in wanted}, **arguments)
 
             by(body, arguments)
 
-        setattr(run, "__signature__", signature.replace(parameters=own))  # noqa: B010 - mypy knows of none
-        return run
+        return _declared(run, [name for name in wanted if name not in names])
 
     return decorate
 
 
-def simulated(seed: int | Callable[..., int] | None = None, **options: Any) -> Callable[[Body], Test]:
-    """Return a decorator for tests that run on a simulated network, their argument ``network``.
-
-    Args:
-        seed: Of the simulation, or a function of the test's other arguments; its argument ``seed`` by default.
-        options: Of `simulate`.
-    """
-
-    def run(test: Body, arguments: dict[str, Any]) -> None:
-        number = arguments["seed"] if seed is None else seed(**arguments) if callable(seed) else seed
-        simulate(lambda network: test(network=network), number, **options)
-
-    return given("network", by=run)
+def on_loop(test: Test) -> Callable[..., None]:
+    """Run a test on asyncio's event loop."""
+    return on_loop_within(None)(test)
 
 
-def run(main: Body, on_uvloop: bool = False) -> None:
-    """Run a coroutine on an event loop of its own, for at most `REAL_SECONDS`."""
+def on_loop_within(setup: Setup | None, *given: Any, **options: Any) -> Callable[[Test], Callable[..., None]]:
+    """Run a test on asyncio's event loop, within the context ``setup(*given, **options)``, its first argument."""
 
-    async def bounded() -> None:
-        async with asyncio.timeout(REAL_SECONDS):
-            await main()
+    def decorate(test: Test) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(**named: Any) -> None:
+            made = None if setup is None else functools.partial(setup, **options)
+            asyncio.run(_in_time(made, given, test, named))
 
-    (uvloop.run if on_uvloop else asyncio.run)(bounded())
+        return _declared(run, list(inspect.signature(test).parameters)[setup is not None :])
+
+    return decorate
 
 
-def on_event_loop(test: Body) -> Test:
-    """Let a test `run` on an event loop; its argument ``on_uvloop`` chooses which."""
-    return given(by=lambda body, arguments: run(body, arguments.get("on_uvloop", False)))(test)
+def on_uvloop(test: Test) -> Callable[..., None]:
+    """Run a test on uvloop, as peers do."""
+    return given(by=lambda body, _: uvloop.run(_in_time(None, (), body, {})))(test)
 
 
-def on_uvloop(test: Body) -> Test:
-    """Let a test `run` on uvloop, as peers do."""
-    return given(by=lambda body, _: run(body, on_uvloop=True))(test)
+def on_both_loops(test: Test) -> Callable[..., None]:
+    """Run a test on asyncio's event loop and on uvloop."""
+    return on_both_loops_within(None)(test)
+
+
+def on_both_loops_within(setup: Setup | None, *given: Any) -> Callable[[Test], Callable[..., None]]:
+    """Run a test on both event loops, within the context ``setup(*given)``, its first argument."""
+
+    def decorate(test: Test) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(**named: Any) -> None:
+            on_loop: Any = named.pop("on_loop")
+            on_loop(_in_time(setup, given, test, named))
+
+        names = list(inspect.signature(test).parameters)[setup is not None :]
+        return parametrized(_declared(run, [*names, "on_loop"]), "on_loop", [asyncio.run, uvloop.run])
+
+    return decorate
+
+
+def parametrized(test: Callable[..., None], name: str, values: Sequence[Any]) -> Callable[..., None]:
+    """Have pytest run a test with each of these values."""
+    mark: Callable[[Callable[..., None]], Callable[..., None]] = pytest.mark.parametrize(name, values)
+    return mark(test)
+
+
+async def _within(setup: Setup | None, given: tuple[Any, ...], test: Test, named: dict[str, Any]) -> None:
+    if setup is None:
+        await test(**named)
+        return
+    async with setup(*given) as value:
+        await test(value, **named)
+
+
+async def _in_time(setup: Setup | None, given: tuple[Any, ...], test: Test, named: dict[str, Any]) -> None:
+    async with asyncio.timeout(REAL_SECONDS):
+        await _within(setup, given, test, named)
+
+
+def _declared(test: Callable[..., None], names: list[str]) -> Callable[..., None]:
+    """Have pytest pass these fixtures and parameters."""
+    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+    vars(test)["__signature__"] = inspect.Signature(parameters)
+    return test

@@ -19,7 +19,7 @@ from p2ptrain.errors import PeerLostError, PeerUnreachableError, ResourceError, 
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.libp2p import daemon as daemon_module
 from p2ptrain.network.libp2p.transport import Libp2pSettings, Libp2pTransport
-from tests.support.coroutines import on_event_loop
+from tests.support.coroutines import on_loop
 from tests.support.processes.daemons import (
     ECHO,
     LOOPBACK,
@@ -59,7 +59,7 @@ asyncio.run(main())
 """
 
 
-@on_event_loop
+@on_loop
 async def test_two_daemons_never_share_a_port() -> None:
     listen = (f"/ip4/127.0.0.1/tcp/{free_port()}",)
     async with loopback_transport(listen=listen):
@@ -70,7 +70,7 @@ async def test_two_daemons_never_share_a_port() -> None:
         pass
 
 
-@on_event_loop
+@on_loop
 async def test_a_full_disk_is_no_defect_of_the_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object, **options: object) -> str:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -93,7 +93,7 @@ def fake_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) ->
     ("script", "reason"),
     [("echo the disk is on fire; exit 3", "the disk is on fire"), ("echo hm; exec sleep 60", "no answer.*hm")],
 )
-@on_event_loop
+@on_loop
 async def test_a_daemon_that_does_not_start_is_tried_three_times_and_its_words_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, reason: str
 ) -> None:
@@ -103,7 +103,7 @@ async def test_a_daemon_that_does_not_start_is_tried_three_times_and_its_words_s
     assert (tmp_path / "starts").read_text().count("x") == 3
 
 
-@on_event_loop
+@on_loop
 async def test_a_daemon_that_fails_once_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = daemon_module._binary()
     fake_daemon(tmp_path, monkeypatch, f'[ $(wc -l < {tmp_path}/starts) -ge 2 ] && exec {real} "$@"; exit 1')
@@ -112,7 +112,7 @@ async def test_a_daemon_that_fails_once_is_started_again(tmp_path: Path, monkeyp
 
 
 @pytest.mark.fault(25)
-@on_event_loop
+@on_loop
 async def test_a_killed_daemon_is_noticed_and_can_be_replaced() -> None:
     reasons = asyncio.Queue[str]()
     async with loopback_transport() as (_, b), loopback_transport() as (identity, a):
@@ -141,7 +141,7 @@ async def test_a_killed_daemon_is_noticed_and_can_be_replaced() -> None:
 
 @pytest.mark.fault(1)
 @pytest.mark.parametrize("mode", ["alone", "fork"])
-@on_event_loop
+@on_loop
 async def test_no_daemon_survives_its_killed_owner(tmp_path: Path, mode: str) -> None:
     """With ``fork``, a child (as a data loader's worker) lives on and must not hold daemon, streams or identity."""
     key = tmp_path / "peer.key"
@@ -167,7 +167,7 @@ async def test_no_daemon_survives_its_killed_owner(tmp_path: Path, mode: str) ->
         assert not os.path.exists(told["directory"])  # noqa: ASYNC240 - the next peer cleans up after the killed one
 
 
-@on_event_loop
+@on_loop
 async def test_a_forked_child_has_no_descriptor_of_the_daemons_sockets() -> None:
     async with connected() as (a, b):
         stream = await a.open(b.peer_id, ECHO, 10)

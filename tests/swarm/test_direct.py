@@ -13,7 +13,7 @@ from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.schema import Nothing
 from p2ptrain.network.transport import Stream
 from p2ptrain.runtime import real_runtime
-from tests.support.coroutines import on_event_loop, on_uvloop
+from tests.support.coroutines import on_both_loops, on_loop, on_uvloop
 from tests.support.processes.daemons import ECHO, RPC_SERVER, connected, echo, echoes, loopback_transport, peer_process
 
 SWARM = b"\x07" * 32
@@ -27,9 +27,8 @@ async def hang(channel, request):
 SERVER = RPC_SERVER.format(handler=HANG, serve="serve_channel")
 
 
-@pytest.mark.parametrize("on_uvloop", [False, True])
-@on_event_loop
-async def test_streams_that_carry_much_go_directly_and_others_do_not(on_uvloop: bool) -> None:
+@on_both_loops
+async def test_streams_that_carry_much_go_directly_and_others_do_not() -> None:
     callers: asyncio.Queue[str] = asyncio.Queue()
 
     async def answer(stream: Stream) -> None:
@@ -47,7 +46,7 @@ async def test_streams_that_carry_much_go_directly_and_others_do_not(on_uvloop: 
 
 
 @pytest.mark.parametrize(("mine", "theirs"), [("off", "auto"), ("auto", "off"), ("off", "off")])
-@on_event_loop
+@on_loop
 async def test_who_takes_no_part_is_reached_through_the_daemon(mine: str, theirs: str) -> None:
     async with loopback_transport(direct=mine) as (_, a), loopback_transport(direct=theirs) as (_, b):
         await b.serve(ECHO, echo)
@@ -59,7 +58,7 @@ async def test_who_takes_no_part_is_reached_through_the_daemon(mine: str, theirs
         stream.abort()
 
 
-@on_event_loop
+@on_loop
 async def test_streams_beyond_the_limit_are_refused_there_too() -> None:
     async with connected(max_streams=1) as (a, b):
         first = await a.open(b.peer_id, ECHO, 10)
@@ -72,7 +71,7 @@ async def test_streams_beyond_the_limit_are_refused_there_too() -> None:
         second.abort()
 
 
-@on_event_loop
+@on_loop
 async def test_direct_streams_end_with_the_transport() -> None:
     async with loopback_transport() as (_, a):
         async with loopback_transport() as (_, b):

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import psutil
 import pytest
+import uvloop
 
 from p2ptrain.errors import LinkError, PeerError, PeerLostError, PeerUnreachableError, WrongPeerError
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.transport import Stream
-from tests.support.coroutines import on_event_loop, run
+from tests.support.coroutines import on_both_loops, on_loop
 from tests.support.processes.daemons import (
     ECHO,
     connected,
@@ -26,7 +28,7 @@ from tests.support.processes.daemons import (
 )
 
 
-@on_event_loop
+@on_loop
 async def test_peer_ids_agree_with_hivemind_and_the_daemon() -> None:
     from hivemind.p2p import PeerID
 
@@ -38,9 +40,8 @@ async def test_peer_ids_agree_with_hivemind_and_the_daemon() -> None:
         assert await transport.reachability() == "direct"
 
 
-@pytest.mark.parametrize("on_uvloop", [False, True])
-@on_event_loop
-async def test_bytes_arrive_exactly_although_the_sender_reuses_its_buffer(on_uvloop: bool) -> None:
+@on_both_loops
+async def test_bytes_arrive_exactly_although_the_sender_reuses_its_buffer() -> None:
     num_chunks, chunk_bytes = 64, 300_000
     expected = hashlib.sha256()
     received = hashlib.sha256()
@@ -64,7 +65,7 @@ async def test_bytes_arrive_exactly_although_the_sender_reuses_its_buffer(on_uvl
         await stream.close()
 
 
-@on_event_loop
+@on_loop
 async def test_what_was_written_before_a_close_arrives() -> None:
     arrived: asyncio.Queue[bytes] = asyncio.Queue()
 
@@ -79,7 +80,7 @@ async def test_what_was_written_before_a_close_arrives() -> None:
             assert await arrived.get() == b"x" * 3_000_000
 
 
-@on_event_loop
+@on_loop
 async def test_a_reader_that_does_not_read_holds_the_writer_back() -> None:
     hold = asyncio.Event()
 
@@ -103,7 +104,7 @@ async def test_a_reader_that_does_not_read_holds_the_writer_back() -> None:
         hold.set()
 
 
-@on_event_loop
+@on_loop
 async def test_refusals_are_unreachable_peers_with_the_reason() -> None:
     nobody = Identity.ephemeral()
     async with connected() as (a, b):
@@ -124,7 +125,7 @@ async def test_refusals_are_unreachable_peers_with_the_reason() -> None:
             await a.connect([], 10)
 
 
-@on_event_loop
+@on_loop
 async def test_a_dial_to_a_wrong_peer_id_names_the_peer_at_that_address_however_often_it_is_tried() -> None:
     nobody = Identity.ephemeral()
     async with loopback_transport() as (_, a), loopback_transport() as (_, b):
@@ -138,7 +139,7 @@ async def test_a_dial_to_a_wrong_peer_id_names_the_peer_at_that_address_however_
         assert await a.connect([address], 10) == b.peer_id
 
 
-@on_event_loop
+@on_loop
 async def test_connect_takes_whoever_answers() -> None:
     nobody = Identity.ephemeral()
     async with loopback_transport() as (_, a), loopback_transport() as (_, b):
@@ -148,7 +149,7 @@ async def test_connect_takes_whoever_answers() -> None:
 
 
 @pytest.mark.fault(25)
-@on_event_loop
+@on_loop
 async def test_opening_ends_by_its_deadline_even_when_the_own_daemon_hangs() -> None:
     async with connected() as (a, b):
         daemon = psutil.Process(a.daemon.process_id)
@@ -165,7 +166,7 @@ async def test_opening_ends_by_its_deadline_even_when_the_own_daemon_hangs() -> 
         stream.abort()
 
 
-@on_event_loop
+@on_loop
 async def test_a_failing_handler_breaks_its_stream_alone() -> None:
     async def fail(stream: Stream) -> None:
         await stream.read(1)
@@ -182,7 +183,7 @@ async def test_a_failing_handler_breaks_its_stream_alone() -> None:
 
 
 @pytest.mark.fault(36)
-@on_event_loop
+@on_loop
 async def test_streams_beyond_the_limit_are_refused_and_served_again_later() -> None:
     async with connected(max_streams=2) as (a, b):
 
@@ -209,21 +210,21 @@ async def test_streams_beyond_the_limit_are_refused_and_served_again_later() -> 
         second.abort()
 
 
-@pytest.mark.parametrize("on_uvloop", [False, True])
-def test_it_runs_on_a_loop_of_another_thread(on_uvloop: bool) -> None:
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_it_runs_on_a_loop_of_another_thread(run: Callable[..., None]) -> None:
     outcome: list[Any] = []
 
     async def main() -> None:
         async with connected() as (a, b):
             outcome.append(await a.connected_peers() == [b.peer_id])
 
-    thread = threading.Thread(target=run, args=(main, on_uvloop))
+    thread = threading.Thread(target=lambda: run(main()))
     thread.start()
     thread.join()
     assert outcome == [True]
 
 
-@on_event_loop
+@on_loop
 async def test_a_private_peer_is_reached_through_its_relay_at_once() -> None:
     async with loopback_transport(relay=True, force_reachability="public") as (_, relay):
         relays = tuple(await relay.addresses())

@@ -21,7 +21,7 @@ from p2ptrain.network.libp2p.directory import Libp2pDirectory
 from p2ptrain.network.libp2p.transport import Libp2pTransport
 from p2ptrain.network.records.record import MAX_LIFETIME_SECONDS, open_record, peers_key, seal_record
 from p2ptrain.runtime import Runtime
-from tests.support.coroutines import on_event_loop
+from tests.support.coroutines import on_loop
 from tests.support.processes.daemons import eventually, free_port, is_stopped, loopback_transport, peer_process
 
 SWARM, OTHER_SWARM = b"s" * 32, b"o" * 32
@@ -89,7 +89,7 @@ def address_of(key: Path, port: int) -> str:
 
 
 @pytest.mark.fault(26)
-@on_event_loop
+@on_loop
 async def test_six_peers_started_together_form_one_directory(tmp_path: Path) -> None:
     """The bootstrap peer starts at the same moment as those who ask for it."""
     port, key, peers, done = free_port(), tmp_path / "bootstrap.key", list[Peer](), asyncio.Event()
@@ -119,7 +119,7 @@ async def test_six_peers_started_together_form_one_directory(tmp_path: Path) -> 
 
 
 @pytest.mark.fault(13)
-@on_event_loop
+@on_loop
 async def test_peers_find_each_other_after_their_bootstrap_died() -> None:
     async with peer() as first:
         bootstrap = tuple(await first.transport.addresses())
@@ -136,7 +136,7 @@ async def test_peers_find_each_other_after_their_bootstrap_died() -> None:
             await eventually(both_see_both)
 
 
-@on_event_loop
+@on_loop
 async def test_without_a_bootstrap_peer_nobody_can_be_asked_until_it_comes_up(tmp_path: Path) -> None:
     port, key = free_port(), tmp_path / "late.key"
     async with peer((address_of(key, port),)) as early:
@@ -151,7 +151,7 @@ async def test_without_a_bootstrap_peer_nobody_can_be_asked_until_it_comes_up(tm
             assert abs(skew) < 5
 
 
-@on_event_loop
+@on_loop
 async def test_newer_records_replace_older_ones_and_expired_ones_vanish() -> None:
     async with peer() as a, peer(tuple(await a.transport.addresses())) as b:
         value, expires_at = b.record(1, time.time() + 8)
@@ -170,7 +170,7 @@ async def test_newer_records_replace_older_ones_and_expired_ones_vanish() -> Non
         await eventually(gone)
 
 
-@on_event_loop
+@on_loop
 async def test_a_client_sees_and_publishes_but_is_not_asked() -> None:
     async with peer() as a:
         assert await a.announce()
@@ -182,7 +182,7 @@ async def test_a_client_sees_and_publishes_but_is_not_asked() -> None:
 
 
 @pytest.mark.fault(35)
-@on_event_loop
+@on_loop
 async def test_forged_foreign_oversized_and_long_lived_records_are_refused() -> None:
     async with peer() as a, peer(tuple(await a.transport.addresses())) as liar:
         assert await a.announce()
@@ -216,7 +216,7 @@ async def test_forged_foreign_oversized_and_long_lived_records_are_refused() -> 
 
 
 @pytest.mark.fault(35)
-@on_event_loop
+@on_loop
 async def test_a_reader_does_not_believe_a_lying_storer() -> None:
     async with peer() as liar, peer(tuple(await liar.transport.addresses())) as a:
         node = liar.directory._node
@@ -228,7 +228,7 @@ async def test_a_reader_does_not_believe_a_lying_storer() -> None:
         assert a.directory.guard.refused == 1
 
 
-@on_event_loop
+@on_loop
 async def test_operations_end_by_their_deadline_when_the_daemon_hangs() -> None:
     async with peer() as a, peer(tuple(await a.transport.addresses())) as b:
         await eventually(lambda: asyncio.sleep(0, b.directory.num_neighbours == 1))
@@ -249,7 +249,7 @@ async def test_operations_end_by_their_deadline_when_the_daemon_hangs() -> None:
 
 
 @pytest.mark.fault(38)
-@on_event_loop
+@on_loop
 async def test_a_clock_off_by_an_hour_is_measured_and_can_be_corrected() -> None:
     with peer_process(BOOTSTRAP) as (_, told):
         runtime = Runtime(random.Random(1), clock=lambda: time.time() + 3600)

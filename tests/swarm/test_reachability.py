@@ -24,7 +24,7 @@ from p2ptrain.node.nat.relaying import CARRY, carrier, why_no_relay
 from p2ptrain.node.options import PeerOptions
 from p2ptrain.node.peer import Peer
 from p2ptrain.runtime import real_runtime
-from tests.support.coroutines import on_event_loop
+from tests.support.coroutines import on_loop
 from tests.support.processes.daemons import LOOPBACK, eventually, free_port, loopback_transport
 from tests.support.processes.swarmlet import MANIFEST
 
@@ -45,7 +45,7 @@ async def started(directory: Path, name: str, link: SwarmLink | None = None, **n
             runtime.close()
 
 
-@on_event_loop
+@on_loop
 async def test_a_swarm_on_loopback_is_direct_without_asking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def ask(*_: object) -> list[object]:
         raise AssertionError("asked")
@@ -59,7 +59,7 @@ async def test_a_swarm_on_loopback_is_direct_without_asking(tmp_path: Path, monk
         assert joiner.record.describe().addresses
 
 
-@on_event_loop
+@on_loop
 async def test_a_probe_dials_nothing_on_loopback_and_refuses_floods(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,14 +76,14 @@ async def test_a_probe_dials_nothing_on_loopback_and_refuses_floods(
             await joiner.rpc.call(seed.identity.peer_id, PROBE, ProbeRequest((22,)), ProbeReply, 5)
 
 
-@on_event_loop
+@on_loop
 async def test_a_daemon_is_recognised_where_it_listens() -> None:
     async with loopback_transport() as (_, transport):
         address = (await transport.addresses())[0]
         assert await speaks_libp2p(host_of(address), tcp_ports([address])[0])
 
 
-@on_event_loop
+@on_loop
 async def test_a_relay_carries_once_it_has_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     proof, verdicts = why_no_relay, []
 
@@ -100,7 +100,7 @@ async def test_a_relay_carries_once_it_has_started(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.fault(39)
-@on_event_loop
+@on_loop
 async def test_a_relay_that_does_not_carry_starts_again_and_keeps_its_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,7 +119,7 @@ async def test_a_relay_that_does_not_carry_starts_again_and_keeps_its_address(
             assert reply.is_relay
 
 
-@on_event_loop
+@on_loop
 async def test_a_peer_that_takes_a_relay_while_it_runs_keeps_its_rpc_and_directory(tmp_path: Path) -> None:
     async with started(tmp_path, "seed", relay=True) as seed, started(tmp_path, "joiner", seed.network.link) as joiner:
         before = joiner.network.transport
@@ -142,7 +142,7 @@ async def test_a_peer_that_takes_a_relay_while_it_runs_keeps_its_rpc_and_directo
         assert reply.observed == "127.0.0.1"
 
 
-@on_event_loop
+@on_loop
 async def test_nobody_but_its_own_carrier_can_have_a_peer_carry(tmp_path: Path) -> None:
     async with started(tmp_path, "seed") as seed:
         runtime = real_runtime("stranger")

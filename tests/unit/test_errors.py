@@ -28,13 +28,6 @@ def test_the_help_names_every_exit_code_and_nothing_else() -> None:
     assert documented == {error.exit_code for error in in_module()} | {0, 1, 130}
 
 
-def test_the_help_describes_each_exit_code_as_its_error_does() -> None:
-    described = {int(number): text for number, text in re.findall(r"^  (\d+) +(.*)$", EXIT_CODES, re.MULTILINE)}
-    words = {2: "usage", 3: "config", 4: "bootstrap", 5: "identity", 6: "incompatible", 7: "resources", 75: "temporary"}
-    for code, word in words.items():
-        assert word in described[code]
-
-
 def test_a_peers_failure_names_the_peer_and_keeps_its_reason() -> None:
     error = PeerError("QmAAAAAAAAAAAAbbbbbbbb", "it went silent")
     assert (error.reason, error.peer) == ("it went silent", "QmAAAAAAAAAAAAbbbbbbbb")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import random
 import re
@@ -24,10 +23,11 @@ from p2ptrain.manifest import Manifest, ModelSpec
 from p2ptrain.models import FAMILIES, Span, build_model, build_stage, num_parameters
 from p2ptrain.network.factory import DirectoryOptions, start_directory
 from p2ptrain.network.records.record import peers_key, seal_record
-from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.network.transport import Transport
 from p2ptrain.node.extensions import check_extensions, with_packages
 from p2ptrain.runtime import Runtime
+from tests.support.coroutines import on_loop, simulated
 from tests.support.packages import install
 from tests.support.signers import NamedSigner
 from tests.support.sim.trainers import SimulatedSwarm, make_manifest
@@ -70,16 +70,14 @@ def test_the_rule_passes_its_check_and_counts_by_square_roots() -> None:
     assert get_rule(spec).shares(spec, [1, 4, 1]) == [0.25, 0.5, 0.25]
 
 
-def test_peers_average_with_the_codec_and_the_rule() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        spec = make_manifest(codec="sign", aggregation="square_root", min_peers=3, spot_checks=2)
-        swarm = SimulatedSwarm(network, spec, 0)
-        for name in "abc":
-            swarm.start(name)
-        await swarm.until(lambda: swarm.in_agreement(3), 600.0, "rounds are committed")
-        await swarm.end()
-
-    simulate(main, 0)
+@simulated(seed=0)
+async def test_peers_average_with_the_codec_and_the_rule(network: SimulatedNetwork) -> None:
+    spec = make_manifest(codec="sign", aggregation="square_root", min_peers=3, spot_checks=2)
+    swarm = SimulatedSwarm(network, spec, 0)
+    for name in "abc":
+        swarm.start(name)
+    await swarm.until(lambda: swarm.in_agreement(3), 600.0, "rounds are committed")
+    await swarm.end()
 
 
 def test_stages_of_the_family_are_its_model() -> None:
@@ -90,32 +88,29 @@ def test_stages_of_the_family_are_its_model() -> None:
     assert torch.equal(stages[1](stages[0](inputs)), whole(inputs))
 
 
-def test_peers_find_each_other_in_the_folder(tmp_path: Path) -> None:
+@on_loop
+async def test_peers_find_each_other_in_the_folder(tmp_path: Path) -> None:
     swarm, expires_at = b"s" * 32, time.time() + 60
     key = peers_key(swarm)
-
-    async def main() -> None:
-        folder = tmp_path / "mounted"
-        options = {
-            name: DirectoryOptions(
-                f"folder:{folder}", cast(Transport, None), swarm, NamedSigner(name), Runtime(random.Random(0))
-            )
-            for name in "ab"
-        }
-        with pytest.raises(ConfigError, match="is no folder"):
-            await start_directory(options["a"])
-        folder.mkdir()
-        a, b = [await start_directory(each) for each in options.values()]
-        assert await b.look_up(key, 5) == {}
-        value = seal_record("peer", swarm, {}, 1, expires_at, NamedSigner("a"))
-        assert await a.publish(key, NamedSigner("a").peer_id, value, expires_at, 5)
-        (folder / key / "liar").write_bytes(value[:-1] + b"?")
-        found = await b.look_up(key, 5)
-        assert found is not None
-        assert [entry.value for entry in found.values()] == [value]
-        await a.close()
-
-    asyncio.run(main())
+    folder = tmp_path / "mounted"
+    options = {
+        name: DirectoryOptions(
+            f"folder:{folder}", cast(Transport, None), swarm, NamedSigner(name), Runtime(random.Random(0))
+        )
+        for name in "ab"
+    }
+    with pytest.raises(ConfigError, match="is no folder"):
+        await start_directory(options["a"])
+    folder.mkdir()
+    a, b = [await start_directory(each) for each in options.values()]
+    assert await b.look_up(key, 5) == {}
+    value = seal_record("peer", swarm, {}, 1, expires_at, NamedSigner("a"))
+    assert await a.publish(key, NamedSigner("a").peer_id, value, expires_at, 5)
+    (folder / key / "liar").write_bytes(value[:-1] + b"?")
+    found = await b.look_up(key, 5)
+    assert found is not None
+    assert [entry.value for entry in found.values()] == [value]
+    await a.close()
 
 
 def test_the_manifest_knows_which_names_are_p2ptrain_s_own() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -204,61 +204,46 @@ def test_the_tree_under_test_is_not_empty() -> None:
     assert any(entry.target == "p2ptrain.codecs.base" for entry in imports_of("p2ptrain.codecs.dense", modules))
 
 
-def plant(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        path = root / PACKAGE / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    return root
+UP_OR_SIDEWAYS = [
+    ("network/rpc/endpoint.py", "import p2ptrain.node.peer"),
+    ("network/rpc/endpoint.py", "def f():\n    from p2ptrain.averaging import grid"),
+    ("averaging/grouping/cells.py", "from p2ptrain import pipeline"),
+    ("averaging/grouping/cells.py", "from ...pipeline import stage"),
+    ("averaging/averager.py", "from p2ptrain.pipeline.stage import x"),
+    ("errors.py", "if TYPE_CHECKING:\n    from p2ptrain.models import llama"),
+    ("misc.py", ""),
+]
+DOWN = {
+    "node/peer.py": "from p2ptrain.network import rpc\nimport p2ptrain.errors", "__init__.py": "",
+    "manifest.py": "from p2ptrain.errors import E", "network/a.py": "from .b import c",
+}  # fmt: skip
+TORCH = {
+    "codecs/__init__.py": "import torch.nn", "codecs/base.py": "", "network/a.py": "",
+    "network/b.py": "from p2ptrain.codecs.base import Codec", "cli/main.py": "def f():\n    import torch",
+}  # fmt: skip
+FOR_TYPES = {"network/a.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"}
+HIVEMIND = {"node/peer.py": "def f():\n    import hivemind.p2p", "network/libp2p/transport.py": "import hivemind"}
+CIRCLE = {"node/a.py": "import p2ptrain.node.b", "node/b.py": "def f():\n    import p2ptrain.node.a"}
 
 
 @pytest.mark.parametrize(
-    ("file", "text"),
+    ("faults", "files", "found"),
     [
-        ("network/rpc/endpoint.py", "import p2ptrain.node.peer"),
-        ("network/rpc/endpoint.py", "def f():\n    from p2ptrain.averaging import grid"),
-        ("averaging/grouping/cells.py", "from p2ptrain import pipeline"),
-        ("averaging/grouping/cells.py", "from ...pipeline import stage"),
-        ("averaging/averager.py", "from p2ptrain.pipeline.stage import x"),
-        ("errors.py", "if TYPE_CHECKING:\n    from p2ptrain.models import llama"),
-        ("misc.py", ""),
+        *((arrow_faults, {"pipeline/__init__.py": "", file: text}, 1) for file, text in UP_OR_SIDEWAYS),
+        (arrow_faults, DOWN, 0),
+        (hivemind_faults, HIVEMIND, ["p2ptrain.node.peer:2 imports hivemind.p2p"]),
+        (load_faults, TORCH, ["importing p2ptrain.network.b loads torch"]),
+        (load_faults, FOR_TYPES, 0),
+        (find_cycle, CIRCLE, 3),
+        (find_cycle, {**CIRCLE, "node/b.py": ""}, 0),
     ],
 )
-def test_an_arrow_that_goes_up_or_sideways_is_found(tmp_path: Path, file: str, text: str) -> None:
-    plant(tmp_path, {"pipeline/__init__.py": "", file: text})
-    assert len(list(arrow_faults(tmp_path))) == 1
-
-
-def test_arrows_that_go_down_are_accepted(tmp_path: Path) -> None:
-    plant(tmp_path, {"node/peer.py": "from p2ptrain.network import rpc\nimport p2ptrain.errors", "__init__.py": ""})
-    plant(tmp_path, {"manifest.py": "from p2ptrain.errors import E", "network/a.py": "from .b import c"})
-    assert list(arrow_faults(tmp_path)) == []
-
-
-def test_hivemind_elsewhere_is_found_even_inside_a_function(tmp_path: Path) -> None:
-    plant(
-        tmp_path,
-        {"node/peer.py": "def f():\n    import hivemind.p2p", "network/libp2p/transport.py": "import hivemind"},
-    )
-    assert list(hivemind_faults(tmp_path)) == ["p2ptrain.node.peer:2 imports hivemind.p2p"]
-
-
-def test_torch_is_found_through_other_modules_and_parent_packages(tmp_path: Path) -> None:
-    plant(tmp_path, {"codecs/__init__.py": "import torch.nn", "codecs/base.py": "", "network/a.py": ""})
-    plant(
-        tmp_path,
-        {"network/b.py": "from p2ptrain.codecs.base import Codec", "cli/main.py": "def f():\n    import torch"},
-    )
-    assert list(load_faults(tmp_path)) == ["importing p2ptrain.network.b loads torch"]
-
-
-def test_torch_for_type_checking_only_is_accepted(tmp_path: Path) -> None:
-    plant(tmp_path, {"network/a.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"})
-    assert list(load_faults(tmp_path)) == []
-
-
-def test_a_circle_through_a_function_is_found(tmp_path: Path) -> None:
-    plant(tmp_path, {"node/a.py": "import p2ptrain.node.b", "node/b.py": "def f():\n    import p2ptrain.node.a"})
-    assert find_cycle(tmp_path) is not None
-    plant(tmp_path, {"node/b.py": ""})
-    assert find_cycle(tmp_path) is None
+def test_a_fault_that_is_planted_is_found_and_what_is_right_is_not(
+    tmp_path: Path, faults: Callable[[Path], Iterable[str] | None], files: dict[str, str], found: int | list[str]
+) -> None:
+    for name, text in files.items():
+        path = tmp_path / PACKAGE / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    told = list(faults(tmp_path) or ())
+    assert (told if isinstance(found, list) else len(told)) == found

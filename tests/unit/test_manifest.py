@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import tomllib
 from typing import Any
 
@@ -35,11 +36,9 @@ def test_canonical_bytes_do_not_depend_on_the_order_of_keys(value: Any) -> None:
 
 
 def test_a_number_spelled_as_an_integer_gives_the_same_digest() -> None:
-    assert parse_manifest({"training": {"learning_rate": 1}}, "a") == parse_manifest(
-        {"training": {"learning_rate": 1.0}}, "b"
-    )
-    one = parse_manifest({"training": {"learning_rate": 1}}, "a")
-    assert one.digest == parse_manifest({"training": {"learning_rate": 1.0}}, "b").digest
+    whole, real = (parse_manifest({"training": {"learning_rate": rate}}, "a") for rate in (1, 1.0))
+    assert whole == real
+    assert whole.digest == real.digest
 
 
 @pytest.mark.parametrize("change", [{"name": "b"}, {"model": {"layers": 5}}, {"averaging": {"codec": "fp16"}}])
@@ -67,31 +66,21 @@ def test_a_manifest_that_its_organizer_did_not_sign_is_refused() -> None:
         SignedManifest.from_bytes(forged.to_bytes(), signed.manifest.digest, ALICE)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"\xc1",
-        b"\x00" * 40,
-        b"\x93\x01\x02\x03",
-        b"x" * (MAX_MANIFEST_BYTES + 1),
-        msgpack.packb({"manifest": 1, "organizer": 2, "proof": 3}),
-        msgpack.packb({"manifest": b"\xc1", "organizer": "alice", "proof": b""}),
-        msgpack.packb({"manifest": msgpack.packb([1]), "organizer": "alice", "proof": b""}),
-        SignedManifest.create(Manifest(), ALICE).to_bytes()[:-1],
-        SignedManifest.create(Manifest(), ALICE).to_bytes() + b"\x00",
-    ],
-)
-def test_garbage_is_refused_with_one_line(data: bytes) -> None:
-    with pytest.raises(ManifestError) as caught:
-        SignedManifest.from_bytes(data, Manifest().digest, ALICE)
-    assert "\n" not in str(caught.value)
+SIGNED = SignedManifest.create(Manifest(), ALICE).to_bytes()
+GARBAGE = [
+    b"\xc1", b"\x00" * 40, b"\x93\x01\x02\x03", b"x" * (MAX_MANIFEST_BYTES + 1), SIGNED[:-1], SIGNED + b"\x00",
+    msgpack.packb({"manifest": 1, "organizer": 2, "proof": 3}),
+    msgpack.packb({"manifest": b"\xc1", "organizer": "alice", "proof": b""}),
+    msgpack.packb({"manifest": msgpack.packb([1]), "organizer": "alice", "proof": b""}),
+]  # fmt: skip
 
 
 @given(st.binary(max_size=200))
-def test_no_bytes_whatever_raise_anything_but_a_manifest_error(data: bytes) -> None:
-    with pytest.raises(ManifestError):
-        SignedManifest.from_bytes(data, Manifest().digest, ALICE)
+def test_garbage_is_refused_with_one_line(data: bytes) -> None:
+    for garbage in (data, *GARBAGE):
+        with pytest.raises(ManifestError) as caught:
+            SignedManifest.from_bytes(garbage, Manifest().digest, ALICE)
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +88,6 @@ def test_no_bytes_whatever_raise_anything_but_a_manifest_error(data: bytes) -> N
     [
         ({"trainin": {}}, "did you mean 'training'"),
         ({"training": {"evry": 1}}, "did you mean 'every'"),
-        ({"training": {"every": 0}}, "training.every"),
         ({"model": {"heads": 3}}, "must divide"),
         ({"model": {"family": "vit", "rope_theta": 1e4}}, 'rope_theta is used with family = "llama" alone'),
         ({"model": {"family": "gpt2", "kv_heads": 4}}, "family is 'gpt2': remove kv_heads"),
@@ -115,42 +103,20 @@ def test_no_bytes_whatever_raise_anything_but_a_manifest_error(data: bytes) -> N
         ({"averaging": {"trim_fraction": 0.1}}, 'trim_fraction is used with aggregation = "trimmed" alone'),
         ({"averaging": {"small_values": 9}}, "small_values is used with small_tensors alone"),
         ({"pipeline": {"moments": "8bit"}}, "pipeline.moments is used with pipeline.stages"),
-        ({"averaging": {"aggregation": "a mean"}}, "averaging.aggregation"),
-        ({"packages": ["something"]}, "packages.0"),
         ({"averaging": {"aggregation": "median", "codec": "topk"}}, "use norm_clip"),
-        ({"averaging": {"trim_fraction": 0.5}}, "averaging.trim_fraction"),
-        ({"averaging": {"clip_ratio": 0}}, "averaging.clip_ratio"),
-        ({"averaging": {"center_ratio": -1}}, "averaging.center_ratio"),
-        ({"averaging": {"max_norm_ratio": 1}}, "averaging.max_norm_ratio"),
-        ({"averaging": {"max_value": float("inf")}}, "averaging.max_value"),
-        ({"averaging": {"max_weight_ratio": float("nan")}}, "averaging.max_weight_ratio"),
-        ({"averaging": {"small_tensors": "int8"}}, "averaging.small_tensors"),
-        ({"averaging": {"small_values": 0}}, "averaging.small_values"),
-        ({"averaging": {"feedback_decay": 1.01}}, "averaging.feedback_decay"),
-        ({"averaging": {"codec": "topk", "feedback_decay": -0.1}}, "averaging.feedback_decay"),
         ({"pipeline": {"stges": 2}}, "did you mean 'stages'"),
         ({"pipeline": {"stages": 0}}, 'pipeline.stages: 0 is no number of stages: give 1 to 256, or "auto"'),
-        ({"pipeline": {"stages": 257}}, "give 1 to 256"),
-        ({"pipeline": {"stages": "many"}}, "'many' is no number of stages"),
-        ({"pipeline": {"stages": 2.5}}, "2.5 is no number of stages"),
-        ({"pipeline": {"stages": True}}, "True is no number of stages"),
         ({"pipeline": {"stages": 3, "cuts": [1]}}, "pipeline.stages = 3 and pipeline.cuts: give one of them"),
         ({"pipeline": {"stages": "auto"}}, 'goes with stages = "auto"'),
         ({"pipeline": {"stage_memory": 1 << 30}}, 'goes with stages = "auto"'),
         ({"pipeline": {"stages": 2, "stage_memory": 1 << 30}}, "pipeline.stages = 2 with pipeline.stage_memory"),
-        ({"pipeline": {"stages": "auto", "stage_memory": -1}}, "pipeline.stage_memory"),
         ({"pipeline": {"stages": "auto", "stage_memory": 1 << 30, "cuts": [1]}}, "give one of them"),
-        ({"pipeline": {"cuts": [1.5]}}, "pipeline.cuts"),
-        ({"pipeline": {"codec": "topk"}}, "pipeline.codec"),
         ({"pipeline": {"stages": 2}}, "training.every = 32 does not go with a pipeline"),
         ({"pipeline": {"stages": 2}}, "set training.every = 1"),
-        ({"pipeline": {"cuts": [2]}}, "set training.every = 1"),
         (
             {"pipeline": {"stages": 2}, "training": {"every": 1, "global_batch": 10, "local_batch": 4}},
             "training.local_batch = 4, the samples of a microbatch, must divide training.global_batch = 10",
         ),
-        ({"name": ""}, "name"),
-        ({"model": 3}, "model"),
     ],
 )
 def test_a_wrong_value_is_refused_with_one_line_that_names_it(values: dict[str, Any], words: str) -> None:
@@ -159,6 +125,24 @@ def test_a_wrong_value_is_refused_with_one_line_that_names_it(values: dict[str, 
     assert str(caught.value).startswith("run.toml: ")
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+OUT_OF_BOUNDS: dict[str, tuple[Any, ...]] = {
+    "training.every": (0,), "averaging.aggregation": ("a mean",), "averaging.trim_fraction": (0.5,),
+    "averaging.clip_ratio": (0,), "averaging.center_ratio": (-1,), "averaging.max_norm_ratio": (1,),
+    "averaging.max_value": (math.inf,), "averaging.max_weight_ratio": (math.nan,), "averaging.small_tensors": ("int8",),
+    "averaging.small_values": (0,), "averaging.feedback_decay": (1.01, -0.1), "pipeline.cuts": ([1.5],),
+    "pipeline.stages": (0, 257, "many", 2.5, True), "pipeline.codec": ("topk",), "packages": (["something"],),
+    "name": ("",), "model": (3,),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OUT_OF_BOUNDS)
+def test_a_value_out_of_bounds_is_refused_by_name(name: str) -> None:
+    section, _, key = name.partition(".")
+    for value in OUT_OF_BOUNDS[name]:
+        with pytest.raises(ManifestError, match=f"^run.toml: {name}"):
+            parse_manifest({section: {key: value} if key else value}, "run.toml")
 
 
 def test_residuals_decay_under_topk_unless_the_organizer_says_otherwise() -> None:
@@ -201,17 +185,12 @@ def test_settings_of_families_that_are_not_known_here_are_all_kept() -> None:
 
 
 def test_a_pipeline_survives_the_wire_and_names_the_swarm() -> None:
-    digests = set()
-    for pipeline in (
-        {"stages": 2},
-        {"stages": 3},
-        {"cuts": [1, 3]},
-        {"cuts": [3]},
-        {"stages": "auto", "stage_memory": 1 << 30},
+    pipelines = [
+        {"stages": 2}, {"stages": 3}, {"cuts": [1, 3]}, {"cuts": [3]}, {"stages": "auto", "stage_memory": 1 << 30},
         {"stages": 2, "codec": "fp16"},
-    ):
-        manifest = parse_manifest({"training": {"every": 1}, "pipeline": pipeline}, "a")
+    ]  # fmt: skip
+    manifests = [parse_manifest({"training": {"every": 1}, "pipeline": pipeline}, "a") for pipeline in pipelines]
+    for manifest in manifests:
         signed = SignedManifest.create(manifest, ALICE)
         assert SignedManifest.from_bytes(signed.to_bytes(), manifest.digest, MALLORY).manifest == manifest
-        digests.add(manifest.digest)
-    assert len(digests) == 6
+    assert len({manifest.digest for manifest in manifests}) == 6

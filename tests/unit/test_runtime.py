@@ -17,6 +17,7 @@ from p2ptrain.pipeline.stage import gradients, worker
 from p2ptrain.pipeline.stage.compute import StageCompute
 from p2ptrain.pipeline.stage.device import Device, Pass
 from p2ptrain.runtime import Runtime, real_runtime
+from tests.support.coroutines import on_loop
 from tests.support.sim.pipelines import sample
 from tests.support.sim.stage_hosts import plan_of, stage_of
 
@@ -30,25 +31,20 @@ def runtime() -> Iterator[Runtime]:
     found.close()
 
 
-def run(main: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(main, PATIENCE_SECONDS))
-
-
 def thread_name() -> str:
     return threading.current_thread().name.rpartition("_")[0]
 
 
-def test_each_kind_of_work_has_threads_of_its_own(runtime: Runtime) -> None:
-    async def main() -> None:
-        assert await runtime.compute(thread_name) == "state-test"
-        assert await runtime.on_device(thread_name) == "device-test"
-        assert await runtime.offload(thread_name) == "pool-test"
-
-    run(main())
+@on_loop
+async def test_each_kind_of_work_has_threads_of_its_own(runtime: Runtime) -> None:
+    assert await runtime.compute(thread_name) == "state-test"
+    assert await runtime.on_device(thread_name) == "device-test"
+    assert await runtime.offload(thread_name) == "pool-test"
 
 
 @pytest.mark.parametrize("kind", ["compute", "on_device"])
-def test_state_and_device_run_one_call_at_a_time_in_the_order_of_the_calls(runtime: Runtime, kind: str) -> None:
+@on_loop
+async def test_state_and_device_run_one_call_at_a_time_in_the_order_of_the_calls(runtime: Runtime, kind: str) -> None:
     method: Callable[..., Coroutine[Any, Any, None]] = getattr(runtime, kind)
     done: list[int] = []
     running: list[int] = []
@@ -59,30 +55,25 @@ def test_state_and_device_run_one_call_at_a_time_in_the_order_of_the_calls(runti
         done.append(number)
         running.remove(number)
 
-    async def main() -> None:
-        await asyncio.gather(*(method(work, number) for number in range(50)))
-        assert done == list(range(50))
-
-    run(main())
+    await asyncio.gather(*(method(work, number) for number in range(50)))
+    assert done == list(range(50))
 
 
-def test_a_slow_fsync_holds_up_neither_a_forward_pass_nor_packing_nor_the_event_loop(runtime: Runtime) -> None:
+@on_loop
+async def test_a_slow_fsync_holds_up_neither_a_forward_pass_nor_packing_nor_the_event_loop(runtime: Runtime) -> None:
     compute = StageCompute(stage_of(plan_of(3), 0))
     inputs = sample(plan_of(3).manifest, 1)[:, :-1]
     written = threading.Event()
-
-    async def main() -> None:
-        saving = asyncio.create_task(runtime.compute(written.wait, PATIENCE_SECONDS))
-        output = await Device(runtime).run(Pass.FORWARD, lambda: compute.forward(inputs))
-        assert (await runtime.offload(pack, output.result, "fp16")).data
-        assert not saving.done()
-        written.set()
-        assert await saving
-
-    run(main())
+    saving = asyncio.create_task(runtime.compute(written.wait, PATIENCE_SECONDS))
+    output = await Device(runtime).run(Pass.FORWARD, lambda: compute.forward(inputs))
+    assert (await runtime.offload(pack, output.result, "fp16")).data
+    assert not saving.done()
+    written.set()
+    assert await saving
 
 
-def test_activations_are_packed_and_unpacked_on_the_device_thread(
+@on_loop
+async def test_activations_are_packed_and_unpacked_on_the_device_thread(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of these waits for the event loop to turn: on its thread that would never happen."""
@@ -102,42 +93,36 @@ def test_activations_are_packed_and_unpacked_on_the_device_thread(
             turned.set()
             await asyncio.sleep(0.001)
 
-    async def main() -> None:
-        plan = plan_of(3)
-        tokens = sample(plan.manifest, 1)
-        inputs = StageCompute(stage_of(plan, 0)).forward(tokens[:, :-1])
-        hop = Hop(
-            MicrobatchId("trainer", 0, 1), 1, 2, tokens[:, 1:].numel(), (), pack(inputs, "fp32"),
-            pack(tokens[:, 1:], "fp32"),
-        )  # fmt: skip
-        gradient = pack(torch.full_like(inputs, 0.01), "fp32")
-        for each in (worker, gradients):
-            monkeypatch.setattr(each, "pack", watched(messages.pack))
-            monkeypatch.setattr(each, "unpack", watched(messages.unpack))
-        turning = asyncio.create_task(turn())
-        made = worker.StageWorker(plan, 1, StageCompute(stage_of(plan, 1)), Device(runtime))
-        await made.forward(hop.inputs)
-        total = gradients.StageGradients(made)
-        total.take_out((await total.add(hop, gradient)).result.added)
-        await total.until_taken_out()
-        turning.cancel()
-
-    run(main())
+    plan = plan_of(3)
+    tokens = sample(plan.manifest, 1)
+    inputs = StageCompute(stage_of(plan, 0)).forward(tokens[:, :-1])
+    hop = Hop(
+        MicrobatchId("trainer", 0, 1), 1, 2, tokens[:, 1:].numel(), (), pack(inputs, "fp32"),
+        pack(tokens[:, 1:], "fp32"),
+    )  # fmt: skip
+    gradient = pack(torch.full_like(inputs, 0.01), "fp32")
+    for each in (worker, gradients):
+        monkeypatch.setattr(each, "pack", watched(messages.pack))
+        monkeypatch.setattr(each, "unpack", watched(messages.unpack))
+    turning = asyncio.create_task(turn())
+    made = worker.StageWorker(plan, 1, StageCompute(stage_of(plan, 1)), Device(runtime))
+    await made.forward(hop.inputs)
+    total = gradients.StageGradients(made)
+    total.take_out((await total.add(hop, gradient)).result.added)
+    await total.until_taken_out()
+    turning.cancel()
     assert len(seen) == 7
     assert set(seen) == {"device-test"}
 
 
-def test_closing_does_not_wait_for_a_stuck_device(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_loop
+async def test_closing_does_not_wait_for_a_stuck_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CLOSE_SECONDS", 0.2)
     monkeypatch.setattr(module, "left_behind", [])
     runtime, mended = real_runtime("test"), threading.Event()
-
-    async def main() -> None:
-        stuck = asyncio.create_task(runtime.on_device(mended.wait, PATIENCE_SECONDS))
-        await asyncio.sleep(0)
-        runtime.close()
-        assert module.left_behind == ["device"]
-        mended.set()
-        await stuck
-
-    run(main())
+    stuck = asyncio.create_task(runtime.on_device(mended.wait, PATIENCE_SECONDS))
+    await asyncio.sleep(0)
+    runtime.close()
+    assert module.left_behind == ["device"]
+    mended.set()
+    await stuck

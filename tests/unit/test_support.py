@@ -14,9 +14,9 @@ import pytest
 from p2ptrain.network.simulated import SimulatedNetwork
 from tests.docker.changed import changed_paths, decide
 from tests.support import seeds, summary, tools
+from tests.support.coroutines import simulated
 from tests.support.processes import preloaded, soak, swarmlet
 from tests.support.sim.peers import Member, members
-from tests.support.sim.simulated import simulated
 
 
 def test_a_missing_tool_skips_where_it_is_not_required(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import functools
 import gc
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 import pytest
 
@@ -16,6 +17,7 @@ from p2ptrain.errors import PeerLostError
 from p2ptrain.network.simulated import VirtualTimeLoop
 from p2ptrain.tasks import FIRST_PAUSE_SECONDS, Tasks, to_its_end, together
 
+P = ParamSpec("P")
 PACKAGE = Path(__file__).resolve().parents[2] / "p2ptrain"
 ALLOWED = {
     "tasks.py": "the supervised way itself",
@@ -24,16 +26,20 @@ ALLOWED = {
 }
 
 
-def run(coroutine: Coroutine[Any, Any, None]) -> VirtualTimeLoop:
-    """Run a coroutine in virtual time; nothing may be left running, and no error unseen."""
-    loop = VirtualTimeLoop.create()
-    try:
-        loop.run_until_complete(coroutine)
-        assert loop.pending_tasks() == []
-        assert loop.errors == []
-    finally:
-        loop.close()
-    return loop
+def in_virtual_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """Run a test in virtual time; nothing may be left running, and no error unseen."""
+
+    @functools.wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        loop = VirtualTimeLoop.create()
+        try:
+            loop.run_until_complete(test(*args, **kwargs))
+            assert loop.pending_tasks() == []
+            assert loop.errors == []
+        finally:
+            loop.close()
+
+    return run
 
 
 async def fail(after_seconds: float = 0.0) -> None:
@@ -106,7 +112,8 @@ def test_a_raw_start_is_found_and_one_of_an_owner_is_not(tmp_path: Path) -> None
     assert raw_starts(path) == list(range(1, len(raw) + 1))
 
 
-def test_the_first_failure_of_several_ends_the_others_and_results_keep_their_order() -> None:
+@in_virtual_time
+async def test_the_first_failure_of_several_ends_the_others_and_results_keep_their_order() -> None:
     ended: list[str] = []
 
     async def answer(seconds: float) -> float:
@@ -116,98 +123,83 @@ def test_the_first_failure_of_several_ends_the_others_and_results_keep_their_ord
             ended.append(f"{seconds:g}")
         return seconds
 
-    async def owner() -> None:
-        assert await together("answer", map(answer, (3.0, 1.0, 2.0))) == [3.0, 1.0, 2.0]
-        assert await together("answer", ()) == []
-        ended.clear()
-        with pytest.raises(ZeroDivisionError):
-            await together("answer", (answer(60.0), fail(1.0)))
-        assert ended == ["60"]
-        assert asyncio.get_running_loop().time() == 4.0
-
-    run(owner())
+    assert await together("answer", map(answer, (3.0, 1.0, 2.0))) == [3.0, 1.0, 2.0]
+    assert await together("answer", ()) == []
+    ended.clear()
+    with pytest.raises(ZeroDivisionError):
+        await together("answer", (answer(60.0), fail(1.0)))
+    assert ended == ["60"]
+    assert asyncio.get_running_loop().time() == 4.0
 
 
-def test_a_failure_is_logged_with_its_trace_and_told_to_the_owner(caplog: pytest.LogCaptureFixture) -> None:
+@in_virtual_time
+async def test_a_failure_is_logged_with_its_trace_and_told_to_the_owner(caplog: pytest.LogCaptureFixture) -> None:
     told: list[Exception] = []
-
-    async def owner() -> None:
-        tasks = Tasks(on_failure=told.append)
-        tasks.start(fail(), "the watcher")
-        await asyncio.sleep(1.0)
-        assert len(tasks) == 0
-        await tasks.close()
-
-    run(owner())
+    tasks = Tasks(on_failure=told.append)
+    tasks.start(fail(), "the watcher")
+    await asyncio.sleep(1.0)
+    assert len(tasks) == 0
+    await tasks.close()
     assert [type(error) for error in told] == [ZeroDivisionError]
     assert "the watcher failed" in caplog.text
     assert "Traceback" in caplog.text
 
 
-def test_a_failure_ends_the_block_that_waits_for_something_else(caplog: pytest.LogCaptureFixture) -> None:
-    async def owner() -> None:
-        with pytest.raises(ZeroDivisionError):
-            await block()
-        task = asyncio.current_task()
-        assert task is not None
-        assert task.cancelling() == 0
-        assert asyncio.get_running_loop().time() == 1.0
-        async with asyncio.timeout(5.0):  # A deadline after it, as one around it, works as ever.
-            await asyncio.sleep(1.0)
-
-    run(owner())
+@in_virtual_time
+async def test_a_failure_ends_the_block_that_waits_for_something_else(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ZeroDivisionError):
+        await block()
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0
+    assert asyncio.get_running_loop().time() == 1.0
+    async with asyncio.timeout(5.0):  # A deadline after it, as one around it, works as ever.
+        await asyncio.sleep(1.0)
     assert "beat failed" in caplog.text
 
 
-def test_a_cancelled_block_stays_cancelled() -> None:
-    async def owner() -> None:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(1.0):
-                await block()
-
-    run(owner())
+@in_virtual_time
+async def test_a_cancelled_block_stays_cancelled() -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(1.0):
+            await block()
 
 
-def test_a_block_ends_its_tasks() -> None:
-    async def owner() -> None:
-        async with Tasks() as tasks:
-            tasks.start(forever(), "a")
-            called = tasks.call(forever(), "b")
-        assert called.cancelled()
-
-    run(owner())
+@in_virtual_time
+async def test_a_block_ends_its_tasks() -> None:
+    async with Tasks() as tasks:
+        tasks.start(forever(), "a")
+        called = tasks.call(forever(), "b")
+    assert called.cancelled()
 
 
-def test_a_result_and_an_error_of_a_call_are_the_callers(caplog: pytest.LogCaptureFixture) -> None:
+@in_virtual_time
+async def test_a_result_and_an_error_of_a_call_are_the_callers(caplog: pytest.LogCaptureFixture) -> None:
     async def answer() -> int:
         return 42
 
-    async def owner() -> None:
-        async with Tasks() as tasks:
-            assert await tasks.call(answer(), "answer") == 42
-            with pytest.raises(ZeroDivisionError):
-                await tasks.call(fail(), "failing")
-
-    run(owner())
+    async with Tasks() as tasks:
+        assert await tasks.call(answer(), "answer") == 42
+        with pytest.raises(ZeroDivisionError):
+            await tasks.call(fail(), "failing")
     assert caplog.text == ""
 
 
-def test_a_defect_that_no_caller_looks_at_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+@in_virtual_time
+async def test_a_defect_that_no_caller_looks_at_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def lost() -> None:
         raise PeerLostError("peer", "went away")
 
-    async def owner() -> None:
-        async with Tasks() as tasks:
-            tasks.call(fail(), "unseen")
-            tasks.call(lost(), "a peer that left")
-            await asyncio.sleep(1.0)
-
-    run(owner())
+    async with Tasks() as tasks:
+        tasks.call(fail(), "unseen")
+        tasks.call(lost(), "a peer that left")
+        await asyncio.sleep(1.0)
     assert "unseen failed" in caplog.text
     assert "a peer that left" not in caplog.text
 
 
-def test_no_error_is_lost_of_a_call_whose_block_is_cancelled_again_while_it_closes() -> None:
+@in_virtual_time
+async def test_no_error_is_lost_of_a_call_whose_block_is_cancelled_again_while_it_closes() -> None:
     async def fail_at_the_end() -> None:
         try:
             await forever()
@@ -224,22 +216,20 @@ def test_no_error_is_lost_of_a_call_whose_block_is_cancelled_again_while_it_clos
             tasks.call(called_before(), "early-end")
             await forever()
 
-    async def main() -> None:
-        task = asyncio.create_task(block())
-        await asyncio.sleep(1.0)
-        task.cancel()
-        await asyncio.sleep(0.5)
-        task.cancel()
-        await asyncio.wait({task})
-        assert task.cancelled()
-        del task
-        await asyncio.sleep(2.0)
-        gc.collect()
-
-    run(main())
+    task = asyncio.create_task(block())
+    await asyncio.sleep(1.0)
+    task.cancel()
+    await asyncio.sleep(0.5)
+    task.cancel()
+    await asyncio.wait({task})
+    assert task.cancelled()
+    del task
+    await asyncio.sleep(2.0)
+    gc.collect()
 
 
-def test_a_loop_is_started_again_after_growing_pauses(caplog: pytest.LogCaptureFixture) -> None:
+@in_virtual_time
+async def test_a_loop_is_started_again_after_growing_pauses(caplog: pytest.LogCaptureFixture) -> None:
     began: list[float] = []
 
     async def loop() -> None:
@@ -248,78 +238,68 @@ def test_a_loop_is_started_again_after_growing_pauses(caplog: pytest.LogCaptureF
             await fail()
         await forever()
 
-    async def owner() -> None:
-        tasks = Tasks()
-        tasks.keep(loop, "presence")
-        await asyncio.sleep(100.0)
-        assert len(tasks) == 1
-        await tasks.close()
-
-    run(owner())
+    tasks = Tasks()
+    tasks.keep(loop, "presence")
+    await asyncio.sleep(100.0)
+    assert len(tasks) == 1
+    await tasks.close()
     first = FIRST_PAUSE_SECONDS
     assert began == [0.0, first, 3 * first, 7 * first]
     assert caplog.text.count("presence failed") == 3
 
 
-def test_closing_waits_as_long_as_told_and_for_what_an_end_starts() -> None:
+@in_virtual_time
+async def test_closing_waits_as_long_as_told_and_for_what_an_end_starts() -> None:
     ended = []
+    tasks = Tasks()
 
-    async def owner() -> None:
-        tasks = Tasks()
+    async def last() -> None:
+        try:
+            await forever()
+        finally:
+            ended.append("last")
 
-        async def last() -> None:
-            try:
-                await forever()
-            finally:
-                ended.append("last")
+    async def first() -> None:
+        try:
+            await forever()
+        finally:
+            tasks.start(last(), "last")
+            await asyncio.sleep(0)
+            ended.append("first")
 
-        async def first() -> None:
-            try:
-                await forever()
-            finally:
-                tasks.start(last(), "last")
-                await asyncio.sleep(0)
-                ended.append("first")
+    async def soon() -> None:
+        await asyncio.sleep(3.0)
+        ended.append("soon")
 
-        async def soon() -> None:
-            await asyncio.sleep(3.0)
-            ended.append("soon")
-
-        tasks.start(first(), "first")
-        tasks.start(soon(), "soon")
-        await tasks.close(grace_seconds=5.0)
-        assert asyncio.get_running_loop().time() == 5.0
-
-    run(owner())
+    tasks.start(first(), "first")
+    tasks.start(soon(), "soon")
+    await tasks.close(grace_seconds=5.0)
+    assert asyncio.get_running_loop().time() == 5.0
     assert ended == ["soon", "first", "last"]
 
 
-def test_a_change_runs_to_its_end_though_its_caller_is_cancelled() -> None:
+@in_virtual_time
+async def test_a_change_runs_to_its_end_though_its_caller_is_cancelled() -> None:
     done = []
 
     async def change() -> None:
         await asyncio.sleep(2.0)
         done.append(True)
 
-    async def owner() -> None:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(1.0):
-                await to_its_end(change())
-        assert done == [True]
-
-    run(owner())
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(1.0):
+            await to_its_end(change())
+    assert done == [True]
 
 
-def test_a_deliberate_error_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+@in_virtual_time
+async def test_a_deliberate_error_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
     async def lost() -> None:
         raise PeerLostError("peer", "went away")
 
-    async def owner() -> None:
-        tasks = Tasks()
-        tasks.start(lost(), "announce")
-        await asyncio.sleep(1.0)
-        await tasks.close()
-
-    run(owner())
+    tasks = Tasks()
+    tasks.start(lost(), "announce")
+    await asyncio.sleep(1.0)
+    await tasks.close()
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
     assert "Traceback" not in caplog.text

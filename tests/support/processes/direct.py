@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from p2ptrain.network.libp2p.control import DaemonControl, DaemonRefusal
 from p2ptrain.network.libp2p.direct import DirectConnections
-from p2ptrain.network.libp2p.direct_listener import DirectLimits
+from p2ptrain.network.libp2p.direct_listener import DirectLimits, DirectListener
 from p2ptrain.network.libp2p.direct_records import Kind, SealedSocket, agree
 from p2ptrain.network.libp2p.socket_stream import SocketStream
 from tests.support.processes.daemons import eventually
@@ -88,6 +88,11 @@ class DirectPeer:
             name, cast(DaemonControl, self.control), lambda *found: self.streams.put_nowait(found), (BULK,), limits
         )
 
+    @property
+    def listener(self) -> DirectListener:
+        assert self.direct._listener is not None
+        return self.direct._listener
+
 
 @asynccontextmanager
 async def direct_peers(
@@ -133,13 +138,12 @@ class Dialler:
     """
 
     def __init__(self, listener: DirectPeer, name: str) -> None:
-        private, direct = X25519PrivateKey.generate(), listener.direct._listener
-        assert direct is not None
+        private = X25519PrivateKey.generate()
         key = private.public_key().public_bytes_raw()
-        terms = (name, listener.name, BULK, key, direct.offer(name, BULK, key))
+        terms = (name, listener.name, BULK, key, listener.listener.offer(name, BULK, key))
         self.name, self.sealing, self.opening = agree(private, terms[-1], *terms)
         self.hello = self.name + self.sealing.mark(Kind.READY)
-        self._port = direct.port
+        self._port = listener.direct.port
 
     async def connect(self, hello: bytes | None = None) -> SealedSocket:
         """Connect, and send the first bytes, or others."""

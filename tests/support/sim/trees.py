@@ -13,7 +13,7 @@ from p2ptrain.averaging.grouping.cells import Cells
 from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from tests.support.coroutines import Body, Test, given
+from tests.support.coroutines import Test, given
 from tests.support.sim.averagers import AveragingPeer, start_averagers, stop_averagers
 
 NUM_VALUES = 512
@@ -22,7 +22,7 @@ SPEC = AveragingSpec(codec="fp32", aggregation="mean", group_size=8, grace_secon
 
 def in_tree(
     num_peers: int | None = None, seed: int | None = None, spec: AveragingSpec = SPEC
-) -> Callable[[Body], Test]:
+) -> Callable[[Test], Callable[..., None]]:
     """Return a decorator for tests that get a network and averagers on it, ``network`` and ``started``.
 
     Args:
@@ -31,7 +31,7 @@ def in_tree(
         spec: How they average.
     """
 
-    def run(test: Body, arguments: dict[str, Any]) -> None:
+    def run(test: Test, arguments: dict[str, Any]) -> None:
         async def main(network: SimulatedNetwork) -> None:
             peers = [network.add_peer(f"p{i}") for i in range(num_peers or arguments["num_peers"])]
             started = await start_averagers(network, peers, spec, NUM_VALUES)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,9 @@ from p2ptrain.monitor.store import Store
 from p2ptrain.monitor.watch import Watch
 from p2ptrain.monitor.web import make_app
 from p2ptrain.network.records.record import PeerRecord
-from p2ptrain.status.tracker import SwarmTracker
 from p2ptrain.status.views import SwarmView
-from tests.support.web.watched import START, SWARM, FakeSource
+from tests.support.web.stores import watched
+from tests.support.web.watched import SWARM, FakeSource
 
 
 @dataclass
@@ -38,23 +38,14 @@ class Site:
         return response.json()
 
 
-def served(
-    scenario: Callable[[Site], Awaitable[None]], *records: PeerRecord, looks: int = 1, swarm: SwarmView = SWARM
-) -> None:
-    """Run a scenario with a page over these peers, after so many looks."""
-
-    async def main() -> None:
-        source, store = FakeSource(*records), await Store.open(None, swarm.digest, START)
-        watch = Watch(source, SwarmTracker(swarm, START, ["gone"]), store)
-        app = make_app(watch, store, source.now)
+@asynccontextmanager
+async def served(*records: PeerRecord, looks: int = 1, swarm: SwarmView = SWARM) -> AsyncIterator[Site]:
+    """Serve a page over these peers, after so many looks."""
+    async with watched(*records, swarm=swarm, bootstraps=["gone"]) as found:
+        app = make_app(found.watch, found.store, found.source.now)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        try:
-            async with httpx.AsyncClient(transport=transport, base_url="http://monitor") as client:
-                for _ in range(looks):
-                    await watch.look()
-                    source.time += 2.0
-                await scenario(Site(app, client, watch, source, store))
-        finally:
-            await store.close()
-
-    asyncio.run(main())
+        async with httpx.AsyncClient(transport=transport, base_url="http://monitor") as client:
+            for _ in range(looks):
+                await found.watch.look()
+                found.source.time += 2.0
+            yield Site(app, client, found.watch, found.source, found.store)

@@ -1,31 +1,63 @@
-"""A store for one scenario, and peers to keep in it."""
+"""Histories and watches for one scenario, and peers to keep in them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from p2ptrain.monitor.store import Store
-from p2ptrain.status.views import PeerView
-from tests.support.web.watched import START, trainer, views_of
+from p2ptrain.monitor.watch import LOOK_SECONDS, Watch
+from p2ptrain.network.records.record import PeerRecord
+from p2ptrain.status.tracker import SwarmTracker
+from p2ptrain.status.views import PeerView, Snapshot, SwarmView
+from tests.support.web.watched import START, SWARM, FakeSource, trainer, views_of
 
-T = TypeVar("T")
-SWARM = "ab" * 32
+
+@asynccontextmanager
+async def open_store(path: Path | None = None, swarm: str = SWARM.digest) -> AsyncIterator[Store]:
+    """Open a store at ``path``, or in memory."""
+    store = await Store.open(path, swarm, START)
+    try:
+        yield store
+    finally:
+        await store.close()
 
 
-def with_store(path: Path | None, use: Callable[[Store], Awaitable[T]], swarm: str = SWARM) -> T:
-    """What ``use`` returns, given a store at ``path``, or in memory."""
+@dataclass
+class Watched:
+    """A watch, what it looks at, and what it keeps."""
 
-    async def main() -> T:
-        store = await Store.open(path, swarm, START)
-        try:
-            return await use(store)
-        finally:
-            await store.close()
+    watch: Watch
+    source: FakeSource
+    store: Store
 
-    return asyncio.run(main())
+    async def look(self, *records: PeerRecord, seconds: float = LOOK_SECONDS) -> Snapshot:
+        """Let time pass, look at these peers or those of before, and let what that started come to its end."""
+        if records:
+            self.source.records = list(records)
+        self.source.time += seconds
+        snapshot = await self.watch.look()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*others, return_exceptions=True)
+        return snapshot
+
+    async def kinds(self) -> list[tuple[str, str]]:
+        """Return what kinds of events were told, and of whom, oldest first."""
+        return [(event.kind, event.peer) for event in reversed(await self.store.events(0.0, 100))]
+
+
+@asynccontextmanager
+async def watched(
+    *records: PeerRecord, swarm: SwarmView = SWARM, notify: Any = None, **options: Any
+) -> AsyncIterator[Watched]:
+    """Watch these peers, of which nothing was looked at yet; ``options`` are those of `SwarmTracker`."""
+    source = FakeSource(*records)
+    async with open_store(swarm=swarm.digest) as store:
+        yield Watched(Watch(source, SwarmTracker(swarm, START, **options), store, notify), source, store)
 
 
 def peer(id: str = "a", **changes: object) -> PeerView:

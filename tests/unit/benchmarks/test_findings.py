@@ -25,18 +25,19 @@ def test_quantiles_are_those_of_numpy(values: list[float], share: float) -> None
     assert Measured(tuple(values)).quantile(share) == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
-@pytest.mark.parametrize(("value", "at_least", "met"), [(0.4, False, True), (0.6, False, False), (0.6, True, True)])
-def test_a_goal_is_an_upper_bound_unless_it_says_otherwise(value: float, at_least: bool, met: bool) -> None:
-    assert Finding("x", value, "hivemind", 0.5, at_least).is_met is met
-
-
-def test_without_a_goal_nothing_is_met_or_missed() -> None:
-    assert Finding("x", 1.0, "hivemind").is_met is None
-
-
-def test_twice_as_fast_meets_a_goal_of_two_and_misses_one_of_three() -> None:
-    assert faster("round", ours=1.0, theirs=2.0, goal=2.0).is_met
-    assert not faster("round", ours=1.0, theirs=2.0, goal=3.0).is_met
+@pytest.mark.parametrize(
+    ("finding", "is_met"),
+    [
+        (Finding("x", 0.4, "hivemind", 0.5), True),
+        (Finding("x", 0.6, "hivemind", 0.5), False),
+        (Finding("x", 0.6, "hivemind", 0.5, at_least=True), True),
+        (Finding("x", 1.0, "hivemind"), None),
+        (faster("round", ours=1.0, theirs=2.0, goal=2.0), True),
+        (faster("round", ours=1.0, theirs=2.0, goal=3.0), False),
+    ],
+)
+def test_a_goal_is_an_upper_bound_unless_it_says_otherwise(finding: Finding, is_met: bool | None) -> None:
+    assert finding.is_met is is_met
 
 
 def test_what_never_ended_is_missed_and_still_json() -> None:
@@ -65,15 +66,11 @@ def test_a_section_without_rows_can_be_shown() -> None:
     assert str(Section("title", ("a",), notes=["note"])) == "title\n\nnote"
 
 
-@pytest.mark.parametrize(("text", "expected"), [("2x10M", (2, 10_000_000)), ("4x0.5M", (4, 500_000))])
-def test_sizes_are_peers_and_millions_of_values(text: str, expected: tuple[int, int]) -> None:
-    assert size(text) == expected
-
-
-@pytest.mark.parametrize("text", ["", "2x10", "1x10M", "ax1M", "2x-1M"])
-def test_other_sizes_are_refused(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="no size"):
-        size(text)
+def test_sizes_are_peers_and_millions_of_values() -> None:
+    assert [size("2x10M"), size("4x0.5M")] == [(2, 10_000_000), (4, 500_000)]
+    for text in ("", "2x10", "1x10M", "ax1M", "2x-1M"):
+        with pytest.raises(argparse.ArgumentTypeError, match="no size"):
+            size(text)
 
 
 def test_a_picture_is_drawn_with_and_without_goals(tmp_path: Path) -> None:

@@ -42,7 +42,8 @@ def test_something_required_that_is_missing_exits_with_7_and_its_fix(
     assert run(parser.parse_args([])) == 0
 
 
-def test_a_daemon_that_is_missing_not_executable_or_broken_is_found(tmp_path: Path) -> None:
+def test_a_daemon_that_is_missing_silent_or_broken_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_DAEMON_SECONDS", 0.2)
     assert "not installed" in checks.check_daemon(None).detail
     assert "not installed" in checks.check_daemon(tmp_path / "p2pd").detail
     path = script(tmp_path, "echo cannot do it; exit 3")
@@ -51,13 +52,9 @@ def test_a_daemon_that_is_missing_not_executable_or_broken_is_found(tmp_path: Pa
     assert not checks.check_daemon(path).passed
     path.chmod(0o644)
     assert "chmod" in checks.check_daemon(path).fix
-
-
-def test_a_daemon_that_says_nothing_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "_DAEMON_SECONDS", 0.2)
-    check = checks.check_daemon(script(tmp_path, "exec sleep 60"))
-    assert not check.passed
-    assert "did not answer" in check.detail
+    silent = checks.check_daemon(script(tmp_path, "exec sleep 60"))
+    assert not silent.passed
+    assert "did not answer" in silent.detail
 
 
 def test_a_port_in_use_is_found_and_another_one_named() -> None:

@@ -8,38 +8,38 @@ from pathlib import Path
 
 import pytest
 
+from p2ptrain.cli.main import COMMANDS
 from tests.support.processes.commands import HEAVY
 
-REPORT = f"\nimport sys; print('loaded:', *sorted({HEAVY!r} & sys.modules.keys()))"
 
-
-def loaded(code: str) -> str:
-    """The heavy modules that a process has imported after ``code``."""
+def loaded(code: str, modules: set[str] = HEAVY) -> str:
+    """Those of the modules that a process has imported after ``code``."""
+    report = f"\nimport sys; print('loaded:', *sorted({modules!r} & sys.modules.keys()))"
     done = subprocess.run(
-        [sys.executable, "-c", code + REPORT], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", code + report], capture_output=True, text=True, timeout=120, check=True
     )
     return done.stdout.rpartition("loaded:")[2].strip()
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--version"]])
-def test_an_overview_imports_nothing_heavy(words: list[str]) -> None:
-    assert loaded(f"from p2ptrain.cli.main import main; main({words})") == ""
+@pytest.mark.parametrize(
+    "words", [[], ["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)], ids=" ".join
+)
+def test_help_and_version_import_nothing_heavy(words: list[str]) -> None:
+    call = f"try: code = main({words!r})\nexcept SystemExit as exit: code = exit.code\nassert not code"
+    assert loaded(f"from p2ptrain.cli.main import main\n{call}", HEAVY | {"numpy", "hivemind"}) == ""
 
 
-@pytest.mark.parametrize("command", ["up", "join", "peer", "status", "monitor", "seed", "doctor", "checkpoint"])
-def test_a_command_s_help_imports_nothing_heavy(command: str) -> None:
-    code = f"from p2ptrain.cli.main import main\ntry: main([{command!r}, '--help'])\nexcept SystemExit: pass"
-    assert loaded(code) == ""
+CALLS = {
+    **{f"checkpoint {name}": f"assert main(['checkpoint', {name!r}, 'none'])" for name in ("ls", "export")},
+    "init": "main(['init', FOLDER])",
+    "init of a pipeline": "main(['init', FOLDER, '--set', 'training.every=1', '--set', 'pipeline.stages=2'])",
+}
 
 
-@pytest.mark.parametrize("words", [["ls", "none"], ["export", "none"]])
-def test_a_mistake_about_checkpoints_imports_nothing_heavy(words: list[str]) -> None:
-    assert loaded(f"from p2ptrain.cli.main import main; assert main(['checkpoint', *{words}])") == ""
-
-
-@pytest.mark.parametrize("words", [[], ["--set", "training.every=1", "--set", "pipeline.stages=2"]])
-def test_init_imports_nothing_heavy(tmp_path: Path, words: list[str]) -> None:
-    assert loaded(f"from p2ptrain.cli.main import main; main(['init', {str(tmp_path / 'run')!r}, *{words}])") == ""
+@pytest.mark.parametrize("call", CALLS.values(), ids=list(CALLS))
+def test_a_command_that_computes_nothing_imports_nothing_heavy(tmp_path: Path, call: str) -> None:
+    call = call.replace("FOLDER", repr(str(tmp_path / "run")))
+    assert loaded(f"from p2ptrain.cli.main import main\n{call}") == ""
 
 
 @pytest.mark.parametrize("module", ["p2ptrain.node.run", "p2ptrain.monitor.serve", "p2ptrain.cli.screen.swarm_view"])

@@ -15,12 +15,8 @@ def test_a_json_line_holds_the_message_what_was_added_and_the_exception() -> Non
     line = JsonFormatter().format(record)
     values = json.loads(line)
     assert "\n" not in line
-    assert (values["level"], values["logger"], values["message"], values["round"]) == (
-        "warning",
-        "p2ptrain.x",
-        "round 7",
-        7,
-    )
+    found = values["level"], values["logger"], values["message"], values["round"]
+    assert found == ("warning", "p2ptrain.x", "round 7", 7)
     assert "why" in values["exception"]
     assert values["time"].endswith("Z")
 

@@ -10,14 +10,8 @@ from p2ptrain.manifest import Manifest
 
 
 def test_settings_are_toml_values_or_else_text() -> None:
-    assert parse_settings(["a.b=3", "c=1e-3", 'd="x"', "e=fp16", "f=path:/a b", "g=a=b"]) == {
-        "a.b": 3,
-        "c": 1e-3,
-        "d": "x",
-        "e": "fp16",
-        "f": "path:/a b",
-        "g": "a=b",
-    }
+    settings = parse_settings(["a.b=3", "c=1e-3", 'd="x"', "e=fp16", "f=path:/a b", "g=a=b"])
+    assert settings == {"a.b": 3, "c": 1e-3, "d": "x", "e": "fp16", "f": "path:/a b", "g": "a=b"}
 
 
 def test_overrides_win_and_what_is_not_given_stays(tmp_path: Path) -> None:

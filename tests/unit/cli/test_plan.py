@@ -84,9 +84,3 @@ def test_a_wrong_option_is_refused_before_anything_starts(tmp_path: Path) -> Non
         with pytest.raises(P2PTrainError) as caught:
             make_plan(arguments(tmp_path, *words))
         assert caught.value.exit_code in (2, 3)
-
-
-def test_the_help_names_the_default_time() -> None:
-    parser = Parser()
-    add_arguments(parser)
-    assert f"default {DEFAULT_MINUTES:g}, unless --rounds" in " ".join(parser.format_help().split())

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from p2ptrain.cli.supervise import Child, Supervisor
+from tests.support.coroutines import on_loop
 from tests.support.processes.commands import ROOT
 
 SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
@@ -40,34 +41,32 @@ def alive(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
-def test_drain_lets_the_polite_end_and_kills_the_stubborn_at_the_deadline(tmp_path: Path) -> None:
-    async def scenario() -> tuple[int | None, int | None, float]:
-        async with Supervisor() as supervisor:
-            polite = await started(supervisor, POLITE, tmp_path / "polite.log")
-            stubborn = await started(supervisor, STUBBORN, tmp_path / "stubborn.log")
-            begun = time.monotonic()
-            await supervisor.drain([polite, stubborn], 0.5)
-            await supervisor.wait_all([polite, stubborn])
-            return polite.exit_code, stubborn.exit_code, time.monotonic() - begun
-
-    polite_code, stubborn_code, seconds = asyncio.run(scenario())
-    assert (polite_code, stubborn_code) == (0, -signal.SIGKILL)
-    assert seconds >= 0.5
+@on_loop
+async def test_drain_lets_the_polite_end_and_kills_the_stubborn_at_the_deadline(tmp_path: Path) -> None:
+    async with Supervisor() as supervisor:
+        polite = await started(supervisor, POLITE, tmp_path / "polite.log")
+        stubborn = await started(supervisor, STUBBORN, tmp_path / "stubborn.log")
+        begun = time.monotonic()
+        await supervisor.drain([polite, stubborn], 0.5)
+        await supervisor.wait_all([polite, stubborn])
+    assert (polite.exit_code, stubborn.exit_code) == (0, -signal.SIGKILL)
+    assert time.monotonic() - begun >= 0.5
 
 
-def test_an_error_in_the_owner_ends_children_and_grandchildren(tmp_path: Path) -> None:
+@on_loop
+async def test_an_error_in_the_owner_ends_children_and_grandchildren(tmp_path: Path) -> None:
     pids: list[int] = []
 
-    async def scenario() -> None:
+    async def fail() -> None:
         async with Supervisor() as supervisor:
-            parent = await started(supervisor, PARENT, tmp_path / "parent.log")
-            pids.extend([parent.process.pid, int((tmp_path / "parent.log").read_text().split()[0])])
+            parent = await started(supervisor, PARENT, log := tmp_path / "parent.log")
+            pids.extend([parent.process.pid, int((await asyncio.to_thread(log.read_text)).split()[0])])
             raise RuntimeError("the owner failed")
 
     with pytest.raises(RuntimeError, match="the owner failed"):
-        asyncio.run(scenario())
+        await fail()
     assert len(pids) == 2
-    until(lambda: not any(alive(pid) for pid in pids))
+    await asyncio.to_thread(until, lambda: not any(alive(pid) for pid in pids))
 
 
 def test_children_die_when_their_owner_is_killed(tmp_path: Path) -> None:
@@ -90,28 +89,32 @@ asyncio.run(main())
     until(lambda: not alive(pid))
 
 
-def test_children_do_not_get_the_terminals_signals(tmp_path: Path) -> None:
-    async def scenario() -> int:
-        async with Supervisor() as supervisor:
-            child = await started(supervisor, SLEEPER, tmp_path / "c.log")
-            return os.getpgid(child.process.pid)
-
-    assert asyncio.run(scenario()) != os.getpgid(0)
+@on_loop
+async def test_children_do_not_get_the_terminals_signals(tmp_path: Path) -> None:
+    async with Supervisor() as supervisor:
+        child = await started(supervisor, SLEEPER, tmp_path / "c.log")
+        assert os.getpgid(child.process.pid) != os.getpgid(0)
 
 
-def test_a_failure_carries_the_childs_last_error_and_its_exit_code(tmp_path: Path) -> None:
-    code = "import sys; print('noise'); print('p2ptrain: error: port 1 is taken'); print('bye'); sys.exit(7)"
+FAILING = "import sys; print('noise'); print('p2ptrain: error: port 1 is taken'); print('bye'); sys.exit(7)"
+KILLED = "import os, signal; print('all is well', flush=True); os.kill(os.getpid(), signal.SIGKILL)"
 
-    async def scenario(code: str, name: str) -> Child:
-        async with Supervisor() as supervisor:
-            child = await started(supervisor, code, tmp_path / name)
-            await supervisor.wait_all([child])
-            return child
 
-    failure = asyncio.run(scenario(code, "a.log")).failure()
-    assert failure.exit_code == 7
-    assert "port 1 is taken" in str(failure)
-    kill = "import os, signal; print('all is well', flush=True); os.kill(os.getpid(), signal.SIGKILL)"
-    killed = asyncio.run(scenario(kill, "b.log")).failure()
-    assert "was ended by SIGKILL (log: " in str(killed)  # what it said before has nothing to do with it
-    assert killed.exit_code == 1
+@pytest.mark.parametrize(
+    ("code", "words", "exit_code"),
+    [
+        (FAILING, "port 1 is taken", 7),
+        (KILLED, "was ended by SIGKILL (log: ", 1),  # What it said before has nothing to do with it.
+    ],
+    ids=["failing", "killed"],
+)
+@on_loop
+async def test_a_failure_carries_the_childs_last_error_and_its_exit_code(
+    tmp_path: Path, code: str, words: str, exit_code: int
+) -> None:
+    async with Supervisor() as supervisor:
+        child = await started(supervisor, code, tmp_path / "a.log")
+        await supervisor.wait_all([child])
+    failure = child.failure()
+    assert words in str(failure)
+    assert failure.exit_code == exit_code

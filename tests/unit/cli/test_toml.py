@@ -30,11 +30,6 @@ def test_what_has_no_form_is_refused() -> None:
         to_toml({"nothing": None})
 
 
-def test_a_commented_manifest_is_the_manifest() -> None:
-    manifest = Manifest(name="x y")
-    assert parse_manifest(tomllib.loads(commented_toml(manifest)), "run.toml") == manifest
-
-
 def test_every_field_of_a_commented_manifest_is_explained_just_above_it() -> None:
     lines = commented_toml(Manifest()).splitlines()
     settings = [index for index, line in enumerate(lines) if " = " in line and not line.startswith("#")]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import filecmp
 import functools
 import json
-import logging
+import shutil
 import sqlite3
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -18,24 +21,23 @@ from hypothesis import strategies as st
 
 from p2ptrain.errors import ResourceError
 from p2ptrain.monitor import store as store_module
-from p2ptrain.monitor.store import (
-    COUNTED,
-    MAX_EVENT_CHARS,
-    SERIES,
-    WINDOWS,
-    Contribution,
-    Store,
-)
+from p2ptrain.monitor.store import COUNTED, MAX_CONTRIBUTED, MAX_EVENT_CHARS, SERIES, WINDOWS, Contribution, Store
 from p2ptrain.network.records.serving import Latencies
 from p2ptrain.status.rounds import RoundBook
 from p2ptrain.status.serving import Amount
 from p2ptrain.status.views import Event, RoundView
-from tests.support.web.stores import SWARM, peer, with_store
-from tests.support.web.watched import START, report, trainer
+from tests.support.coroutines import on_loop, on_loop_within
+from tests.support.web.stores import open_store, peer
+from tests.support.web.watched import START, SWARM, report, trainer
 
 OTHER_SWARM = "cd" * 32
 ON_THE_WEEK = START - START % 900
 NASTY = ["Robert'); DROP TABLE contributions;--", "\"quoted\" 'twice'", "100%_*?", "\u202e\U0001f600", ""]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "history.db"
 
 
 def round_view(number: int) -> RoundView:
@@ -45,52 +47,53 @@ def round_view(number: int) -> RoundView:
     return view
 
 
-def test_of_the_values_of_one_step_each_window_keeps_the_mean() -> None:
-    async def use(store: Store) -> None:
-        for seconds, loss in [(0, 1.0), (5, 2.0), (10, 6.0), (130, 9.0)]:
-            await store.add_points(ON_THE_WEEK + seconds, {"loss": loss})
-        series = {window: await store.series(window, ["loss"], ON_THE_WEEK + 200) for window in WINDOWS}
-        at = int(ON_THE_WEEK)
-        assert series["hour"] == {"step": 10, "at": [at, at + 10, at + 130], "series": {"loss": [1.5, 6.0, 9.0]}}
-        assert series["day"] == {"step": 120, "at": [at, at + 120], "series": {"loss": [3.0, 9.0]}}
-        assert series["week"] == {"step": 900, "at": [at], "series": {"loss": [4.5]}}
+@pytest.mark.parametrize(
+    ("name", "told", "expected"),
+    [
+        ("loss", {0: 1.0, 5: 2.0, 10: 6.0, 130: 9.0}, {"hour": [1.5, 6.0, 9.0], "day": [3.0, 9.0], "week": [4.5]}),
+        ("aborted", {0: 1.0, 5: 0.0, 10: 2.0, 130: 1.0}, {"hour": [1.0, 2.0, 1.0], "day": [3.0, 1.0], "week": [4.0]}),
+        (
+            "served_tokens_per_second",
+            {0: Amount(100.0, 10.0), 10: Amount(0.0, 20.0), 30: Amount(500.0, 30.0)},
+            {"hour": [10.0, 0.0, 500 / 30], "day": [10.0], "week": [10.0]},
+        ),
+    ],
+    ids=["a mean", "a count", "a rate"],
+)
+@on_loop_within(open_store)
+async def test_of_the_values_of_one_step_each_window_keeps_what_they_come_to(
+    store: Store, name: str, told: dict[int, float | Amount], expected: dict[str, list[float]]
+) -> None:
+    for seconds, value in told.items():
+        await store.add_points(ON_THE_WEEK + seconds, {name: value})
+    for window, (step, _) in WINDOWS.items():
+        series = await store.series(window, [name], ON_THE_WEEK + 200)
+        at = sorted({int(ON_THE_WEEK) + seconds // step * step for seconds in told})
+        assert series == {"step": step, "at": at, "series": {name: expected[window]}}
 
-    with_store(None, use)
 
-
-def test_what_is_counted_is_added_up_in_each_window() -> None:
-    async def use(store: Store) -> None:
-        for seconds, aborted in [(0, 1.0), (5, 0.0), (10, 2.0), (130, 1.0)]:
-            await store.add_points(ON_THE_WEEK + seconds, {"aborted": aborted})
-        series = {w: (await store.series(w, ["aborted"], ON_THE_WEEK + 200))["series"]["aborted"] for w in WINDOWS}
-        assert series == {"hour": [1.0, 2.0, 1.0], "day": [3.0, 1.0], "week": [4.0]}
-
-    with_store(None, use)
-
-
-def test_columns_align_and_what_was_not_seen_is_none() -> None:
-    async def use(store: Store) -> None:
-        await store.add_points(ON_THE_WEEK, {"loss": 1.0, "peers": 3.0})
-        await store.add_points(ON_THE_WEEK + 20, {"peers": 4.0})
-        await store.add_points(ON_THE_WEEK + 40, {"loss": 2.0})
-        series = await store.series("hour", ["loss", "peers", "aborted"], ON_THE_WEEK + 60)
-        assert len(series["at"]) == 3
-        assert series["series"] == {"loss": [1.0, None, 2.0], "peers": [3.0, 4.0, None], "aborted": [None] * 3}
-
-    with_store(None, use)
+@on_loop_within(open_store)
+async def test_columns_align_and_what_was_not_seen_is_none(store: Store) -> None:
+    await store.add_points(ON_THE_WEEK, {"loss": 1.0, "peers": 3.0})
+    await store.add_points(ON_THE_WEEK + 20, {"peers": 4.0})
+    await store.add_points(ON_THE_WEEK + 40, {"loss": 2.0})
+    series = await store.series("hour", ["loss", "peers", "aborted"], ON_THE_WEEK + 60)
+    assert len(series["at"]) == 3
+    assert series["series"] == {"loss": [1.0, None, 2.0], "peers": [3.0, 4.0, None], "aborted": [None] * 3}
 
 
 @settings(max_examples=15)
 @given(
-    st.lists(
+    points=st.lists(
         st.tuples(st.floats(0, 3500), st.dictionaries(st.sampled_from(SERIES), st.floats(-1e12, 1e12), max_size=3)),
         max_size=12,
     )
 )
-def test_every_column_is_as_long_as_the_times_and_each_mean_lies_between_what_was_added(
+@on_loop
+async def test_every_column_is_as_long_as_the_times_and_each_mean_lies_between_what_was_added(
     points: list[tuple[float, dict[str, float]]],
 ) -> None:
-    async def use(store: Store) -> None:
+    async with open_store() as store:
         for seconds, values in points:
             await store.add_points(ON_THE_WEEK + seconds, values)
         series = await store.series("hour", SERIES, ON_THE_WEEK + 3500)
@@ -106,15 +109,16 @@ def test_every_column_is_as_long_as_the_times_and_each_mean_lies_between_what_wa
                 continue
             assert all(min(added) - slack <= value <= max(added) + slack for value in kept)
 
-    with_store(None, use)
-
 
 @settings(max_examples=20)
-@given(st.lists(st.tuples(st.integers(0, 3000), st.lists(st.floats(0, 100), max_size=20)), min_size=1, max_size=30))
-def test_percentiles_of_a_step_are_those_of_all_samples_in_it_however_long_it_is(
+@given(
+    told=st.lists(st.tuples(st.integers(0, 3000), st.lists(st.floats(0, 100), max_size=20)), min_size=1, max_size=30)
+)
+@on_loop
+async def test_percentiles_of_a_step_are_those_of_all_samples_in_it_however_long_it_is(
     told: list[tuple[int, list[float]]],
 ) -> None:
-    async def use(store: Store) -> None:
+    async with open_store() as store:
         for seconds, samples in told:
             await store.add_latencies(ON_THE_WEEK + seconds, {"token_seconds": Latencies.of(samples)})
         names = ["token_seconds_p50", "token_seconds_p99", "first_token_seconds_p50"]
@@ -129,42 +133,17 @@ def test_percentiles_of_a_step_are_those_of_all_samples_in_it_however_long_it_is
                 assert series["series"][name] == [Latencies.of(expected[at]).quantile(share) for at in series["at"]]
             assert series["series"]["first_token_seconds_p50"] == [None] * len(expected)
 
-    with_store(None, use)
 
-
-def test_rates_of_uneven_times_are_what_came_by_how_long_it_took() -> None:
-    async def use(store: Store) -> None:
-        for seconds, amount in [(0, Amount(100.0, 10.0)), (10, Amount(0.0, 20.0)), (30, Amount(500.0, 30.0))]:
-            await store.add_points(ON_THE_WEEK + seconds, {"served_tokens_per_second": amount})
-        for window, rates in (("hour", [10.0, 0.0, 500 / 30]), ("day", [10.0]), ("week", [10.0])):
-            series = await store.series(window, ["served_tokens_per_second"], ON_THE_WEEK + 60)
-            assert series["series"]["served_tokens_per_second"] == rates
-
-    with_store(None, use)
-
-
-def test_old_latencies_are_pruned() -> None:
-    async def use(store: Store) -> None:
-        for at in (START, START + 30 * 86400):
-            await store.add_latencies(at, {"token_seconds": Latencies.of([1.0, 2.0])})
-        await store.prune(START + 30 * 86400)
-        cursor = await store._database.execute("SELECT count(*) FROM latencies")
-        assert list(await cursor.fetchall()) == [(6,)], "two counts in each of three windows"
-
-    with_store(None, use)
-
-
-def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
+@on_loop
+async def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "not yet there" / "history.db"
     view = round_view(7)
-
-    async def write(store: Store) -> None:
+    async with open_store(path) as store:
         await store.add_points(START, {"loss": 2.5})
         await store.add_events([Event(START, "joined", "a", "Ada joined"), Event(START + 1, "left", "a", "Ada left")])
         await store.add_rounds([view, round_view(6)])
         await store.contribute([peer(trained_tokens=5)], START, 10.0)
-
-    async def read(store: Store) -> None:
+    async with open_store(path) as store:
         assert (await store.series("hour", ["loss"], START + 60))["series"] == {"loss": [2.5]}
         assert [event.kind for event in await store.events(0.0, 10)] == ["left", "joined"]
         assert [event.kind for event in await store.events(START + 1, 10)] == ["left"]
@@ -172,128 +151,110 @@ def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
         assert await store.rounds(1 << 62, 1) == [json.loads(json.dumps(asdict(view)))]
         assert [each["round"] for each in await store.rounds(7, 9)] == [6]
         assert await store.contribution("a") == Contribution("a", "a's laptop", 5, 8, 10.0, START, START)
-
-    with_store(path, write)
-    with_store(path, read)
     assert [each.name for each in path.parent.iterdir()] == ["history.db"], "nothing else is left there"
 
 
-def test_a_round_of_which_more_is_known_replaces_what_was_kept() -> None:
-    async def use(store: Store) -> None:
-        await store.add_rounds([round_view(7)])
-        await store.add_rounds([replace(round_view(7), verified=True)])
-        assert [each["verified"] for each in await store.rounds(100, 10)] == [True]
-
-    with_store(None, use)
+@on_loop_within(open_store)
+async def test_a_round_of_which_more_is_known_replaces_what_was_kept(store: Store) -> None:
+    await store.add_rounds([round_view(7)])
+    await store.add_rounds([replace(round_view(7), verified=True)])
+    assert [each["verified"] for each in await store.rounds(100, 10)] == [True]
 
 
-def set_aside(path: Path, caplog: pytest.LogCaptureFixture) -> Path:
+async def fill(path: Path, swarm: str = SWARM.digest) -> None:
+    async with open_store(path, swarm) as store:
+        await store.add_events([Event(START, "joined", "a", "x" * 200)] * 200)
+
+
+async def set_aside(path: Path, caplog: pytest.LogCaptureFixture) -> Path:
     """Open a store over a file that cannot be used; where the file is now."""
-
-    async def use(store: Store) -> None:
+    async with open_store(path) as store:
         assert await store.events(0.0, 10) == []
         await store.add_events([Event(START, "joined", "b", "new")])
-
-    async def again(store: Store) -> None:
+    async with open_store(path) as store:
         assert [event.text for event in await store.events(0.0, 10)] == ["new"]
-
-    with caplog.at_level(logging.WARNING):
-        with_store(path, use)
-    with_store(path, again)
     aside = path.with_name(f"{path.name}.{int(START)}.aside")
     assert aside.name in caplog.text
     return aside
 
 
-def fill(path: Path, swarm: str = SWARM) -> None:
-    async def use(store: Store) -> None:
-        await store.add_events([Event(START, "joined", "a", "x" * 200)] * 200)
-
-    with_store(path, use, swarm)
+def damage(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:4096] + b"\xff" * (path.stat().st_size - 4096))
 
 
-def test_garbage_is_set_aside_and_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "history.db"
-    path.write_bytes(b"this is no database" * 1000)
-    assert set_aside(path, caplog).read_bytes() == b"this is no database" * 1000
+def cut(path: Path, share: float) -> None:
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
 
 
-@pytest.mark.parametrize("fraction", [0.01, 0.3, 0.6, 0.95])
-def test_what_is_left_of_a_file_is_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture, fraction: float) -> None:
-    path = tmp_path / "history.db"
-    fill(path)
-    whole = path.read_bytes()
-    path.write_bytes(whole[: int(fraction * len(whole))])
-    assert set_aside(path, caplog).exists()
+def execute(path: Path, *commands: str) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        for command in commands:
+            database.execute(command)
+        database.commit()
 
 
-def test_a_file_with_damaged_pages_is_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "history.db"
-    fill(path)
-    damaged = bytearray(path.read_bytes())
-    damaged[4096:] = b"\xff" * (len(damaged) - 4096)
-    path.write_bytes(damaged)
-    assert set_aside(path, caplog).exists()
+def version(number: int) -> Callable[[Path], None]:
+    return lambda path: execute(path, f"PRAGMA user_version = {number}")
 
 
-def test_the_history_of_another_swarm_is_set_aside_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "history.db"
-    fill(path, OTHER_SWARM)
-    aside = set_aside(path, caplog)
+UNUSABLE: dict[str, Callable[[Path], object]] = {
+    "garbage": lambda path: path.write_bytes(b"this is no database" * 1000),
+    **{f"cut at {share}": functools.partial(cut, share=share) for share in (0.01, 0.3, 0.6, 0.95)},
+    "damaged pages": damage,
+    **{f"version {number}": version(number) for number in (0, 1, 99)},
+}
 
-    async def use(store: Store) -> None:
+
+@pytest.mark.parametrize("name", UNUSABLE)
+@on_loop
+async def test_a_file_that_cannot_be_used_is_set_aside_and_kept(
+    path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    await fill(path)
+    UNUSABLE[name](path)
+    shutil.copy(path, copy := path.with_name("copy"))
+    assert filecmp.cmp(await set_aside(path, caplog), copy, shallow=False)
+    assert "version" not in name or name in caplog.text
+
+
+@on_loop
+async def test_another_programs_database_is_not_written_to(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    execute(path, "CREATE TABLE bookmarks (url TEXT)")
+    with contextlib.closing(sqlite3.connect(await set_aside(path, caplog))) as aside:
+        assert aside.execute("SELECT name FROM sqlite_master").fetchall() == [("bookmarks",)]
+
+
+@on_loop
+async def test_the_history_of_another_swarm_is_set_aside_whole(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    await fill(path, OTHER_SWARM)
+    async with open_store(await set_aside(path, caplog), OTHER_SWARM) as store:
         assert len(await store.events(0.0, 1000)) == 200
 
-    with_store(aside, use, OTHER_SWARM)
 
-
-@pytest.mark.parametrize("version", [0, 1, 99])
-def test_a_file_of_another_version_is_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture, version: int) -> None:
-    path = tmp_path / "history.db"
-    fill(path)
-    database = sqlite3.connect(path)
-    database.execute(f"PRAGMA user_version = {version}")
-    database.close()
-    set_aside(path, caplog)
-    assert f"version {version}" in caplog.text
-
-
-def test_another_programs_database_is_not_written_to(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "history.db"
-    database = sqlite3.connect(path)
-    database.execute("CREATE TABLE bookmarks (url TEXT)")
-    database.commit()
-    database.close()
-    aside = sqlite3.connect(set_aside(path, caplog))
-    assert aside.execute("SELECT name FROM sqlite_master").fetchall() == [("bookmarks",)]
-    aside.close()
-
-
-def test_a_file_that_another_program_holds_is_left_where_it_is(tmp_path: Path) -> None:
-    path = tmp_path / "history.db"
+def test_a_file_that_another_program_holds_is_left_where_it_is(path: Path) -> None:
     holder = sqlite3.connect(path, isolation_level=None)
     holder.execute("CREATE TABLE theirs (x)")
     holder.execute("BEGIN EXCLUSIVE")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sqlite3, "connect", functools.partial(sqlite3.connect, timeout=0.0))
         with pytest.raises(ResourceError, match="locked"):
-            asyncio.run(Store.open(path, SWARM, START))
+            asyncio.run(Store.open(path, SWARM.digest, START))
     holder.close()
-    assert [each.name for each in tmp_path.iterdir()] == ["history.db"]
+    assert [each.name for each in path.parent.iterdir()] == ["history.db"]
 
 
 def test_a_path_that_cannot_be_a_file_is_told_to_the_operator(tmp_path: Path) -> None:
     (tmp_path / "a file").touch()
     for path in (tmp_path, tmp_path / "a file" / "history.db", tmp_path / ("x" * 300)):
         with pytest.raises(ResourceError, match="choose a file that can be written"):
-            asyncio.run(Store.open(path, SWARM, START))
+            asyncio.run(Store.open(path, SWARM.digest, START))
     assert [each.name for each in tmp_path.iterdir()] == ["a file"]
 
 
 def test_a_file_that_cannot_be_opened_leaves_no_thread_that_answers_a_closed_loop(tmp_path: Path) -> None:
     async def fail() -> None:
         with pytest.raises(ResourceError):
-            await Store.open(tmp_path, SWARM, START)
+            await Store.open(tmp_path, SWARM.digest, START)
 
     died: list[object] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -308,56 +269,48 @@ def test_a_file_that_cannot_be_opened_leaves_no_thread_that_answers_a_closed_loo
     assert not died
 
 
-def test_a_store_that_fails_says_so_and_can_still_be_closed(tmp_path: Path) -> None:
-    path = tmp_path / "history.db"
-
-    async def use(store: Store) -> None:
-        other = sqlite3.connect(path)
-        other.execute("DROP TABLE events")
-        other.commit()
-        other.close()
+@on_loop
+async def test_a_store_that_fails_says_so_and_can_still_be_closed(path: Path) -> None:
+    async with open_store(path) as store:
+        execute(path, "DROP TABLE events")
         with pytest.raises(ResourceError, match="events"):
             await store.add_events([Event(START, "joined", "a", "text")])
         with pytest.raises(ResourceError, match="events"):
             await store.events(0.0, 1)
         await store.add_points(START, {"loss": 1.0})
 
-    with_store(path, use)
-
 
 @pytest.mark.parametrize("nasty", NASTY)
-def test_text_is_only_text(nasty: str) -> None:
-    async def use(store: Store) -> None:
-        await store.contribute([peer("a"), peer(nasty, name=nasty)], START, 1.0)
-        await store.add_events([Event(START, nasty, nasty, nasty)])
-        found = await store.contribution(nasty)
-        assert found is not None
-        assert found.name == nasty
-        assert await store.events(0.0, 10) == [Event(START, nasty, nasty, nasty)]
-        assert await store.contribution("' OR 1=1 --") is None
-        assert (await store.series("hour", [nasty], START))["series"] == {nasty: []}
-        assert len(await store.leaders(10)) == 2
-
-    with_store(None, use)
+@on_loop_within(open_store)
+async def test_text_is_only_text(store: Store, nasty: str) -> None:
+    await store.contribute([peer("a"), peer(nasty, name=nasty)], START, 1.0)
+    await store.add_events([Event(START, nasty, nasty, nasty)])
+    found = await store.contribution(nasty)
+    assert found is not None
+    assert found.name == nasty
+    assert await store.events(0.0, 10) == [Event(START, nasty, nasty, nasty)]
+    assert await store.contribution("' OR 1=1 --") is None
+    assert (await store.series("hour", [nasty], START))["series"] == {nasty: []}
+    assert len(await store.leaders(10)) == 2
 
 
-def test_long_text_is_cut() -> None:
-    async def use(store: Store) -> None:
-        await store.add_events([Event(START, "alert", "", "x" * 10_000)])
-        assert [len(event.text) for event in await store.events(0.0, 1)] == [MAX_EVENT_CHARS]
-
-    with_store(None, use)
+@on_loop_within(open_store)
+async def test_long_text_is_cut(store: Store) -> None:
+    await store.add_events([Event(START, "alert", "", "x" * 10_000)])
+    assert [len(event.text) for event in await store.events(0.0, 1)] == [MAX_EVENT_CHARS]
 
 
-def test_pruning_keeps_the_newest_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_loop
+async def test_pruning_keeps_the_newest_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, bound in [("MAX_EVENTS", 5), ("MAX_ROUNDS", 4), ("MAX_PEERS", 3)]:
         monkeypatch.setattr(store_module, name, bound)
-
-    async def use(store: Store) -> None:
+    async with open_store() as store:
         now = START + 30 * 86400
         await store.add_points(START, {"loss": 1.0})
         await store.add_points(now - 3 * 3600, {"loss": 2.0})
         await store.add_points(now, {"loss": 3.0})
+        for at in (START, now):
+            await store.add_latencies(at, {"token_seconds": Latencies.of([1.0, 2.0])})
         await store.add_events(Event(START + number, "joined", "a", str(number)) for number in range(20))
         await store.add_rounds(round_view(number) for number in range(20))
         for number in range(20):
@@ -369,20 +322,73 @@ def test_pruning_keeps_the_newest_within_bounds(monkeypatch: pytest.MonkeyPatch)
             assert [each.peer for each in await store.leaders(99)] == ["p17", "p18", "p19"]
             kept = {window: (await store.series(window, ["loss"], now))["series"]["loss"] for window in WINDOWS}
             assert kept == {"hour": [3.0], "day": [2.0, 3.0], "week": [2.0, 3.0]}
-        cursor = await store._database.execute("SELECT count(*) FROM points")
-        assert list(await cursor.fetchall()) == [(5,)], "three windows of now, and two of three hours ago"
+        for table, count in (("points", 5), ("latencies", 6)):  # In three windows of now, two of three hours ago.
+            cursor = await store._database.execute(f"SELECT count(*) FROM {table}")
+            assert list(await cursor.fetchall()) == [(count,)], table
 
-    with_store(None, use)
 
-
-def test_pruning_moves_what_was_written_into_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "history.db"
-
-    async def use(store: Store) -> None:
+@on_loop
+async def test_pruning_moves_what_was_written_into_the_file(path: Path) -> None:
+    async with open_store(path) as store:
         await store.add_events([Event(START, "joined", "a", "x" * 200)] * 200)
         log = path.with_name("history.db-wal")
         assert log.stat().st_size > 0
         await store.prune(START)
         assert log.stat().st_size == 0
 
-    with_store(path, use)
+
+async def contributions(*told: tuple[float, int, int]) -> Contribution:
+    """What is kept after a peer told these (start, tokens, rounds), one after the other."""
+    async with open_store() as store:
+        kept = [Contribution("a", "", 0, 0, 0.0, START, START)]
+        for started_at, tokens, rounds in told:
+            now = peer(started_at=started_at, trained_tokens=tokens, trained_rounds=rounds)
+            await store.contribute([now], START, 10.0)
+            kept += await store.leaders(1)
+            assert kept[-1].tokens >= kept[-2].tokens, "what was given is not taken back"
+        return kept[-1]
+
+
+@pytest.mark.parametrize(
+    ("told", "tokens"),
+    [
+        ([(1.0, 100, 1), (1.0, 150, 2), (1.0, 150, 2)], 150),
+        ([(1.0, 100, 1), (2.0, 0, 0), (2.0, 30, 1)], 130),
+        ([(1.0, 100, 1), (2.0, 200, 1)], 300),
+        ([(1.0, 100, 1), (1.0, 0, 0), (1.0, 100, 1), (1.0, 0, 0), (1.0, 110, 1)], 110),
+        ([(1.0, 2**63 - 1, 1), (2.0, 2**63 - 1, 1), (3.0, 2**63 - 1, 2)], MAX_CONTRIBUTED),
+    ],
+    ids=["grows", "restarts", "restarts and is ahead", "goes up and down", "claims more than there can be"],
+)
+@on_loop
+async def test_contributions_add_up_over_restarts(told: list[tuple[float, int, int]], tokens: int) -> None:
+    kept = await contributions(*told)
+    assert kept.tokens == tokens
+    assert type(kept.tokens) is int
+    assert kept.seconds == 10.0 * len(told)
+
+
+@settings(max_examples=20)
+@given(told=st.lists(st.tuples(st.sampled_from([1.0, 2.0]), st.integers(0, 2**63 - 1), st.integers(0, 9)), min_size=1))
+@on_loop
+async def test_contributions_never_fall(told: list[tuple[float, int, int]]) -> None:
+    assert (await contributions(*told)).tokens <= MAX_CONTRIBUTED
+
+
+@on_loop_within(open_store)
+async def test_only_who_trains_contributes_and_only_training_counts_as_time(store: Store) -> None:
+    peers = [peer("a"), peer("b", state="paused"), peer("c", role="bootstrap")]
+    await store.contribute(peers, START, 10.0)
+    await store.contribute(peers, START + 10.0, 10.0)
+    a, b = await store.contribution("a"), await store.contribution("b")
+    assert a is not None
+    assert b is not None
+    assert (a.seconds, a.first_seen, a.last_seen, b.seconds) == (20.0, START, START + 10.0, 0.0)
+    assert await store.contribution("c") is None
+
+
+@on_loop_within(open_store)
+async def test_who_gave_most_comes_first(store: Store) -> None:
+    given_by = [("a", 1), ("c", 9), ("b", 9)]
+    await store.contribute([peer(name, trained_tokens=tokens) for name, tokens in given_by], START, 0.0)
+    assert [each.peer for each in await store.leaders(2)] == ["b", "c"]

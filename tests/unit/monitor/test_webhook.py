@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
-import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,12 +13,12 @@ import pytest
 
 from p2ptrain.monitor import watch as watch_module
 from p2ptrain.monitor import webhook as webhook_module
-from p2ptrain.monitor.store import Store
-from p2ptrain.monitor.watch import HOLD_SECONDS, Watch, watching
+from p2ptrain.monitor.watch import HOLD_SECONDS, watching
 from p2ptrain.monitor.webhook import ATTEMPTS, MAX_WAITING, Webhook
-from p2ptrain.status.tracker import SwarmTracker
 from p2ptrain.status.views import Event
-from tests.support.web.watched import START, SWARM, FakeSource
+from tests.support.coroutines import on_loop
+from tests.support.processes.daemons import free_port
+from tests.support.web.stores import watched
 
 BEGAN, ENDED = Event(1.0, "alert", "a", "Ada is \u2026 <b>"), Event(2.0, "cleared", "a", "over: Ada")
 
@@ -78,103 +76,69 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 def test_what_began_and_ended_together_is_one_post_for_people_and_programs(server: Server) -> None:
     asyncio.run(Webhook(server.url, "tiny").send([BEGAN, ENDED]))
-    assert server.posted == [
-        (
-            "application/json",
-            {
-                "text": "tiny: Ada is \u2026 <b>\ntiny: over: Ada",
-                "swarm": "tiny",
-                "events": [
-                    {"at": 1.0, "kind": "alert", "peer": "a", "text": "Ada is \u2026 <b>"},
-                    {"at": 2.0, "kind": "cleared", "peer": "a", "text": "over: Ada"},
-                ],
-            },
-        )
+    events = [
+        {"at": 1.0, "kind": "alert", "peer": "a", "text": "Ada is \u2026 <b>"},
+        {"at": 2.0, "kind": "cleared", "peer": "a", "text": "over: Ada"},
     ]
+    text = "tiny: Ada is \u2026 <b>\ntiny: over: Ada"
+    assert server.posted == [("application/json", {"text": text, "swarm": "tiny", "events": events})]
 
 
 @pytest.mark.parametrize("answer", [500, 404, b"SSH-2.0-OpenSSH\r\n", b"", b"HTTP/1.1 abc\r\n\r\n"])
-def test_a_server_that_fails_is_asked_again_until_it_takes_it(
-    server: Server, caplog: pytest.LogCaptureFixture, answer: int | bytes
+@pytest.mark.parametrize("times", [1, 100])
+def test_a_server_that_fails_is_asked_again_so_many_times(
+    server: Server, caplog: pytest.LogCaptureFixture, answer: int | bytes, times: int
 ) -> None:
-    server.answers = [answer]
-    with caplog.at_level(logging.WARNING):
-        asyncio.run(Webhook(server.url, "tiny").send([BEGAN]))
-    assert len(server.posted) == 2
-    assert caplog.text.count("did not take an alert") == 1
-
-
-def test_attempts_are_bounded(server: Server, caplog: pytest.LogCaptureFixture) -> None:
-    server.answers = [503] * 100
-    with caplog.at_level(logging.WARNING):
-        asyncio.run(Webhook(server.url, "tiny").send([BEGAN]))
-    assert len(server.posted) == caplog.text.count("did not take an alert") == ATTEMPTS
+    server.answers = [answer] * times
+    asyncio.run(Webhook(server.url, "tiny").send([BEGAN]))
+    assert len(server.posted) == min(times + 1, ATTEMPTS)
+    assert caplog.text.count("did not take an alert") == min(times, ATTEMPTS)
 
 
 def test_a_server_that_is_not_there_is_only_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(webhook_module, "PAUSE_SECONDS", 0.0)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with caplog.at_level(logging.WARNING):
-        asyncio.run(Webhook(f"http://127.0.0.1:{port}/", "tiny").send([BEGAN]))
+    asyncio.run(Webhook(f"http://127.0.0.1:{free_port()}/", "tiny").send([BEGAN]))
     assert caplog.text.count("did not take an alert") == ATTEMPTS
 
 
-def test_what_comes_while_too_much_waits_is_dropped_and_logged(
+@on_loop
+async def test_what_comes_while_too_much_waits_is_dropped_and_logged(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def main() -> None:
-        server.release.clear()
-        webhook = Webhook(server.url, "tiny")
-        async with asyncio.TaskGroup() as group:
-            for _ in range(MAX_WAITING):
-                group.create_task(webhook.send([BEGAN]))
-            await asyncio.sleep(0)
-            await webhook.send([BEGAN, ENDED])
-            assert "2 events are not sent" in caplog.text
-            server.release.set()
-        assert len(server.posted) == MAX_WAITING
-        await webhook.send([ENDED])
-        assert len(server.posted) == MAX_WAITING + 1, "there is room again"
-
-    with caplog.at_level(logging.WARNING):
-        asyncio.run(main())
+    server.release.clear()
+    webhook = Webhook(server.url, "tiny")
+    async with asyncio.TaskGroup() as group:
+        for _ in range(MAX_WAITING):
+            group.create_task(webhook.send([BEGAN]))
+        await asyncio.sleep(0)
+        await webhook.send([BEGAN, ENDED])
+        assert "2 events are not sent" in caplog.text
+        server.release.set()
+    assert len(server.posted) == MAX_WAITING
+    await webhook.send([ENDED])
+    assert len(server.posted) == MAX_WAITING + 1, "there is room again"
 
 
-def test_the_end_does_not_wait_for_a_server_that_never_answers(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
+@on_loop
+async def test_the_end_does_not_wait_for_a_server_that_never_answers(
+    monkeypatch: pytest.MonkeyPatch, server: Server
+) -> None:
     monkeypatch.setattr(watch_module, "LAST_WORDS_SECONDS", 0.2)
     monkeypatch.setattr(webhook_module, "TIMEOUT_SECONDS", 3600.0)
     server.release.clear()
-
-    async def main() -> None:
-        store = await Store.open(None, SWARM.digest, START)
-        source = FakeSource()
-        watch = Watch(source, SwarmTracker(SWARM, START, ["gone"]), store, Webhook(server.url, "tiny").send)
-        try:
-            async with watching(watch):
-                async with asyncio.timeout(30):
-                    while not server.posted:
-                        source.time += HOLD_SECONDS
-                        await watch.look()
-        finally:
-            await store.close()
-
-    asyncio.run(main())  # pytest's timeout ends a test in which the watch or the loop waits for the thread.
+    notify = Webhook(server.url, "tiny").send
+    async with asyncio.timeout(30), watched(bootstraps=["gone"], notify=notify) as swarm, watching(swarm.watch):
+        while not server.posted:
+            swarm.source.time += HOLD_SECONDS
+            await swarm.watch.look()
 
 
-def test_the_end_lets_an_alert_out_that_is_on_its_way(server: Server) -> None:
-    async def main() -> None:
-        store = await Store.open(None, SWARM.digest, START)
-        source = FakeSource()
-        watch = Watch(source, SwarmTracker(SWARM, START, ["gone"]), store, Webhook(server.url, "tiny").send)
-        try:
-            async with watching(watch):
-                source.time += HOLD_SECONDS
-                await watch.look()
-        finally:
-            await store.close()
-
-    asyncio.run(main())
+@on_loop
+async def test_the_end_lets_an_alert_out_that_is_on_its_way(server: Server) -> None:
+    notify = Webhook(server.url, "tiny").send
+    async with watched(bootstraps=["gone"], notify=notify) as swarm, watching(swarm.watch):
+        swarm.source.time += HOLD_SECONDS
+        await swarm.watch.look()
     assert len(server.posted) == 1

@@ -1,30 +1,12 @@
-"""Both event loops, and nothing left open, for tests of direct connections."""
+"""No socket is left open by tests of direct connections."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
-import uvloop
-
-Main = Callable[[], Awaitable[None]]
-
-
-@pytest.fixture(params=["asyncio", "uvloop"])
-def run(request: pytest.FixtureRequest) -> Callable[[Main], None]:
-    """Runs a scenario, on both event loops, with a deadline."""
-
-    def run_it(main: Main) -> None:
-        async def bounded() -> None:
-            async with asyncio.timeout(30):
-                await main()
-
-        (uvloop.run if request.param == "uvloop" else asyncio.run)(bounded())
-
-    return run_it
 
 
 @pytest.fixture

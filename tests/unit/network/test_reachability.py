@@ -11,6 +11,7 @@ import uvloop
 
 from p2ptrain.network import reachability
 from p2ptrain.network.reachability import ProbeReport, answering, host_of, judge, speaks_libp2p, tcp_ports
+from tests.support.coroutines import on_loop
 
 PEER = "QmYGP5QpAmhmHSNZFM7bD6ofENfWbU7GD1JcuwwXEmuUtp"
 PUBLIC, PRIVATE, LOOPBACK = "45.10.0.1", "192.168.7.2", "127.0.0.1"
@@ -49,7 +50,8 @@ def test_hosts_and_ports_of_addresses() -> None:
     assert tcp_ports([circuit, "/ip4/1.2.3.4/udp/4/quic-v1", *own]) == (5, 6, 7, 8)
 
 
-def test_an_address_that_stays_silent_holds_up_neither_those_that_answer_nor_their_peers_dial(
+@on_loop
+async def test_an_address_that_stays_silent_holds_up_neither_those_that_answer_nor_their_peers_dial(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def refusal(address: str) -> str:
@@ -60,38 +62,32 @@ def test_an_address_that_stays_silent_holds_up_neither_those_that_answer_nor_the
     monkeypatch.setattr(reachability, "tcp_refusal", refusal)
     monkeypatch.setattr(reachability, "GRACE_SECONDS", 0.05)
     monkeypatch.setattr(reachability, "ANSWER_SECONDS", 0.2)
-
-    async def main() -> None:
-        found, refusals = await answering(["silent", "open", "closed"])
-        assert found == ["open"]
-        assert sorted(refusals) == ["refused", "silent does not answer"]
-        assert await answering(["silent"]) == ([], ["silent does not answer"])
-        assert await answering([]) == ([], [])
-        assert len(asyncio.all_tasks()) == 1
-
-    asyncio.run(main())
+    found, refusals = await answering(["silent", "open", "closed"])
+    assert found == ["open"]
+    assert sorted(refusals) == ["refused", "silent does not answer"]
+    assert await answering(["silent"]) == ([], ["silent does not answer"])
+    assert await answering([]) == ([], [])
+    assert len(asyncio.all_tasks()) == 1
 
 
-def test_only_something_that_speaks_libp2p_counts_as_this_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_loop
+async def test_only_something_that_speaks_libp2p_counts_as_this_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reachability, "ANSWER_SECONDS", 0.3)
 
-    async def main() -> None:
-        async def other(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.write(b"SSH-2.0-OpenSSH_9.6 and so on\r\n")
-            await reader.read()
-            writer.close()
+    async def other(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"SSH-2.0-OpenSSH_9.6 and so on\r\n")
+        await reader.read()
+        writer.close()
 
-        server = await asyncio.start_server(other, LOOPBACK)
-        async with server:
-            assert not await speaks_libp2p(LOOPBACK, server.sockets[0].getsockname()[1])
-        with socket.socket() as silent:
-            silent.bind((LOOPBACK, 0))
-            port = silent.getsockname()[1]
-            assert not await speaks_libp2p(LOOPBACK, port)
-            silent.listen()
-            assert not await speaks_libp2p(LOOPBACK, port)
-
-    asyncio.run(main())
+    server = await asyncio.start_server(other, LOOPBACK)
+    async with server:
+        assert not await speaks_libp2p(LOOPBACK, server.sockets[0].getsockname()[1])
+    with socket.socket() as silent:
+        silent.bind((LOOPBACK, 0))
+        port = silent.getsockname()[1]
+        assert not await speaks_libp2p(LOOPBACK, port)
+        silent.listen()
+        assert not await speaks_libp2p(LOOPBACK, port)
 
 
 def test_a_name_is_looked_up_and_giving_that_up_leaves_no_error_behind() -> None:

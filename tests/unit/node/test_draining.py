@@ -13,10 +13,11 @@ import pytest
 from p2ptrain.cli.local_swarm import DRAIN_SECONDS
 from p2ptrain.config import PeerConfig
 from p2ptrain.errors import CheckpointError, ResourceError
-from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.node import draining
 from p2ptrain.node.draining import end_training, unless_stopped
 from p2ptrain.node.process import StopSignals
+from tests.support.coroutines import simulated
 
 ROOT = Path(__file__).resolve().parents[3]
 SECONDS = 60.0
@@ -60,82 +61,66 @@ class FakeTrainer:
         await end_training(cast(Any, self), cast(Any, bridge), self.done, runtime, SECONDS)
 
 
-def test_a_round_that_does_not_end_is_given_up_after_a_third_and_the_thread_saves() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        trainer = FakeTrainer()
-        trainer.is_saved = True
-        network.loop.call_later(25.0, trainer.done.set_result, None)
-        await trainer.end(network)
-        assert network.loop.time() == 25.0
-        assert trainer.cancelled_at == SECONDS / 3
-        assert trainer.saved_at == []
-
-    simulate(main, seed=1)
-
-
-def test_the_event_loop_saves_for_a_thread_that_is_stuck() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        trainer = FakeTrainer()
-        trainer.failures = [CheckpointError("between two rounds")]
-        await trainer.end(network)
-        assert len(trainer.saved_at) == 1
-        assert SECONDS / 2 < trainer.saved_at[0] < SECONDS / 2 + 1
-        assert network.loop.time() < SECONDS
-
-    simulate(main, seed=2)
+@simulated()
+async def test_a_round_that_does_not_end_is_given_up_after_a_third_and_the_thread_saves(
+    network: SimulatedNetwork,
+) -> None:
+    trainer = FakeTrainer()
+    trainer.is_saved = True
+    network.loop.call_later(25.0, trainer.done.set_result, None)
+    await trainer.end(network)
+    assert network.loop.time() == 25.0
+    assert trainer.cancelled_at == SECONDS / 3
+    assert trainer.saved_at == []
 
 
-def test_the_event_loop_saves_for_a_thread_that_failed() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        trainer = FakeTrainer()
-        trainer.done.set_exception(ZeroDivisionError("a defect"))
-        await trainer.end(network)
-        assert trainer.saved_at == [0.0]
-        assert trainer.done.exception() is not None
+@simulated(seed=2)
+async def test_the_event_loop_saves_for_a_thread_that_is_stuck(network: SimulatedNetwork) -> None:
+    trainer = FakeTrainer()
+    trainer.failures = [CheckpointError("between two rounds")]
+    await trainer.end(network)
+    assert len(trainer.saved_at) == 1
+    assert SECONDS / 2 < trainer.saved_at[0] < SECONDS / 2 + 1
+    assert network.loop.time() < SECONDS
 
-    simulate(main, seed=7)
+
+@simulated(seed=7)
+async def test_the_event_loop_saves_for_a_thread_that_failed(network: SimulatedNetwork) -> None:
+    trainer = FakeTrainer()
+    trainer.done.set_exception(ZeroDivisionError("a defect"))
+    await trainer.end(network)
+    assert trainer.saved_at == [0.0]
+    assert trainer.done.exception() is not None
 
 
-def test_nobody_saves_beside_a_thread_that_is_saving() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        trainer = FakeTrainer()
-        trainer.is_saving = True
-        await trainer.end(network)
-        assert trainer.saved_at == []
-
-    simulate(main, seed=3)
+@simulated(seed=3)
+async def test_nobody_saves_beside_a_thread_that_is_saving(network: SimulatedNetwork) -> None:
+    trainer = FakeTrainer()
+    trainer.is_saving = True
+    await trainer.end(network)
+    assert trainer.saved_at == []
 
 
 @pytest.mark.parametrize("where", ["thread", "event loop"])
-def test_a_checkpoint_that_is_not_written_is_an_error(where: str) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        trainer = FakeTrainer()
-        if where == "thread":
-            trainer.unsaved = ResourceError("the disk is full")
-            trainer.done.set_result(None)
-        else:
-            trainer.failures = [ResourceError("the disk is full")]
-        with pytest.raises(ResourceError, match="the disk is full"):
-            await trainer.end(network)
-
-    simulate(main, seed=4)
+@simulated(seed=4)
+async def test_a_checkpoint_that_is_not_written_is_an_error(network: SimulatedNetwork, where: str) -> None:
+    trainer = FakeTrainer()
+    if where == "thread":
+        trainer.unsaved = ResourceError("the disk is full")
+        trainer.done.set_result(None)
+    else:
+        trainer.failures = [ResourceError("the disk is full")]
+    with pytest.raises(ResourceError, match="the disk is full"):
+        await trainer.end(network)
 
 
-def test_a_start_ends_when_the_peer_is_told_to_stop() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        signals = StopSignals()
-        network.loop.call_later(5.0, signals.stop, "signal")
-        assert await unless_stopped(asyncio.sleep(60.0, "ready"), signals) is None
-        assert network.loop.time() == 5.0
-
-    simulate(main, seed=5)
-
-
-def test_a_start_that_is_through_is_returned() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        assert await unless_stopped(asyncio.sleep(60.0, "ready"), StopSignals()) == "ready"
-
-    simulate(main, seed=6)
+@simulated(seed=5)
+async def test_a_start_ends_when_the_peer_is_told_to_stop(network: SimulatedNetwork) -> None:
+    signals = StopSignals()
+    network.loop.call_later(5.0, signals.stop, "signal")
+    assert await unless_stopped(asyncio.sleep(60.0, "ready"), signals) is None
+    assert network.loop.time() == 5.0
+    assert await unless_stopped(asyncio.sleep(60.0, "ready"), StopSignals()) == "ready"
 
 
 def test_what_stops_peers_waits_longer_than_they_take() -> None:

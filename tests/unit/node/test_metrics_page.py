@@ -9,14 +9,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from p2ptrain.network.records.record import PeerRecord, RoundReport
 from p2ptrain.node.reports.metrics_page import exposition
 from tests.support.web.served import served
+from tests.support.web.watched import trainer
 
 LAST = RoundReport(6, True, "", 1.5, 3, 3, compute_seconds=4.0, matchmaking_seconds=0.5, transfer_seconds=1.0)
-RECORD = PeerRecord(
-    peer="QmPeer", name='says "hi"\\', version="0.1.0", protocol=1, role="trainer", state="training", device="cpu",
-    round=7, lineage=b"l" * 32, digest=b"d" * 32, lineage_tokens=5, round_tokens=1, loss=2.5, tokens_per_second=120.0,
-    bytes_sent=10, bytes_received=20, reachability="direct", addresses=(), started_at=1.7e9,
-    last_rounds=(LAST,), trained_tokens=1000,
-)  # fmt: skip
+RECORD = trainer("QmPeer", name='says "hi"\\', last_rounds=(LAST,), trained_tokens=4000)
 
 
 def samples(record: PeerRecord) -> dict[str, float]:
@@ -34,8 +30,8 @@ def test_a_peer_tells_of_its_rounds_traffic_and_loss() -> None:
     found = samples(RECORD)
     assert found["p2ptrain_peer_rounds_committed_total"] == 3
     assert found["p2ptrain_peer_rounds_aborted_total"] == 1
-    assert found["p2ptrain_peer_tokens_total"] == 1000
-    assert found["p2ptrain_peer_sent_bytes_total"] == 10
+    assert found["p2ptrain_peer_tokens_total"] == 4000
+    assert found["p2ptrain_peer_sent_bytes_total"] == 1000
     assert found["p2ptrain_peer_loss"] == 2.5
     assert found["p2ptrain_peer_round_phase_seconds phase=compute"] == 4.0
 

@@ -8,60 +8,55 @@ import time
 import pytest
 
 from p2ptrain.node.reports.jobs import JobBook
+from tests.support.coroutines import on_loop
 
 
-def test_jobs_are_known_while_they_go_on_from_any_thread() -> None:
-    async def main() -> None:
-        book = JobBook(asyncio.get_running_loop())
-        began, end = threading.Event(), threading.Event()
+@on_loop
+async def test_jobs_are_known_while_they_go_on_from_any_thread() -> None:
+    book = JobBook(asyncio.get_running_loop())
+    began, end = threading.Event(), threading.Event()
 
-        def work() -> None:
-            with book("reading the text") as advance:
-                advance(3, 10)
-                began.set()
-                end.wait(10)
+    def work() -> None:
+        with book("reading the text") as advance:
+            advance(3, 10)
+            began.set()
+            end.wait(10)
 
-        thread = threading.Thread(target=work)
-        thread.start()
-        assert began.wait(10)
-        with book("building the model", ""):
-            assert [(job.name, job.done, job.total) for job in book.running()] == [
-                ("reading the text", 3, 10), ("building the model", 0, 0),
-            ]  # fmt: skip
-        end.set()
-        thread.join()
-        assert book.running() == ()
-
-    asyncio.run(main())
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert began.wait(10)
+    with book("building the model", ""):
+        assert [(job.name, job.done, job.total) for job in book.running()] == [
+            ("reading the text", 3, 10), ("building the model", 0, 0),
+        ]  # fmt: skip
+    end.set()
+    thread.join()
+    assert book.running() == ()
 
 
-def test_only_jobs_that_last_are_logged_and_each_twice(
+@on_loop
+async def test_only_jobs_that_last_are_logged_and_each_twice(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        caplog.set_level(logging.INFO)
-        monkeypatch.setattr("p2ptrain.node.reports.jobs.SILENT_SECONDS", 0.05)
-        book = JobBook(asyncio.get_running_loop())
-        with book("a short job"):
-            pass
-        with book("a long job") as advance:
-            async with asyncio.timeout(10):
-                while not caplog.messages:
-                    advance(1, 2)
-                    await asyncio.sleep(0.01)
-        assert [message.split(" took ")[0] for message in caplog.messages] == ["a long job …", "a long job"]
-
-    asyncio.run(main())
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr("p2ptrain.node.reports.jobs.SILENT_SECONDS", 0.05)
+    book = JobBook(asyncio.get_running_loop())
+    with book("a short job"):
+        pass
+    with book("a long job") as advance:
+        async with asyncio.timeout(10):
+            while not caplog.messages:
+                advance(1, 2)
+                await asyncio.sleep(0.01)
+    assert [message.split(" took ")[0] for message in caplog.messages] == ["a long job …", "a long job"]
 
 
-def test_a_job_that_fails_is_over() -> None:
-    async def main() -> None:
-        book = JobBook(asyncio.get_running_loop())
-        with pytest.raises(ValueError, match="broken"), book("downloading the state"):
-            raise ValueError("broken")
-        assert book.running() == ()
-
-    asyncio.run(main())
+@on_loop
+async def test_a_job_that_fails_is_over() -> None:
+    book = JobBook(asyncio.get_running_loop())
+    with pytest.raises(ValueError, match="broken"), book("downloading the state"):
+        raise ValueError("broken")
+    assert book.running() == ()
 
 
 def test_a_transfer_that_lasts_is_told_to_others_with_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,33 +10,31 @@ import threading
 import pytest
 
 from p2ptrain.node.process import FORCED_EXIT_CODE, SigtermExit, StopSignals
+from tests.support.coroutines import on_loop
 from tests.support.processes.commands import ROOT
 
 
-def test_the_first_signal_asks_to_drain_and_the_second_ends_after_the_terminal_was_left(
+@on_loop
+async def test_the_first_signal_asks_to_drain_and_the_second_ends_after_the_terminal_was_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     done: list[object] = []
+    ended = asyncio.Event()
 
-    async def main() -> None:
-        ended = asyncio.Event()
+    def end(code: int) -> None:
+        done.append(code)
+        ended.set()
 
-        def end(code: int) -> None:
-            done.append(code)
-            ended.set()
-
-        monkeypatch.setattr(os, "_exit", end)
-        signals = StopSignals(lambda: done.append("left the terminal"))
-        signals.install()
-        os.kill(os.getpid(), signal.SIGINT)
-        async with asyncio.timeout(10):
-            await signals.requested.wait()
-        assert done == []
-        os.kill(os.getpid(), signal.SIGINT)
-        async with asyncio.timeout(10):
-            await ended.wait()
-
-    asyncio.run(main())
+    monkeypatch.setattr(os, "_exit", end)
+    signals = StopSignals(lambda: done.append("left the terminal"))
+    signals.install()
+    os.kill(os.getpid(), signal.SIGINT)
+    async with asyncio.timeout(10):
+        await signals.requested.wait()
+    assert done == []
+    os.kill(os.getpid(), signal.SIGINT)
+    async with asyncio.timeout(10):
+        await ended.wait()
     assert done == ["left the terminal", FORCED_EXIT_CODE]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
+import pytest
+
 from p2ptrain.network.records.record import PeerRecord, StageReport
 from p2ptrain.pipeline.messages import Hop, Reply
 from p2ptrain.pipeline.plan import PipelinePlan
@@ -13,6 +15,7 @@ from p2ptrain.pipeline.routing.router import Router
 from p2ptrain.pipeline.view import LEAST_PAUSE_SECONDS, SILENT_SECONDS, PipelineView
 from p2ptrain.runtime import Runtime
 from tests.support.sim.pipelines import make_manifest
+from tests.support.web.watched import trainer as host_record
 
 OWN = "m-self"
 LATER = 1e12
@@ -29,14 +32,24 @@ def make_view(num_stages: int = 3, *, tied: bool = False, clock: list[float] | N
     return PipelineView(plan, OWN, Runtime(random=Random(0), clock=lambda: now[0]))
 
 
+@pytest.fixture
+def clock() -> list[float]:
+    return [1000.0]
+
+
+@pytest.fixture
+def view(clock: list[float]) -> PipelineView:
+    return make_view(clock=clock)
+
+
+@pytest.fixture
+def router(view: PipelineView) -> Router:
+    return view.new_router()
+
+
 def record(peer: str, *units: int, state: str = "training", speed: float = 10.0, round: int = 4) -> PeerRecord:
     stages = tuple(StageReport(unit, round, bytes([unit]) * 32, b"d" * 32, 99, speed) for unit in units)
-    return PeerRecord(
-        peer=peer, name=peer, version="0", protocol=1, role="stage", state=state, device="cpu", round=0,
-        lineage=bytes(32), digest=bytes(32), lineage_tokens=0, round_tokens=0, loss=None, tokens_per_second=0.0,
-        bytes_sent=0, bytes_received=0, reachability="direct", addresses=(), started_at=0.0, last_rounds=(),
-        stages=stages,
-    )  # fmt: skip
+    return host_record(peer, state=state, round=0, role="stage", stages=stages)
 
 
 def told(view: PipelineView, *records: PeerRecord, sequence: int = 1, expires_at: float = LATER) -> None:
@@ -59,9 +72,7 @@ def test_hosts_are_in_the_routes_and_memberships_of_what_they_host() -> None:
     assert view.membership(1) is view.membership(1)
 
 
-def test_who_leaves_a_stage_leaves_its_routes_and_its_membership_at_once() -> None:
-    view = make_view()
-    router = view.new_router()
+def test_who_leaves_a_stage_leaves_its_routes_and_its_membership_at_once(view: PipelineView, router: Router) -> None:
     told(view, record("a", 0), record("b", 0), record("c", 1))
     told(view, record("b", 1), sequence=2)
     assert routes(router) == [{"a"}, {"b", "c"}, set()]
@@ -73,9 +84,7 @@ def test_who_leaves_a_stage_leaves_its_routes_and_its_membership_at_once() -> No
     assert view.membership(0).expected() == ["a", "b"]
 
 
-def test_what_is_older_than_what_is_known_changes_nothing() -> None:
-    view = make_view()
-    router = view.new_router()
+def test_what_is_older_than_what_is_known_changes_nothing(view: PipelineView, router: Router) -> None:
     told(view, record("a", 1), sequence=5)
     for sequence in (4, 5):
         told(view, record("a", 0), sequence=sequence)
@@ -83,10 +92,7 @@ def test_what_is_older_than_what_is_known_changes_nothing() -> None:
         assert view.membership(0).records() == []
 
 
-def test_a_record_that_ran_out_takes_its_peer_along() -> None:
-    clock = [1000.0]
-    view = make_view(clock=clock)
-    router = view.new_router()
+def test_a_record_that_ran_out_takes_its_peer_along(view: PipelineView, router: Router, clock: list[float]) -> None:
     told(view, record("a", 0), expires_at=1010.0)
     told(view, record("b", 0), expires_at=1030.0)
     membership = view.membership(0)
@@ -97,9 +103,7 @@ def test_a_record_that_ran_out_takes_its_peer_along() -> None:
     assert [host.peer for host in view.hosts()] == ["b"]
 
 
-def test_only_those_that_take_part_are_in_routes_and_waited_for() -> None:
-    view = make_view()
-    router = view.new_router()
+def test_only_those_that_take_part_are_in_routes_and_waited_for(view: PipelineView, router: Router) -> None:
     for sequence, state in enumerate(("starting", "syncing", "training", "paused", "draining"), 1):
         told(view, record("a", 0, state=state), sequence=sequence)
         takes_part = state in ("training", "paused")
@@ -107,20 +111,7 @@ def test_only_those_that_take_part_are_in_routes_and_waited_for() -> None:
         assert view.membership(0).expected() == (["a"] if takes_part else []), state
 
 
-def test_a_host_that_failed_is_back_with_its_next_record() -> None:
-    view = make_view()
-    router = view.new_router()
-    told(view, record("a", 0), record("b", 0))
-    router.failed("a", "went silent")
-    told(view, record("b", 0), sequence=2)
-    assert routes(router)[0] == {"b"}
-    told(view, record("a", 0), sequence=2)
-    assert routes(router)[0] == {"a", "b"}
-
-
-def test_own_hosts_are_in_the_routes_as_long_as_they_take_part() -> None:
-    view = make_view()
-    router = view.new_router()
+def test_own_hosts_are_in_the_routes_as_long_as_they_take_part(view: PipelineView, router: Router) -> None:
     told(view, record("a", 0))
     view.local.hosts[0], view.local.hosts[2] = take, take
     view.refresh_routes()
@@ -136,24 +127,20 @@ def test_own_hosts_are_in_the_routes_as_long_as_they_take_part() -> None:
     assert routes(router) == [{"a"}, {"b"}, {OWN}]
 
 
-def test_what_the_directory_says_of_itself_is_not_news_to_a_peer() -> None:
-    view = make_view()
-    router = view.new_router()
+def test_what_the_directory_says_of_itself_is_not_news_to_a_peer(view: PipelineView, router: Router) -> None:
     told(view, record(OWN, 0))
     assert routes(router)[0] == set()
     assert view.membership(0).records() == []
     assert view.hosts() == []
 
 
-def test_units_that_the_plan_does_not_have_are_in_no_routes() -> None:
-    view = make_view()
+def test_units_that_the_plan_does_not_have_are_in_no_routes(view: PipelineView) -> None:
     told(view, record("a", 2, 3, 70))
     assert routes(view.new_router()) == [set(), set(), {"a"}]
     assert [(host.peer, host.stage) for host in view.hosts()] == [("a", 2)]
 
 
-def test_placement_counts_hosts_with_the_speed_that_they_tell_or_a_medium_one() -> None:
-    view = make_view()
+def test_placement_counts_hosts_with_the_speed_that_they_tell_or_a_medium_one(view: PipelineView) -> None:
     assert view.medium_speed() == 1.0
     told(view, record("a", 0), record("b", 1, speed=30.0), record("c", 2, speed=0.0))
     needs = view.plan.needs
@@ -163,16 +150,14 @@ def test_placement_counts_hosts_with_the_speed_that_they_tell_or_a_medium_one() 
     assert speeds["c"] == view.medium_speed() == (speeds["a"] + speeds["b"]) / 2
 
 
-def test_those_that_are_still_deciding_count_for_those_with_larger_ids_alone() -> None:
-    view = make_view()
+def test_those_that_are_still_deciding_count_for_those_with_larger_ids_alone(view: PipelineView) -> None:
     told(view, record("a", 0, state="starting"), record("z", 0, state="starting"))
     assert {host.peer for host in view.hosts()} == {"a"}
     told(view, replace(record("z", 0), state="syncing"), sequence=2)
     assert {host.peer for host in view.hosts()} == {"a", "z"}
 
 
-def test_who_is_on_its_way_counts_where_it_goes_and_cannot_be_moved() -> None:
-    view = make_view()
+def test_who_is_on_its_way_counts_where_it_goes_and_cannot_be_moved(view: PipelineView) -> None:
     moving, bound = replace(record("a", 0), next_stage=2), replace(record("b", 0), next_stage=0)
     told(view, moving, bound, record("c", 0), record("d", 1, state="syncing"))
     seen = {host.peer: (host.stage, host.stays) for host in view.hosts()}
@@ -184,10 +169,9 @@ def test_who_is_on_its_way_counts_where_it_goes_and_cannot_be_moved() -> None:
     assert "a" not in {host.peer for host in view.hosts()}, "there is no such stage"
 
 
-def test_placement_does_without_who_falls_silent_while_others_are_heard() -> None:
-    clock = [1000.0]
-    view = make_view(clock=clock)
-    router = view.new_router()
+def test_placement_does_without_who_falls_silent_while_others_are_heard(
+    view: PipelineView, router: Router, clock: list[float]
+) -> None:
     told(view, record("a", 0), record("b", 0))
     clock[0] += 100
     assert {host.peer for host in view.hosts()} == {"a", "b"}, "the directory may be away"
@@ -200,9 +184,9 @@ def test_placement_does_without_who_falls_silent_while_others_are_heard() -> Non
     assert {host.peer for host in view.hosts()} == {"a", "b"}
 
 
-def test_it_is_known_when_somebody_said_last_that_it_goes_however_often_one_says_it() -> None:
-    clock = [1000.0]
-    view = make_view(clock=clock)
+def test_it_is_known_when_somebody_said_last_that_it_goes_however_often_one_says_it(
+    view: PipelineView, clock: list[float]
+) -> None:
     stays, goes = record("a", 0), replace(record("a", 0), next_stage=1)
     told(view, stays, replace(record("b", 0), next_stage=0))
     assert view.last_departure < clock[0]
@@ -222,9 +206,9 @@ def test_it_is_known_when_somebody_said_last_that_it_goes_however_often_one_says
     assert view.last_departure == clock[0]
 
 
-def test_a_round_is_over_when_all_hosts_of_another_stage_that_speak_are_through_with_it() -> None:
-    clock = [1000.0]
-    view = make_view(clock=clock)
+def test_a_round_is_over_when_all_hosts_of_another_stage_that_speak_are_through_with_it(
+    view: PipelineView, clock: list[float]
+) -> None:
     told(view, record("a", 0, round=4), record("b", 0, round=5), record("own stage's", 1, round=9))
     assert not view.is_over(4, 1), "one of the two hosts of stage 0 is not, and stage 1 does not count"
     assert view.is_over(3, 1)

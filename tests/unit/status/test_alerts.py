@@ -9,7 +9,7 @@ import pytest
 
 from p2ptrain.monitor.watch import CLEAR_SECONDS, HOLD_SECONDS, MAX_LASTING, AlertBook
 from p2ptrain.network.records.record import PeerRecord
-from p2ptrain.status.alerts import FORK_SECONDS, MAX_PER_RULE, MAX_SKEW_SECONDS, RULES, Facts
+from p2ptrain.status.alerts import FORK_SECONDS, MAX_PER_RULE, MAX_SKEW_SECONDS, Facts
 from p2ptrain.status.rounds import RoundBook
 from p2ptrain.status.views import Alert, RoundView
 from tests.support.web.watched import START, aborted, report, snapshot_of, trainer
@@ -96,19 +96,6 @@ def test_a_rule_holds_exactly_when_it_should_and_says_what_to_do(
     assert [each for each in case(right) if (each.rule, each.subject) == (rule, subject)] == []
 
 
-def test_every_rule_is_tried_above() -> None:
-    rules = {each[0] for each in CASES}
-    assert rules == {
-        "directory", "stage", "replica", "digest", "fork", "loss", "rising", "no-round", "bootstrap", "clock",
-        "protocol", "rounds",
-    }  # fmt: skip
-    assert len(RULES) == 10, "of which two know two kinds"
-
-
-def test_a_healthy_swarm_has_no_alerts() -> None:
-    assert alerts_of(ADA, BOB, EVE, rounds=rounds_with(SAME, SAME, SAME), bootstraps=("a",), losses=(2.6, 2.5)) == []
-
-
 def test_a_swarm_in_which_nobody_trains_yet_has_no_alerts() -> None:
     bootstrap = trainer("boot", role="bootstrap", state="serving", digest=bytes(32))
     assert alerts_of(bootstrap, last_commit=None, bootstraps=("boot",)) == []
@@ -150,22 +137,15 @@ def test_what_flickers_is_never_told() -> None:
         assert kinds(book, second, *([ALERT] if holds else [])) == []
 
 
-def test_a_short_pause_does_not_end_what_was_told() -> None:
-    book = AlertBook()
-    kinds(book, 0, ALERT)
-    assert kinds(book, HOLD_SECONDS, ALERT) == [("alert", "e")]
+def test_a_short_pause_does_not_end_what_was_told_and_the_newest_text_is_told() -> None:
+    book, newer = AlertBook(), replace(ALERT, text="7 s ahead")
+    assert kinds(book, 0, ALERT) == []
+    [began] = book.update([newer], START + HOLD_SECONDS)
+    assert (began.kind, began.text) == ("alert", "7 s ahead")
     assert kinds(book, HOLD_SECONDS + CLEAR_SECONDS - 1.0) == []
-    assert kinds(book, HOLD_SECONDS + CLEAR_SECONDS, ALERT) == []
-    assert kinds(book, HOLD_SECONDS + 2 * CLEAR_SECONDS) == [("cleared", "e")]
-
-
-def test_the_newest_text_is_told() -> None:
-    book = AlertBook()
-    book.update([ALERT], START)
-    [began] = book.update([replace(ALERT, text="7 s ahead")], START + HOLD_SECONDS)
-    assert began.text == "7 s ahead"
-    [ended] = book.update([], START + HOLD_SECONDS + CLEAR_SECONDS)
-    assert ended.text == "over: 7 s ahead"
+    assert kinds(book, HOLD_SECONDS + CLEAR_SECONDS, newer) == []
+    [ended] = book.update([], START + HOLD_SECONDS + 2 * CLEAR_SECONDS)
+    assert (ended.kind, ended.text) == ("cleared", "over: 7 s ahead")
 
 
 def test_what_stands_is_bounded_and_room_comes_back() -> None:

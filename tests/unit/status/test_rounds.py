@@ -25,6 +25,14 @@ def a_book(*, first: int = 0) -> RoundBook:
     return book
 
 
+def told(**reports: RoundReport) -> RoundBook:
+    """A book to which each of these peers told of one round."""
+    book = a_book()
+    for peer, each in reports.items():
+        tell(book, peer, each)
+    return book
+
+
 def view_of(book: RoundBook, round_: int) -> RoundView:
     [view] = [view for view in book.views() if view.round == round_]
     return view
@@ -33,68 +41,49 @@ def view_of(book: RoundBook, round_: int) -> RoundView:
 def test_what_several_peers_tell_of_a_round_becomes_one_view_with_medians() -> None:
     book = a_book()
     for index, peer in enumerate("abc"):
-        told = report(7, seconds=1.0 + index, compute_seconds=10.0 * index, matchmaking_seconds=0.1 * index,
-                      transfer_seconds=2.0 * index)  # fmt: skip
-        tell(book, peer, told)
+        times = {"compute_seconds": 10.0 * index, "matchmaking_seconds": 0.1 * index, "transfer_seconds": 2.0 * index}
+        tell(book, peer, report(7, seconds=1.0 + index, **times))
     [view] = book.views()
     assert (view.round, view.committed, view.verified) == (7, True, False)
-    assert (view.seconds, view.compute_seconds, view.matchmaking_seconds, view.transfer_seconds) == (
-        2.0,
-        10.0,
-        0.1,
-        2.0,
-    )
+    assert (view.seconds, view.compute_seconds, view.matchmaking_seconds, view.transfer_seconds) == (2, 10, 0.1, 2)
     assert (view.members, view.contributors, view.tokens, view.levels) == (3, 3, None, 1)
     assert (view.agrees, view.digests) == (True, ((digest_after(7).hex(), 3),))
     assert view.absences == ()
 
 
 def test_one_peer_of_many_does_not_make_up_sizes_or_times() -> None:
-    book = a_book()
-    for peer in "abc":
-        tell(book, peer, report(7))
-    tell(book, "liar", report(7, members=2**62, contributors=2**62, seconds=1e18, compute_seconds=1e18))
-    view = view_of(book, 7)
+    lie = report(7, members=2**62, contributors=2**62, seconds=1e18, compute_seconds=1e18)
+    view = view_of(told(a=report(7), b=report(7), c=report(7), liar=lie), 7)
     assert (view.members, view.contributors, view.seconds, view.compute_seconds) == (3, 3, 2.0, 3.0)
 
 
 def test_peers_with_different_states_after_a_round_do_not_agree() -> None:
-    book = a_book()
-    tell(book, "a", report(7))
-    assert view_of(book, 7).agrees is None, "one peer has nobody to agree with"
-    tell(book, "b", report(7, digest=b"x" * 32))
-    tell(book, "c", report(7))
-    assert view_of(book, 7).agrees is False
-    assert view_of(book, 7).digests == ((digest_after(7).hex(), 2), ((b"x" * 32).hex(), 1))
+    assert view_of(told(a=report(7)), 7).agrees is None, "one peer has nobody to agree with"
+    view = view_of(told(a=report(7), b=report(7, digest=b"x" * 32), c=report(7)), 7)
+    assert view.agrees is False
+    assert view.digests == ((digest_after(7).hex(), 2), ((b"x" * 32).hex(), 1))
 
 
 @pytest.mark.parametrize(
-    ("told", "kind"),
+    ("absent", "kind"),
     [
         (report(7, contributed=False, reason="late: this peer's work waits for the next round"), "late"),
         (report(7, contributed=False, reason="this peer was too far off: it was dropped"), "dropped"),
         (aborted(7), "aborted"),
     ],
 )
-def test_a_peer_whose_work_is_not_in_a_round_is_named_with_the_reason(told: RoundReport, kind: str) -> None:
-    book = a_book()
-    tell(book, "a", report(7))
-    tell(book, "b", report(7))
-    tell(book, "x", told)
-    [absence] = view_of(book, 7).absences
-    assert (absence.peer, absence.name, absence.kind, absence.reason) == ("x", "x's laptop", kind, told.reason)
+def test_a_peer_whose_work_is_not_in_a_round_is_named_with_the_reason(absent: RoundReport, kind: str) -> None:
+    [absence] = view_of(told(a=report(7), b=report(7), x=absent), 7).absences
+    assert (absence.peer, absence.name, absence.kind, absence.reason) == ("x", "x's laptop", kind, absent.reason)
 
 
 def test_of_many_absences_only_some_are_kept() -> None:
-    book = a_book()
-    for number in range(MAX_ABSENCES + 5):
-        tell(book, f"p{number}", aborted(7))
+    book = told(**{f"p{number}": aborted(7) for number in range(MAX_ABSENCES + 5)})
     assert len(view_of(book, 7).absences) == MAX_ABSENCES
 
 
 def test_a_round_is_committed_when_most_who_tell_of_it_say_so() -> None:
-    book = a_book()
-    tell(book, "a", aborted(7))
+    book = told(a=aborted(7))
     assert tell(book, "b", report(7)) == [], "one of two is no majority"
     assert not view_of(book, 7).committed
     assert tell(book, "c", report(7)) == [7]
@@ -104,8 +93,7 @@ def test_a_round_is_committed_when_most_who_tell_of_it_say_so() -> None:
 
 
 def test_who_failed_and_then_succeeded_took_part() -> None:
-    book = a_book()
-    tell(book, "a", aborted(7))
+    book = told(a=aborted(7))
     assert tell(book, "a", aborted(7), report(7)) == [7]
     tell(book, "a", aborted(7, "again"))
     assert view_of(book, 7).committed
@@ -118,17 +106,12 @@ def test_what_broke_before_a_round_succeeded_is_told() -> None:
     tell(book, "b", report(7))
     tell(book, "c", aborted(7, "too few peers"))
     tell(book, "c", aborted(7, "too few peers"), aborted(7, "no quorum", seconds=3.0), report(7))
-    view = view_of(book, 7)
-    assert view.committed
-    assert (view.broken_tries, view.broken_peers, view.broken_reason) == (2, 2, "no quorum")
-    assert (book.committed, book.aborted) == (1, 1)
-
-
-def test_what_broke_is_told_no_less_once_records_are_past_it() -> None:
-    book = a_book()
-    tell(book, "a", aborted(7), report(7))
-    tell(book, "a", report(7), report(8), usual=9)
-    assert (view_of(book, 7).broken_tries, view_of(book, 8).broken_tries) == (1, 0)
+    for _ in range(2):
+        view = view_of(book, 7)
+        assert view.committed
+        assert (view.broken_tries, view.broken_peers, view.broken_reason) == (2, 2, "no quorum")
+        assert book.aborted == 1
+        tell(book, "a", report(7), report(8), usual=9)  # Records are past it now.
 
 
 def test_of_old_rounds_only_the_view_is_kept() -> None:
@@ -221,32 +204,24 @@ def test_bootstrap_peers_tell_nothing() -> None:
     assert book.views() == []
 
 
-def test_when_earlier_rounds_ended_is_reckoned_backwards() -> None:
-    book = a_book()
+def test_when_earlier_rounds_ended_is_reckoned_backwards_and_not_beyond_the_beginning_of_time() -> None:
+    book, endless = a_book(), a_book()
     tell(book, "a", report(5), report(6, seconds=1.0, compute_seconds=0.5), report(7), at=START)
     assert {view.round: START - view.at for view in book.views()} == {7: 0.0, 6: 5.0, 5: 6.5}
-
-
-def test_a_liars_endless_rounds_are_not_before_the_beginning_of_time() -> None:
-    book = a_book()
-    tell(book, "a", report(6), report(7, seconds=1e18))
-    assert view_of(book, 6).at == 0.0
+    tell(endless, "a", report(6), report(7, seconds=1e18))
+    assert view_of(endless, 6).at == 0.0
 
 
 def test_a_certificate_verifies_a_round_and_counts_its_members_and_tokens() -> None:
-    book = a_book()
-    tell(book, "a", report(7, members=9, contributors=9))
+    book = told(a=report(7, members=9, contributors=9))
     book.certify(result(7, LINEAGE, "abcd"), START)
     view = view_of(book, 7)
-    assert (view.verified, view.committed) == (True, True)
+    assert (view.verified, view.committed, view.lineage) == (True, True, LINEAGE.hex())
     assert (view.members, view.contributors, view.tokens, view.levels) == (4, 3, 300, 1)
-    assert view.lineage == LINEAGE.hex()
 
 
 def test_a_certificate_outweighs_those_who_say_that_their_attempt_broke() -> None:
-    book = a_book()
-    tell(book, "b", aborted(7))
-    tell(book, "a", report(7))
+    book = told(b=aborted(7), a=report(7))
     assert book.certify(result(7, LINEAGE), START + 9.0)
     assert (view_of(book, 7).committed, view_of(book, 7).at, book.committed) == (True, START + 9.0, 1)
     assert not book.certify(result(7, LINEAGE), START + 12.0), "it is told once"
@@ -284,13 +259,8 @@ def test_a_tree_puts_peers_into_the_cells_in_which_they_averaged() -> None:
     shown = {peer: (group.cell, part) for group in book.groups(peers) for peer, part in group.members}
     assert {peer: cell for peer, (cell, _) in shown.items()} == {peer: cells.key_of(head, peer).cell for peer in peers}
     assert len({cell for cell, _ in shown.values()}) > 1
-    assert [shown[peers[number]][1] for number in (3, 4, 5, 6, 10)] == [
-        "delegate",
-        "delegate",
-        "late",
-        "counted",
-        "absent",
-    ]
+    parts = [shown[peers[number]][1] for number in (3, 4, 5, 6, 10)]
+    assert parts == ["delegate", "delegate", "late", "counted", "absent"]
     assert view_of(book, 8).members == 12
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import random
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import pytest
@@ -13,8 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2ptrain.monitor.latency_history import PERCENTILES
-from p2ptrain.monitor.store import Store
-from p2ptrain.monitor.watch import Watch
 from p2ptrain.network.records.record import PeerRecord, Sighting
 from p2ptrain.network.records.serving import Latencies, ServingReport, ServingTotals
 from p2ptrain.status.serving import (
@@ -28,9 +23,10 @@ from p2ptrain.status.serving import (
     growth,
     serving_view,
 )
-from p2ptrain.status.tracker import SwarmTracker
+from tests.support.coroutines import on_loop_within
 from tests.support.web.served import TOKENS, served
-from tests.support.web.watched import START, SWARM, FakeSource, snapshot_of, trainer
+from tests.support.web.stores import Watched, watched
+from tests.support.web.watched import START, snapshot_of, trainer
 
 STEP = 5.0
 
@@ -147,23 +143,6 @@ def test_the_present_is_of_the_last_minute() -> None:
     assert view.totals.first_token.total == now.totals.first_token.total
 
 
-def test_percentiles_of_the_swarm_are_those_of_all_samples_within_a_buckets_width() -> None:
-    draw = random.Random(7)
-    raw = [[draw.lognormvariate(-1 + peer, 0.8) for _ in range(200 * (peer + 1))] for peer in range(3)]
-
-    def told(share: float) -> list[PeerRecord]:
-        parts = [samples[: int(share * len(samples))] for samples in raw]
-        return [
-            trainer(f"p{i}", serving=ServingReport(0, ServingTotals(len(part), first_token=Latencies.of(part))))
-            for i, part in enumerate(parts)
-        ]
-
-    recent = serving_view(told(1.0), learned(told(0.0), told(0.5), told(1.0)).served()).first_token
-    together = sorted(sample for samples in raw for sample in samples)
-    for found, share in ((recent.p50, 0.5), (recent.p95, 0.95), (recent.p99, 0.99)):
-        assert found == pytest.approx(together[int(share * len(together))], rel=0.36)
-
-
 def test_without_a_peer_that_serves_there_is_nothing_to_show() -> None:
     serving = snapshot_of([trainer("a")]).serving
     assert (serving.peers, serving.sessions, serving.tokens_per_second) == (0, 0, None)
@@ -188,50 +167,31 @@ def test_points_carry_what_came_since_the_last_one() -> None:
 # With a watch and a history
 
 
-def watched(scenario: Callable[[Watch, FakeSource, Store], Awaitable[None]]) -> None:
-    async def main() -> None:
-        source, store = FakeSource(), await Store.open(None, SWARM.digest, START)
-        try:
-            await scenario(Watch(source, SwarmTracker(SWARM, START), store), source, store)
-        finally:
-            await store.close()
-
-    asyncio.run(main())
-
-
-def test_a_watch_shows_and_remembers_what_is_served_across_a_restart() -> None:
-    async def scenario(watch: Watch, source: FakeSource, store: Store) -> None:
-        for second in range(0, 600, 5):
-            life = second % 300
-            started_at = START - 3600 if second < 300 else START + 300
-            source.records = [host("a", 100 + life if second < 300 else life, started_at=started_at), trainer("b")]
-            source.time = START + second
-            snapshot = await watch.look()
-        assert snapshot.serving.peers == 1
-        assert snapshot.serving.totals.requests == pytest.approx(1190, abs=12)
-        serving, plain = snapshot.peers
-        assert serving.rates.served_per_second == pytest.approx(2 * TOKENS, rel=0.2)
-        assert serving.record.serving is not None
-        assert plain.rates.served_per_second is None
-        names = ["served_tokens_per_second", "served_requests", *PERCENTILES]
-        for window in ("hour", "day", "week"):
-            series = (await store.series(window, names, source.time))["series"]
-            rates = [value for value in series["served_tokens_per_second"] if value is not None]
-            assert sum(rates) / len(rates) == pytest.approx(2 * TOKENS, rel=0.1)
-            assert all(TOKENS / 2 < rate < 2.5 * TOKENS for rate in rates), "less in the step of the restart alone"
-            assert sum(value or 0 for value in series["served_requests"]) == pytest.approx(1180, abs=20)
-            assert all(0.2 < value < 0.7 for value in series["first_token_seconds_p50"] if value is not None)
-            assert any(value is not None for value in series["token_seconds_p99"])
-
-    watched(scenario)
+@on_loop_within(watched)
+async def test_a_watch_shows_and_remembers_what_is_served_across_a_restart(swarm: Watched) -> None:
+    for second in range(0, 600, 5):
+        life, started_at = (100 + second, START - 3600) if second < 300 else (second - 300, START + 300)
+        snapshot = await swarm.look(host("a", life, started_at=started_at), trainer("b"), seconds=5.0)
+    assert snapshot.serving.peers == 1
+    assert snapshot.serving.totals.requests == pytest.approx(1190, abs=12)
+    serving, plain = snapshot.peers
+    assert serving.rates.served_per_second == pytest.approx(2 * TOKENS, rel=0.2)
+    assert serving.record.serving is not None
+    assert plain.rates.served_per_second is None
+    names = ["served_tokens_per_second", "served_requests", *PERCENTILES]
+    for window in ("hour", "day", "week"):
+        series = (await swarm.store.series(window, names, swarm.source.time))["series"]
+        rates = [value for value in series["served_tokens_per_second"] if value is not None]
+        assert sum(rates) / len(rates) == pytest.approx(2 * TOKENS, rel=0.1)
+        assert all(TOKENS / 2 < rate < 2.5 * TOKENS for rate in rates), "less in the step of the restart alone"
+        assert sum(value or 0 for value in series["served_requests"]) == pytest.approx(1180, abs=20)
+        assert all(0.2 < value < 0.7 for value in series["first_token_seconds_p50"] if value is not None)
+        assert any(value is not None for value in series["token_seconds_p99"])
 
 
-def test_totals_that_are_not_believed_are_counted_with_records_that_were_dropped() -> None:
-    async def scenario(watch: Watch, source: FakeSource, store: Store) -> None:
-        for second, seconds in ((0, 100), (5, 50)):
-            source.records, source.time = [host("a", seconds)], START + second
-            snapshot = await watch.look()
-        assert snapshot.rejected == 1
-        assert snapshot.peers[0].rates.served_per_second == 0.0
-
-    watched(scenario)
+@on_loop_within(watched)
+async def test_totals_that_are_not_believed_are_counted_with_records_that_were_dropped(swarm: Watched) -> None:
+    for seconds in (100, 50):
+        snapshot = await swarm.look(host("a", seconds), seconds=5.0)
+    assert snapshot.rejected == 1
+    assert snapshot.peers[0].rates.served_per_second == 0.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -11,21 +10,19 @@ import pytest
 
 from p2ptrain.manifest import Manifest, ModelSpec, PipelineSpec, TrainingSpec
 from p2ptrain.monitor.metrics import exposition
-from p2ptrain.monitor.store import Store
-from p2ptrain.monitor.watch import Watch
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.status.agreed import stage_spans, what_is_missing
 from p2ptrain.status.coverage import coverage
 from p2ptrain.status.rounds import SwarmRounds, told_of
 from p2ptrain.status.stages import joined
-from p2ptrain.status.tracker import SwarmTracker
 from p2ptrain.status.views import RoundView, Snapshot
+from tests.support.coroutines import on_loop, on_loop_within
 from tests.support.web.site import Site, served
+from tests.support.web.stores import watched
 from tests.support.web.watched import (
     CUT,
     START,
     STRANGE,
-    FakeSource,
     aborted,
     digest_after,
     feeder,
@@ -201,16 +198,14 @@ def test_stages_without_known_blocks_are_watched_like_others() -> None:
     assert [row.cells for row in drawn.rows if row.peer == "a1"] == [(False, True, False, False)]
 
 
-def test_the_page_says_what_is_missing_and_names_no_blocks() -> None:
-    async def scenario(site: Site) -> None:
-        page = (await site.get("/")).text
-        assert "Stages are shown without their blocks: unknown model family" in page
-        assert "Stages 0\u20133" in page
-        assert "block 0" not in page
-        assert "stage 0" in (await site.get("/peers/a0")).text
-        assert (await site.json("/join"))["missing"] == STRANGE.missing
-
-    served(scenario, *pipeline(), swarm=STRANGE)
+@on_loop_within(served, *pipeline(), swarm=STRANGE)
+async def test_the_page_says_what_is_missing_and_names_no_blocks(site: Site) -> None:
+    page = (await site.get("/")).text
+    assert "Stages are shown without their blocks: unknown model family" in page
+    assert "Stages 0\u20133" in page
+    assert "block 0" not in page
+    assert "stage 0" in (await site.get("/peers/a0")).text
+    assert (await site.json("/join"))["missing"] == STRANGE.missing
 
 
 def test_stages_are_measured_for_prometheus() -> None:
@@ -224,7 +219,7 @@ def test_stages_are_measured_for_prometheus() -> None:
     assert "p2ptrain_stage_load_ratio" not in exposition(snapshot_of([trainer("a")])).decode()
 
 
-# --- rounds -----------------------------------------------------------------------------------------------------------
+# Rounds
 
 
 def told(stage: int, *reports: Any, peer: str = "a") -> PeerRecord:
@@ -295,25 +290,15 @@ def test_a_hosts_rounds_are_those_of_the_stage_that_its_record_is_about() -> Non
     assert told_of(moving, 4) == 2
 
 
-# --- watching ---------------------------------------------------------------------------------------------------------
+# Watching
 
 
-def watched(*looks: list[PeerRecord]) -> Snapshot:
-    async def main() -> Snapshot:
-        source, store = FakeSource(), await Store.open(None, CUT.digest, START)
-        try:
-            watch = Watch(source, SwarmTracker(CUT, START), store)
-            for records in looks:
-                source.records = records
-                await watch.look()
-                source.time += 120.0
-            assert source.asked == [], "certificates of stages are those of other swarms"
-            assert watch.snapshot is not None
-            return watch.snapshot
-        finally:
-            await store.close()
-
-    return asyncio.run(main())
+async def after(*looks: list[PeerRecord]) -> Snapshot:
+    """A snapshot after these looks, two minutes apart."""
+    async with watched(swarm=CUT) as found:
+        snapshots = [await found.look(*records, seconds=120.0) for records in looks]
+        assert found.source.asked == [], "certificates of stages are those of other swarms"
+        return snapshots[-1]
 
 
 def moved_on(records: list[PeerRecord], rounds: int) -> list[PeerRecord]:
@@ -327,28 +312,30 @@ def moved_on(records: list[PeerRecord], rounds: int) -> list[PeerRecord]:
     ]  # fmt: skip
 
 
-def test_stages_follow_different_lineages_and_that_is_no_split() -> None:
-    assert watched(pipeline(), pipeline(), pipeline()).alerts == ()
+@on_loop
+async def test_stages_follow_different_lineages_and_that_is_no_split() -> None:
+    assert (await after(pipeline(), pipeline(), pipeline())).alerts == ()
     split = [with_stage(each, 1, lineage=OTHER) if each.peer == "b1" else each for each in pipeline()]
-    assert alerts(watched(split, split)) == [("fork", "critical", "")]
+    assert alerts(await after(split, split)) == [("fork", "critical", "")]
 
 
 @pytest.mark.parametrize(("behind", "tokens_per_second"), [(None, 1000 / 120), (3, 0.0)])
-def test_a_token_counts_when_all_stages_have_counted_it(behind: int | None, tokens_per_second: float) -> None:
+@on_loop
+async def test_a_token_counts_when_all_stages_have_counted_it(behind: int | None, tokens_per_second: float) -> None:
     looks = [moved_on(pipeline(), number) for number in range(3)]
     for look in looks:
         look[:] = [with_stage(each, 3, round=8, lineage_tokens=8000) if behind is not None else each for each in look]
-    rate = watched(*looks).headline.tokens_per_second
+    rate = (await after(*looks)).headline.tokens_per_second
     assert (rate or 0.0) == pytest.approx(tokens_per_second, rel=0.01)
 
 
-# --- the page ---------------------------------------------------------------------------------------------------------
+# The page
 
 
-def test_api_and_page_show_stages_and_what_each_peer_holds() -> None:
+@on_loop
+async def test_api_and_page_show_stages_and_what_each_peer_holds() -> None:
     evil = replace(host("evil", 1), name="<script>alert(1)</script>")
-
-    async def scenario(site: Site) -> None:
+    async with served(*without("a1", "b1"), evil, swarm=CUT) as site:
         stages = (await site.json("/stages"))["stages"]
         assert [len(stage["hosts"]) for stage in stages] == [2, 1, 2, 2]
         assert stages[1]["is_bottleneck"]
@@ -362,5 +349,3 @@ def test_api_and_page_show_stages_and_what_each_peer_holds() -> None:
         assert "<script>alert" not in page
         peer = (await site.get("/peers/a0")).text
         assert "Shared embeddings" in peer
-
-    served(scenario, *without("a1", "b1"), evil, swarm=CUT)

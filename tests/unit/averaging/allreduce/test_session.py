@@ -28,9 +28,9 @@ from p2ptrain.codecs.mixed import by_size
 from p2ptrain.errors import IntegrityError, ProtocolError
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.simulated import SimulatedNetwork
+from tests.support.coroutines import simulated
 from tests.support.sim.averaging import NUM_VALUES, SPEC, RosterMember, decoded, make_roster, run_all, stop
 from tests.support.sim.peers import SWARM, Member, members
-from tests.support.sim.simulated import simulated
 
 TOKENS = [10, 20, 70]
 MIXED = by_size(get_codec("fp32"), get_codec("bf16"), [15, 10, 30, 5], 10)

@@ -14,9 +14,9 @@ from p2ptrain.averaging.commit.recovery import can_complete, may_renounce
 from p2ptrain.averaging.commit.round_log import MAX_ATTEMPTS_KEPT
 from p2ptrain.averaging.protocol.certificate import Certificate, vote
 from p2ptrain.network.simulated import SimulatedNetwork
+from tests.support.coroutines import simulated
 from tests.support.sim.averaging import NUM_VALUES, RosterMember, make_roster, stop
 from tests.support.sim.peers import Member, members
-from tests.support.sim.simulated import simulated
 
 
 def vectors(count: int) -> list[torch.Tensor]:

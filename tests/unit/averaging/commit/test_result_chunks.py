@@ -24,8 +24,8 @@ from p2ptrain.errors import IntegrityError, PeerRefusedError, ProtocolError
 from p2ptrain.network.schema import Message
 from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.runtime import Runtime
+from tests.support.coroutines import simulated
 from tests.support.fuzz import check
-from tests.support.sim.simulated import simulated
 
 LEAF_VALUES = 256
 

@@ -14,9 +14,9 @@ from p2ptrain.averaging.protocol.certificate_chain import AskChain, Chain
 from p2ptrain.codecs import Codec, get_codec
 from p2ptrain.codecs.mixed import by_size
 from p2ptrain.errors import IntegrityError, PeerRefusedError, ProtocolError
+from tests.support.coroutines import simulated
 from tests.support.sim.averaging import NUM_VALUES, SPEC, RosterMember, make_roster, stop
 from tests.support.sim.peers import Member, members
-from tests.support.sim.simulated import simulated
 
 
 async def certify(swarm: list[Member], codec: str | Codec = "fp32") -> tuple[list[RosterMember], Result]:

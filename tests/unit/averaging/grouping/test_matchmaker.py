@@ -20,9 +20,9 @@ from p2ptrain.errors import PeerRefusedError
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.simulated import SimulatedNetwork
+from tests.support.coroutines import simulated
 from tests.support.sim.averagers import GroupingPeer, grouping_peers
 from tests.support.sim.averaging import HEAD, make_ticket
-from tests.support.sim.simulated import simulated
 
 SPEC = AveragingSpec(grace_seconds=2.0, matchmaking_seconds=8.0)
 KEY = Key(HEAD.round, HEAD.lineage)

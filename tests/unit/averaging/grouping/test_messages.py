@@ -15,11 +15,11 @@ from p2ptrain.averaging.grouping.coordinator import MAX_PENDING_GROUPS
 from p2ptrain.averaging.timing.goal import Goal
 from p2ptrain.errors import PeerRefusedError
 from p2ptrain.manifest import AveragingSpec
+from tests.support.coroutines import simulated
 from tests.support.fuzz import check, fitting, malformed
 from tests.support.sim.averagers import make_matchmaker
 from tests.support.sim.averaging import HEAD
 from tests.support.sim.peers import Member, members
-from tests.support.sim.simulated import simulated
 
 SERVED = {
     messages.JOIN: messages.Join,

@@ -15,10 +15,10 @@ from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.averaging.timing.goal import SILENT_SECONDS, Goal, StepProgress
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.simulated import SimulatedNetwork
+from tests.support.coroutines import simulated
 from tests.support.sim.averagers import GroupingPeer, make_matchmaker
 from tests.support.sim.averaging import HEAD
 from tests.support.sim.peers import members
-from tests.support.sim.simulated import simulated
 
 SPEC = AveragingSpec(grace_seconds=2.0, matchmaking_seconds=8.0)
 NEXT = [replace(HEAD, round=1, lineage=bytes([number]) * 32, tokens=10) for number in range(16)]

@@ -14,7 +14,7 @@ from p2ptrain.averaging.grouping.pending_group import PendingGroup, Situation, d
 from p2ptrain.averaging.protocol.certificate import Head, Ticket
 from p2ptrain.averaging.timing.goal import BatchProgress, GlobalBatch
 from p2ptrain.manifest import AveragingSpec
-from tests.support.sim.simulated import simulated
+from tests.support.coroutines import simulated
 
 SPEC = AveragingSpec(grace_seconds=3, matchmaking_seconds=20, quorum=0.5, min_peers=2, group_size=8)
 HEAD = Head(3, b"l" * 32, 100, 40, b"d" * 32)

@@ -11,9 +11,9 @@ from p2ptrain.averaging.grouping.messages import TAKE_ON, Grant, TakeOn
 from p2ptrain.averaging.timing.goal import HOLD_SECONDS, Goal
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.simulated import SimulatedNetwork
+from tests.support.coroutines import simulated
 from tests.support.sim.averagers import GroupingPeer, grouping_peers
 from tests.support.sim.averaging import HEAD
-from tests.support.sim.simulated import simulated
 
 SPEC = AveragingSpec(grace_seconds=2.0, matchmaking_seconds=8.0)
 NEXT = replace(HEAD, round=1, lineage=b"n" * 32, tokens=10)

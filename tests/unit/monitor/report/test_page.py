@@ -72,14 +72,8 @@ class Tags(HTMLParser):
 def test_the_page_says_how_the_run_went_and_needs_nothing_else(tmp_path: Path) -> None:
     write_run(tmp_path)
     page = Tags(render(read_run(tmp_path, ALICE)))
-    for fact in (
-        "5.500 → 2.500 nats",
-        "2 committed",
-        "2.0k",
-        "10.0 kB sent",
-        "equal everywhere",
-        "Nothing: every round",
-    ):
+    facts = "5.500 → 2.500 nats", "2 committed", "2.0k", "10.0 kB sent", "equal everywhere", "Nothing: every round"
+    for fact in facts:
         assert fact in page.text
     names = [name for name, _ in page.found]
     assert "script" not in names

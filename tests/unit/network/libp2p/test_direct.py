@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Awaitable, Callable
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from p2ptrain.errors import ResourceError
 from p2ptrain.network.libp2p import direct
@@ -18,135 +15,77 @@ from p2ptrain.network.libp2p.direct_listener import DirectLimits
 from p2ptrain.network.libp2p.direct_records import SealedSocket
 from p2ptrain.network.libp2p.socket_stream import SocketStream
 from p2ptrain.network.rpc.frames import FRAME, Kind, error_frame, frame, pack
-from p2ptrain.network.schema import Message
-from tests.support.fuzz import check
+from tests.support.coroutines import on_both_loops, on_loop
 from tests.support.processes.direct import BULK, HERE, DirectPeer, direct_peers, opened, until
-
-Main = Callable[[], Awaitable[None]]
 
 pytestmark = pytest.mark.usefixtures("nothing_leaks")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_bytes_go_both_ways_between_the_peers_that_agreed(run: Callable[[Main], None], host: str) -> None:
+@on_both_loops
+async def test_bytes_go_both_ways_between_the_peers_that_agreed(host: str) -> None:
     data = os.urandom(3_000_000)
-
-    async def main() -> None:
-        async with direct_peers(host=host) as (a, b):
-            near, far = await opened(a, b)
-            received = memoryview(bytearray(len(data)))
-            await asyncio.gather(
-                near.write(data[:5], data[5:]), far.write(data), far.read_into(received), near.read(len(data))
-            )
-            assert received == data
-            await asyncio.gather(near.close(), far.close())
-
-    run(main)
+    async with direct_peers(host=host) as (a, b):
+        near, far = await opened(a, b)
+        received = memoryview(bytearray(len(data)))
+        await asyncio.gather(
+            near.write(data[:5], data[5:]), far.write(data), far.read_into(received), near.read(len(data))
+        )
+        assert received == data
+        await asyncio.gather(near.close(), far.close())
 
 
-def test_what_was_written_before_a_close_arrives(run: Callable[[Main], None]) -> None:
-    async def main() -> None:
-        async with direct_peers() as (a, b):
-            near, far = await opened(a, b)
-            data = memoryview(bytearray(2_000_000))
-
-            async def write() -> None:
-                await near.write(b"x" * len(data))
-                await near.close()
-
-            writing = asyncio.create_task(write())
-            await far.read_into(data)
-            assert data == b"x" * len(data)
-            with pytest.raises(EOFError):
-                await far.read(1)
-            await writing
-
-    run(main)
+@on_both_loops
+async def test_an_abort_is_the_end_of_the_stream_at_the_other_end() -> None:
+    async with direct_peers() as (a, b):
+        near, far = await opened(a, b)
+        near.abort()
+        with pytest.raises((EOFError, OSError)):
+            await far.read(1)
+        await until(lambda: b.listener._connections.total() <= 1)
 
 
-def test_a_reader_that_does_not_read_holds_the_writer_back(run: Callable[[Main], None]) -> None:
-    async def main() -> None:
-        async with direct_peers() as (a, b):
-            near, far = await opened(a, b)
-            sent = 0
-
-            async def send_for_ever() -> None:
-                nonlocal sent
-                while True:
-                    await near.write(bytes(1 << 18))
-                    sent += 1 << 18
-
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(send_for_ever(), timeout=1)
-            assert 0 < sent < 32 << 20
-            near.abort()
-            far.abort()
-
-    run(main)
+@on_both_loops
+async def test_a_connection_carries_one_stream_after_the_other() -> None:
+    async with direct_peers() as (a, b):
+        near, far = await opened(a, b)
+        asked = a.control.num_asked
+        for number in range(5):
+            await near.write(bytes([number]))
+            assert await far.read(1) == bytes([number])
+            # Whichever end is through first, the next stream waits for the other.
+            for end in (near, far) if number % 2 else (far, near):
+                assert end.rest()
+            again, far = await opened(a, b)
+            assert again is near
+        assert a.control.num_asked == asked
+        assert a.direct.num_dialled == 1
+        near.abort()
 
 
-def test_an_abort_is_the_end_of_the_stream_at_the_other_end(run: Callable[[Main], None]) -> None:
-    async def main() -> None:
-        async with direct_peers() as (a, b):
-            near, far = await opened(a, b)
-            near.abort()
-            with pytest.raises((EOFError, OSError)):
-                await far.read(1)
-            await until(lambda: b.direct._listener is not None and b.direct._listener._connections.total() <= 1)
-
-    run(main)
-
-
-def test_a_connection_carries_one_stream_after_the_other(run: Callable[[Main], None]) -> None:
-    async def main() -> None:
-        async with direct_peers() as (a, b):
-            near, far = await opened(a, b)
-            asked = a.control.num_asked
-            for number in range(5):
-                await near.write(bytes([number]))
-                assert await far.read(1) == bytes([number])
-                # Whichever end is through first, the next stream waits for the other.
-                for end in (near, far) if number % 2 else (far, near):
-                    assert end.rest()
-                again, far = await opened(a, b)
-                assert again is near
-            assert a.control.num_asked == asked
-            assert a.direct.num_dialled == 1
-            near.abort()
-
-    run(main)
-
-
-def test_streams_at_a_time_have_a_connection_each_and_one_is_kept(run: Callable[[Main], None]) -> None:
-    async def main() -> None:
-        async with direct_peers() as (a, b):
-            ends = [await opened(a, b), await opened(a, b)]
-            assert ends[0][0] is not ends[1][0]
-            assert [near.rest() and far.rest() for near, far in ends] == [True, False]
-            ends[1][0].abort()
-            await until(lambda: len(a.direct._spares) == 1)
-
-    run(main)
+@on_both_loops
+async def test_streams_at_a_time_have_a_connection_each_and_one_is_kept() -> None:
+    async with direct_peers() as (a, b):
+        ends = [await opened(a, b), await opened(a, b)]
+        assert ends[0][0] is not ends[1][0]
+        assert [near.rest() and far.rest() for near, far in ends] == [True, False]
+        ends[1][0].abort()
+        await until(lambda: len(a.direct._spares) == 1)
 
 
 @pytest.mark.parametrize("word", [b"", b"?"], ids=["silent", "wrong"])
-def test_a_listener_that_is_not_ready_again_is_dialled_anew(
-    run: Callable[[Main], None], monkeypatch: pytest.MonkeyPatch, word: bytes
-) -> None:
+@on_both_loops
+async def test_a_listener_that_is_not_ready_again_is_dialled_anew(monkeypatch: pytest.MonkeyPatch, word: bytes) -> None:
     monkeypatch.setattr(direct, "READY_SECONDS", 0.3)
-
-    async def main() -> None:
-        async with direct_peers() as (a, b):
-            near, far = await opened(a, b)
-            if word:
-                await far.write(word)
-            assert near.rest()
-            again, _ = await opened(a, b)
-            assert again is not near
-            assert near.is_closing
-            again.abort()
-
-    run(main)
+    async with direct_peers() as (a, b):
+        near, far = await opened(a, b)
+        if word:
+            await far.write(word)
+        assert near.rest()
+        again, _ = await opened(a, b)
+        assert again is not near
+        assert near.is_closing
+        again.abort()
 
 
 async def spare(a: DirectPeer, b: DirectPeer) -> SealedSocket:
@@ -158,140 +97,113 @@ async def spare(a: DirectPeer, b: DirectPeer) -> SealedSocket:
     return near
 
 
-def test_a_spare_connection_whose_other_end_is_gone_is_not_used(run: Callable[[Main], None]) -> None:
-    async def main() -> None:
-        async with direct_peers() as (a, b):
-            near = await spare(a, b)
-            await b.direct.close()
-            await until(lambda: near.is_closing)
-            assert await a.direct.open("b", BULK, 5) is None
-
-    run(main)
+@on_both_loops
+async def test_a_spare_connection_whose_other_end_is_gone_is_not_used() -> None:
+    async with direct_peers() as (a, b):
+        near = await spare(a, b)
+        await b.direct.close()
+        await until(lambda: near.is_closing)
+        assert await a.direct.open("b", BULK, 5) is None
 
 
-def test_spare_connections_end_after_a_while(run: Callable[[Main], None]) -> None:
-    async def main() -> None:
-        async with direct_peers(limits=DirectLimits(spare_seconds=0.2)) as (a, b):
-            await spare(a, b)
-            await until(lambda: len(a.direct._spares) == 0)
-            await until(lambda: b.direct._listener is not None and not b.direct._listener._connections)
-
-    run(main)
+@on_both_loops
+async def test_spare_connections_end_after_a_while() -> None:
+    async with direct_peers(limits=DirectLimits(spare_seconds=0.2)) as (a, b):
+        await spare(a, b)
+        await until(lambda: len(a.direct._spares) == 0)
+        await until(lambda: not b.listener._connections)
 
 
 # Where there is no way
 
 
-def test_a_closed_port_is_left_alone_for_a_while(run: Callable[[Main], None]) -> None:
-    async def main() -> None:
-        async with direct_peers() as (a, b):
-            assert b.direct._listener is not None
-            await b.direct._listener.close()
-            assert await a.direct.open("b", BULK, 5) is None
-            assert a.control.num_asked == 1
-            assert await a.direct.open("b", BULK, 5) is None
-            assert a.control.num_asked == 1
-
-    run(main)
+@on_both_loops
+async def test_a_closed_port_is_left_alone_for_a_while() -> None:
+    async with direct_peers() as (a, b):
+        await b.listener.close()
+        assert await a.direct.open("b", BULK, 5) is None
+        assert a.control.num_asked == 1
+        assert await a.direct.open("b", BULK, 5) is None
+        assert a.control.num_asked == 1
 
 
-def test_rests_grow_and_end(run: Callable[[Main], None], monkeypatch: pytest.MonkeyPatch) -> None:
+@on_both_loops
+async def test_rests_grow_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(direct, "FIRST_REST_SECONDS", 0.1)
-
-    async def main() -> None:
-        async with direct_peers() as (a, b):
-            b.direct._served = ()
-            assert await a.direct.open("b", BULK, 5) is None
-            await asyncio.sleep(0.12)
-            assert await a.direct.open("b", BULK, 5) is None
-            assert a.direct._rests["b"][1] == pytest.approx(0.2)
-            b.direct._served = (BULK,)
-            await asyncio.sleep(0.22)
-            near, _ = await opened(a, b)
-            assert not a.direct._rests
-            near.abort()
-
-    run(main)
+    async with direct_peers() as (a, b):
+        b.direct._served = ()
+        assert await a.direct.open("b", BULK, 5) is None
+        await asyncio.sleep(0.12)
+        assert await a.direct.open("b", BULK, 5) is None
+        assert a.direct._rests["b"][1] == pytest.approx(0.2)
+        b.direct._served = (BULK,)
+        await asyncio.sleep(0.22)
+        near, _ = await opened(a, b)
+        assert not a.direct._rests
+        near.abort()
 
 
-def test_a_port_that_does_not_answer_is_given_up_soon(
-    run: Callable[[Main], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@on_both_loops
+async def test_a_port_that_does_not_answer_is_given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(direct, "TCP_SECONDS", 0.2)
-
-    async def main() -> None:
-        async with direct_peers() as (a, b):
-            with socket.socket() as full:
-                full.bind(("127.0.0.1", 0))
-                full.listen(0)
-                fillers = [socket.socket() for _ in range(4)]
-                for filler in fillers:
-                    filler.setblocking(False)
-                    filler.connect_ex(full.getsockname())
-                assert b.direct._listener is not None
-                b.direct._listener.port = full.getsockname()[1]
-                started = asyncio.get_running_loop().time()
-                assert await a.direct.open("b", BULK, 5) is None
-                assert asyncio.get_running_loop().time() - started < 2
-                for filler in fillers:
-                    filler.close()
-
-    run(main)
-
-
-def test_a_dial_that_is_cancelled_leaves_nothing_behind(run: Callable[[Main], None]) -> None:
-    async def main() -> None:
-        async with direct_peers() as (a, b):
-            with socket.create_server(("127.0.0.1", 0)) as silent:
-                assert b.direct._listener is not None
-                b.direct._listener.port = silent.getsockname()[1]
-                for seconds in (0.001, 0.01, 0.1):
-                    with pytest.raises(TimeoutError):
-                        await asyncio.wait_for(a.direct.open("b", BULK, 5), seconds)
-            assert not a.direct._rests
-
-    run(main)
-
-
-def test_only_addresses_of_the_daemons_connections_are_dialled(run: Callable[[Main], None]) -> None:
-    async def main() -> None:
-        async with direct_peers() as (a, _):
-            a.control.ways = [("b", f"{HERE}/p2p/QmRelay/p2p-circuit"), ("c", HERE)]
+    async with direct_peers() as (a, b):
+        with socket.socket() as full:
+            full.bind(("127.0.0.1", 0))
+            full.listen(0)
+            fillers = [socket.socket() for _ in range(4)]
+            for filler in fillers:
+                filler.setblocking(False)
+                filler.connect_ex(full.getsockname())
+            b.listener.port = full.getsockname()[1]
+            started = asyncio.get_running_loop().time()
             assert await a.direct.open("b", BULK, 5) is None
-            assert a.control.num_asked == 0
-            assert not a.direct._rests  # a hole may be punched at any time
-            a.control.ways = [("b", HERE)]
-            assert await a.direct.open("b", BULK, 5) is not None
-
-    run(main)
+            assert asyncio.get_running_loop().time() - started < 2
+            for filler in fillers:
+                filler.close()
 
 
-def test_who_sits_on_the_path_gets_nothing(run: Callable[[Main], None]) -> None:
-    async def main() -> None:
-        async with direct_peers("abm") as (a, b, m):
-            # It sends the connection to itself, although it has seen no key.
-            assert b.direct._listener is not None
-            b.direct._listener.port = m.direct.port
-            assert await a.direct.open("b", BULK, 5) is None
-            assert m.direct.refusals == {"unknown name": 1}
-            assert b.streams.empty()
+@on_both_loops
+async def test_a_dial_that_is_cancelled_leaves_nothing_behind() -> None:
+    async with direct_peers() as (a, b):
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            b.listener.port = silent.getsockname()[1]
+            for seconds in (0.001, 0.01, 0.1):
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(a.direct.open("b", BULK, 5), seconds)
+        assert not a.direct._rests
 
-    run(main)
+
+@on_both_loops
+async def test_only_addresses_of_the_daemons_connections_are_dialled() -> None:
+    async with direct_peers() as (a, _):
+        a.control.ways = [("b", f"{HERE}/p2p/QmRelay/p2p-circuit"), ("c", HERE)]
+        assert await a.direct.open("b", BULK, 5) is None
+        assert a.control.num_asked == 0
+        assert not a.direct._rests  # a hole may be punched at any time
+        a.control.ways = [("b", HERE)]
+        assert await a.direct.open("b", BULK, 5) is not None
+
+
+@on_both_loops
+async def test_who_sits_on_the_path_gets_nothing() -> None:
+    async with direct_peers("abm") as (a, b, m):
+        # It sends the connection to itself, although it has seen no key.
+        b.listener.port = m.direct.port
+        assert await a.direct.open("b", BULK, 5) is None
+        assert m.direct.refusals == {"unknown name": 1}
+        assert b.streams.empty()
 
 
 @pytest.mark.parametrize("mistaken", ["a", "b"])
-def test_a_connection_is_bound_to_both_peers(run: Callable[[Main], None], mistaken: str) -> None:
-    async def main() -> None:
-        async with direct_peers() as (a, b):
-            assert b.direct._listener is not None
-            if mistaken == "a":
-                a.direct._own_id = "c"
-            else:
-                b.direct._listener._own_id = "c"
-            assert await a.direct.open("b", BULK, 5) is None
-            assert b.direct.refusals == {"unknown name": 1}
-
-    run(main)
+@on_both_loops
+async def test_a_connection_is_bound_to_both_peers(mistaken: str) -> None:
+    async with direct_peers() as (a, b):
+        if mistaken == "a":
+            a.direct._own_id = "c"
+        else:
+            b.listener._own_id = "c"
+        assert await a.direct.open("b", BULK, 5) is None
+        assert b.direct.refusals == {"unknown name": 1}
 
 
 def is_error(answer: bytes) -> bool:
@@ -310,64 +222,47 @@ async def answered(a: DirectPeer, b: DirectPeer, answer: bytes) -> SealedSocket 
 
 
 @pytest.mark.parametrize("key", [bytes(32), bytes([1]) + bytes(31)], ids=["zero", "one"])
-def test_keys_that_lead_to_a_known_secret_lead_nowhere(run: Callable[[Main], None], key: bytes) -> None:
-    async def main() -> None:
-        async with direct_peers() as (a, b):
-            assert is_error(b.direct._answer_to("a", Ask(BULK, key)))
-            assert b.direct._listener is not None
-            assert not b.direct._listener._offers
-            offer = frame(Kind.MESSAGE, pack(Offer(b.direct.port, key)))
-            assert await answered(a, b, offer) is None
-            assert "b" in a.direct._rests
-
-    run(main)
+@on_both_loops
+async def test_keys_that_lead_to_a_known_secret_lead_nowhere(key: bytes) -> None:
+    async with direct_peers() as (a, b):
+        assert is_error(b.direct._answer_to("a", Ask(BULK, key)))
+        assert not b.listener._offers
+        offer = frame(Kind.MESSAGE, pack(Offer(b.direct.port, key)))
+        assert await answered(a, b, offer) is None
+        assert "b" in a.direct._rests
 
 
 @pytest.mark.parametrize(
     "answer", [b"", error_frame("no"), frame(Kind.MESSAGE, b"?"), frame(Kind.BULK, b"?"), b"\x00\xff\xff\xff\x01"]
 )
-def test_another_answer_than_an_offer_leads_nowhere(run: Callable[[Main], None], answer: bytes) -> None:
-    async def main() -> None:
-        async with direct_peers() as (a, b):
-            assert await answered(a, b, answer) is None
-            assert "b" in a.direct._rests
-
-    run(main)
+@on_both_loops
+async def test_another_answer_than_an_offer_leads_nowhere(answer: bytes) -> None:
+    async with direct_peers() as (a, b):
+        assert await answered(a, b, answer) is None
+        assert "b" in a.direct._rests
 
 
-@given(st.data(), st.sampled_from([Ask, Offer]))
-def test_messages_within_their_bounds_are_read_and_others_refused(data: st.DataObject, schema: type[Message]) -> None:
-    check(schema, data)
+@on_loop
+async def test_what_is_not_served_is_offered_to_nobody() -> None:
+    async with direct_peers() as (_, b):
+        assert is_error(b.direct._answer_to("a", Ask("/other", bytes(range(32)))))
+        assert not is_error(b.direct._answer_to("a", Ask(BULK, bytes(range(32)))))
 
 
-def test_what_is_not_served_is_offered_to_nobody() -> None:
-    async def main() -> None:
-        async with direct_peers() as (_, b):
-            assert is_error(b.direct._answer_to("a", Ask("/other", bytes(range(32)))))
-            assert not is_error(b.direct._answer_to("a", Ask(BULK, bytes(range(32)))))
-
-    asyncio.run(main())
-
-
-def test_who_listens_nowhere_can_dial_all_the_same(run: Callable[[Main], None]) -> None:
-    async def main() -> None:
-        async with direct_peers() as (a, b):
-            assert a.direct._listener is not None
-            await a.direct._listener.close()
-            a.direct._listener = None
-            near, _ = await opened(a, b)
-            assert await b.direct.open("a", BULK, 5) is None
-            near.abort()
-
-    run(main)
+@on_both_loops
+async def test_who_listens_nowhere_can_dial_all_the_same() -> None:
+    async with direct_peers() as (a, b):
+        await a.listener.close()
+        a.direct._listener = None
+        near, _ = await opened(a, b)
+        assert await b.direct.open("a", BULK, 5) is None
+        near.abort()
 
 
-def test_a_taken_port_is_named() -> None:
-    async def main() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            port = taken.getsockname()[1]
-            async with direct_peers() as (a, _):
-                with pytest.raises(ResourceError, match=str(port)):
-                    await a.direct.start(("127.0.0.1",), port)
-
-    asyncio.run(main())
+@on_loop
+async def test_a_taken_port_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        async with direct_peers() as (a, _):
+            with pytest.raises(ResourceError, match=str(port)):
+                await a.direct.start(("127.0.0.1",), port)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -11,9 +10,8 @@ from p2ptrain.network.libp2p import direct_listener
 from p2ptrain.network.libp2p.direct_listener import DirectLimits
 from p2ptrain.network.libp2p.direct_records import HELLO_BYTES, NAME_BYTES, Kind, SealedSocket
 from p2ptrain.network.libp2p.socket_stream import SocketStream
+from tests.support.coroutines import on_both_loops
 from tests.support.processes.direct import BULK, Dialler, DirectPeer, direct_peers, opened, until
-
-Main = Callable[[], Awaitable[None]]
 
 pytestmark = pytest.mark.usefixtures("nothing_leaks")
 
@@ -30,168 +28,142 @@ async def sent_by_stranger(peer: DirectPeer, data: bytes) -> bytes:
         writer.transport.abort()
 
 
-def test_the_first_record_has_to_show_the_key(run: Callable[[Main], None]) -> None:
-    async def main() -> None:
-        async with direct_peers() as (_, b):
-            honest, thief = Dialler(b, "a"), Dialler(b, "t")
-            # Who sees a name pass by, or has an offer of its own, does not get in by it, nor use it up.
-            for record in (
-                bytes(HELLO_BYTES - NAME_BYTES),
-                thief.hello[NAME_BYTES:],
-                honest.sealing.mark(Kind.READY),  # the second record of the right key
-            ):
-                assert not await honest.is_let_in(honest.name + record)
-            assert b.direct.refusals == {"wrong key": 3}
-            assert await honest.is_let_in()
-            assert b.streams.empty()
-
-    run(main)
+@on_both_loops
+async def test_the_first_record_has_to_show_the_key() -> None:
+    async with direct_peers() as (_, b):
+        honest, thief = Dialler(b, "a"), Dialler(b, "t")
+        # Who sees a name pass by, or has an offer of its own, does not get in by it, nor use it up.
+        for record in (
+            bytes(HELLO_BYTES - NAME_BYTES),
+            thief.hello[NAME_BYTES:],
+            honest.sealing.mark(Kind.READY),  # the second record of the right key
+        ):
+            assert not await honest.is_let_in(honest.name + record)
+        assert b.direct.refusals == {"wrong key": 3}
+        assert await honest.is_let_in()
+        assert b.streams.empty()
 
 
-def test_a_right_record_of_another_kind_lets_nobody_in(run: Callable[[Main], None]) -> None:
-    async def main() -> None:
-        async with direct_peers() as (_, b):
-            one = Dialler(b, "a")
-            one.sealing._num_records = 0
-            assert not await one.is_let_in(one.name + one.sealing.mark(Kind.START))
-            assert b.direct.refusals == {"wrong key": 1}
-
-    run(main)
+@on_both_loops
+async def test_a_right_record_of_another_kind_lets_nobody_in() -> None:
+    async with direct_peers() as (_, b):
+        one = Dialler(b, "a")
+        one.sealing._num_records = 0
+        assert not await one.is_let_in(one.name + one.sealing.mark(Kind.START))
+        assert b.direct.refusals == {"wrong key": 1}
 
 
-def test_an_offer_is_good_once(run: Callable[[Main], None]) -> None:
-    async def main() -> None:
-        async with direct_peers() as (_, b):
-            one = Dialler(b, "a")
-            assert await one.is_let_in()
-            assert await sent_by_stranger(b, one.hello) == b""
-            assert b.direct.refusals == {"unknown name": 1}
-
-    run(main)
+@on_both_loops
+async def test_an_offer_is_good_once() -> None:
+    async with direct_peers() as (_, b):
+        one = Dialler(b, "a")
+        assert await one.is_let_in()
+        assert await sent_by_stranger(b, one.hello) == b""
+        assert b.direct.refusals == {"unknown name": 1}
 
 
-def test_an_expired_offer_opens_nothing(run: Callable[[Main], None]) -> None:
-    async def main() -> None:
-        async with direct_peers(limits=DirectLimits(offer_seconds=0.1)) as (_, b):
-            early, late = Dialler(b, "a"), Dialler(b, "a")
-            stream = await early.connect(early.hello[:-1])
-            await asyncio.sleep(0.15)
-            await SocketStream.write(stream, early.hello[-1:])
-            with pytest.raises((EOFError, OSError)):
-                await stream.expect(Kind.READY)
-            assert not await late.is_let_in()
-            assert b.direct.refusals == {"expired offer": 2}
-
-    run(main)
+@on_both_loops
+async def test_an_expired_offer_opens_nothing() -> None:
+    async with direct_peers(limits=DirectLimits(offer_seconds=0.1)) as (_, b):
+        early, late = Dialler(b, "a"), Dialler(b, "a")
+        stream = await early.connect(early.hello[:-1])
+        await asyncio.sleep(0.15)
+        await SocketStream.write(stream, early.hello[-1:])
+        with pytest.raises((EOFError, OSError)):
+            await stream.expect(Kind.READY)
+        assert not await late.is_let_in()
+        assert b.direct.refusals == {"expired offer": 2}
 
 
 @pytest.mark.parametrize("greeting", [b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", bytes(HELLO_BYTES), b"\xff" * 100])
-def test_who_was_offered_nothing_hears_nothing_and_costs_no_buffers(
-    run: Callable[[Main], None], monkeypatch: pytest.MonkeyPatch, greeting: bytes
+@on_both_loops
+async def test_who_was_offered_nothing_hears_nothing_and_costs_no_buffers(
+    monkeypatch: pytest.MonkeyPatch, greeting: bytes
 ) -> None:
     def fail(*_: object) -> SealedSocket:
         raise AssertionError("a stranger has buffers")
 
     monkeypatch.setattr(direct_listener, "SealedSocket", fail)
-
-    async def main() -> None:
-        async with direct_peers() as (_, b):
-            Dialler(b, "a")
-            assert await sent_by_stranger(b, greeting) == b""
-            assert b.direct.refusals == {"unknown name": 1}
-
-    run(main)
+    async with direct_peers() as (_, b):
+        Dialler(b, "a")
+        assert await sent_by_stranger(b, greeting) == b""
+        assert b.direct.refusals == {"unknown name": 1}
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, HELLO_BYTES - 1])
-def test_who_is_slow_is_cut_off(run: Callable[[Main], None], num_bytes: int) -> None:
-    async def main() -> None:
-        async with direct_peers(limits=DirectLimits(handshake_seconds=0.3)) as (_, b):
-            assert await sent_by_stranger(b, Dialler(b, "a").hello[:num_bytes]) == b""
-            assert b.direct.refusals == {"too slow": 1}
-
-    run(main)
+@on_both_loops
+async def test_who_is_slow_is_cut_off(num_bytes: int) -> None:
+    async with direct_peers(limits=DirectLimits(handshake_seconds=0.3)) as (_, b):
+        assert await sent_by_stranger(b, Dialler(b, "a").hello[:num_bytes]) == b""
+        assert b.direct.refusals == {"too slow": 1}
 
 
-def test_a_listener_that_closes_waits_for_nobody(run: Callable[[Main], None]) -> None:
-    async def main() -> None:
-        async with direct_peers() as (_, b):
-            silent = await asyncio.open_connection("127.0.0.1", b.direct.port)
-            known = await Dialler(b, "a").connect()
-            await known.expect(Kind.READY)
-            begun = await Dialler(b, "a").connect()
-            await begun.expect(Kind.READY)
-            await begun.mark(Kind.START)
-            await b.streams.get()
-            async with asyncio.timeout(2):
-                await b.direct.close()
-                assert await silent[0].read() == b""
-                for stream in (known, begun):
-                    with pytest.raises(OSError):  # noqa: PT011 - cut, in one way or another
-                        await stream.read(1)
-            silent[1].transport.abort()
-
-    run(main)
+@on_both_loops
+async def test_a_listener_that_closes_waits_for_nobody() -> None:
+    async with direct_peers() as (_, b):
+        silent = await asyncio.open_connection("127.0.0.1", b.direct.port)
+        known = await Dialler(b, "a").connect()
+        await known.expect(Kind.READY)
+        begun = await Dialler(b, "a").connect()
+        await begun.expect(Kind.READY)
+        await begun.mark(Kind.START)
+        await b.streams.get()
+        async with asyncio.timeout(2):
+            await b.direct.close()
+            assert await silent[0].read() == b""
+            for stream in (known, begun):
+                with pytest.raises(OSError):  # noqa: PT011 - cut, in one way or another
+                    await stream.read(1)
+        silent[1].transport.abort()
 
 
-def test_who_goes_away_is_counted(run: Callable[[Main], None]) -> None:
-    async def main() -> None:
-        async with direct_peers() as (_, b):
-            _, writer = await asyncio.open_connection("127.0.0.1", b.direct.port)
-            writer.close()
-            await until(lambda: b.direct.refusals == {"no hello": 1})
-
-    run(main)
+@on_both_loops
+async def test_who_goes_away_is_counted() -> None:
+    async with direct_peers() as (_, b):
+        _, writer = await asyncio.open_connection("127.0.0.1", b.direct.port)
+        writer.close()
+        await until(lambda: b.direct.refusals == {"no hello": 1})
 
 
 @pytest.mark.parametrize("begins", ["not", "with data"])
-def test_who_does_not_begin_a_stream_is_cut_off(run: Callable[[Main], None], begins: str) -> None:
-    async def main() -> None:
-        async with direct_peers(limits=DirectLimits(spare_seconds=0.2)) as (_, b):
-            stream = await Dialler(b, "a").connect()
-            await stream.expect(Kind.READY)
-            if begins == "with data":
-                await stream.write(b"?")
-            with pytest.raises(OSError):  # noqa: PT011 - cut, in one way or another
-                await stream.read(1)
-            assert b.streams.empty()
-
-    run(main)
+@on_both_loops
+async def test_who_does_not_begin_a_stream_is_cut_off(begins: str) -> None:
+    async with direct_peers(limits=DirectLimits(spare_seconds=0.2)) as (_, b):
+        stream = await Dialler(b, "a").connect()
+        await stream.expect(Kind.READY)
+        if begins == "with data":
+            await stream.write(b"?")
+        with pytest.raises(OSError):  # noqa: PT011 - cut, in one way or another
+            await stream.read(1)
+        assert b.streams.empty()
 
 
-def test_connections_without_a_key_are_bounded_for_each_host(run: Callable[[Main], None]) -> None:
+@on_both_loops
+async def test_connections_without_a_key_are_bounded_for_each_host() -> None:
     limits = DirectLimits(handshakes=3, handshakes_per_host=2, handshake_seconds=20)
-
-    async def main() -> None:
-        async with direct_peers(limits=limits) as (_, b):
-            listener = b.direct._listener
-            assert listener is not None
-            held = [await asyncio.open_connection("127.0.0.1", b.direct.port) for _ in range(2)]
-            await until(lambda: listener._handshakes.total() == 2)
-            assert await sent_by_stranger(b, b"") == b""
-            assert b.direct.refusals == {"too many handshakes": 1}
-            for _, one in held:
-                one.transport.abort()
-            await until(lambda: not listener._handshakes)
-            assert await Dialler(b, "a").is_let_in()
-
-    run(main)
+    async with direct_peers(limits=limits) as (_, b):
+        listener = b.listener
+        held = [await asyncio.open_connection("127.0.0.1", b.direct.port) for _ in range(2)]
+        await until(lambda: listener._handshakes.total() == 2)
+        assert await sent_by_stranger(b, b"") == b""
+        assert b.direct.refusals == {"too many handshakes": 1}
+        for _, one in held:
+            one.transport.abort()
+        await until(lambda: not listener._handshakes)
+        assert await Dialler(b, "a").is_let_in()
 
 
-def test_connections_of_one_peer_and_of_all_are_bounded(run: Callable[[Main], None]) -> None:
+@on_both_loops
+async def test_connections_of_one_peer_and_of_all_are_bounded() -> None:
     limits = DirectLimits(connections_per_peer=2, connections=3)
-
-    async def main() -> None:
-        async with direct_peers("abc", limits=limits) as (a, b, c):
-            first, far = await opened(a, b)
-            second, _ = await opened(a, b)
-            assert await a.direct.open("b", BULK, 5) is None
-            assert b.direct.refusals["too many connections"] == 1
-            assert first.rest()  # A connection that waits for its next stream counts, too.
-            assert far.rest()
-            third, _ = await opened(c, b)
-            assert await c.direct.open("b", BULK, 5) is None
-            for stream in (first, second, third):
-                stream.abort()
-
-    run(main)
+    async with direct_peers("abc", limits=limits) as (a, b, c):
+        first, far = await opened(a, b)
+        second, _ = await opened(a, b)
+        assert await a.direct.open("b", BULK, 5) is None
+        assert b.direct.refusals["too many connections"] == 1
+        assert first.rest()  # A connection that waits for its next stream counts, too.
+        assert far.rest()
+        third, _ = await opened(c, b)
+        assert await c.direct.open("b", BULK, 5) is None
+        for stream in (first, second, third):
+            stream.abort()

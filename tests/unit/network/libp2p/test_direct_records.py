@@ -7,7 +7,9 @@ import hashlib
 import hmac
 import random
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import pytest
 from cryptography.exceptions import InvalidTag
@@ -24,8 +26,7 @@ from p2ptrain.network.libp2p.direct_records import (
     SealedSocket,
     agree,
 )
-
-Main = Callable[[], Awaitable[None]]
+from tests.support.coroutines import on_both_loops, on_both_loops_within
 
 pytestmark = pytest.mark.usefixtures("nothing_leaks")
 
@@ -92,10 +93,7 @@ def test_all_that_was_agreed_on_is_in_the_keys(changed: int) -> None:
     other_name, other_sealing, _ = agree(DIALLER, KEYS[1], *other)
     assert name != other_name
     assert not other_sealing.opens(Kind.READY, sealing.mark(Kind.READY))
-
-
-def test_where_one_field_ends_and_the_next_begins_is_in_the_keys() -> None:
-    assert agree(DIALLER, KEYS[1], "ab", "c")[0] != agree(DIALLER, KEYS[1], "a", "bc")[0]
+    assert agree(DIALLER, KEYS[1], "ab", "c")[0] != agree(DIALLER, KEYS[1], "a", "bc")[0], "fields have ends"
 
 
 def test_keys_are_replaced_and_old_ones_open_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,54 +128,42 @@ def test_no_bit_can_be_changed() -> None:
 # On sockets
 
 
+@dataclass
 class Wire:
-    """A `SealedSocket`, and somebody on its path with the ciphers of the other end.
+    """A `SealedSocket`, and somebody at the raw other end, with the ciphers of that end."""
 
-    Attributes:
-        here: The socket.
-        far: The raw other end.
-        sealing: Seals what the other end sends.
-        opening: Opens what the socket sends.
-    """
-
-    def __init__(self, here: SealedSocket, far: socket.socket, sealing: Cipher, opening: Cipher) -> None:
-        self.here, self.far, self.sealing, self.opening = here, far, sealing, opening
-
-    @classmethod
-    async def make(cls) -> Wire:
-        _, dialler, listener = agree(DIALLER, KEYS[1], *TERMS)
-        _, opening, sealing = agree(LISTENER, KEYS[0], *TERMS)
-        here = SealedSocket(dialler, listener, lambda _: False)
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            connected = socket.create_connection(server.getsockname())
-            far, _ = server.accept()
-        connected.setblocking(False)
-        far.setblocking(False)
-        await asyncio.get_running_loop().create_connection(lambda: here, sock=connected)
-        return cls(here, far, sealing, opening)
+    here: SealedSocket
+    far: socket.socket
+    sealing: Cipher
+    opening: Cipher
 
     async def send(self, *records: bytes) -> None:
         await asyncio.get_running_loop().sock_sendall(self.far, b"".join(records))
 
-    async def close(self) -> None:
-        self.here.abort()
-        self.far.close()
-        await self.here.wait_gone()
+    async def far_end(self) -> SealedSocket:
+        """Put a `SealedSocket` at the other end, too."""
+        far = SealedSocket(self.sealing, self.opening, lambda _: False)
+        await asyncio.get_running_loop().create_connection(lambda: far, sock=self.far.dup())
+        return far
 
 
-def on_a_wire(run: Callable[[Main], None], scenario: Callable[[Wire], Awaitable[None]]) -> None:
-    async def main() -> None:
-        wire = await Wire.make()
-        try:
-            await scenario(wire)
-        finally:
-            await wire.close()
-
-    run(main)
-
-
-def too_long(wire: Wire) -> bytes:
-    return HEADER.pack(RECORD_BYTES + 1, Kind.DATA)
+@asynccontextmanager
+async def on_a_wire() -> AsyncIterator[Wire]:
+    _, dialler, listener = agree(DIALLER, KEYS[1], *TERMS)
+    _, opening, sealing = agree(LISTENER, KEYS[0], *TERMS)
+    here = SealedSocket(dialler, listener, lambda _: False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connected = socket.create_connection(server.getsockname())
+        far, _ = server.accept()
+    connected.setblocking(False)
+    far.setblocking(False)
+    await asyncio.get_running_loop().create_connection(lambda: here, sock=connected)
+    try:
+        yield Wire(here, far, sealing, opening)
+    finally:
+        here.abort()
+        far.close()
+        await here.wait_gone()
 
 
 def flipped(wire: Wire, at: int) -> bytes:
@@ -196,135 +182,105 @@ def left_out(wire: Wire) -> bytes:
     return sealed(wire.sealing, b"two")
 
 
-def another_key(wire: Wire) -> bytes:
-    return sealed(Cipher(bytes(32)), b"data")
-
-
-def another_connection(wire: Wire) -> bytes:
-    return sealed(agree(LISTENER, KEYS[0], *TERMS[:2], "/other", *KEYS)[2], b"data")
-
-
-ATTACKS: dict[str, Callable[[Wire], bytes]] = {
-    "bit of the length": lambda wire: flipped(wire, 2),
-    "lowest bit of the length": lambda wire: flipped(wire, 3),
-    "bit of the kind": lambda wire: flipped(wire, 4),
-    "bit of the data": lambda wire: flipped(wire, 5),
-    "bit of the tag": lambda wire: flipped(wire, -1),
-    "too long": too_long,
-    "out of order": out_of_order,
-    "left out": left_out,
-    "another key": another_key,
-    "another connection": another_connection,
-    "plain text": lambda wire: b"GET / HTTP/1.1\r\n\r\n",
+ATTACKS: dict[str, Callable[[Wire, bytes], bytes]] = {
+    "comes again": lambda wire, before: before,
+    "bit of the length": lambda wire, before: flipped(wire, 2),
+    "lowest bit of the length": lambda wire, before: flipped(wire, 3),
+    "bit of the kind": lambda wire, before: flipped(wire, 4),
+    "bit of the data": lambda wire, before: flipped(wire, 5),
+    "bit of the tag": lambda wire, before: flipped(wire, -1),
+    "too long": lambda wire, before: HEADER.pack(RECORD_BYTES + 1, Kind.DATA),
+    "out of order": lambda wire, before: out_of_order(wire),
+    "left out": lambda wire, before: left_out(wire),
+    "another key": lambda wire, before: sealed(Cipher(bytes(32)), b"data"),
+    "another connection": lambda wire, before: sealed(
+        agree(LISTENER, KEYS[0], *TERMS[:2], "/other", *KEYS)[2], b"data"
+    ),
+    "plain text": lambda wire, before: b"GET / HTTP/1.1\r\n\r\n",
     # The other end itself may lie, too:
-    "start in a stream": lambda wire: wire.sealing.mark(Kind.START),
-    "unknown kind": lambda wire: sealed(wire.sealing, b"", 9),  # type: ignore[arg-type]
-    "empty data": lambda wire: sealed(wire.sealing, b""),
-    "data in a mark": lambda wire: sealed(wire.sealing, b"data", Kind.READY),
+    "start in a stream": lambda wire, before: wire.sealing.mark(Kind.START),
+    "unknown kind": lambda wire, before: sealed(wire.sealing, b"", 9),  # type: ignore[arg-type]
+    "empty data": lambda wire, before: sealed(wire.sealing, b""),
+    "data in a mark": lambda wire, before: sealed(wire.sealing, b"data", Kind.READY),
 }
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_what_the_other_end_did_not_send_now_ends_the_connection(run: Callable[[Main], None], attack: str) -> None:
-    async def scenario(wire: Wire) -> None:
-        await wire.send(sealed(wire.sealing, b"good"), ATTACKS[attack](wire))
-        assert await wire.here.read(4) == b"good"
-        for _ in range(2):
-            with pytest.raises(ConnectionAbortedError):
-                await wire.here.read(1)
-        assert wire.here.is_closing
-        with pytest.raises(OSError, match="closed"):
-            await wire.here.write(b"more")
-
-    on_a_wire(run, scenario)
-
-
-def test_a_record_that_comes_again_ends_the_connection(run: Callable[[Main], None]) -> None:
-    async def scenario(wire: Wire) -> None:
-        record = sealed(wire.sealing, b"good")
-        await wire.send(record, record)
-        assert await wire.here.read(4) == b"good"
+@on_both_loops_within(on_a_wire)
+async def test_what_the_other_end_did_not_send_now_ends_the_connection(wire: Wire, attack: str) -> None:
+    good = sealed(wire.sealing, b"good")
+    await wire.send(good, ATTACKS[attack](wire, good))
+    assert await wire.here.read(4) == b"good"
+    for _ in range(2):
         with pytest.raises(ConnectionAbortedError):
-            await wire.here.read(4)
+            await wire.here.read(1)
+    assert wire.here.is_closing
+    with pytest.raises(OSError, match="closed"):
+        await wire.here.write(b"more")
 
-    on_a_wire(run, scenario)
 
-
-def test_a_record_that_is_sent_back_ends_the_connection(run: Callable[[Main], None]) -> None:
-    async def scenario(wire: Wire) -> None:
-        await wire.here.write(b"data")
-        echo = await asyncio.get_running_loop().sock_recv(wire.far, 100)
-        assert len(echo) == OVERHEAD_BYTES + 4
-        await wire.send(echo)
-        with pytest.raises(ConnectionAbortedError):
-            await wire.here.read(4)
-
-    on_a_wire(run, scenario)
+@on_both_loops_within(on_a_wire)
+async def test_a_record_that_is_sent_back_ends_the_connection(wire: Wire) -> None:
+    await wire.here.write(b"data")
+    echo = await asyncio.get_running_loop().sock_recv(wire.far, 100)
+    assert len(echo) == OVERHEAD_BYTES + 4
+    await wire.send(echo)
+    with pytest.raises(ConnectionAbortedError):
+        await wire.here.read(4)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 3, HEADER.size, 100])
-def test_a_cut_is_no_end(run: Callable[[Main], None], num_bytes: int) -> None:
-    async def scenario(wire: Wire) -> None:
-        await wire.send(sealed(wire.sealing, b"good"), sealed(wire.sealing, bytes(100))[:num_bytes])
-        wire.far.shutdown(socket.SHUT_WR)
-        assert await wire.here.read(4) == b"good"
-        for _ in range(2):
-            with pytest.raises(ConnectionResetError):
-                await wire.here.read(1)
-
-    on_a_wire(run, scenario)
+@on_both_loops_within(on_a_wire)
+async def test_a_cut_is_no_end(wire: Wire, num_bytes: int) -> None:
+    await wire.send(sealed(wire.sealing, b"good"), sealed(wire.sealing, bytes(100))[:num_bytes])
+    wire.far.shutdown(socket.SHUT_WR)
+    assert await wire.here.read(4) == b"good"
+    for _ in range(2):
+        with pytest.raises(ConnectionResetError):
+            await wire.here.read(1)
 
 
-def test_an_end_is_an_end_and_nothing_follows(run: Callable[[Main], None]) -> None:
-    async def scenario(wire: Wire) -> None:
-        await wire.send(sealed(wire.sealing, b"last"), wire.sealing.mark(Kind.END), sealed(wire.sealing, b"more"))
-        assert await wire.here.read(4) == b"last"
-        for _ in range(2):
-            with pytest.raises(EOFError):
-                await wire.here.read(1)
-
-    on_a_wire(run, scenario)
+@on_both_loops_within(on_a_wire)
+async def test_an_end_is_an_end_and_nothing_follows(wire: Wire) -> None:
+    await wire.send(sealed(wire.sealing, b"last"), wire.sealing.mark(Kind.END), sealed(wire.sealing, b"more"))
+    assert await wire.here.read(4) == b"last"
+    for _ in range(2):
+        with pytest.raises(EOFError):
+            await wire.here.read(1)
 
 
-def test_what_is_left_of_a_stream_does_not_go_into_the_next(run: Callable[[Main], None]) -> None:
-    async def scenario(wire: Wire) -> None:
-        await wire.send(sealed(wire.sealing, b"data"), wire.sealing.mark(Kind.START))
-        assert await wire.here.read(3) == b"dat"
-        with pytest.raises(ConnectionAbortedError):
-            await wire.here.expect(Kind.START)
-
-    on_a_wire(run, scenario)
+@on_both_loops_within(on_a_wire)
+async def test_what_is_left_of_a_stream_does_not_go_into_the_next(wire: Wire) -> None:
+    await wire.send(sealed(wire.sealing, b"data"), wire.sealing.mark(Kind.START))
+    assert await wire.here.read(3) == b"dat"
+    with pytest.raises(ConnectionAbortedError):
+        await wire.here.expect(Kind.START)
 
 
-def test_a_cancelled_read_loses_nothing(run: Callable[[Main], None]) -> None:
-    async def scenario(wire: Wire) -> None:
-        record = sealed(wire.sealing, b"data")
-        for part in (record[:3], record[3:7], record[7:]):
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.05):
-                    await wire.here.read(4)
-            await wire.send(part)
-        assert await wire.here.read(4) == b"data"
-
-    on_a_wire(run, scenario)
-
-
-def test_a_cancelled_write_ends_the_connection(run: Callable[[Main], None]) -> None:
-    async def scenario(wire: Wire) -> None:
-        async def write_for_ever() -> None:
-            while True:
-                await wire.here.write(bytes(RECORD_BYTES))
-
+@on_both_loops_within(on_a_wire)
+async def test_a_cancelled_read_loses_nothing(wire: Wire) -> None:
+    record = sealed(wire.sealing, b"data")
+    for part in (record[:3], record[3:7], record[7:]):
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(write_for_ever(), 0.2)
-        assert wire.here.is_closing
+            async with asyncio.timeout(0.05):
+                await wire.here.read(4)
+        await wire.send(part)
+    assert await wire.here.read(4) == b"data"
 
-    on_a_wire(run, scenario)
+
+@on_both_loops_within(on_a_wire)
+async def test_a_cancelled_write_ends_the_connection(wire: Wire) -> None:
+    async def write_for_ever() -> None:
+        while True:
+            await wire.here.write(bytes(RECORD_BYTES))
+
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(write_for_ever(), 0.2)
+    assert wire.here.is_closing
 
 
-def test_any_mix_of_reads_and_writes_gives_the_bytes_that_were_written(
-    run: Callable[[Main], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@on_both_loops
+async def test_any_mix_of_reads_and_writes_gives_the_bytes_that_were_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(direct_records, "RECORDS_PER_KEY", 7)
     chance = random.Random(1)
     data = memoryview(chance.randbytes(3_000_000))
@@ -340,9 +296,8 @@ def test_any_mix_of_reads_and_writes_gives_the_bytes_that_were_written(
             await one.write(*parts)
         await one.close()
 
-    async def scenario(wire: Wire) -> None:
-        far = SealedSocket(wire.sealing, wire.opening, lambda _: False)
-        await asyncio.get_running_loop().create_connection(lambda: far, sock=wire.far.dup())
+    async with on_a_wire() as wire:
+        far = await wire.far_end()
         writing = asyncio.create_task(write(far))
         received = bytearray()
         while len(received) < len(data):
@@ -355,17 +310,12 @@ def test_any_mix_of_reads_and_writes_gives_the_bytes_that_were_written(
         await writing
         assert received == data
 
-    on_a_wire(run, scenario)
 
-
-def test_several_tasks_may_write(run: Callable[[Main], None]) -> None:
-    async def scenario(wire: Wire) -> None:
-        far = SealedSocket(wire.sealing, wire.opening, lambda _: False)
-        await asyncio.get_running_loop().create_connection(lambda: far, sock=wire.far.dup())
-        pieces = [bytes([number]) * 1_000_000 for number in range(4)]
-        writing = asyncio.gather(*(far.write(piece) for piece in pieces))
-        assert sorted([await wire.here.read(1_000_000) for _ in pieces]) == pieces
-        await writing
-        far.abort()
-
-    on_a_wire(run, scenario)
+@on_both_loops_within(on_a_wire)
+async def test_several_tasks_may_write(wire: Wire) -> None:
+    far = await wire.far_end()
+    pieces = [bytes([number]) * 1_000_000 for number in range(4)]
+    writing = asyncio.gather(*(far.write(piece) for piece in pieces))
+    assert sorted([await wire.here.read(1_000_000) for _ in pieces]) == pieces
+    await writing
+    far.abort()

@@ -4,45 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
-from pathlib import Path
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
-import uvloop
 
 from p2ptrain.network.libp2p.socket_stream import BUFFER_BYTES, SocketStream
-
-Scenario = Callable[[SocketStream, SocketStream], Awaitable[None]]
-
-
-@pytest.fixture(params=["asyncio", "uvloop"])
-def run(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Scenario], None]:
-    """Runs a scenario with the two ends of a connection."""
-
-    async def connected(scenario: Scenario) -> None:
-        loop = asyncio.get_running_loop()
-        accepted: asyncio.Future[SocketStream] = loop.create_future()
-        path = str(tmp_path / "socket")
-        server = await loop.create_unix_server(lambda: SocketStream(accepted.set_result), path)
-        _, ours = await loop.create_unix_connection(SocketStream, path)
-        theirs = await accepted
-        try:
-            async with asyncio.timeout(20):
-                await scenario(ours, theirs)
-        finally:
-            ours.abort()
-            theirs.abort()
-            server.close()
-            await asyncio.sleep(0.01)
-
-    return lambda scenario: (uvloop.run if request.param == "uvloop" else asyncio.run)(connected(scenario))
+from tests.support.coroutines import on_both_loops
 
 
-def test_any_mix_of_reads_gives_the_bytes_that_were_written(run: Callable[[Scenario], None]) -> None:
+@asynccontextmanager
+async def connected() -> AsyncIterator[tuple[SocketStream, SocketStream]]:
+    """The two ends of a connection."""
+    ours, theirs = SocketStream(), SocketStream()
+    for stream, end in zip((ours, theirs), socket.socketpair(), strict=True):
+        await asyncio.get_running_loop().create_unix_connection(lambda stream=stream: stream, sock=end)  # type: ignore[misc]
+    try:
+        yield ours, theirs
+    finally:
+        ours.abort()
+        theirs.abort()
+        await asyncio.gather(ours.wait_gone(), theirs.wait_gone())
+
+
+@on_both_loops
+async def test_any_mix_of_reads_gives_the_bytes_that_were_written() -> None:
     chance = random.Random(1)
     data = chance.randbytes(3_000_000)
+    async with connected() as (ours, theirs):
 
-    async def scenario(ours: SocketStream, theirs: SocketStream) -> None:
         async def write() -> None:
             at = 0
             while at < len(data):
@@ -65,34 +56,10 @@ def test_any_mix_of_reads_gives_the_bytes_that_were_written(run: Callable[[Scena
         await writing
         assert received == data
 
-    run(scenario)
 
-
-def test_a_writer_is_held_back_while_nobody_reads(run: Callable[[Scenario], None]) -> None:
-    async def scenario(ours: SocketStream, theirs: SocketStream) -> None:
-        writing = asyncio.create_task(ours.write(bytes(8_000_000)))
-        await asyncio.sleep(0.2)
-        assert not writing.done()
-        assert len(await theirs.read(8_000_000)) == 8_000_000
-        await writing
-
-    run(scenario)
-
-
-def test_what_arrived_before_the_end_can_be_read_and_then_eof_is_raised(run: Callable[[Scenario], None]) -> None:
-    async def scenario(ours: SocketStream, theirs: SocketStream) -> None:
-        await ours.write(b"last words")
-        await ours.close()
-        await asyncio.sleep(0.05)
-        assert await theirs.read(10) == b"last words"
-        with pytest.raises(EOFError):
-            await theirs.read(1)
-
-    run(scenario)
-
-
-def test_a_cancelled_read_leaves_the_buffer_alone_afterwards(run: Callable[[Scenario], None]) -> None:
-    async def scenario(ours: SocketStream, theirs: SocketStream) -> None:
+@on_both_loops
+async def test_a_cancelled_read_leaves_the_buffer_alone_afterwards() -> None:
+    async with connected() as (ours, theirs):
         view = bytearray(100)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
@@ -101,22 +68,20 @@ def test_a_cancelled_read_leaves_the_buffer_alone_afterwards(run: Callable[[Scen
         assert await theirs.read(100) == b"x" * 100
         assert view == bytes(100)
 
-    run(scenario)
 
-
-def test_writing_to_an_aborted_stream_raises(run: Callable[[Scenario], None]) -> None:
-    async def scenario(ours: SocketStream, theirs: SocketStream) -> None:
+@on_both_loops
+async def test_writing_to_an_aborted_stream_raises() -> None:
+    async with connected() as (ours, theirs):
         ours.abort()
         with pytest.raises(OSError, match="closed"):
             await ours.write(b"too late")
         with pytest.raises((EOFError, OSError)):
             await theirs.read(1)
 
-    run(scenario)
 
-
-def test_a_peek_waits_for_all_that_it_is_asked_for_and_takes_nothing(run: Callable[[Scenario], None]) -> None:
-    async def scenario(ours: SocketStream, theirs: SocketStream) -> None:
+@on_both_loops
+async def test_a_peek_waits_for_all_that_it_is_asked_for_and_takes_nothing() -> None:
+    async with connected() as (ours, theirs):
         size = 7 * BUFFER_BYTES // 16
         for number in range(20):
             piece = bytes([number]) * size
@@ -130,5 +95,3 @@ def test_a_peek_waits_for_all_that_it_is_asked_for_and_takes_nothing(run: Callab
         ours.abort()
         with pytest.raises((EOFError, OSError)):
             await theirs.peek(1)
-
-    run(scenario)

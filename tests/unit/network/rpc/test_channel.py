@@ -3,286 +3,180 @@
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import Awaitable, Callable
-from typing import Any
 
 import pytest
 
 from p2ptrain.errors import DeadlineError, PeerLostError, PeerRefusedError, ResourceError
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.rpc.frames import FRAME, MAX_REASON_BYTES, error_frame
-from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.network.transport import Stream
+from tests.support.coroutines import simulated
 from tests.support.sim.channels import conversation, talkers
-from tests.support.sim.peers import members, until
+from tests.support.sim.peers import until
 
 NEVER_THERE_BYTES = 64 << 20
 """More than the simulated network carries in five seconds, and than an unread channel holds."""
 
 
-def test_messages_and_bulk_buffers_arrive_whole_and_in_order() -> None:
-    sizes = (0, 1, 65536, 65537, 262144, 262145, 1_000_003)
-    data = random.Random(5).randbytes(max(sizes))
-
-    async def server(channel: Channel) -> None:
-        for size in sizes:
-            assert await channel.receive(dict, 5) == {"size": size}
-            got = await channel.receive_bytes(size, 30)
-            await channel.send_bytes(got)
-        await channel.send({"done": True})
-
-    async def main(network: SimulatedNetwork) -> None:
-        async with conversation(network, server) as (channel, _, _):
-            for size in sizes:
-                await channel.send({"size": size})
-                await channel.send_bytes(memoryview(data)[:size])
-            for size in sizes:
-                into = bytearray(size)
-                assert await channel.receive_bytes(size, 30, memoryview(into)) is not None
-                assert into == data[:size]
-            assert await channel.receive(dict, 5) == {"done": True}
-
-    simulate(main, 1)
-
-
-def test_a_server_tells_and_counts_what_a_peer_did_wrong() -> None:
-    async def server(channel: Channel) -> None:
-        await channel.receive(dict, 5, max_bytes=100)
-
-    async def main(network: SimulatedNetwork) -> None:
-        async with conversation(network, server) as (channel, caller, other):
-            await channel.send({"data": bytes(1000)})
-            with pytest.raises(PeerRefusedError, match="100 are allowed"):
-                await channel.receive(dict, 5)
-            assert other.rpc.refusals == {(caller.rpc.peer_id, "ProtocolError"): 1}
-
-    simulate(main, 1)
-
-
-def test_a_channel_that_ends_early_is_a_lost_peer_but_what_it_sent_is_read_first() -> None:
+@simulated()
+async def test_a_channel_that_ends_early_is_a_lost_peer_once_all_is_read(network: SimulatedNetwork) -> None:
     async def server(channel: Channel) -> None:
         await channel.send({"number": 1})
         await channel.send({"number": 2})
-
-    async def main(network: SimulatedNetwork) -> None:
-        async with conversation(network, server) as (channel, _, _):
-            await asyncio.sleep(2)
-            assert await channel.receive(dict, 5) == {"number": 1}
-            assert await channel.receive(dict, 5) == {"number": 2}
-            with pytest.raises(PeerLostError, match="ended the channel early"):
-                await channel.receive(dict, 5)
-
-    simulate(main, 1)
-
-
-def test_bulk_data_right_before_the_end_is_not_lost() -> None:
-    async def server(channel: Channel) -> None:
         await channel.send_bytes(b"x" * 700_000)
 
-    async def main(network: SimulatedNetwork) -> None:
-        async with conversation(network, server) as (channel, _, _):
-            assert bytes(await channel.receive_bytes(700_000, 30)) == b"x" * 700_000
+    async with conversation(network, server) as (channel, _, _):
+        await asyncio.sleep(2)
+        assert await channel.receive(dict, 5) == {"number": 1}
+        assert await channel.receive(dict, 5) == {"number": 2}
+        into = bytearray(700_000)
+        await channel.receive_bytes(len(into), 5, memoryview(into))
+        assert into == b"x" * 700_000
+        with pytest.raises(PeerLostError, match="ended the channel early"):
+            await channel.receive(dict, 5)
 
-    simulate(main, 1)
 
-
-def test_closing_waits_until_all_has_arrived_but_not_for_the_other_side_to_finish() -> None:
+@simulated()
+async def test_closing_waits_until_all_has_arrived_but_not_for_the_other_side_to_finish(
+    network: SimulatedNetwork,
+) -> None:
     received: list[bytes] = []
 
     async def server(channel: Channel) -> None:
         received.append(bytes(await channel.receive_bytes(1_000_000, 30)))
         await asyncio.sleep(100)
 
-    async def main(network: SimulatedNetwork) -> None:
-        async with talkers(network, server) as (caller, other):
-            async with caller.rpc.open(other.rpc.peer_id, "talk", {}, 5) as channel:
-                await channel.send_bytes(bytes(1_000_000))
-            assert received == [bytes(1_000_000)]
-            assert network.loop.time() < 2
-
-    simulate(main, 1)
+    async with talkers(network, server) as (caller, other):
+        async with caller.rpc.open(other.rpc.peer_id, "talk", {}, 5) as channel:
+            await channel.send_bytes(bytes(1_000_000))
+        assert received == [bytes(1_000_000)]
+        assert network.loop.time() < 2
 
 
-def test_a_deadline_in_receive_leaves_the_channel_usable() -> None:
+@simulated()
+async def test_a_deadline_in_receive_leaves_the_channel_usable(network: SimulatedNetwork) -> None:
     async def server(channel: Channel) -> None:
         await asyncio.sleep(2)
         await channel.send({"late": True})
 
-    async def main(network: SimulatedNetwork) -> None:
-        async with conversation(network, server) as (channel, _, _):
-            with pytest.raises(DeadlineError):
-                await channel.receive(dict, 0.5)
-            assert await channel.receive(dict, 5) == {"late": True}
-
-    simulate(main, 1)
+    async with conversation(network, server) as (channel, _, _):
+        with pytest.raises(DeadlineError):
+            await channel.receive(dict, 0.5)
+        assert await channel.receive(dict, 5) == {"late": True}
 
 
-def test_a_deadline_in_receive_bytes_ends_the_channel() -> None:
+@simulated()
+async def test_a_deadline_in_receive_bytes_ends_the_channel(network: SimulatedNetwork) -> None:
     async def server(channel: Channel) -> None:
         await channel.send_bytes(bytes(1_000_000), more=True)
         await asyncio.sleep(5)
 
-    async def main(network: SimulatedNetwork) -> None:
-        async with conversation(network, server) as (channel, _, _):
-            with pytest.raises(DeadlineError):
-                await channel.receive_bytes(1_000_001, 3)
-            with pytest.raises(DeadlineError):
-                await channel.receive(dict, 5)
-
-    simulate(main, 1)
+    async with conversation(network, server) as (channel, _, _):
+        with pytest.raises(DeadlineError):
+            await channel.receive_bytes(1_000_001, 3)
+        with pytest.raises(DeadlineError):
+            await channel.receive(dict, 5)
 
 
-def test_a_peer_that_lives_but_never_reads_meets_the_send_deadline() -> None:
+@simulated()
+async def test_a_peer_that_lives_but_never_reads_meets_the_send_deadline(network: SimulatedNetwork) -> None:
     async def server(channel: Channel) -> None:
         await asyncio.sleep(400)
 
-    async def main(network: SimulatedNetwork) -> None:
-        async with conversation(network, server) as (channel, _, _):
-            with pytest.raises(DeadlineError, match="took nothing"):
-                await channel.send_bytes(bytes(64 << 20))
-            assert network.loop.time() < 70
-
-    simulate(main, 1)
+    async with conversation(network, server) as (channel, _, _):
+        with pytest.raises(DeadlineError, match="took nothing"):
+            await channel.send_bytes(bytes(NEVER_THERE_BYTES))
+        assert network.loop.time() < 70
 
 
-@pytest.mark.parametrize("operation", ["receive", "receive_bytes", "send_bytes"])
-def test_cancellation_frees_everything_on_both_sides(operation: str) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 2) as (caller, other):
-            seen: list[BaseException] = []
-
-            async def serve(channel: Channel, request: dict[str, Any]) -> None:
-                await asyncio.sleep(2)
-                try:
-                    await channel.receive_bytes(NEVER_THERE_BYTES, 3600)
-                except PeerLostError as error:
-                    seen.append(error)
-                    raise
-
-            other.rpc.serve_channel("talk", dict, serve)
-
-            async def talk() -> None:
-                async with caller.rpc.open(other.rpc.peer_id, "talk", {}, 5) as channel:
-                    if operation == "receive":
-                        await channel.receive(dict, 600)
-                    elif operation == "receive_bytes":
-                        await channel.receive_bytes(1000, 600)
-                    else:
-                        await channel.send_bytes(bytes(NEVER_THERE_BYTES))
-
-            talking = asyncio.create_task(talk())
-            await asyncio.sleep(1)
-            before = len(network.loop.pending_tasks())
-            assert before >= 5
-            talking.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await talking
-            await until(lambda: other.rpc.num_inbound == 0, 2)
-            assert len(seen) == 1
-            assert len(network.loop.pending_tasks()) == 1
-            assert caller.peer.transport.num_streams == other.peer.transport.num_streams == 0
-
-    simulate(main, 1)
+@simulated()
+async def test_a_cancelled_receive_kills_the_channel(network: SimulatedNetwork) -> None:
+    async with conversation(network, lambda channel: asyncio.sleep(5)) as (channel, _, _):
+        receiving = asyncio.create_task(channel.receive(dict, 600))
+        await asyncio.sleep(0)
+        receiving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await receiving
+        with pytest.raises(PeerLostError, match="aborted at this end"):
+            await channel.send({})
 
 
-def test_a_cancelled_receive_kills_the_channel() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with conversation(network, lambda channel: asyncio.sleep(5)) as (channel, _, _):
-            receiving = asyncio.create_task(channel.receive(dict, 600))
-            await asyncio.sleep(0)
-            receiving.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await receiving
-            with pytest.raises(PeerLostError, match="aborted at this end"):
-                await channel.send({})
-
-    simulate(main, 1)
-
-
-def test_an_error_frame_reaches_receiver_and_sender_with_its_reason() -> None:
+@pytest.mark.parametrize("sends", [False, True])
+@simulated()
+async def test_an_error_frame_reaches_receiver_and_sender_with_its_reason(
+    network: SimulatedNetwork, sends: bool
+) -> None:
     async def server(channel: Channel) -> None:
         await asyncio.sleep(1)
         raise ResourceError("no memory for this")
 
-    async def receives(network: SimulatedNetwork) -> None:
+    with pytest.raises(PeerRefusedError, match="no memory for this"):
         async with conversation(network, server) as (channel, _, _):
-            with pytest.raises(PeerRefusedError, match="no memory for this"):
-                await channel.receive(dict, 5)
-
-    async def sends(network: SimulatedNetwork) -> None:
-        with pytest.raises(PeerRefusedError, match="no memory for this"):
-            async with conversation(network, server) as (channel, _, _):
-                await channel.send_bytes(bytes(64 << 20))
-
-    simulate(receives, 1)
-    simulate(sends, 1)
+            await (channel.send_bytes(bytes(NEVER_THERE_BYTES)) if sends else channel.receive(dict, 5))
 
 
-def test_an_interruption_says_why_whatever_its_channel_does_meanwhile() -> None:
-    def interrupted(work: Callable[[Channel], Awaitable[object]]) -> Callable[[Channel], Awaitable[None]]:
-        async def server(channel: Channel) -> None:
-            working = asyncio.ensure_future(work(channel))
-            await asyncio.sleep(1)
-            assert not working.done()
-            await channel.interrupt({"why": "enough"}, "enough of this")
-            with pytest.raises(PeerLostError):
-                await working
-
-        return server
-
-    async def waits(network: SimulatedNetwork) -> None:
-        async with conversation(network, interrupted(lambda channel: channel.receive(dict, 600))) as (channel, _, _):
-            assert await channel.receive(dict, 5) == {"why": "enough"}
-
-    async def sends(network: SimulatedNetwork) -> None:
-        receiving = interrupted(lambda channel: channel.receive_bytes(NEVER_THERE_BYTES, 600))
-        async with conversation(network, receiving) as (channel, _, _):
-            with pytest.raises(PeerLostError):
+@pytest.mark.parametrize("meanwhile", ["waits", "receives", "sends"])
+@simulated()
+async def test_an_interruption_says_why_whatever_its_channel_does_meanwhile(
+    network: SimulatedNetwork, meanwhile: str
+) -> None:
+    async def work(channel: Channel) -> None:
+        match meanwhile:
+            case "waits":
+                await channel.receive(dict, 600)
+            case "receives":
+                await channel.receive_bytes(NEVER_THERE_BYTES, 600)
+            case "sends":
                 await channel.send_bytes(bytes(NEVER_THERE_BYTES))
-            assert await channel.receive(dict, 0.0) == {"why": "enough"}
 
-    async def receives(network: SimulatedNetwork) -> None:
-        sending = interrupted(lambda channel: channel.send_bytes(bytes(NEVER_THERE_BYTES)))
-        async with conversation(network, sending) as (channel, _, _):
+    async def server(channel: Channel) -> None:
+        working = asyncio.ensure_future(work(channel))
+        await asyncio.sleep(1)
+        assert not working.done()
+        await channel.interrupt({"why": "enough"}, "enough of this")
+        with pytest.raises(PeerLostError):
+            await working
+
+    async with conversation(network, server) as (channel, _, _):
+        if meanwhile == "sends":  # A buffer that was sent in half leaves no room for a message.
             with pytest.raises(PeerRefusedError, match="enough of this"):
                 await channel.receive_bytes(NEVER_THERE_BYTES, 600)
+            return
+        if meanwhile == "receives":
+            with pytest.raises(PeerLostError):
+                await channel.send_bytes(bytes(NEVER_THERE_BYTES))
+        assert await channel.receive(dict, 5) == {"why": "enough"}
 
-    for scenario in (waits, sends, receives):
-        simulate(scenario, 1)
 
-
-def test_a_reason_is_cut_to_a_bounded_length_and_printable() -> None:
+@simulated()
+async def test_a_reason_is_cut_to_a_bounded_length_and_printable(network: SimulatedNetwork) -> None:
     assert len(error_frame("\U0001f600" * 5000)) <= FRAME.size + MAX_REASON_BYTES
 
     async def server(channel: Channel) -> None:
         raise ResourceError("\x1b[2J\n\udc80" + "x" * 5000)
 
-    async def main(network: SimulatedNetwork) -> None:
-        async with conversation(network, server) as (channel, _, _):
-            with pytest.raises(PeerRefusedError) as refusal:
-                await channel.receive(dict, 5)
-            assert refusal.value.reason == " [2J  " + "x" * 506
-
-    simulate(main, 1)
+    async with conversation(network, server) as (channel, _, _):
+        with pytest.raises(PeerRefusedError) as refusal:
+            await channel.receive(dict, 5)
+        assert refusal.value.reason == " [2J  " + "x" * 506
 
 
-def test_several_tasks_may_send_and_frames_stay_whole() -> None:
+@simulated()
+async def test_several_tasks_may_send_and_frames_stay_whole(network: SimulatedNetwork) -> None:
     async def server(channel: Channel) -> None:
         numbers = [(await channel.receive(dict, 30))["number"] for _ in range(200)]
         await channel.send({"sorted": sorted(numbers) == list(range(200))})
 
-    async def main(network: SimulatedNetwork) -> None:
-        async with conversation(network, server) as (channel, _, _):
-            await asyncio.gather(*(channel.send({"number": n, "fill": bytes(20_000)}) for n in range(200)))
-            assert await channel.receive(dict, 30) == {"sorted": True}
-
-    simulate(main, 1)
+    async with conversation(network, server) as (channel, _, _):
+        await asyncio.gather(*(channel.send({"number": n, "fill": bytes(20_000)}) for n in range(200)))
+        assert await channel.receive(dict, 30) == {"sorted": True}
 
 
 @pytest.mark.parametrize("ending", ["in order", "at once", "refused", "aborted"])
-def test_a_stream_rests_when_both_ends_know_that_nothing_more_comes(
-    monkeypatch: pytest.MonkeyPatch, ending: str
+@simulated()
+async def test_a_stream_rests_when_both_ends_know_that_nothing_more_comes(
+    network: SimulatedNetwork, monkeypatch: pytest.MonkeyPatch, ending: str
 ) -> None:
     rested: list[str] = []
 
@@ -299,60 +193,53 @@ def test_a_stream_rests_when_both_ends_know_that_nothing_more_comes(
             return
         await channel.lost
 
-    async def main(network: SimulatedNetwork) -> None:
-        async with conversation(network, server) as (channel, caller, other):
-            if ending == "aborted":
-                channel.abort()
-            elif ending == "refused":
-                with pytest.raises(PeerRefusedError):
-                    await channel.receive(dict, 5)
-            elif ending == "at once":
-                await until(lambda: other.rpc.num_inbound == 1, 60)
-        assert sorted(rested) == (sorted([caller.rpc.peer_id, other.rpc.peer_id]) if ending == "in order" else [])
-
-    simulate(main, 1)
+    async with conversation(network, server) as (channel, caller, other):
+        if ending == "aborted":
+            channel.abort()
+        elif ending == "refused":
+            with pytest.raises(PeerRefusedError):
+                await channel.receive(dict, 5)
+        elif ending == "at once":
+            await until(lambda: other.rpc.num_inbound == 1, 60)
+    assert sorted(rested) == (sorted([caller.rpc.peer_id, other.rpc.peer_id]) if ending == "in order" else [])
 
 
-def test_nothing_follows_the_last_word() -> None:
+@simulated()
+async def test_nothing_follows_the_last_word(network: SimulatedNetwork) -> None:
     async def server(channel: Channel) -> None:
         await channel.lost
 
-    async def main(network: SimulatedNetwork) -> None:
-        async with conversation(network, server) as (channel, _, _):
+    async with conversation(network, server) as (channel, _, _):
 
-            async def send_for_ever() -> None:
-                while True:
-                    await channel.send({"more": True})
+        async def send_for_ever() -> None:
+            while True:
+                await channel.send({"more": True})
 
-            closing = asyncio.create_task(channel.close())
-            with pytest.raises(PeerLostError):
-                await send_for_ever()
-            await closing
-
-    simulate(main, 1)
+        closing = asyncio.create_task(channel.close())
+        with pytest.raises(PeerLostError):
+            await send_for_ever()
+        await closing
 
 
-def test_a_defect_in_a_channels_own_task_ends_the_channel(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@simulated(seed=31)
+async def test_a_defect_in_a_channels_own_task_ends_the_channel(
+    network: SimulatedNetwork, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def server(channel: Channel) -> None:
         await channel.receive(dict, 60)
         await channel.send({"answer": True})
 
-    async def main(network: SimulatedNetwork) -> None:
-        async with conversation(network, server) as (channel, _, _):
+    async with conversation(network, server) as (channel, _, _):
 
-            async def end() -> None:
-                raise ZeroDivisionError("a defect")
+        async def end() -> None:
+            raise ZeroDivisionError("a defect")
 
-            monkeypatch.setattr(channel, "_on_end", end)
-            await channel.send({"question": True})
-            assert await channel.receive(dict, 60) == {"answer": True}
-            began = network.loop.time()
-            with pytest.raises(PeerLostError, match="this end of the channel failed"):
-                await channel.receive(dict, 60)
-            assert network.loop.time() - began < 30
-            network.loop.errors.clear()
-
-    simulate(main, 31)
+        monkeypatch.setattr(channel, "_on_end", end)
+        await channel.send({"question": True})
+        assert await channel.receive(dict, 60) == {"answer": True}
+        began = network.loop.time()
+        with pytest.raises(PeerLostError, match="this end of the channel failed"):
+            await channel.receive(dict, 60)
+        assert network.loop.time() - began < 30
+        network.loop.errors.clear()
     assert "ZeroDivisionError: a defect" in caplog.text

@@ -7,249 +7,121 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.errors import (
-    DeadlineError,
-    IncompatibleError,
-    PeerLostError,
-    PeerRefusedError,
-    PeerUnreachableError,
-    ProtocolError,
-)
-from p2ptrain.network.rpc.channel import Channel
+from p2ptrain.errors import DeadlineError, IncompatibleError, PeerRefusedError, PeerUnreachableError, ProtocolError
 from p2ptrain.network.rpc.endpoint import PROTOCOL
 from p2ptrain.network.rpc.frames import Kind, frame
-from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
+from p2ptrain.network.simulated import LinkModel, SimulatedNetwork
 from p2ptrain.network.transport import Stream
-from tests.support.sim.peers import Member, members, until
+from tests.support.coroutines import simulated
+from tests.support.sim.peers import members, until
 from tests.support.sim.rpc_scenario import double, hang, run_scenario, serve_scenario
 
 FIXED = LinkModel(latency_seconds=(0.05, 0.05), jitter=0.0)
 
 
-def test_a_call_takes_two_round_trips_and_returns_the_reply() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 2) as (caller, server):
-            server.rpc.serve("double", dict, double)
-            reply = await caller.rpc.call(server.rpc.peer_id, "double", {"number": 21}, dict, 5)
-            assert reply == {"twice": 42, "caller": caller.rpc.peer_id}
-            assert network.loop.time() < 0.201
-            await until(lambda: server.rpc.num_inbound == 0)
-            assert caller.rpc.traffic.sent == server.rpc.traffic.received > 0
-            assert caller.rpc.traffic.received == server.rpc.traffic.sent > 0
-
-    simulate(main, 1, model=FIXED)
+@simulated(model=FIXED)
+async def test_calls_take_two_round_trips_however_many_there_are(network: SimulatedNetwork) -> None:
+    async with members(network, 2) as (caller, server):
+        server.rpc.serve("double", dict, double)
+        calls = [caller.rpc.call(server.rpc.peer_id, "double", {"number": number}, dict, 5) for number in range(60)]
+        assert [reply["twice"] for reply in await asyncio.gather(*calls)] == list(range(0, 120, 2))
+        assert network.loop.time() < 0.201
+        await until(lambda: server.rpc.num_inbound == 0)
+        assert caller.rpc.traffic.sent == server.rpc.traffic.received > 0
+        assert caller.rpc.traffic.received == server.rpc.traffic.sent > 0
 
 
-def test_a_call_to_oneself_runs_the_handler_on_a_copy() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 1) as (member,):
-            seen: list[dict[str, Any]] = []
+@simulated()
+async def test_a_call_to_oneself_runs_the_handler_on_a_copy(network: SimulatedNetwork) -> None:
+    async with members(network, 1) as (member,):
+        seen: list[dict[str, Any]] = []
 
-            async def keep(peer: str, request: dict[str, Any]) -> dict[str, Any]:
-                seen.append(request)
-                if request.get("fail"):
-                    raise IncompatibleError("not this one")
-                return request
+        async def keep(peer: str, request: dict[str, Any]) -> dict[str, Any]:
+            seen.append(request)
+            if request.get("fail"):
+                raise IncompatibleError("not this one")
+            return request
 
-            member.rpc.serve("keep", dict, keep)
-            member.rpc.serve("hang", dict, hang)
-            request = {"list": [1, 2]}
-            reply = await member.rpc.call(member.rpc.peer_id, "keep", request, dict, 5)
-            assert reply == seen[0] == request
-            assert seen[0] is not request
-            assert reply is not seen[0]
-            with pytest.raises(PeerRefusedError, match="not this one"):
-                await member.rpc.call(member.rpc.peer_id, "keep", {"fail": True}, dict, 5)
-            with pytest.raises(PeerRefusedError, match="not served"):
-                await member.rpc.call(member.rpc.peer_id, "unknown", {}, dict, 5)
-            with pytest.raises(DeadlineError):
-                await member.rpc.call(member.rpc.peer_id, "hang", {}, dict, 5)
-            with pytest.raises(ValueError, match="another peer"):
-                member.rpc.open(member.rpc.peer_id, "keep", {}, 5)
-
-    simulate(main, 1)
+        member.rpc.serve("keep", dict, keep)
+        member.rpc.serve("hang", dict, hang)
+        request = {"list": [1, 2]}
+        reply = await member.rpc.call(member.rpc.peer_id, "keep", request, dict, 5)
+        assert reply == seen[0] == request
+        assert seen[0] is not request
+        assert reply is not seen[0]
+        with pytest.raises(PeerRefusedError, match="not this one"):
+            await member.rpc.call(member.rpc.peer_id, "keep", {"fail": True}, dict, 5)
+        with pytest.raises(PeerRefusedError, match="not served"):
+            await member.rpc.call(member.rpc.peer_id, "unknown", {}, dict, 5)
+        with pytest.raises(DeadlineError):
+            await member.rpc.call(member.rpc.peer_id, "hang", {}, dict, 5)
+        with pytest.raises(ValueError, match="another peer"):
+            member.rpc.open(member.rpc.peer_id, "keep", {}, 5)
 
 
-def test_a_call_to_oneself_has_the_size_limits_of_any_other() -> None:
-    async def echo(peer: str, request: dict[str, Any]) -> dict[str, Any]:
-        return request
-
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 2) as (caller, server):
-            for member in (caller, server):
-                member.rpc.serve("echo", dict, echo, max_request_bytes=2000)
-            for peer in (caller.rpc.peer_id, server.rpc.peer_id):
-                assert await caller.rpc.call(peer, "echo", {"data": bytes(1000)}, dict, 5)
-                with pytest.raises(PeerRefusedError, match="2000 are allowed"):
-                    await caller.rpc.call(peer, "echo", {"data": bytes(3000)}, dict, 5)
-                with pytest.raises(ProtocolError, match="500 are allowed"):
-                    await caller.rpc.call(peer, "echo", {"data": bytes(1000)}, dict, 5, max_reply_bytes=500)
-
-    simulate(main, 1)
-
-
-def test_what_dials_took_is_remembered_and_doubled_when_they_fail() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 2) as (caller, server):
-            peer = server.rpc.peer_id
-            server.rpc.serve("double", dict, double)
-            assert peer not in caller.rpc.dial_seconds
-            await caller.rpc.call(peer, "double", {"number": 1}, dict, 5)
-            took = caller.rpc.dial_seconds[peer]
-            assert took == pytest.approx(0.1)
-            network.cut(server.peer)
-            for times in (2, 4):
-                with pytest.raises((PeerUnreachableError, DeadlineError)):
-                    await caller.rpc.call(peer, "double", {"number": 1}, dict, 1)
-                assert caller.rpc.dial_seconds[peer] == times * took
-            network.mend(server.peer)
-
-    simulate(main, 1, model=FIXED)
+@simulated(model=FIXED)
+async def test_what_dials_took_is_remembered_and_doubled_when_they_fail(network: SimulatedNetwork) -> None:
+    async with members(network, 2) as (caller, server):
+        peer = server.rpc.peer_id
+        server.rpc.serve("double", dict, double)
+        assert peer not in caller.rpc.dial_seconds
+        await caller.rpc.call(peer, "double", {"number": 1}, dict, 5)
+        took = caller.rpc.dial_seconds[peer]
+        assert took == pytest.approx(0.1)
+        network.cut(server.peer)
+        for times in (2, 4):
+            with pytest.raises((PeerUnreachableError, DeadlineError)):
+                await caller.rpc.call(peer, "double", {"number": 1}, dict, 1)
+            assert caller.rpc.dial_seconds[peer] == times * took
+        network.mend(server.peer)
 
 
-def test_both_sides_know_while_they_talk_with_each_other() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 2) as (caller, server):
-            server.rpc.serve("hang", dict, hang)
-            sides = [(caller.rpc, server.rpc.peer_id), (server.rpc, caller.rpc.peer_id)]
-            assert not any(rpc.is_talking_with(other) for rpc, other in sides)
-            call = asyncio.create_task(caller.rpc.call(server.rpc.peer_id, "hang", {}, dict, 5))
-            await asyncio.sleep(1)
-            assert all(rpc.is_talking_with(other) for rpc, other in sides)
-            with pytest.raises(DeadlineError):
-                await call
-            await until(lambda: not any(rpc.is_talking_with(other) for rpc, other in sides))
-
-    simulate(main, 1, model=FIXED)
+@simulated(model=FIXED)
+async def test_both_sides_know_while_they_talk_with_each_other(network: SimulatedNetwork) -> None:
+    async with members(network, 2) as (caller, server):
+        server.rpc.serve("hang", dict, hang)
+        sides = [(caller.rpc, server.rpc.peer_id), (server.rpc, caller.rpc.peer_id)]
+        assert not any(rpc.is_talking_with(other) for rpc, other in sides)
+        call = asyncio.create_task(caller.rpc.call(server.rpc.peer_id, "hang", {}, dict, 5))
+        await asyncio.sleep(1)
+        assert all(rpc.is_talking_with(other) for rpc, other in sides)
+        with pytest.raises(DeadlineError):
+            await call
+        await until(lambda: not any(rpc.is_talking_with(other) for rpc, other in sides))
 
 
-def test_a_refusal_reaches_whoever_is_still_sending() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 2) as (caller, server):
-            with pytest.raises(PeerRefusedError, match="not served"):
-                async with caller.rpc.open(server.rpc.peer_id, "nothing", {}, 5) as channel:
-                    await channel.send_bytes(bytes(64 << 20))
-            assert network.loop.time() < 5
-
-    simulate(main, 1)
-
-
-def test_oversized_and_malformed_replies_are_protocol_errors() -> None:
+@simulated()
+async def test_oversized_and_malformed_replies_are_protocol_errors(network: SimulatedNetwork) -> None:
     async def big(peer: str, request: dict[str, Any]) -> dict[str, Any]:
         return {"data": bytes(request["size"])}
 
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 2) as (caller, server):
-            server.rpc.serve("big", dict, big)
-            assert (
-                len((await caller.rpc.call(server.rpc.peer_id, "big", {"size": 500_000}, dict, 5))["data"]) == 500_000
-            )
-            for size, limit in ((5000, 1000), (200_000, 1000), (2 << 20, 1 << 20)):
-                with pytest.raises(ProtocolError, match="are allowed"):
-                    await caller.rpc.call(server.rpc.peer_id, "big", {"size": size}, dict, 5, max_reply_bytes=limit)
+    async with members(network, 2) as (caller, server):
+        server.rpc.serve("big", dict, big)
+        assert len((await caller.rpc.call(server.rpc.peer_id, "big", {"size": 500_000}, dict, 5))["data"]) == 500_000
+        for size, limit in ((5000, 1000), (200_000, 1000), (2 << 20, 1 << 20)):
+            with pytest.raises(ProtocolError, match="are allowed"):
+                await caller.rpc.call(server.rpc.peer_id, "big", {"size": size}, dict, 5, max_reply_bytes=limit)
 
-            async def garbage(stream: Stream) -> None:
-                await stream.write(frame(Kind.MESSAGE, b"\xc1"))
-                await asyncio.sleep(1)
+        async def garbage(stream: Stream) -> None:
+            await stream.write(frame(Kind.MESSAGE, b"\xc1"))
+            await asyncio.sleep(1)
 
-            await server.peer.transport.serve(PROTOCOL, garbage)
-            with pytest.raises(ProtocolError, match="not a message"):
-                await caller.rpc.call(server.rpc.peer_id, "big", {}, dict, 5)
-
-    simulate(main, 1)
+        await server.peer.transport.serve(PROTOCOL, garbage)
+        with pytest.raises(ProtocolError, match="not a message"):
+            await caller.rpc.call(server.rpc.peer_id, "big", {}, dict, 5)
 
 
-def test_requests_that_cannot_be_sent_are_the_callers_mistake() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 2) as (caller, server):
-            with pytest.raises(ValueError, match="plain values"):
-                await caller.rpc.call(server.rpc.peer_id, "double", {"object": object()}, dict, 5)
-            assert caller.peer.transport.num_streams == 0
-
-    simulate(main, 1)
+@simulated()
+async def test_requests_that_cannot_be_sent_are_the_callers_mistake(network: SimulatedNetwork) -> None:
+    async with members(network, 2) as (caller, server):
+        with pytest.raises(ValueError, match="plain values"):
+            await caller.rpc.call(server.rpc.peer_id, "double", {"object": object()}, dict, 5)
+        assert caller.peer.transport.num_streams == 0
 
 
-@pytest.mark.parametrize("latency_seconds", [0.001, 0.004, 0.006, 0.05, 2.0])
-def test_ten_millisecond_deadlines_fail_in_time_and_leave_nothing(latency_seconds: float) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 2) as (caller, server):
-            server.rpc.serve("hang", dict, hang)
-
-            async def listen(channel: Channel, request: dict[str, Any]) -> None:
-                await channel.receive(dict, 0.01)
-
-            server.rpc.serve_channel("listen", dict, listen)
-            started = network.loop.time()
-            with pytest.raises((DeadlineError, PeerUnreachableError)):
-                await caller.rpc.call(server.rpc.peer_id, "hang", {}, dict, 0.01)
-            assert network.loop.time() - started < 1
-            started = network.loop.time()
-            with pytest.raises((DeadlineError, PeerUnreachableError)):
-                async with caller.rpc.open(server.rpc.peer_id, "listen", {}, 0.01) as channel:
-                    await channel.receive(dict, 0.01)
-            assert network.loop.time() - started < 1
-            await asyncio.sleep(2 * latency_seconds + 2.5)
-            assert caller.peer.transport.num_streams == server.peer.transport.num_streams == 0
-            assert len(network.loop.pending_tasks()) == 1
-
-    simulate(main, 1, model=LinkModel(latency_seconds=(latency_seconds, latency_seconds), jitter=0.0))
-
-
-def test_a_call_outlasts_the_heartbeat_while_the_handler_works() -> None:
-    async def work(peer: str, request: dict[str, Any]) -> dict[str, Any]:
-        await asyncio.sleep(120)
-        return {"done": True}
-
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 2) as (caller, server):
-            server.rpc.serve("work", dict, work)
-            assert await caller.rpc.call(server.rpc.peer_id, "work", {}, dict, 300) == {"done": True}
-
-    simulate(main, 1)
-
-
-@pytest.mark.parametrize("fault", ["stall", "cut"])
-def test_a_caller_notices_a_silent_server_within_15_seconds(fault: str) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 2) as (caller, server):
-            server.rpc.serve("hang", dict, hang)
-            call = asyncio.create_task(caller.rpc.call(server.rpc.peer_id, "hang", {}, dict, 600))
-            await asyncio.sleep(7)
-            struck_at = network.loop.time()
-            getattr(network, fault)(server.peer)
-            with pytest.raises(PeerLostError, match="sent nothing"):
-                await call
-            assert network.loop.time() - struck_at < 15
-
-    simulate(main, 1)
-
-
-def test_64_peers_call_each_other_within_a_second_of_virtual_time() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 64) as everyone:
-            for member in everyone:
-                member.rpc.serve("double", dict, double)
-
-            async def call_all(caller: Member) -> int:
-                calls = [
-                    caller.rpc.call(other.rpc.peer_id, "double", {"number": 1}, dict, 10)
-                    for other in everyone
-                    if other is not caller
-                ]
-                return sum([reply["twice"] for reply in await asyncio.gather(*calls)])
-
-            sums = await asyncio.gather(*(member.peer.spawn(call_all(member)) for member in everyone))
-            assert sums == [126] * 64
-            assert network.loop.time() < 1
-
-    simulate(main, 1)
-
-
-def test_the_scenario_of_the_real_transport_runs_here_too() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 2) as (caller, server):
-            ended: list[str] = []
-            await serve_scenario(server.rpc, ended)
-            await run_scenario(caller.rpc, server.rpc, ended, until)
-
-    simulate(main, 1)
+@simulated()
+async def test_the_scenario_of_the_real_transport_runs_here_too(network: SimulatedNetwork) -> None:
+    async with members(network, 2) as (caller, server):
+        ended: list[str] = []
+        await serve_scenario(server.rpc, ended)
+        await run_scenario(caller.rpc, server.rpc, ended, until)

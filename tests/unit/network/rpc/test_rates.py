@@ -12,7 +12,8 @@ import pytest
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.rpc.endpoint import Rpc, RpcLimits
 from p2ptrain.network.rpc.frames import RateLimit
-from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
+from p2ptrain.network.simulated import LinkModel, SimulatedNetwork
+from tests.support.coroutines import simulated
 from tests.support.sim.peers import start_member
 
 FAST = LinkModel(up_bytes_per_second=None, down_bytes_per_second=None)
@@ -67,57 +68,47 @@ def capped(direction: str, rate: int) -> tuple[RpcLimits, RpcLimits]:
     return RpcLimits(), RpcLimits(down_bytes_per_second=rate)
 
 
-@pytest.mark.parametrize("num_channels", [1, 5])
+@pytest.mark.parametrize(
+    ("rate", "num_bytes", "num_channels"),
+    [
+        (400_000, NUM_BYTES, 1),
+        (400_000, NUM_BYTES, 5),
+        (10_000, 1_500_000, 2),  # A frame of 256 KiB takes 26 seconds: longer than a live peer may be silent.
+    ],
+)
 @pytest.mark.parametrize("direction", ["up", "down"])
-def test_all_channels_together_stay_within_a_tenth_of_the_cap(direction: str, num_channels: int) -> None:
+@simulated(model=FAST)
+async def test_all_channels_together_stay_within_a_tenth_of_the_cap(
+    network: SimulatedNetwork, direction: str, rate: int, num_bytes: int, num_channels: int
+) -> None:
+    async with pair(network, *capped(direction, rate)) as (left, right):
+        seconds = await seconds_to_send(left, right, num_channels, num_bytes)
+    assert 0.9 * rate <= num_bytes / seconds <= 1.1 * rate
+
+
+@simulated(model=FAST)
+async def test_without_a_cap_nothing_waits(network: SimulatedNetwork) -> None:
+    async with pair(network, RpcLimits(), RpcLimits()) as (left, right):
+        assert await seconds_to_send(left, right, 1, NUM_BYTES) < 2
+    before = network.loop.time()
+    await RateLimit().take(1 << 40)
+    assert network.loop.time() == before
+
+
+@pytest.mark.parametrize("direction", ["up", "down"])
+@simulated(model=FAST)
+async def test_a_small_call_waits_for_one_piece_of_a_long_transfer_and_not_for_its_end(
+    network: SimulatedNetwork, direction: str
+) -> None:
     rate = 400_000
-
-    async def main(network: SimulatedNetwork) -> None:
-        async with pair(network, *capped(direction, rate)) as (left, right):
-            seconds = await seconds_to_send(left, right, num_channels, NUM_BYTES)
-        assert 0.9 * rate <= NUM_BYTES / seconds <= 1.1 * rate
-
-    simulate(main, 1, model=FAST)
-
-
-@pytest.mark.parametrize("direction", ["up", "down"])
-def test_a_frame_that_takes_longer_than_a_live_peer_may_be_silent_arrives(direction: str) -> None:
-    rate, num_bytes = 10_000, 1_500_000  # one frame of 256 KiB takes 26 seconds
-
-    async def main(network: SimulatedNetwork) -> None:
-        async with pair(network, *capped(direction, rate)) as (left, right):
-            seconds = await seconds_to_send(left, right, 2, num_bytes)
-        assert 0.9 * rate <= num_bytes / seconds <= 1.1 * rate
-
-    simulate(main, 1, model=FAST)
-
-
-def test_without_a_cap_nothing_waits() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with pair(network, RpcLimits(), RpcLimits()) as (left, right):
-            assert await seconds_to_send(left, right, 1, NUM_BYTES) < 2
-        before = network.loop.time()
-        await RateLimit().take(1 << 40)
-        assert network.loop.time() == before
-
-    simulate(main, 1, model=FAST)
-
-
-@pytest.mark.parametrize("direction", ["up", "down"])
-def test_a_small_call_waits_for_one_piece_of_a_long_transfer_and_not_for_its_end(direction: str) -> None:
-    rate = 400_000
-
-    async def main(network: SimulatedNetwork) -> None:
-        async with pair(network, *capped(direction, rate)) as (left, right):
-            transfer = asyncio.create_task(seconds_to_send(left, right, 1, NUM_BYTES))
-            await asyncio.sleep(1)
-            started = network.loop.time()
-            await left.call(right.peer_id, "echo", {"fill": bytes(1000)}, dict, 10)
-            assert network.loop.time() - started < 2
-            assert not transfer.done()
-            await transfer
-
-    simulate(main, 1, model=FAST)
+    async with pair(network, *capped(direction, rate)) as (left, right):
+        transfer = asyncio.create_task(seconds_to_send(left, right, 1, NUM_BYTES))
+        await asyncio.sleep(1)
+        started = network.loop.time()
+        await left.call(right.peer_id, "echo", {"fill": bytes(1000)}, dict, 10)
+        assert network.loop.time() - started < 2
+        assert not transfer.done()
+        await transfer
 
 
 def test_a_negative_rate_is_the_callers_mistake() -> None:

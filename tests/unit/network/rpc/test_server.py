@@ -8,17 +8,13 @@ from typing import Any
 import msgpack
 import pytest
 
-from p2ptrain.errors import (
-    DeadlineError,
-    IncompatibleError,
-    PeerLostError,
-    PeerRefusedError,
-)
-from p2ptrain.network.rpc.endpoint import MAX_CONCURRENT_REFUSALS, MAX_COUNTED_REFUSALS, PROTOCOL, Rpc, RpcLimits
+from p2ptrain.errors import DeadlineError, PeerLostError, PeerRefusedError
+from p2ptrain.network.rpc.endpoint import MAX_CONCURRENT_REFUSALS, MAX_COUNTED_REFUSALS, PROTOCOL, RpcLimits
 from p2ptrain.network.rpc.frames import FRAME, Kind, Refusal, frame, pack, unpack
-from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.network.transport import Stream
-from tests.support.sim.peers import SWARM, Member, members, start_member, until
+from tests.support.coroutines import simulated
+from tests.support.sim.peers import SWARM, Member, members, until
 from tests.support.sim.rpc_scenario import double, hang
 
 
@@ -42,73 +38,20 @@ async def reason(stream: Stream, timeout_seconds: float = 30) -> str:
     return refusal.reason
 
 
-def test_a_peer_of_another_version_is_told_so() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 1) as (server,):
-            server.rpc.serve("double", dict, double)
-            newer = await start_member(network, network.add_peer("newer"), protocol=2)
-            with pytest.raises(PeerRefusedError) as refusal:
-                await newer.rpc.call(server.rpc.peer_id, "double", {"number": 1}, dict, 5)
-            assert refusal.value.reason == "protocol 2, this peer speaks 1"
-            assert server.rpc.refusals == {(newer.rpc.peer_id, "other protocol"): 1}
-            await newer.rpc.close()
-
-    simulate(main, 1)
-
-
-def test_a_peer_of_another_swarm_is_told_so() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 1) as (server,):
-            server.rpc.serve("double", dict, double)
-            other = network.add_peer("other")
-            rpc = Rpc(other.transport, other.runtime, b"\x08" * 32)
-            with pytest.raises(PeerRefusedError, match="another swarm"):
-                await rpc.call(server.rpc.peer_id, "double", {"number": 1}, dict, 5)
-            assert server.rpc.refusals == {(other.peer_id, "other swarm"): 1}
-
-    simulate(main, 1)
-
-
-def test_an_unknown_name_is_refused_for_calls_and_channels() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 2) as (caller, server):
-            with pytest.raises(PeerRefusedError, match="'nothing' is not served"):
-                await caller.rpc.call(server.rpc.peer_id, "nothing", {}, dict, 5)
-            async with caller.rpc.open(server.rpc.peer_id, "nothing", {}, 5) as channel:
-                with pytest.raises(PeerRefusedError, match="'nothing' is not served"):
-                    await channel.receive(dict, 5)
-            assert server.rpc.refusals == {(caller.rpc.peer_id, "unknown name"): 2}
-
-    simulate(main, 1)
-
-
-def test_a_handlers_deliberate_error_is_the_callers_reason_and_others_stay_private(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("error", [RuntimeError("secret detail"), TimeoutError("secret detail")])
+@simulated()
+async def test_a_defect_in_a_handler_is_logged_and_stays_private(
+    network: SimulatedNetwork, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
-    async def refuse(peer: str, request: dict[str, Any]) -> dict[str, Any]:
-        raise IncompatibleError("stage 3 is not hosted here")
-
     async def fail(peer: str, request: dict[str, Any]) -> dict[str, Any]:
-        raise RuntimeError("secret detail")
+        raise error
 
-    async def time_out(peer: str, request: dict[str, Any]) -> dict[str, Any]:
-        raise TimeoutError("inner")
-
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 2) as (caller, server):
-            server.rpc.serve("refuse", dict, refuse)
-            server.rpc.serve("fail", dict, fail)
-            server.rpc.serve("time out", dict, time_out)
-            with pytest.raises(PeerRefusedError) as refusal:
-                await caller.rpc.call(server.rpc.peer_id, "refuse", {}, dict, 5)
-            assert refusal.value.reason == "stage 3 is not hosted here"
-            for name in ("fail", "time out"):
-                with pytest.raises(PeerRefusedError) as refusal:
-                    await caller.rpc.call(server.rpc.peer_id, name, {}, dict, 5)
-                assert refusal.value.reason == "internal error"
-            assert server.rpc.refusals[caller.rpc.peer_id, "internal error"] == 2
-
-    simulate(main, 1)
+    async with members(network, 2) as (caller, server):
+        server.rpc.serve("fail", dict, fail)
+        with pytest.raises(PeerRefusedError) as refusal:
+            await caller.rpc.call(server.rpc.peer_id, "fail", {}, dict, 5)
+        assert refusal.value.reason == "internal error"
+        assert server.rpc.refusals == {(caller.rpc.peer_id, "internal error"): 1}
     assert "secret detail" in caplog.text
 
 
@@ -120,6 +63,8 @@ def test_a_handlers_deliberate_error_is_the_callers_reason_and_others_stay_priva
         (frame(Kind.MESSAGE, b"\xc1\xc1\xc1"), "malformed header", "not a message"),
         (frame(Kind.MESSAGE, msgpack.packb([1, 2])), "malformed header", "not a map"),
         (frame(Kind.MESSAGE, msgpack.packb({"protocol": 1})), "other swarm", "another swarm"),
+        (header(swarm=b"\x08" * 32), "other swarm", "another swarm"),
+        (header(protocol=2), "other protocol", "protocol 2, this peer speaks 1"),
         (header(name=["double"]), "malformed header", "name: Expected `str`"),
         (header(protocol="x" * 100), "malformed header", "protocol: Expected `int`"),
         (FRAME.pack(100_000, Kind.MESSAGE), "oversized request", "512 are allowed"),
@@ -128,77 +73,71 @@ def test_a_handlers_deliberate_error_is_the_callers_reason_and_others_stay_priva
         (frame(Kind.PING) + header(), "malformed header", "kind 4"),
     ],
 )  # fmt: skip
-def test_garbage_is_refused_with_a_reason_and_counted(data: bytes, cause: str, text: str) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 2) as (stranger, server):
-            server.rpc.serve("double", dict, double)
-            stream = await raw(stranger, server)
-            await stream.write(data)
-            assert text in await reason(stream)
-            assert server.rpc.refusals == {(stranger.rpc.peer_id, cause): 1}
-            await until(lambda: server.rpc.num_inbound == 0)
-            reply = await stranger.rpc.call(server.rpc.peer_id, "double", {"number": 1}, dict, 5)
-            assert reply["twice"] == 2
-
-    simulate(main, 1)
-
-
-def test_a_slow_header_is_cut_off_however_slowly_it_drips() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 2) as (stranger, server):
-            server.rpc.serve("double", dict, double)
-            stream = await raw(stranger, server)
-            opened_at = network.loop.time()
-
-            async def drip() -> None:
-                for byte in header():
-                    await stream.write(bytes([byte]))
-                    await asyncio.sleep(1)
-
-            dripping = asyncio.create_task(drip())
-            assert "took too long" in await reason(stream)
-            assert network.loop.time() - opened_at < 11
-            with pytest.raises(PeerLostError):
-                await dripping
-            assert server.rpc.refusals == {(stranger.rpc.peer_id, "slow header"): 1}
-            await until(lambda: server.peer.transport.num_streams == 0)
-
-    simulate(main, 1)
+@simulated()
+async def test_garbage_and_strangers_are_refused_with_a_reason_and_counted(
+    network: SimulatedNetwork, data: bytes, cause: str, text: str
+) -> None:
+    async with members(network, 2) as (stranger, server):
+        server.rpc.serve("double", dict, double)
+        stream = await raw(stranger, server)
+        await stream.write(data)
+        assert text in await reason(stream)
+        assert server.rpc.refusals == {(stranger.rpc.peer_id, cause): 1}
+        await until(lambda: server.rpc.num_inbound == 0)
+        reply = await stranger.rpc.call(server.rpc.peer_id, "double", {"number": 1}, dict, 5)
+        assert reply["twice"] == 2
 
 
-def test_a_flood_of_streams_is_bounded_and_honest_peers_are_served() -> None:
+@simulated()
+async def test_a_slow_header_is_cut_off_however_slowly_it_drips(network: SimulatedNetwork) -> None:
+    async with members(network, 2) as (stranger, server):
+        server.rpc.serve("double", dict, double)
+        stream = await raw(stranger, server)
+        opened_at = network.loop.time()
+
+        async def drip() -> None:
+            for byte in header():
+                await stream.write(bytes([byte]))
+                await asyncio.sleep(1)
+
+        dripping = asyncio.create_task(drip())
+        assert "took too long" in await reason(stream)
+        assert network.loop.time() - opened_at < 11
+        with pytest.raises(PeerLostError):
+            await dripping
+        assert server.rpc.refusals == {(stranger.rpc.peer_id, "slow header"): 1}
+        await until(lambda: server.peer.transport.num_streams == 0)
+
+
+@simulated()
+async def test_a_flood_of_streams_is_bounded_and_honest_peers_are_served(network: SimulatedNetwork) -> None:
     limits = RpcLimits(inbound_streams=48, inbound_streams_per_peer=32)
-
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 3, limits=limits) as (flooder, honest, server):
-            server.rpc.serve("double", dict, double)
-            streams = await asyncio.gather(*(raw(flooder, server) for _ in range(200)))
-            assert server.rpc.num_inbound == 32
-            reply = await honest.rpc.call(server.rpc.peer_id, "double", {"number": 4}, dict, 5)
-            assert reply["twice"] == 8
-            assert server.rpc.refusals == {(flooder.rpc.peer_id, "too many streams"): 168}
-            answers = await asyncio.gather(*(reason(stream) for stream in streams), return_exceptions=True)
-            told = [answer for answer in answers if isinstance(answer, str) and "too many streams" in answer]
-            assert len(told) == MAX_CONCURRENT_REFUSALS
-            await until(lambda: server.peer.transport.num_streams == 0, 30)
-            for stream in streams:
-                stream.abort()
-
-    simulate(main, 1)
+    async with members(network, 3, limits=limits) as (flooder, honest, server):
+        server.rpc.serve("double", dict, double)
+        streams = await asyncio.gather(*(raw(flooder, server) for _ in range(200)))
+        assert server.rpc.num_inbound == 32
+        reply = await honest.rpc.call(server.rpc.peer_id, "double", {"number": 4}, dict, 5)
+        assert reply["twice"] == 8
+        assert server.rpc.refusals == {(flooder.rpc.peer_id, "too many streams"): 168}
+        answers = await asyncio.gather(*(reason(stream) for stream in streams), return_exceptions=True)
+        told = [answer for answer in answers if isinstance(answer, str) and "too many streams" in answer]
+        assert len(told) == MAX_CONCURRENT_REFUSALS
+        await until(lambda: server.peer.transport.num_streams == 0, 30)
+        for stream in streams:
+            stream.abort()
 
 
-def test_the_number_of_counted_peers_is_bounded() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 1) as (member,):
-            for number in range(MAX_COUNTED_REFUSALS + 500):
-                member.rpc.count_refusal(f"peer{number}", "test")
-            assert len(member.rpc.refusals) == MAX_COUNTED_REFUSALS + 1
-            assert member.rpc.refusals["others", "test"] == 500
-
-    simulate(main, 1)
+@simulated()
+async def test_the_number_of_counted_peers_is_bounded(network: SimulatedNetwork) -> None:
+    async with members(network, 1) as (member,):
+        for number in range(MAX_COUNTED_REFUSALS + 500):
+            member.rpc.count_refusal(f"peer{number}", "test")
+        assert len(member.rpc.refusals) == MAX_COUNTED_REFUSALS + 1
+        assert member.rpc.refusals["others", "test"] == 500
 
 
-def test_a_handler_is_cancelled_when_its_caller_gives_up_or_dies() -> None:
+@simulated()
+async def test_a_handler_is_cancelled_when_its_caller_gives_up_or_dies(network: SimulatedNetwork) -> None:
     cancelled: list[str] = []
 
     async def wait(peer: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -208,38 +147,33 @@ def test_a_handler_is_cancelled_when_its_caller_gives_up_or_dies() -> None:
             cancelled.append(request["why"])
         return {}
 
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 4) as (impatient, mortal, cuttable, server):
-            server.rpc.serve("wait", dict, wait)
-            with pytest.raises(DeadlineError):
-                await impatient.rpc.call(server.rpc.peer_id, "wait", {"why": "deadline"}, dict, 1)
-            mortal.peer.spawn(mortal.rpc.call(server.rpc.peer_id, "wait", {"why": "crash"}, dict, 3600))
-            await asyncio.sleep(1)
-            network.crash(mortal.peer)
-            await asyncio.sleep(1)
-            assert cancelled == ["deadline", "crash"]
-            call = cuttable.peer.spawn(cuttable.rpc.call(server.rpc.peer_id, "wait", {"why": "cut"}, dict, 3600))
-            await asyncio.sleep(1)
-            network.cut(cuttable.peer)
-            assert await until(lambda: len(cancelled) == 3) < 15
-            with pytest.raises(PeerLostError):
-                await call
-            assert server.rpc.num_inbound == 0
-            assert not server.rpc.refusals
-
-    simulate(main, 1)
+    async with members(network, 4) as (impatient, mortal, cuttable, server):
+        server.rpc.serve("wait", dict, wait)
+        with pytest.raises(DeadlineError):
+            await impatient.rpc.call(server.rpc.peer_id, "wait", {"why": "deadline"}, dict, 1)
+        mortal.peer.spawn(mortal.rpc.call(server.rpc.peer_id, "wait", {"why": "crash"}, dict, 3600))
+        await asyncio.sleep(1)
+        network.crash(mortal.peer)
+        await asyncio.sleep(1)
+        assert cancelled == ["deadline", "crash"]
+        call = cuttable.peer.spawn(cuttable.rpc.call(server.rpc.peer_id, "wait", {"why": "cut"}, dict, 3600))
+        await asyncio.sleep(1)
+        network.cut(cuttable.peer)
+        assert await until(lambda: len(cancelled) == 3) < 15
+        with pytest.raises(PeerLostError):
+            await call
+        assert server.rpc.num_inbound == 0
+        assert not server.rpc.refusals
 
 
-def test_closing_cancels_handlers_and_refuses_newcomers() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 2) as (caller, server):
-            server.rpc.serve("hang", dict, hang)
-            call = asyncio.create_task(caller.rpc.call(server.rpc.peer_id, "hang", {}, dict, 600))
-            await asyncio.sleep(1)
-            await server.rpc.close()
-            with pytest.raises(PeerLostError):
-                await call
-            with pytest.raises(PeerRefusedError, match="leaving"):
-                await caller.rpc.call(server.rpc.peer_id, "hang", {}, dict, 5)
-
-    simulate(main, 1)
+@simulated()
+async def test_closing_cancels_handlers_and_refuses_newcomers(network: SimulatedNetwork) -> None:
+    async with members(network, 2) as (caller, server):
+        server.rpc.serve("hang", dict, hang)
+        call = asyncio.create_task(caller.rpc.call(server.rpc.peer_id, "hang", {}, dict, 600))
+        await asyncio.sleep(1)
+        await server.rpc.close()
+        with pytest.raises(PeerLostError):
+            await call
+        with pytest.raises(PeerRefusedError, match="leaving"):
+            await caller.rpc.call(server.rpc.peer_id, "hang", {}, dict, 5)

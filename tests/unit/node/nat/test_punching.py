@@ -11,12 +11,11 @@ DIRECT = "/ip4/45.10.0.7/tcp/4001"
 
 
 def test_of_two_only_one_opens_anew() -> None:
-    later = 10 * FIRST_PAUSE_SECONDS
     found = []
     for own, other in (("a", "b"), ("b", "a")):
         punching = HolePunching(own)
         assert punching.due({other: [RELAYED]}, 0.0) == []
-        found += punching.due({other: [RELAYED]}, later)
+        found += punching.due({other: [RELAYED]}, 10 * FIRST_PAUSE_SECONDS)
     assert found == ["b"]
 
 

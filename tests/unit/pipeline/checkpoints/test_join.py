@@ -47,24 +47,10 @@ def test_of_two_parts_of_a_split_swarm_the_one_that_is_whole_here_is_taken() -> 
     assert joined.paths == {"stage-0": [Path("y/20")], "stage-1": [Path("z/20")]}
 
 
-def test_a_stage_of_another_part_of_a_split_swarm_is_refused_by_name_and_round() -> None:
-    there = [found("x", 0, 20, A, listed(20, A, B)), found("y", 1, 20, D)]
-    with pytest.raises(CheckpointError, match=r"stage-1 of round 20 has the digest 64646464.* 62626262.*another host"):
-        join(there, NAMES)
-
-
 def test_a_stage_that_lacks_the_complete_round_is_named() -> None:
     there = [found("x", 0, 20, A, listed(20, A, B)), found("x", 0, 30, A), found("y", 1, 30, B)]
     with pytest.raises(CheckpointError, match=r"stage-1 is missing of round 20.*another host of stage-1"):
         join(there, NAMES)
-
-
-def test_without_any_list_nothing_is_joined_unless_asked_for() -> None:
-    there = [found("x", 0, 20, A), found("y", 1, 20, B), found("x", 0, 30, A)]
-    with pytest.raises(CheckpointError, match=r"none of these checkpoints is complete.*--by-round joins round 20"):
-        join(there, NAMES)
-    joined = join(there, NAMES, by_round=True)
-    assert (joined.round, joined.is_complete) == (20, False)
 
 
 def test_by_round_a_stage_with_two_states_is_refused() -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import pytest
 
 from p2ptrain.network.records.record import StageReport
 from p2ptrain.pipeline.checkpoints.saving import MAX_ROUNDS, Save, Saves, StageSaves
 from p2ptrain.pipeline.view import PipelineView
 from p2ptrain.training.checkpoints.stage_list import StageList, read_stage_list
+from tests.support.coroutines import on_loop
 from tests.unit.pipeline.test_view import LATER, OWN, make_view, record
 
 A, B, C, T = (letter * 32 for letter in (b"a", b"b", b"c", b"t"))
@@ -26,74 +28,78 @@ def tell(view: PipelineView, peer: str, sequence: int, *saved: tuple[int, int, b
     view.update([(replace(said, stages=stages), sequence, until)])
 
 
+def watched(num_stages: int, **options: Any) -> tuple[PipelineView, StageSaves]:
+    view = make_view(num_stages, **options)
+    return view, StageSaves(view.plan, view.saves, OWN)
+
+
 def save(folder: Path, unit: int, round: int, digest: bytes) -> Save:
     path = folder / f"{unit}-round-{round}"
     path.mkdir()
     return Save(unit, round, digest, path)
 
 
-def test_a_checkpoint_gets_its_list_when_the_last_stage_was_heard_of(tmp_path: Path) -> None:
-    view = make_view(3, tied=True)
-    saves = StageSaves(view.plan, view.saves, OWN)
+@on_loop
+async def test_a_checkpoint_gets_its_list_when_the_last_stage_was_heard_of(tmp_path: Path) -> None:
+    view, saves = watched(3, tied=True)
     own, tied = save(tmp_path, 0, 10, A), save(tmp_path, 3, 10, T)
     saves.note(own)
     saves.note(tied)
     tell(view, "x", 1, (1, 10, B))
-    asyncio.run(saves.complete())
+    await saves.complete()
     assert read_stage_list(own.path) is None
     assert saves.missing() == "round 10: stage-2: no host has saved any"
     tell(view, "y", 1, (2, 10, C), (3, 10, T))
-    asyncio.run(saves.complete())
+    await saves.complete()
     expected = StageList(view.plan.manifest.digest, 10, {"stage-0": A, "stage-1": B, "stage-2": C, "tied": T})
     assert read_stage_list(own.path) == read_stage_list(tied.path) == expected
     assert saves.missing() == ""
 
 
-def test_an_earlier_checkpoint_is_completed_late(tmp_path: Path) -> None:
-    view = make_view(2)
-    saves = StageSaves(view.plan, view.saves, OWN)
+@on_loop
+async def test_an_earlier_checkpoint_is_completed_late(tmp_path: Path) -> None:
+    view, saves = watched(2)
     first, second = save(tmp_path, 0, 10, A), save(tmp_path, 0, 20, A)
     saves.note(first)
     saves.note(second)
     tell(view, "x", 1, (1, 10, B))
-    asyncio.run(saves.complete())
+    await saves.complete()
     assert read_stage_list(first.path) is not None
     assert read_stage_list(second.path) is None
     assert saves.missing() == "round 20: stage-1: 0 of 1 hosts that save agree"
 
 
-def test_a_host_that_the_majority_contradicts_has_no_complete_checkpoint(tmp_path: Path) -> None:
-    view = make_view(2)
-    saves = StageSaves(view.plan, view.saves, OWN)
+@on_loop
+async def test_a_host_that_the_majority_contradicts_has_no_complete_checkpoint(tmp_path: Path) -> None:
+    view, saves = watched(2)
     own = save(tmp_path, 0, 10, A)
     saves.note(own)
     tell(view, "x", 1, (1, 10, B))
     for peer in ("y", "z"):
         tell(view, peer, 1, (0, 10, C))
-    asyncio.run(saves.complete())
+    await saves.complete()
     assert read_stage_list(own.path) is None
     assert saves.missing() == "round 10: other hosts have another state"
 
 
-def test_a_host_that_died_is_not_waited_for_once_its_record_is_gone(tmp_path: Path) -> None:
+@on_loop
+async def test_a_host_that_died_is_not_waited_for_once_its_record_is_gone(tmp_path: Path) -> None:
     clock = [1000.0]
-    view = make_view(2, clock=clock)
-    saves = StageSaves(view.plan, view.saves, OWN)
+    view, saves = watched(2, clock=clock)
     own = save(tmp_path, 0, 10, A)
     saves.note(own)
     tell(view, "dead", 1, (1, 5, C), until=1030.0)
     tell(view, "x", 1, (1, 10, B))
-    asyncio.run(saves.complete())
+    await saves.complete()
     assert read_stage_list(own.path) is None
     clock[0] = 1031.0
     view.update([])
-    asyncio.run(saves.complete())
+    await saves.complete()
     assert read_stage_list(own.path) is not None
 
 
 def test_what_could_not_be_saved_is_said_to_nobody_and_keeps_others_from_nothing(tmp_path: Path) -> None:
-    view = make_view(2)
-    saves = StageSaves(view.plan, view.saves, OWN)
+    view, saves = watched(2)
     saves.note(save(tmp_path, 0, 10, A))
     saves.failed(0)
     assert saves.newest.get(0) is None
@@ -102,14 +108,14 @@ def test_what_could_not_be_saved_is_said_to_nobody_and_keeps_others_from_nothing
     assert view.saves.agreement((0, 1), 20).is_complete
 
 
-def test_a_checkpoint_that_was_deleted_meanwhile_is_passed_over(tmp_path: Path) -> None:
-    view = make_view(2)
-    saves = StageSaves(view.plan, view.saves, OWN)
+@on_loop
+async def test_a_checkpoint_that_was_deleted_meanwhile_is_passed_over(tmp_path: Path) -> None:
+    view, saves = watched(2)
     own = save(tmp_path, 0, 10, A)
     saves.note(own)
     own.path.rmdir()
     tell(view, "x", 1, (1, 10, B))
-    asyncio.run(saves.complete())
+    await saves.complete()
     assert saves.missing() == ""
 
 
@@ -129,28 +135,24 @@ def told(**said: tuple[int, int, bytes]) -> Saves:
     return made
 
 
-def test_a_round_that_all_stages_saved_is_complete() -> None:
-    found = told(x=(0, 10, A), y=(1, 10, B), z=(1, 10, B)).agreement(UNITS, 10)
-    assert found.is_complete
-    assert found.digests == {0: A, 1: B}
+AGREEMENTS: dict[str, tuple[dict[str, tuple[int, int, bytes]], dict[int, str]]] = {
+    "all saved it": ({"x": (0, 10, A), "y": (1, 10, B), "z": (1, 10, B)}, {}),
+    "nobody told of a stage": ({"x": (0, 10, A)}, {1: "no host has saved any"}),
+    "another round": ({"x": (0, 10, A), "y": (1, 15, B)}, {1: "0 of 1 hosts that save agree"}),
+    "a tie": ({"w": (0, 10, A), "x": (1, 10, B), "y": (1, 10, C)}, {1: "1 of 2 hosts that save agree"}),
+    "a majority": ({"w": (0, 10, A), "x": (1, 10, B), "y": (1, 10, C), "z": (1, 10, B)}, {}),
+    "one saves nothing": ({"x": (0, 10, A), "y": (1, 10, B), "z": (1, 0, bytes(32))}, {}),
+}
 
 
-def test_a_stage_of_which_nobody_told_is_missing_by_number() -> None:
-    found = told(x=(0, 10, A)).agreement(UNITS, 10)
-    assert not found.is_complete
-    assert found.missing == {1: "no host has saved any"}
-
-
-def test_rounds_that_differ_are_not_put_together() -> None:
-    found = told(x=(0, 10, A), y=(1, 15, B)).agreement(UNITS, 10)
-    assert found.missing == {1: "0 of 1 hosts that save agree"}
-
-
-def test_where_hosts_disagree_the_majority_counts_and_a_tie_is_none() -> None:
-    made = told(w=(0, 10, A), x=(1, 10, B), y=(1, 10, C))
-    assert made.agreement(UNITS, 10).missing == {1: "1 of 2 hosts that save agree"}
-    made.tell("z", [report(1, 10, B)])
-    assert made.agreement(UNITS, 10).digests == {0: A, 1: B}
+@pytest.mark.parametrize(("said", "missing"), AGREEMENTS.values(), ids=list(AGREEMENTS))
+def test_a_round_is_complete_when_most_hosts_of_each_stage_saved_one_state(
+    said: dict[str, tuple[int, int, bytes]], missing: dict[int, str]
+) -> None:
+    found = told(**said).agreement(UNITS, 10)
+    assert found.missing == missing
+    assert found.is_complete == (not missing)
+    assert missing or found.digests == {0: A, 1: B}
 
 
 def test_what_a_host_saved_before_still_counts() -> None:
@@ -160,11 +162,6 @@ def test_what_a_host_saved_before_still_counts() -> None:
     for round in range(40, 40 + 10 * MAX_ROUNDS, 10):
         made.tell("x", [report(0, round, C)])
     assert not made.agreement(UNITS, 20).is_complete
-
-
-def test_hosts_that_save_nothing_are_not_waited_for() -> None:
-    made = told(x=(0, 10, A), y=(1, 10, B), z=(1, 0, bytes(32)))
-    assert made.agreement(UNITS, 10).is_complete
 
 
 def test_who_is_gone_or_has_moved_decides_nothing() -> None:

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from p2ptrain.errors import TemporaryError
-from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.pipeline.client import sender as sender_module
 from p2ptrain.pipeline.client.sender import MicrobatchSender
 from p2ptrain.pipeline.routing.hop import Caller
 from p2ptrain.pipeline.stage.host import AdmissionQueue
+from tests.support.coroutines import simulated
 from tests.support.sim.stage_hosts import HOP_LIMITS, Hosts, hosts
 
 AVERAGING_SECONDS = 120.0
@@ -53,30 +54,27 @@ class _Closed(AdmissionQueue):
 
 
 @pytest.mark.parametrize("is_own_loss", [False, True])
-def test_a_microbatch_waits_while_the_stages_average(is_own_loss: bool) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        gate = _Closed()
-        async with hosts(network, gate=gate) as swarm, _sender(swarm) as sender:
-            sending = asyncio.create_task(_send(swarm, sender, is_own_loss))
-            await asyncio.sleep(AVERAGING_SECONDS)
-            assert not sending.done()
-            gate.is_closed = False
-            for each in swarm.hosts:
-                await each.host.close_round(0.0)
-                each.host.begin_round(1)
-            assert await sending == 1
-            assert sender.tally.resent == 0
-
-    simulate(main, seed=1)
+@simulated()
+async def test_a_microbatch_waits_while_the_stages_average(network: SimulatedNetwork, is_own_loss: bool) -> None:
+    gate = _Closed()
+    async with hosts(network, gate=gate) as swarm, _sender(swarm) as sender:
+        sending = asyncio.create_task(_send(swarm, sender, is_own_loss))
+        await asyncio.sleep(AVERAGING_SECONDS)
+        assert not sending.done()
+        gate.is_closed = False
+        for each in swarm.hosts:
+            await each.host.close_round(0.0)
+            each.host.begin_round(1)
+        assert await sending == 1
+        assert sender.tally.resent == 0
 
 
 @pytest.mark.parametrize("is_own_loss", [False, True])
-def test_a_round_that_never_ends_is_an_error_that_names_it(is_own_loss: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@simulated()
+async def test_a_round_that_never_ends_is_an_error_that_names_it(
+    network: SimulatedNetwork, is_own_loss: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sender_module, "STUCK_SECONDS", 30.0)
-
-    async def main(network: SimulatedNetwork) -> None:
-        async with hosts(network, gate=_Closed()) as swarm, _sender(swarm) as sender:
-            with pytest.raises(TemporaryError, match="round 0 takes no more samples, and has not ended for 30 s"):
-                await _send(swarm, sender, is_own_loss)
-
-    simulate(main, seed=1)
+    async with hosts(network, gate=_Closed()) as swarm, _sender(swarm) as sender:
+        with pytest.raises(TemporaryError, match="round 0 takes no more samples, and has not ended for 30 s"):
+            await _send(swarm, sender, is_own_loss)

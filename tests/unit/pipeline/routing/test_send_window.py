@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 
-from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.pipeline.routing.send_window import SendWindow
+from tests.support.coroutines import simulated
 from tests.support.sim.peers import until
 
 
@@ -44,82 +45,71 @@ class Sends:
                 self.under_way.remove(name)
 
 
-def test_what_has_room_goes_at_once_and_the_rest_in_order() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        sends = Sends(10)
-        for name, size in (("a", 4), ("b", 6), ("c", 5), ("d", 1)):
-            await sends.begin(name, "bob", size)
-        assert sends.under_way == ["a", "b"]
-        await sends.end("a")
-        assert sends.under_way == ["b"]  # c has no room, and d does not overtake it.
-        await sends.end("b")
-        assert sends.under_way == ["c", "d"]
-        await sends.end("c")
-        await sends.end("d")
-
-    simulate(main, seed=1)
+@simulated()
+async def test_what_has_room_goes_at_once_and_the_rest_in_order(network: SimulatedNetwork) -> None:
+    sends = Sends(10)
+    for name, size in (("a", 4), ("b", 6), ("c", 5), ("d", 1)):
+        await sends.begin(name, "bob", size)
+    assert sends.under_way == ["a", "b"]
+    await sends.end("a")
+    assert sends.under_way == ["b"]  # c has no room, and d does not overtake it.
+    await sends.end("b")
+    assert sends.under_way == ["c", "d"]
+    await sends.end("c")
+    await sends.end("d")
 
 
-def test_what_is_larger_than_the_window_goes_alone() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        sends = Sends(10)
-        for name, size in (("a", 1), ("b", 100), ("c", 1)):
-            await sends.begin(name, "bob", size)
-        assert sends.under_way == ["a"]
-        await sends.end("a")
-        assert sends.under_way == ["b"]
-        await sends.end("b")
-        assert sends.under_way == ["c"]
-        await sends.end("c")
-
-    simulate(main, seed=2)
+@simulated(seed=2)
+async def test_what_is_larger_than_the_window_goes_alone(network: SimulatedNetwork) -> None:
+    sends = Sends(10)
+    for name, size in (("a", 1), ("b", 100), ("c", 1)):
+        await sends.begin(name, "bob", size)
+    assert sends.under_way == ["a"]
+    await sends.end("a")
+    assert sends.under_way == ["b"]
+    await sends.end("b")
+    assert sends.under_way == ["c"]
+    await sends.end("c")
 
 
-def test_a_peer_that_takes_nothing_holds_up_only_what_is_for_it() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        sends = Sends(10)
-        await sends.begin("stuck", "bob", 10)
-        await sends.begin("waiting", "bob", 10)
-        await sends.begin("other", "carol", 10)
-        assert sends.under_way == ["stuck", "other"]
-        for name in ("stuck", "other", "waiting"):
-            await sends.end(name)
-
-    simulate(main, seed=3)
+@simulated(seed=3)
+async def test_a_peer_that_takes_nothing_holds_up_only_what_is_for_it(network: SimulatedNetwork) -> None:
+    sends = Sends(10)
+    await sends.begin("stuck", "bob", 10)
+    await sends.begin("waiting", "bob", 10)
+    await sends.begin("other", "carol", 10)
+    assert sends.under_way == ["stuck", "other"]
+    for name in ("stuck", "other", "waiting"):
+        await sends.end(name)
 
 
 @pytest.mark.parametrize("who", ["a", "b", "c"])
-def test_who_gives_up_lets_the_next_one_go(who: str) -> None:
+@simulated(seed=4)
+async def test_who_gives_up_lets_the_next_one_go(network: SimulatedNetwork, who: str) -> None:
     """While it sends, as the next in line, and further back."""
-
-    async def main(network: SimulatedNetwork) -> None:
-        sends = Sends(10)
-        for name in ("a", "b", "c"):
-            await sends.begin(name, "bob", 10)
-        await sends.give_up(who)
-        left = [name for name in ("a", "b", "c") if name != who]
-        for name in left:
-            assert sends.under_way == [name]
-            await sends.end(name)
-        await sends.begin("later", "bob", 10)
-        assert sends.under_way == ["later"]
-        await sends.end("later")
-
-    simulate(main, seed=4)
+    sends = Sends(10)
+    for name in ("a", "b", "c"):
+        await sends.begin(name, "bob", 10)
+    await sends.give_up(who)
+    left = [name for name in ("a", "b", "c") if name != who]
+    for name in left:
+        assert sends.under_way == [name]
+        await sends.end(name)
+    await sends.begin("later", "bob", 10)
+    assert sends.under_way == ["later"]
+    await sends.end("later")
 
 
-def test_who_gives_up_just_when_it_may_go_lets_the_next_one_go() -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        sends = Sends(10)
-        for name in ("a", "b", "c"):
-            await sends.begin(name, "bob", 10)
-        sends._ends["a"].set()
-        while sends.under_way:  # noqa: ASYNC110 - an event would let others run first
-            await asyncio.sleep(0)
-        sends.tasks["b"].cancel()  # Its turn has come, and it does not know yet.
-        await until(lambda: sends.under_way == ["c"])
-        assert sends.tasks["b"].cancelled()
-        await sends.end("c")
-        assert sends.under_way == []
-
-    simulate(main, seed=5)
+@simulated(seed=5)
+async def test_who_gives_up_just_when_it_may_go_lets_the_next_one_go(network: SimulatedNetwork) -> None:
+    sends = Sends(10)
+    for name in ("a", "b", "c"):
+        await sends.begin(name, "bob", 10)
+    sends._ends["a"].set()
+    while sends.under_way:  # noqa: ASYNC110 - an event would let others run first
+        await asyncio.sleep(0)
+    sends.tasks["b"].cancel()  # Its turn has come, and it does not know yet.
+    await until(lambda: sends.under_way == ["c"])
+    assert sends.tasks["b"].cancelled()
+    await sends.end("c")
+    assert sends.under_way == []

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from functools import partial
 
+import pytest
+
 from p2ptrain.pipeline.stage.device import Device, Pass
 from p2ptrain.runtime import Runtime
+from tests.support.coroutines import on_loop
 
 
 class _SlowDevice(Device):
@@ -25,26 +29,12 @@ class _SlowDevice(Device):
         return await super()._compute(kind, work)
 
 
-async def _order(*kinds: tuple[Pass, str]) -> tuple[list[str], int]:
-    """The order in which passes run that were asked for in another, all while the first runs."""
-    device, done = _SlowDevice(), list[str]()
-    asked = [asyncio.create_task(device.run(kind, partial(done.append, name))) for kind, name in kinds]
-    await asyncio.gather(*asked)
-    return done, device.most_running
-
-
-def test_backward_goes_before_forward_and_undoing_before_both() -> None:
-    first, forward, backward, undo = (
-        (Pass.FORWARD, "first"), (Pass.FORWARD, "forward"), (Pass.BACKWARD, "backward"), (Pass.UNDO, "undo"),
-    )  # fmt: skip
-    for asked in ([forward, backward, undo], [backward, forward, undo], [undo, forward, backward]):
-        done, most_running = asyncio.run(_order(first, *asked))
-        assert done == ["first", "undo", "backward", "forward"]
-        assert most_running == 1
-
-
-def test_passes_of_one_kind_go_in_order_of_arrival() -> None:
-    names = [f"pass {number}" for number in range(9)]
-    done, most_running = asyncio.run(_order(*((Pass.BACKWARD, name) for name in names)))
-    assert done == names
-    assert most_running == 1
+@pytest.mark.parametrize("asked", list(itertools.permutations([Pass.FORWARD, Pass.BACKWARD, Pass.UNDO])))
+@on_loop
+async def test_backward_goes_before_forward_undoing_before_both_and_equals_in_order(asked: tuple[Pass, ...]) -> None:
+    device, done = _SlowDevice(), list[tuple[Pass, int]]()
+    order = [(Pass.FORWARD, 0), *((kind, number) for number in (1, 2) for kind in asked)]
+    await asyncio.gather(*(device.run(each[0], partial(done.append, each)) for each in order))
+    ranks = [Pass.UNDO, Pass.BACKWARD, Pass.FORWARD]
+    assert done == [order[0], *((kind, number) for kind in ranks for number in (1, 2))], "the first one runs at once"
+    assert device.most_running == 1

@@ -32,6 +32,7 @@ from p2ptrain.training.state.digest import (
 from p2ptrain.training.state.shared_state import Stamp
 from p2ptrain.training.sync.download import PartialDownload, download_state
 from p2ptrain.training.sync.state_server import HeldState, StateServer
+from tests.support.coroutines import simulated
 from tests.support.sim.downloads import (
     CHUNK_VALUES,
     FAST,
@@ -46,7 +47,6 @@ from tests.support.sim.downloads import (
     until_started,
 )
 from tests.support.sim.peers import Member, members, start_member
-from tests.support.sim.simulated import simulated
 from tests.support.slow_uploads import slow_read
 
 

@@ -19,6 +19,7 @@ from p2ptrain.training.state.digest import CHUNK_BYTES, cut_of
 from p2ptrain.training.state.shared_state import SharedState, Stamp, stamped_bytes
 from p2ptrain.training.sync.download import PartialDownload, download_state
 from p2ptrain.training.sync.state_server import HeldHead, HeldState, LayoutReply, StateServer, fetch_head
+from tests.support.coroutines import simulated
 from tests.support.fuzz import check
 from tests.support.sim.downloads import (
     FAST,
@@ -30,7 +31,6 @@ from tests.support.sim.downloads import (
     until_started,
 )
 from tests.support.sim.peers import Member, members
-from tests.support.sim.simulated import simulated
 
 
 async def download_from(source: Member, state: SharedState, newcomer: Member, partial: PartialDownload) -> str:
