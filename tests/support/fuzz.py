@@ -113,6 +113,8 @@ def _values(info: inspect.Type, known: Known) -> tuple[Values, set[type], Values
             items = st.lists(right, min_size=low or 0, max_size=_shown(low, high, _MOST_ITEMS))
             one_wrong = st.tuples(items.filter(bool), _wrong(accepted, out)).map(lambda both: [both[1], *both[0][1:]])
             return items, {list}, one_wrong | _of_length(low, high, lambda number: [None] * number)
+        case inspect.DictType():
+            return st.dictionaries(st.text(max_size=8), st.integers(0, 9), max_size=4), {dict}, st.nothing()
         case inspect.TupleType(item_types=types):
             return _sequence(types, len(types), known)
         case inspect.NamedTupleType(fields=fields) | inspect.StructType(array_like=True, fields=fields):

@@ -23,7 +23,7 @@ def make_record(network: Any) -> OwnRecord:
 
 async def describe() -> None:
     network = SimpleNamespace(
-        rpc=SimpleNamespace(bytes_sent=1, bytes_received=2),
+        rpc=SimpleNamespace(traffic=SimpleNamespace(sent=1, received=2)),
         transport=SimpleNamespace(num_refused=3),
         reach=SimpleNamespace(standing=Standing("relay", ("/ip4/192.0.2.1/tcp/1",), "no relay is known")),
         clock_note="",

@@ -298,8 +298,8 @@ def tampered(owner: AllReduceSession, change: Change) -> None:
         mean.data = bytearray(mean.data)
         return await reduce(runtime, contributors, tokens, mean)
 
-    def lie(contributors: Any, weights: Any, encoded: bytearray) -> None:
-        list_parts(contributors, weights, encoded)
+    def lie(weights: Any, encoded: bytearray) -> None:
+        list_parts(weights, encoded)
         change(encoded)
 
     share._list_parts, share.reduce = lie, reduce_resizable

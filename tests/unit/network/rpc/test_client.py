@@ -59,6 +59,22 @@ async def test_a_call_to_oneself_runs_the_handler_on_a_copy(network: SimulatedNe
             member.rpc.open(member.rpc.peer_id, "keep", {}, 5)
 
 
+@simulated()
+async def test_a_call_to_oneself_has_the_size_limits_of_any_other(network: SimulatedNetwork) -> None:
+    async def echo(peer: str, request: dict[str, Any]) -> dict[str, Any]:
+        return request
+
+    async with members(network, 2) as (caller, server):
+        for member in (caller, server):
+            member.rpc.serve("echo", dict, echo, max_request_bytes=2000)
+        for peer in (caller.rpc.peer_id, server.rpc.peer_id):
+            assert await caller.rpc.call(peer, "echo", {"data": bytes(1000)}, dict, 5)
+            with pytest.raises(PeerRefusedError, match="2000 are allowed"):
+                await caller.rpc.call(peer, "echo", {"data": bytes(3000)}, dict, 5)
+            with pytest.raises(ProtocolError, match="500 are allowed"):
+                await caller.rpc.call(peer, "echo", {"data": bytes(1000)}, dict, 5, max_reply_bytes=500)
+
+
 @simulated(model=FIXED)
 async def test_what_dials_took_is_remembered_and_doubled_when_they_fail(network: SimulatedNetwork) -> None:
     async with members(network, 2) as (caller, server):
