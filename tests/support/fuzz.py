@@ -114,7 +114,7 @@ def _values(info: inspect.Type, known: Known) -> tuple[Values, set[type], Values
             one_wrong = st.tuples(items.filter(bool), _wrong(accepted, out)).map(lambda both: [both[1], *both[0][1:]])
             return items, {list}, one_wrong | _of_length(low, high, lambda number: [None] * number)
         case inspect.DictType():
-            return st.dictionaries(st.text(max_size=8), st.integers(0, 9), max_size=4), {dict}, st.nothing()
+            return st.dictionaries(st.text("abc", max_size=8), st.integers(0, 9), max_size=4), {dict}, st.nothing()
         case inspect.TupleType(item_types=types):
             return _sequence(types, len(types), known)
         case inspect.NamedTupleType(fields=fields) | inspect.StructType(array_like=True, fields=fields):
