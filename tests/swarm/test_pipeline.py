@@ -69,7 +69,7 @@ def stages(tmp_path: Path) -> Iterator[Stages]:
 
 def rounds(log: Path) -> list[int]:
     """The rounds that a trainer has seen begin."""
-    return [int(number) for number in re.findall(r"pipeline_trainer: round (\d+)", log.read_text())]
+    return [int(number) for number in re.findall(r"pipeline\.client\.trainer: round (\d+)", log.read_text())]
 
 
 def hosts(log: Path) -> int | None:
