@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ class Ration:
     """Most parallel transfers; the server refuses more."""
     transfers_per_peer: int = 2
     idle_seconds: float = 120.0
-    """Timeout for a receiver's next request."""
+    """Timeout for a receiver's next request, from its last progress."""
 
 
 class ChunkServer:
@@ -70,16 +71,26 @@ class ChunkServer:
             await channel.send(description)
         chunks_left = 4 * supply.num_chunks + MAX_ASKED  # upper bound for an honest receiver
         while True:
-            try:
-                request = await channel.receive(FromReceiver, self._ration.idle_seconds, 1024)
-            except (PeerLostError, DeadlineError):
-                return
-            match request:
+            match await self._next_request(channel):
                 case Ask(chunks):
                     chunks_left -= len(chunks)
                     if chunks_left < 0 or max(chunks) >= supply.num_chunks:
                         raise ProtocolError(channel.remote, "asked for chunks that there are not, or too often")
                     for index in chunks:
                         await channel.send_bytes(await supply.read(index))
-                case Enough():
+                case Enough() | None:
                     return
+
+    async def _next_request(self, channel: Channel) -> FromReceiver | None:
+        """Return the receiver's next message; None if it is lost, or has made no progress for `Ration.idle_seconds`."""
+        loop = asyncio.get_running_loop()
+        idle_from = loop.time()
+        while True:
+            try:
+                return await channel.receive(FromReceiver, idle_from + self._ration.idle_seconds - loop.time(), 1024)
+            except PeerLostError:
+                return None
+            except DeadlineError:
+                if channel.last_progress <= idle_from:
+                    return None
+                idle_from = channel.last_progress

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from p2ptrain.buffers import Buffer
 from p2ptrain.errors import DeadlineError, P2PTrainError, PeerLostError, PeerSilentError, ProtocolError
-from p2ptrain.network.rpc.frames import ACK, END, FRAME, PING, Kind, Traffic, error_frame, frame, pack, unpack
+from p2ptrain.network.rpc.frames import ACK, END, FRAME, Kind, Traffic, error_frame, frame, pack, ping_frame, unpack
 from p2ptrain.network.rpc.receive import FrameReader, Heartbeat, Inbox, Sink
 from p2ptrain.network.transport import Stream
 from p2ptrain.tasks import Tasks
@@ -39,8 +39,8 @@ class ChannelLimits:
     """Keepalive timeout: a peer silent for this long is lost."""
     send_seconds: float = 60.0
     """Timeout for a live peer to make room for one more frame."""
-    linger_seconds: float = 5.0
-    """Timeout of `Channel.close` for its last bytes to arrive."""
+    linger_seconds: float = 10.0
+    """Timeout of `Channel.close`, from the last progress that the remote reported; > ping_seconds."""
     inbox_bytes: int = 256 * 1024
     """Bound on the data read ahead of the owner."""
 
@@ -66,6 +66,7 @@ class Channel:
 
     Attributes:
         lost: Done once the remote has ended the channel or is lost; never carries an exception.
+        last_progress: Loop time of the remote's last report that it received more; the channel's start before that.
         heartbeat: Its timeouts may be changed. A silent remote ends the channel with `PeerSilentError`.
     """
 
@@ -84,11 +85,14 @@ class Channel:
         self._acknowledged = False
         self._write_lock = asyncio.Lock()
         self._ping: asyncio.Task[None] | None = None
+        self._lingering: asyncio.Timeout | None = None
+        self._num_received = 0
+        self.last_progress = self._loop.time()
         self._inbox = Inbox(stream.remote, limits.inbox_bytes)
         self.heartbeat = Heartbeat(
             stream, limits.ping_seconds, limits.silence_seconds, self._on_ping_due, self._on_silence
         )
-        self._frames = FrameReader(stream, self._inbox, self.heartbeat, traffic)
+        self._frames = FrameReader(stream, self._inbox, self.heartbeat, traffic, self._on_ping)
         self._tasks = Tasks(self._on_defect)
         self._reader = self._tasks.start(self._read(), f"read-{stream.remote[-8:]}")
 
@@ -273,6 +277,13 @@ class Channel:
 
     # Heartbeat
 
+    def _on_ping(self, num_received: int) -> None:
+        if num_received <= self._num_received:
+            return
+        self._num_received, self.last_progress = num_received, self._loop.time()
+        if self._lingering is not None and not self._lingering.expired():
+            self._lingering.reschedule(self.last_progress + self._limits.linger_seconds)
+
     def _on_silence(self) -> None:
         quiet_seconds = self._loop.time() - self.heartbeat.last_heard()
         self._fail(PeerSilentError(self.remote, f"sent nothing for {quiet_seconds:.1f} s"))
@@ -285,8 +296,9 @@ class Channel:
         try:
             async with self._write_lock:
                 if self._last_word is None:
-                    await self._stream.write(PING)
-                    self._traffic.sent += len(PING)
+                    ping = ping_frame(self._stream.num_arrived)
+                    await self._stream.write(ping)
+                    self._traffic.sent += len(ping)
                     self.heartbeat.wrote()
         except PeerLostError as error:
             await self._let_reader_finish()
@@ -332,7 +344,7 @@ class Channel:
         await self._finish(error_frame(reason))
 
     async def close(self, last: object | None = None) -> None:
-        """End the channel once the remote has received all data, or after `ChannelLimits.linger_seconds`.
+        """End the channel once the remote has all data, or made no progress for `ChannelLimits.linger_seconds`.
 
         Idempotent; raises no network errors. ``last`` is a last message, sent together with the end mark; `ValueError`
         as for `send`.
@@ -354,7 +366,7 @@ class Channel:
         self._inbox.close()
         try:
             if self._failure is None or self._remote_ended or isinstance(self._failure, ProtocolError):
-                async with asyncio.timeout(self._limits.linger_seconds):
+                async with asyncio.timeout(self._limits.linger_seconds) as self._lingering:
                     async with self._write_lock:
                         last_frame = in_bulk if in_bulk and self._is_in_bulk else last_frame
                         if not self._remote_ended or last_frame is not END:
@@ -364,6 +376,7 @@ class Channel:
                     if not self.lost.done():
                         self._inbox.wake_reader()
                         await self.lost
+                    self._lingering = None
                 if self._acknowledged or self._last_word is ACK:
                     await self._stream.rest()
                 else:

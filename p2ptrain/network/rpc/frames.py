@@ -2,8 +2,8 @@
 
 A frame is ``u32 length (big endian) | u8 kind | payload``. A bulk buffer is any number of BULK frames and one BULK_END,
 so the receiver can check its length. END is the last frame of the closing side. The other side answers it with ACK,
-which confirms that all data arrived. ERROR refuses; its payload is a `Refusal`. A message is a msgpack map with text
-keys.
+which confirms that all data arrived. ERROR refuses; its payload is a `Refusal`. PING is the keepalive; its payload is
+the number of bytes that its sender has received so far. A message is a msgpack map with text keys.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ MAX_REASON_CHARACTERS = 512
 MAX_REASON_BYTES = 4 * MAX_REASON_CHARACTERS + 32
 
 FRAME = struct.Struct(">IB")
+COUNT = struct.Struct(">Q")
+"""The payload of PING."""
 
 BURST_SECONDS = 0.2
 """How far traffic may run ahead of the average rate."""
@@ -86,9 +88,12 @@ def frame(kind: Kind, payload: bytes = b"") -> bytes:
     return FRAME.pack(len(payload), kind) + payload
 
 
-PING = frame(Kind.PING)
 END = frame(Kind.END)
 ACK = frame(Kind.ACK)
+
+
+def ping_frame(num_arrived: int) -> bytes:
+    return frame(Kind.PING, COUNT.pack(num_arrived))
 
 
 def error_frame(reason: str) -> bytes:

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from p2ptrain.buffers import Buffer
 from p2ptrain.errors import PeerRefusedError, ProtocolError
 from p2ptrain.network.rpc.frames import (
+    COUNT,
     FRAME,
     MAX_FRAME_BYTES,
     MAX_MESSAGE_BYTES,
@@ -207,13 +208,19 @@ class Inbox:
 
 
 class FrameReader:
-    """Takes frames off the stream, checks them, and hands them to the inbox."""
+    """Takes frames off the stream, checks them, and hands them to the inbox.
 
-    def __init__(self, stream: Stream, inbox: Inbox, heartbeat: Heartbeat, traffic: Traffic) -> None:
+    ``on_ping`` is called with the number of bytes that the remote reports as received.
+    """
+
+    def __init__(
+        self, stream: Stream, inbox: Inbox, heartbeat: Heartbeat, traffic: Traffic, on_ping: Callable[[int], None]
+    ) -> None:
         self._stream = stream
         self._inbox = inbox
         self._heartbeat = heartbeat
         self._traffic = traffic
+        self._on_ping = on_ping
         self._remote = stream.remote
 
     async def read_all(self) -> Kind:
@@ -238,9 +245,12 @@ class FrameReader:
         elif kind == Kind.ERROR and length <= MAX_REASON_BYTES:
             refusal = unpack(await self._read(length), self._remote, Refusal)
             raise PeerRefusedError(self._remote, refusal.reason)
-        elif length:
+        elif kind == Kind.PING and length == COUNT.size:
+            (num_received,) = COUNT.unpack(await self._read(length))
+            self._on_ping(num_received)
+        elif length or kind == Kind.PING:
             raise ProtocolError(self._remote, f"sent a frame of kind {kind} with {length} bytes")
-        elif kind not in (Kind.PING, Kind.END, Kind.ACK):
+        elif kind not in (Kind.END, Kind.ACK):
             raise ProtocolError(self._remote, f"sent a frame of unknown kind {kind}")
         return Kind(kind)
 
@@ -297,7 +307,7 @@ class FrameReader:
         """Record a read, and delay the next one to keep the download limit."""
         self._heartbeat.heard()
         self._traffic.received += num_bytes
-        if num_bytes > FRAME.size:  # heartbeats are exempt
+        if num_bytes > COUNT.size:  # heartbeats are exempt
             self._heartbeat.pause()
             await self._traffic.down.take(num_bytes)
             self._heartbeat.resume()

@@ -95,6 +95,16 @@ async def with_sources(network: SimulatedNetwork, count: int, ration: Ration | N
         yield World(receiver, sources, ration or Ration())
 
 
+@pytest.mark.parametrize("idle_seconds", [10.0, 120.0])
+@simulated(model=LinkModel(up_bytes_per_second=5_000.0))
+async def test_a_source_with_a_slow_link_is_not_cut_while_chunks_arrive(
+    network: SimulatedNetwork, idle_seconds: float
+) -> None:
+    async with with_sources(network, 1, Ration(idle_seconds=idle_seconds)) as world:
+        report = await world.fetch(FetchOptions(first_span=8, attempts=1))
+    assert report.faults == {}
+
+
 @simulated(with_sources, 3, model=LINKS)
 async def test_a_plan_is_kept_to_and_the_first_source_sends_what_another_fails_to(world: World) -> None:
     plan = {source: range(number, NUM_CHUNKS, 3) for number, source in enumerate(world.ids)}

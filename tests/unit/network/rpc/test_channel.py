@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from p2ptrain.errors import DeadlineError, PeerLostError, PeerRefusedError, ResourceError
-from p2ptrain.network.rpc.channel import Channel
+from p2ptrain.network.rpc.channel import Channel, ChannelLimits
 from p2ptrain.network.rpc.frames import FRAME, MAX_REASON_BYTES, error_frame
-from p2ptrain.network.simulated import SimulatedNetwork
+from p2ptrain.network.simulated import LinkModel, SimulatedNetwork
 from p2ptrain.network.transport import Stream
 from tests.support.coroutines import simulated
 from tests.support.sim.channels import conversation, talkers
@@ -52,6 +52,31 @@ async def test_closing_waits_until_all_has_arrived_but_not_for_the_other_side_to
             await channel.send_bytes(bytes(1_000_000))
         assert received == [bytes(1_000_000)]
         assert network.loop.time() < 2
+
+
+@simulated(model=LinkModel(up_bytes_per_second=5_000.0))
+async def test_closing_lasts_as_long_as_a_slow_link_delivers(network: SimulatedNetwork) -> None:
+    async def server(channel: Channel) -> None:
+        await channel.send_bytes(bytes(400_000))
+        await channel.send_bytes(bytes(100_000))
+
+    async with conversation(network, server) as (channel, _, _):
+        for num_bytes in (400_000, 100_000):
+            await channel.receive_bytes(num_bytes, 600)
+        assert network.loop.time() > 90
+
+
+@simulated()
+async def test_closing_gives_up_a_peer_that_lives_but_takes_nothing_more(network: SimulatedNetwork) -> None:
+    async def server(channel: Channel) -> None:
+        await asyncio.sleep(400)
+
+    async with conversation(network, server) as (channel, _, _):
+        for _ in range(8):
+            await channel.send_bytes(bytes(100_000))
+        started = network.loop.time()
+        await channel.close()
+        assert network.loop.time() - started < 2 * ChannelLimits().linger_seconds
 
 
 @simulated()
