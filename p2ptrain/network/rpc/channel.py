@@ -256,6 +256,7 @@ class Channel:
                 await self._on_end()
             elif self._closed:
                 self._acknowledged = True
+                self._failure = self._failure or PeerLostError(self.remote, "the channel was closed at this end")
                 self._settle()
             else:
                 raise ProtocolError(self.remote, "acknowledged an end that was not sent")

@@ -175,7 +175,30 @@ async def test_an_interruption_says_why_whatever_its_channel_does_meanwhile(
 
 
 @simulated()
-async def test_a_reason_is_cut_to_a_bounded_length_and_printable(network: SimulatedNetwork) -> None:
+async @pytest.mark.parametrize("what", ["message", "bytes"])
+@simulated()
+async def test_who_receives_from_a_channel_that_another_task_closes_loses_its_peer(
+    network: SimulatedNetwork, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    async def rest(stream: Stream) -> None:  # As a socket does.
+        await asyncio.sleep(1)
+        await stream.close()
+
+    monkeypatch.setattr(Stream, "rest", rest)
+
+    async def server(channel: Channel) -> None:
+        await channel.lost
+
+    async with conversation(network, server) as (channel, _, _):
+        receives = channel.receive(dict, 600) if what == "message" else channel.receive_bytes(10, 600)
+        receiving = asyncio.ensure_future(receives)
+        await asyncio.sleep(1)
+        await channel.close()
+        with pytest.raises(PeerLostError):
+            await receiving
+
+
+def test_a_reason_is_cut_to_a_bounded_length_and_printable(network: SimulatedNetwork) -> None:
     assert len(error_frame("\U0001f600" * 5000)) <= FRAME.size + MAX_REASON_BYTES
 
     async def server(channel: Channel) -> None:
