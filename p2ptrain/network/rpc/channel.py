@@ -39,8 +39,11 @@ class ChannelLimits:
     """Keepalive timeout: a peer silent for this long is lost."""
     send_seconds: float = 60.0
     """Timeout for a live peer to make room for one more frame."""
-    linger_seconds: float = 10.0
-    """Timeout of `Channel.close`, from the last progress that the remote reported; > ping_seconds."""
+    linger_seconds: float = 30.0
+    """Timeout of `Channel.close`, from the last progress that a live remote reported; > silence_seconds.
+
+    p2pd hands on some 64 kB at a time, which take 13 s at 5 kB/s.
+    """
     inbox_bytes: int = 256 * 1024
     """Bound on the data read ahead of the owner."""
 

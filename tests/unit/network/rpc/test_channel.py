@@ -174,8 +174,7 @@ async def test_an_interruption_says_why_whatever_its_channel_does_meanwhile(
         assert await channel.receive(dict, 5) == {"why": "enough"}
 
 
-@simulated()
-async @pytest.mark.parametrize("what", ["message", "bytes"])
+@pytest.mark.parametrize("what", ["message", "bytes"])
 @simulated()
 async def test_who_receives_from_a_channel_that_another_task_closes_loses_its_peer(
     network: SimulatedNetwork, monkeypatch: pytest.MonkeyPatch, what: str
@@ -198,7 +197,8 @@ async def test_who_receives_from_a_channel_that_another_task_closes_loses_its_pe
             await receiving
 
 
-def test_a_reason_is_cut_to_a_bounded_length_and_printable(network: SimulatedNetwork) -> None:
+@simulated()
+async def test_a_reason_is_cut_to_a_bounded_length_and_printable(network: SimulatedNetwork) -> None:
     assert len(error_frame("\U0001f600" * 5000)) <= FRAME.size + MAX_REASON_BYTES
 
     async def server(channel: Channel) -> None:
