@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.allreduce import messages
+from p2ptrain.averaging.allreduce.bandwidth import agreed_rates, owner_rates, share_weights
 from p2ptrain.averaging.allreduce.member import Complaint, Member, Verifier
 from p2ptrain.averaging.commit.attempt import AttemptFailedError, LateError
 from p2ptrain.averaging.timing.deadlines import FORWARD_SECONDS, quorum_of_others
@@ -56,6 +57,8 @@ class SpotChecks(Verifier):
         context = session.context
         self.audit = Audit(session.attempt, session.share, context.runtime, context.signer)
         self._slow_checkers = slow_checkers
+        tickets = session.attempt.roster.tickets
+        self._weights = share_weights(owner_rates(tickets, agreed_rates(tickets)))  # A short vector has few owners.
         self._unshown: dict[Member, Sequence[int]] = {}
         self._others_complaints: list[Complaint] = []
         self._is_clear = asyncio.Event()
@@ -295,7 +298,7 @@ class SpotChecks(Verifier):
 
     def _is_excused(self, member: Member) -> bool:
         """True if a member's checks are not waited for: lost, late the last time, or too slow to own a share."""
-        is_slow = member.ticket.reachable and not member.size
+        is_slow = member.ticket.reachable and not self._weights[member.index]
         return bool(member.lost) or member.peer in self._slow_checkers or is_slow
 
     def _num_checkers(self, owner: Member) -> int:

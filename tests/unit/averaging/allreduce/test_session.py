@@ -199,6 +199,23 @@ async def test_a_member_whose_background_task_fails_gives_up_at_once_and_says_so
     assert "mask failed" in caplog.text
 
 
+@simulated(members, 9, seed=[1, 2])
+async def test_members_share_out_the_checks_of_the_only_owner(swarm: list[Member]) -> None:
+    """Of a vector of one block only one member owns a share; the others are not too slow for one."""
+    spec = SPEC.model_copy(update={"spot_checks": 4})
+    roster = make_roster(swarm, make_vectors(9), [10] * 9, bounds=(0, *[NUM_VALUES] * 9), spec=spec)
+    verifier: Any = roster[0].session.verifier
+    answer, asked = verifier.audit.answer, list[int]()
+
+    async def counted(chunks: Sequence[int]) -> bytes:
+        asked.extend(chunks)
+        return await answer(chunks)  # type: ignore[no-any-return]
+
+    verifier.audit.answer = counted
+    assert all(isinstance(result, Certificate) for result in await run_all(roster))
+    assert 0 < len(asked) < 8
+
+
 Change = Callable[[bytearray], object]
 
 SIZE = 5 * 4096 + 100
