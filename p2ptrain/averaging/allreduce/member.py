@@ -147,11 +147,15 @@ class Liveness:
         return quiet >= seconds - keepalive_seconds(self._grace_seconds)
 
     def note_silent(self, member: Member) -> None:
-        """Record that a member fell silent, and every other one that did within about a keepalive interval.
+        """Record that a member fell silent, and every other one that did so with it."""
+        member.is_silent = True
+        self.note_quiet()
+
+    def note_quiet(self) -> None:
+        """Record as silent every member that was quiet for about a keepalive interval less than the silence timeout.
 
         Members that share a machine or a link freeze together. Each of them would otherwise break a separate attempt.
         """
-        member.is_silent = True
         seconds = silence_seconds(self._grace_seconds)
         for other in self._session.others:
             if other.outgoing is not None and not other.lost and self._is_quiet(other, seconds):

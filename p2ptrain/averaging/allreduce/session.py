@@ -375,7 +375,8 @@ class AllReduceSession:
         if not member.gave_up:
             self.verifier.note_complaints(message.complaints)
         member.blames = frozenset(index for index in message.blamed if index < len(self.members))
-        self.changed()
+        # It names only members that it needed. Another one, without a share, may have fallen silent, too.
+        self.liveness.note_quiet()
 
     def note_signatures(self, message: Signatures) -> None:
         """Keep the valid signatures among those that another member forwards."""
