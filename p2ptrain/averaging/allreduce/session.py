@@ -194,7 +194,8 @@ class AllReduceSession:
         return self._result(certificate, failure)
 
     def _scatter(self) -> None:
-        for member in self.others:
+        after = self.own.index  # Begin with different members: all would otherwise send to the first one at once.
+        for member in (*self.others[after:], *self.others[:after]):
             stream = OutgoingStream(self, member)
             self._outgoing[self.tasks.start(stream.run(), f"allreduce-{member.index}")] = member
         self._closing_mask = self.tasks.start(self._close_mask(), "mask")
