@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import statistics
 from collections import Counter
 from collections.abc import Callable
 
@@ -11,7 +12,7 @@ import pytest
 
 from p2ptrain.averaging.grouping.cells import Key
 from p2ptrain.averaging.grouping.membership import rank
-from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
+from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer, simulate
 from tests.support.coroutines import simulated
 from tests.support.sim.accounts import Accounts
 from tests.support.sim.trainers import SimulatedSwarm, SimulatedTrainer, make_manifest
@@ -279,18 +280,26 @@ async def test_a_slow_directory_only_slows_joining(network: SimulatedNetwork, se
 
 
 @pytest.mark.fault(8)
-@pytest.mark.parametrize("seed", [52, 57, 59])
-@simulated()
-async def test_a_joiner_behind_two_seconds_of_latency_takes_part(network: SimulatedNetwork, seed: int) -> None:
-    """Within a grace period that covers the round trips of a part: opening a stream, and sending on it."""
-    swarm = await start(network, step_seconds=5.0, grace_seconds=12.0, round_seconds=60.0)
-    front = swarm.alive[0].sync.head.round
-    late = swarm.start("late", step_seconds=5.0, latency_seconds=2.0)
-    await swarm.until(lambda: any(r.contributed for r in late.results), 150, "the newcomer contributes")
-    assert front < late.sync.head.round <= front + 4
-    assert same_lineage(swarm)
-    assert swarm.ledger.forked_rounds == []
-    await swarm.end()
+def test_a_joiner_behind_two_seconds_of_latency_takes_part() -> None:
+    """Within a grace period that covers the round trips of a part: opening a stream, and sending on it.
+
+    When it contributes first depends on where in a round it comes: of 60 draws half took 3 rounds, all at most 12.
+    """
+
+    async def main(network: SimulatedNetwork) -> int:
+        swarm = await start(network, step_seconds=5.0, grace_seconds=12.0, round_seconds=60.0)
+        front = swarm.alive[0].sync.head.round
+        late = swarm.start("late", step_seconds=5.0, latency_seconds=2.0)
+        await swarm.until(lambda: any(r.contributed for r in late.results), 600, "the newcomer contributes")
+        rounds = late.sync.head.round - front
+        assert same_lineage(swarm)
+        assert swarm.ledger.forked_rounds == []
+        await swarm.end()
+        return rounds
+
+    rounds = [simulate(main, seed=seed) for seed in range(9)]
+    assert 0 < statistics.median(rounds) <= 4, rounds
+    assert max(rounds) <= 12, rounds
 
 
 @pytest.mark.fault(23)
