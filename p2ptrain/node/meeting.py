@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated
+
+from msgspec import Meta
 
 from p2ptrain.errors import (
     BootstrapError,
@@ -14,10 +16,12 @@ from p2ptrain.errors import (
     ManifestError,
     PeerError,
     PeerRefusedError,
+    ProtocolError,
     WrongPeerError,
 )
 from p2ptrain.manifest import MAX_MANIFEST_BYTES, SignedManifest
 from p2ptrain.network.rpc.endpoint import OTHER_PROTOCOL, OTHER_SWARM, Rpc
+from p2ptrain.network.schema import Message, Nothing
 from p2ptrain.network.transport import Transport
 from p2ptrain.signing import Signer
 
@@ -28,13 +32,20 @@ CONNECT_SECONDS = 30.0
 FIRST_DIAL_SECONDS = 5.0
 MANIFEST_SECONDS = 10.0
 PAUSE_SECONDS = 0.5
+MAX_REPLY_BYTES = 2 * MAX_MANIFEST_BYTES
+
+
+class ManifestReply(Message, frozen=True):
+    """A signed manifest, which `SignedManifest.from_bytes` verifies."""
+
+    manifest: Annotated[bytes, Meta(max_length=MAX_MANIFEST_BYTES)]
 
 
 def serve_manifest(rpc: Rpc, signed: SignedManifest) -> None:
-    async def serve(peer: str, request: dict[str, Any]) -> dict[str, Any]:
-        return {"manifest": signed.to_bytes()}
+    async def serve(peer: str, request: Nothing) -> ManifestReply:
+        return ManifestReply(signed.to_bytes())
 
-    rpc.serve(MANIFEST, dict, serve)
+    rpc.serve(MANIFEST, Nothing, serve)
 
 
 async def ask_for_manifest(
@@ -77,11 +88,13 @@ async def ask_for_manifest(
 
 
 async def _ask(rpc: Rpc, peer: str, verifier: Signer) -> SignedManifest:
-    reply = await rpc.call(peer, MANIFEST, {}, dict, MANIFEST_SECONDS, max_reply_bytes=2 * MAX_MANIFEST_BYTES)
-    data = reply.get("manifest")
-    if type(data) is not bytes:
-        raise ManifestError("a peer sent something else than a manifest: ask the organizer for a link")
-    return SignedManifest.from_bytes(data, rpc.swarm, verifier)
+    try:
+        reply = await rpc.call(
+            peer, MANIFEST, Nothing(), ManifestReply, MANIFEST_SECONDS, max_reply_bytes=MAX_REPLY_BYTES
+        )
+    except ProtocolError as error:
+        raise ManifestError("a peer sent something else than a manifest: ask the organizer for a link") from error
+    return SignedManifest.from_bytes(reply.manifest, rpc.swarm, verifier)
 
 
 def _raise_if_final(failures: Sequence[PeerRefusedError | WrongPeerError]) -> None:
