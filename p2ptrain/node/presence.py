@@ -66,7 +66,8 @@ class RecordReader:
 class Presence:
     """Publishes a peer's own record and updates its membership, until it is closed.
 
-    ``directory`` returns the current one: a move of the peer's network replaces it.
+    ``directory`` returns the current one: a move of the peer's network replaces it. ``changed`` publishes soon; call it
+    on the event loop.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Presence:
         self.reader = RecordReader(directory, swarm, signer)
         self._sequence = 0
         self._changed = asyncio.Event()
+        self.changed = self._changed.set
         self._tasks = Tasks()
         self.listeners: list[Callable[[list[tuple[PeerRecord, int, float]]], None]] = []
         """Called after each read with (record, sequence, expiry) of all peers."""
@@ -98,10 +100,6 @@ class Presence:
         await self.publish()
         self._tasks.keep(self._keep_publishing, "presence-publish")
         self._tasks.keep(self._keep_refreshing, "presence-refresh")
-
-    def changed(self) -> None:
-        """Publish soon; call it on the event loop."""
-        self._changed.set()
 
     async def publish(self, lifetime_seconds: float = LIFETIME_SECONDS) -> bool:
         """Publish this peer's record now; return True if a peer stored it."""

@@ -9,8 +9,7 @@
       | none, no relay ──────▶ outbound only: search for a relay with backoff
 
 `p2ptrain.node.nat.probing` asks the peers, `p2ptrain.node.nat.relaying` tests relays. A private peer also connects to
-all trainers (`p2ptrain.node.nat.contacts`). Two private peers meet at a relay, and their daemons then try hole punching
-(`p2ptrain.node.nat.punching`).
+all trainers, if possible by hole punching (`p2ptrain.node.nat.contacts`).
 """
 
 from __future__ import annotations
@@ -124,7 +123,11 @@ class Reach:
     @property
     def is_outbound_only(self) -> bool:
         """True if other peers reach this peer only over connections that it opened."""
-        return self._verdict in ("relay", "unknown") and self.standing.reachability == "unknown"
+        return self._is_private and self.standing.reachability == "unknown"
+
+    @property
+    def _is_private(self) -> bool:
+        return self._verdict in ("relay", "unknown")
 
     @property
     def asks(self) -> bool:
@@ -149,14 +152,9 @@ class Reach:
 
     async def refresh(self) -> bool:
         """Update `standing`; return True if it changed, or if the daemon was restarted meanwhile."""
-        transport = self._transport()
-        addresses = await transport.addresses()
-        reachability: Reachability
-        if self._verdict is None:
-            reachability, note = await transport.reachability(), ""
-        elif self._verdict == "direct":
-            reachability, note = "direct", ""
-        else:
+        transport, note = self._transport(), ""
+        addresses, reachability = await transport.addresses(), self._verdict or await transport.reachability()
+        if self._is_private:
             relays = await self._live_relays()
             addresses = [a for a in addresses if "/p2p-circuit" not in a or _relay_of(a) in relays]
             reachability, note = ("relay", "") if relays else ("unknown", OUTBOUND_NOTE)
@@ -173,8 +171,7 @@ class Reach:
         """
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            is_private = self._verdict in ("relay", "unknown")
-            fails_to_relay = self._settings.relay and not self._probes.is_relay
+            is_private, fails_to_relay = self._is_private, self._settings.relay and not self._probes.is_relay
             if not is_private and not fails_to_relay:
                 continue
             try:
@@ -244,9 +241,10 @@ class Reach:
         reserved = await transport.reserved_relays()
         return {
             peer
-            for peer, address in ((check_peer_address(address), address) for address in self._proven)
+            for address in self._proven
             # The daemon does not list reservations at relays without a public address.
-            if peer in connected and (peer in reserved or scope(address) is not Scope.PUBLIC)
+            if (peer := check_peer_address(address)) in connected
+            and (peer in reserved or scope(address) is not Scope.PUBLIC)
         }
 
     async def _prove(self, relays: Sequence[str]) -> tuple[str, ...]:
@@ -255,12 +253,11 @@ class Reach:
         async with carrier(self._runtime, self._rpc.swarm) as stranger:
             self._carrier = stranger.peer_id
             for relay in relays:
-                reason = ""
                 try:
                     await self._transport().connect([relay], CONTACT_SECONDS)
+                    reason = await stranger.why_not(relay, self._rpc.peer_id)
                 except PeerError as error:
                     reason = str(error)
-                reason = reason or await stranger.why_not(relay, self._rpc.peer_id)
                 if reason:
                     logger.warning("relay %s is not used: %s", check_peer_address(relay)[-8:], reason)
                 else:

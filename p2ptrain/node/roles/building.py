@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
     from p2ptrain.training.bridge import Bridge
     from p2ptrain.training.loop import Trainer, TrainingProgress
-    from p2ptrain.training.optimizer import SwarmOptimizer
     from p2ptrain.training.state.shared_state import SharedState
-    from p2ptrain.training.sync.synchronizer import Synchronizer
 
 
 async def build_trainer(peer: Peer, config: PeerConfig, bridge: Bridge) -> Trainer:
@@ -34,12 +32,13 @@ async def build_trainer(peer: Peer, config: PeerConfig, bridge: Bridge) -> Train
     module = await asyncio.to_thread(build_whole_model, peer, config)
     inner, state = await peer.runtime.compute(_make_state, peer, module)
 
-    def wrap(synchronizer: Synchronizer) -> SwarmOptimizer:
-        wrapped = WrappedOptimizer(inner, manifest_schedule(spec), spec.clip_norm)
-        return SwarmOptimizer(module, wrapped, synchronizer, bridge, spec, spec.local_batch * manifest.model.context)
-
+    wrapped = WrappedOptimizer(inner, manifest_schedule(spec), spec.clip_norm)
+    tokens = spec.local_batch * manifest.model.context
     policy = SavePolicy(config.checkpoints.every_rounds, 0, config.checkpoints.keep_last)
-    optimizer, saver = await start_training(peer, state, wrap, config.run_dir / "checkpoints", policy)
+    optimizer, saver = await start_training(
+        peer, state, lambda synchronizer: SwarmOptimizer(module, wrapped, synchronizer, bridge, spec, tokens),
+        config.run_dir / "checkpoints", policy,
+    )  # fmt: skip
     synchronizer = optimizer.synchronizer
     synchronizer.last_round = last_round(peer, config, synchronizer.head.round)
     assert saver is not None
@@ -51,11 +50,10 @@ async def build_trainer(peer: Peer, config: PeerConfig, bridge: Bridge) -> Train
             peer.set_state("paused" if paused else "training")
         peer.presence.changed()
 
-    def publish_from_thread(progress: TrainingProgress) -> None:
-        loop.call_soon_threadsafe(publish, progress)
-
     metrics = MetricsWriter(config.run_dir / "metrics.jsonl")
-    trainer = Trainer(optimizer, saver, manifest, corpus, metrics, publish_from_thread)
+    trainer = Trainer(
+        optimizer, saver, manifest, corpus, metrics, lambda progress: loop.call_soon_threadsafe(publish, progress)
+    )
     progress = trainer.progress
     peer.record.parts.append(
         lambda record: replace(

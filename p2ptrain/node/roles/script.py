@@ -20,7 +20,6 @@ from p2ptrain.training.learning_rate import WrappedOptimizer, by_round
 from p2ptrain.training.optimizer import SwarmOptimizer
 from p2ptrain.training.optimizer_checks import check_optimizer
 from p2ptrain.training.state.initial_state import initial_state
-from p2ptrain.training.sync.synchronizer import Synchronizer
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +47,11 @@ def share_optimizer(
     wrapped = WrappedOptimizer(inner, by_round(schedule, spec.steps_per_round) if schedule else None, clip_norm)
     state = initial_state(model, wrapped, manifest, peer.swarm)
     bridge = Bridge(running.thread.loop)
-
-    def wrap(synchronizer: Synchronizer) -> SwarmOptimizer:
-        return SwarmOptimizer(model, wrapped, synchronizer, bridge, spec, tokens)
-
-    directory = run_dir / "checkpoints" if run_dir is not None else None
-    shared, saver = running.thread.call(start_training(peer, state, wrap, directory, saving))
+    starting = start_training(
+        peer, state, lambda synchronizer: SwarmOptimizer(model, wrapped, synchronizer, bridge, spec, tokens),
+        run_dir / "checkpoints" if run_dir is not None else None, saving,
+    )  # fmt: skip
+    shared, saver = running.thread.call(starting)
     shared.samples_per_step = samples
     if saver is not None:
         shared.register_step_post_hook(lambda *_: saver.save_if_due())

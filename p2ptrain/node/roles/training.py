@@ -52,14 +52,13 @@ async def start_training(
     from p2ptrain.training.checkpoints.files import load_newest_valid
     from p2ptrain.training.checkpoints.saving import Saver, restore_shared
 
-    compute, saver = peer.runtime.compute, None
+    compute = peer.runtime.compute
     checkpoint = await compute(load_newest_valid, directory, peer.swarm, peer.jobs) if directory is not None else None
     if checkpoint is not None:
         await compute(restore_shared, state, checkpoint)
     synchronizer = peer.held.train(state)
     optimizer = await compute(wrap, synchronizer)
-    if directory is not None:
-        saver = Saver(directory, policy, optimizer, peer.swarm)
+    saver = Saver(directory, policy, optimizer, peer.swarm) if directory is not None else None
     if saver is not None and checkpoint is not None:
         await compute(saver.restore, checkpoint)
         logger.info("restored round %d from %s", checkpoint.head.round, checkpoint.path)
