@@ -1,4 +1,4 @@
-"""Shutdown of a leaving peer within its drain time (``drain_seconds`` in its role file).
+"""Shutdown of a leaving peer within its drain time (``drain_seconds`` of its role file).
 
 ::
 
@@ -7,8 +7,7 @@
      the round    rounds are    the shared state is saved    goodbye, daemon
      in progress  cancelled     from the event loop
 
-Saving comes before everything else. A training thread that is stuck in a batch is abandoned: the event loop saves the
-shared state in its place, and the process ends.
+A training thread that is stuck in a batch is abandoned: the event loop saves the shared state in its place.
 """
 
 from __future__ import annotations
@@ -75,8 +74,8 @@ async def end_training(
     await asyncio.wait({done}, timeout=drain.left(HAND_IN))
     bridge.cancel("the peer leaves")
     await asyncio.wait({done}, timeout=drain.left(RESCUE))
-    has_failed_to_save = done.done() and trainer.unsaved is not None
-    if not (trainer.is_saving or trainer.is_saved or has_failed_to_save):
+    has_failed = done.done() and trainer.unsaved is not None
+    if not (trainer.is_saving or trainer.is_saved or has_failed):
         await _rescue(trainer, runtime)
     await asyncio.wait({done}, timeout=drain.left(LAST))
     if not done.done():

@@ -61,7 +61,7 @@ async def ask_for_manifest(
     loop = asyncio.get_running_loop()
     deadline = loop.time() + CONNECT_SECONDS
     failure: Exception | None = None
-    patience, is_first = FIRST_DIAL_SECONDS, True
+    patience = FIRST_DIAL_SECONDS
     while loop.time() < deadline:
         refusals: list[PeerRefusedError | WrongPeerError] = []
         for address in addresses:
@@ -74,10 +74,8 @@ async def ask_for_manifest(
                 refusals += [error] if isinstance(error, PeerRefusedError | WrongPeerError) else []
         if refusals and len(refusals) == len(addresses):
             _raise_if_final(refusals)
-        if is_first and failure is not None:
-            seconds_left = deadline - loop.time()
-            logger.warning("nobody answers yet (%s): asking for another %.0f s", failure, seconds_left)
-        is_first = False
+        if patience == FIRST_DIAL_SECONDS and failure is not None:
+            logger.warning("nobody answers yet (%s): asking for another %.0f s", failure, deadline - loop.time())
         patience *= 2  # A retry dials from the start, and some peers answer seconds late.
         await asyncio.sleep(PAUSE_SECONDS)
     shown = ", ".join(addresses[:3]) or "no address"
@@ -100,19 +98,19 @@ async def _ask(rpc: Rpc, peer: str, verifier: Signer) -> SignedManifest:
 def _raise_if_final(failures: Sequence[PeerRefusedError | WrongPeerError]) -> None:
     """Raise if a retry cannot help, given the failures at all known addresses."""
     wrong = [failure for failure in failures if isinstance(failure, WrongPeerError)]
-    refusals = [failure for failure in failures if isinstance(failure, PeerRefusedError)]
-    if wrong and len(wrong) + sum(each.reason.startswith(OTHER_SWARM) for each in refusals) == len(failures):
+    reasons = [failure.reason for failure in failures if isinstance(failure, PeerRefusedError)]
+    are_of_others = all(reason.startswith(OTHER_SWARM) for reason in reasons)
+    if wrong and are_of_others:
         raise BootstrapError(
             f"the address of the link is held by peer {wrong[0].holder}, and the link names {wrong[0].peer}: "
             "ask the organizer for a new link"
         )
-    if not refusals:
-        return
-    reason = refusals[0].reason
-    if all(refusal.reason.startswith(OTHER_SWARM) for refusal in refusals):
+    if are_of_others:
         raise ManifestError(
             "the peers that the link names do not know its swarm: the link was changed, or the organizer started "
             "another swarm; ask for a new link"
         )
-    if all(refusal.reason.startswith(OTHER_PROTOCOL) for refusal in refusals):
-        raise IncompatibleError(f"the swarm refuses this version ({reason}): install the version that the swarm runs")
+    if all(reason.startswith(OTHER_PROTOCOL) for reason in reasons):
+        raise IncompatibleError(
+            f"the swarm refuses this version ({reasons[0]}): install the version that the swarm runs"
+        )

@@ -110,7 +110,7 @@ class PeerNetwork:
 
     async def _move(self, settings: Libp2pSettings) -> None:
         """Restart the daemon with other settings. Streams break; everything else continues."""
-        met = [address for record in self._membership.records() for address in dialable(record.addresses)]
+        met = [address for record in self._membership.records() for address in dialable(record)]
         bootstrap = tuple(dict.fromkeys([*self._options.network.bootstrap, *settings.bootstrap, *met]))
         self._bootstrap = bootstrap[:MAX_KNOWN_ADDRESSES]
         if self._directory is not None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,15 +77,13 @@ class HolePunching:
             attempts.seen_at = now
             if attempts.made < MAX_ATTEMPTS and now >= attempts.next_at:
                 found.append(peer)
-        self._attempts = {
-            peer: one for peer, one in self._attempts.items() if now - one.seen_at < _LONGEST_MEMORY_SECONDS
-        }
+        attempts_of = self._attempts.items()
+        self._attempts = {peer: one for peer, one in attempts_of if now - one.seen_at < _LONGEST_MEMORY_SECONDS}
         return found
 
     def tried(self, peer: str, now: float) -> None:
         """Record a redial of a peer."""
-        attempts = self._attempts.get(peer)
-        if attempts is not None:
+        if attempts := self._attempts.get(peer):
             attempts.made += 1
             attempts.next_at = now + FIRST_PAUSE_SECONDS * 2**attempts.made
 
@@ -108,7 +106,7 @@ class Contacts:
         for peer, address in await transport.connections():
             connections.setdefault(peer, []).append(address)
         others = [record for record in self._membership.records() if record.role != "bootstrap"]
-        trainers = {record.peer: addresses for record in others if (addresses := dialable(record.addresses))}
+        trainers = {record.peer: addresses for record in others if (addresses := dialable(record))}
         known = {peer: connections[peer] for peer in trainers if peer in connections}
         direct = {record.peer for record in others if record.reachability == "direct"}
         for peer in self._punching.due(known, now, dialable=direct):
@@ -116,29 +114,23 @@ class Contacts:
                 self._punching.tried(peer, now)
                 await transport.disconnect(peer)
                 del connections[peer]
-        connected = set(connections)
-        wanted = {
-            peer: addresses
-            for peer, addresses in trainers.items()
-            if peer not in connected and now >= self._left_alone.get(peer, 0.0)
-        }
-        chosen = list(wanted)[: max(0, MAX_CONTACTS - len(connected))]
+        wanted = [peer for peer in trainers if peer not in connections and now >= self._left_alone.get(peer, 0.0)]
 
         async def contact(peer: str) -> None:
             try:
-                await transport.connect(wanted[peer], CONTACT_SECONDS)
+                await transport.connect(trainers[peer], CONTACT_SECONDS)
             except P2PTrainError as error:
                 logger.debug("no connection with peer %s: %s", peer[-8:], error)
                 self._left_alone[peer] = now + CONTACT_PAUSE_SECONDS
 
-        await together("contact", map(contact, chosen))
+        await together("contact", map(contact, wanted[: max(0, MAX_CONTACTS - len(connections))]))
         self._left_alone = {peer: until for peer, until in self._left_alone.items() if until > now}
 
 
-def dialable(addresses: Sequence[str]) -> list[str]:
+def dialable(record: PeerRecord) -> list[str]:
     """Return the addresses of another peer's record that this peer may dial: well-formed ones, without loopback."""
     found = []
-    for address in addresses:
+    for address in record.addresses:
         try:
             check_peer_address(address)
         except P2PTrainError:

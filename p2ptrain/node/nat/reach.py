@@ -88,12 +88,7 @@ class _Search:
 
 
 class Reach:
-    """Determines and maintains this peer's reachability.
-
-    Args:
-        settings: The daemon's settings; they may decide the reachability without probes (see `asks`).
-        move: Restarts the daemon with other settings.
-    """
+    """Determines and maintains this peer's reachability; ``move`` restarts the daemon with other settings."""
 
     def __init__(
         self,
@@ -189,7 +184,6 @@ class Reach:
                 return
 
     async def _restart(self, **changes: Any) -> None:
-        """Restart the daemon with changed settings."""
         await self._move(self._transport().settings.changed(**changes))
         self._was_restarted = True
 
@@ -198,8 +192,7 @@ class Reach:
     async def _be_direct(self, report: ProbeReport, reason: str) -> None:
         self._verdict = "direct"
         logger.info("reachable directly: %s", reason)
-        transport = self._transport()
-        own = await transport.addresses()
+        own = await self._transport().addresses()
         if scope(as_multiaddr(report.observed)) is not Scope.PUBLIC or report.observed in map(host_of, own):
             return
         # The gateway forwards the port; the daemon does not know its external address.
@@ -211,10 +204,10 @@ class Reach:
 
     async def _be_private(self, reports: Sequence[ProbeReport], reason: str) -> None:
         """Restart as a private peer with up to `MAX_RELAYS` relays: configured ones, then reporting relays."""
-        transport = self._transport()
         routes = {check_peer_address(address): address for address in self._settings.trusted_relays}
-        for remote, address in await transport.connections():
-            if host_of(address) and any(report.peer == remote and report.is_relay for report in reports):
+        reporting = {report.peer for report in reports if report.is_relay}
+        for remote, address in await self._transport().connections():
+            if host_of(address) and remote in reporting:
                 routes.setdefault(remote, f"{address}/p2p/{remote}")
         if not routes:
             if self._verdict is None:
@@ -237,8 +230,7 @@ class Reach:
     async def _live_relays(self) -> set[str]:
         """Return the tested relays at which this peer has a reservation, as far as its daemon knows."""
         transport = self._transport()
-        connected = set(await transport.connected_peers())
-        reserved = await transport.reserved_relays()
+        connected, reserved = await transport.connected_peers(), await transport.reserved_relays()
         return {
             peer
             for address in self._proven
@@ -297,7 +289,7 @@ class Reach:
                 logger.warning("lost the last relay: looking for another")
         if now < max(search.next_at, search.lost_since + LOST_SECONDS):
             return
-        addresses = [address for record in self._membership.records() for address in dialable(record.addresses)]
+        addresses = [address for record in self._membership.records() for address in dialable(record)]
         known = list(dict.fromkeys([*self._settings.bootstrap, *addresses]))
         self._runtime.random.shuffle(known)
         reports = await ask_back(self._rpc, self._transport(), known)

@@ -137,11 +137,9 @@ async def why_no_relay(transport: Libp2pTransport, runtime: Runtime, swarm: byte
 
 async def _address_here(transport: Libp2pTransport) -> str:
     """Return the address at which this machine dials the daemon; announced addresses may not lead back to it."""
-    fixed = [
-        address for address in transport.settings.listen if tcp_ports([address]) and not address.endswith("/tcp/0")
-    ]
-    here = [address.replace("/0.0.0.0/", "/127.0.0.1/").replace("/ip6/::/", "/ip6/::1/") for address in fixed]
-    if here:
-        return f"{here[0]}/p2p/{transport.peer_id}"
+    for address in transport.settings.listen:
+        if tcp_ports([address]) and not address.endswith("/tcp/0"):
+            here = address.replace("/0.0.0.0/", "/127.0.0.1/").replace("/ip6/::/", "/ip6/::1/")
+            return f"{here}/p2p/{transport.peer_id}"
     told = [address for address in await transport.addresses() if tcp_ports([address])]
     return max(told, key=scope, default="")  # loopback, if it listens there
