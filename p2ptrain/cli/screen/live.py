@@ -173,11 +173,10 @@ class SwarmScreen:
         return shown
 
     def _child_state(self, child: Child, state: str) -> str:
-        if child.exit_code is not None:
-            return (
-                "ended" if child.exit_code == 0 else "killed" if child.exit_code < 0 else f"ended ({child.exit_code})"
-            )
-        return "draining" if self._draining else state
+        code = child.exit_code
+        if code is None:
+            return "draining" if self._draining else state
+        return "ended" if code == 0 else "killed" if code < 0 else f"ended ({code})"
 
 
 def newest_held_out_loss(run_dir: Path, trainers: Iterable[Child]) -> float | None:

@@ -150,35 +150,31 @@ def rounds_line(rounds: Sequence[RoundView], peers: Sequence[PeerView], state: s
     first, last = rounds[0].round + 1, rounds[-1].round + 1
     fewest = min(rounds, key=lambda view: view.contributors / max(view.members, 1))
     seconds = sum(view.seconds for view in rounds) / len(rounds)
-    digests = sorted(
-        {
-            (peer.stages[:1], human_hash(peer.record.digest)[:8])
-            for peer in peers
-            if peer.record.role in TRAINING_ROLES and peer.record.round == last and any(peer.record.digest)
-        }
-    )
+    shown_peers = [
+        peer for peer in peers
+        if peer.record.role in TRAINING_ROLES and peer.record.round == last and any(peer.record.digest)
+    ]  # fmt: skip
+    digests = sorted({(peer.stages[:1], human_hash(peer.record.digest)[:8]) for peer in shown_peers})
     is_cut = any(peer.stages for peer in peers)
     shown = " ".join("".join([*(f"{stage}:" for stage in stages), digest]) for stages, digest in digests)
-    return "  ".join(
-        [
-            f"round {last}" if first == last else f"rounds {first}-{last}",
-            f"{fewest.contributors}/{fewest.members} peers",
-            f"averaged in {seconds:.1f} s",
-            *([state] if state else []),
-            *([f"{'stage digests' if is_cut else 'digest'} {shown}"] if digests else []),
-        ]
-    )
+    parts = [
+        f"round {last}" if first == last else f"rounds {first}-{last}",
+        f"{fewest.contributors}/{fewest.members} peers",
+        f"averaged in {seconds:.1f} s",
+        state,
+        f"{'stage digests' if is_cut else 'digest'} {shown}" if digests else "",
+    ]
+    return "  ".join(filter(None, parts))
 
 
 def present_state(headline: Headline, held_out: float | None) -> str:
     rate = headline.tokens_per_second
-    return "  ".join(
-        [
-            *([f"loss {headline.loss:.3f}"] if headline.loss is not None else []),
-            *([f"held-out {held_out:.2f}"] if held_out is not None else []),
-            *([f"{human_count(rate)} tokens/s"] if rate is not None else []),
-        ]
-    )
+    parts = [
+        f"loss {headline.loss:.3f}" if headline.loss is not None else "",
+        f"held-out {held_out:.2f}" if held_out is not None else "",
+        f"{human_count(rate)} tokens/s" if rate is not None else "",
+    ]
+    return "  ".join(filter(None, parts))
 
 
 def human_time(seconds: float) -> str:
@@ -192,10 +188,8 @@ def _stage_row(stage: StageView) -> tuple[str, ...]:
     """Return the cells of a stage, in the order of `STAGES`; the last one holds remarks."""
     first, end = stage.blocks
     on_the_way = f"+{len(stage.syncing)}" if stage.syncing else ""
-    remarks = [
-        "no host" if not stage.hosts else "one host" if len(stage.hosts) == 1 else "",
-        "bottleneck" if stage.is_bottleneck and stage.hosts else "",
-    ]
+    few = {0: "no host", 1: "one host"}.get(len(stage.hosts), "")
+    remarks = [few, "bottleneck" if stage.is_bottleneck and stage.hosts else ""]
     return (
         str(stage.number),
         f"{first}-{end - 1}" if end - first > 1 else str(first) if end > first else "",
