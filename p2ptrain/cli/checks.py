@@ -104,7 +104,6 @@ def find_daemon() -> Path | None:
 
 
 def check_daemon(path: Path | None) -> Check:
-    """Check that the network daemon is installed, executable, and starts."""
     fix = "pip install --force-reinstall --no-deps hivemind (its wheel for Linux ships p2pd)"
     if path is None or not path.is_file():
         return Check("daemon", False, "hivemind's p2pd is not installed", fix)

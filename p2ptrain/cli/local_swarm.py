@@ -147,7 +147,6 @@ def _report(plan: Plan, trainers: list[Child], summary_file: Path | None, *, int
 
 
 def to_text(summary: SwarmSummary) -> str:
-    """Return the summary that a terminal shows."""
     states = summary.states
     num_stages = len({stage for stage, _ in states})
     equal = f"equal in each of {num_stages} stages" if num_stages > 1 else "all equal"

@@ -81,7 +81,6 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
 
 
 def _num_stages(manifest: Manifest, peers: int) -> int:
-    """Return the number of stages that the model is cut into."""
     if not manifest.in_stages:
         return 1
     from p2ptrain.pipeline.plan import PipelinePlan

@@ -31,7 +31,6 @@ class StopSignals:
         self._before_exit = before_exit
 
     def install(self) -> None:
-        """Handle both signals on the running loop."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)

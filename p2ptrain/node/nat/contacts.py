@@ -82,7 +82,6 @@ class HolePunching:
         return found
 
     def tried(self, peer: str, now: float) -> None:
-        """Record a redial of a peer."""
         if attempts := self._attempts.get(peer):
             attempts.made += 1
             attempts.next_at = now + FIRST_PAUSE_SECONDS * 2**attempts.made

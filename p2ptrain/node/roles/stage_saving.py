@@ -86,7 +86,7 @@ def restore_stage(config: PeerConfig, hosted: HostedStage) -> list[Save]:
 
 
 class RoundKeeper:
-    """A host's work after each round: log, save, publish.
+    """A host's work after each round: log, save, publish; a `StageObserver`.
 
     The caller owns the saves in progress (``saves``), since they may outlive a stage.
     """
@@ -101,7 +101,6 @@ class RoundKeeper:
         self._saving: asyncio.Task[None] | None = None
 
     def round_ended(self, hosted: HostedStage, result: RoundResult) -> None:
-        """See `StageObserver.round_ended`."""
         head = hosted.units[0].synchronizer.head
         if result.committed:
             logger.info(

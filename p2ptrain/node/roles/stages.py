@@ -56,18 +56,15 @@ class Stages:
         return hosted
 
     async def step_in(self, hosted: HostedStage) -> None:
-        """Join the stage's rounds and accept microbatches, and announce it to the other peers."""
         hosted.participate()
         await together("step-in", (step_in(self._peer.presence, unit.synchronizer) for unit in hosted.units))
 
     async def give_up(self, hosted: HostedStage) -> None:
-        """Close a stage that this peer does not host after all, and remove it from the record."""
         held = self._peer.held
         held.stages = [other for other in held.stages if other is not hosted]
         self._peer.presence.changed()
         await hosted.close()
 
     def moved(self, hosted: HostedStage) -> None:
-        """Publish the stage that this peer has moved to."""
         self._peer.held.stages = [hosted]
         self._peer.presence.changed()
