@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import TYPE_CHECKING
+
+import torch
 
 from p2ptrain.config import PeerConfig
 from p2ptrain.node.peer import Peer
 from p2ptrain.node.roles.materials import build_whole_model, last_round, load_text
 from p2ptrain.node.roles.training import start_training
-
-if TYPE_CHECKING:
-    import torch
-
-    from p2ptrain.training.bridge import Bridge
-    from p2ptrain.training.loop import Trainer, TrainingProgress
-    from p2ptrain.training.state.shared_state import SharedState
+from p2ptrain.training.bridge import Bridge
+from p2ptrain.training.checkpoints import SavePolicy
+from p2ptrain.training.learning_rate import WrappedOptimizer, manifest_schedule
+from p2ptrain.training.loop import Trainer, TrainingProgress
+from p2ptrain.training.metrics import MetricsWriter
+from p2ptrain.training.optimizer import SwarmOptimizer
+from p2ptrain.training.state.initial_state import initial_state
+from p2ptrain.training.state.shared_state import SharedState
 
 
 async def build_trainer(peer: Peer, config: PeerConfig, bridge: Bridge) -> Trainer:
     """Return a trainer with its model and data, restored from the newest checkpoint and up to date with the swarm."""
-    from p2ptrain.training.checkpoints import SavePolicy
-    from p2ptrain.training.learning_rate import WrappedOptimizer, manifest_schedule
-    from p2ptrain.training.loop import Trainer
-    from p2ptrain.training.metrics import MetricsWriter
-    from p2ptrain.training.optimizer import SwarmOptimizer
-
     loop, manifest, spec = asyncio.get_running_loop(), peer.manifest, peer.manifest.training
     corpus = await asyncio.to_thread(load_text, peer, config)
     module = await asyncio.to_thread(build_whole_model, peer, config)
@@ -65,10 +61,6 @@ async def build_trainer(peer: Peer, config: PeerConfig, bridge: Bridge) -> Train
 
 
 def _make_state(peer: Peer, module: torch.nn.Module) -> tuple[torch.optim.Optimizer, SharedState]:
-    import torch
-
-    from p2ptrain.training.state.initial_state import initial_state
-
     spec = peer.manifest.training
     optimizer = torch.optim.AdamW(
         module.parameters(), lr=spec.learning_rate, betas=(0.9, 0.95), weight_decay=spec.weight_decay
