@@ -74,8 +74,8 @@ async def end_training(
     await asyncio.wait({done}, timeout=drain.left(HAND_IN))
     bridge.cancel("the peer leaves")
     await asyncio.wait({done}, timeout=drain.left(RESCUE))
-    has_failed = done.done() and trainer.unsaved is not None
-    if not (trainer.is_saving or trainer.is_saved or has_failed):
+    has_failed_to_save = done.done() and trainer.unsaved is not None
+    if not (trainer.is_saving or trainer.is_saved or has_failed_to_save):
         await _rescue(trainer, runtime)
     await asyncio.wait({done}, timeout=drain.left(LAST))
     if not done.done():

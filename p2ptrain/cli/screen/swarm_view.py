@@ -16,7 +16,6 @@ from p2ptrain.cli.screen.screen import Screen
 from p2ptrain.cli.screen.table import COLUMNS, peer_row, plain_table, printable, risk_lines, stage_lines, table_lines
 from p2ptrain.errors import P2PTrainError
 from p2ptrain.network.link import SwarmLink
-from p2ptrain.node.observe import observing
 from p2ptrain.status.coverage import state_of, urgency
 from p2ptrain.status.formats import utc
 from p2ptrain.status.serving import serving_view, since_their_start
@@ -32,6 +31,8 @@ _STATE = COLUMNS.index("state")
 
 async def show_swarm(link: SwarmLink, *, as_json: bool, watch: bool) -> None:
     """Show a swarm on standard output; raise if its directory does not answer."""
+    from p2ptrain.node.observe import observing
+
     async with observing(link) as observer:
         await observer.peers()
         looking = Looking(observer.look, observer.peer.signed, link)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from rich.cells import cell_len, set_cell_size
+from rich.text import Text
 
 from p2ptrain.status.formats import human_bytes, human_count, human_hash
 from p2ptrain.status.stages import TRAINING_ROLES
-
-if TYPE_CHECKING:
-    from rich.text import Text
-
-    from p2ptrain.status.views import Headline, PeerView, RoundView, StageView
+from p2ptrain.status.views import Headline, PeerView, RoundView, StageView
 
 COLUMNS = (
     "peer", "state", "stage", "round", "tokens/s", "loss", "given", "group", "sent", "received", "reached", "digest",
@@ -66,8 +64,6 @@ class Table:
 
         Long names in the first column are truncated. In narrow terminals the result may still be too long.
         """
-        from rich.cells import cell_len
-
         lines = [self.names, *(tuple(map(printable, row)) for row in rows)]
         if width is not None:
             lines = [(clipped(line[0], _MAX_NAME_CHARS), *line[1:]) for line in lines]
@@ -81,8 +77,6 @@ class Table:
 
     def lines(self, rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
         """Return the lines of `fit`, aligned, with two characters between columns."""
-        from rich.cells import cell_len
-
         fitted = self.fit(rows, width)
         widths = [max(map(cell_len, column)) for column in zip(*fitted, strict=True)]
 
@@ -110,8 +104,6 @@ STAGES = Table(
 
 def clipped(text: str, width: int) -> str:
     """Return printable text of at most ``width`` terminal columns, with an ellipsis if truncated."""
-    from rich.cells import cell_len, set_cell_size
-
     text = printable(text)
     return text if cell_len(text) <= width else set_cell_size(text, max(0, width - 1)).rstrip() + "…"[: max(0, width)]
 
@@ -123,8 +115,6 @@ def plain_table(rows: Iterable[Sequence[str]], width: int | None = None) -> str:
 
 def table_lines(rows: Sequence[Sequence[str]], width: int, most: int) -> list[Text]:
     """Return the table for a terminal: a header, a rule, at most ``most`` lines, and the number of omitted rows."""
-    from rich.text import Text
-
     shown = rows if len(rows) <= most else rows[: max(0, most - 1)]
     header, *body = PEERS.lines(shown, width)
     lines = [Text(header, "bold"), Text("─" * min(width, max(map(len, (header, *body)))), "dim"), *map(Text, body)]
