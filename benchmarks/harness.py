@@ -17,10 +17,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import psutil
+
+GRACE_SECONDS = 5.0
+"""Time for a terminated process to end."""
 
 
 def arguments(description: str | None, quick: str) -> argparse.ArgumentParser:
@@ -82,14 +84,14 @@ def paired(ours: Measured, theirs: Measured) -> Measured:
     return Measured(tuple(one / other for one, other in zip(ours.values, theirs.values, strict=True)))
 
 
-def alternate(cases: Mapping[str, Callable[[], float]], repeats: int, warm_ups: int = 1) -> dict[str, Measured]:
-    """Run all ``cases`` in turn, ``repeats`` times over, after ``warm_ups`` turns that are not counted.
+def alternate(cases: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, Measured]:
+    """Run all ``cases`` in turn, ``repeats`` times over, after a turn that is not counted.
 
     Args:
         cases: By name, functions that return one measurement (such as those of `thread_seconds`).
     """
     values: dict[str, list[float]] = {name: [] for name in cases}
-    for turn in range(-warm_ups, repeats):
+    for turn in range(-1, repeats):
         for name, case in cases.items():
             value = case()
             if turn >= 0:
@@ -199,9 +201,7 @@ class PeakMemory:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._done.set()
         self._thread.join()
 
@@ -232,13 +232,13 @@ def undisturbed() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def end_processes(processes: Sequence[psutil.Process], grace_seconds: float = 5.0) -> None:
+def end_processes(processes: Sequence[psutil.Process]) -> None:
     """Terminate exactly these processes (a reused pid is left alone), and kill those that do not go in time."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()
-    _, alive = psutil.wait_procs(processes, timeout=grace_seconds)
+    _, alive = psutil.wait_procs(processes, timeout=GRACE_SECONDS)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(alive, timeout=grace_seconds)
+    psutil.wait_procs(alive, timeout=GRACE_SECONDS)

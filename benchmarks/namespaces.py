@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import subprocess
-from types import TracebackType
 
 from benchmarks.harness import undisturbed
 from benchmarks.swarms import Place
@@ -114,13 +113,11 @@ class LimitedNetwork:
         try:
             self._build()
         except BaseException:
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with undisturbed():
             for namespace in reversed(self._namespaces):
                 with contextlib.suppress(RuntimeError):

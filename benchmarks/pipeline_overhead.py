@@ -123,7 +123,7 @@ def serve_pipeline(size: str, threads: int) -> None:
             host = stack.enter_context(subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL))
             stack.callback(host.terminate)
         # What a script of one's own cannot do yet: send microbatches whose loss the last stage makes.
-        thread, peer = swarm._thread, swarm._peer
+        thread, peer = swarm._running.thread, swarm._peer
         feeder = thread.call(start_feeder(peer, PipelinePlan(spec)))
         thread.call(feed(feeder, spec, 1))
         say(ready=True)

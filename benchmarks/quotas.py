@@ -6,7 +6,6 @@ import contextlib
 import os
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from benchmarks.harness import undisturbed
@@ -83,9 +82,7 @@ class CpuQuotas:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with undisturbed():
             for quota in self._all:
                 with contextlib.suppress(OSError):

@@ -136,9 +136,9 @@ class AveragingSwarm(Workers, abc.ABC):
     def wait_until_standing(self, index: int) -> None:
         """Wait until a peer has found the group of the round that was started."""
 
-    def outcome(self, index: int, timeout_seconds: float = ROUND_SECONDS) -> dict[str, Any]:
+    def outcome(self, index: int) -> dict[str, Any]:
         """One peer's last word on a round: ``finished`` and more, or ``failed``."""
-        while "stood" in (answer := self.all[index].hear(timeout_seconds)) and len(answer) == 1:
+        while "stood" in (answer := self.all[index].hear(ROUND_SECONDS)) and len(answer) == 1:
             pass
         return answer
 

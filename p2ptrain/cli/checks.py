@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import os
@@ -95,7 +96,7 @@ def check_native() -> Check:
 
 
 def find_daemon() -> Path | None:
-    """Return the path of hivemind's p2pd without importing hivemind; None if hivemind is not installed."""
+    """Return the path of hivemind's p2pd without an import of hivemind; None if it is not installed."""
     spec = importlib.util.find_spec("hivemind")
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -103,7 +104,6 @@ def find_daemon() -> Path | None:
 
 
 def check_daemon(path: Path | None) -> Check:
-    """Check that the network daemon is installed, executable, and starts."""
     fix = "pip install --force-reinstall --no-deps hivemind (its wheel for Linux ships p2pd)"
     if path is None or not path.is_file():
         return Check("daemon", False, "hivemind's p2pd is not installed", fix)
@@ -128,21 +128,18 @@ def _start_daemon(path: Path, arguments: list[str]) -> str | None:
         return f"p2pd does not start: {error.strerror}"
     assert process.stdout is not None
     output, deadline = b"", time.monotonic() + _DAEMON_SECONDS
-    try:
-        with selectors.DefaultSelector() as selector:
-            selector.register(process.stdout, selectors.EVENT_READ)
-            while b"Peer ID" not in output:
-                if not selector.select(max(0.0, deadline - time.monotonic())):
-                    return f"p2pd did not answer within {_DAEMON_SECONDS:.0f} s"
-                chunk = os.read(process.stdout.fileno(), 65536)
-                if not chunk:
-                    last = output.decode(errors="replace").strip().splitlines() or ["nothing"]
-                    return f"p2pd ended at once and said: {last[-1]}"
-                output += chunk
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+    with process, contextlib.ExitStack() as stack:
+        stack.callback(process.kill)
+        selector = stack.enter_context(selectors.DefaultSelector())
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while b"Peer ID" not in output:
+            if not selector.select(max(0.0, deadline - time.monotonic())):
+                return f"p2pd did not answer within {_DAEMON_SECONDS:.0f} s"
+            chunk = os.read(process.stdout.fileno(), 65536)
+            if not chunk:
+                last = output.decode(errors="replace").strip().splitlines() or ["nothing"]
+                return f"p2pd ended at once and said: {last[-1]}"
+            output += chunk
     return None
 
 
@@ -156,15 +153,10 @@ def check_setpriv() -> Check:
 def check_ports(port: int, direct_port: int) -> list[Check]:
     """Check TCP on loopback, the daemon's port, and the port of direct connections unless it is 0 (any free one)."""
     loopback, wanted = _bind_error("127.0.0.1", 0), _bind_error("0.0.0.0", port)
+    fix = f"choose another with seed --listen /ip4/0.0.0.0/tcp/{port + 1}"
     checks = [
         Check("listening", loopback is None, loopback or "TCP on loopback works", "allow this user to open TCP ports"),
-        Check(
-            "port",
-            wanted is None,
-            wanted or f"{port} is free",
-            f"choose another with seed --listen /ip4/0.0.0.0/tcp/{port + 1}",
-            required=False,
-        ),
+        Check("port", wanted is None, wanted or f"{port} is free", fix, required=False),
     ]
     if direct_port:
         same = f"{direct_port} is the daemon's port" if direct_port == port else None
@@ -178,11 +170,9 @@ def _bind_error(host: str, port: int) -> str | None:
     try:
         with socket.create_server((host, port)):
             return None
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else str(error)
-        return f"cannot listen at {host}:{port}: {reason}"
-    except OverflowError as error:
-        return f"cannot listen at {host}:{port}: {error}"
+    except (OSError, OverflowError) as error:
+        number = error.errno if isinstance(error, OSError) else None
+        return f"cannot listen at {host}:{port}: {os.strerror(number) if number else error}"
 
 
 def check_clock(now: float) -> Check:
@@ -210,10 +200,9 @@ def check_memory() -> Check:
     import psutil
 
     free = psutil.virtual_memory().available
+    detail = f"{human_bytes(free)} available"
     fix = "close other programs; a trainer takes 0.5 GB and 32 bytes per parameter"
-    return Check(
-        "memory", free >= _GOOD_MEMORY_BYTES, f"{human_bytes(free)} available", fix, required=free < _MIN_MEMORY_BYTES
-    )
+    return Check("memory", free >= _GOOD_MEMORY_BYTES, detail, fix, required=free < _MIN_MEMORY_BYTES)
 
 
 def check_file_limit(limit: int) -> Check:

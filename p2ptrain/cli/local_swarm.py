@@ -126,13 +126,8 @@ async def _first_link(run_dir: Path, bootstrap: Child, stop: asyncio.Event) -> s
 
 async def _wait_for_end(goal: Goal, supervisor: Supervisor, trainers: list[Child], stop: asyncio.Event) -> None:
     async with Tasks() as tasks:
-        ends = [
-            tasks.call(each, name)
-            for each, name in ((stop.wait(), "stop"), (supervisor.wait_all(trainers), "trainers"))
-        ]
-        await asyncio.wait(
-            ends, timeout=goal.minutes * 60 if goal.minutes else None, return_when=asyncio.FIRST_COMPLETED
-        )
+        ends = [tasks.call(stop.wait(), "stop"), tasks.call(supervisor.wait_all(trainers), "trainers")]
+        await asyncio.wait(ends, timeout=60 * goal.minutes or None, return_when=asyncio.FIRST_COMPLETED)
 
 
 def _report(plan: Plan, trainers: list[Child], summary_file: Path | None, *, interrupted: bool) -> int:
@@ -152,7 +147,6 @@ def _report(plan: Plan, trainers: list[Child], summary_file: Path | None, *, int
 
 
 def to_text(summary: SwarmSummary) -> str:
-    """Return the summary that a terminal shows."""
     states = summary.states
     num_stages = len({stage for stage, _ in states})
     equal = f"equal in each of {num_stages} stages" if num_stages > 1 else "all equal"
@@ -161,13 +155,11 @@ def to_text(summary: SwarmSummary) -> str:
     before, after = human_loss(summary.heldout_loss_before), human_loss(summary.heldout_loss_after)
     tokens, rate = human_count(summary.tokens), human_count(summary.tokens_per_second)
     sent, received = human_bytes(summary.bytes_sent), human_bytes(summary.bytes_received)
-    return "\n".join(
-        [
-            f"held-out loss     {before} -> {after} nats",
-            f"throughput        {rate} tokens/s, {tokens} tokens in {summary.seconds:.0f} s",
-            f"rounds            {summary.rounds_committed} committed, {summary.rounds_aborted} aborted",
-            f"traffic           {sent} sent, {received} received",
-            f"state digests     {digests} {shown}".rstrip(),
-            f"peers             {summary.reporting_peers} of {summary.peers} ended in good order",
-        ]
+    return (
+        f"held-out loss     {before} -> {after} nats\n"
+        f"throughput        {rate} tokens/s, {tokens} tokens in {summary.seconds:.0f} s\n"
+        f"rounds            {summary.rounds_committed} committed, {summary.rounds_aborted} aborted\n"
+        f"traffic           {sent} sent, {received} received\n"
+        f"state digests     {f'{digests} {shown}'.rstrip()}\n"
+        f"peers             {summary.reporting_peers} of {summary.peers} ended in good order"
     )

@@ -8,13 +8,7 @@ import sys
 import time
 
 # Not logging.getLevelName: some libraries rename the levels of the whole process at import.
-_LEVELS = {
-    logging.DEBUG: "debug",
-    logging.INFO: "info",
-    logging.WARNING: "warning",
-    logging.ERROR: "error",
-    logging.CRITICAL: "critical",
-}
+_LEVELS = {10: "debug", 20: "info", 30: "warning", 40: "error", 50: "critical"}
 _PLAIN_ATTRIBUTES = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 

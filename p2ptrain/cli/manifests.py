@@ -77,7 +77,6 @@ def public_paths(manifest: Manifest) -> list[str]:
 
 
 def sign_manifest(manifest: Manifest, organizer: Signer, path: Path) -> SignedManifest:
-    """Sign a manifest and write it to ``path``; return the signed manifest."""
     signed = SignedManifest.create(manifest, organizer)
     write_atomically(path, signed.to_bytes())
     return signed

@@ -20,11 +20,7 @@ from p2ptrain.network.identity import Identity
 from p2ptrain.signing import Signer
 
 DEFAULT_MINUTES = 3.0
-DEMO_SETTINGS: dict[str, Any] = {
-    "name": "demo",
-    "training.every": 1,
-    "training.local_batch": 8,
-}
+DEMO_SETTINGS: dict[str, Any] = {"name": "demo", "training.every": 1, "training.local_batch": 8}
 """Settings without ``--manifest``. Rounds are cheap on loopback, and with ``every = 1`` the swarm learns exactly as one
 process with the same global batch."""
 _LOOPBACK = "/ip4/127.0.0.1/tcp/0"
@@ -69,24 +65,22 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
         "resources": {"device": arguments.device or "auto", "threads": threads},
         "stop_after": {"at_round": at_round},
     }
-    names = [f"trainer-{number}" for number in range(1, arguments.peers + 1)]
-    stages = _num_stages(manifest, arguments.peers)
-    roles = [
-        ("both", {"pipeline": {"stage": number % stages}}) if manifest.in_stages else ("trainer", {})
-        for number in range(arguments.peers)
-    ]
+    role, stages = "both" if manifest.in_stages else "trainer", _num_stages(manifest, arguments.peers)
+    bootstrap, trainers = role_file("bootstrap", "bootstrap", {}), []
+    for number in range(arguments.peers):
+        hosting = {"pipeline": {"stage": number % stages}} if manifest.in_stages else {}
+        trainers.append(role_file(role, f"trainer-{number + 1}", sections | hosting))
     minutes = arguments.minutes or (0.0 if arguments.rounds or manifest.training.rounds else DEFAULT_MINUTES)
     return Plan(
         run_dir,
-        role_file("bootstrap", "bootstrap", {}),
-        tuple(role_file(role, name, sections | more) for name, (role, more) in zip(names, roles, strict=True)),
+        bootstrap,
+        tuple(trainers),
         Goal(minutes, min(filter(None, (at_round, manifest.training.rounds)), default=0)),
         not arguments.no_monitor,
     )
 
 
 def _num_stages(manifest: Manifest, peers: int) -> int:
-    """Return the number of stages that the model is cut into."""
     if not manifest.in_stages:
         return 1
     from p2ptrain.pipeline.plan import PipelinePlan
@@ -115,9 +109,10 @@ def _manifest_overrides(arguments: argparse.Namespace) -> dict[str, Any]:
         if not Path(data).exists():
             raise UsageError(f"--data {data}: no such file or folder; datasets of a hub are written datasets:NAME")
         data = f"path:{Path(data).absolute()}"
-    overrides = {"training.every": arguments.every, "averaging.codec": arguments.codec, "data.source": data}
-    if arguments.stages is not None:
-        overrides["pipeline.stages"] = arguments.stages
+    overrides = {
+        "training.every": arguments.every, "averaging.codec": arguments.codec, "data.source": data,
+        "pipeline.stages": arguments.stages,
+    }  # fmt: skip
     return {key: value for key, value in overrides.items() if value is not None}
 
 

@@ -19,7 +19,6 @@ T = TypeVar("T")
 
 
 def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end on uvloop."""
     import uvloop
 
     return uvloop.run(coroutine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import math
 import re
@@ -37,23 +38,12 @@ def is_of_stage(path: Path) -> bool:
     return _FOLDER.fullmatch(path.parent.name) is not None
 
 
-def export_stages(
-    path: Path,
-    paths: list[Path],
-    given: Path | None,
-    output: Path,
-    by_round: bool = False,
-    weights: Path | None = None,
-) -> None:
+def export_stages(arguments: argparse.Namespace, paths: list[Path]) -> None:
     """Assemble the stage checkpoints of the newest complete round, and write the model.
 
     Args:
-        path: The user's path, in which the manifest is searched.
-        paths: Result of `find_stage_checkpoints` for ``path``.
-        given: The swarm's signed manifest; None searches for it.
-        output: Folder to write.
-        by_round: True to join checkpoints of the same round even if no host saw all stages saved.
-        weights: Local copy of the pretrained model, for its tokenizer.
+        arguments: Of ``p2ptrain checkpoint export``.
+        paths: Result of `find_stage_checkpoints` for ``arguments.path``.
 
     Raises:
         CheckpointError: A stage is missing or damaged, or does not match the others.
@@ -62,12 +52,12 @@ def export_stages(
     """
     from p2ptrain.pipeline.plan import PipelinePlan
 
-    manifest = _manifest(path, given)
+    manifest, output = _manifest(arguments.path, arguments.manifest), arguments.output
     plan = PipelinePlan(manifest)
     units = {stage_folder(stage): plan.own(stage) for stage in range(plan.num_stages)}
     if plan.tied is not None:
         units[TIED_FOLDER] = plan.tied
-    joined = join([found for each in paths if (found := _describe(each, manifest))], list(units), by_round)
+    joined = join([found for each in paths if (found := _describe(each, manifest))], list(units), arguments.by_round)
     if not joined.is_complete:
         print(
             f"warning: only their round, {joined.round}, says that these checkpoints belong together", file=sys.stderr
@@ -86,7 +76,7 @@ def export_stages(
             values[parameter] = vector[offset : offset + size].view(shape)
             offset += size
     with bars(f"writing {output}", ""):
-        _write(values, manifest, output, weights)
+        _write(values, manifest, output, arguments.weights)
     print(f"wrote {output}: round {joined.round} of {plan.num_stages} stages{_use(manifest, output)}")
 
 

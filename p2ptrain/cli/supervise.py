@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import os
 import signal
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,9 +68,7 @@ class Supervisor:
     def __init__(self) -> None:
         self.children: list[Child] = []
 
-    async def start(
-        self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
-    ) -> Child:
+    async def start(self, name: str, command: Sequence[str], log: Path) -> Child:
         """Start a process in a new session, and append its output to ``log``."""
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
@@ -79,7 +77,6 @@ class Supervisor:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=asyncio.subprocess.STDOUT,
-                env=dict(environment) if environment is not None else None,
                 start_new_session=True,
                 preexec_fn=_die_with(os.getpid()),
             )

@@ -27,7 +27,7 @@ def describe(signed: SignedManifest, config: PeerConfig) -> str:
     manifest, resources, directory = signed.manifest, config.resources, config.network.directory
     caps = [f"{name} {human_bytes(rate)}/s" for name, rate in (("up", resources.up), ("down", resources.down)) if rate]
     runs, sends = _of_stages(manifest, config) if manifest.in_stages else _of_whole_model(manifest, config)
-    lines = [
+    return "\n".join([
         f"swarm      {manifest.name!r}, by organizer {signed.organizer}",
         *runs,
         f"sends      {sends}{'; ' + ', '.join(caps) if caps else ''}",
@@ -35,8 +35,7 @@ def describe(signed: SignedManifest, config: PeerConfig) -> str:
         " public to the swarm; none of your files are",
         *([f"tells      {directory} the same"] if directory else []),
         f"writes     {config.run_dir}",
-    ]
-    return "\n".join(lines)
+    ])  # fmt: skip
 
 
 def _of_whole_model(manifest: Manifest, config: PeerConfig) -> tuple[list[str], str]:

@@ -10,9 +10,8 @@ import re
 from dataclasses import dataclass
 
 import base58
-from multiaddr import Multiaddr
 
-from p2ptrain.config import KIND_PATTERN
+from p2ptrain.config import KIND_PATTERN, check_multiaddr
 from p2ptrain.errors import LinkError
 
 SCHEME = "p2ptrain://"
@@ -95,9 +94,10 @@ def check_address(address: str) -> None:
     if not address.startswith("/") or forbidden & set(address):
         raise LinkError(f"{address[:120]!r} is not a multiaddr: one looks like /ip4/203.0.113.5/tcp/31337")
     try:
-        Multiaddr(address)
-    except Exception as error:  # py-multiaddr's codecs raise many kinds
-        raise LinkError(f"{address[:120]!r} is not a multiaddr ({type(error).__name__}): {_FIX}") from error
+        check_multiaddr(address)
+    except ValueError as error:
+        cause = type(error.__cause__).__name__
+        raise LinkError(f"{address[:120]!r} is not a multiaddr ({cause}): {_FIX}") from error
 
 
 def is_peer_id(text: str) -> bool:

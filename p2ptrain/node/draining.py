@@ -1,4 +1,4 @@
-"""Shutdown of a leaving peer within its drain time (``drain_seconds`` in its role file).
+"""Shutdown of a leaving peer within its drain time (``drain_seconds`` of its role file).
 
 ::
 
@@ -7,8 +7,7 @@
      the round    rounds are    the shared state is saved    goodbye, daemon
      in progress  cancelled     from the event loop
 
-Saving comes before everything else. A training thread that is stuck in a batch is abandoned: the event loop saves the
-shared state in its place, and the process ends.
+A training thread that is stuck in a batch is abandoned: the event loop saves the shared state in its place.
 """
 
 from __future__ import annotations

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated
+
+from msgspec import Meta
 
 from p2ptrain.errors import (
     BootstrapError,
@@ -14,10 +16,12 @@ from p2ptrain.errors import (
     ManifestError,
     PeerError,
     PeerRefusedError,
+    ProtocolError,
     WrongPeerError,
 )
 from p2ptrain.manifest import MAX_MANIFEST_BYTES, SignedManifest
 from p2ptrain.network.rpc.endpoint import OTHER_PROTOCOL, OTHER_SWARM, Rpc
+from p2ptrain.network.schema import Message, Nothing
 from p2ptrain.network.transport import Transport
 from p2ptrain.signing import Signer
 
@@ -28,13 +32,20 @@ CONNECT_SECONDS = 30.0
 FIRST_DIAL_SECONDS = 5.0
 MANIFEST_SECONDS = 10.0
 PAUSE_SECONDS = 0.5
+MAX_REPLY_BYTES = 2 * MAX_MANIFEST_BYTES
+
+
+class ManifestReply(Message, frozen=True):
+    """A signed manifest, which `SignedManifest.from_bytes` verifies."""
+
+    manifest: Annotated[bytes, Meta(max_length=MAX_MANIFEST_BYTES)]
 
 
 def serve_manifest(rpc: Rpc, signed: SignedManifest) -> None:
-    async def serve(peer: str, request: dict[str, Any]) -> dict[str, Any]:
-        return {"manifest": signed.to_bytes()}
+    async def serve(peer: str, request: Nothing) -> ManifestReply:
+        return ManifestReply(signed.to_bytes())
 
-    rpc.serve(MANIFEST, dict, serve)
+    rpc.serve(MANIFEST, Nothing, serve)
 
 
 async def ask_for_manifest(
@@ -50,7 +61,7 @@ async def ask_for_manifest(
     loop = asyncio.get_running_loop()
     deadline = loop.time() + CONNECT_SECONDS
     failure: Exception | None = None
-    patience, is_first = FIRST_DIAL_SECONDS, True
+    patience = FIRST_DIAL_SECONDS
     while loop.time() < deadline:
         refusals: list[PeerRefusedError | WrongPeerError] = []
         for address in addresses:
@@ -63,10 +74,8 @@ async def ask_for_manifest(
                 refusals += [error] if isinstance(error, PeerRefusedError | WrongPeerError) else []
         if refusals and len(refusals) == len(addresses):
             _raise_if_final(refusals)
-        if is_first and failure is not None:
-            seconds_left = deadline - loop.time()
-            logger.warning("nobody answers yet (%s): asking for another %.0f s", failure, seconds_left)
-        is_first = False
+        if patience == FIRST_DIAL_SECONDS and failure is not None:
+            logger.warning("nobody answers yet (%s): asking for another %.0f s", failure, deadline - loop.time())
         patience *= 2  # A retry dials from the start, and some peers answer seconds late.
         await asyncio.sleep(PAUSE_SECONDS)
     shown = ", ".join(addresses[:3]) or "no address"
@@ -77,29 +86,31 @@ async def ask_for_manifest(
 
 
 async def _ask(rpc: Rpc, peer: str, verifier: Signer) -> SignedManifest:
-    reply = await rpc.call(peer, MANIFEST, {}, dict, MANIFEST_SECONDS, max_reply_bytes=2 * MAX_MANIFEST_BYTES)
-    data = reply.get("manifest")
-    if type(data) is not bytes:
-        raise ManifestError("a peer sent something else than a manifest: ask the organizer for a link")
-    return SignedManifest.from_bytes(data, rpc.swarm, verifier)
+    try:
+        reply = await rpc.call(
+            peer, MANIFEST, Nothing(), ManifestReply, MANIFEST_SECONDS, max_reply_bytes=MAX_REPLY_BYTES
+        )
+    except ProtocolError as error:
+        raise ManifestError("a peer sent something else than a manifest: ask the organizer for a link") from error
+    return SignedManifest.from_bytes(reply.manifest, rpc.swarm, verifier)
 
 
 def _raise_if_final(failures: Sequence[PeerRefusedError | WrongPeerError]) -> None:
     """Raise if a retry cannot help, given the failures at all known addresses."""
     wrong = [failure for failure in failures if isinstance(failure, WrongPeerError)]
-    refusals = [failure for failure in failures if isinstance(failure, PeerRefusedError)]
-    if wrong and len(wrong) + sum(each.reason.startswith(OTHER_SWARM) for each in refusals) == len(failures):
+    reasons = [failure.reason for failure in failures if isinstance(failure, PeerRefusedError)]
+    are_of_others = all(reason.startswith(OTHER_SWARM) for reason in reasons)
+    if wrong and are_of_others:
         raise BootstrapError(
             f"the address of the link is held by peer {wrong[0].holder}, and the link names {wrong[0].peer}: "
             "ask the organizer for a new link"
         )
-    if not refusals:
-        return
-    reason = refusals[0].reason
-    if all(refusal.reason.startswith(OTHER_SWARM) for refusal in refusals):
+    if are_of_others:
         raise ManifestError(
             "the peers that the link names do not know its swarm: the link was changed, or the organizer started "
             "another swarm; ask for a new link"
         )
-    if all(refusal.reason.startswith(OTHER_PROTOCOL) for refusal in refusals):
-        raise IncompatibleError(f"the swarm refuses this version ({reason}): install the version that the swarm runs")
+    if all(reason.startswith(OTHER_PROTOCOL) for reason in reasons):
+        raise IncompatibleError(
+            f"the swarm refuses this version ({reasons[0]}): install the version that the swarm runs"
+        )

@@ -11,9 +11,10 @@ from p2ptrain.averaging.protocol.certificate_chain import fetch_certificates
 from p2ptrain.errors import BootstrapError
 from p2ptrain.manifest import SignedManifest
 from p2ptrain.network.identity import Identity
+from p2ptrain.network.libp2p.settings import Libp2pSettings
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.network.records.record import Look, PeerRecord, Sighting
-from p2ptrain.node.options import client_options
+from p2ptrain.node.options import PeerOptions
 from p2ptrain.node.peer import Peer
 from p2ptrain.node.presence import DIRECTORY_TIMEOUT_SECONDS, LIFETIME_SECONDS
 from p2ptrain.runtime import real_runtime
@@ -31,11 +32,8 @@ class Observer:
         """Return the current records of all peers, ordered by peer id."""
         reader = self.peer.presence.reader
         records = await reader.read(DIRECTORY_TIMEOUT_SECONDS)
-        now = self.peer.runtime.now()
-        if records is None:
-            return Look(now, None, reader.rejected)
-        seen = [Sighting(record, expires_at - LIFETIME_SECONDS) for record, _, expires_at in records]
-        return Look(now, seen, reader.rejected)
+        seen = [Sighting(record, expires_at - LIFETIME_SECONDS) for record, _, expires_at in records or ()]
+        return Look(self.peer.runtime.now(), seen if records is not None else None, reader.rejected)
 
     async def certificates_after(self, peer: str, lineage: bytes) -> list[Certificate]:
         """Return a peer's verified certificates that follow on a lineage, oldest first; see `fetch_certificates`."""
@@ -64,8 +62,10 @@ async def observing(link: SwarmLink) -> AsyncIterator[Observer]:
         BootstrapError: No peer of the link answers.
         ManifestError: A peer sent another manifest.
     """
+    network = Libp2pSettings(listen=("/ip4/127.0.0.1/tcp/0",), direct="off")
+    options = PeerOptions("client", "observer", "cpu", None, network)
     with contextlib.closing(real_runtime("observer")) as runtime, Identity.ephemeral() as identity:
-        peer = await Peer.start(identity, client_options("observer"), runtime, link=link)
+        peer = await Peer.start(identity, options, runtime, link=link)
         try:
             yield Observer(peer)
         finally:

@@ -12,12 +12,11 @@ from p2ptrain.network.libp2p.settings import Libp2pSettings
 
 @dataclass(frozen=True)
 class PeerOptions:
-    """A peer's role, name and network.
+    """A peer's role, name, network and limits.
 
     Attributes:
         role: ``bootstrap``, ``trainer``, ``stage``, or ``client`` (read-only).
-        name: For people.
-        device: Compute device, for the record.
+        name, device: For people, in the record.
         run_dir: Keeps the addresses of known peers; None keeps none.
         network: Its ``directory`` may be empty, for the link's directory, or else the DHT.
         upload_bandwidth: Limit in bytes per second, which also determines share sizes; 0 for none.
@@ -39,12 +38,6 @@ class Starters:
 
     transport: StartTransport = start_transport
     directory: StartDirectory = start_directory
-
-
-def client_options(name: str) -> PeerOptions:
-    """Return the options of a peer that only reads."""
-    network = Libp2pSettings(listen=("/ip4/127.0.0.1/tcp/0",), direct="off")
-    return PeerOptions("client", name, "cpu", None, network)
 
 
 def peer_options(config: PeerConfig, peer_id: str) -> PeerOptions:

@@ -99,6 +99,7 @@ class Peer:
         self.presence = Presence(
             lambda: network.directory, self.runtime, self.swarm, self.identity, self.membership, self.record.describe
         )
+        self.state_changed = self.presence.changed
         self._is_present = True
         if self.options.role == "client":
             await self.presence.refresh()
@@ -112,10 +113,6 @@ class Peer:
     def is_reachable(self) -> bool:
         """See `Owner`."""
         return not self.network.reach.is_outbound_only
-
-    def state_changed(self) -> None:
-        """See `Owner`."""
-        self.presence.changed()
 
     def set_state(self, state: str) -> None:
         """Change the state in the record; rounds wait for a peer in ``training``."""

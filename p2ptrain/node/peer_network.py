@@ -27,7 +27,7 @@ REMEMBER_SECONDS = 5.0  # between stores of known addresses; a crash leaves no t
 
 
 class PeerNetwork:
-    """One peer's network: `connect`, then `join`; `close` ends all of it.
+    """One peer's network: `connect`, then `join`, at last `close`.
 
     A move to other settings restarts the transport and the directory; RPC outlives it.
 
@@ -35,6 +35,7 @@ class PeerNetwork:
         transport, reach: Set by `connect`; ``directory`` by `join`.
         lost: Resolves to the reason when the network daemon is gone for good.
         clock_note: About a corrected clock, for people; empty if it agrees with the swarm's.
+        close: Ends directory, RPC and transport; idempotent.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class PeerNetwork:
         self._directory_name = LIBP2P
         self._bootstrap: tuple[str, ...] = ()
         self._stack = AsyncExitStack()
+        self.close = self._stack.aclose
 
     @property
     def directory(self) -> Directory:
@@ -90,7 +92,10 @@ class PeerNetwork:
         self.rpc = Rpc(self.transport, self._runtime, swarm, limits)
         self._stack.push_async_callback(self.rpc.close)
         await self.rpc.start()
-        self.reach = self._make_reach(settings)
+        if isinstance(self.transport, Libp2pTransport):
+            self.reach = Reach(settings, self.rpc, self._libp2p, self._move, self._membership, self._runtime)
+        else:
+            self.reach = FixedReach(self.transport)
         return self._bootstrap
 
     async def join(self) -> None:
@@ -99,19 +104,13 @@ class PeerNetwork:
         await self._start_directory()
         self._stack.push_async_callback(lambda: self.directory.close())
 
-    def _make_reach(self, settings: Libp2pSettings) -> Reach | FixedReach:
-        if not isinstance(self.transport, Libp2pTransport):
-            return FixedReach(self.transport)
-
-        def transport() -> Libp2pTransport:
-            assert isinstance(self.transport, Libp2pTransport)
-            return self.transport
-
-        return Reach(settings, self.rpc, transport, self._move, self._membership, self._runtime)
+    def _libp2p(self) -> Libp2pTransport:
+        assert isinstance(self.transport, Libp2pTransport)
+        return self.transport
 
     async def _move(self, settings: Libp2pSettings) -> None:
         """Restart the daemon with other settings. Streams break; everything else continues."""
-        met = [address for record in self._membership.records() for address in dialable(record.addresses)]
+        met = [address for record in self._membership.records() for address in dialable(record)]
         bootstrap = tuple(dict.fromkeys([*self._options.network.bootstrap, *settings.bootstrap, *met]))
         self._bootstrap = bootstrap[:MAX_KNOWN_ADDRESSES]
         if self._directory is not None:
@@ -172,7 +171,3 @@ class PeerNetwork:
         """Save addresses of the present peers for the next start."""
         if self._options.run_dir is not None:
             await asyncio.to_thread(remember_addresses, self._options.run_dir, self._membership.records())
-
-    async def close(self) -> None:
-        """End directory, RPC and transport; idempotent."""
-        await self._stack.aclose()

@@ -66,7 +66,8 @@ class RecordReader:
 class Presence:
     """Publishes a peer's own record and updates its membership, until it is closed.
 
-    ``directory`` returns the current one: a move of the peer's network replaces it.
+    ``directory`` returns the current one: a move of the peer's network replaces it. ``changed`` publishes soon; call it
+    on the event loop.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Presence:
         self.reader = RecordReader(directory, swarm, signer)
         self._sequence = 0
         self._changed = asyncio.Event()
+        self.changed = self._changed.set
         self._tasks = Tasks()
         self.listeners: list[Callable[[list[tuple[PeerRecord, int, float]]], None]] = []
         """Called after each read with (record, sequence, expiry) of all peers."""
@@ -99,19 +101,14 @@ class Presence:
         self._tasks.keep(self._keep_publishing, "presence-publish")
         self._tasks.keep(self._keep_refreshing, "presence-refresh")
 
-    def changed(self) -> None:
-        """Publish soon; call it on the event loop."""
-        self._changed.set()
-
-    async def publish(self, lifetime_seconds: float = LIFETIME_SECONDS) -> bool:
+    async def publish(self) -> bool:
         """Publish this peer's record now; return True if a peer stored it."""
         now = self._runtime.now()
         self._sequence = max(self._sequence + 1, int(now * 1000))
-        payload = self._describe().to_payload()
-        expires_at = now + lifetime_seconds
+        payload, expires_at = self._describe().to_payload(), now + LIFETIME_SECONDS
         sealed = seal_record(RECORD_KIND, self._swarm, payload, self._sequence, expires_at, self._signer)
-        key = peers_key(self._swarm)
-        return await self._directory().publish(key, self._signer.peer_id, sealed, expires_at, DIRECTORY_TIMEOUT_SECONDS)
+        key, own = peers_key(self._swarm), self._signer.peer_id
+        return await self._directory().publish(key, own, sealed, expires_at, DIRECTORY_TIMEOUT_SECONDS)
 
     async def refresh(self) -> bool:
         """Read all records now; return True if the directory answered."""

@@ -21,8 +21,8 @@ NOTIFY_VARIABLE = "NOTIFY_SOCKET"
 class StopSignals:
     """SIGINT and SIGTERM request a drain; a second signal ends the process at once with code 130.
 
-    ``requested`` is set when a drain is requested, for ``reason``. ``before_exit`` runs before an immediate exit, to
-    restore the terminal.
+    ``requested`` is set when a drain is requested, for ``reason``. ``before_exit`` restores the terminal before an
+    immediate exit.
     """
 
     def __init__(self, before_exit: Callable[[], None] = lambda: None) -> None:
@@ -31,7 +31,6 @@ class StopSignals:
         self._before_exit = before_exit
 
     def install(self) -> None:
-        """Handle both signals on the running loop."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
@@ -52,10 +51,9 @@ class StopSignals:
 
 
 class SigtermExit:
-    """Makes SIGTERM raise `SystemExit` in the main thread, as Ctrl-C raises `KeyboardInterrupt`.
+    """Makes the first SIGTERM raise `SystemExit` in the main thread; a second one ends the process.
 
-    By default SIGTERM ends the interpreter without closing ``with`` and ``finally`` blocks. Only the first SIGTERM is
-    handled; a second one ends the process.
+    By default SIGTERM ends the interpreter without closing ``with`` and ``finally`` blocks.
     """
 
     def __init__(self) -> None:

@@ -137,7 +137,6 @@ def _keep_manifest(signed: SignedManifest, path: Path) -> None:
 
 
 async def _serve(peer: Peer, config: PeerConfig, signals: StopSignals) -> None:
-    """Run a bootstrap peer until it is stopped, or for ``stop_after.minutes``."""
     peer.set_state("serving")
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(60 * config.stop_after.minutes or None):

@@ -38,13 +38,18 @@ class Swarm:
                 model(**batch).loss.backward()
                 opt.step()
                 opt.zero_grad()
+
+    Attributes:
+        manifest: The swarm's manifest.
+        peer_id: This peer's id.
     """
 
     def __init__(self, running: PeerThread, saving: SavePolicy) -> None:
         """Private: use `join` or `create`."""
         self._running = running
-        self._thread = running.thread
         self._peer = running.peer
+        self.manifest: Manifest = running.peer.manifest
+        self.peer_id: str = running.peer.identity.peer_id
         self._saving = saving
         self._saver: Saver | None = None
         self._sigterm = SigtermExit()
@@ -112,19 +117,9 @@ class Swarm:
         return cls(PeerThread(folder, name, network, manifest=manifest), saving or SavePolicy())
 
     @property
-    def manifest(self) -> Manifest:
-        """The swarm's manifest."""
-        return self._peer.manifest
-
-    @property
     def link(self) -> str:
         """The swarm link with which others join through this peer."""
         return str(self._peer.network.link)
-
-    @property
-    def peer_id(self) -> str:
-        """This peer's id."""
-        return self._peer.identity.peer_id
 
     def optimizer(
         self,

@@ -29,10 +29,10 @@ class LoopThread:
     thread, so a script that does not close its swarm can exit.
     """
 
-    def __init__(self, name: str = "p2ptrain-network") -> None:
+    def __init__(self) -> None:
         self._ready = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name="p2ptrain-network", daemon=True)
         self._thread.start()
         self._ready.wait()
 
@@ -94,12 +94,12 @@ class PeerThread:
             IdentityError: The key is unusable or in use.
             P2PTrainError: As from `Peer.start`.
         """
+        if run_dir is not None:
+            run_dir.mkdir(parents=True, exist_ok=True)
         with ExitStack() as lock, ExitStack() as resources:
-            if run_dir is None:
-                identity = Identity.ephemeral()
-            else:
-                run_dir.mkdir(parents=True, exist_ok=True)
-                identity = Identity.create_or_load(run_dir / "identity.key")
+            identity = (
+                Identity.create_or_load(run_dir / "identity.key") if run_dir is not None else Identity.ephemeral()
+            )
             lock.callback(identity.close)
             signed = SignedManifest.create(manifest, identity) if manifest is not None else None
             runtime = real_runtime("sync", run_dir)

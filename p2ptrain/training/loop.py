@@ -61,7 +61,7 @@ class Trainer:
         manifest: Manifest,
         corpus: Corpus,
         metrics: MetricsWriter,
-        on_progress: Callable[[TrainingProgress], None],
+        on_progress: Callable[[TrainingProgress], object],
     ) -> None:
         self.progress = TrainingProgress()
         self.optimizer = optimizer

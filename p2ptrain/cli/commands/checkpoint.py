@@ -19,7 +19,7 @@ from p2ptrain.errors import CheckpointError, ConfigError, ManifestError, UsageEr
 
 if TYPE_CHECKING:
     from p2ptrain.manifest import Manifest
-    from p2ptrain.training.checkpoints.files import CheckpointInfo, LoadedCheckpoint
+    from p2ptrain.training.checkpoints.files import LoadedCheckpoint
 
 _NAME = re.compile(r"\d+-round-\d+")
 
@@ -48,19 +48,14 @@ def run(arguments: argparse.Namespace) -> int:
     from p2ptrain.training.checkpoints.files import load_checkpoint, verify_checkpoint
 
     if arguments.action == "export" and find_stage_checkpoints(arguments.path):
-        export_stages(
-            arguments.path, paths, arguments.manifest, arguments.output, arguments.by_round, arguments.weights
-        )
+        export_stages(arguments, paths)
     elif arguments.action == "export":
         loaded = load_checkpoint(paths[-1], bars)
         _export(loaded, _find_manifest(loaded, arguments.manifest), arguments.output, arguments.weights)
     elif arguments.action == "verify":
         for path in paths:
-            info = verify_checkpoint(path, bars)
-            print(
-                f"{_name(path)}: intact, round {info.head.round}, digest {info.head.digest.hex()}"
-                f"{completeness(path, paths)}"
-            )
+            head = verify_checkpoint(path, bars).head
+            print(f"{_name(path)}: intact, round {head.round}, digest {head.digest.hex()}{completeness(path, paths)}")
     else:
         _list(paths)
     return 0
@@ -105,7 +100,7 @@ def _list(paths: list[Path]) -> None:
 
     for path in paths:
         try:
-            info: CheckpointInfo = verify_checkpoint(path, bars)
+            info = verify_checkpoint(path, bars)
         except CheckpointError as error:
             print(f"{_name(path)}  damaged: {error}")
             continue

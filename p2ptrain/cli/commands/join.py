@@ -44,7 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Describe the swarm, ask for consent, check the machine, and run the peer."""
     from p2ptrain.cli.running import confirm, default_run_dir, run_async, run_configured_peer
     from p2ptrain.cli.terms import check_machine, describe
     from p2ptrain.config import PeerConfig

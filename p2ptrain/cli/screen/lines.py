@@ -80,9 +80,9 @@ def percent(done: float, total: float) -> str:
     return f"{100 * min(1.0, done / total):.0f}%" if total > 0 else ""
 
 
-def counted(number: int, what: str, plural: str = "") -> str:
+def counted(number: int, what: str) -> str:
     """Return ``1 peer`` or ``2 peers``."""
-    return f"{number} {what if number == 1 else plural or what + 's'}"
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 # --- a swarm ----------------------------------------------------------------------------------------------------------
@@ -98,8 +98,9 @@ def reasons(headline: Headline, width: int, most: int = MAX_REASONS) -> list[Tex
     lines = []
     for reason in headline.reasons[:most]:
         wrapped = textwrap.wrap(printable(reason), max(10, width - 2), max_lines=MAX_REASON_LINES, placeholder=" …")
-        for index, text in enumerate(wrapped):
-            lines.append(Text(f"{'  ' if index else '! '}{clipped(text, width - 2)}", "yellow"))
+        lines += [
+            Text(f"{'  ' if at else '! '}{clipped(text, width - 2)}", "yellow") for at, text in enumerate(wrapped)
+        ]
     if len(headline.reasons) > most:
         lines.append(Text(f"  and {len(headline.reasons) - most} more", "yellow"))
     return lines
@@ -192,11 +193,8 @@ def peer_lines(progress: PeerProgress, seconds: float, swarm: str, snapshot: Sna
     lines = [title_line([f"{clipped(record.name, max(8, width // 3))} in {swarm}", human_time(seconds)], width)]
     lines.append(line("now", _doing(progress, width), width))
     if snapshot is not None and len(snapshot.stages) > 1:
-        lines += [
-            _hosted_line(record.peer, each, snapshot, width)
-            for each in record.stages
-            if each.unit < len(snapshot.stages)
-        ]
+        hosted = [each for each in record.stages if each.unit < len(snapshot.stages)]
+        lines += [_hosted_line(record.peer, each, snapshot, width) for each in hosted]
     if record.role in TRAINING_ROLES:
         lines.append(line("learning", [
             f"loss {record.loss:.3f}" if record.loss is not None else "",
@@ -215,7 +213,7 @@ def peer_lines(progress: PeerProgress, seconds: float, swarm: str, snapshot: Sna
         lines += reasons(snapshot.headline, width, most=1)
     if record.note:
         lines.append(line("note", [record.note], width))
-    return [*lines, *job_lines(progress.jobs, width)]
+    return [*lines, *(job_line(job, width) for job in progress.jobs)]
 
 
 def _hosted_line(peer: str, report: StageReport, snapshot: Snapshot, width: int) -> Text:
@@ -273,10 +271,6 @@ def _last_round(report: RoundReport) -> str:
 
 
 # --- long jobs --------------------------------------------------------------------------------------------------------
-
-
-def job_lines(jobs: Sequence[Job], width: int) -> list[Text]:
-    return [job_line(job, width) for job in jobs]
 
 
 def job_line(job: Job, width: int) -> Text:

@@ -11,18 +11,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
-from p2ptrain.cli.screen.table import COLUMNS, human_time, peer_row, present_state, rounds_line
+from rich.text import Text
+
+from p2ptrain.cli.screen.lines import swarm_lines, title_line
+from p2ptrain.cli.screen.screen import Screen
+from p2ptrain.cli.screen.table import COLUMNS, human_time, peer_row, present_state, rounds_line, table_lines
+from p2ptrain.cli.supervise import Child
 from p2ptrain.errors import TemporaryError
-
-if TYPE_CHECKING:
-    from rich.text import Text
-
-    from p2ptrain.cli.screen.screen import Screen
-    from p2ptrain.cli.supervise import Child
-    from p2ptrain.network.link import SwarmLink
-    from p2ptrain.status.views import Snapshot
+from p2ptrain.network.link import SwarmLink
+from p2ptrain.status.views import Snapshot
 
 _REFRESH_SECONDS = 1.0
 _METRICS_TAIL_BYTES = 64 * 1024
@@ -70,11 +69,8 @@ class SwarmScreen:
         self._ended: set[str] = set()
 
     def __enter__(self) -> SwarmScreen:
-        if self._stream.isatty():
-            from p2ptrain.cli.screen.screen import Screen
-
-            if Screen.can_draw(self._stream):
-                self._screen = Screen(self._stream).__enter__()
+        if Screen.can_draw(self._stream):
+            self._screen = Screen(self._stream).__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -137,11 +133,6 @@ class SwarmScreen:
             self.say(f"{self._elapsed()}  {rounds_line(new, snapshot.peers, state)}")
 
     def _draw(self, screen: Screen, snapshot: Snapshot | None, trainers: list[Child]) -> None:
-        from rich.text import Text
-
-        from p2ptrain.cli.screen.lines import swarm_lines, title_line
-        from p2ptrain.cli.screen.table import table_lines
-
         if snapshot is not None:
             self._swarm = [*swarm_lines(snapshot, screen.width), Text()]
         held_out = f"held-out {self._held_out:.2f}" if self._held_out is not None else ""
@@ -173,11 +164,10 @@ class SwarmScreen:
         return shown
 
     def _child_state(self, child: Child, state: str) -> str:
-        if child.exit_code is not None:
-            return (
-                "ended" if child.exit_code == 0 else "killed" if child.exit_code < 0 else f"ended ({child.exit_code})"
-            )
-        return "draining" if self._draining else state
+        code = child.exit_code
+        if code is None:
+            return "draining" if self._draining else state
+        return "ended" if code == 0 else "killed" if code < 0 else f"ended ({code})"
 
 
 def newest_held_out_loss(run_dir: Path, trainers: Iterable[Child]) -> float | None:

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 
 class Looking:
+    """Observes a swarm through ``source``, such as `p2ptrain.node.observe.Observer.look`."""
+
     def __init__(self, source: Callable[[], Awaitable[Look]], signed: SignedManifest, link: SwarmLink) -> None:
-        """Observe a swarm through ``source``, such as `p2ptrain.node.observe.Observer.look`."""
         self._source = source
         self._signed = signed
         self._link = link

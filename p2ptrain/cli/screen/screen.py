@@ -17,17 +17,12 @@ from p2ptrain.cli.screen.table import printable
 
 
 class Screen:
-    """A context manager that draws on a terminal and leaves the last drawing there.
+    """A context manager that draws on a terminal (see `can_draw`), and leaves the last drawing unless it is transient.
 
     It neither hides the cursor nor uses the alternate screen, so a killed process leaves the terminal usable.
     """
 
     def __init__(self, stream: TextIO, is_transient: bool = False) -> None:
-        """
-        Args:
-            stream: A stream for which `can_draw` is True.
-            is_transient: True to clear the last drawing at the end.
-        """
         self._stream = stream
         self._console = _console(stream)
         self._live = Live(

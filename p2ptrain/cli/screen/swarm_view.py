@@ -1,36 +1,83 @@
-"""The output of ``status --watch``: a live view on a terminal, one block of text per change elsewhere."""
+"""The output of ``status``: JSON or text; with ``--watch`` a live view, or a block of text per change in a pipe."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 import sys
-from typing import TYPE_CHECKING
+from typing import NoReturn
 
 from rich.text import Text
 
-from p2ptrain.cli.screen.lines import counted, swarm_lines, title_line
+from p2ptrain.cli.screen.lines import counted, health, reasons, serving_parts, swarm_lines, title_line
 from p2ptrain.cli.screen.looking import Looking
 from p2ptrain.cli.screen.screen import Screen
-from p2ptrain.cli.screen.table import COLUMNS, peer_row, plain_table, table_lines
+from p2ptrain.cli.screen.table import COLUMNS, peer_row, plain_table, printable, risk_lines, stage_lines, table_lines
 from p2ptrain.errors import P2PTrainError
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.status.coverage import state_of, urgency
 from p2ptrain.status.formats import utc
-from p2ptrain.status.views import Snapshot
-
-if TYPE_CHECKING:
-    from p2ptrain.node.observe import Observer
+from p2ptrain.status.serving import serving_view, since_their_start
+from p2ptrain.status.views import Snapshot, plain
 
 WATCH_SECONDS = 2.0
 PLAIN_WIDTH = 120
+ANY_WIDTH = 10_000
+"""Line width without a terminal; wide enough that no line is wrapped."""
 FOOTER = "Ctrl-C ends this"
 _STATE = COLUMNS.index("state")
 
 
-async def watch_swarm(observer: Observer, link: SwarmLink) -> None:
-    """Show a swarm on standard output until cancelled; raise if the directory does not answer the first query."""
-    await observer.peers()
-    looking = Looking(observer.look, observer.peer.signed, link)
+async def show_swarm(link: SwarmLink, *, as_json: bool, watch: bool) -> None:
+    """Show a swarm on standard output; raise if its directory does not answer."""
+    from p2ptrain.node.observe import observing
+
+    async with observing(link) as observer:
+        await observer.peers()
+        looking = Looking(observer.look, observer.peer.signed, link)
+        if watch:
+            await _watch(looking)
+        snapshot = await looking.look()
+        print(json_of(snapshot) if as_json else rendered(snapshot))
+
+
+def json_of(snapshot: Snapshot) -> str:
+    """Return the output of ``status --json``: parts of ``/api/v1/snapshot``, with the peers' addresses."""
+    headline = snapshot.headline
+    values = {
+        "swarm": snapshot.swarm.name,
+        "digest": snapshot.swarm.digest,
+        "health": headline.health,
+        "summary": headline.summary,
+        "reasons": headline.reasons,
+        "stages": snapshot.stages,
+        "missing": snapshot.swarm.missing,
+        "peers": [{**plain(peer.record), "addresses": peer.record.addresses} for peer in snapshot.peers],
+    }
+    return json.dumps(values, indent=2, default=plain)
+
+
+def rendered(snapshot: Snapshot, width: int | None = None) -> str:
+    """Return the output of ``status``; a ``width`` of None takes the terminal's, or no limit without one."""
+    stages, headline, missing = snapshot.stages, snapshot.headline, snapshot.swarm.missing
+    if width is None and sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+    lines = [f"swarm {snapshot.swarm.name}: {counted(len(snapshot.peers), 'peer')}", health(headline).plain]
+    lines += [line.plain for line in reasons(headline, width or ANY_WIDTH, len(headline.reasons))]
+    if len(stages) > 1:
+        lines += [line.plain for line in stage_lines(stages, width)]
+        if not any(stage.risk for stage in stages):  # Risks are among the reasons already.
+            lines += risk_lines(stages, width)
+        lines += [*([printable(missing)] if missing else []), ""]
+    records = [peer.record for peer in snapshot.peers]
+    # A single snapshot has no rates: these are totals and percentiles since each peer's start.
+    if served := serving_parts(serving_view(records, since_their_start(records))):
+        lines.append("serving: " + ", ".join(served))
+    return "\n".join([*lines, plain_table([peer_row(peer, len(stages)) for peer in snapshot.peers], width)])
+
+
+async def _watch(looking: Looking) -> NoReturn:
     if not Screen.can_draw(sys.stdout):
         before = ""
         while True:

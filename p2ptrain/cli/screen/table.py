@@ -5,15 +5,13 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from rich.cells import cell_len, set_cell_size
+from rich.text import Text
 
 from p2ptrain.status.formats import human_bytes, human_count, human_hash
 from p2ptrain.status.stages import TRAINING_ROLES
-
-if TYPE_CHECKING:
-    from rich.text import Text
-
-    from p2ptrain.status.views import Headline, PeerView, RoundView, StageView
+from p2ptrain.status.views import Headline, PeerView, RoundView, StageView
 
 COLUMNS = (
     "peer", "state", "stage", "round", "tokens/s", "loss", "given", "group", "sent", "received", "reached", "digest",
@@ -66,8 +64,6 @@ class Table:
 
         Long names in the first column are truncated. In narrow terminals the result may still be too long.
         """
-        from rich.cells import cell_len
-
         lines = [self.names, *(tuple(map(printable, row)) for row in rows)]
         if width is not None:
             lines = [(clipped(line[0], _MAX_NAME_CHARS), *line[1:]) for line in lines]
@@ -81,8 +77,6 @@ class Table:
 
     def lines(self, rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
         """Return the lines of `fit`, aligned, with two characters between columns."""
-        from rich.cells import cell_len
-
         fitted = self.fit(rows, width)
         widths = [max(map(cell_len, column)) for column in zip(*fitted, strict=True)]
 
@@ -110,8 +104,6 @@ STAGES = Table(
 
 def clipped(text: str, width: int) -> str:
     """Return printable text of at most ``width`` terminal columns, with an ellipsis if truncated."""
-    from rich.cells import cell_len, set_cell_size
-
     text = printable(text)
     return text if cell_len(text) <= width else set_cell_size(text, max(0, width - 1)).rstrip() + "…"[: max(0, width)]
 
@@ -123,8 +115,6 @@ def plain_table(rows: Iterable[Sequence[str]], width: int | None = None) -> str:
 
 def table_lines(rows: Sequence[Sequence[str]], width: int, most: int) -> list[Text]:
     """Return the table for a terminal: a header, a rule, at most ``most`` lines, and the number of omitted rows."""
-    from rich.text import Text
-
     shown = rows if len(rows) <= most else rows[: max(0, most - 1)]
     header, *body = PEERS.lines(shown, width)
     lines = [Text(header, "bold"), Text("─" * min(width, max(map(len, (header, *body)))), "dim"), *map(Text, body)]
@@ -150,35 +140,31 @@ def rounds_line(rounds: Sequence[RoundView], peers: Sequence[PeerView], state: s
     first, last = rounds[0].round + 1, rounds[-1].round + 1
     fewest = min(rounds, key=lambda view: view.contributors / max(view.members, 1))
     seconds = sum(view.seconds for view in rounds) / len(rounds)
-    digests = sorted(
-        {
-            (peer.stages[:1], human_hash(peer.record.digest)[:8])
-            for peer in peers
-            if peer.record.role in TRAINING_ROLES and peer.record.round == last and any(peer.record.digest)
-        }
-    )
+    shown_peers = [
+        peer for peer in peers
+        if peer.record.role in TRAINING_ROLES and peer.record.round == last and any(peer.record.digest)
+    ]  # fmt: skip
+    digests = sorted({(peer.stages[:1], human_hash(peer.record.digest)[:8]) for peer in shown_peers})
     is_cut = any(peer.stages for peer in peers)
     shown = " ".join("".join([*(f"{stage}:" for stage in stages), digest]) for stages, digest in digests)
-    return "  ".join(
-        [
-            f"round {last}" if first == last else f"rounds {first}-{last}",
-            f"{fewest.contributors}/{fewest.members} peers",
-            f"averaged in {seconds:.1f} s",
-            *([state] if state else []),
-            *([f"{'stage digests' if is_cut else 'digest'} {shown}"] if digests else []),
-        ]
-    )
+    parts = [
+        f"round {last}" if first == last else f"rounds {first}-{last}",
+        f"{fewest.contributors}/{fewest.members} peers",
+        f"averaged in {seconds:.1f} s",
+        state,
+        f"{'stage digests' if is_cut else 'digest'} {shown}" if digests else "",
+    ]
+    return "  ".join(filter(None, parts))
 
 
 def present_state(headline: Headline, held_out: float | None) -> str:
     rate = headline.tokens_per_second
-    return "  ".join(
-        [
-            *([f"loss {headline.loss:.3f}"] if headline.loss is not None else []),
-            *([f"held-out {held_out:.2f}"] if held_out is not None else []),
-            *([f"{human_count(rate)} tokens/s"] if rate is not None else []),
-        ]
-    )
+    parts = [
+        f"loss {headline.loss:.3f}" if headline.loss is not None else "",
+        f"held-out {held_out:.2f}" if held_out is not None else "",
+        f"{human_count(rate)} tokens/s" if rate is not None else "",
+    ]
+    return "  ".join(filter(None, parts))
 
 
 def human_time(seconds: float) -> str:
@@ -192,10 +178,8 @@ def _stage_row(stage: StageView) -> tuple[str, ...]:
     """Return the cells of a stage, in the order of `STAGES`; the last one holds remarks."""
     first, end = stage.blocks
     on_the_way = f"+{len(stage.syncing)}" if stage.syncing else ""
-    remarks = [
-        "no host" if not stage.hosts else "one host" if len(stage.hosts) == 1 else "",
-        "bottleneck" if stage.is_bottleneck and stage.hosts else "",
-    ]
+    few = {0: "no host", 1: "one host"}.get(len(stage.hosts), "")
+    remarks = [few, "bottleneck" if stage.is_bottleneck and stage.hosts else ""]
     return (
         str(stage.number),
         f"{first}-{end - 1}" if end - first > 1 else str(first) if end > first else "",

@@ -1,7 +1,13 @@
 """Connections from a private peer to all trainers; other peers open streams to it over these, without a relay.
 
-A relayed connection is closed and redialled while it is idle, at most `MAX_ATTEMPTS` times, so that the daemons retry
-hole punching (`p2ptrain.node.nat.punching`).
+Two private peers meet at a relay. The dialled peer's daemon then tries once to connect directly (DCUtR,
+https://github.com/libp2p/specs/blob/master/relay/DCUtR.md). Both daemons dial at the same moment, and each gateway
+takes the incoming packets for an answer. For this a daemon needs its external address, which it trusts once four other
+peers have observed it. Peers that have just joined try too early, and their daemons do not retry. So an idle relayed
+connection is closed and redialled, at most `MAX_ATTEMPTS` times.
+
+A dialable peer may open a stream to a private peer before the private peer has dialled it. The daemons then use the
+relay, and would keep doing so. Only the private peer can change that; it redials at once.
 """
 
 from __future__ import annotations
@@ -9,7 +15,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from p2ptrain.averaging.grouping.membership import Membership
@@ -20,7 +27,6 @@ from p2ptrain.network.reachability import Scope, scope
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.node.nat.probing import CONTACT_SECONDS
-from p2ptrain.node.nat.punching import HolePunching
 from p2ptrain.tasks import together
 
 logger = logging.getLogger(__name__)
@@ -30,6 +36,55 @@ MAX_KNOWN_ADDRESSES = 64
 KNOWN_FILE = "known_peers.json"
 CONTACT_PAUSE_SECONDS = 20.0
 """Pause before a retry of a peer that did not answer."""
+FIRST_PAUSE_SECONDS = 8.0
+"""Pause before the first redial; each later pause is twice as long."""
+MAX_ATTEMPTS = 4
+_LONGEST_MEMORY_SECONDS = 600.0
+
+
+@dataclass
+class _Attempts:
+    made: int
+    next_at: float
+    seen_at: float
+
+
+class HolePunching:
+    """Redial attempts for relayed peers; of two private peers, the one with the smaller id redials."""
+
+    def __init__(self, own_id: str) -> None:
+        self._own_id = own_id
+        self._attempts: dict[str, _Attempts] = {}
+
+    def due(
+        self, connections: Mapping[str, Collection[str]], now: float, *, dialable: Collection[str] = ()
+    ) -> list[str]:
+        """Return the peers to redial now.
+
+        Args:
+            connections: By peer: the remote multiaddrs of all its connections.
+            now: Seconds on a monotonic clock.
+            dialable: Peers that announce direct reachability.
+        """
+        found = []
+        for peer, addresses in connections.items():
+            is_ours = peer in dialable or self._own_id < peer
+            if not is_ours or not all("/p2p-circuit" in address for address in addresses):
+                self._attempts.pop(peer, None)
+                continue
+            first = now if peer in dialable else now + FIRST_PAUSE_SECONDS
+            attempts = self._attempts.setdefault(peer, _Attempts(0, first, now))
+            attempts.seen_at = now
+            if attempts.made < MAX_ATTEMPTS and now >= attempts.next_at:
+                found.append(peer)
+        attempts_of = self._attempts.items()
+        self._attempts = {peer: one for peer, one in attempts_of if now - one.seen_at < _LONGEST_MEMORY_SECONDS}
+        return found
+
+    def tried(self, peer: str, now: float) -> None:
+        if attempts := self._attempts.get(peer):
+            attempts.made += 1
+            attempts.next_at = now + FIRST_PAUSE_SECONDS * 2**attempts.made
 
 
 class Contacts:
@@ -50,7 +105,7 @@ class Contacts:
         for peer, address in await transport.connections():
             connections.setdefault(peer, []).append(address)
         others = [record for record in self._membership.records() if record.role != "bootstrap"]
-        trainers = {record.peer: addresses for record in others if (addresses := dialable(record.addresses))}
+        trainers = {record.peer: addresses for record in others if (addresses := dialable(record))}
         known = {peer: connections[peer] for peer in trainers if peer in connections}
         direct = {record.peer for record in others if record.reachability == "direct"}
         for peer in self._punching.due(known, now, dialable=direct):
@@ -58,29 +113,23 @@ class Contacts:
                 self._punching.tried(peer, now)
                 await transport.disconnect(peer)
                 del connections[peer]
-        connected = set(connections)
-        wanted = {
-            peer: addresses
-            for peer, addresses in trainers.items()
-            if peer not in connected and now >= self._left_alone.get(peer, 0.0)
-        }
-        chosen = list(wanted)[: max(0, MAX_CONTACTS - len(connected))]
+        wanted = [peer for peer in trainers if peer not in connections and now >= self._left_alone.get(peer, 0.0)]
 
         async def contact(peer: str) -> None:
             try:
-                await transport.connect(wanted[peer], CONTACT_SECONDS)
+                await transport.connect(trainers[peer], CONTACT_SECONDS)
             except P2PTrainError as error:
                 logger.debug("no connection with peer %s: %s", peer[-8:], error)
                 self._left_alone[peer] = now + CONTACT_PAUSE_SECONDS
 
-        await together("contact", map(contact, chosen))
+        await together("contact", map(contact, wanted[: max(0, MAX_CONTACTS - len(connections))]))
         self._left_alone = {peer: until for peer, until in self._left_alone.items() if until > now}
 
 
-def dialable(addresses: Sequence[str]) -> list[str]:
+def dialable(record: PeerRecord) -> list[str]:
     """Return the addresses of another peer's record that this peer may dial: well-formed ones, without loopback."""
     found = []
-    for address in addresses:
+    for address in record.addresses:
         try:
             check_peer_address(address)
         except P2PTrainError:

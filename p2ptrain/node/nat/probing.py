@@ -52,7 +52,7 @@ class ProbeRequest(Message, frozen=True):
 
 
 class ProbeReply(Message, frozen=True):
-    """The asked peer's answer; see `ProbeReport`."""
+    """See `ProbeReport`."""
 
     observed: Annotated[str, Meta(max_length=64)]
     reachable: Annotated[tuple[Port, ...], Meta(max_length=MAX_PROBED_PORTS)]
@@ -64,11 +64,10 @@ class ProbeReply(Message, frozen=True):
 
 
 class ProbeServer:
-    """Tells callers whether this peer can dial them, and whether this peer relays."""
+    """Tells callers whether this peer can dial them, and whether it relays (``is_relay``)."""
 
     def __init__(self, rpc: Rpc, transport: Callable[[], Libp2pTransport]) -> None:
         self.is_relay = False
-        """True if this peer announces itself as a relay."""
         self._transport = transport
         self._asked: Counter[str] = Counter()
         self._window_ends = 0.0
@@ -111,18 +110,15 @@ async def ask_back(rpc: Rpc, transport: Libp2pTransport, addresses: Sequence[str
     ports = tcp_ports(await transport.addresses())
     reports: list[ProbeReport] = []
     async with Tasks() as tasks:
-        asking = {
-            tasks.call(_ask_one(rpc, transport, by_peer[peer], ports), f"probe-{peer[-8:]}")
-            for peer in list(by_peer)[:NUM_ASKED]
-        }
+        asked = list(by_peer.items())[:NUM_ASKED]
+        asking = [tasks.call(_ask_one(rpc, transport, at, ports), f"probe-{peer[-8:]}") for peer, at in asked]
         for attempt in asyncio.as_completed(asking):
             try:
                 reports.append(await attempt)
             except (PeerError, DeadlineError, ValueError) as error:
                 logger.debug("a peer cannot say how it sees this one: %s", error)
                 continue
-            last = reports[-1]
-            if last.reachable and scope(as_multiaddr(last.observed)) is Scope.PUBLIC:
+            if reports[-1].reachable and scope(as_multiaddr(reports[-1].observed)) is Scope.PUBLIC:
                 break
     return reports
 

@@ -9,8 +9,7 @@
       | none, no relay ──────▶ outbound only: search for a relay with backoff
 
 `p2ptrain.node.nat.probing` asks the peers, `p2ptrain.node.nat.relaying` tests relays. A private peer also connects to
-all trainers (`p2ptrain.node.nat.contacts`). Two private peers meet at a relay, and their daemons then try hole punching
-(`p2ptrain.node.nat.punching`).
+all trainers, if possible by hole punching (`p2ptrain.node.nat.contacts`).
 """
 
 from __future__ import annotations
@@ -89,12 +88,7 @@ class _Search:
 
 
 class Reach:
-    """Determines and maintains this peer's reachability.
-
-    Args:
-        settings: The daemon's settings; they may decide the reachability without probes (see `asks`).
-        move: Restarts the daemon with other settings.
-    """
+    """Determines and maintains this peer's reachability; ``move`` restarts the daemon with other settings."""
 
     def __init__(
         self,
@@ -124,7 +118,11 @@ class Reach:
     @property
     def is_outbound_only(self) -> bool:
         """True if other peers reach this peer only over connections that it opened."""
-        return self._verdict in ("relay", "unknown") and self.standing.reachability == "unknown"
+        return self._is_private and self.standing.reachability == "unknown"
+
+    @property
+    def _is_private(self) -> bool:
+        return self._verdict in ("relay", "unknown")
 
     @property
     def asks(self) -> bool:
@@ -149,14 +147,9 @@ class Reach:
 
     async def refresh(self) -> bool:
         """Update `standing`; return True if it changed, or if the daemon was restarted meanwhile."""
-        transport = self._transport()
-        addresses = await transport.addresses()
-        reachability: Reachability
-        if self._verdict is None:
-            reachability, note = await transport.reachability(), ""
-        elif self._verdict == "direct":
-            reachability, note = "direct", ""
-        else:
+        transport, note = self._transport(), ""
+        addresses, reachability = await transport.addresses(), self._verdict or await transport.reachability()
+        if self._is_private:
             relays = await self._live_relays()
             addresses = [a for a in addresses if "/p2p-circuit" not in a or _relay_of(a) in relays]
             reachability, note = ("relay", "") if relays else ("unknown", OUTBOUND_NOTE)
@@ -173,8 +166,7 @@ class Reach:
         """
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            is_private = self._verdict in ("relay", "unknown")
-            fails_to_relay = self._settings.relay and not self._probes.is_relay
+            is_private, fails_to_relay = self._is_private, self._settings.relay and not self._probes.is_relay
             if not is_private and not fails_to_relay:
                 continue
             try:
@@ -192,7 +184,6 @@ class Reach:
                 return
 
     async def _restart(self, **changes: Any) -> None:
-        """Restart the daemon with changed settings."""
         await self._move(self._transport().settings.changed(**changes))
         self._was_restarted = True
 
@@ -201,8 +192,7 @@ class Reach:
     async def _be_direct(self, report: ProbeReport, reason: str) -> None:
         self._verdict = "direct"
         logger.info("reachable directly: %s", reason)
-        transport = self._transport()
-        own = await transport.addresses()
+        own = await self._transport().addresses()
         if scope(as_multiaddr(report.observed)) is not Scope.PUBLIC or report.observed in map(host_of, own):
             return
         # The gateway forwards the port; the daemon does not know its external address.
@@ -214,10 +204,10 @@ class Reach:
 
     async def _be_private(self, reports: Sequence[ProbeReport], reason: str) -> None:
         """Restart as a private peer with up to `MAX_RELAYS` relays: configured ones, then reporting relays."""
-        transport = self._transport()
         routes = {check_peer_address(address): address for address in self._settings.trusted_relays}
-        for remote, address in await transport.connections():
-            if host_of(address) and any(report.peer == remote and report.is_relay for report in reports):
+        reporting = {report.peer for report in reports if report.is_relay}
+        for remote, address in await self._transport().connections():
+            if host_of(address) and remote in reporting:
                 routes.setdefault(remote, f"{address}/p2p/{remote}")
         if not routes:
             if self._verdict is None:
@@ -240,13 +230,13 @@ class Reach:
     async def _live_relays(self) -> set[str]:
         """Return the tested relays at which this peer has a reservation, as far as its daemon knows."""
         transport = self._transport()
-        connected = set(await transport.connected_peers())
-        reserved = await transport.reserved_relays()
+        connected, reserved = await transport.connected_peers(), await transport.reserved_relays()
         return {
             peer
-            for peer, address in ((check_peer_address(address), address) for address in self._proven)
+            for address in self._proven
             # The daemon does not list reservations at relays without a public address.
-            if peer in connected and (peer in reserved or scope(address) is not Scope.PUBLIC)
+            if (peer := check_peer_address(address)) in connected
+            and (peer in reserved or scope(address) is not Scope.PUBLIC)
         }
 
     async def _prove(self, relays: Sequence[str]) -> tuple[str, ...]:
@@ -255,12 +245,11 @@ class Reach:
         async with carrier(self._runtime, self._rpc.swarm) as stranger:
             self._carrier = stranger.peer_id
             for relay in relays:
-                reason = ""
                 try:
                     await self._transport().connect([relay], CONTACT_SECONDS)
+                    reason = await stranger.why_not(relay, self._rpc.peer_id)
                 except PeerError as error:
                     reason = str(error)
-                reason = reason or await stranger.why_not(relay, self._rpc.peer_id)
                 if reason:
                     logger.warning("relay %s is not used: %s", check_peer_address(relay)[-8:], reason)
                 else:
@@ -300,7 +289,7 @@ class Reach:
                 logger.warning("lost the last relay: looking for another")
         if now < max(search.next_at, search.lost_since + LOST_SECONDS):
             return
-        addresses = [address for record in self._membership.records() for address in dialable(record.addresses)]
+        addresses = [address for record in self._membership.records() for address in dialable(record)]
         known = list(dict.fromkeys([*self._settings.bootstrap, *addresses]))
         self._runtime.random.shuffle(known)
         reports = await ask_back(self._rpc, self._transport(), known)

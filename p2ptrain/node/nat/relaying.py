@@ -41,20 +41,6 @@ RETRY_ATTEMPTS = 2
 """Limit of self-tests of each later retry: the running daemon, then a restarted one."""
 
 
-@asynccontextmanager
-async def _stranger(runtime: Runtime, swarm: bytes, **settings: Any) -> AsyncIterator[tuple[Libp2pTransport, Rpc]]:
-    """Start an additional daemon with an ephemeral key, for the block."""
-    with await asyncio.to_thread(Identity.ephemeral) as identity:
-        bare = {"listen": (), "direct": "off"}
-        transport = await Libp2pTransport.start(identity, Libp2pSettings(**{**bare, **settings}))
-        try:
-            rpc = Rpc(transport, runtime, swarm)
-            yield transport, rpc
-            await rpc.close()
-        finally:
-            await transport.close()
-
-
 def serve_carry(rpc: Rpc, is_carrier: Callable[[str], bool]) -> None:
     """Serve `CARRY`: echo the bytes that a carrier sends through a relay."""
 
@@ -74,8 +60,8 @@ class Carrier:
 
     def __init__(self, transport: Libp2pTransport, rpc: Rpc) -> None:
         self.peer_id = transport.peer_id
-        self._transport = transport
-        self._rpc = rpc
+        self.transport = transport
+        self.rpc = rpc
 
     async def why_not(self, relay: str, peer: str) -> str:
         """Return why the relay does not carry `CARRIED_BYTES` to ``peer`` and back; empty if it does."""
@@ -86,7 +72,7 @@ class Carrier:
         except (P2PTrainError, TimeoutError) as error:
             return str(error) or f"not done within {PROOF_SECONDS:g} s"
         finally:
-            await self._transport.disconnect(peer)
+            await self.transport.disconnect(peer)
 
     async def _carry(self, relay: str, peer: str) -> None:
         """Echo `CARRIED_BYTES` over a relayed stream; retry until there is one. The caller sets a deadline.
@@ -96,28 +82,35 @@ class Carrier:
         """
         while True:
             try:
-                await self._transport.connect([f"{relay}/p2p-circuit/p2p/{peer}"], CONTACT_SECONDS)
+                await self.transport.connect([f"{relay}/p2p-circuit/p2p/{peer}"], CONTACT_SECONDS)
             except PeerError:  # The peer has no reservation there yet.
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
-            async with self._rpc.open(peer, CARRY, Nothing(), CONTACT_SECONDS) as channel:
+            async with self.rpc.open(peer, CARRY, Nothing(), CONTACT_SECONDS) as channel:
                 if await self._is_relayed(peer):
                     await channel.send_bytes(bytes(CARRIED_BYTES))
                     await channel.receive_bytes(CARRIED_BYTES, PROOF_SECONDS)
                     return
-            await self._transport.disconnect(peer)
+            await self.transport.disconnect(peer)
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _is_relayed(self, peer: str) -> bool:
-        ways = [address for remote, address in await self._transport.connections() if remote == peer]
+        ways = [address for remote, address in await self.transport.connections() if remote == peer]
         return bool(ways) and all("/p2p-circuit" in address for address in ways)
 
 
 @asynccontextmanager
-async def carrier(runtime: Runtime, swarm: bytes) -> AsyncIterator[Carrier]:
-    """Yield a `Carrier`, closed at the end of the block."""
-    async with _stranger(runtime, swarm, find_peers=False) as (transport, rpc):
-        yield Carrier(transport, rpc)
+async def carrier(runtime: Runtime, swarm: bytes, **settings: Any) -> AsyncIterator[Carrier]:
+    """Yield a `Carrier` with a key and a daemon of its own, closed at the end of the block."""
+    bare = {"listen": (), "direct": "off", "find_peers": False}
+    with await asyncio.to_thread(Identity.ephemeral) as identity:
+        transport = await Libp2pTransport.start(identity, Libp2pSettings(**{**bare, **settings}))
+        try:
+            rpc = Rpc(transport, runtime, swarm)
+            yield Carrier(transport, rpc)
+            await rpc.close()
+        finally:
+            await transport.close()
 
 
 async def why_no_relay(transport: Libp2pTransport, runtime: Runtime, swarm: bytes) -> str:
@@ -130,12 +123,13 @@ async def why_no_relay(transport: Libp2pTransport, runtime: Runtime, swarm: byte
         "announce": (f"{near}/p2p-circuit",),
         "trusted_relays": (near,),
         "force_reachability": "private",
+        "find_peers": True,
     }
-    async with carrier(runtime, swarm) as stranger, _stranger(runtime, swarm, **private) as (target, rpc):
-        serve_carry(rpc, lambda peer: peer == stranger.peer_id)
-        await rpc.start()
+    async with carrier(runtime, swarm) as stranger, carrier(runtime, swarm, **private) as target:
+        serve_carry(target.rpc, lambda peer: peer == stranger.peer_id)
+        await target.rpc.start()
         try:
-            await target.connect([near], CONTACT_SECONDS)
+            await target.transport.connect([near], CONTACT_SECONDS)
         except PeerError as error:
             return str(error)
         return await stranger.why_not(near, target.peer_id)
@@ -143,11 +137,9 @@ async def why_no_relay(transport: Libp2pTransport, runtime: Runtime, swarm: byte
 
 async def _address_here(transport: Libp2pTransport) -> str:
     """Return the address at which this machine dials the daemon; announced addresses may not lead back to it."""
-    fixed = [
-        address for address in transport.settings.listen if tcp_ports([address]) and not address.endswith("/tcp/0")
-    ]
-    here = [address.replace("/0.0.0.0/", "/127.0.0.1/").replace("/ip6/::/", "/ip6/::1/") for address in fixed]
-    if here:
-        return f"{here[0]}/p2p/{transport.peer_id}"
+    for address in transport.settings.listen:
+        if tcp_ports([address]) and not address.endswith("/tcp/0"):
+            here = address.replace("/0.0.0.0/", "/127.0.0.1/").replace("/ip6/::/", "/ip6/::1/")
+            return f"{here}/p2p/{transport.peer_id}"
     told = [address for address in await transport.addresses() if tcp_ports([address])]
     return max(told, key=scope, default="")  # loopback, if it listens there

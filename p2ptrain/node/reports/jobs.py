@@ -54,7 +54,7 @@ class _Running:
 
 
 class JobBook:
-    """The long-running jobs of one peer; implements `p2ptrain.progress.Progress`. Logs their start and end."""
+    """The long-running jobs of one peer, whose start and end it logs; a thread-safe `p2ptrain.progress.Progress`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -63,7 +63,6 @@ class JobBook:
 
     @contextmanager
     def __call__(self, name: str, unit: str = "bytes") -> Iterator[Advance]:
-        """See `Progress.__call__`; thread-safe."""
         job = _Running(name, unit)
         with self._lock:
             self._running.append(job)

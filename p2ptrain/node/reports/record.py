@@ -38,7 +38,6 @@ class OwnRecord:
         self._started_at = runtime.now()
 
     def describe(self) -> PeerRecord:
-        """Return the record at this moment."""
         network, standing = self._network, self._network.reach.standing
         record = PeerRecord(
             peer=self._peer,

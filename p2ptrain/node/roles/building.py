@@ -4,42 +4,37 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import TYPE_CHECKING
+
+import torch
 
 from p2ptrain.config import PeerConfig
 from p2ptrain.node.peer import Peer
 from p2ptrain.node.roles.materials import build_whole_model, last_round, load_text
 from p2ptrain.node.roles.training import start_training
-
-if TYPE_CHECKING:
-    import torch
-
-    from p2ptrain.training.bridge import Bridge
-    from p2ptrain.training.loop import Trainer, TrainingProgress
-    from p2ptrain.training.optimizer import SwarmOptimizer
-    from p2ptrain.training.state.shared_state import SharedState
-    from p2ptrain.training.sync.synchronizer import Synchronizer
+from p2ptrain.training.bridge import Bridge
+from p2ptrain.training.checkpoints import SavePolicy
+from p2ptrain.training.learning_rate import WrappedOptimizer, manifest_schedule
+from p2ptrain.training.loop import Trainer, TrainingProgress
+from p2ptrain.training.metrics import MetricsWriter
+from p2ptrain.training.optimizer import SwarmOptimizer
+from p2ptrain.training.state.initial_state import initial_state
+from p2ptrain.training.state.shared_state import SharedState
 
 
 async def build_trainer(peer: Peer, config: PeerConfig, bridge: Bridge) -> Trainer:
     """Return a trainer with its model and data, restored from the newest checkpoint and up to date with the swarm."""
-    from p2ptrain.training.checkpoints import SavePolicy
-    from p2ptrain.training.learning_rate import WrappedOptimizer, manifest_schedule
-    from p2ptrain.training.loop import Trainer
-    from p2ptrain.training.metrics import MetricsWriter
-    from p2ptrain.training.optimizer import SwarmOptimizer
-
     loop, manifest, spec = asyncio.get_running_loop(), peer.manifest, peer.manifest.training
     corpus = await asyncio.to_thread(load_text, peer, config)
     module = await asyncio.to_thread(build_whole_model, peer, config)
     inner, state = await peer.runtime.compute(_make_state, peer, module)
 
-    def wrap(synchronizer: Synchronizer) -> SwarmOptimizer:
-        wrapped = WrappedOptimizer(inner, manifest_schedule(spec), spec.clip_norm)
-        return SwarmOptimizer(module, wrapped, synchronizer, bridge, spec, spec.local_batch * manifest.model.context)
-
+    wrapped = WrappedOptimizer(inner, manifest_schedule(spec), spec.clip_norm)
+    tokens = spec.local_batch * manifest.model.context
     policy = SavePolicy(config.checkpoints.every_rounds, 0, config.checkpoints.keep_last)
-    optimizer, saver = await start_training(peer, state, wrap, config.run_dir / "checkpoints", policy)
+    optimizer, saver = await start_training(
+        peer, state, lambda synchronizer: SwarmOptimizer(module, wrapped, synchronizer, bridge, spec, tokens),
+        config.run_dir / "checkpoints", policy,
+    )  # fmt: skip
     synchronizer = optimizer.synchronizer
     synchronizer.last_round = last_round(peer, config, synchronizer.head.round)
     assert saver is not None
@@ -51,11 +46,10 @@ async def build_trainer(peer: Peer, config: PeerConfig, bridge: Bridge) -> Train
             peer.set_state("paused" if paused else "training")
         peer.presence.changed()
 
-    def publish_from_thread(progress: TrainingProgress) -> None:
-        loop.call_soon_threadsafe(publish, progress)
-
     metrics = MetricsWriter(config.run_dir / "metrics.jsonl")
-    trainer = Trainer(optimizer, saver, manifest, corpus, metrics, publish_from_thread)
+    trainer = Trainer(
+        optimizer, saver, manifest, corpus, metrics, lambda progress: loop.call_soon_threadsafe(publish, progress)
+    )
     progress = trainer.progress
     peer.record.parts.append(
         lambda record: replace(
@@ -67,10 +61,6 @@ async def build_trainer(peer: Peer, config: PeerConfig, bridge: Bridge) -> Train
 
 
 def _make_state(peer: Peer, module: torch.nn.Module) -> tuple[torch.optim.Optimizer, SharedState]:
-    import torch
-
-    from p2ptrain.training.state.initial_state import initial_state
-
     spec = peer.manifest.training
     optimizer = torch.optim.AdamW(
         module.parameters(), lr=spec.learning_rate, betas=(0.9, 0.95), weight_decay=spec.weight_decay

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from p2ptrain.config import PeerConfig
 from p2ptrain.errors import ResourceError
+from p2ptrain.models import build_model, check_reads_text, estimate_memory_bytes, whole
+from p2ptrain.models.pretrained import local_data, weights_folder
 from p2ptrain.node.peer import Peer
-
-if TYPE_CHECKING:
-    import torch
-
-    from p2ptrain.pipeline.plan import PipelinePlan
-    from p2ptrain.pipeline.stage.worker import StageWorker
-    from p2ptrain.training.data.corpus import Corpus
+from p2ptrain.pipeline.plan import PipelinePlan
+from p2ptrain.pipeline.stage.compute import StageCompute
+from p2ptrain.pipeline.stage.device import Device
+from p2ptrain.pipeline.stage.worker import StageWorker
+from p2ptrain.training.data.corpus import Corpus, load_corpus
 
 
 def choose_device(config: PeerConfig) -> torch.device:
     """Return the config's device, and set the number of threads; raise `ResourceError` if the device is missing."""
-    import torch
-
     if config.resources.threads:
         torch.set_num_threads(config.resources.threads)
     wanted = config.resources.device
@@ -35,10 +35,6 @@ def choose_device(config: PeerConfig) -> torch.device:
 
 def load_text(peer: Peer, config: PeerConfig) -> Corpus:
     """Return the manifest's text; raise `UsageError` if the model does not learn from text."""
-    from p2ptrain.models import check_reads_text
-    from p2ptrain.models.pretrained import local_data
-    from p2ptrain.training.data.corpus import load_corpus
-
     model = peer.manifest.model
     check_reads_text(model)
     data, cache = local_data(peer.manifest, config.weights), config.run_dir.parent / "data"
@@ -47,9 +43,6 @@ def load_text(peer: Peer, config: PeerConfig) -> Corpus:
 
 def build_whole_model(peer: Peer, config: PeerConfig) -> torch.nn.Module:
     """Return the manifest's model on the config's device; raise `ResourceError` if it exceeds the memory limit."""
-    from p2ptrain.models import build_model, estimate_memory_bytes, whole
-    from p2ptrain.models.pretrained import weights_folder
-
     device, model = choose_device(config), peer.manifest.model
     needed, allowed = estimate_memory_bytes(model, peer.manifest.training), config.resources.max_memory
     if allowed and needed > allowed:
@@ -62,10 +55,6 @@ def build_whole_model(peer: Peer, config: PeerConfig) -> torch.nn.Module:
 
 async def build_worker(peer: Peer, config: PeerConfig, plan: PipelinePlan, stage: int) -> StageWorker:
     """Return the worker of a stage, whose module is on the config's device."""
-    from p2ptrain.models.pretrained import weights_folder
-    from p2ptrain.pipeline.stage.compute import StageCompute
-    from p2ptrain.pipeline.stage.device import Device
-    from p2ptrain.pipeline.stage.worker import StageWorker
 
     def build() -> Any:
         weights = weights_folder(peer.manifest.model, plan.spans[stage], config.weights, peer.jobs)

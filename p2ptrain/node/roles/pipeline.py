@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
+import torch
+
 from p2ptrain.config import PeerConfig
 from p2ptrain.node.draining import RESCUE, Drain, unless_stopped, until_over
 from p2ptrain.node.peer import Peer
@@ -31,8 +33,6 @@ async def take_part(peer: Peer, config: PeerConfig, signals: StopSignals) -> Non
     loop = asyncio.get_running_loop()
     started = loop.time()
     if config.resources.threads:
-        import torch
-
         torch.set_num_threads(config.resources.threads)
     plan = PipelinePlan(peer.manifest)
     await asyncio.to_thread(lambda: plan.needs)  # The search for adapters in the model is slow.

@@ -20,7 +20,6 @@ from p2ptrain.training.learning_rate import WrappedOptimizer, by_round
 from p2ptrain.training.optimizer import SwarmOptimizer
 from p2ptrain.training.optimizer_checks import check_optimizer
 from p2ptrain.training.state.initial_state import initial_state
-from p2ptrain.training.sync.synchronizer import Synchronizer
 
 logger = logging.getLogger(__name__)
 
@@ -47,18 +46,15 @@ def share_optimizer(
         logger.warning("%s", oddity)
     wrapped = WrappedOptimizer(inner, by_round(schedule, spec.steps_per_round) if schedule else None, clip_norm)
     state = initial_state(model, wrapped, manifest, peer.swarm)
-    bridge = Bridge(running.thread.loop)
-
-    def wrap(synchronizer: Synchronizer) -> SwarmOptimizer:
-        return SwarmOptimizer(model, wrapped, synchronizer, bridge, spec, tokens)
-
-    directory = run_dir / "checkpoints" if run_dir is not None else None
-    shared, saver = running.thread.call(start_training(peer, state, wrap, directory, saving))
+    bridge = _bridge(running)
+    starting = start_training(
+        peer, state, lambda synchronizer: SwarmOptimizer(model, wrapped, synchronizer, bridge, spec, tokens),
+        run_dir / "checkpoints" if run_dir is not None else None, saving,
+    )  # fmt: skip
+    shared, saver = running.thread.call(starting)
     shared.samples_per_step = samples
     if saver is not None:
         shared.register_step_post_hook(lambda *_: saver.save_if_due())
-    # Without its daemon, this peer would believe that it is the last survivor, and train alone.
-    _cancel_without_network(running, bridge)
     peer.record.parts.append(
         lambda record: replace(
             record, loss=shared.loss, tokens_per_second=shared.tokens_per_second, round_tokens=shared.tokens_in_round
@@ -69,7 +65,7 @@ def share_optimizer(
 
 def share_model(running: PeerThread) -> PipelineModule:
     """Return the swarm's model on the hosts of its stages; see `Swarm.pipeline`."""
-    peer, bridge = running.peer, Bridge(running.thread.loop)
+    peer, bridge = running.peer, _bridge(running)
     plan = PipelinePlan(peer.manifest)
 
     async def start() -> PipelineModule:
@@ -78,13 +74,12 @@ def share_model(running: PeerThread) -> PipelineModule:
         return PipelineModule(sender, plan, bridge)
 
     module = running.thread.call(start())
-    _cancel_without_network(running, bridge)
     peer.record.parts.append(lambda record: replace(record, loss=module.loss))
     return module
 
 
-def _cancel_without_network(running: PeerThread, bridge: Bridge) -> None:
-    def watch() -> None:
-        running.peer.network.lost.add_done_callback(lambda lost: bridge.cancel(lost.result()))
-
-    running.thread.loop.call_soon_threadsafe(watch)
+def _bridge(running: PeerThread) -> Bridge:
+    """Return a bridge that ends with the network: without it, a peer would believe to be the last, and train alone."""
+    bridge, lost = Bridge(running.thread.loop), running.peer.network.lost
+    running.thread.loop.call_soon_threadsafe(lost.add_done_callback, lambda lost: bridge.cancel(lost.result()))
+    return bridge

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from p2ptrain.config import PeerConfig
 from p2ptrain.errors import CheckpointError, ResourceError
 from p2ptrain.node.peer import Peer
 from p2ptrain.pipeline.checkpoints.saving import TIED_FOLDER, Save, stage_folder
+from p2ptrain.pipeline.stage.hosted_stage import HostedStage
 from p2ptrain.tasks import Tasks
-
-if TYPE_CHECKING:
-    from p2ptrain.pipeline.stage.hosted_stage import HostedStage
-    from p2ptrain.training.sync.synchronizer import RoundResult
+from p2ptrain.training.checkpoints.files import load_newest_valid, save_checkpoint
+from p2ptrain.training.checkpoints.saving import restore_shared
+from p2ptrain.training.metrics import MetricsWriter
+from p2ptrain.training.sync.synchronizer import RoundResult
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +44,6 @@ async def save_and_tell(
 
 def _save(config: PeerConfig, hosted: HostedStage) -> tuple[list[Save], dict[int, ResourceError | CheckpointError]]:
     """Return the new saves, without unchanged units, and by unit the errors; errors do not stop training."""
-    from p2ptrain.training.checkpoints.files import save_checkpoint
-
     saves: list[Save] = []
     failed: dict[int, ResourceError | CheckpointError] = {}
     for unit in hosted.units:
@@ -69,9 +67,6 @@ def _save(config: PeerConfig, hosted: HostedStage) -> tuple[list[Save], dict[int
 
 def restore_stage(config: PeerConfig, hosted: HostedStage) -> list[Save]:
     """Restore each unit's newest checkpoint, if there is one; return the restored saves."""
-    from p2ptrain.training.checkpoints.files import load_newest_valid
-    from p2ptrain.training.checkpoints.saving import restore_shared
-
     saves = []
     for unit in hosted.units:
         number = unit.unit.number
@@ -86,14 +81,12 @@ def restore_stage(config: PeerConfig, hosted: HostedStage) -> list[Save]:
 
 
 class RoundKeeper:
-    """A host's work after each round: log, save, publish.
+    """A host's work after each round: log, save, publish; a `StageObserver`.
 
     The caller owns the saves in progress (``saves``), since they may outlive a stage.
     """
 
     def __init__(self, peer: Peer, config: PeerConfig, saves: Tasks) -> None:
-        from p2ptrain.training.metrics import MetricsWriter
-
         self._peer = peer
         self._config = config
         self._metrics = MetricsWriter(config.run_dir / "metrics.jsonl")
@@ -101,7 +94,6 @@ class RoundKeeper:
         self._saving: asyncio.Task[None] | None = None
 
     def round_ended(self, hosted: HostedStage, result: RoundResult) -> None:
-        """See `StageObserver.round_ended`."""
         head = hosted.units[0].synchronizer.head
         if result.committed:
             logger.info(

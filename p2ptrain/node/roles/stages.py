@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from p2ptrain.config import PeerConfig
 from p2ptrain.errors import IncompatibleError
 from p2ptrain.node.peer import Peer
 from p2ptrain.node.roles.materials import build_worker, last_round
 from p2ptrain.node.roles.stage_saving import RoundKeeper, restore_stage
 from p2ptrain.node.roles.training import find_the_others, step_in
+from p2ptrain.pipeline.stage.hosted_stage import HostedStage
+from p2ptrain.pipeline.stage.units import HostingOptions
 from p2ptrain.pipeline.view import PipelineView
 from p2ptrain.tasks import Tasks, together
-
-if TYPE_CHECKING:
-    from p2ptrain.pipeline.stage.hosted_stage import HostedStage
 
 WRITING_SECONDS = 10.0
 """Timeout of a checkpoint that is being written when the peer closes."""
@@ -33,9 +30,6 @@ class Stages:
 
     async def take_on(self, number: int) -> HostedStage:
         """Return a stage with its state, from other hosts or from this machine's last checkpoint."""
-        from p2ptrain.pipeline.stage.hosted_stage import HostedStage
-        from p2ptrain.pipeline.stage.units import HostingOptions
-
         peer, config, view = self._peer, self._config, self._view
         worker = await build_worker(peer, config, view.plan, number)
         options = HostingOptions(peer.options.upload_bandwidth, peer.jobs, owner=peer)
@@ -56,18 +50,15 @@ class Stages:
         return hosted
 
     async def step_in(self, hosted: HostedStage) -> None:
-        """Join the stage's rounds and accept microbatches, and announce it to the other peers."""
         hosted.participate()
         await together("step-in", (step_in(self._peer.presence, unit.synchronizer) for unit in hosted.units))
 
     async def give_up(self, hosted: HostedStage) -> None:
-        """Close a stage that this peer does not host after all, and remove it from the record."""
         held = self._peer.held
         held.stages = [other for other in held.stages if other is not hosted]
         self._peer.presence.changed()
         await hosted.close()
 
     def moved(self, hosted: HostedStage) -> None:
-        """Publish the stage that this peer has moved to."""
         self._peer.held.stages = [hosted]
         self._peer.presence.changed()

@@ -11,13 +11,12 @@ from p2ptrain.node.draining import end_training, unless_stopped, until_over
 from p2ptrain.node.peer import Peer
 from p2ptrain.node.process import StopSignals
 from p2ptrain.node.reports.summary import write_summary
+from p2ptrain.node.roles.building import build_trainer
+from p2ptrain.training.bridge import Bridge
 
 
 async def train(peer: Peer, config: PeerConfig, signals: StopSignals) -> None:
     """Train until stopped, until the last round, or for ``stop_after.minutes``; then drain."""
-    from p2ptrain.node.roles.building import build_trainer
-    from p2ptrain.training.bridge import Bridge
-
     loop = asyncio.get_running_loop()
     started = loop.time()
     bridge = Bridge(loop)

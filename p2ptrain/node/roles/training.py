@@ -6,21 +6,19 @@ import asyncio
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.grouping.membership import ACTIVE_STATES, Membership
 from p2ptrain.errors import IncompatibleError
 from p2ptrain.node.peer import Peer
 from p2ptrain.node.presence import Presence
+from p2ptrain.training.checkpoints import SavePolicy
+from p2ptrain.training.checkpoints.files import load_newest_valid
+from p2ptrain.training.checkpoints.saving import Saver, restore_shared
+from p2ptrain.training.optimizer import SwarmOptimizer
+from p2ptrain.training.state.shared_state import SharedState
 from p2ptrain.training.sync.replica import Contribution
 from p2ptrain.training.sync.state_server import check_agreement
 from p2ptrain.training.sync.synchronizer import Synchronizer
-
-if TYPE_CHECKING:
-    from p2ptrain.training.checkpoints import SavePolicy
-    from p2ptrain.training.checkpoints.saving import Saver
-    from p2ptrain.training.optimizer import SwarmOptimizer
-    from p2ptrain.training.state.shared_state import SharedState
 
 logger = logging.getLogger(__name__)
 
@@ -49,17 +47,13 @@ async def start_training(
         CheckpointError: There are checkpoints, and none is intact.
         IncompatibleError: The other peers train a model of another shape, or use another step rule.
     """
-    from p2ptrain.training.checkpoints.files import load_newest_valid
-    from p2ptrain.training.checkpoints.saving import Saver, restore_shared
-
-    compute, saver = peer.runtime.compute, None
+    compute = peer.runtime.compute
     checkpoint = await compute(load_newest_valid, directory, peer.swarm, peer.jobs) if directory is not None else None
     if checkpoint is not None:
         await compute(restore_shared, state, checkpoint)
     synchronizer = peer.held.train(state)
     optimizer = await compute(wrap, synchronizer)
-    if directory is not None:
-        saver = Saver(directory, policy, optimizer, peer.swarm)
+    saver = Saver(directory, policy, optimizer, peer.swarm) if directory is not None else None
     if saver is not None and checkpoint is not None:
         await compute(saver.restore, checkpoint)
         logger.info("restored round %d from %s", checkpoint.head.round, checkpoint.path)

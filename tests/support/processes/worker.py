@@ -371,7 +371,7 @@ def main() -> int:
                     directory=options.directory,
                 )  # fmt: skip
             stack.enter_context(swarm)
-            orders.loop = swarm._thread.loop
+            orders.loop = swarm._running.thread.loop
             daemon = swarm._peer.network.transport.daemon.process_id
             if options.serves:
                 report_serving(swarm, options.serves)

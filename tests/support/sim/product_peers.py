@@ -23,12 +23,13 @@ from p2ptrain.node.options import PeerOptions, Starters, peer_options
 from p2ptrain.node.peer import Peer
 from p2ptrain.node.process import StopSignals
 from p2ptrain.node.reports.summary import SUMMARY_FILE, Summary, read_summary
+from p2ptrain.node.roles import materials
+from p2ptrain.node.roles import trainer as trainer_role
 from p2ptrain.node.roles.held import HeldState
 from p2ptrain.node.run import serve_and_close
 from p2ptrain.pipeline.checkpoints.saving import stage_folder
-from p2ptrain.pipeline.stage import device
 from p2ptrain.pipeline.stage.device import Device
-from p2ptrain.training import bridge, optimizer
+from p2ptrain.training import optimizer
 from p2ptrain.training.checkpoints.files import load_newest_valid
 from p2ptrain.training.loop import Trainer
 from p2ptrain.training.sync.synchronizer import Synchronizer
@@ -227,8 +228,8 @@ def use_virtual_time(monkeypatch: pytest.MonkeyPatch, swarm: ProductSwarm) -> No
     # Threads run only while the loop stands still, so what they schedule needs no wake-up.
     loop.call_soon_threadsafe = loop.call_soon  # type: ignore[method-assign]
     monkeypatch.setattr(optimizer, "time", SimpleNamespace(monotonic=loop.time))
-    monkeypatch.setattr(bridge, "Bridge", LockstepBridge)
-    monkeypatch.setattr(device, "Device", _slow_device)
+    monkeypatch.setattr(trainer_role, "Bridge", LockstepBridge)
+    monkeypatch.setattr(materials, "Device", _slow_device)
     monkeypatch.setattr(HeldState, "_warm_up", lambda held: None)  # It starts a thread; torch gives the same bits.
     step = Trainer._train_step
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.cli.commands.status import json_of, rendered
 from p2ptrain.cli.local_swarm import to_text
 from p2ptrain.cli.screen.lines import peer_lines, swarm_lines
+from p2ptrain.cli.screen.swarm_view import json_of, rendered
 from p2ptrain.cli.screen.table import COLUMNS, peer_row, risk_lines, rounds_line, stage_lines
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.node.reports.summary import Summary, combine

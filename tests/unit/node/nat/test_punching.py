@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from p2ptrain.node.nat.punching import FIRST_PAUSE_SECONDS, MAX_ATTEMPTS, HolePunching
+from p2ptrain.node.nat.contacts import FIRST_PAUSE_SECONDS, MAX_ATTEMPTS, HolePunching
 
 RELAYED = "/ip4/45.10.0.1/tcp/31337/p2p/QmRelay/p2p-circuit"
 DIRECT = "/ip4/45.10.0.7/tcp/4001"
