@@ -136,8 +136,7 @@ class AttemptRunner:
         certificate = await self._recovery.recover(attempt, seconds, result.silent)
         blamed = {blame.peer for blame in result.blamed}
         for peer in sorted(attempt.fell_silent.keys() - result.silent - blamed):
-            self._matchmaker.leaders.lost(peer)
-            self._membership.suspect(peer, attempt.fell_silent[peer])
+            self._matchmaker.leaders.lost(peer, attempt.fell_silent[peer])
         if certificate is None:
             if not result.is_proven:  # Blame for late checks counts only if recovery failed, too.
                 self._blame(result)

@@ -16,8 +16,8 @@ from collections.abc import Callable, Collection
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping import messages
 from p2ptrain.averaging.grouping.cells import Key
-from p2ptrain.averaging.grouping.leaders import Leaders, RoundPosition, is_ahead, probe, probe_seconds
-from p2ptrain.averaging.grouping.membership import Absentees, Membership, rank
+from p2ptrain.averaging.grouping.leaders import Leaders, is_ahead, probe, probe_seconds
+from p2ptrain.averaging.grouping.membership import Absentees, rank
 from p2ptrain.averaging.grouping.pending_group import PendingGroup, decide
 from p2ptrain.averaging.protocol.certificate import Head, Ticket
 from p2ptrain.averaging.timing.deadlines import LEAST_QUIET_SECONDS, QUIET_GRACES, KeepaliveStatus, send_keepalives
@@ -56,22 +56,16 @@ class Coordinator:
     """
 
     def __init__(
-        self,
-        context: PeerContext,
-        membership: Membership,
-        leaders: Leaders,
-        position: RoundPosition,
-        goal: Goal,
-        on_misled: Callable[[str, str], None],
+        self, context: PeerContext, leaders: Leaders, goal: Goal, on_misled: Callable[[str, str], None]
     ) -> None:
         """``on_misled`` is called with a peer of a pending group, and the convicted leader that it follows."""
         self._context = context
         self._spec = context.spec
-        self._membership = membership
+        self._membership = leaders.membership
         self._leaders = leaders
-        self._position = position
+        self._position = leaders.position
         self._goal = goal
-        self._cells = position.cells
+        self._cells = leaders.position.cells
         self._on_misled = on_misled
         self.absentees = Absentees()
         self._pace: dict[str, float] = {}
@@ -377,8 +371,7 @@ class Coordinator:
             self.absentees.answered(peer, key, asked)
             return
         except (PeerError, DeadlineError) as error:
-            self._membership.suspect(peer, str(error))
-            self._leaders.lost(peer)
+            self._leaders.lost(peer, str(error))
             self.absentees.silent(peer, asked, loop.time(), seconds)
             return
         finally:

@@ -82,12 +82,12 @@ class Matchmaker:
         self.cells = Cells(context.spec.group_size)
         self.position = RoundPosition(head, context.rpc.peer_id, self.cells)
         self._last_leader: tuple[Key, str] | None = None
-        self.leaders = Leaders(context.rpc.peer_id, membership, self.cells)
-        self._coordinator = Coordinator(context, membership, self.leaders, self.position, goal, on_misled)
+        self.leaders = Leaders(self.position, membership)
+        self._coordinator = Coordinator(context, self.leaders, goal, on_misled)
         self._tasks = Tasks()
         self._asking: tuple[str, asyncio.Task[messages.Answer]] | None = None
-        self.standby = Standby(context, membership, self.leaders, self._coordinator, self.position)
-        self.pacing = Pacing(context, self.leaders, self.position, goal.steps)
+        self.standby = Standby(context, self.leaders, self._coordinator)
+        self.pacing = Pacing(context, self.leaders, goal.steps)
         context.rpc.serve(messages.PROBE, messages.Probe, self._serve_probe)
 
     def abandon(self, leader: str) -> None:
@@ -95,10 +95,13 @@ class Matchmaker:
         if self._asking is not None and self._asking[0] == leader:
             self._asking[1].cancel()
 
-    def participate(self, trains: bool) -> None:
-        """Set whether this peer trains; if so, it reports its steps, and waits for itself as a leader."""
+    def participate(self, trains: bool, is_behind: Callable[[], bool] = lambda: False) -> None:
+        """Set whether this peer trains; if so, it reports its steps (see `Pacing.start`), and may wait for itself."""
         self.position.participates = trains
-        (self.pacing.start if trains else self.pacing.stop)()
+        if trains:
+            self.pacing.start(is_behind)
+        else:
+            self.pacing.stop()
 
     @property
     def last_leader(self) -> str:
@@ -159,17 +162,17 @@ class Matchmaker:
         The group's leader has probed them, but the next round's leader has not, and would wait for dead ones.
         """
         absent = set(self._membership.expected()).difference(members) if key.level == 0 else set()
-        for peer in self._in_cell(key, sorted(absent))[:MAX_GREETED]:
-            self._tasks.start(self._ask_absentee(peer, key), "absentee")
 
-    async def _ask_absentee(self, peer: str, key: Key) -> None:
-        try:
-            await probe(self._context.rpc, peer, key, silence_seconds(self._spec.grace_seconds))
-        except PeerRefusedError:
-            return
-        except (PeerError, DeadlineError) as error:
-            self._membership.suspect(peer, str(error))
-            self.leaders.lost(peer)
+        async def ask(peer: str) -> None:
+            try:
+                await probe(self._context.rpc, peer, key, silence_seconds(self._spec.grace_seconds))
+            except PeerRefusedError:
+                return
+            except (PeerError, DeadlineError) as error:
+                self.leaders.lost(peer, str(error))
+
+        for peer in self._in_cell(key, sorted(absent))[:MAX_GREETED]:
+            self._tasks.start(ask(peer), "absentee")
 
     async def _greet(self, peer: str, key: Key) -> None:
         try:

@@ -103,8 +103,7 @@ class Membership:
 
     def suspect(self, peer: str, reason: str) -> None:
         """Record that a peer did not answer; rounds do not wait for it until it shows signs of life."""
-        known = self._known.get(peer)
-        if known is None:
+        if (known := self._known.get(peer)) is None:
             return
         known.failures += 1
         pause = min(FIRST_SUSPICION_SECONDS * 2 ** min(known.failures - 1, 16), LONGEST_SUSPICION_SECONDS)
@@ -115,8 +114,7 @@ class Membership:
 
     def heard_from(self, peer: str) -> None:
         """Record that a peer acted (a ticket, a report): suspicion ends at once."""
-        known = self._known.get(peer)
-        if known is not None:
+        if (known := self._known.get(peer)) is not None:
             known.failures = 0
             known.suspect_until = 0.0
             known.suspect_sequence = -1
@@ -125,8 +123,7 @@ class Membership:
 
     def answered(self, peer: str) -> None:
         """Record that a peer answered: suspicion ends, but rounds that it missed still count."""
-        known = self._known.get(peer)
-        if known is not None:
+        if (known := self._known.get(peer)) is not None:
             known.suspect_until, known.suspect_sequence = 0.0, -1
 
     def broke_with(self, peer: str, reason: str, leader: str = "") -> None:
@@ -137,8 +134,7 @@ class Membership:
                 the peer is at fault for certain.
         """
         self.suspect(peer, reason)
-        known = self._known.get(peer)
-        if known is not None:
+        if (known := self._known.get(peer)) is not None:
             known.breaks += 1
             known.broke_under.add(leader or f"itself {known.breaks}")
             if len(known.broke_under) >= BREAKS_BEFORE_AVOIDING:
@@ -147,8 +143,7 @@ class Membership:
 
     def finished_with(self, peer: str) -> None:
         """Record that a round with a peer was completed."""
-        known = self._known.get(peer)
-        if known is not None:
+        if (known := self._known.get(peer)) is not None:
             known.breaks = 0
             known.broke_under.clear()
             known.avoid_until = 0.0
@@ -171,8 +166,7 @@ class Membership:
 
     def mistrust(self, peer: str, *, stalled: bool = False) -> None:
         """Record that a peer lacked the state that it announced; with ``stalled``, also doubt it."""
-        known = self._known.get(peer)
-        if known is not None:
+        if (known := self._known.get(peer)) is not None:
             pause = min(FIRST_MISTRUST_SECONDS * 2 ** min(known.broken_promises, 16), LONGEST_MISTRUST_SECONDS)
             known.broken_promises += 1
             known.is_doubted |= stalled
@@ -180,15 +174,13 @@ class Membership:
 
     def kept_promise(self, peer: str) -> None:
         """Record that a peer had the state that it announced."""
-        known = self._known.get(peer)
-        if known is not None:
+        if (known := self._known.get(peer)) is not None:
             known.broken_promises = 0
             known.is_doubted = False
 
     def vouch(self, peer: str) -> None:
         """End the doubt: the peer showed the state that it announces. The backoff of `mistrust` keeps growing."""
-        known = self._known.get(peer)
-        if known is not None:
+        if (known := self._known.get(peer)) is not None:
             known.is_doubted = False
 
     def is_doubted(self, peer: str) -> bool:
@@ -208,8 +200,7 @@ class Membership:
 
     def missed_round(self, peer: str) -> None:
         """Record that a peer answered but did not join in time: rounds do not wait for it until it acts."""
-        known = self._known.get(peer)
-        if known is not None:
+        if (known := self._known.get(peer)) is not None:
             known.rounds_missed += 1
             known.reason = "answers, but did not join the last round"
 

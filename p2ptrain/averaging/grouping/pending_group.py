@@ -16,7 +16,7 @@ from p2ptrain.averaging.grouping.cells import Cells, Key
 from p2ptrain.averaging.grouping.membership import rank
 from p2ptrain.averaging.grouping.messages import Answer, Formed, Refused
 from p2ptrain.averaging.protocol.certificate import Head, Roster, Ticket
-from p2ptrain.averaging.timing.goal import MAX_REPORTS, BatchProgress, GlobalBatch, LocalSteps, StepProgress
+from p2ptrain.averaging.timing.goal import BatchProgress, GlobalBatch, LocalSteps, StepProgress
 from p2ptrain.manifest import AveragingSpec
 
 
@@ -210,14 +210,14 @@ class PendingGroup:
 
     def report_steps(self, peer: str, report: StepProgress) -> None:
         """Record a peer's local steps."""
-        self.steps.report(peer, report, MAX_REPORTS)
+        self.steps.report(peer, report)
         self.last_activity = report.heard_at
         self.stir()
 
     @property
     def reporters(self) -> set[str]:
         """The peers that reported progress."""
-        return {*self.batch.peers, *self.steps.peers}
+        return {*self.batch.reports, *self.steps.reports}
 
     def stir(self) -> None:
         """Wake all tasks that wait for a change."""
