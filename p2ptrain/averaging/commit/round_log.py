@@ -24,6 +24,8 @@ from p2ptrain.averaging.protocol.certificate_chain import (
     fetch_certificates,
 )
 from p2ptrain.averaging.vector.chunks import chunk_values
+from p2ptrain.averaging.verification.commitments import Slice
+from p2ptrain.averaging.verification.opening import Rules
 from p2ptrain.codecs import Codec, Decoder, codec_at
 from p2ptrain.errors import DeadlineError, PeerRefusedError, ProtocolError
 from p2ptrain.network.chunks.fetch import FetchOptions, FetchReport, fetch
@@ -92,6 +94,11 @@ class RoundLog:
     def num_values(self, round_: int) -> int:
         """Return the length of a round's vectors."""
         return self._parts[round_ % len(self._parts)][1]
+
+    def rules_of(self, share: Slice) -> Rules:
+        """Return the rules of the round and the level of a share."""
+        codec = codec_at(self.codec_of(share.round), share.level)
+        return Rules(self._context.swarm, self._context.spec, codec, self.num_values(share.round))
 
     # --- own results
 
