@@ -103,14 +103,11 @@ class Source:
     def check(
         self, low: int, spans: Sequence[Span], shown: bytes | bytearray | memoryview, part: Buffer, codec: Codec
     ) -> None:
-        """Compare a delegate's part with the chunks that the delegate showed.
+        """Compare a delegate's encoded part, from value ``low`` on, with the chunks that the delegate showed.
 
         Args:
-            low: The part's first value in the vector.
             spans: Ranges of the vector to compare; no codec block lies across two of them.
             shown: The reply of `Origin.show` for ``spans``.
-            part: The encoded part.
-            codec: Codec of the part.
 
         Raises:
             IntegrityError: The part does not come from this result, or the proof is missing or invalid.
@@ -164,12 +161,9 @@ class Origin:
         """Return the encoded chunks behind ``spans`` of the vector, with proofs, for `Source.check`."""
         shown = []
         for chunk in [chunk for span in spans for chunk in self._source.chunks(*span)]:
+            if chunk.share not in self._trees:
+                self._trees[chunk.share] = self._source.tree(chunk.share, self._means[chunk.share])
             begin, end = self._source.span_in_mean(chunk)
             data = bytes(memoryview(self._means[chunk.share])[begin:end])
-            shown.append((data, self._tree(chunk.share).proof(chunk.number)))
+            shown.append((data, self._trees[chunk.share].proof(chunk.number)))
         return to_bytes(ShownChunks(tuple(shown)))
-
-    def _tree(self, share: int) -> SumTree:
-        if share not in self._trees:
-            self._trees[share] = self._source.tree(share, self._means[share])
-        return self._trees[share]

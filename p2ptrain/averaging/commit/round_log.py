@@ -59,7 +59,6 @@ class Result:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the encoded means."""
         return sum(len(mean) for mean in self.means)
 
 
@@ -129,15 +128,12 @@ class RoundLog:
             self._certificates.popitem(last=False)
         if (attempt := self._attempt_of(body.body_hash)) is not None:
             attempt.means = []
+        num_bytes = sum(result.num_bytes for result in self._results.values())
         max_bytes = min(FOLLOWED_BYTES, self._max_bytes) if is_followed else 0
-        while len(self._results) > 1 and (
-            self._num_bytes() > self._max_bytes
-            or (len(self._results) > self._max_rounds and self._num_bytes() > max_bytes)
+        while len(self._results) > 1 and num_bytes > (
+            max_bytes if len(self._results) > self._max_rounds else self._max_bytes
         ):
-            self._results.popitem(last=False)
-
-    def _num_bytes(self) -> int:
-        return sum(result.num_bytes for result in self._results.values())
+            num_bytes -= self._results.popitem(last=False)[1].num_bytes
 
     def clear(self) -> None:
         """Drop all results and certificates, because this peer moved to another lineage."""
@@ -242,7 +238,6 @@ class RoundLog:
         """Fetch the missing chunks of a result; raises as `p2ptrain.network.chunks.fetch.fetch`.
 
         Args:
-            chunks: Filled as chunks arrive.
             sources: Peers to ask, by preference, at most `MAX_SOURCES`; unused with a plan.
             plan: By source: the chunks to request from it, without retry; None or empty if any source may send any.
         """

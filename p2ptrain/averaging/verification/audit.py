@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.commit.attempt import Attempt
 from p2ptrain.averaging.vector.chunks import NODE, PartCheck, SumTree, chunk_values, leaf_hash
@@ -45,9 +44,6 @@ from p2ptrain.errors import IntegrityError
 from p2ptrain.network.schema import from_bytes, to_bytes
 from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
-
-if TYPE_CHECKING:
-    pass
 
 OVERHEAD_BYTES = 4096  # bound on the signature, names and framing of one contributor in an answer
 

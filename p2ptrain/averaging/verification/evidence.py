@@ -83,11 +83,7 @@ class EvidenceStore:
     """
 
     def __init__(
-        self,
-        context: PeerContext,
-        rules_of: RulesOf,
-        membership: Membership,
-        on_conviction: Callable[[str, str], None],
+        self, context: PeerContext, rules_of: RulesOf, membership: Membership, on_conviction: Callable[[str, str], None]
     ) -> None:
         """``on_conviction`` is called once for each convicted peer, with its fault."""
         self._context = context
@@ -121,11 +117,7 @@ class EvidenceStore:
 
     def add_soon(self, evidence: bytes) -> None:
         """Run `add` in the background."""
-
-        async def add() -> None:
-            await self.add(evidence)
-
-        self._start(add())
+        self._start(self.add(evidence))
 
     def show(self, to: str, accused: str) -> None:
         """Offer a peer the evidence against another one, if there is any."""
@@ -150,7 +142,7 @@ class EvidenceStore:
                 self._ask_again_at[peer] = now + ASK_AGAIN_SECONDS
                 self._start(self._fetch_all(peer))
 
-    def _start(self, work: Awaitable[None]) -> None:
+    def _start(self, work: Awaitable[object]) -> None:
         async def run() -> None:
             try:
                 await work
