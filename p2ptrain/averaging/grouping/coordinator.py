@@ -206,8 +206,9 @@ class Coordinator:
         loop, group = asyncio.get_running_loop(), self._group_of_worker(peer, report.head)
         if group is None:
             return messages.BatchAdvice(closing=True)
-        group.report(peer, BatchProgress(report.samples, report.batch_samples, report.batch_seconds, loop.time()))
-        deadline = loop.time() + REPORT_WAIT_SECONDS
+        now = loop.time()
+        group.report(peer, BatchProgress(report.samples, report.batch_samples, report.batch_seconds, now))
+        deadline = now + REPORT_WAIT_SECONDS
         while not (group.closing or group.batch.is_full or group.over):
             if group.batch.should_begin(peer, self._expected(group), loop.time()):
                 return messages.BatchAdvice(closing=False)
@@ -252,7 +253,6 @@ class Coordinator:
         return messages.Ahead(is_ahead=False)
 
     def _group_of(self, peer: str, head: Head) -> PendingGroup:
-        """Return the pending group in which a peer averages after its head."""
         return self.group(head, self._cells.key_of(head, peer))
 
     def _group_of_worker(self, peer: str, head: Head) -> PendingGroup | None:
@@ -276,7 +276,7 @@ class Coordinator:
 
     def _expected(self, group: PendingGroup) -> list[str]:
         """Return the slots that a group waits for."""
-        active = {*group.reporters, *self._leaders.probers(group.key)}
+        active = {*group.batch.reports, *group.steps.reports, *self._leaders.probers(group.key)}
         peers = {*self._membership.expected(), *(peer for peer in active if not self._membership.is_suspect(peer))}
         peers.discard(self._context.rpc.peer_id)
         if self._position.participates and self._position.is_of(group.key):

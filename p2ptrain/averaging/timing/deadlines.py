@@ -193,7 +193,6 @@ async def receive_answer(
 
     Args:
         schema: The tagged base of the answers and of their keepalive.
-        max_bytes: A longer answer is a `ProtocolError`.
         on_quiet: Called whenever keepalives time out; None to fail then.
 
     Raises:
