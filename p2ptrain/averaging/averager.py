@@ -287,7 +287,6 @@ class Averager:
             raise
 
     def _seconds_above(self, body: Body) -> float:
-        """Return the timeout for the levels above a result."""
         spec, levels = self._spec, body.levels - 1 - body.level
         return levels * (spec.matchmaking_seconds + spec.round_seconds + (1 + body.levels) * spec.grace_seconds)
 

@@ -68,7 +68,6 @@ class AttemptRunner:
         context.rpc.serve_channel(ALLREDUCE, Request, self._serve, max_request_bytes=MAX_REQUEST_BYTES)
 
     async def close(self) -> None:
-        """Close all sessions and background tasks."""
         await self.evidence.close()
         running = list(self._sessions.values())
         await self._lingering.close()

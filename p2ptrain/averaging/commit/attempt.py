@@ -78,7 +78,6 @@ def decode_means(spec: AveragingSpec, codec: Codec, body: Body, means: Sequence[
 
 
 def mean_codec_of(spec: AveragingSpec, codec: Codec, body: Body) -> Decoder:
-    """Return the decoder of a result's means; see `mean_codec`."""
     return mean_codec(spec, codec_at(codec, body.level), body.bounds[-1], len(body.members), len(body.contributors))
 
 
@@ -190,16 +189,13 @@ class Attempt:
         self.hashes = [EMPTY_HASH] * len(self.means)
 
     def size(self, index: int) -> int:
-        """Return the number of values in a member's share."""
         return self.bounds[index + 1] - self.bounds[index]
 
     @property
     def chunk(self) -> int:
-        """Number of values in a chunk."""
         return chunk_values(self.codec)
 
     def num_chunks(self, index: int) -> int:
-        """Return the number of chunks of a member's share."""
         return num_chunks(self.size(index), self.chunk)
 
     def span(self, index: int, chunk: int) -> tuple[int, int]:
@@ -208,11 +204,9 @@ class Attempt:
 
     @property
     def lists_parts(self) -> bool:
-        """True if means are lists of their parts."""
         return lists_parts(self.spec, self.codec, self.bounds[-1], len(self.roster.tickets))
 
     def part_of(self, codec: Codec, index: int) -> Codec:
-        """Return a codec of whole vectors for a member's share."""
         return codec.part(self.bounds[index], self.bounds[index + 1])
 
     def mean_codec_of(self, index: int) -> Decoder:

@@ -80,7 +80,6 @@ class Source:
         return found
 
     def size(self, share: int) -> int:
-        """Return the number of values in a share."""
         return self.body.bounds[share + 1] - self.body.bounds[share]
 
     def span_in_mean(self, chunk: _Chunk) -> Span:
@@ -97,7 +96,6 @@ class Source:
         return total
 
     def tree(self, share: int, mean: Buffer) -> SumTree:
-        """Return the tree over the chunks of a share's mean."""
         return mean_tree(self._codecs[share], mean, self.size(share), self._chunk)
 
     def check(

@@ -38,8 +38,6 @@ MAX_HASH_BYTES = 8 << 20
 
 
 class ChunkHashes(Message, frozen=True):
-    """The hashes of a result's chunks, in order."""
-
     hashes: Annotated[tuple[Hash, ...], Meta(max_length=MAX_CHUNKS)]
 
 
@@ -188,7 +186,6 @@ class ResultChunks:
 
 
 def _spans(share: int, codec: Decoder, num_values: int, leaf_values: int) -> list[_Span]:
-    """Return the chunks of one share's mean."""
     if not num_values:
         return []
     if isinstance(codec, PartList):

@@ -70,6 +70,7 @@ class RoundLog:
 
     Attributes:
         attempts: The last attempts by group, whose results other members may recover or fetch.
+        shared: Complete or arriving results that `share` serves, by body hash.
     """
 
     def __init__(self, context: PeerContext, parts: Sequence[tuple[Codec, int]], max_bytes: int) -> None:
@@ -81,7 +82,7 @@ class RoundLog:
         self.attempts: OrderedDict[bytes, Attempt] = OrderedDict()
         self._results: OrderedDict[bytes, Result] = OrderedDict()
         self._certificates: OrderedDict[bytes, Certificate] = OrderedDict()
-        self._shared: OrderedDict[bytes, ResultChunks] = OrderedDict()
+        self.shared: OrderedDict[bytes, ResultChunks] = OrderedDict()
         self._changed = asyncio.Event()
         context.rpc.serve(CHAIN, AskChain, self._serve_chain)
         ChunkServer(context.rpc, RESULT, self._find, RESULT_RATION)
@@ -91,11 +92,9 @@ class RoundLog:
         return self._parts[round_ % len(self._parts)][0]
 
     def num_values(self, round_: int) -> int:
-        """Return the length of a round's vectors."""
         return self._parts[round_ % len(self._parts)][1]
 
     def rules_of(self, share: Slice) -> Rules:
-        """Return the rules of the round and the level of a share."""
         codec = codec_at(self.codec_of(share.round), share.level)
         return Rules(self._context.swarm, self._context.spec, codec, self.num_values(share.round))
 
@@ -108,7 +107,6 @@ class RoundLog:
             self.attempts.popitem(last=False)
 
     def _attempt_of(self, body_hash: bytes) -> Attempt | None:
-        """Return the complete attempt with this body hash; None if unknown."""
         for attempt in self.attempts.values():
             if attempt.body is not None and attempt.body.body_hash == body_hash:
                 return attempt
@@ -164,20 +162,16 @@ class RoundLog:
 
     def share(self, chunks: ResultChunks) -> None:
         """Serve a complete or arriving result; at most the last `MAX_SHARED`."""
-        self._shared[chunks.body.body_hash] = chunks
-        while len(self._shared) > MAX_SHARED:
-            self._shared.popitem(last=False)
+        self.shared[chunks.body.body_hash] = chunks
+        while len(self.shared) > MAX_SHARED:
+            self.shared.popitem(last=False)
         self._wake()
-
-    def shared(self, body_hash: bytes) -> ResultChunks | None:
-        """Return the shared result with this body hash; None if there is none."""
-        return self._shared.get(body_hash)
 
     def unshare(self, chunks: ResultChunks) -> None:
         """Stop serving a result that stays incomplete."""
         chunks.give_up()
-        if self._shared.get(chunks.body.body_hash) is chunks:
-            del self._shared[chunks.body.body_hash]
+        if self.shared.get(chunks.body.body_hash) is chunks:
+            del self.shared[chunks.body.body_hash]
 
     async def _find(self, request: Open) -> ResultChunks:
         """Return a result that is here; for a waiting receiver, wait up to `KNOWN_WAIT_SECONDS` for it."""
@@ -190,7 +184,7 @@ class RoundLog:
         raise PeerRefusedError(self._context.rpc.peer_id, "this result is not kept here")
 
     def _find_now(self, body_hash: bytes) -> ResultChunks | None:
-        if (shared := self._shared.get(body_hash)) is not None:
+        if (shared := self.shared.get(body_hash)) is not None:
             return shared
         own = self._context.rpc.peer_id
         for result in self._results.values():
@@ -275,12 +269,10 @@ class RoundLog:
             raise ProtocolError(peer, f"offers a result that is cut within blocks: {error}") from error
 
     def num_bytes_of(self, peer: str, body: Body) -> int:
-        """Return the size of the encoded means."""
         shares = zip(self.codecs_of(peer, body), pairwise(body.bounds), strict=True)
         return sum(codec.encoded_bytes(high - low) for codec, (low, high) in shares)
 
     def source_of(self, peer: str, body: Body) -> Source:
-        """Return the `Source` of a result, for tracing."""
         return Source(body, self.codecs_of(peer, body), self._leaf_values(body))
 
     def chunks_of(self, peer: str, body: Body, means: Means | None = None) -> ResultChunks:

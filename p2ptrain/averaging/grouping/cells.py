@@ -1,9 +1,7 @@
 """The cell of the tree in which a peer averages, as all holders of one head compute it: pure functions.
 
-A swarm that fits in one group has one cell. A larger one averages in a **tree with delegates**. On level 0 a hash of
-its id draws each peer's cell for the round. One delegate of each cell takes the cell's weighted mean to a group of
-delegates, up to the last group, whose result all peers replay. The mean is exact, however uneven the cells are, if one
-delegate of each cell succeeds.
+A swarm that fits in one group has one cell. A larger one averages in a **tree with delegates**: one delegate of each
+cell takes the cell's weighted mean to a group of delegates, up to the last group, whose result all peers replay.
 
 A cell depends on the peer's id and on the head's lineage, round and number of peers, not on the peers that one knows.
 Lineages are unpredictable: no peer can choose an id that meets a victim in a later round.
@@ -55,7 +53,6 @@ class Cells:
         return len(_num_cells(present, self._group_size))
 
     def num_cells(self, key: Key) -> int:
-        """Return the number of cells on the key's level."""
         return _num_cells(key.present, self._group_size)[key.level]
 
     def key_of(self, round_: Head | Ticket | Key, peer: str, level: int = 0) -> Key:

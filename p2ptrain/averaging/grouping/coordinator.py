@@ -48,12 +48,7 @@ CONVICTED = "there is evidence that you falsified a mean"
 
 
 class Coordinator:
-    """Leads groups when it is this peer's turn.
-
-    Attributes:
-        absentees: The answers of absent peers.
-        closed: True once this peer leads no group any more.
-    """
+    """Leads groups when it is this peer's turn."""
 
     def __init__(
         self, context: PeerContext, leaders: Leaders, goal: Goal, on_misled: Callable[[str, str], None]

@@ -1,8 +1,8 @@
 """The round in progress as this peer sees it: its head, and the peers that may lead its group.
 
 Peers lead in the order of `rank`, which changes with each round. A leader that failed goes to the end: its followers
-saw the group break, and all skip it in the next attempt. Without this, a malicious or unreachable leader would block
-its round for ever. A peer that was not in the group is redirected by the leader that took over.
+saw the group break, and all skip it in the next attempt. A peer that was not in the group is redirected by the leader
+that took over.
 
 Views of failures differ, so two peers may each follow the other, or both claim to lead. Between two peers that sent
 each other tickets, rank decides (`p2ptrain.averaging.grouping.coordinator.Coordinator.follow`). Between two that both
@@ -136,7 +136,6 @@ class Leaders:
         return seen if known == key else _Seen()
 
     def failed(self, key: Key, leader: str) -> None:
-        """Record that a leader's group failed."""
         self._count(self._remember(key).failures, leader)
 
     def redirect_loop(self, key: Key, leader: str) -> None:
@@ -195,7 +194,6 @@ class Leaders:
             seen.probers.discard(peer)
 
     def probers(self, key: Key) -> set[str]:
-        """Return the peers that are in this round by their own account."""
         return self._seen_of(key).probers
 
     def order(self, key: Key, peer: str) -> tuple[int, bytes]:

@@ -60,13 +60,7 @@ class NoGroupError(TemporaryError):
 
 
 class Matchmaker:
-    """Finds groups for this peer; its `Coordinator` leads groups.
-
-    Attributes:
-        position: This peer's head and place in matchmaking; `set_head` updates it.
-        leaders: Candidates for the leader.
-        last_leader: Leader of the group found last; empty before the first.
-    """
+    """Finds groups for this peer; its `Coordinator` leads groups."""
 
     def __init__(
         self,
@@ -105,6 +99,7 @@ class Matchmaker:
 
     @property
     def last_leader(self) -> str:
+        """Leader of the group found last; empty before the first."""
         return self._last_leader[1] if self._last_leader is not None else ""
 
     def set_head(self, head: Head) -> None:
@@ -120,7 +115,6 @@ class Matchmaker:
         return [peer for peer in peers if self.cells.includes(key, peer)]
 
     async def close(self) -> None:
-        """Stop leading; followers turn to the next candidate."""
         await self.pacing.close()
         await self._tasks.close()
         await self._coordinator.close()

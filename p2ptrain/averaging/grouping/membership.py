@@ -6,11 +6,11 @@ a backoff has passed, which doubles with each failure. Failures ban no peer, and
 
 Three judgements outlast a peer's own signs of life:
 
-* A *convicted* peer falsified a mean (`p2ptrain.averaging.verification.evidence`), and never joins this peer's groups.
-* An *avoided* peer broke rounds repeatedly (`Membership.broke_with`), and stays out for a while. Otherwise two peers
-  that reach all others but not each other would break every round.
+* A *convicted* peer falsified a mean, and never joins this peer's groups.
+* An *avoided* peer broke rounds repeatedly, and stays out for a while. Otherwise two peers that reach all others but
+  not each other would break every round.
 * A *mistrusted* peer lacked the state that it announced, and is not followed for a while. If it also stalled this peer,
-  it is *doubted* until it has answered a question on which no round depends (`Membership.vouch`).
+  it is *doubted* until it has answered a question on which no round depends.
 """
 
 from __future__ import annotations
@@ -92,7 +92,6 @@ class Membership:
         self._known.pop(peer, None)
 
     def forget_expired(self) -> None:
-        """Drop peers with expired records."""
         now = self._runtime.now()
         self._known = {peer: known for peer, known in self._known.items() if known.expires_at > now}
 
@@ -142,7 +141,6 @@ class Membership:
                 known.avoid_until = self._runtime.now() + min(doubled, LONGEST_AVOIDANCE_SECONDS)
 
     def finished_with(self, peer: str) -> None:
-        """Record that a round with a peer was completed."""
         if (known := self._known.get(peer)) is not None:
             known.breaks = 0
             known.broke_under.clear()
@@ -153,7 +151,6 @@ class Membership:
         self._convicted.add(peer)
 
     def is_convicted(self, peer: str) -> bool:
-        """True if a peer is excluded for good."""
         return peer in self._convicted
 
     def avoided(self) -> list[str]:
@@ -173,7 +170,6 @@ class Membership:
             known.mistrust_until = self._runtime.now() + pause
 
     def kept_promise(self, peer: str) -> None:
-        """Record that a peer had the state that it announced."""
         if (known := self._known.get(peer)) is not None:
             known.broken_promises = 0
             known.is_doubted = False
@@ -294,7 +290,6 @@ class Absentees:
             self._silences[peer] = asked + SILENCE_SECONDS
 
     def heard_from(self, peer: str) -> None:
-        """Record that a peer is not silent any more."""
         self._silences.pop(peer, None)
 
 

@@ -188,19 +188,16 @@ class PendingGroup:
         return "" if member is None or member.ticket.peer == peer or self.over else member.ticket.peer
 
     def dismiss(self, peer: str, reason: str) -> None:
-        """Refuse a member's ticket."""
         member = self.members.get(self.slot_of(peer))
         if member is not None and member.ticket.peer == peer and not member.answer.done():
             member.answer.set_result(Refused(reason))
             self.remove(peer, member.answer)
 
     def has(self, peer: str) -> bool:
-        """True if this peer sent a ticket."""
         member = self.members.get(self.slot_of(peer))
         return member is not None and member.ticket.peer == peer
 
     def report(self, peer: str, report: BatchProgress) -> None:
-        """Record a peer's progress towards the global batch."""
         self.batch.report(peer, report)
         self.last_activity = report.reported_at
         self.stir()
@@ -217,7 +214,6 @@ class PendingGroup:
         self._stirred = asyncio.Event()
 
     async def wait_for_change(self, timeout_seconds: float) -> None:
-        """Wait for a change, at most this long."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_seconds):
                 await self._stirred.wait()

@@ -1,14 +1,11 @@
 """Reports to the round's leader: this peer's progress goes out, and advice when the round closes comes back.
 
-A *trainer* decides how much it computes (`Pacing`). With a global batch, it reports after each local batch, and waits
-while another one would be surplus. With local steps (``every = H``), a background task reports every few seconds, and
-the leader answers in how many seconds the round closes (`p2ptrain.averaging.timing.goal`). The training thread does not
-wait for it, but asks `Pacing.is_due` after each step. A peer without advice, because it is alone or no leader answers,
-computes its own H steps.
+A *trainer* decides how much it computes (`Pacing`; the leader's side is `p2ptrain.averaging.timing.goal`). With local
+steps, a background task reports every few seconds. The training thread does not wait for it, but asks `Pacing.is_due`
+after each step. A peer without advice, because it is alone or no leader answers, computes its own H steps.
 
-A *host* of a stage computes for other peers (`Standby`). It must know whether a microbatch belongs to the round in
-progress or to the next. The leader grants samples, so that all hosts together admit the global batch and no more. A
-host without samples in a round steps aside, and fetches the result.
+A *host* of a stage computes for other peers (`Standby`). The leader grants samples, so that all hosts together admit
+the global batch and no more. A host without samples in a round steps aside, and fetches the result.
 """
 
 from __future__ import annotations

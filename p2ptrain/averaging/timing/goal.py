@@ -1,15 +1,12 @@
 """The goal of a round and the peers' progress towards it, from which its leader predicts the end of the round.
 
 **A global batch** (``every = 1``, `GlobalBatch`) is full when the samples of all peers reach the target. Peers compute
-whole local batches, and would each end with a surplus one if they continued until they were told to stop. The leader
-therefore predicts when the batches in progress end. A peer starts another one only if the others are predicted to need
-`WAIT_BATCHES` times as long: a surplus batch costs all peers more than a short wait. An overdue peer is predicted to
-need as long again as it is late, so a slow or dead peer does not delay the others long.
+whole local batches. A peer starts another one only if the others are predicted to need `WAIT_BATCHES` times as long: a
+surplus batch costs all peers more than a short wait. An overdue peer is predicted to need as long again as it is late.
 
-**Local steps** (``every = H``, `LocalSteps`): the round closes when the trainers reach H steps each on average. Fast
-peers do more steps than slow ones, and contributions are weighted by tokens. The leader announces the predicted time,
-and all peers step until then. If a step of the slowest peer ends near this time, the round closes with it. Otherwise
-this peer would idle for the rest of the round, or the others for the rest of its step.
+**Local steps** (``every = H``, `LocalSteps`): the round closes when the trainers reach H steps each on average. The
+leader announces the predicted time, and all peers step until then. If a step of the slowest peer ends near this time,
+the round closes with it.
 """
 
 from __future__ import annotations
@@ -81,7 +78,6 @@ class GlobalBatch:
         return self.target > 0 and self.missing <= 0
 
     def report(self, peer: str, report: BatchProgress) -> None:
-        """Record a peer's report; it replaces an earlier one."""
         if peer in self.reports or len(self.reports) < MAX_REPORTS:
             self.reports[peer] = report
             if report.batch_samples:
@@ -213,7 +209,6 @@ class LocalSteps:
     _last_step: tuple[str, int] | None = None
 
     def report(self, peer: str, report: StepProgress) -> None:
-        """Record a peer's report; it replaces an earlier one."""
         if peer in self.reports or len(self.reports) < MAX_REPORTS:
             self.reports[peer] = report
             if report.seconds and (peer in self.pace or len(self.pace) < MAX_REPORTS):

@@ -115,7 +115,6 @@ class SumTree:
         self.root = self._levels[-1][0]
 
     def __len__(self) -> int:
-        """Return the number of leaves."""
         return len(self._levels[0])
 
     def proof(self, index: int) -> bytes:

@@ -92,7 +92,6 @@ class ErrorFeedback:
             vector.add_(self.residual)
 
     def reset(self) -> None:
-        """Set the residual to zero."""
         if self.residual is not None:
             self.residual.zero_()
 

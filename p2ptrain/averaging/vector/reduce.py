@@ -66,9 +66,7 @@ class EncodedStream:
 async def send_encoded(
     channel: Channel, runtime: Runtime, codec: Codec, vector: torch.Tensor, check: PieceCheck
 ) -> memoryview:
-    """Encode and send a part, encoding one piece ahead of the network; return the encoded part.
-
-    The result is the vector's own memory if the codec has an `encoded_view` of it.
+    """Encode and send a part, one piece ahead of the network; return it, or the codec's `encoded_view` of the vector.
 
     Raises:
         CodecError: A value cannot be encoded, or ``check`` refuses it.
@@ -231,7 +229,6 @@ class OwnShare:
         self.own_part: Buffer | None = None
 
     def new_check(self, codec: Codec) -> PartCheck:
-        """Return a new check for one part in this codec."""
         return PartCheck(codec, self._spec, self._chunk, measured=self._is_measured, hashed=self._audited)
 
     def measure_own(self) -> None:
@@ -276,13 +273,9 @@ class OwnShare:
     async def reduce(
         self, runtime: Runtime, contributors: Sequence[int], tokens: Sequence[int], mean: EncodedStream
     ) -> ExactMean | None:
-        """Combine the contributors' parts and encode the result, piece by piece.
+        """Combine the contributors' parts, and encode the result into ``mean``, piece by piece.
 
-        Releases the parts afterwards unless the share is audited. A list of parts always releases them.
-
-        Args:
-            contributors: Roster indices, ascending; each has a part here.
-            mean: Output stream; grows with each piece.
+        Releases the parts afterwards unless the share is audited. ``contributors`` ascend; each has a part here.
 
         Returns:
             The result before encoding; None if the encoding is lossless.

@@ -111,7 +111,6 @@ def trimmed(parts: list[Tensor], fraction: float) -> Tensor:
 
 
 def num_trimmed(num_parts: int, fraction: float) -> int:
-    """Return the number of values that `trimmed` drops at each end."""
     return min(math.ceil(fraction * num_parts - 1e-9), (num_parts - 1) // 2)
 
 
@@ -259,8 +258,6 @@ class VotingRule(Rule):
 
 
 class Mean(WeightedRule):
-    """The mean, weighted by tokens."""
-
     name = "mean"
 
 

@@ -45,8 +45,6 @@ class List(Question, frozen=True, tag="list"):
 
 
 class Get(Question, frozen=True, tag="get"):
-    """Request for the evidence against a peer."""
-
     accused: Name
 
 
@@ -58,8 +56,6 @@ class Offer(Question, frozen=True, tag="offer"):
 
 
 class Listed(Message, frozen=True):
-    """The peers that the sender can convict."""
-
     accused: Annotated[tuple[Name, ...], Meta(max_length=MAX_LISTED)]
 
 
@@ -70,8 +66,6 @@ class Sends(Message, frozen=True):
 
 
 class Wanted(Message, frozen=True):
-    """Answer to an `Offer`."""
-
     is_wanted: bool
 
 
@@ -116,7 +110,6 @@ class EvidenceStore:
         return peer
 
     def add_soon(self, evidence: bytes) -> None:
-        """Run `add` in the background."""
         self._start(self.add(evidence))
 
     def show(self, to: str, accused: str) -> None:

@@ -60,7 +60,6 @@ class Rules:
     num_values: int
 
     def num_chunks(self, size: int) -> int:
-        """Return the number of chunks of a share of ``size`` values."""
         return num_chunks(size, chunk_values(self.codec))
 
     def span(self, low: int, high: int, chunk: int) -> tuple[int, int]:
