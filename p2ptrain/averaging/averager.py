@@ -50,7 +50,6 @@ class RoundOutcome:
     """A certified round, as one member sees it.
 
     Attributes:
-        result: The certificate that ends the round, and the encoded means.
         contributed: True if this peer's contribution is in the mean.
         position: This peer's index among all peers of the round, and their number; selects the samples of the next.
         encoded: This peer's encoded vectors on each level, for error feedback.
@@ -90,11 +89,6 @@ class Averager:
 
     Attributes:
         phase: idle, matchmaking, scatter, reduce, gather or commit.
-        phase_listeners: Called at each change of phase.
-        matchmaker: Finds groups; holds this peer's head and `RoundPosition`.
-        round_log: Results of the last rounds.
-        contributions: This peer's part in them.
-        evidence: Evidence against owners that falsified a mean.
     """
 
     def __init__(
@@ -120,11 +114,9 @@ class Averager:
         self.phase_listeners: list[PhaseListener] = []
         dense_bytes = sum(dense_codec(codec).encoded_bytes(num_values) for codec, num_values in parts)
         self.round_log = RoundLog(context, parts, max(MIN_LOG_BYTES, 2 * dense_bytes))
-        self.matchmaker = Matchmaker(context, membership, head, goal, self._on_misled)
+        self.matchmaker = Matchmaker(context, membership, head, goal, lambda *misled: self.evidence.show(*misled))
         self.contributions = ContributionLog(self.matchmaker.position, len(parts))
-        self._runner = AttemptRunner(
-            context, membership, self.matchmaker, self.round_log, self.contributions, self._enter
-        )
+        self._runner = AttemptRunner(context, self.matchmaker, self.round_log, self.contributions, self._enter)
         self.evidence = self._runner.evidence
         self._keepalive_status = KeepaliveStatus()
         self._broadcast = ResultBroadcast(context, self.round_log, self._keepalive_status)
@@ -132,9 +124,6 @@ class Averager:
     @property
     def head(self) -> Head:
         return self.matchmaker.position.head
-
-    def _on_misled(self, peer: str, leader: str) -> None:
-        self.evidence.show(peer, leader)
 
     def _enter(self, phase: str) -> None:
         self.phase = phase
@@ -206,7 +195,7 @@ class Averager:
         raise failure
 
     def _ticket(self, head: Head, tokens: int, samples: int, bandwidth: int) -> Ticket:
-        """Return this peer's unsigned ticket on level 0; `_signed` completes it for each attempt."""
+        """Return this peer's ticket on level 0, which `_signed` completes for each attempt."""
         return Ticket(
             peer=self._context.rpc.peer_id,
             round=head.round,
@@ -256,28 +245,24 @@ class Averager:
             self._broadcast.tell(body, path)
             on_path((result.certificate, *path))
 
+        reachable = {each.peer for each in result.attempt.roster.tickets if each.reachable}
+        order = delegate_order(body.lineage, body.round, body.level, body.contributing)
+        delegates = sorted(order, key=lambda peer: peer not in reachable)[:MAX_DELEGATES]
         brought: tuple[TreePath, list[_GroupResult]] | None = None
+        failure = "no delegate brought the group's result to the others"
         try:
             brought = await first_result(
-                [partial(self._ascend_by, each, head, result, ticket, tell) for each in self._delegates(result)],
+                [partial(self._ascend_by, each, head, result, ticket, tell) for each in delegates],
                 lambda error: isinstance(error, (TemporaryError, IntegrityError)) and type(error) is not DecidedError,
             )
         except DecidedError as error:  # The round has ended: no other delegate may end it again.
-            self.contributions.give_up_on(head)
-            raise AttemptFailedError(str(error)) from error
+            failure = str(error)
         finally:
             self._broadcast.conclude(body, brought[0] if brought else None)
         if brought is None:
             self.contributions.give_up_on(head)
-            raise AttemptFailedError("no delegate brought the group's result to the others")
+            raise AttemptFailedError(failure)
         return brought
-
-    def _delegates(self, result: _GroupResult) -> list[str]:
-        """Return a group's delegates in order: the first of its contributors, reachable ones before others."""
-        body, tickets = result.certificate.body, result.attempt.roster.tickets
-        reachable = {ticket.peer for ticket in tickets if ticket.reachable}
-        order = delegate_order(body.lineage, body.round, body.level, body.contributing)
-        return sorted(order, key=lambda peer: peer not in reachable)[:MAX_DELEGATES]
 
     async def _ascend_by(
         self,
@@ -302,7 +287,6 @@ class Averager:
             raise
 
     def _seconds_above(self, body: Body) -> float:
-        """Return the timeout for the levels above a result."""
         spec, levels = self._spec, body.levels - 1 - body.level
         return levels * (spec.matchmaking_seconds + spec.round_seconds + (1 + body.levels) * spec.grace_seconds)
 
@@ -339,9 +323,9 @@ class Averager:
     def _outcome(
         self, own_group: _GroupResult, path: TreePath, above: list[_GroupResult], seconds_above: float
     ) -> RoundOutcome:
-        body, own_index = own_group.certificate.body, own_group.attempt.roster.index_of(self._context.rpc.peer_id)
+        body, own = own_group.certificate.body, self._context.rpc.peer_id
         last = path.path[-1] if path.path else own_group.certificate
-        contributed = path.counts(body) and self._context.rpc.peer_id in body.contributing
+        contributed = path.counts(body) and own in body.contributing
         encoded = self._encoded([own_group, *above]) if contributed else ()
         for result in [own_group, *above]:
             if result.certificate is not last:
@@ -349,7 +333,7 @@ class Averager:
         return RoundOutcome(
             result=Result(last, path.means),
             contributed=contributed,
-            position=path.position_of(body, own_index),
+            position=path.position_of(body, body.members.index(own)),
             encoded=encoded,
             attempts=own_group.attempts,
             matchmaking_seconds=own_group.matchmaking_seconds,

@@ -118,7 +118,7 @@ class Peer:
         """Change the state in the record; rounds wait for a peer in ``training``."""
         self.record.state = state
         if self.held.synchronizer is not None and not self.held.stages:
-            self.held.synchronizer.averager.matchmaker.participate(state == "training")
+            self.held.synchronizer.participate(state == "training")
         self.presence.changed()
 
     async def close(self, farewell: bool = True) -> None:

@@ -154,7 +154,7 @@ async def test_false_chunks_of_a_result_are_fetched_elsewhere_and_counted_agains
     evil = started[3]
 
     async def send_other_bytes(channel: Channel, request: Open) -> None:
-        chunks = evil.averager.round_log.shared(request.key)
+        chunks = evil.averager.round_log.shared.get(request.key)
         while chunks is not None and isinstance(asked := await channel.receive(FromReceiver, 60.0), Ask):
             for index in asked.chunks:
                 await channel.send_bytes(bytes(chunks.wire_bytes(index)))

@@ -1,10 +1,10 @@
 """Measured send rates of the members, and the share sizes and part codecs that follow from them.
 
 **Rates.** Every owner measures how fast parts arrive, the sender's compute included, and reports this in its next
-tickets. The lower median of the other members' reports counts, so that a few liars cannot move a share. A declared rate
-can only lower it. A ticket reports up to 64 peers in 9 bytes each: the start of the peer id's SHA-256, and a rate code
-that means ``(8 + code % 8) << code // 8`` bytes per second. Rates are rounded up to a ladder of powers of 3/4 in
-integer arithmetic: all members compute the same shares, and noise does not move them.
+tickets. The lower median of the other members' reports counts, so that a few liars cannot move a share. A ticket
+reports up to 64 peers in 9 bytes each: the start of the peer id's SHA-256, and a rate code that means
+``(8 + code % 8) << code // 8`` bytes per second. Rates are rounded up to a ladder of powers of 3/4 in integer
+arithmetic: all members compute the same shares, and noise does not move them.
 
 **Shares.** Each owner reduces one share of the vector, sized by its bandwidth. Member i of a group of n owns a fraction
 w_i of the vector. It sends ``1 - w_i`` vectors of its own contribution to the other owners, and ``(n - 1) w_i`` vectors
@@ -23,6 +23,7 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import accumulate, pairwise
 
 from p2ptrain.averaging.protocol.certificate import Ticket
 from p2ptrain.averaging.timing.deadlines import SLACK
@@ -112,18 +113,12 @@ def agreed_rates(tickets: Sequence[Ticket]) -> list[int]:
     reports = {ticket.peer: _parse(ticket.rates) for ticket in tickets}
     rates = []
     for ticket in tickets:
-        limits = (_measured(ticket.peer, reports), ticket.bandwidth)
+        tag, limits = _tag(ticket.peer), [ticket.bandwidth]
+        if told := [seen[tag] for other, seen in reports.items() if other != ticket.peer and tag in seen]:
+            limits.append(statistics.median_low(told))
         rates.append(min((rate for rate in limits if rate), default=0))
-    known = sorted(rate for rate in rates if rate)
-    typical, fastest = known[len(known) // 2] if known else 1, max([1, *known])
-    return [_on_ladder(rate or typical, fastest) for rate in rates]
-
-
-def _measured(peer: str, reports: dict[str, dict[bytes, int]]) -> int:
-    """Return the lower median of the other members' reports about a peer; 0 without any."""
-    tag = _tag(peer)
-    seen = sorted(rates[tag] for other, rates in reports.items() if other != peer and tag in rates)
-    return seen[(len(seen) - 1) // 2] if seen else 0
+    known = [rate for rate in rates if rate] or [1]
+    return [_on_ladder(rate or statistics.median_high(known), max(known)) for rate in rates]
 
 
 def owner_rates(tickets: Sequence[Ticket], rates: Sequence[int]) -> list[float]:
@@ -216,9 +211,7 @@ def share_weights(bandwidths: Sequence[float]) -> list[Fraction]:
     weights = [Fraction(0)] * len(exact)
     others = len(exact) - 2
     if others <= 0:
-        for index in owners:
-            weights[index] = Fraction(1, len(owners))
-        return weights
+        return [Fraction(bool(each), len(owners)) for each in exact]
     level, total = Fraction(0), Fraction(0)
     for count, index in enumerate(owners, start=1):
         candidate = (others + count) / (total + exact[index])
@@ -256,9 +249,5 @@ def split_shares(num_values: int, weights: Sequence[Fraction], block_size: int) 
     by_remainder = sorted(range(len(exact)), key=lambda index: (blocks[index] - exact[index], -weights[index], index))
     for index in by_remainder[: num_blocks - sum(blocks)]:
         blocks[index] += 1
-    shares, start = [], 0
-    for count in blocks:
-        stop = min(start + count * block_size, num_values)
-        shares.append((start, stop))
-        start = stop
-    return shares
+    stops = [min(total * block_size, num_values) for total in accumulate(blocks)]
+    return list(pairwise([0, *stops]))

@@ -33,13 +33,12 @@ class Member:
     """One member of the roster, this peer included: its messages and the state of its two streams.
 
     Attributes:
-        size: Number of values in its share; 0 if it owns none.
+        size: Number of values in its share.
         mask: As an owner: indices of the members whose parts it holds completely.
         arrived_at: As an owner: loop time at which it acknowledged this peer's part.
         refused_us: As an owner: why it refused this peer's part; empty if it did not.
         refusal: Why this peer refused its part; empty if it did not.
         outgoing: The stream that this peer opened to it; ``lost`` says why it broke.
-        incoming: The stream that it opened to this peer.
         has_mean: True once only signatures are pending on ``outgoing``.
         is_through: True once ``outgoing`` is complete.
         is_silent: True if its open stream hit the silence timeout.

@@ -53,8 +53,6 @@ class FromContributor(Message, frozen=True, tag=True):
 
 
 class Committed(FromContributor, frozen=True, tag="committed"):
-    """Signed commitment to the part just sent."""
-
     commitment: Commitment
 
 
@@ -99,8 +97,6 @@ class MeanFollows(FromOwner, frozen=True, tag="mean"):
 
 
 class Stated(FromOwner, frozen=True, tag="stated"):
-    """The owner's signed statement about its mean."""
-
     statement: Statement
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.allreduce.bandwidth import SendRates, plan_shares
@@ -19,12 +19,9 @@ from p2ptrain.averaging.commit.recovery import AttemptRecovery
 from p2ptrain.averaging.commit.round_log import ContributionLog, RoundLog
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.matchmaker import Matchmaker
-from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.averaging.protocol.certificate import Certificate, Head, Roster
 from p2ptrain.averaging.timing.deadlines import attempt_seconds, keepalive_seconds
-from p2ptrain.averaging.verification.commitments import Slice
 from p2ptrain.averaging.verification.evidence import EvidenceStore
-from p2ptrain.averaging.verification.opening import Rules
 from p2ptrain.codecs import codec_at
 from p2ptrain.errors import IntegrityError, PeerRefusedError, ProtocolError
 from p2ptrain.network.rpc.channel import Channel
@@ -41,17 +38,11 @@ MAX_REQUEST_BYTES = 1 << 20  # a delegate's request holds the certificate of its
 
 
 class AttemptRunner:
-    """Runs this peer's attempts, and serves the streams of the other members.
-
-    Attributes:
-        rates: Measured send rates of other peers.
-        evidence: Evidence against owners that falsified a mean.
-    """
+    """Runs this peer's attempts, and serves the streams of the other members."""
 
     def __init__(
         self,
         context: PeerContext,
-        membership: Membership,
         matchmaker: Matchmaker,
         round_log: RoundLog,
         contributions: ContributionLog,
@@ -59,25 +50,29 @@ class AttemptRunner:
     ) -> None:
         """``on_phase`` is called with each phase of a session."""
         self._context = context
-        self._membership = membership
+        self._membership = matchmaker.leaders.membership
         self._matchmaker = matchmaker
         self._round_log = round_log
         self._contributions = contributions
         self.rates = SendRates()
-        self.evidence = EvidenceStore(context, self._rules_of, membership, self._on_conviction)
+        self.evidence = EvidenceStore(context, round_log.rules_of, self._membership, self._on_conviction)
         if context.spec.spot_checks:  # Without checks no member signs anything that could convict it.
             self.evidence.serve()
         self._observer = Observer(on_phase, self.rates.observe, self.evidence.add_soon)
         self._slow_checkers: set[str] = set()
         self._durations: dict[int, deque[float]] = {}
         self._recovery = AttemptRecovery(context, round_log)
-        self._sessions = Sessions(context.rpc.peer_id)
+        self._sessions: dict[bytes, AllReduceSession] = {}
+        self._roster_arrived = asyncio.Event()
+        self._lingering = Tasks()
         context.rpc.serve_channel(ALLREDUCE, Request, self._serve, max_request_bytes=MAX_REQUEST_BYTES)
 
     async def close(self) -> None:
-        """Close all sessions and background tasks."""
         await self.evidence.close()
-        await self._sessions.close()
+        running = list(self._sessions.values())
+        await self._lingering.close()
+        for session in running:
+            await session.close(linger=False)
 
     def prepare(self, roster: Roster, head: Head, vector: torch.Tensor, origin: Origin | None) -> AllReduceSession:
         """Return the session of a new attempt; the other members may open their streams from now on.
@@ -96,12 +91,10 @@ class AttemptRunner:
         contribution = Contribution(vector, plan.part_codec(allowed, own, spec.grace_seconds), origin)
         session = AllReduceSession(context, attempt, contribution, self._observer, self._slow_checkers)
         self._round_log.remember(attempt)
-        self._sessions.add(session)
+        self._sessions[roster.group_id] = session
+        self._roster_arrived.set()
+        self._roster_arrived = asyncio.Event()
         return session
-
-    def _rules_of(self, share: Slice) -> Rules:
-        codec = codec_at(self._round_log.codec_of(share.round), share.level)
-        return Rules(self._context.swarm, self._context.spec, codec, self._round_log.num_values(share.round))
 
     def _durations_of(self, level: int) -> deque[float]:
         return self._durations.setdefault(level, deque(maxlen=ROUNDS_REMEMBERED))
@@ -122,8 +115,15 @@ class AttemptRunner:
                 certificate = await self._recover(attempt, result, loop.time() - started)
             self._judge(result, certificate)
         finally:
-            self._sessions.leave(session, committed=certificate is not None)
+            self._lingering.start(self._leave(session, committed=certificate is not None), "linger")
         return certificate, result
+
+    async def _leave(self, session: AllReduceSession, *, committed: bool) -> None:
+        """Close a session; after a commit, let the others fetch mean and signature first."""
+        try:
+            await session.close(linger=committed)
+        finally:
+            self._sessions.pop(session.attempt.roster.group_id, None)
 
     async def _recover(self, attempt: Attempt, result: SessionResult, seconds: float) -> Certificate | None:
         """Complete a broken attempt from the other members' state, or give it up."""
@@ -136,8 +136,7 @@ class AttemptRunner:
         certificate = await self._recovery.recover(attempt, seconds, result.silent)
         blamed = {blame.peer for blame in result.blamed}
         for peer in sorted(attempt.fell_silent.keys() - result.silent - blamed):
-            self._matchmaker.leaders.lost(peer)
-            self._membership.suspect(peer, attempt.fell_silent[peer])
+            self._matchmaker.leaders.lost(peer, attempt.fell_silent[peer])
         if certificate is None:
             if not result.is_proven:  # Blame for late checks counts only if recovery failed, too.
                 self._blame(result)
@@ -178,14 +177,14 @@ class AttemptRunner:
         """Exclude a peer that falsified a mean, and fail the running attempts with it."""
         logger.warning("peer %s is kept out from now on: there is evidence against it: %s", peer[-8:], fault)
         self._matchmaker.abandon(peer)
-        for session in self._sessions:
+        for session in self._sessions.values():
             session.accuse(peer, fault)
 
     # --- streams of other members
 
     async def _serve(self, channel: Channel, request: Request) -> None:
         channel.heartbeat.beat(keepalive_seconds(self._context.spec.grace_seconds))
-        session = await self._sessions.find(request.group, self._round_log.attempts)
+        session = await self._session_of(request.group)
         source = None
         if session.attempt.roster.tickets[0].level and isinstance(request, Bring):
             try:
@@ -196,6 +195,22 @@ class AttemptRunner:
                 session.refuse(channel.remote, f"stands for nobody: {error}")
                 raise ProtocolError(channel.remote, f"stands for nobody: {error}") from error
         await session.serve(channel, request, source)
+
+    async def _session_of(self, group: bytes) -> AllReduceSession:
+        """Return the session of a group; wait up to `ROSTER_WAIT_SECONDS` for one that is new.
+
+        Raises:
+            PeerRefusedError: This peer is not in that group, or has left it.
+        """
+        known = self._round_log.attempts
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ROSTER_WAIT_SECONDS):
+                while group not in self._sessions and group not in known:
+                    await self._roster_arrived.wait()
+        if group not in self._sessions:
+            reason = GAVE_UP if group in known else "this peer is not in that group"
+            raise PeerRefusedError(self._context.rpc.peer_id, reason)
+        return self._sessions[group]
 
     def _check_credential(self, attempt: Attempt, peer: str, raw: bytes) -> Source:
         """Return a delegate's group result; raise `IntegrityError` unless its certificate and ticket agree."""
@@ -216,52 +231,3 @@ class AttemptRunner:
         if len({cells.key_of(ticket, member, body.level) for member in body.members}) != 1:
             raise IntegrityError("its result is not one of a cell")
         return self._round_log.source_of(peer, body)
-
-
-class Sessions:
-    """Sessions by group, from the roster until the other members have fetched what they need."""
-
-    def __init__(self, own_id: str) -> None:
-        self._own_id = own_id
-        self._running: dict[bytes, AllReduceSession] = {}
-        self._arrived = asyncio.Event()
-        self._lingering = Tasks()
-
-    def __iter__(self) -> Iterator[AllReduceSession]:
-        return iter(list(self._running.values()))
-
-    def add(self, session: AllReduceSession) -> None:
-        """Accept the other members' streams, until some time after `leave`."""
-        self._running[session.attempt.roster.group_id] = session
-        self._arrived.set()
-        self._arrived = asyncio.Event()
-
-    async def find(self, group: bytes, attempts: Container[bytes]) -> AllReduceSession:
-        """Return the session of a group; wait up to `ROSTER_WAIT_SECONDS` for one that is not among ``attempts``.
-
-        Raises:
-            PeerRefusedError: This peer is not in that group, or has left it.
-        """
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(ROSTER_WAIT_SECONDS):
-                while group not in self._running and group not in attempts:
-                    await self._arrived.wait()
-        if group not in self._running:
-            raise PeerRefusedError(self._own_id, GAVE_UP if group in attempts else "this peer is not in that group")
-        return self._running[group]
-
-    def leave(self, session: AllReduceSession, *, committed: bool) -> None:
-        """Close a session in the background; after a commit, let the others fetch mean and signature first."""
-        self._lingering.start(self._close(session, committed), "linger")
-
-    async def _close(self, session: AllReduceSession, committed: bool) -> None:
-        try:
-            await session.close(linger=committed)
-        finally:
-            self._running.pop(session.attempt.roster.group_id, None)
-
-    async def close(self) -> None:
-        running = list(self._running.values())
-        await self._lingering.close()
-        for session in running:
-            await session.close(linger=False)

@@ -1,7 +1,6 @@
 """All-reduce of one group in one attempt: scatter, agree on contributors, reduce once, gather, check, sign.
 
-Member i owns the share ``[bounds[i], bounds[i+1])`` of the vector, and opens one stream to every other member j
-(messages: `p2ptrain.averaging.allreduce.messages`):
+Member i owns the share ``[bounds[i], bounds[i+1])`` of the vector, and opens one stream to every other member j:
 
 ====================  ==================================================================================
 i → j                 `Bring`, i's encoded part of j's share, and `Committed` if there are spot checks
@@ -15,16 +14,11 @@ j → i                 `Clear`, once all checks of j's passed
 j → i                 `Signature` of the result, once j holds the mean of every share; later `Signatures`
 ====================  ==================================================================================
 
-The contributors are the intersection of all owners' masks: a part that is incomplete at one owner counts nowhere. An
-owner closes its mask when all parts are complete, or when a quorum is and the rest timed out
-(`p2ptrain.averaging.timing.deadlines`). Members wait for masks and means by the same rule. The owner encodes its mean
-once, and decodes the same bytes as every other member. (Moshpit SGD, arXiv 2103.03239, section 3; the certificate is
-ours.) Sparse parts are not encoded again: their list is the mean. A slow member may encode its own parts with another
-codec than the mean's (`p2ptrain.averaging.commit.attempt`).
-
-Unreachable members own no share. Owners forward the signatures that two such members cannot exchange. A member that
-gives up blames the members at fault: it sends `GaveUp` instead of its pending messages. Its data stay in its `Attempt`,
-from which others can still complete theirs (`p2ptrain.averaging.commit.recovery`).
+The contributors are the intersection of all owners' masks: a part that is incomplete at one owner counts nowhere
+(Moshpit SGD, arXiv 2103.03239, section 3; the certificate is ours). Unreachable members own no share. Owners forward
+the signatures that two such members cannot exchange. A member that gives up sends `GaveUp` instead of its pending
+messages. Its data stay in its `Attempt`, from which others can still complete theirs
+(`p2ptrain.averaging.commit.recovery`).
 """
 
 from __future__ import annotations
@@ -64,7 +58,7 @@ class Contribution:
 
     Attributes:
         vector: fp32, shape ``[bounds[-1]]``; must not change until the session's `run` returns.
-        codec: Codec of its parts.
+        codec: Codec of its parts; a slow member's differs from the mean's.
         origin: Above level 0: the group result from which the vector was decoded.
     """
 
@@ -143,7 +137,14 @@ class AllReduceSession:
         self.owners = [member for member in self.members if member.size]
         self.began = loop.time()
         self.deadline = math.inf
-        self.share = self._own_share()
+        # All members see all of the few sparse parts, and compare their own with what they sent.
+        attempt.audited = context.spec.spot_checks > 0 and len(self.members) > 1 and not attempt.codec.sparse
+        low, high = attempt.bounds[self.own.index : self.own.index + 2]
+        self.share = OwnShare(
+            dense_codec(attempt.codec).part(low, high), context.spec, contribution.vector[low:high], self.own.index,
+            len(self.members), attempt.codec.part(low, high) if attempt.codec.sparse else None, attempt.lists_parts,
+            chunk=attempt.chunk, audited=attempt.audited,
+        )  # fmt: skip
         self.own_mask: asyncio.Future[frozenset[int]] = loop.create_future()
         self.own_mean: asyncio.Future[EncodedStream] = loop.create_future()
         self.given_up: asyncio.Future[GaveUp] = loop.create_future()
@@ -160,17 +161,6 @@ class AllReduceSession:
         self._incoming = IncomingStreams(self)
         self._outgoing: dict[asyncio.Task[None], Member] = {}
         self._closing_mask: asyncio.Task[None] | None = None
-
-    def _own_share(self) -> OwnShare:
-        attempt, spec = self.attempt, self.context.spec
-        low, high = attempt.bounds[self.own.index : self.own.index + 2]
-        # All members see all of the few sparse parts, and compare their own with what they sent.
-        attempt.audited = spec.spot_checks > 0 and len(self.members) > 1 and not attempt.codec.sparse
-        return OwnShare(
-            dense_codec(attempt.codec).part(low, high), spec, self.contribution.vector[low:high], self.own.index,
-            len(self.members), attempt.codec.part(low, high) if attempt.codec.sparse else None, attempt.lists_parts,
-            chunk=attempt.chunk, audited=attempt.audited,
-        )  # fmt: skip
 
     # --- phases ---------------------------------------------------------------------------------------------------
 
@@ -328,7 +318,9 @@ class AllReduceSession:
             elif member.was_cut_short:
                 trouble = Trouble.LATE
             blamed[peer] = Blame(peer, trouble, str(failure))
-        sent_parts, exact_mean, contribution = self.sent_parts, self._exact_mean, self.contribution
+        refusals = [owner.refused_us for owner in self.owners if owner.refused_us]
+        most_refused = 2 * len(refusals) > len(self.owners)
+        sent_parts, exact_mean = self.sent_parts, self._exact_mean
         self.sent_parts, self._exact_mean = {}, None  # Release large buffers: the session lingers.
         return SessionResult(
             certificate,
@@ -337,18 +329,12 @@ class AllReduceSession:
             not (isinstance(failure, LateError) and faults),
             frozenset(m.peer for m in self.others if m.is_silent or m.is_opening),
             {m.peer: m.refusal or m.contradiction for m in self.others if m.refusal or m.contradiction},
-            self._refusal(),
+            self.own.refused_us or (refusals[0] if most_refused else ""),
             self.verifier.evidence,
             sent_parts,
             exact_mean,
-            contribution,
+            self.contribution,
         )
-
-    def _refusal(self) -> str:
-        refusals = [owner.refused_us for owner in self.owners if owner.refused_us]
-        if self.own.refused_us or 2 * len(refusals) > len(self.owners):
-            return self.own.refused_us or refusals[0]
-        return ""
 
     # --- for streams and checks -----------------------------------------------------------------------------------
 

@@ -387,7 +387,7 @@ class IncomingStreams:
         for task in self._served.values():
             task.cancel()
         self._served.clear()
-        session.share.forget()
+        session.share.parts.clear()
 
     async def _serve_everybody(self) -> None:
         """Wait until every other member was served. A member without a share may be done before they open streams."""

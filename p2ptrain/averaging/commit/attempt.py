@@ -1,18 +1,8 @@
 """One member's state of one roster's attempt at a round, and the encodings of a group's parts and means.
 
 Encodings are pure functions of the manifest, the model and the certificate's body. All members thus choose the same, in
-the round and in every replay:
-
-=====================================  ==================================  ===========================================
-the swarm's codec                      a part                              a share's mean
-=====================================  ==================================  ===========================================
-dense                                  the same, or smaller if slow        the same
-sparse, a weighted mean, few members   the same                            the list of the parts: no further loss
-sparse, otherwise                      the same                            dense, `p2ptrain.codecs.dense_codec`
-=====================================  ==================================  ===========================================
-
-Members are "few" while the list has fewer bytes than the dense mean (`p2ptrain.codecs.fewer_bytes_listed`). A
-`VotingRule` result is no weighted sum of parts. A list of parts would make every member repeat all owners' work.
+the round and in every replay. Under a dense codec a slow member may encode its parts smaller. Under a sparse codec a
+share's mean is the list of its parts, without further loss, or dense: see `lists_parts`.
 """
 
 from __future__ import annotations
@@ -61,7 +51,10 @@ def part_codecs(spec: AveragingSpec, codec: Codec, num_values: int) -> tuple[Cod
 
 
 def lists_parts(spec: AveragingSpec, codec: Codec, num_values: int, num_members: int) -> bool:
-    """True if a roster of ``num_members`` sends means as lists of their parts."""
+    """True if a roster of ``num_members`` sends means as lists of their parts: while that takes fewer bytes.
+
+    The result of a `VotingRule` is no weighted sum of parts: every member would repeat all owners' work.
+    """
     return (
         codec.sparse
         and not isinstance(get_rule(spec), VotingRule)
@@ -70,11 +63,7 @@ def lists_parts(spec: AveragingSpec, codec: Codec, num_values: int, num_members:
 
 
 def mean_codec(spec: AveragingSpec, codec: Codec, num_values: int, num_members: int, num_contributors: int) -> Decoder:
-    """Return the decoder of a whole vector's mean; its `part` is the decoder of a share's mean.
-
-    Raises:
-        ValueError: No member contributed.
-    """
+    """Return the decoder of a whole vector's mean; raise `ValueError` if no member contributed."""
     if lists_parts(spec, codec, num_values, num_members):
         return PartList(codec, num_contributors)
     return dense_codec(codec)
@@ -89,7 +78,6 @@ def decode_means(spec: AveragingSpec, codec: Codec, body: Body, means: Sequence[
 
 
 def mean_codec_of(spec: AveragingSpec, codec: Codec, body: Body) -> Decoder:
-    """Return the decoder of a result's means; see `mean_codec`."""
     return mean_codec(spec, codec_at(codec, body.level), body.bounds[-1], len(body.members), len(body.contributors))
 
 
@@ -157,14 +145,11 @@ class Attempt:
         hashes: Root of each mean; see `p2ptrain.averaging.vector.chunks.mean_tree`.
         contributors: Indices into the roster; None until agreed.
         sent_parts: By share: this member's encoded part, where means are lists of parts; see `check_quotes`.
-        body: Body of the result; None until every mean is here.
+        body: None until every mean is here.
         proofs: By peer: valid signatures of ``body``.
-        phase: This peer's current step, for logs and reports.
         audited: True if members spot-check the means before they sign (`p2ptrain.averaging.verification.audit`).
         withholds: True if this peer ended before it began to reduce its share: no member can ever hold a result.
         is_over: True if this peer's attempt broke.
-        is_fetching: True while this peer fetches another member's result.
-        has_renounced: True if this peer will never sign.
         left_as: The standing that this peer reports after it gave the attempt up; None before.
         standings: By other member: its last reported standing.
         silent: Other members that did not answer; this peer does not wait for them.
@@ -204,16 +189,13 @@ class Attempt:
         self.hashes = [EMPTY_HASH] * len(self.means)
 
     def size(self, index: int) -> int:
-        """Return the number of values in a member's share."""
         return self.bounds[index + 1] - self.bounds[index]
 
     @property
     def chunk(self) -> int:
-        """Number of values in a chunk; see `chunk_values`."""
         return chunk_values(self.codec)
 
     def num_chunks(self, index: int) -> int:
-        """Return the number of chunks of a member's share."""
         return num_chunks(self.size(index), self.chunk)
 
     def span(self, index: int, chunk: int) -> tuple[int, int]:
@@ -222,11 +204,9 @@ class Attempt:
 
     @property
     def lists_parts(self) -> bool:
-        """True if means are lists of their parts."""
         return lists_parts(self.spec, self.codec, self.bounds[-1], len(self.roster.tickets))
 
     def part_of(self, codec: Codec, index: int) -> Codec:
-        """Return a codec of whole vectors for a member's share."""
         return codec.part(self.bounds[index], self.bounds[index + 1])
 
     def mean_codec_of(self, index: int) -> Decoder:
@@ -264,13 +244,10 @@ class Attempt:
             self.hashes[index] = digest
             self.changed.set()
 
-    def is_complete(self) -> bool:
-        return all(mean is not None for mean in self.means)
-
     def make_result(self, verifier: Signer) -> None:
         """Build the body from the means, and add its signatures that arrived earlier."""
         assert self.contributors is not None
-        assert self.is_complete()
+        assert all(mean is not None for mean in self.means)
         self.body = self.body_of(self.contributors, tuple(self.hashes))
         self.pass_on((), verifier)
         self.changed.set()

@@ -143,14 +143,13 @@ class ResultBroadcast:
     def conclude(self, cell: Body, found: TreePath | None) -> None:
         """Send waiting members the outcome of a cell's result; None refuses them."""
         end = self._ends.get(cell.body_hash)
-        if found is not None and self._round_log.shared((body := found.path[-1].body).body_hash) is None:
+        if found is not None and (body := found.path[-1].body).body_hash not in self._round_log.shared:
             self._round_log.share(self._round_log.chunks_of(self._rpc.peer_id, body, found.means))
         if end is None or end.done():
             self.expect(cell)
         self._ends[cell.body_hash].set_result(None if found is None else found.path)
 
     def close(self) -> None:
-        """Cancel all waits for outcomes."""
         for end in self._ends.values():
             end.cancel()
 
@@ -166,7 +165,7 @@ class ResultBroadcast:
             path = end.result()
         if path is None:
             raise PeerRefusedError(self._rpc.peer_id, "nothing came of that result here")
-        chunks = self._round_log.shared(path[-1].body.body_hash)
+        chunks = self._round_log.shared.get(path[-1].body.body_hash)
         if chunks is None:
             raise PeerRefusedError(self._rpc.peer_id, "this result is not kept here any more")
         await channel.send(Outcome(tuple(each.to_bytes() for each in path), await chunks.find_hashes()))
@@ -193,12 +192,10 @@ class ResultBroadcast:
         on_path: Callable[[Path], None],
         on_quiet: Callable[[], None] = lambda: None,
     ) -> TreePath:
-        """Fetch the round's result and its path from a cell's delegate.
+        """Fetch the round's result and its path from a cell's delegate, within ``seconds`` for the levels above.
 
         Args:
-            delegate: The delegate, or another member of the cell that waits for the delegate.
             cell: The cell's result, as all its members hold it.
-            seconds: Timeout for the levels above.
             on_path: Called with the verified path before the chunks arrive.
             on_quiet: Called when the delegate's keepalives stop; the wait continues.
 
@@ -248,11 +245,7 @@ class ResultBroadcast:
         await self._fetch_from_makers(chunks, delegate, seconds)
 
     async def _fetch_from_makers(self, chunks: ResultChunks, delegate: str, seconds: float) -> None:
-        """Fetch missing chunks from the delegate or the result's makers.
-
-        Raises:
-            DecidedError: The chunks did not arrive.
-        """
+        """Fetch missing chunks from the delegate or the result's makers; raise `DecidedError` if that fails."""
         makers = [peer for peer in chunks.body.members if peer not in (delegate, self._rpc.peer_id)]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):

@@ -80,7 +80,6 @@ class Source:
         return found
 
     def size(self, share: int) -> int:
-        """Return the number of values in a share."""
         return self.body.bounds[share + 1] - self.body.bounds[share]
 
     def span_in_mean(self, chunk: _Chunk) -> Span:
@@ -97,20 +96,16 @@ class Source:
         return total
 
     def tree(self, share: int, mean: Buffer) -> SumTree:
-        """Return the tree over the chunks of a share's mean."""
         return mean_tree(self._codecs[share], mean, self.size(share), self._chunk)
 
     def check(
         self, low: int, spans: Sequence[Span], shown: bytes | bytearray | memoryview, part: Buffer, codec: Codec
     ) -> None:
-        """Compare a delegate's part with the chunks that the delegate showed.
+        """Compare a delegate's encoded part, from value ``low`` on, with the chunks that the delegate showed.
 
         Args:
-            low: The part's first value in the vector.
             spans: Ranges of the vector to compare; no codec block lies across two of them.
             shown: The reply of `Origin.show` for ``spans``.
-            part: The encoded part.
-            codec: Codec of the part.
 
         Raises:
             IntegrityError: The part does not come from this result, or the proof is missing or invalid.
@@ -164,12 +159,9 @@ class Origin:
         """Return the encoded chunks behind ``spans`` of the vector, with proofs, for `Source.check`."""
         shown = []
         for chunk in [chunk for span in spans for chunk in self._source.chunks(*span)]:
+            if chunk.share not in self._trees:
+                self._trees[chunk.share] = self._source.tree(chunk.share, self._means[chunk.share])
             begin, end = self._source.span_in_mean(chunk)
             data = bytes(memoryview(self._means[chunk.share])[begin:end])
-            shown.append((data, self._tree(chunk.share).proof(chunk.number)))
+            shown.append((data, self._trees[chunk.share].proof(chunk.number)))
         return to_bytes(ShownChunks(tuple(shown)))
-
-    def _tree(self, share: int) -> SumTree:
-        if share not in self._trees:
-            self._trees[share] = self._source.tree(share, self._means[share])
-        return self._trees[share]

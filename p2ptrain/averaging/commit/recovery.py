@@ -17,9 +17,6 @@ A member can miss the end of an attempt, as when an owner dies or signatures are
 If one member of three or more freezes, either the others know that no certificate can exist, or one of them signed.
 A frozen member may then hold a certificate alone. The others complete the signer's result, or give it up where they may
 not sign it. Two lineages are then possible, and `Head.outranks` decides (two generals problem). No timeout prevents it.
-
-A member does not wait for silent members, and for others only up to the deadline
-(`p2ptrain.averaging.timing.deadlines`). A running transfer extends the wait.
 """
 
 from __future__ import annotations
@@ -100,7 +97,6 @@ class AttemptRecovery:
         attempt.proofs.clear()
 
     def _standing(self, attempt: Attempt) -> Standing:
-        """Return this peer's standing in an attempt."""
         if attempt.left_as is not None:
             return attempt.left_as
         if attempt.withholds:

@@ -38,8 +38,6 @@ MAX_HASH_BYTES = 8 << 20
 
 
 class ChunkHashes(Message, frozen=True):
-    """The hashes of a result's chunks, in order."""
-
     hashes: Annotated[tuple[Hash, ...], Meta(max_length=MAX_CHUNKS)]
 
 
@@ -77,9 +75,8 @@ class ResultChunks:
             for share, (low, high) in enumerate(pairwise(body.bounds))
             for span in _spans(share, codecs[share], high - low, leaf_values)
         ]
-        sizes = [
-            codec.encoded_bytes(high - low) for codec, (low, high) in zip(codecs, pairwise(body.bounds), strict=True)
-        ]
+        shares = zip(codecs, pairwise(body.bounds), strict=True)
+        sizes = [codec.encoded_bytes(high - low) for codec, (low, high) in shares]
         self.body = body
         self.means: Means = means if means is not None else [runtime.buffers.lend(size) for size in sizes]
         self.hashes: tuple[bytes, ...] = ()
@@ -92,7 +89,6 @@ class ResultChunks:
 
     @property
     def is_complete(self) -> bool:
-        """True if all chunks are here."""
         return all(self.done)
 
     def _view(self, index: int) -> memoryview:
@@ -108,11 +104,9 @@ class ResultChunks:
     async def find_hashes(self) -> tuple[bytes, ...]:
         """Return the chunks' hashes; unless they are known, all chunks must be here."""
         if not self.hashes:
-            self.hashes = await self._runtime.offload(self._hash_all)
+            chunks = ((span, self._view(index)) for index, span in enumerate(self._spans))
+            self.hashes = await self._runtime.offload(lambda: tuple(_hash_of(*chunk) for chunk in chunks))
         return self.hashes
-
-    def _hash_all(self) -> tuple[bytes, ...]:
-        return tuple(_hash_of(span, self._view(index)) for index, span in enumerate(self._spans))
 
     async def describe(self) -> ChunkHashes:
         """See `Supply`."""
@@ -192,7 +186,6 @@ class ResultChunks:
 
 
 def _spans(share: int, codec: Decoder, num_values: int, leaf_values: int) -> list[_Span]:
-    """Return the chunks of one share's mean."""
     if not num_values:
         return []
     if isinstance(codec, PartList):

@@ -24,6 +24,8 @@ from p2ptrain.averaging.protocol.certificate_chain import (
     fetch_certificates,
 )
 from p2ptrain.averaging.vector.chunks import chunk_values
+from p2ptrain.averaging.verification.commitments import Slice
+from p2ptrain.averaging.verification.opening import Rules
 from p2ptrain.codecs import Codec, Decoder, codec_at
 from p2ptrain.errors import DeadlineError, PeerRefusedError, ProtocolError
 from p2ptrain.network.chunks.fetch import FetchOptions, FetchReport, fetch
@@ -57,7 +59,6 @@ class Result:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the encoded means."""
         return sum(len(mean) for mean in self.means)
 
 
@@ -69,6 +70,7 @@ class RoundLog:
 
     Attributes:
         attempts: The last attempts by group, whose results other members may recover or fetch.
+        shared: Complete or arriving results that `share` serves, by body hash.
     """
 
     def __init__(self, context: PeerContext, parts: Sequence[tuple[Codec, int]], max_bytes: int) -> None:
@@ -80,7 +82,7 @@ class RoundLog:
         self.attempts: OrderedDict[bytes, Attempt] = OrderedDict()
         self._results: OrderedDict[bytes, Result] = OrderedDict()
         self._certificates: OrderedDict[bytes, Certificate] = OrderedDict()
-        self._shared: OrderedDict[bytes, ResultChunks] = OrderedDict()
+        self.shared: OrderedDict[bytes, ResultChunks] = OrderedDict()
         self._changed = asyncio.Event()
         context.rpc.serve(CHAIN, AskChain, self._serve_chain)
         ChunkServer(context.rpc, RESULT, self._find, RESULT_RATION)
@@ -90,8 +92,11 @@ class RoundLog:
         return self._parts[round_ % len(self._parts)][0]
 
     def num_values(self, round_: int) -> int:
-        """Return the length of a round's vectors."""
         return self._parts[round_ % len(self._parts)][1]
+
+    def rules_of(self, share: Slice) -> Rules:
+        codec = codec_at(self.codec_of(share.round), share.level)
+        return Rules(self._context.swarm, self._context.spec, codec, self.num_values(share.round))
 
     # --- own results
 
@@ -102,7 +107,6 @@ class RoundLog:
             self.attempts.popitem(last=False)
 
     def _attempt_of(self, body_hash: bytes) -> Attempt | None:
-        """Return the complete attempt with this body hash; None if unknown."""
         for attempt in self.attempts.values():
             if attempt.body is not None and attempt.body.body_hash == body_hash:
                 return attempt
@@ -122,15 +126,12 @@ class RoundLog:
             self._certificates.popitem(last=False)
         if (attempt := self._attempt_of(body.body_hash)) is not None:
             attempt.means = []
+        num_bytes = sum(result.num_bytes for result in self._results.values())
         max_bytes = min(FOLLOWED_BYTES, self._max_bytes) if is_followed else 0
-        while len(self._results) > 1 and (
-            self._num_bytes() > self._max_bytes
-            or (len(self._results) > self._max_rounds and self._num_bytes() > max_bytes)
+        while len(self._results) > 1 and num_bytes > (
+            max_bytes if len(self._results) > self._max_rounds else self._max_bytes
         ):
-            self._results.popitem(last=False)
-
-    def _num_bytes(self) -> int:
-        return sum(result.num_bytes for result in self._results.values())
+            num_bytes -= self._results.popitem(last=False)[1].num_bytes
 
     def clear(self) -> None:
         """Drop all results and certificates, because this peer moved to another lineage."""
@@ -161,20 +162,16 @@ class RoundLog:
 
     def share(self, chunks: ResultChunks) -> None:
         """Serve a complete or arriving result; at most the last `MAX_SHARED`."""
-        self._shared[chunks.body.body_hash] = chunks
-        while len(self._shared) > MAX_SHARED:
-            self._shared.popitem(last=False)
+        self.shared[chunks.body.body_hash] = chunks
+        while len(self.shared) > MAX_SHARED:
+            self.shared.popitem(last=False)
         self._wake()
-
-    def shared(self, body_hash: bytes) -> ResultChunks | None:
-        """Return the shared result with this body hash; None if there is none."""
-        return self._shared.get(body_hash)
 
     def unshare(self, chunks: ResultChunks) -> None:
         """Stop serving a result that stays incomplete."""
         chunks.give_up()
-        if self._shared.get(chunks.body.body_hash) is chunks:
-            del self._shared[chunks.body.body_hash]
+        if self.shared.get(chunks.body.body_hash) is chunks:
+            del self.shared[chunks.body.body_hash]
 
     async def _find(self, request: Open) -> ResultChunks:
         """Return a result that is here; for a waiting receiver, wait up to `KNOWN_WAIT_SECONDS` for it."""
@@ -187,7 +184,7 @@ class RoundLog:
         raise PeerRefusedError(self._context.rpc.peer_id, "this result is not kept here")
 
     def _find_now(self, body_hash: bytes) -> ResultChunks | None:
-        if (shared := self._shared.get(body_hash)) is not None:
+        if (shared := self.shared.get(body_hash)) is not None:
             return shared
         own = self._context.rpc.peer_id
         for result in self._results.values():
@@ -235,7 +232,6 @@ class RoundLog:
         """Fetch the missing chunks of a result; raises as `p2ptrain.network.chunks.fetch.fetch`.
 
         Args:
-            chunks: Filled as chunks arrive.
             sources: Peers to ask, by preference, at most `MAX_SOURCES`; unused with a plan.
             plan: By source: the chunks to request from it, without retry; None or empty if any source may send any.
         """
@@ -273,12 +269,10 @@ class RoundLog:
             raise ProtocolError(peer, f"offers a result that is cut within blocks: {error}") from error
 
     def num_bytes_of(self, peer: str, body: Body) -> int:
-        """Return the size of the encoded means."""
         shares = zip(self.codecs_of(peer, body), pairwise(body.bounds), strict=True)
         return sum(codec.encoded_bytes(high - low) for codec, (low, high) in shares)
 
     def source_of(self, peer: str, body: Body) -> Source:
-        """Return the `Source` of a result, for tracing."""
         return Source(body, self.codecs_of(peer, body), self._leaf_values(body))
 
     def chunks_of(self, peer: str, body: Body, means: Means | None = None) -> ResultChunks:

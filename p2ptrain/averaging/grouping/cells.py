@@ -1,9 +1,7 @@
 """The cell of the tree in which a peer averages, as all holders of one head compute it: pure functions.
 
-A swarm that fits in one group has one cell. A larger one averages in a **tree with delegates**. On level 0 a hash of
-its id draws each peer's cell for the round. One delegate of each cell takes the cell's weighted mean to a group of
-delegates, up to the last group, whose result all peers replay. The mean is exact, however uneven the cells are, if one
-delegate of each cell succeeds.
+A swarm that fits in one group has one cell. A larger one averages in a **tree with delegates**: one delegate of each
+cell takes the cell's weighted mean to a group of delegates, up to the last group, whose result all peers replay.
 
 A cell depends on the peer's id and on the head's lineage, round and number of peers, not on the peers that one knows.
 Lineages are unpredictable: no peer can choose an id that meets a victim in a later round.
@@ -12,7 +10,8 @@ Lineages are unpredictable: no peer can choose an id that meets a victim in a la
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from bisect import bisect_left
+from collections.abc import Iterable
 from decimal import Context, Decimal, localcontext
 from functools import lru_cache
 from typing import NamedTuple
@@ -54,7 +53,6 @@ class Cells:
         return len(_num_cells(present, self._group_size))
 
     def num_cells(self, key: Key) -> int:
-        """Return the number of cells on the key's level."""
         return _num_cells(key.present, self._group_size)[key.level]
 
     def key_of(self, round_: Head | Ticket | Key, peer: str, level: int = 0) -> Key:
@@ -101,12 +99,8 @@ def delegate_order(lineage: bytes, round_: int, sub_round: int, members: Iterabl
     return sorted(set(members), key=lambda peer: (_hash(b"delegate", numbers, lineage, peer), peer))
 
 
-def cell_of(lineage: bytes, round_: int, level: int, peer: str, num_cells: int, choice: int = 0) -> int:
+def cell_of(lineage: bytes, round_: int, level: int, peer: str, num_cells: int) -> int:
     """Return the cell, 0 to ``num_cells - 1``, that a hash draws for a peer.
-
-    Args:
-        lineage: The head's, 32 bytes.
-        choice: 0 for the only cell of a tree; benchmarks compare it with further choices after a full cell.
 
     Raises:
         ValueError: A number is out of range.
@@ -114,7 +108,7 @@ def cell_of(lineage: bytes, round_: int, level: int, peer: str, num_cells: int, 
     if num_cells < 1:
         raise ValueError(f"there must be at least one cell, not {num_cells}")
     # Uniform up to about 2**-64.
-    return int.from_bytes(_hash(b"cell", (round_, level, choice), lineage, peer)[:16], "big") * num_cells >> 128
+    return int.from_bytes(_hash(b"cell", (round_, level, 0), lineage, peer)[:16], "big") * num_cells >> 128
 
 
 def left_out(num_peers: int, num_cells: int, group_size: int) -> float:
@@ -134,17 +128,11 @@ def left_out(num_peers: int, num_cells: int, group_size: int) -> float:
     if num_cells == 1:
         return 1 - group_size / num_peers
     with localcontext(_DECIMALS):
-        terms = _binomial(num_peers, num_cells, group_size)
-        room = sum((group_size - count) * term for count, term in enumerate(terms))
+        room, term = Decimal(0), (1 - Decimal(1) / num_cells) ** num_peers  # the probability that a cell gets no peer
+        for count in range(group_size):
+            room += (group_size - count) * term
+            term = term * (num_peers - count) / ((count + 1) * (num_cells - 1))
         return max(0.0, float(1 + (room - group_size) * num_cells / num_peers))
-
-
-def _binomial(num_peers: int, num_cells: int, most: int) -> list[Decimal]:
-    """Return the probabilities that a cell gets 0, 1, ... ``most`` peers."""
-    terms = [(1 - Decimal(1) / num_cells) ** num_peers]
-    for count in range(most):
-        terms.append(terms[-1] * (num_peers - count) / ((count + 1) * (num_cells - 1)))
-    return terms
 
 
 @lru_cache(maxsize=1024)
@@ -160,19 +148,12 @@ def tree_cells(num_peers: int, group_size: int) -> int:
         raise ValueError(f"{num_peers} peers cannot average in groups of {group_size}: groups need two members to mix")
     if num_peers <= group_size:
         return 1
-    least = -(-100 * num_peers // (MOST_FILL_PERCENT * group_size))
-    return _fewest(least, lambda cells: left_out(num_peers, cells, group_size) <= MOST_LEFT_OUT)
-
-
-def _fewest(least: int, suffices: Callable[[int], bool]) -> int:
-    """Return the smallest number from ``least`` on that suffices; ``suffices`` must be monotonic."""
-    too_few, enough = least - 1, least
-    while not suffices(enough):
-        too_few, enough = enough, 2 * enough
-    while enough - too_few > 1:
-        middle = (too_few + enough) // 2
-        too_few, enough = (too_few, middle) if suffices(middle) else (middle, enough)
-    return enough
+    least = most = -(-100 * num_peers // (MOST_FILL_PERCENT * group_size))
+    while left_out(num_peers, most, group_size) > MOST_LEFT_OUT:
+        least, most = most + 1, 2 * most
+    return bisect_left(
+        range(most), True, lo=least, key=lambda cells: left_out(num_peers, cells, group_size) <= MOST_LEFT_OUT
+    )
 
 
 def level_cells(num_peers: int, group_size: int) -> tuple[int, ...]:

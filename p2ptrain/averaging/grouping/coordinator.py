@@ -16,8 +16,8 @@ from collections.abc import Callable, Collection
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping import messages
 from p2ptrain.averaging.grouping.cells import Key
-from p2ptrain.averaging.grouping.leaders import Leaders, RoundPosition, is_ahead, probe, probe_seconds
-from p2ptrain.averaging.grouping.membership import Absentees, Membership, rank
+from p2ptrain.averaging.grouping.leaders import Leaders, is_ahead, probe, probe_seconds
+from p2ptrain.averaging.grouping.membership import Absentees, rank
 from p2ptrain.averaging.grouping.pending_group import PendingGroup, decide
 from p2ptrain.averaging.protocol.certificate import Head, Ticket
 from p2ptrain.averaging.timing.deadlines import LEAST_QUIET_SECONDS, QUIET_GRACES, KeepaliveStatus, send_keepalives
@@ -48,30 +48,19 @@ CONVICTED = "there is evidence that you falsified a mean"
 
 
 class Coordinator:
-    """Leads groups when it is this peer's turn.
-
-    Attributes:
-        absentees: The answers of absent peers.
-        closed: True once this peer leads no group any more.
-    """
+    """Leads groups when it is this peer's turn."""
 
     def __init__(
-        self,
-        context: PeerContext,
-        membership: Membership,
-        leaders: Leaders,
-        position: RoundPosition,
-        goal: Goal,
-        on_misled: Callable[[str, str], None],
+        self, context: PeerContext, leaders: Leaders, goal: Goal, on_misled: Callable[[str, str], None]
     ) -> None:
         """``on_misled`` is called with a peer of a pending group, and the convicted leader that it follows."""
         self._context = context
         self._spec = context.spec
-        self._membership = membership
+        self._membership = leaders.membership
         self._leaders = leaders
-        self._position = position
+        self._position = leaders.position
         self._goal = goal
-        self._cells = position.cells
+        self._cells = leaders.position.cells
         self._on_misled = on_misled
         self.absentees = Absentees()
         self._pace: dict[str, float] = {}
@@ -212,8 +201,9 @@ class Coordinator:
         loop, group = asyncio.get_running_loop(), self._group_of_worker(peer, report.head)
         if group is None:
             return messages.BatchAdvice(closing=True)
-        group.report(peer, BatchProgress(report.samples, report.batch_samples, report.batch_seconds, loop.time()))
-        deadline = loop.time() + REPORT_WAIT_SECONDS
+        now = loop.time()
+        group.report(peer, BatchProgress(report.samples, report.batch_samples, report.batch_seconds, now))
+        deadline = now + REPORT_WAIT_SECONDS
         while not (group.closing or group.batch.is_full or group.over):
             if group.batch.should_begin(peer, self._expected(group), loop.time()):
                 return messages.BatchAdvice(closing=False)
@@ -258,7 +248,6 @@ class Coordinator:
         return messages.Ahead(is_ahead=False)
 
     def _group_of(self, peer: str, head: Head) -> PendingGroup:
-        """Return the pending group in which a peer averages after its head."""
         return self.group(head, self._cells.key_of(head, peer))
 
     def _group_of_worker(self, peer: str, head: Head) -> PendingGroup | None:
@@ -282,7 +271,7 @@ class Coordinator:
 
     def _expected(self, group: PendingGroup) -> list[str]:
         """Return the slots that a group waits for."""
-        active = {*group.reporters, *self._leaders.probers(group.key)}
+        active = {*group.batch.reports, *group.steps.reports, *self._leaders.probers(group.key)}
         peers = {*self._membership.expected(), *(peer for peer in active if not self._membership.is_suspect(peer))}
         peers.discard(self._context.rpc.peer_id)
         if self._position.participates and self._position.is_of(group.key):
@@ -377,8 +366,7 @@ class Coordinator:
             self.absentees.answered(peer, key, asked)
             return
         except (PeerError, DeadlineError) as error:
-            self._membership.suspect(peer, str(error))
-            self._leaders.lost(peer)
+            self._leaders.lost(peer, str(error))
             self.absentees.silent(peer, asked, loop.time(), seconds)
             return
         finally:

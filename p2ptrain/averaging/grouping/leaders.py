@@ -1,8 +1,8 @@
 """The round in progress as this peer sees it: its head, and the peers that may lead its group.
 
 Peers lead in the order of `rank`, which changes with each round. A leader that failed goes to the end: its followers
-saw the group break, and all skip it in the next attempt. Without this, a malicious or unreachable leader would block
-its round for ever. A peer that was not in the group is redirected by the leader that took over.
+saw the group break, and all skip it in the next attempt. A peer that was not in the group is redirected by the leader
+that took over.
 
 Views of failures differ, so two peers may each follow the other, or both claim to lead. Between two peers that sent
 each other tickets, rank decides (`p2ptrain.averaging.grouping.coordinator.Coordinator.follow`). Between two that both
@@ -120,10 +120,9 @@ class _Seen:
 class Leaders:
     """Candidates for the leader of each round; remembers the latest group on each level of the tree."""
 
-    def __init__(self, own_id: str, membership: Membership, cells: Cells) -> None:
-        self._own_id = own_id
-        self._membership = membership
-        self._cells = cells
+    def __init__(self, position: RoundPosition, membership: Membership) -> None:
+        self.position = position
+        self.membership = membership
         self._seen: dict[int, tuple[Key, _Seen]] = {}
 
     def _remember(self, key: Key) -> _Seen:
@@ -137,7 +136,6 @@ class Leaders:
         return seen if known == key else _Seen()
 
     def failed(self, key: Key, leader: str) -> None:
-        """Record that a leader's group failed."""
         self._count(self._remember(key).failures, leader)
 
     def redirect_loop(self, key: Key, leader: str) -> None:
@@ -168,8 +166,7 @@ class Leaders:
 
     def unanswered(self, key: Key, leader: str, error: Exception) -> None:
         """Suspect a leader that did not answer; if it was unreachable, it is the last candidate until `reached`."""
-        self._membership.suspect(leader, str(error))
-        self.lost(leader)
+        self.lost(leader, str(error))
         if isinstance(error, PeerUnreachableError) and len(self._remember(key).unreachable) < MAX_FAILED:
             self._remember(key).unreachable.add(leader)
 
@@ -189,13 +186,14 @@ class Leaders:
         if len(seen.probers) < MAX_PROBERS:
             seen.probers.add(peer)
 
-    def lost(self, peer: str) -> None:
-        """Record that a peer does not answer; the membership only knows peers with a record."""
-        for _, seen in self._seen.values():
+    def lost(self, peer: str, reason: str | None = None) -> None:
+        """Record that a peer does not answer, as a suspect if there is a ``reason``."""
+        if reason is not None:
+            self.membership.suspect(peer, reason)
+        for _, seen in self._seen.values():  # The membership only knows peers with a record.
             seen.probers.discard(peer)
 
     def probers(self, key: Key) -> set[str]:
-        """Return the peers that are in this round by their own account."""
         return self._seen_of(key).probers
 
     def order(self, key: Key, peer: str) -> tuple[int, bytes]:
@@ -208,9 +206,10 @@ class Leaders:
 
         Absentees are included: peers that excluded each other would otherwise fork into lone lineages for ever.
         """
-        others = {*self._membership.alive_trainers(), *self.probers(key)}.difference(excluded)
-        others = {peer for peer in others if not self._membership.is_convicted(peer)}
-        there = {peer for peer in {*others, self._own_id} if self._cells.includes(key, peer)} or {self._own_id}
+        membership, own = self.membership, self.position.peer
+        others = {*membership.alive_trainers(), *self.probers(key)}.difference(excluded)
+        there = {own, *(peer for peer in others if not membership.is_convicted(peer))}
+        there = {peer for peer in there if self.position.cells.includes(key, peer)} or {own}
         return sorted(there, key=lambda peer: self.order(key, peer))
 
     def first(self, key: Key) -> str:

@@ -60,13 +60,7 @@ class NoGroupError(TemporaryError):
 
 
 class Matchmaker:
-    """Finds groups for this peer; its `Coordinator` leads groups.
-
-    Attributes:
-        position: This peer's head and place in matchmaking; `set_head` updates it.
-        leaders: Candidates for the leader.
-        last_leader: Leader of the group found last; empty before the first.
-    """
+    """Finds groups for this peer; its `Coordinator` leads groups."""
 
     def __init__(
         self,
@@ -82,12 +76,12 @@ class Matchmaker:
         self.cells = Cells(context.spec.group_size)
         self.position = RoundPosition(head, context.rpc.peer_id, self.cells)
         self._last_leader: tuple[Key, str] | None = None
-        self.leaders = Leaders(context.rpc.peer_id, membership, self.cells)
-        self._coordinator = Coordinator(context, membership, self.leaders, self.position, goal, on_misled)
+        self.leaders = Leaders(self.position, membership)
+        self._coordinator = Coordinator(context, self.leaders, goal, on_misled)
         self._tasks = Tasks()
         self._asking: tuple[str, asyncio.Task[messages.Answer]] | None = None
-        self.standby = Standby(context, membership, self.leaders, self._coordinator, self.position)
-        self.pacing = Pacing(context, self.leaders, self.position, goal.steps)
+        self.standby = Standby(context, self.leaders, self._coordinator)
+        self.pacing = Pacing(context, self.leaders, goal.steps)
         context.rpc.serve(messages.PROBE, messages.Probe, self._serve_probe)
 
     def abandon(self, leader: str) -> None:
@@ -95,13 +89,17 @@ class Matchmaker:
         if self._asking is not None and self._asking[0] == leader:
             self._asking[1].cancel()
 
-    def participate(self, trains: bool) -> None:
-        """Set whether this peer trains; if so, it reports its steps, and waits for itself as a leader."""
+    def participate(self, trains: bool, is_behind: Callable[[], bool] = lambda: False) -> None:
+        """Set whether this peer trains; if so, it reports its steps (see `Pacing.start`), and may wait for itself."""
         self.position.participates = trains
-        (self.pacing.start if trains else self.pacing.stop)()
+        if trains:
+            self.pacing.start(is_behind)
+        else:
+            self.pacing.stop()
 
     @property
     def last_leader(self) -> str:
+        """Leader of the group found last; empty before the first."""
         return self._last_leader[1] if self._last_leader is not None else ""
 
     def set_head(self, head: Head) -> None:
@@ -117,7 +115,6 @@ class Matchmaker:
         return [peer for peer in peers if self.cells.includes(key, peer)]
 
     async def close(self) -> None:
-        """Stop leading; followers turn to the next candidate."""
         await self.pacing.close()
         await self._tasks.close()
         await self._coordinator.close()
@@ -159,17 +156,17 @@ class Matchmaker:
         The group's leader has probed them, but the next round's leader has not, and would wait for dead ones.
         """
         absent = set(self._membership.expected()).difference(members) if key.level == 0 else set()
-        for peer in self._in_cell(key, sorted(absent))[:MAX_GREETED]:
-            self._tasks.start(self._ask_absentee(peer, key), "absentee")
 
-    async def _ask_absentee(self, peer: str, key: Key) -> None:
-        try:
-            await probe(self._context.rpc, peer, key, silence_seconds(self._spec.grace_seconds))
-        except PeerRefusedError:
-            return
-        except (PeerError, DeadlineError) as error:
-            self._membership.suspect(peer, str(error))
-            self.leaders.lost(peer)
+        async def ask(peer: str) -> None:
+            try:
+                await probe(self._context.rpc, peer, key, silence_seconds(self._spec.grace_seconds))
+            except PeerRefusedError:
+                return
+            except (PeerError, DeadlineError) as error:
+                self.leaders.lost(peer, str(error))
+
+        for peer in self._in_cell(key, sorted(absent))[:MAX_GREETED]:
+            self._tasks.start(ask(peer), "absentee")
 
     async def _greet(self, peer: str, key: Key) -> None:
         try:

@@ -6,11 +6,11 @@ a backoff has passed, which doubles with each failure. Failures ban no peer, and
 
 Three judgements outlast a peer's own signs of life:
 
-* A *convicted* peer falsified a mean (`p2ptrain.averaging.verification.evidence`), and never joins this peer's groups.
-* An *avoided* peer broke rounds repeatedly (`Membership.broke_with`), and stays out for a while. Otherwise two peers
-  that reach all others but not each other would break every round.
+* A *convicted* peer falsified a mean, and never joins this peer's groups.
+* An *avoided* peer broke rounds repeatedly, and stays out for a while. Otherwise two peers that reach all others but
+  not each other would break every round.
 * A *mistrusted* peer lacked the state that it announced, and is not followed for a while. If it also stalled this peer,
-  it is *doubted* until it has answered a question on which no round depends (`Membership.vouch`).
+  it is *doubted* until it has answered a question on which no round depends.
 """
 
 from __future__ import annotations
@@ -92,7 +92,6 @@ class Membership:
         self._known.pop(peer, None)
 
     def forget_expired(self) -> None:
-        """Drop peers with expired records."""
         now = self._runtime.now()
         self._known = {peer: known for peer, known in self._known.items() if known.expires_at > now}
 
@@ -103,8 +102,7 @@ class Membership:
 
     def suspect(self, peer: str, reason: str) -> None:
         """Record that a peer did not answer; rounds do not wait for it until it shows signs of life."""
-        known = self._known.get(peer)
-        if known is None:
+        if (known := self._known.get(peer)) is None:
             return
         known.failures += 1
         pause = min(FIRST_SUSPICION_SECONDS * 2 ** min(known.failures - 1, 16), LONGEST_SUSPICION_SECONDS)
@@ -115,8 +113,7 @@ class Membership:
 
     def heard_from(self, peer: str) -> None:
         """Record that a peer acted (a ticket, a report): suspicion ends at once."""
-        known = self._known.get(peer)
-        if known is not None:
+        if (known := self._known.get(peer)) is not None:
             known.failures = 0
             known.suspect_until = 0.0
             known.suspect_sequence = -1
@@ -125,8 +122,7 @@ class Membership:
 
     def answered(self, peer: str) -> None:
         """Record that a peer answered: suspicion ends, but rounds that it missed still count."""
-        known = self._known.get(peer)
-        if known is not None:
+        if (known := self._known.get(peer)) is not None:
             known.suspect_until, known.suspect_sequence = 0.0, -1
 
     def broke_with(self, peer: str, reason: str, leader: str = "") -> None:
@@ -137,8 +133,7 @@ class Membership:
                 the peer is at fault for certain.
         """
         self.suspect(peer, reason)
-        known = self._known.get(peer)
-        if known is not None:
+        if (known := self._known.get(peer)) is not None:
             known.breaks += 1
             known.broke_under.add(leader or f"itself {known.breaks}")
             if len(known.broke_under) >= BREAKS_BEFORE_AVOIDING:
@@ -146,9 +141,7 @@ class Membership:
                 known.avoid_until = self._runtime.now() + min(doubled, LONGEST_AVOIDANCE_SECONDS)
 
     def finished_with(self, peer: str) -> None:
-        """Record that a round with a peer was completed."""
-        known = self._known.get(peer)
-        if known is not None:
+        if (known := self._known.get(peer)) is not None:
             known.breaks = 0
             known.broke_under.clear()
             known.avoid_until = 0.0
@@ -158,7 +151,6 @@ class Membership:
         self._convicted.add(peer)
 
     def is_convicted(self, peer: str) -> bool:
-        """True if a peer is excluded for good."""
         return peer in self._convicted
 
     def avoided(self) -> list[str]:
@@ -171,24 +163,20 @@ class Membership:
 
     def mistrust(self, peer: str, *, stalled: bool = False) -> None:
         """Record that a peer lacked the state that it announced; with ``stalled``, also doubt it."""
-        known = self._known.get(peer)
-        if known is not None:
+        if (known := self._known.get(peer)) is not None:
             pause = min(FIRST_MISTRUST_SECONDS * 2 ** min(known.broken_promises, 16), LONGEST_MISTRUST_SECONDS)
             known.broken_promises += 1
             known.is_doubted |= stalled
             known.mistrust_until = self._runtime.now() + pause
 
     def kept_promise(self, peer: str) -> None:
-        """Record that a peer had the state that it announced."""
-        known = self._known.get(peer)
-        if known is not None:
+        if (known := self._known.get(peer)) is not None:
             known.broken_promises = 0
             known.is_doubted = False
 
     def vouch(self, peer: str) -> None:
         """End the doubt: the peer showed the state that it announces. The backoff of `mistrust` keeps growing."""
-        known = self._known.get(peer)
-        if known is not None:
+        if (known := self._known.get(peer)) is not None:
             known.is_doubted = False
 
     def is_doubted(self, peer: str) -> bool:
@@ -208,8 +196,7 @@ class Membership:
 
     def missed_round(self, peer: str) -> None:
         """Record that a peer answered but did not join in time: rounds do not wait for it until it acts."""
-        known = self._known.get(peer)
-        if known is not None:
+        if (known := self._known.get(peer)) is not None:
             known.rounds_missed += 1
             known.reason = "answers, but did not join the last round"
 
@@ -303,7 +290,6 @@ class Absentees:
             self._silences[peer] = asked + SILENCE_SECONDS
 
     def heard_from(self, peer: str) -> None:
-        """Record that a peer is not silent any more."""
         self._silences.pop(peer, None)
 
 

@@ -32,10 +32,7 @@ Failures = Annotated[tuple[tuple[Name, Positive], ...], Meta(max_length=MAX_GOSS
 class Join(Message, frozen=True):
     """A ticket for the leader of a round.
 
-    Attributes:
-        tried: Peers to which the leader must not redirect the sender.
-        hops: Number of redirections so far.
-        avoid: Peers with which rounds broke for the sender.
+    The leader must not redirect the sender to peers in ``tried``; rounds with those in ``avoid`` broke for the sender.
     """
 
     ticket: Ticket
@@ -72,12 +69,7 @@ class Behind(Answer, frozen=True, tag="behind"):
 
 
 class Refused(Answer, frozen=True, tag="refused"):
-    """No group for this ticket.
-
-    Attributes:
-        mismatch: True if the sender's state differs from the group's.
-        alone: True if no other peer came to the leader.
-    """
+    """No group for this ticket: the sender's state differs from the group's, no other peer came, or another reason."""
 
     reason: Annotated[str, Meta(max_length=MAX_REASON_LENGTH)]
     mismatch: bool = False
@@ -129,10 +121,7 @@ class BatchAdvice(Message, frozen=True):
 class TakeOn(Message, frozen=True):
     """A host's progress in a round with a global batch, and its request for more.
 
-    Attributes:
-        samples: Samples that it has computed for the round.
-        held: Samples that it has admitted to the round, computed or not.
-        wanted: Samples that trainers ask it to admit.
+    Of the ``held`` samples that it has admitted, it has computed ``samples``; trainers ask it to admit ``wanted`` more.
     """
 
     head: Head

@@ -16,7 +16,7 @@ from p2ptrain.averaging.grouping.cells import Cells, Key
 from p2ptrain.averaging.grouping.membership import rank
 from p2ptrain.averaging.grouping.messages import Answer, Formed, Refused
 from p2ptrain.averaging.protocol.certificate import Head, Roster, Ticket
-from p2ptrain.averaging.timing.goal import MAX_REPORTS, BatchProgress, GlobalBatch, LocalSteps, StepProgress
+from p2ptrain.averaging.timing.goal import BatchProgress, GlobalBatch, LocalSteps, StepProgress
 from p2ptrain.manifest import AveragingSpec
 
 
@@ -125,9 +125,7 @@ class PendingGroup:
 
     Attributes:
         head: The head before the round, as the first member sent it.
-        batch: Progress of the global batch.
         slot_of: Returns the unit that a peer represents; see `p2ptrain.averaging.grouping.cells.Cells.slot`.
-        steps: Progress of the local steps.
         members: By slot: tickets, in order of arrival.
         passed: Peers without work for this round; the group does not wait for them.
         closing: True once the other peers were asked to hand in.
@@ -190,34 +188,24 @@ class PendingGroup:
         return "" if member is None or member.ticket.peer == peer or self.over else member.ticket.peer
 
     def dismiss(self, peer: str, reason: str) -> None:
-        """Refuse a member's ticket."""
         member = self.members.get(self.slot_of(peer))
         if member is not None and member.ticket.peer == peer and not member.answer.done():
             member.answer.set_result(Refused(reason))
-            del self.members[self.slot_of(peer)]
-            self.stir()
+            self.remove(peer, member.answer)
 
     def has(self, peer: str) -> bool:
-        """True if this peer sent a ticket."""
         member = self.members.get(self.slot_of(peer))
         return member is not None and member.ticket.peer == peer
 
     def report(self, peer: str, report: BatchProgress) -> None:
-        """Record a peer's progress towards the global batch."""
         self.batch.report(peer, report)
         self.last_activity = report.reported_at
         self.stir()
 
     def report_steps(self, peer: str, report: StepProgress) -> None:
-        """Record a peer's local steps."""
-        self.steps.report(peer, report, MAX_REPORTS)
+        self.steps.report(peer, report)
         self.last_activity = report.heard_at
         self.stir()
-
-    @property
-    def reporters(self) -> set[str]:
-        """The peers that reported progress."""
-        return {*self.batch.peers, *self.steps.peers}
 
     def stir(self) -> None:
         """Wake all tasks that wait for a change."""
@@ -226,7 +214,6 @@ class PendingGroup:
         self._stirred = asyncio.Event()
 
     async def wait_for_change(self, timeout_seconds: float) -> None:
-        """Wait for a change, at most this long."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_seconds):
                 await self._stirred.wait()
@@ -271,10 +258,8 @@ class PendingGroup:
         """
         digests = Counter((m.ticket.digest, m.ticket.layout) for m in self.members.values())
         common = max(digests, key=lambda key: (digests[key], key))
-        chosen: list[Ticket] = []
-        by_peer = {member.ticket.peer: member for member in self.members.values()}
-        for peer in sorted(by_peer, key=lambda p: rank(p, self.key)):
-            member = by_peer[peer]
+        chosen: dict[str, _Member] = {}
+        for member in sorted(self.members.values(), key=lambda member: rank(member.ticket.peer, self.key)):
             if member.answer.done():
                 continue
             if (member.ticket.digest, member.ticket.layout) != common:
@@ -282,13 +267,11 @@ class PendingGroup:
                 what = "state" if same_layout else "model layout or codec"
                 member.answer.set_result(Refused(f"your {what} differs from the group's", mismatch=same_layout))
             else:
-                chosen.append(member.ticket)
-        kept = without_conflicts({t.peer: by_peer[t.peer].avoid for t in chosen}, self.spec.min_peers)
-        for ticket in [ticket for ticket in chosen if ticket.peer not in kept[: self.spec.group_size]]:
-            full = ticket.peer in kept
-            why = "the group is full" if full else "rounds with you and another member broke again and again"
-            by_peer[ticket.peer].answer.set_result(Refused(f"{why}: your work waits a round"))
-            chosen.remove(ticket)
-        members = sorted(chosen, key=lambda ticket: ticket.peer)
-        self.answer_all(Formed(tuple(members)))
-        return [ticket.peer for ticket in members]
+                chosen[member.ticket.peer] = member
+        kept = without_conflicts({peer: member.avoid for peer, member in chosen.items()}, self.spec.min_peers)
+        members = sorted(kept[: self.spec.group_size])
+        for peer in [peer for peer in chosen if peer not in members]:
+            why = "the group is full" if peer in kept else "rounds with you and another member broke again and again"
+            chosen[peer].answer.set_result(Refused(f"{why}: your work waits a round"))
+        self.answer_all(Formed(tuple(chosen[peer].ticket for peer in members)))
+        return members

@@ -1,14 +1,11 @@
 """Reports to the round's leader: this peer's progress goes out, and advice when the round closes comes back.
 
-A *trainer* decides how much it computes (`Pacing`). With a global batch, it reports after each local batch, and waits
-while another one would be surplus. With local steps (``every = H``), a background task reports every few seconds, and
-the leader answers in how many seconds the round closes (`p2ptrain.averaging.timing.goal`). The training thread does not
-wait for it, but asks `Pacing.is_due` after each step. A peer without advice, because it is alone or no leader answers,
-computes its own H steps.
+A *trainer* decides how much it computes (`Pacing`; the leader's side is `p2ptrain.averaging.timing.goal`). With local
+steps, a background task reports every few seconds. The training thread does not wait for it, but asks `Pacing.is_due`
+after each step. A peer without advice, because it is alone or no leader answers, computes its own H steps.
 
-A *host* of a stage computes for other peers (`Standby`). It must know whether a microbatch belongs to the round in
-progress or to the next. The leader grants samples, so that all hosts together admit the global batch and no more. A
-host without samples in a round steps aside, and fetches the result.
+A *host* of a stage computes for other peers (`Standby`). The leader grants samples, so that all hosts together admit
+the global batch and no more. A host without samples in a round steps aside, and fetches the result.
 """
 
 from __future__ import annotations
@@ -21,8 +18,7 @@ from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping import messages
 from p2ptrain.averaging.grouping.cells import Key
 from p2ptrain.averaging.grouping.coordinator import Coordinator
-from p2ptrain.averaging.grouping.leaders import MOST_PROBE_SECONDS, Leaders, RoundPosition, probe, probe_seconds
-from p2ptrain.averaging.grouping.membership import Membership
+from p2ptrain.averaging.grouping.leaders import MOST_PROBE_SECONDS, Leaders, probe, probe_seconds
 from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.averaging.timing.goal import LONGEST_BATCH_SECONDS, MOST_ROUNDS, SILENT_SECONDS
 from p2ptrain.errors import DeadlineError, PeerError, PeerRefusedError
@@ -39,20 +35,15 @@ MAX_ASKED = 3
 
 
 class Pacing:
-    """One trainer's reports.
+    """One trainer's reports."""
 
-    Attributes:
-        is_behind: True if others are ahead, so that no peer joins this round. Set by the synchronizer, whose catch-up
-            needs this peer's matchmaking first.
-    """
-
-    def __init__(self, context: PeerContext, leaders: Leaders, position: RoundPosition, steps: int) -> None:
+    def __init__(self, context: PeerContext, leaders: Leaders, steps: int) -> None:
         """``steps`` is H; 0 without local steps."""
         self._context = context
         self._leaders = leaders
-        self._position = position
+        self._position = leaders.position
         self._every = steps
-        self.is_behind: Callable[[], bool] = lambda: False
+        self._is_behind: Callable[[], bool] = lambda: False
         self._tasks = Tasks()
         self._task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -65,8 +56,12 @@ class Pacing:
         self._plan: tuple[Key, float, float] | None = None
         self._over: Key | None = None
 
-    def start(self) -> None:
-        """Start to report local steps; call on the event loop."""
+    def start(self, is_behind: Callable[[], bool]) -> None:
+        """Start to report local steps; call on the event loop.
+
+        ``is_behind`` tells whether others are ahead, so that no peer joins this round.
+        """
+        self._is_behind = is_behind
         if self._every and self._task is None:
             self._loop = asyncio.get_running_loop()
             self._step_began = self._loop.time()
@@ -111,7 +106,7 @@ class Pacing:
                 position.close(key)
             if position.is_closing or not advice.wait:
                 break
-            if self.is_behind():
+            if self._is_behind():
                 return True
         return position.is_closing
 
@@ -220,7 +215,7 @@ class Pacing:
         if self._plan is not None and self._loop.time() - self._plan[2] > SILENT_SECONDS:
             self._plan = None
         left = self.seconds_left
-        is_over = self.is_behind() or (left is not None and left <= self._shortest_seconds)
+        is_over = self._is_behind() or (left is not None and left <= self._shortest_seconds)
         self._over = self._position.key if is_over else None
 
     def _answer_seconds(self, leader: str) -> float:
@@ -234,11 +229,10 @@ class Pacing:
         """Report the steps to the leader, and store when the round closes."""
         loop, key, position = asyncio.get_running_loop(), self._position.key, self._position
         head, asked_at, leader = position.head.without_proof(), loop.time(), self._leaders.first(key)
-        if self._resting is None:
-            age = min(max(0.0, asked_at - self._step_began), LONGEST_BATCH_SECONDS)
-            report = messages.StepsReport(head, self._steps, self._seconds, age, is_stepping=True)
-        else:
-            report = messages.StepsReport(head, self._resting, self._seconds, 0.0, is_stepping=False)
+        steps, age = self._resting, 0.0
+        if steps is None:
+            steps, age = self._steps, min(max(0.0, asked_at - self._step_began), LONGEST_BATCH_SECONDS)
+        report = messages.StepsReport(head, steps, self._seconds, age, is_stepping=self._resting is None)
         try:
             advice = await self._context.rpc.call(
                 leader, messages.STEPS, report, messages.StepsAdvice, self._answer_seconds(leader)
@@ -260,19 +254,11 @@ class Pacing:
 class Standby:
     """One host's requests."""
 
-    def __init__(
-        self,
-        context: PeerContext,
-        membership: Membership,
-        leaders: Leaders,
-        coordinator: Coordinator,
-        position: RoundPosition,
-    ) -> None:
+    def __init__(self, context: PeerContext, leaders: Leaders, coordinator: Coordinator) -> None:
         self._context = context
-        self._membership = membership
         self._leaders = leaders
         self._coordinator = coordinator
-        self._position = position
+        self._position = leaders.position
         self._moved = asyncio.Event()
         context.rpc.serve(messages.MOVED, messages.AwaitMove, self._serve_moved)
 
@@ -316,17 +302,13 @@ class Standby:
             A peer that is ahead; empty if none was found.
         """
         context, key, head = self._context, self._position.key, self._position.head.without_proof()
-        leader = self._leaders.first(key)
+        leader, patience = self._leaders.first(key), probe_seconds(context.spec)
         try:
-            if (
-                await context.rpc.call(
-                    leader, messages.PASS, messages.Pass(head), messages.Ahead, probe_seconds(context.spec)
-                )
-            ).is_ahead:
+            if (await context.rpc.call(leader, messages.PASS, messages.Pass(head), messages.Ahead, patience)).is_ahead:
                 return leader
         except (PeerError, DeadlineError) as error:
             self._leaders.unanswered(key, leader, error)
-        others = [peer for peer in self._membership.expected() if peer != leader]
+        others = [peer for peer in self._leaders.membership.expected() if peer != leader]
         asked = context.runtime.random.sample(others, min(len(others), MAX_ASKED))
         asked = [peer for peer in [leader, *asked] if peer != context.rpc.peer_id]
         return await self._first_to_move(asked, head, seconds)
@@ -343,24 +325,23 @@ class Standby:
         more work may be the only one, and the others would wait for ever.
         """
         key = self._position.key
-        peers = [peer for peer in self._membership.expected() if self._position.cells.includes(key, peer)]
-        await together("hurry", (self._hurry(peer, key) for peer in peers))
 
-    async def _hurry(self, peer: str, key: Key) -> None:
-        try:
-            await probe(self._context.rpc, peer, key, probe_seconds(self._context.spec), closing=True)
-        except (PeerError, DeadlineError) as error:
-            self._leaders.unanswered(key, peer, error)
+        async def hurry(peer: str) -> None:
+            try:
+                await probe(self._context.rpc, peer, key, probe_seconds(self._context.spec), closing=True)
+            except (PeerError, DeadlineError) as error:
+                self._leaders.unanswered(key, peer, error)
+
+        expected = self._leaders.membership.expected()
+        await together("hurry", (hurry(peer) for peer in expected if self._position.cells.includes(key, peer)))
 
     async def _first_to_move(self, peers: Sequence[str], head: Head, seconds: float) -> str:
         """Return the first of ``peers`` with a head that wins over ``head``; empty if none has one in time."""
 
         async def ask(peer: str) -> str:
-            request = messages.AwaitMove(head, seconds)
+            request, rpc = messages.AwaitMove(head, seconds), self._context.rpc
             with contextlib.suppress(PeerError, DeadlineError):
-                if (
-                    await self._context.rpc.call(peer, messages.MOVED, request, messages.Ahead, 2 * seconds + 1)
-                ).is_ahead:
+                if (await rpc.call(peer, messages.MOVED, request, messages.Ahead, 2 * seconds + 1)).is_ahead:
                     return peer
             await asyncio.sleep(seconds)
             return ""

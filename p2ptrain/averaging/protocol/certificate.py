@@ -45,7 +45,6 @@ class Signed:
 
     @property
     def author(self) -> str:
-        """Id of the peer that signs."""
         raise NotImplementedError
 
     def message(self, swarm: bytes) -> bytes:
@@ -53,7 +52,6 @@ class Signed:
         return self.CONTEXT + swarm + canonical_bytes(to_wire(self) | {"proof": b""})
 
     def signed(self, swarm: bytes, signer: Signer) -> Self:
-        """Return this value with its author's signature."""
         return replace(self, proof=signer.sign(self.message(swarm)))
 
     def verify(self, swarm: bytes, verifier: Signer) -> None:
@@ -220,7 +218,6 @@ class Body:
     children: tuple[Hash, ...] = ()
 
     def check(self) -> None:
-        """Raise `IntegrityError` unless the fields are consistent."""
         size, indices = len(self.members), [index for index, *_ in self.contributors]
         if not (
             len(set(self.members)) == size

@@ -1,8 +1,7 @@
 """Timeouts for stragglers, attempts and keepalives, and keepalives from a leader or delegate that others wait for.
 
 No fixed timeout fits both a phone's hotspot and a rack. The time until a quorum shows how long transfers take today:
-stragglers may take a fifth longer, and the grace period. An attempt's deadline follows the durations of the last ones
-and their scatter; the manifest bounds it.
+stragglers may take a fifth longer, and the grace period.
 
 A channel's own heartbeat is too slow: the groups of the level above proceed after a grace period. The awaited peer
 therefore sends several keepalives in a grace period, and counts as quiet when they are later than its link explains. A
@@ -82,7 +81,6 @@ def attempt_seconds(history: Sequence[float], spec: AveragingSpec) -> float:
 
 
 def keepalive_seconds(grace_seconds: float) -> float:
-    """Return the keepalive interval of a peer that others wait for."""
     return min(MOST_KEEPALIVE_SECONDS, max(LEAST_KEEPALIVE_SECONDS, grace_seconds / KEEPALIVES_PER_GRACE))
 
 
@@ -193,7 +191,6 @@ async def receive_answer(
 
     Args:
         schema: The tagged base of the answers and of their keepalive.
-        max_bytes: A longer answer is a `ProtocolError`.
         on_quiet: Called whenever keepalives time out; None to fail then.
 
     Raises:

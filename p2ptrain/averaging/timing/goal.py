@@ -1,15 +1,12 @@
 """The goal of a round and the peers' progress towards it, from which its leader predicts the end of the round.
 
 **A global batch** (``every = 1``, `GlobalBatch`) is full when the samples of all peers reach the target. Peers compute
-whole local batches, and would each end with a surplus one if they continued until they were told to stop. The leader
-therefore predicts when the batches in progress end. A peer starts another one only if the others are predicted to need
-`WAIT_BATCHES` times as long: a surplus batch costs all peers more than a short wait. An overdue peer is predicted to
-need as long again as it is late, so a slow or dead peer does not delay the others long.
+whole local batches. A peer starts another one only if the others are predicted to need `WAIT_BATCHES` times as long: a
+surplus batch costs all peers more than a short wait. An overdue peer is predicted to need as long again as it is late.
 
-**Local steps** (``every = H``, `LocalSteps`): the round closes when the trainers reach H steps each on average. Fast
-peers do more steps than slow ones, and contributions are weighted by tokens. The leader announces the predicted time,
-and all peers step until then. If a step of the slowest peer ends near this time, the round closes with it. Otherwise
-this peer would idle for the rest of the round, or the others for the rest of its step.
+**Local steps** (``every = H``, `LocalSteps`): the round closes when the trainers reach H steps each on average. The
+leader announces the predicted time, and all peers step until then. If a step of the slowest peer ends near this time,
+the round closes with it.
 """
 
 from __future__ import annotations
@@ -58,36 +55,31 @@ class BatchProgress:
 
 
 class GlobalBatch:
-    """Reports of the peers of one round; ``target`` is 0 without a global batch.
+    """The last reports of the peers of one round; ``target`` is 0 without a global batch.
 
     ``pace`` has the seconds of a local batch by peer, known from other rounds, and is updated here.
     """
 
     def __init__(self, target: int, pace: dict[str, float] | None = None) -> None:
         self.target = target
+        self.reports: dict[str, BatchProgress] = {}
         self._pace: dict[str, float] = {} if pace is None else pace
-        self._reports: dict[str, BatchProgress] = {}
         self._idle: set[str] = set()
         self._held: dict[str, tuple[int, float]] = {}
         self._began = math.inf
 
     @property
-    def peers(self) -> Collection[str]:
-        return self._reports.keys()
-
-    @property
     def missing(self) -> int:
         """Samples that are still needed; at most 0 when the batch is full."""
-        return self.target - sum(report.samples for report in self._reports.values())
+        return self.target - sum(report.samples for report in self.reports.values())
 
     @property
     def is_full(self) -> bool:
         return self.target > 0 and self.missing <= 0
 
     def report(self, peer: str, report: BatchProgress) -> None:
-        """Record a peer's report; it replaces an earlier one."""
-        if peer in self._reports or len(self._reports) < MAX_REPORTS:
-            self._reports[peer] = report
+        if peer in self.reports or len(self.reports) < MAX_REPORTS:
+            self.reports[peer] = report
             if report.batch_samples:
                 self._began = min(self._began, report.reported_at - report.batch_seconds)
             if report.batch_seconds and (peer in self._pace or len(self._pace) < MAX_REPORTS):
@@ -95,7 +87,7 @@ class GlobalBatch:
 
     def hand_in(self, peer: str, samples: int) -> None:
         """Record that a peer handed in its samples, and computes no more for this round."""
-        before = self._reports.get(peer, BatchProgress(0, 0, 0.0, 0.0))
+        before = self.reports.get(peer, BatchProgress(0, 0, 0.0, 0.0))
         self.report(peer, replace(before, samples=samples))
         self._idle.add(peer)
 
@@ -107,32 +99,26 @@ class GlobalBatch:
         leader's time.
         """
         self._held.pop(peer, None)
-        others = {*self._held, *self._reports}.difference([peer])
-        taken = sum(max(self._holds(other, now), self._samples_of(other)) for other in others)
         if len(self._held) >= MAX_REPORTS:
             return 0
-        granted = min(wanted, max(0, self.target - taken - held))
+        taken = {other: report.samples for other, report in self.reports.items() if other != peer}
+        for other, (samples, said_at) in self._held.items():
+            if now - said_at < HOLD_SECONDS:
+                taken[other] = max(samples, taken.get(other, 0))
+        granted = min(wanted, max(0, self.target - sum(taken.values()) - held))
         self._held[peer] = held + granted, now
         return granted
-
-    def _holds(self, peer: str, now: float) -> int:
-        held, said_at = self._held.get(peer, (0, now))
-        return held if now - said_at < HOLD_SECONDS else 0
-
-    def _samples_of(self, peer: str) -> int:
-        report = self._reports.get(peer)
-        return report.samples if report is not None else 0
 
     def should_begin(self, peer: str, expected: Collection[str], now: float) -> bool:
         """True if a peer that reported should start another local batch; records the decision.
 
         ``expected`` peers are presumed to compute for this round; ``now`` is the leader's time.
         """
-        own = self._reports.get(peer)
+        own = self.reports.get(peer)
         if own is None or not self.target or not own.batch_samples:
             return True
         done_at = now + WAIT_BATCHES * own.batch_seconds
-        others = {*self._reports, *expected}.difference(self._idle, [peer])
+        others = {*self.reports, *expected}.difference(self._idle, [peer])
         if sum(self._foresee(other, done_at, now) for other in others) >= self.missing:
             self._idle.add(peer)
             return False
@@ -141,9 +127,9 @@ class GlobalBatch:
 
     def _foresee(self, peer: str, until: float, now: float) -> int:
         """Return the samples that a computing peer is predicted to add by ``until``."""
-        report = self._reports.get(peer)
+        report = self.reports.get(peer)
         if report is None:  # Assume that it began with the first of the others.
-            others = [one for one in self._reports.values() if one.batch_samples]
+            others = [one for one in self.reports.values() if one.batch_samples]
             began = self._began
             samples = min(one.batch_samples for one in others)
             seconds = self._pace.get(peer, statistics.median(one.batch_seconds for one in others))
@@ -185,7 +171,7 @@ class StepProgress:
 
     def paced(self, seconds: float) -> StepProgress:
         """Return this report, with a pace from earlier rounds if it has none."""
-        return self if self.seconds else StepProgress(self.steps, seconds, self.age, self.heard_at, self.is_stepping)
+        return self if self.seconds else replace(self, seconds=seconds)
 
     @property
     def step_seconds(self) -> float:
@@ -212,30 +198,26 @@ class LocalSteps:
         began: Start of the round, on the leader's clock.
         pace: By peer: seconds of a step, known from other rounds; updated here.
         at: Closing time of the round; None if unknown.
+        reports: The last one by peer.
     """
 
     steps: int = 0
     began: float = 0.0
     pace: dict[str, float] = field(default_factory=dict)
     at: float | None = None
-    _reports: dict[str, StepProgress] = field(default_factory=dict)
+    reports: dict[str, StepProgress] = field(default_factory=dict)
     _last_step: tuple[str, int] | None = None
 
-    @property
-    def peers(self) -> Collection[str]:
-        return self._reports.keys()
-
-    def report(self, peer: str, report: StepProgress, max_reports: int) -> None:
-        """Record a peer's report; it replaces an earlier one."""
-        if peer in self._reports or len(self._reports) < max_reports:
-            self._reports[peer] = report
-            if report.seconds and (peer in self.pace or len(self.pace) < max_reports):
+    def report(self, peer: str, report: StepProgress) -> None:
+        if peer in self.reports or len(self.reports) < MAX_REPORTS:
+            self.reports[peer] = report
+            if report.seconds and (peer in self.pace or len(self.pace) < MAX_REPORTS):
                 self.pace[peer] = report.seconds
 
     def hand_in(self, peer: str, now: float) -> None:
         """Record that a peer handed in its contribution, and does no more steps for this round."""
-        before = self._reports.get(peer, StepProgress(0, 0.0, 0.0, now, False))
-        self._reports[peer] = StepProgress(before.steps, before.seconds, 0.0, now, False)
+        before = self.reports.get(peer, StepProgress(0, 0.0, 0.0, now, False))
+        self.reports[peer] = replace(before, age=0.0, heard_at=now, is_stepping=False)
 
     def is_due(self, now: float) -> bool:
         """True if the round should close now, by the last `foresee`."""
@@ -246,12 +228,13 @@ class LocalSteps:
         self.at = self._foreseen(trainers, now) if self.steps and len(trainers) > 1 else None
 
     def _foreseen(self, trainers: Collection[str], now: float) -> float | None:
-        fresh = [peer for peer in trainers if now - self._heard_at(peer) < SILENT_SECONDS]
+        heard_at = {peer: report.heard_at for peer, report in self.reports.items()}
+        fresh = [peer for peer in trainers if now - heard_at.get(peer, self.began) < SILENT_SECONDS]
         seconds = [self.pace[peer] for peer in fresh if peer in self.pace]
         if not seconds:
             return None
         usual = statistics.median(seconds)
-        known = {peer: self._reports[peer].paced(self.pace.get(peer, usual)) for peer in fresh if peer in self._reports}
+        known = {peer: self.reports[peer].paced(self.pace.get(peer, usual)) for peer in fresh if peer in self.reports}
         if not known:
             return None
         done = [report.steps_at(now) for report in known.values()]
@@ -268,9 +251,9 @@ class LocalSteps:
         tolerance = ALIGNED * (at - self.began)
         if self._last_step is not None and self.at is not None:
             peer, number = self._last_step
-            report = known.get(peer)
-            is_on_its_way = report is not None and report.is_stepping and report.steps < number
-            end = report.ends_at(number) if report is not None and is_on_its_way else self.at
+            report, end = known.get(peer), self.at
+            if report is not None and report.is_stepping and report.steps < number:
+                end = report.ends_at(number)
             if abs(end - at) <= (1 + STEADY) * tolerance:
                 return end
         self._last_step = None
@@ -292,14 +275,10 @@ class LocalSteps:
         """
 
         def is_absent(peer: str) -> bool:
-            report = self._reports.get(peer)
+            report = self.reports.get(peer)
             if report is None:
                 return peer in behind and now - self.began > seconds
             report = report.paced(self.pace.get(peer, 0.0))
             return report.is_stepping and report.seconds > 0 and report.ends_at(report.steps + 1) > now + seconds
 
         return {peer for peer in expected if is_absent(peer)} if self.steps else set()
-
-    def _heard_at(self, peer: str) -> float:
-        report = self._reports.get(peer)
-        return self.began if report is None else report.heard_at

@@ -49,7 +49,6 @@ def chunk_values(codec: Codec) -> int:
 
 
 def num_chunks(num_values: int, chunk: int) -> int:
-    """Return the number of chunks in a share of ``num_values`` values."""
     return -(-num_values // chunk)
 
 
@@ -65,12 +64,7 @@ def mean_root(codec: Decoder, mean: Buffer, num_values: int, chunk: int) -> byte
 
 
 def mean_tree(codec: Decoder, mean: Buffer, num_values: int, chunk: int) -> SumTree:
-    """Return the hash tree over the chunks of an encoded mean; all energies are zero.
-
-    Args:
-        mean: At least one value.
-        chunk: `chunk_values` of the whole vector's codec.
-    """
+    """Return the hash tree over the chunks of an encoded mean of at least one value; all energies are zero."""
     ends = [codec.encoded_bytes(high) for _, high in cut(num_values, chunk, chunk)]
     return SumTree([(leaf, 0.0) for leaf in leaf_hashes(mean, ends)])
 
@@ -84,7 +78,6 @@ _INNER_KEY = blake3(b"p2ptrain sum tree: inner node").digest()
 
 
 def leaf_hash(chunk: bytes | bytearray | memoryview) -> bytes:
-    """Return the hash of a leaf's bytes."""
     return blake3(chunk, key=_LEAF_KEY).digest()
 
 
@@ -107,13 +100,9 @@ def _parent(left: Node, right: Node) -> Node:
 
 
 class SumTree:
-    """All nodes of a Merkle sum tree."""
+    """All nodes of a Merkle sum tree over at least one leaf."""
 
     def __init__(self, leaves: Sequence[Node]) -> None:
-        """
-        Raises:
-            ValueError: ``leaves`` is empty.
-        """
         if not leaves:
             raise ValueError("a tree needs a leaf")
         self._levels = [list(leaves)]
@@ -126,7 +115,6 @@ class SumTree:
         self.root = self._levels[-1][0]
 
     def __len__(self) -> int:
-        """Return the number of leaves."""
         return len(self._levels[0])
 
     def proof(self, index: int) -> bytes:
@@ -143,8 +131,7 @@ class SumTree:
 def root_of_proof(leaf: bytes, proof: bytes, index: int, num_leaves: int) -> tuple[Node, float] | None:
     """Return the root implied by a leaf's hash and its `SumTree.proof`, and the leaf's energy.
 
-    Returns:
-        None if the index is out of range, the proof has the wrong length, or an energy is NaN or has a negative sign.
+    None if the index is out of range, the proof has the wrong length, or an energy is NaN or has a negative sign.
     """
     if not 0 <= index < num_leaves or len(proof) < 8 or (len(proof) - 8) % NODE.size:
         return None
@@ -175,11 +162,7 @@ class RangeCheck:
         self._max_value = spec.max_value
 
     def __call__(self, piece: memoryview, low: int, high: int) -> None:
-        """Check the values ``[low, high)`` of the share.
-
-        Raises:
-            CodecError: The piece is malformed, or a value is not finite or out of range.
-        """
+        """Raise `CodecError` unless the values ``[low, high)`` of the share are well-formed, finite and in range."""
         codec = self.codec.part(low, high)
         codec.validate(piece, high - low)
         check_range(codec.largest(piece, high - low), self._max_value * RANGE_SLACK)

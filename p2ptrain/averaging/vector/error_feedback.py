@@ -11,12 +11,9 @@ the next round. Rules by coordinate (`median`, `trimmed` of `p2ptrain.averaging.
 error, because they would drop a value from one member as an outlier. Under ``norm_clip``, an owner's feedback counts
 towards its norm.
 
-A sparse codec (`topk`) sends a residual only rounds later, when local training has repeated the unsent update. So the
-residual may decay each round by ``averaging.feedback_decay`` (SparseLoCo, arXiv 2508.15706, algorithm 1; DeMo,
-arXiv 2411.19870).
-
-A delegate also encodes its group's mean, and a share of the delegates' mean. It scales these errors, because they
-belong to all members of its group.
+The residual may decay each round by ``averaging.feedback_decay`` (SparseLoCo, arXiv 2508.15706, algorithm 1; DeMo,
+arXiv 2411.19870). A delegate also encodes its group's mean, and a share of the delegates' mean. It scales these errors,
+because they belong to all members of its group.
 """
 
 from __future__ import annotations
@@ -70,20 +67,14 @@ class ErrorFeedback:
     """
 
     def __init__(self, num_values: int, codec: Codec, decay: float = 1.0) -> None:
-        """
-        Args:
-            decay: Fraction of a round's error to keep, 0 to 1.
-        """
+        """``decay`` is the fraction of a round's error to keep, 0 to 1."""
         import torch
 
         self._decay = decay
         self.residual: torch.Tensor | None = torch.zeros(num_values, dtype=torch.float32) if codec.lossy else None
 
     def split(self, codecs: Sequence[Codec], sizes: Sequence[int]) -> list[ErrorFeedback]:
-        """Return the residuals of consecutive parts of the vector, as views of this one's memory.
-
-        ``sizes`` are the parts' numbers of values and add up to the whole vector.
-        """
+        """Return the residuals of consecutive parts of the vector, of these sizes, as views of this one's memory."""
         if len(sizes) == 1:
             return [self]
         parts, low = [], 0
@@ -101,7 +92,6 @@ class ErrorFeedback:
             vector.add_(self.residual)
 
     def reset(self) -> None:
-        """Set the residual to zero."""
         if self.residual is not None:
             self.residual.zero_()
 

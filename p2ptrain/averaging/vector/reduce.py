@@ -66,9 +66,7 @@ class EncodedStream:
 async def send_encoded(
     channel: Channel, runtime: Runtime, codec: Codec, vector: torch.Tensor, check: PieceCheck
 ) -> memoryview:
-    """Encode and send a part, encoding one piece ahead of the network; return the encoded part.
-
-    The result is the vector's own memory if the codec has an `encoded_view` of it.
+    """Encode and send a part, one piece ahead of the network; return it, or the codec's `encoded_view` of the vector.
 
     Raises:
         CodecError: A value cannot be encoded, or ``check`` refuses it.
@@ -107,11 +105,9 @@ async def receive_checked(
     check: PieceCheck,
     on_progress: Callable[[int], None] = lambda filled: None,
 ) -> memoryview:
-    """Receive and return an encoded share, and check it while it arrives.
+    """Receive and return an encoded share, and check it while it arrives, piece by piece in order.
 
     Args:
-        timeout_seconds: Timeout for the whole share.
-        check: Called with each piece, in order.
         on_progress: Called with the number of bytes received so far.
 
     Raises:
@@ -157,7 +153,6 @@ class _Arriving:
             self._checking = self._tasks.call(self._runtime.offload(self._check, complete), "check")
 
     async def finish(self) -> None:
-        """Check the rest of the full buffer."""
         if self._checking is not None:
             await self._checking
         await self._runtime.offload(self._check, self._left)
@@ -191,11 +186,9 @@ class OwnShare:
 
     Attributes:
         own: The owner's own part, fp32, ``[num_values]``; not changed.
-        parts: By member: codec and bytes of its complete, valid part. The owner's own part is added by `reduce`, and
-            only if it is encoded.
+        parts: By member: codec and bytes of its complete, valid part. `reduce` adds the owner's if it is encoded.
         refused: By member, owner included: the reason why `judge` left it out.
         trees: By member, owner included: the tree over its part's chunks.
-        is_measured: True if norms are computed; False in a group of one or two.
         own_part: The owner's own part, encoded by `measure_own`; None if it counts unencoded.
     """
 
@@ -220,12 +213,7 @@ class OwnShare:
             lists_parts: True if the result is a `PartList` of parts in ``own_codec``.
             chunk: `chunk_values` of the whole vector's codec; 0 if ``codec`` is that codec.
             audited: True if members audit the result: then parts are hashed, and kept after `reduce`.
-
-        Raises:
-            ValueError: ``lists_parts`` without ``own_codec``.
         """
-        if lists_parts and own_codec is None:
-            raise ValueError("a list of parts needs the owner's own part encoded")
         self._codec = codec
         self._own_codec = own_codec
         self._lists_parts = lists_parts
@@ -234,15 +222,14 @@ class OwnShare:
         self._own_index = own_index
         self._audited = audited
         self._chunk = chunk or chunk_values(codec)
-        self.is_measured = num_members >= MIN_FOR_MEDIAN
+        self._is_measured = num_members >= MIN_FOR_MEDIAN
         self.trees: dict[int, SumTree] = {}
         self.parts: dict[int, tuple[Codec, Buffer]] = {}
         self.refused: dict[int, str] = {}
         self.own_part: Buffer | None = None
 
     def new_check(self, codec: Codec) -> PartCheck:
-        """Return a new check for one part in this codec."""
-        return PartCheck(codec, self._spec, self._chunk, measured=self.is_measured, hashed=self._audited)
+        return PartCheck(codec, self._spec, self._chunk, measured=self._is_measured, hashed=self._audited)
 
     def measure_own(self) -> None:
         """Check and measure the owner's own part, and encode it if it has a codec; runs in a pool thread.
@@ -250,28 +237,22 @@ class OwnShare:
         Raises:
             CodecError: A value is not finite or beyond ``max_value``, or cannot be encoded.
         """
-        if self._own_codec is not None:
-            self._encode_own(self._own_codec)
-            return
-        plain = get_codec("fp32")
         leaves: list[Node] = []
-        for low, high in cut(len(self.own), self._codec.block_size):
+        if (codec := self._own_codec) is not None:
+            self.own_part, check = codec.encode(self.own), self.new_check(codec)
+            for low, high in cut(len(self.own), codec.block_size):
+                check(memoryview(self.own_part)[codec.encoded_bytes(low) : codec.encoded_bytes(high)], low, high)
+            leaves = check.leaves
+        for low, high in cut(len(self.own), self._codec.block_size) if codec is None else ():
             piece = self.own[low:high]
             least, greatest = (float(extreme) for extreme in piece.aminmax())  # a NaN makes both NaN
             check_range(max(-least, greatest), self._spec.max_value)
-            if self.is_measured:
-                energies = plain.squared_norms(piece.detach().numpy().data.cast("B"), high - low, self._chunk)
-                leaves += [(EMPTY_HASH, energy) for energy in energies]
-            else:
-                leaves += [(EMPTY_HASH, 0.0)] * len(cut(high - low, self._chunk, self._chunk))
+            energies = [0.0] * len(cut(high - low, self._chunk, self._chunk))
+            if self._is_measured:
+                plain = piece.detach().numpy().data.cast("B")
+                energies = get_codec("fp32").squared_norms(plain, high - low, self._chunk)
+            leaves += [(EMPTY_HASH, energy) for energy in energies]
         self.trees[self._own_index] = SumTree(leaves or [(EMPTY_HASH, 0.0)])
-
-    def _encode_own(self, codec: Codec) -> None:
-        part, check = codec.encode(self.own), self.new_check(codec)
-        for low, high in cut(len(self.own), codec.block_size):
-            check(memoryview(part)[codec.encoded_bytes(low) : codec.encoded_bytes(high)], low, high)
-        self.own_part = part
-        self.trees[self._own_index] = SumTree(check.leaves or [(EMPTY_HASH, 0.0)])
 
     def add(self, index: int, part: Buffer, check: PartCheck, tree: SumTree | None = None) -> None:
         """Add another member's part, with its passed check and, if known, the tree over its leaves."""
@@ -285,10 +266,6 @@ class OwnShare:
             self.parts.pop(index, None)
         return frozenset(self.trees.keys() - self.refused.keys())
 
-    def forget(self) -> None:
-        """Release all parts once no member can audit them."""
-        self.parts.clear()
-
     def norms(self) -> dict[int, float]:
         """Return the Euclidean norm of each member's part; zeros in a group of one or two."""
         return {index: math.sqrt(tree.root[1]) for index, tree in self.trees.items()}
@@ -296,13 +273,9 @@ class OwnShare:
     async def reduce(
         self, runtime: Runtime, contributors: Sequence[int], tokens: Sequence[int], mean: EncodedStream
     ) -> ExactMean | None:
-        """Combine the contributors' parts and encode the result, piece by piece.
+        """Combine the contributors' parts, and encode the result into ``mean``, piece by piece.
 
-        Releases the parts afterwards unless the share is audited. A list of parts always releases them.
-
-        Args:
-            contributors: Roster indices, ascending; each has a part here.
-            mean: Output stream; grows with each piece.
+        Releases the parts afterwards unless the share is audited. ``contributors`` ascend; each has a part here.
 
         Returns:
             The result before encoding; None if the encoding is lossless.
@@ -353,28 +326,16 @@ class OwnShare:
         self._codec.part(low, high).encode_into(exact, memoryview(encoded)[first_byte:last_byte])
 
     def combine(self, low: int, high: int, weights: Mapping[int, float], exact: torch.Tensor) -> None:
-        """Combine the values ``[low, high)`` into ``exact``; see `reduce_piece`."""
+        """Combine the values ``[low, high)`` into ``exact``: a sum takes an unencoded own part first."""
+        import torch
+
         rule = get_rule(self._spec)
         if isinstance(rule, VotingRule):
             step = STACK_VALUES if rule.by_coordinate else self._chunk
             for first, last in cut(high - low, self._block_size(), step):
                 stack = [self._decoded(index, low + first, low + last) for index in weights]
                 exact[first:last] = rule.combine(self._spec, stack)
-        else:
-            self._add_up(low, high, weights, exact)
-
-    def spans(self) -> list[tuple[int, int]]:
-        """Return (start, stop) of each piece in which the share is reduced."""
-        return cut(len(self.own), self._block_size())
-
-    def _block_size(self) -> int:
-        """Return the smallest length at whose multiples all codecs can be cut."""
-        return math.lcm(self._codec.block_size, *(codec.block_size for codec, _ in self.parts.values()))
-
-    def _add_up(self, low: int, high: int, weights: Mapping[int, float], exact: torch.Tensor) -> None:
-        """Write the weighted sum to ``exact``: an unencoded own part first, the others in roster order."""
-        import torch
-
+            return
         left = dict(weights)
         if self._own_index in left and self._own_index not in self.parts:
             torch.mul(self.own[low:high], left.pop(self._own_index), out=exact)
@@ -383,6 +344,14 @@ class OwnShare:
         for index, weight in left.items():
             codec, piece = self._encoded(index, low, high)
             codec.accumulate_into(piece, weight, exact)
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Return (start, stop) of each piece in which the share is reduced."""
+        return cut(len(self.own), self._block_size())
+
+    def _block_size(self) -> int:
+        """Return the smallest length at whose multiples all codecs can be cut."""
+        return math.lcm(self._codec.block_size, *(codec.block_size for codec, _ in self.parts.values()))
 
     def _decoded(self, index: int, low: int, high: int) -> torch.Tensor:
         import torch

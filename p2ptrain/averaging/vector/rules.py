@@ -19,14 +19,11 @@ rule               weight  bound on a minority
 Members report their own tokens: voting rules ignore them, and the others cap them at ``max_weight_ratio`` times the
 group's median.
 
-An owner sees only its share of the vector, so norms and distances are per share or per chunk. BTARD (arXiv 2106.11257,
-section 3) also clips each partition separately: squared errors add up over partitions. A liar may still spend its whole
-allowance on one share, up to the group's median norm there.
+An owner sees only its share of the vector, so norms and distances are per share or per chunk, as in BTARD (arXiv
+2106.11257, section 3). A liar may still spend its whole allowance on one share, up to the group's median norm there.
 
-**Bit-exact results.** A second owner can recompute a result. Values use single fp32 operations in a fixed order, that
-of the roster or of a sorting network. Norms come from `p2ptrain.codecs.arrays.sum_of_squares`. Weights are computed in
-double and rounded once. Results are never negative zero, because minimum and maximum may order the two zeros either
-way. `p2ptrain.averaging.vector.conformance` checks the contract.
+**Bit-exact results.** A second owner can recompute a result: see `Rule`. Weights are computed in double and rounded
+once. Results are never negative zero, because minimum and maximum may order the two zeros either way.
 """
 
 from __future__ import annotations
@@ -63,14 +60,9 @@ def typical(values: Sequence[float]) -> float:
 
 
 def out_of_proportion(norms: Mapping[int, float], max_ratio: float) -> dict[int, float]:
-    """Return the members whose norm in a share exceeds ``max_ratio`` times the `typical` norm, with this multiple.
-
-    The result is empty in a group of one or two.
-    """
+    """Return the members whose norm in a share exceeds ``max_ratio`` times the `typical` norm, with this multiple."""
     usual = typical(list(norms.values()))
-    if usual == 0:
-        return {}
-    return {index: norm / usual for index, norm in norms.items() if not norm <= max_ratio * usual}
+    return {index: norm / usual for index, norm in norms.items() if usual and not norm <= max_ratio * usual}
 
 
 def clip_factors(spec: AveragingSpec, norms: Sequence[float], tokens: Sequence[int]) -> list[float]:
@@ -98,7 +90,6 @@ def median(parts: list[Tensor]) -> Tensor:
     """Return the coordinate-wise median, for an even number the mean of the two middle values.
 
     If fewer than half of the parts are hostile, every coordinate lies between honest values.
-    See `VotingRule.combine`.
     """
     return _middle(parts).add_(0.0)
 
@@ -107,23 +98,19 @@ def trimmed(parts: list[Tensor], fraction: float) -> Tensor:
     """Return the coordinate-wise mean without the ``ceil(fraction * n)`` smallest and largest values.
 
     That many hostile parts cannot move a coordinate out of the range of its honest values. At least one value stays, or
-    two for an even number. See `VotingRule.combine`.
+    two for an even number.
     """
-    num_parts = len(parts)
-    low = num_trimmed(num_parts, fraction)
-    ordered = _select(parts, low, num_parts - low)
-    # Sum differences from one kept value, so that the mean of equal values is exact.
-    center = ordered[low]
-    if num_parts - 2 * low > 1:
-        total = ordered[low + 1].sub_(center)
-        for row in ordered[low + 2 : num_parts - low]:
+    low = num_trimmed(len(parts), fraction)
+    center, *others = _select(parts, low, len(parts) - low)[low : len(parts) - low]
+    if others:  # Sum differences from one kept value, so that the mean of equal values is exact.
+        total = others[0].sub_(center)
+        for row in others[1:]:
             total.add_(row.sub_(center))
-        center.add_(total.div_(num_parts - 2 * low))
+        center.add_(total.div_(1 + len(others)))
     return center.add_(0.0)
 
 
 def num_trimmed(num_parts: int, fraction: float) -> int:
-    """Return the number of values that `trimmed` drops at each end."""
     return min(math.ceil(fraction * num_parts - 1e-9), (num_parts - 1) // 2)
 
 
@@ -132,7 +119,7 @@ def centered_clip(parts: list[Tensor], center_ratio: float, iterations: int) -> 
 
     Each iteration moves the center ``v`` by the mean of ``min(1, tau / |x - v|) * (x - v)``, where ``tau`` is
     ``center_ratio`` times the lower median of the distances. A hostile minority moves it by less than ``tau``. If all
-    parts lie within ``tau``, the result is the plain mean. See `VotingRule.combine`.
+    parts lie within ``tau``, the result is the plain mean.
     """
     import torch
 
@@ -222,6 +209,7 @@ class Rule(ABC):
 
     Other packages add rules through the entry point group ``p2ptrain.rules``. A rule must give the same bits on every
     machine: single fp32 operations in a fixed order, norms by `p2ptrain.codecs.arrays.sum_of_squares`, double scalars.
+    `p2ptrain.averaging.vector.conformance` checks this.
     """
 
     name: ClassVar[str]
@@ -270,8 +258,6 @@ class VotingRule(Rule):
 
 
 class Mean(WeightedRule):
-    """The mean, weighted by tokens."""
-
     name = "mean"
 
 

@@ -1,18 +1,15 @@
 """Spot checks of one attempt: commitments and openings of each member, and its checks before it signs.
 
-Without them an owner could encode anything as its share's mean, and all members would sign it. With them, the members
-together check ``averaging.spot_checks`` random chunks of every share, drawn after its owner has stated the mean. If a
-fraction ``f`` of a share's chunks is false and the honest members draw ``k`` chunks, they catch the owner with
-probability ``1 - (1 - f)**k`` per round. However an owner spreads false chunks over rounds, it must expect detection
-before they add up to the k-th part of one share. A checked chunk has one of three outcomes:
+The members together check ``averaging.spot_checks`` random chunks of every share, drawn after its owner has stated the
+mean. If a fraction ``f`` of a share's chunks is false and the honest members draw ``k`` chunks, they catch the owner
+with probability ``1 - (1 - f)**k`` per round. A checked chunk has one of three outcomes:
 
 ==================  ====================================================================================================
 right               the member sends `Clear`, and signs once the others' checks passed or timed out
 false               the member has evidence (`p2ptrain.averaging.verification.opening`): the attempt fails, and the
                     owner is excluded for good
 not shown           the member does not sign, and complains about the chunk; the others check this chunk before they
-                    sign. An owner thus cannot avoid checks by silence towards some members, and a false complaint
-                    costs the others only a few checks
+                    sign. An owner thus cannot avoid checks by silence towards some members
 ==================  ====================================================================================================
 """
 
@@ -20,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.commit.attempt import Attempt
 from p2ptrain.averaging.vector.chunks import NODE, PartCheck, SumTree, chunk_values, leaf_hash
@@ -45,9 +41,6 @@ from p2ptrain.errors import IntegrityError
 from p2ptrain.network.schema import from_bytes, to_bytes
 from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
-
-if TYPE_CHECKING:
-    pass
 
 OVERHEAD_BYTES = 4096  # bound on the signature, names and framing of one contributor in an answer
 
@@ -87,7 +80,6 @@ class Audit:
         return PartCheck(codec, self._rules.spec, self._chunk, measured=measured, hashed=True)
 
     async def commit(self, owner: int, codec: str, check: PartCheck) -> Commitment:
-        """Return the commitment to the part that ``check`` saw."""
 
         def sign() -> Commitment:
             root = SumTree(check.leaves).root
@@ -181,7 +173,6 @@ class Audit:
         return random.sample(range(count), min(each + (random.random() * checkers < rest), count, MAX_CHUNKS))
 
     def max_answer_bytes(self, owner: int, num_chunks: int) -> int:
-        """Return an upper bound on the size of an honest answer."""
         contributors, count = len(self._attempt.roster.tickets), self._attempt.num_chunks(owner)
         largest = 4 * min(self._chunk, self._attempt.size(owner)) + NODE.size * count.bit_length() + 64
         return OVERHEAD_BYTES * (contributors + 1) + num_chunks * contributors * largest
@@ -195,7 +186,6 @@ class Audit:
         self._heard[owner] = said
 
     def heard_statements(self) -> tuple[Statement, ...]:
-        """Return the statements that owners sent to this member."""
         return tuple(self._heard.values())
 
     def compare(self, others: Sequence[Statement]) -> None:

@@ -45,8 +45,6 @@ class List(Question, frozen=True, tag="list"):
 
 
 class Get(Question, frozen=True, tag="get"):
-    """Request for the evidence against a peer."""
-
     accused: Name
 
 
@@ -58,8 +56,6 @@ class Offer(Question, frozen=True, tag="offer"):
 
 
 class Listed(Message, frozen=True):
-    """The peers that the sender can convict."""
-
     accused: Annotated[tuple[Name, ...], Meta(max_length=MAX_LISTED)]
 
 
@@ -70,8 +66,6 @@ class Sends(Message, frozen=True):
 
 
 class Wanted(Message, frozen=True):
-    """Answer to an `Offer`."""
-
     is_wanted: bool
 
 
@@ -83,11 +77,7 @@ class EvidenceStore:
     """
 
     def __init__(
-        self,
-        context: PeerContext,
-        rules_of: RulesOf,
-        membership: Membership,
-        on_conviction: Callable[[str, str], None],
+        self, context: PeerContext, rules_of: RulesOf, membership: Membership, on_conviction: Callable[[str, str], None]
     ) -> None:
         """``on_conviction`` is called once for each convicted peer, with its fault."""
         self._context = context
@@ -120,12 +110,7 @@ class EvidenceStore:
         return peer
 
     def add_soon(self, evidence: bytes) -> None:
-        """Run `add` in the background."""
-
-        async def add() -> None:
-            await self.add(evidence)
-
-        self._start(add())
+        self._start(self.add(evidence))
 
     def show(self, to: str, accused: str) -> None:
         """Offer a peer the evidence against another one, if there is any."""
@@ -150,7 +135,7 @@ class EvidenceStore:
                 self._ask_again_at[peer] = now + ASK_AGAIN_SECONDS
                 self._start(self._fetch_all(peer))
 
-    def _start(self, work: Awaitable[None]) -> None:
+    def _start(self, work: Awaitable[object]) -> None:
         async def run() -> None:
             try:
                 await work

@@ -51,10 +51,7 @@ ChunkKey = tuple[Count, Hash]  # a chunk's number, and the hash of the owner's o
 class Rules:
     """The swarm's agreement about a round on a tree level; it determines the arithmetic of a share.
 
-    Attributes:
-        swarm: The manifest's digest, 32 bytes.
-        codec: Codec of the round's vectors.
-        num_values: Length of the vectors.
+    ``codec`` and ``num_values`` are those of the round's vectors; ``swarm`` is the manifest's digest, 32 bytes.
     """
 
     swarm: bytes
@@ -63,7 +60,6 @@ class Rules:
     num_values: int
 
     def num_chunks(self, size: int) -> int:
-        """Return the number of chunks of a share of ``size`` values."""
         return num_chunks(size, chunk_values(self.codec))
 
     def span(self, low: int, high: int, chunk: int) -> tuple[int, int]:
@@ -210,6 +206,8 @@ def judge(opened: Opened, position: int, opening: Opening, mean: bytes | memoryv
     """
     import torch
 
+    from p2ptrain.codecs.arrays import sums_of_squares
+
     share, chunk = opened.statement.share, opened.keys[position][0]
     low, high = rules.span(share.low, share.high, chunk)
     mean_codec, part_codecs = rules.codecs_of(share.low + low, share.low + high)
@@ -232,8 +230,11 @@ def judge(opened: Opened, position: int, opening: Opening, mean: bytes | memoryv
             recomputed.parts[index] = codec, bytearray(data)
     except CodecError as error:
         return f"counted a part that has to be refused: {error}"
-    if own is not None and (fault := _judge_own(values, own[1] if measured else None, limit, rules)):
-        return fault
+    if own is not None:
+        if not float(values.abs().amax()) <= limit:  # True for NaN, too.
+            return "counted a part of its own that has to be refused"
+        if measured and sums_of_squares(values, chunk_length) != [own[1]]:
+            return "misstated the norm of its own part"
     norms = [math.sqrt(each.root[1]) for each in opened.commitments]
     weights = part_weights(rules.spec, norms, [each.tokens for each in opened.commitments])
     exact, encoded = torch.empty(size), bytearray(mean_codec.encoded_bytes(size))
@@ -242,16 +243,6 @@ def judge(opened: Opened, position: int, opening: Opening, mean: bytes | memoryv
     except (CodecError, ValueError) as error:
         raise IntegrityError(f"an opening cannot be averaged: {error}") from error
     return "" if bytes(encoded) == bytes(mean) else "its mean is not that of the parts"
-
-
-def _judge_own(values: torch.Tensor, energy: float | None, limit: float, rules: Rules) -> str:
-    from p2ptrain.codecs.arrays import sums_of_squares
-
-    if not float(values.abs().amax()) <= limit:  # True for NaN, too.
-        return "counted a part of its own that has to be refused"
-    if energy is not None and sums_of_squares(values, chunk_values(rules.codec)) != [energy]:
-        return "misstated the norm of its own part"
-    return ""
 
 
 def _parts_of(

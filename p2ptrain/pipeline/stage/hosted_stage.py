@@ -71,7 +71,7 @@ class HostedStage:
         """Become visible to leaders and in routes."""
         self._participates = True
         for unit in self.units:
-            unit.synchronizer.averager.matchmaker.participate(True)
+            unit.synchronizer.participate(True)
         self._view.local.hosts[self.number] = self.host.take
         self._view.refresh_routes()
         if not self._following:

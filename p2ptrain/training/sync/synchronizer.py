@@ -81,7 +81,6 @@ class Synchronizer:
         self.feedback = replica.feedback
         self.jobs = jobs
         self.catch_up = CatchUp(replica, jobs)
-        self.averager.matchmaker.pacing.is_behind = self.is_behind
         self._place: tuple[bytes, Place] | None = None
         self.rounds_committed = 0
         self.rounds_aborted = 0
@@ -100,6 +99,10 @@ class Synchronizer:
         if self._place is not None and self._place[0] == self.head.lineage:
             return self._place[1]
         return place_among(self.head.members, self.replica.context.rpc.peer_id)
+
+    def participate(self, trains: bool) -> None:
+        """Set whether rounds wait for this peer, which then reports its steps."""
+        self.averager.matchmaker.participate(trains, self.is_behind)
 
     async def close(self) -> None:
         await self.catch_up.close()

@@ -203,7 +203,7 @@ class SimulatedTrainer:
         self.status = "syncing"
         await find_the_others(self.presence, self.membership, self.sync, self.work)
         self.status = "training"
-        self.sync.averager.matchmaker.participate(True)
+        self.sync.participate(True)
         await step_in(self.presence, self.sync)
 
     async def _compute(self) -> None:

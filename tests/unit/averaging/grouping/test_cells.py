@@ -46,16 +46,12 @@ def chi_square(counts: Mapping[Any, int], num_cells: int) -> float:
 
 @pytest.mark.parametrize("round_", range(8))
 def test_cells_are_balanced_and_drawn_anew_for_each_round_level_and_choice(round_: int) -> None:
-    draws = {
-        (level, choice): [cell_of(LINEAGE, round_, level, peer, 50, choice) for peer in names(4000)]
-        for level in range(2)
-        for choice in range(2)
-    }
-    draws[2, 0] = [cell_of(bytes(32), round_, 0, peer, 50) for peer in names(4000)]
-    for cells in draws.values():
+    draws = [[cell_of(LINEAGE, round_, level, peer, 50) for peer in names(4000)] for level in range(3)]
+    draws.append([cell_of(bytes(32), round_, 0, peer, 50) for peer in names(4000)])
+    for cells in draws:
         assert set(cells) <= set(range(50))
         assert chi_square(Counter(cells), 50) < 130  # The 1e-8 quantile with 49 degrees of freedom is 128.
-    for first, second in itertools.combinations(draws.values(), 2):
+    for first, second in itertools.combinations(draws, 2):
         same = sum(a == b for a, b in zip(first, second, strict=True))
         assert 30 < same < 140  # 80 on average if they are independent.
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from p2ptrain.averaging.grouping.cells import Cells, Key
-from p2ptrain.averaging.grouping.leaders import MAX_PROBERS, Leaders
+from p2ptrain.averaging.grouping.leaders import MAX_PROBERS, Leaders, RoundPosition
 from p2ptrain.averaging.grouping.membership import (
     ANSWER_SECONDS,
     MAX_AVOIDED_PEERS,
@@ -17,6 +17,7 @@ from p2ptrain.averaging.grouping.membership import (
     Absentees,
     Membership,
 )  # fmt: skip
+from p2ptrain.averaging.protocol.certificate import genesis
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.runtime import Runtime
 from tests.support.records import record_of
@@ -212,9 +213,13 @@ KEY = Key(3, b"l" * 32)
 NEXT = Key(4, b"m" * 32)
 
 
+def leaders_of(membership: Membership) -> Leaders:
+    return Leaders(RoundPosition(genesis(bytes(32), bytes(32)), "me", Cells(8)), membership)
+
+
 def test_a_leader_that_failed_goes_to_the_end_of_the_line_until_the_next_round() -> None:
     membership, _ = knowing("a", "b")
-    leaders = Leaders("me", membership, Cells(8))
+    leaders = leaders_of(membership)
     first, second, third = leaders.candidates(KEY, [])
     leaders.failed(KEY, first)
     assert leaders.candidates(KEY, []) == [second, third, first]
@@ -227,12 +232,12 @@ def test_a_leader_that_failed_goes_to_the_end_of_the_line_until_the_next_round()
 
 def test_a_peer_can_always_lead_itself() -> None:
     membership, _ = knowing("a")
-    assert Leaders("me", membership, Cells(8)).candidates(KEY, ["a", "me"]) == ["me"]
+    assert leaders_of(membership).candidates(KEY, ["a", "me"]) == ["me"]
 
 
 def test_a_peer_without_a_record_counts_while_it_asks_and_answers() -> None:
     membership, _ = knowing()
-    leaders = Leaders("me", membership, Cells(8))
+    leaders = leaders_of(membership)
     leaders.probed_by(KEY, "new")
     assert set(leaders.candidates(KEY, [])) == {"me", "new"}
     leaders.lost("new")

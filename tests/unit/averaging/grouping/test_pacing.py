@@ -36,7 +36,7 @@ class Peer(GroupingPeer):
     def reports(self) -> dict[str, StepProgress]:
         """What this peer, if it leads, knows of the steps in its round."""
         group = self.matchmaker._coordinator._groups.get(self.matchmaker.position.key)
-        return {} if group is None else group.steps._reports
+        return {} if group is None else group.steps.reports
 
     def leads(self, head: Head, other: Peer) -> bool:
         """True if this one of two peers leads the round after a head."""
@@ -98,7 +98,7 @@ async def test_a_peer_that_is_behind_ends_its_old_round_after_the_step_in_progre
     leader.pacing.note(1, 1.0)
     await asyncio.sleep(1.0)
     assert not follower.pacing.is_due(2)
-    follower.pacing.is_behind = lambda: is_behind
+    follower.pacing.start(lambda: is_behind)
     await asyncio.sleep(REPORT_SECONDS + 0.5)
     assert follower.pacing.is_due(2) is is_behind
 

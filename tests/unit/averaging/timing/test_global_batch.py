@@ -188,7 +188,7 @@ class Grants(RuleBasedStateMachine):
         """What those that speak hold, and what those that do not had done when they last spoke."""
         silent = [name for name, peer in self.peers.items() if peer.is_silent]
         spoken_for = sum(peer.held for peer in self.peers.values() if not peer.is_silent)
-        return spoken_for + sum(self.batch._samples_of(name) for name in silent)
+        return spoken_for + sum(self.batch.reports[name].samples for name in silent if name in self.batch.reports)
 
     @invariant()
     def all_together_never_hold_more_than_the_target(self) -> None:

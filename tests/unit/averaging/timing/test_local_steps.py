@@ -15,7 +15,7 @@ def closing_of(seconds: dict[str, float], now: float = 0.0, every: int = EVERY) 
     """A round in which these peers began a step together, and have said so."""
     closing = LocalSteps(every)
     for peer, each in seconds.items():
-        closing.report(peer, StepProgress(0, each, 0.0, now, True), 64)
+        closing.report(peer, StepProgress(0, each, 0.0, now, True))
     closing.foresee(list(seconds), now)
     return closing
 
@@ -45,9 +45,9 @@ def test_a_peer_that_has_not_reported_yet_is_taken_for_one_like_the_others() -> 
 def test_a_peer_that_says_nothing_counts_no_more(has_reported: bool) -> None:
     closing, now = LocalSteps(128), SILENT_SECONDS + 1.0
     if has_reported:
-        closing.report("silent", StepProgress(0, 0.1, 0.0, 0.0, True), 64)
-    closing.report("a", StepProgress(int(now), 1.0, 0.0, now, True), 64)
-    closing.report("b", StepProgress(int(4 * now), 0.25, 0.0, now, True), 64)
+        closing.report("silent", StepProgress(0, 0.1, 0.0, 0.0, True))
+    closing.report("a", StepProgress(int(now), 1.0, 0.0, now, True))
+    closing.report("b", StepProgress(int(4 * now), 0.25, 0.0, now, True))
     closing.foresee(["a", "b", "silent"], now)
     assert closing.at == pytest.approx(round(2 * 128 / 5)), "neither its steps nor its share of the goal"
 
@@ -57,9 +57,9 @@ def test_peers_that_wait_for_the_end_do_not_put_it_off() -> None:
     told = closing.at
     assert told is not None
     for now in (told - 0.5, told - 0.25):
-        closing.report("a", StepProgress(int(told), 1.0, 0.0, now, False), 64)
-        closing.report("b", StepProgress(int(told), 1.0, 0.0, now, False), 64)
-        closing.report("c", StepProgress(int(8 * now), 0.125, 0.0, now, True), 64)
+        closing.report("a", StepProgress(int(told), 1.0, 0.0, now, False))
+        closing.report("b", StepProgress(int(told), 1.0, 0.0, now, False))
+        closing.report("c", StepProgress(int(8 * now), 0.125, 0.0, now, True))
         closing.foresee("abc", now)
         assert closing.at == pytest.approx(told, abs=0.5)
     assert closing.is_due(told + 0.5)
@@ -70,8 +70,8 @@ def test_a_round_stays_with_the_step_that_peers_were_told_of() -> None:
     closing = closing_of({"slow": 1.0, "fast": 0.125}, every=8)
     told = closing.at
     assert told == pytest.approx(2.0)
-    closing.report("slow", StepProgress(1, 1.1, 0.0, 1.1, True), 64)
-    closing.report("fast", StepProgress(7, 0.14, 0.0, 1.1, True), 64)
+    closing.report("slow", StepProgress(1, 1.1, 0.0, 1.1, True))
+    closing.report("fast", StepProgress(7, 0.14, 0.0, 1.1, True))
     closing.foresee(["slow", "fast"], 1.1)
     assert closing.at == pytest.approx(2.2), "the end of the same step"
 
@@ -110,15 +110,15 @@ def test_a_round_ends_in_time_however_uneven_the_peers_are(seconds: list[float],
     assert closing.at is not None
     assert 0 < closing.at <= (1 + ALIGNED) * exact + 1e-9
     now = elapsed * closing.at
-    closing.foresee(list(closing.peers), now)
+    closing.foresee(list(closing.reports), now)
     assert now >= SILENT_SECONDS or closing.at is not None
     assert closing.at is None or closing.at >= now
 
 
 def test_steps_that_take_no_time_do_not_break_the_leader() -> None:
     closing = LocalSteps(128)
-    closing.report("a", StepProgress(1, 1.0, 0.0, 0.0, True), 64)
-    closing.report("liar", StepProgress(1, 5e-324, 0.0, 0.0, True), 64)
+    closing.report("a", StepProgress(1, 1.0, 0.0, 0.0, True))
+    closing.report("liar", StepProgress(1, 5e-324, 0.0, 0.0, True))
     closing.foresee(["a", "liar"], 1.0)
     assert closing.at is not None
     assert 1.0 <= closing.at <= EVERY

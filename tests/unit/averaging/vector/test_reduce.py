@@ -209,8 +209,3 @@ def test_an_owner_s_own_part_is_judged_as_it_is_sent() -> None:
         {i: float(round_trip(get_codec("topk"), p).norm()) for i, p in enumerate(parts)}, rel=1e-5
     )
     assert share.own_part == get_codec("topk").encode(parts[2])
-
-
-def test_a_list_needs_a_codec_for_the_owner_s_own_part() -> None:
-    with pytest.raises(ValueError, match="own part"):
-        OwnShare(get_codec("int8"), make_spec(), torch.zeros(10), 0, 2, lists_parts=True)
