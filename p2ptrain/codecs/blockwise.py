@@ -34,15 +34,7 @@ import numpy.typing as npt
 import torch
 
 from p2ptrain.buffers import Buffer
-from p2ptrain.codecs.arrays import (
-    CHUNK_VALUES,
-    CodecError,
-    byte_array,
-    check_vector,
-    check_weight,
-    chunks,
-    writable_byte_array,
-)
+from p2ptrain.codecs.arrays import CHUNK_VALUES, Bytes, CodecError, chunks
 from p2ptrain.codecs.base import NativeCodec
 
 SCALE_BYTES: Final = 4
@@ -95,10 +87,7 @@ class BlockwiseCodec(NativeCodec):
         size = blocks * (SCALE_BYTES + self.code_bytes(self.block_size))
         return size + (SCALE_BYTES + self.code_bytes(rest) if rest else 0)
 
-    def encode_into(self, vector: torch.Tensor, out: bytearray | memoryview) -> None:
-        values = check_vector(vector)
-        encoded = writable_byte_array(out, self.encoded_bytes(len(values)), self.name)
-        done = self._run_native("encode", values.data_ptr(), encoded.ctypes.data, len(values))
+    def _encode(self, values: torch.Tensor, encoded: Bytes, done: int) -> None:
         for start, rows, columns in self._spans(done, len(values)):
             span = values[start : start + rows * columns].view(rows, columns)
             scales, codes = self._views(encoded, start, rows, columns)
@@ -125,31 +114,24 @@ class BlockwiseCodec(NativeCodec):
         scale = torch.where(peaks == 0, torch.zeros(()), torch.maximum(peaks, floor).div_(levels))
         scales[...] = scale.numpy()
 
-    def decode_into(self, data: Buffer, out: torch.Tensor) -> None:
-        values = check_vector(out)
-        array = byte_array(data, self.encoded_bytes(len(values)), self.name)
-        done = self._run_native("decode", array.ctypes.data, values.data_ptr(), len(values))
+    def _decode(self, encoded: Bytes, values: torch.Tensor, done: int) -> None:
         for start, rows, columns in self._spans(done, len(values)):
-            scales, codes = self._views(array, start, rows, columns)
+            scales, codes = self._views(encoded, start, rows, columns)
             factors = torch.from_numpy(scales.astype(np.float32))
             span = values[start : start + rows * columns].view(rows, columns)
             for piece in chunks(rows, self._rows_per_chunk):
                 self._decode_rows(codes[piece], factors[piece], span[piece])
 
-    def accumulate_into(self, data: Buffer, weight: float, out: torch.Tensor) -> None:
-        """Add ``q * (scale * weight)``; see `Codec.accumulate_into`.
+    def _accumulate(self, encoded: Bytes, weight: float, values: torch.Tensor, done: int) -> None:
+        """Add ``q * (scale * weight)``.
 
         The weight multiplies the scale, not each value. For weights other than 1 the last bit may differ from
         ``weight`` times the decoded value.
         """
-        values = check_vector(out)
-        rounded_weight = check_weight(weight)
-        array = byte_array(data, self.encoded_bytes(len(values)), self.name)
-        done = self._run_native("accumulate", array.ctypes.data, values.data_ptr(), len(values), rounded_weight)
         scratch = torch.empty(min(len(values) - done, CHUNK_VALUES), dtype=torch.float32)
         for start, rows, columns in self._spans(done, len(values)):
-            scales, codes = self._views(array, start, rows, columns)
-            factors = torch.from_numpy(scales.astype(np.float32)).mul_(rounded_weight)
+            scales, codes = self._views(encoded, start, rows, columns)
+            factors = torch.from_numpy(scales.astype(np.float32)).mul_(weight)
             span = values[start : start + rows * columns].view(rows, columns)
             for piece in chunks(rows, self._rows_per_chunk):
                 terms = scratch[: (piece.stop - piece.start) * columns].view(-1, columns)
@@ -163,7 +145,7 @@ class BlockwiseCodec(NativeCodec):
 
     def validate(self, data: Buffer, num_values: int) -> None:
         """Check length and scales. The lowest code is valid although no encoder writes it."""
-        array = byte_array(data, self.encoded_bytes(num_values), self.name)
+        array = self._array(data, num_values)
         max_scale = float(np.float32(MAX_PEAK) / np.float32(self.levels))
         for start, rows, columns in self._spans(0, num_values):
             scales, codes = self._views(array, start, rows, columns)
@@ -177,7 +159,7 @@ class BlockwiseCodec(NativeCodec):
 
     def largest(self, data: Buffer, num_values: int) -> float:
         """Return the largest scale times ``levels``; the lowest code, which no encoder writes, exceeds it slightly."""
-        array = byte_array(data, self.encoded_bytes(num_values), self.name)
+        array = self._array(data, num_values)
         scales = [self._views(array, *span)[0].max() for span in self._spans(0, num_values)]
         return float(np.max(scales)) * self.levels if scales else 0.0
 
@@ -186,7 +168,7 @@ class BlockwiseCodec(NativeCodec):
 
         The sum of squared codes is a whole number below ``2**24``, which fp32 holds exactly in any order of addition.
         """
-        array = byte_array(data, self.encoded_bytes(num_values), self.name)
+        array = self._array(data, num_values)
         steps, blocks = -(-num_values // step), step // self.block_size
         squares, energies = np.zeros(steps * blocks, np.int32), np.zeros(steps * blocks)
         done = self._run_native("squares", array.ctypes.data, squares.ctypes.data, num_values)

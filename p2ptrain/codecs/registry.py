@@ -46,11 +46,6 @@ SAMPLE_BLOCKS = 12
 _once = threading.Lock()
 
 
-def codec_names() -> tuple[str, ...]:
-    """Return the names of p2ptrain's own codecs, from the most exact to the most compact."""
-    return CODECS.own
-
-
 def get_codec(name: str) -> Codec:
     """Return the shared, stateless codec called ``name``.
 
@@ -90,7 +85,7 @@ def warm_up() -> bool:
     built first, which takes seconds: call it off the event loop. Failures are logged.
     """
     with _once:
-        codecs = [codec for name in codec_names() if isinstance(codec := get_codec(name), NativeCodec)]
+        codecs = [codec for name in CODECS.own if isinstance(codec := get_codec(name), NativeCodec)]
         if not any(codec.functions for codec in codecs):
             found = load_functions()
             for codec in codecs:
