@@ -33,7 +33,7 @@ from msgspec import Meta
 
 from p2ptrain.errors import PeerError, PeerRefusedError, PeerUnreachableError, ProtocolError
 from p2ptrain.network.libp2p.control import DaemonControl, DaemonGone, DaemonRefusal
-from p2ptrain.network.libp2p.direct_listener import DirectLimits, DirectListener, OfferRefusedError
+from p2ptrain.network.libp2p.direct_listener import DirectLimits, DirectListener
 from p2ptrain.network.libp2p.direct_records import Kind, SealedSocket, agree
 from p2ptrain.network.libp2p.socket_stream import SocketStream
 from p2ptrain.network.reachability import Port, host_of, scope
@@ -246,9 +246,7 @@ class DirectConnections:
             logger.debug("peer %s asked for no offer: %r", peer[-8:], error)
         finally:
             stream.abort()
-            self._asking[peer] -= 1
-            if not self._asking[peer]:
-                del self._asking[peer]
+            self._asking -= Counter([peer])
 
     def _answer_to(self, peer: PeerId, ask: Ask) -> bytes:
         if self._listener is None:
@@ -257,7 +255,7 @@ class DirectConnections:
             return frames.error_frame("this peer does not serve that")
         try:
             return _message(Offer(self._listener.port, self._listener.offer(peer, ask.protocol, ask.key)))
-        except (ValueError, OfferRefusedError) as error:
+        except ValueError as error:
             return frames.error_frame(str(error))
 
 

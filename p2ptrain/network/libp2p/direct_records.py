@@ -58,8 +58,7 @@ class Kind(IntEnum):
 def agree(own: X25519PrivateKey, remote_key: bytes, *transcript: str | bytes) -> tuple[bytes, Cipher, Cipher]:
     """Derive a connection's name and the ciphers of the dialler's and the listener's records.
 
-    Raises:
-        ValueError: ``remote_key`` is no X25519 public key, or leads to an all-zero secret.
+    Raises `ValueError` if ``remote_key`` is no X25519 public key, or leads to an all-zero secret.
     """
     shared = own.exchange(X25519PublicKey.from_public_bytes(remote_key))
     fields = (each.encode() if isinstance(each, str) else each for each in transcript)
@@ -140,7 +139,6 @@ class SealedSocket(SocketStream):
         self._over: Exception | None = None
 
     def rest(self) -> bool:
-        """Give the connection back after a stream's orderly end; False if the caller must close it."""
         return not self.is_closing and self._on_rest(self)
 
     async def write(self, *parts: Buffer) -> None:

@@ -359,8 +359,8 @@ class Channel:
     async def close(self, last: object | None = None) -> None:
         """End the channel once the remote has all data, or made no progress for `ChannelLimits.linger_seconds`.
 
-        The remote must also take the data at `ChannelLimits.least_bytes_per_second`. Idempotent; raises no network errors. ``last`` is a last message, sent together with the end mark; `ValueError`
-        as for `send`.
+        The remote must also take the data at `ChannelLimits.least_bytes_per_second`. Idempotent; raises no network
+        errors. ``last`` is a last message, sent together with the end mark; `ValueError` as for `send`.
         """
         await self._finish(END if last is None else frame(Kind.MESSAGE, pack(last)) + END)
 

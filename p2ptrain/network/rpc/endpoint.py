@@ -22,7 +22,7 @@ import copy
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
@@ -253,9 +253,10 @@ class Rpc:
             raise too_long(self.peer_id, len(data), max_reply_bytes)
         return unpack(data, self.peer_id, reply)
 
-    def open(
+    @asynccontextmanager
+    async def open(
         self, peer: PeerId, name: str, request: object, timeout_seconds: float, *, expected_bytes: int = 0
-    ) -> AbstractAsyncContextManager[Channel]:
+    ) -> AsyncIterator[Channel]:
         """Open a channel to another peer for ``name``; the end of the block closes it, an exception aborts it.
 
         ``request`` is the first message. ``timeout_seconds`` bounds dialling and sending it. A refusal appears at the
@@ -268,12 +269,6 @@ class Rpc:
         """
         if peer == self.peer_id:
             raise ValueError("a channel leads to another peer")
-        return self._open(peer, name, request, timeout_seconds, expected_bytes)
-
-    @asynccontextmanager
-    async def _open(
-        self, peer: PeerId, name: str, request: object, timeout_seconds: float, expected_bytes: int
-    ) -> AsyncIterator[Channel]:
         header = pack(Header(self._protocol, self.swarm, self._scope + name))
         opening = frame(Kind.MESSAGE, header) + frame(Kind.MESSAGE, pack(request))
         self._outbound[peer] += 1
@@ -285,7 +280,7 @@ class Rpc:
             finally:
                 await channel.abort_and_wait()
         finally:
-            _uncount(self._outbound, peer)
+            self._outbound -= Counter([peer])
 
     async def _dial(self, peer: PeerId, opening: bytes, timeout_seconds: float, expected_bytes: int) -> Channel:
         stream: Stream | None = None
@@ -371,17 +366,15 @@ class Rpc:
         self._inbound[peer] += 1
         self._inbound_tasks[task] = None
         try:
-            try:
-                service, request = await self._read_header(stream)
-            except _RefusalError as refusal:
-                await self._refuse_stream(stream, refusal)
-                return
+            service, request = await self._read_header(stream)
             await self._converse(service, request, Channel(stream, self._limits.channel, self.traffic))
+        except _RefusalError as refusal:
+            await self._refuse_stream(stream, refusal)
         except PeerLostError:
             stream.abort()
         finally:
             del self._inbound_tasks[task]
-            _uncount(self._inbound, peer)
+            self._inbound -= Counter([peer])
 
     def _admit(self, peer: PeerId) -> None:
         if self._closed:
@@ -466,12 +459,6 @@ class Rpc:
 
 def _reason(error: P2PTrainError) -> str:
     return error.reason if isinstance(error, PeerError) else str(error)
-
-
-def _uncount(counter: Counter[PeerId], peer: PeerId) -> None:
-    counter[peer] -= 1
-    if not counter[peer]:
-        del counter[peer]
 
 
 @asynccontextmanager
