@@ -92,6 +92,7 @@ class DirectConnections:
         served: The protocols for which peers may open streams.
 
     Attributes:
+        listener: None if this peer does not listen.
         refusals: Refused direct connections, by cause.
     """
 
@@ -110,16 +111,11 @@ class DirectConnections:
         self._control = control
         self._on_stream = on_stream
         self._served = served
-        self._listener: DirectListener | None = None
+        self.listener: DirectListener | None = None
         self._asking: Counter[PeerId] = Counter()
         self._spares: dict[tuple[PeerId, str], tuple[SealedSocket, asyncio.TimerHandle]] = {}
         self._rests: dict[PeerId, tuple[float, float]] = {}
         self._closed = False
-
-    @property
-    def port(self) -> int:
-        """The listener's port; 0 without a listener."""
-        return self._listener.port if self._listener is not None else 0
 
     async def start(self, hosts: Sequence[str], port: int) -> None:
         """Listen at a port of ``hosts`` (IP addresses; empty for no listener), and serve requests for offers.
@@ -129,7 +125,7 @@ class DirectConnections:
             DaemonGone, DaemonRefusal: The daemon fails or refuses.
         """
         if hosts:
-            self._listener = DirectListener(self._own_id, hosts, port, self._on_stream, self._limits, self.refusals)
+            self.listener = DirectListener(self._own_id, hosts, port, self._on_stream, self._limits, self.refusals)
         await self._control.serve_stream(OFFERS, self._answer)
 
     async def close(self) -> None:
@@ -137,8 +133,8 @@ class DirectConnections:
         self._closed = True
         for key in list(self._spares):
             self._drop(key)
-        if self._listener is not None:
-            await self._listener.close()
+        if self.listener is not None:
+            await self.listener.close()
 
     # Dialling
 
@@ -249,12 +245,12 @@ class DirectConnections:
             self._asking -= Counter([peer])
 
     def _answer_to(self, peer: PeerId, ask: Ask) -> bytes:
-        if self._listener is None:
+        if self.listener is None:
             return frames.error_frame("this peer does not listen for direct connections")
         if ask.protocol not in self._served:
             return frames.error_frame("this peer does not serve that")
         try:
-            return _message(Offer(self._listener.port, self._listener.offer(peer, ask.protocol, ask.key)))
+            return _message(Offer(self.listener.port, self.listener.offer(peer, ask.protocol, ask.key)))
         except ValueError as error:
             return frames.error_frame(str(error))
 

@@ -109,9 +109,7 @@ class Channel:
     async def send(self, message: object) -> None:
         """Send one message of any schema.
 
-        Raises:
-            ValueError: It is too long, or msgpack cannot encode it.
-            DeadlineError: The peer is alive but does not read.
+        Raises `ValueError` if it is too long or msgpack cannot encode it, `DeadlineError` if a live peer does not read.
         """
         await self._write(frame(Kind.MESSAGE, pack(message)))
 
@@ -170,10 +168,7 @@ class Channel:
     # Receiving
 
     async def receive(self, schema: type[T], timeout_seconds: float, max_bytes: int = 65536) -> T:
-        """Return the next message.
-
-        Args:
-            schema: Schema of the message, or a union of the accepted ones; see `p2ptrain.network.schema`.
+        """Return the next message, of a schema or of the subclasses of a tagged base; see `p2ptrain.network.schema`.
 
         Raises:
             DeadlineError: No message in time; the channel stays usable.
@@ -350,7 +345,7 @@ class Channel:
 
     async def abort_and_wait(self) -> None:
         self.abort()
-        await self._stop()
+        await self._tasks.join()
 
     async def refuse(self, reason: str) -> None:
         """Send a refusal with ``reason``, and end the channel as `close` does."""
@@ -373,7 +368,7 @@ class Channel:
 
     async def _finish(self, last_frame: bytes, in_bulk: bytes = b"") -> None:
         if self._closed:
-            await self._stop()
+            await self._tasks.join()
             return
         self._closed = True
         self._inbox.close()
@@ -400,9 +395,4 @@ class Channel:
             pass
         finally:
             self.abort()
-        await self._stop()
-
-    async def _stop(self) -> None:
-        tasks = [task for task in (self._reader, self._ping) if task is not None and not task.done()]
-        if tasks:
-            await asyncio.wait(tasks)
+        await self._tasks.join()

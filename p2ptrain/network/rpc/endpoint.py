@@ -208,15 +208,11 @@ class Rpc:
     ) -> T:
         """Send one request and return the reply. A call to this peer itself goes straight to its own handler.
 
-        Args:
-            request: An instance of the schema that ``name`` is served for.
-            timeout_seconds: Deadline for dial, request and reply together.
+        ``timeout_seconds`` is the deadline for dial, request and reply together.
 
         Raises:
-            PeerUnreachableError: The dial failed.
-            PeerRefusedError: The peer refused, with a reason.
-            PeerLostError: The peer was lost before it replied.
-            ProtocolError: The reply does not fit the schema or is too long.
+            PeerError: The dial failed, the peer refused or was lost, or the reply does not fit the schema or is too
+                long; a subclass of `PeerError` for each.
             DeadlineError: No reply in time.
         """
         max_reply_bytes = min(max_reply_bytes, MAX_MESSAGE_BYTES)
@@ -284,8 +280,8 @@ class Rpc:
 
     async def _dial(self, peer: PeerId, opening: bytes, timeout_seconds: float, expected_bytes: int) -> Channel:
         stream: Stream | None = None
-        loop = asyncio.get_running_loop()
-        began, seconds = loop.time(), None
+        loop, seconds = asyncio.get_running_loop(), None
+        began = loop.time()
         try:
             async with asyncio.timeout(timeout_seconds):
                 transport = self._root._transport
@@ -308,8 +304,8 @@ class Rpc:
 
     def _note_dial(self, peer: PeerId, seconds: float | None) -> None:
         before = self.dial_seconds.pop(peer, None)
-        if seconds is None:
-            seconds = None if before is None else 2.0 * before
+        if seconds is None and before is not None:
+            seconds = 2.0 * before
         if seconds is not None:
             self.dial_seconds[peer] = seconds
             if len(self.dial_seconds) > MAX_DIALS_REMEMBERED:
@@ -356,13 +352,13 @@ class Rpc:
     async def _on_stream(self, stream: Stream) -> None:
         """Serve or refuse one stream until it ends."""
         peer = stream.remote
-        task = asyncio.current_task()
-        assert task is not None
         try:
             self._admit(peer)
         except _RefusalError as refusal:
             await self._refuse_stream(stream, refusal)
             return
+        task = asyncio.current_task()
+        assert task is not None
         self._inbound[peer] += 1
         self._inbound_tasks[task] = None
         try:

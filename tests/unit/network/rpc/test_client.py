@@ -56,7 +56,7 @@ async def test_a_call_to_oneself_runs_the_handler_on_a_copy(network: SimulatedNe
         with pytest.raises(DeadlineError):
             await member.rpc.call(member.rpc.peer_id, "hang", {}, dict, 5)
         with pytest.raises(ValueError, match="another peer"):
-            member.rpc.open(member.rpc.peer_id, "keep", {}, 5)
+            await member.rpc.open(member.rpc.peer_id, "keep", {}, 5).__aenter__()
 
 
 @simulated()
