@@ -24,7 +24,7 @@ from p2ptrain.codecs.arrays import (
     sums_of_squares,
     writable_byte_array,
 )
-from p2ptrain.native import Function
+from p2ptrain.native.load import Function
 
 if TYPE_CHECKING:
     import torch

@@ -13,8 +13,8 @@ roundings of scale and product::
 
     |decoded - x| <= max(peak, 2**-100) / (2 * levels) * (1 + 2**-14)
 
-Each scale stands next to its block, so a vector can be cut at any block and processed in pieces. 256 is the largest
-power of two that keeps the twice-encoded int8 mean of four Gaussian vectors within 1 % relative L2 error.
+256 is the largest power of two that keeps the twice-encoded int8 mean of four Gaussian vectors within 1 % relative L2
+error.
 
 Only single IEEE-754 operations (maximum, divide, multiply, add, round to nearest even) touch the values, never a fused
 multiply-add, so every CPU computes the same bits, natively or not. The floor of ``2**-100`` keeps scales out of
@@ -61,11 +61,6 @@ class BlockwiseCodec(NativeCodec):
     code_type: type[np.int8] | type[np.uint8]
     lossy = True
     refusal = "a value is not finite or beyond 2**120 in magnitude"
-
-    @property
-    def native_values(self) -> int:  # type: ignore[override]
-        """Native functions work on the codec's own blocks."""
-        return self.block_size
 
     @abstractmethod
     def code_bytes(self, num_values: int) -> int:
@@ -208,7 +203,7 @@ class Int8Codec(BlockwiseCodec):
 
     name = "int8"
     version = 1
-    block_size = 256
+    block_size = native_values = 256
     levels = 127.0
     code_type = np.int8
 
@@ -231,7 +226,7 @@ class Int4Codec(BlockwiseCodec):
 
     name = "int4"
     version = 1
-    block_size = 128
+    block_size = native_values = 128
     levels = 7.0
     code_type = np.uint8
 

@@ -126,7 +126,7 @@ def _check_pieces(codec: Codec) -> None:
 
 def _check_memory(codec: Codec) -> None:
     num_values, margin = 3 * codec.block_size + 7, 67
-    vector, size = _gaussian(num_values), codec.encoded_bytes(3 * codec.block_size + 7)
+    vector, size = _gaussian(num_values), codec.encoded_bytes(num_values)
     room = bytearray(b"\xaa" * (size + 2 * margin))
     codec.encode_into(vector, memoryview(room)[margin : margin + size])
     require(room[:margin] == room[margin + size :] == b"\xaa" * margin, "encoding writes into its target alone")

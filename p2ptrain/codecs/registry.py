@@ -13,7 +13,7 @@ import numpy as np
 from p2ptrain.codecs.arrays import CodecError
 from p2ptrain.codecs.base import ENERGY_VALUES, Codec, NativeCodec
 from p2ptrain.extensions import Extensions
-from p2ptrain.native import Function, load_functions
+from p2ptrain.native.load import Function, load_functions
 
 if TYPE_CHECKING:
     import torch
@@ -38,10 +38,8 @@ CODECS = Extensions(
 
 DENSE = "int8"
 """Codec for sums of sparse vectors."""
-
 COMPACT = ("int4", "topk")
 """Codecs for slow members, in order of decreasing size."""
-
 SAMPLE_BLOCKS = 12
 _once = threading.Lock()
 

@@ -80,8 +80,7 @@ class TopKCodec(NativeCodec):
 
     name = "topk"
     version = 1
-    block_size = CHUNK
-    native_values = CHUNK
+    block_size = native_values = CHUNK
     lossy = True
     sparse = True
     refusal = "a value is not finite or beyond 2**120 in magnitude"
@@ -130,7 +129,7 @@ class TopKCodec(NativeCodec):
     def largest(self, data: Buffer, num_values: int) -> float:
         """Return the larger level of any chunk; see `Codec.largest`. Chunks of other encoders may not use it."""
         array = self._array(data, num_values)
-        peaks = [_largest(self._rows(array, start, rows)) for start, rows, _ in self._spans(0, num_values)]
+        peaks = [np.abs(_levels(self._rows(array, start, rows))).max() for start, rows, _ in self._spans(0, num_values)]
         return float(np.max(peaks, initial=0.0))
 
     def _rows(self, array: Bytes, start: int, rows: int) -> Bytes:
@@ -247,11 +246,6 @@ def _add(data: Bytes, weight: np.float32, out: Floats) -> bool:
     for row, columns_of_row, terms_of_row in zip(out, indices, terms, strict=True):
         row[columns_of_row] += terms_of_row
     return True
-
-
-def _largest(data: Bytes) -> float:
-    """Return the largest magnitude of all levels of encoded rows ``[rows, bytes]``; NaN or infinity if one is."""
-    return float(np.abs(_levels(data)).max())
 
 
 def _levels(data: Bytes) -> Floats:

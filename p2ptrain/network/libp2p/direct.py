@@ -1,22 +1,9 @@
 """Direct connections: encrypted TCP between two peers' processes, for streams with much data.
 
 A direct connection saves the copies through both daemons. Peers negotiate it over a stream between their daemons, which
-authenticates both::
-
-    dialler                                                    listener
-      | over the daemons: Ask(protocol, key)                     |
-      | -------------------------------------------------------> |  `DirectListener.offer`
-      |                           Offer(port, key), or an ERROR  |
-      | <------------------------------------------------------- |
-      | TCP to an address of the connection between the daemons  |
-      | name, READY -------------------------------------> READY |
-      | START, and the stream begins                             |
-
-`direct_records.agree` derives the connection's name and keys. After a failed attempt `DirectConnections.open` returns
-None, and backs off from the peer.
-
-A connection carries one stream at a time. After an orderly end both sides keep it as a spare: the listener sends READY
-again, and START begins the next stream. ``docs/explanation/security.md`` has the security argument.
+authenticates both. After a failed attempt `DirectConnections.open` returns None, and backs off from the peer. A
+connection carries one stream at a time; after an orderly end both sides keep it as a spare.
+``docs/explanation/security.md`` has the protocol and the security argument.
 """
 
 from __future__ import annotations
@@ -47,12 +34,10 @@ logger = logging.getLogger(__name__)
 
 OFFERS = "/p2ptrain/direct/2"
 """Protocol name of the streams for offers."""
-
 ASKING_SECONDS = 5.0
 """Timeout for serving one request for an offer."""
 MAX_ASKING = 64
 MAX_ASKING_PER_PEER = 4
-
 DIAL_SECONDS = 3.0
 """Timeout for a whole attempt; the daemons carry the stream after it."""
 TCP_SECONDS = 1.0
@@ -64,7 +49,6 @@ MAX_SPARES = 32
 FIRST_REST_SECONDS = 30.0
 LONGEST_REST_SECONDS = 900.0
 MAX_RESTS = 1024
-
 
 PublicKey = Annotated[bytes, Meta(min_length=32, max_length=32)]
 """An ephemeral X25519 key, for one connection."""
@@ -120,9 +104,7 @@ class DirectConnections:
     async def start(self, hosts: Sequence[str], port: int) -> None:
         """Listen at a port of ``hosts`` (IP addresses; empty for no listener), and serve requests for offers.
 
-        Raises:
-            ResourceError: The port is taken, or an address is not this machine's.
-            DaemonGone, DaemonRefusal: The daemon fails or refuses.
+        Raises `ResourceError` if the port is taken or an address is not this machine's, and the daemon's errors.
         """
         if hosts:
             self.listener = DirectListener(self._own_id, hosts, port, self._on_stream, self._limits, self.refusals)

@@ -1,12 +1,6 @@
-"""The listener for direct connections: a TCP port for peers that hold an offer.
+"""The listener for direct connections: a TCP port for peers that hold an offer (`p2ptrain.network.libp2p.direct`).
 
-::
-
-    connected ──▶ name, READY ──────▶ READY ──▶ spare ──▶ START ──▶ the stream
-                  of an offer, shows    ▲     for a while              │
-                  that its key is known └────── if it ended in order ──┘
-
-An `Offer` is valid for one connection within `DirectLimits.offer_seconds`. The listener closes and counts all other
+An offer is valid for one connection within `DirectLimits.offer_seconds`. The listener closes and counts all other
 connections. `DirectLimits` bounds connections before and after their first record is verified.
 """
 

@@ -1,13 +1,7 @@
 """Encrypted records over TCP between two peers: key schedule, record format, and socket.
 
-As in TLS, each record of a stream is encrypted and authenticated separately::
-
-    u32 length (big endian) | u8 kind | length bytes, encrypted with AES-256-GCM | 16 bytes of tag
-    `------- authenticated -------'
-
-Each direction has its own key, and the nonce is the record's number in its direction. So a modified, dropped, repeated,
-reordered or reflected record fails authentication, and the connection ends.
-`docs/explanation/security.md` describes the protocol, its limits and its threat model.
+A modified, dropped, repeated, reordered or reflected record fails authentication, and the connection ends.
+``docs/explanation/security.md`` describes the format, the protocol, its limits and its threat model.
 """
 
 from __future__ import annotations
@@ -120,9 +114,7 @@ class SealedSocket(SocketStream):
     """A `SocketStream` over encrypted records, which distinguishes an orderly end from a cut connection.
 
     Reading raises `OSError` if the connection was cut or a record is not authentic. A failed or cancelled write aborts
-    the connection.
-
-    After a stream's orderly end ``on_rest`` takes the connection back; it returns True if it keeps it.
+    the connection. After a stream's orderly end ``on_rest`` takes the connection back; it returns True if it keeps it.
     """
 
     _cut = ConnectionResetError

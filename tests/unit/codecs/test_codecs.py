@@ -16,7 +16,7 @@ from p2ptrain.codecs.conformance import check_codec, fingerprint
 from p2ptrain.codecs.dense import Fp32Codec
 from p2ptrain.errors import IncompatibleError
 from p2ptrain.extensions import ContractError
-from p2ptrain.native import load_functions
+from p2ptrain.native.load import load_functions
 from tests.support.codecs import gaussian
 from tests.support.tools import unavailable
 

@@ -17,8 +17,8 @@ from p2ptrain.codecs.base import ENERGY_VALUES, NativeCodec
 from p2ptrain.codecs.blockwise import BlockwiseCodec, Int4Codec
 from p2ptrain.codecs.conformance import fingerprint
 from p2ptrain.codecs.registry import agree
-from p2ptrain.native import build, load, load_functions
-from p2ptrain.native.load import Function, Functions
+from p2ptrain.native import build, load
+from p2ptrain.native.load import Function, Functions, load_functions
 from tests.support.tools import needed
 
 pytestmark = needed("" if load_functions() else "there is no native library", "kernels")
