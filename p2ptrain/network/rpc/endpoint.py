@@ -130,6 +130,7 @@ class Rpc:
 
     Attributes:
         traffic: Bytes of all channels, and their limits.
+        inbound: The number of streams that this peer serves now, by caller.
         refusals: Refusals by (peer, cause). The number of peers is bounded; the rest count under ``"others"``.
         dial_seconds: The time of the last dial of each peer that was reached, doubled for each failure since.
     """
@@ -156,7 +157,7 @@ class Rpc:
         self._protocol = protocol
         self._services: dict[str, _Service] = {}
         self._outbound: Counter[PeerId] = Counter()
-        self._inbound: Counter[PeerId] = Counter()
+        self.inbound: Counter[PeerId] = Counter()
         self._inbound_tasks: dict[asyncio.Task[None], None] = {}
         self._refusing = 0
         self._closed = False
@@ -167,14 +168,9 @@ class Rpc:
         view._scope = f"{self._scope}{scope}/"
         return view
 
-    @property
-    def num_inbound(self) -> int:
-        """The number of streams that this peer serves now."""
-        return len(self._inbound_tasks)
-
     def is_talking_with(self, peer: PeerId) -> bool:
         """True if a stream with ``peer`` is open now, in either direction."""
-        return self._outbound[peer] > 0 or self._inbound[peer] > 0
+        return self._outbound[peer] > 0 or self.inbound[peer] > 0
 
     async def start(self) -> None:
         """Start to accept streams; call it after the first `serve`."""
@@ -359,7 +355,7 @@ class Rpc:
             return
         task = asyncio.current_task()
         assert task is not None
-        self._inbound[peer] += 1
+        self.inbound[peer] += 1
         self._inbound_tasks[task] = None
         try:
             service, request = await self._read_header(stream)
@@ -370,12 +366,12 @@ class Rpc:
             stream.abort()
         finally:
             del self._inbound_tasks[task]
-            self._inbound -= Counter([peer])
+            self.inbound -= Counter([peer])
 
     def _admit(self, peer: PeerId) -> None:
         if self._closed:
             raise _RefusalError("closing", "this peer is leaving")
-        if self._inbound[peer] >= self._limits.inbound_streams_per_peer:
+        if self.inbound[peer] >= self._limits.inbound_streams_per_peer:
             raise _RefusalError("too many streams", "too many streams from this peer: close some first")
         if len(self._inbound_tasks) >= self._limits.inbound_streams:
             raise _RefusalError("busy", "too many streams: try again later")

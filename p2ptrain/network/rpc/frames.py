@@ -25,17 +25,14 @@ T = TypeVar("T")
 
 MAX_FRAME_BYTES = 1 << 20
 """The longest payload of a BULK frame."""
-
 MAX_MESSAGE_BYTES = 16 << 20
 """The longest message; the receiver must ask for that much."""
-
 MAX_REASON_CHARACTERS = 512
 MAX_REASON_BYTES = 4 * MAX_REASON_CHARACTERS + 32
 
 FRAME = struct.Struct(">IB")
 COUNT = struct.Struct(">Q")
 """The payload of PING."""
-
 BURST_SECONDS = 0.2
 """How far traffic may run ahead of the average rate."""
 

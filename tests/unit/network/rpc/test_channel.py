@@ -270,7 +270,7 @@ async def test_a_stream_rests_when_both_ends_know_that_nothing_more_comes(
             with pytest.raises(PeerRefusedError):
                 await channel.receive(dict, 5)
         elif ending == "at once":
-            await until(lambda: other.rpc.num_inbound == 1, 60)
+            await until(lambda: other.rpc.inbound.total() == 1, 60)
     assert sorted(rested) == (sorted([caller.rpc.peer_id, other.rpc.peer_id]) if ending == "in order" else [])
 
 
