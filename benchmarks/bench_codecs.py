@@ -18,7 +18,7 @@ import torch
 from benchmarks.findings import Finding, Section
 from benchmarks.findings import run as run_parts
 from benchmarks.harness import Measured, alternate, arguments, thread_seconds
-from p2ptrain.codecs import Codec, codec_names, get_codec, warm_up
+from p2ptrain.codecs import CODECS, Codec, get_codec, warm_up
 from p2ptrain.codecs.base import NativeCodec
 
 NUM_PEERS = 4
@@ -45,7 +45,7 @@ OPERATIONS = ("encode", "decode", "accumulate", "validate")
 def cases(vector: torch.Tensor, out: torch.Tensor) -> dict[str, Callable[[], float]]:
     """The copy, and every codec's operations: ``codec operation``, and ``... plain`` where that is native."""
     found: dict[str, Callable[[], float]] = {"copy": thread_seconds(lambda: out.copy_(vector))}
-    for name in codec_names():
+    for name in CODECS.own:
         codec, plain = get_codec(name), type(get_codec(name))()
         for operation in OPERATIONS:
             native = isinstance(codec, NativeCodec) and operation in codec.functions
@@ -107,7 +107,7 @@ def speeds(num_values: int, repeats: int) -> Section:
 def precision() -> Section:
     """Sizes and errors of all codecs."""
     section = Section("Precision", ("codec", "bytes a value", f"error of a mean of {NUM_PEERS}"))
-    for name in codec_names():
+    for name in CODECS.own:
         size, error = get_codec(name).encoded_bytes(1 << 20) / (1 << 20), mean_error(get_codec(name), 1 << 20)
         section.rows.append((name, f"{size:.4f}", f"{100 * error:.4f} %"))
         section.results[name] = {"bytes_per_value": size, "relative_error": error}

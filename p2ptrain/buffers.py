@@ -20,11 +20,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 def new_buffer(num_bytes: int) -> memoryview:
-    """Return zeroed, writable memory.
-
-    Raises:
-        MemoryError: The system refuses the allocation.
-    """
+    """Return zeroed, writable memory; raise `MemoryError` if the system refuses it."""
     if num_bytes < HUGE_PAGE_BYTES:
         return memoryview(bytearray(num_bytes))
     return memoryview(_pages(num_bytes, are_huge=True))
@@ -44,8 +40,7 @@ class Pool:
     def lend(self, num_bytes: int) -> memoryview:
         """Return writable memory with arbitrary content; it returns to the pool after its last reference is dropped.
 
-        Raises:
-            MemoryError: The system refuses the allocation.
+        Raises `MemoryError` if the system refuses the allocation.
         """
         if num_bytes < LEAST_LENT_BYTES:
             return memoryview(bytearray(num_bytes))
@@ -67,14 +62,6 @@ class Pool:
     def _take_back(self, pages: mmap.mmap) -> None:
         if self.kept_bytes + len(pages) <= self._max_kept_bytes:
             self._kept.append(pages)
-
-
-def let_heap_keep(chunk_bytes: int) -> None:
-    """Make the C library serve chunks of up to this size from its heap instead of mapping each one.
-
-    glibc starts with a threshold of 128 KiB and raises it to the size of the largest mapped chunk freed so far.
-    """
-    bytearray(chunk_bytes)
 
 
 def _pages(num_bytes: int, *, are_huge: bool = False) -> mmap.mmap:

@@ -26,8 +26,7 @@ _QUANTITY = re.compile(r"(?i)^\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?(bytes|byte|bits|b
 def parse_size(value: Any) -> int:
     """Return the bytes of a number, or of text such as ``4GB`` (powers of ten) or ``4GiB`` (powers of two).
 
-    Raises:
-        ValueError: The value is not a size; the message shows an example.
+    Raises `ValueError`, with an example, for other values.
     """
     return _parse_quantity(value, "a size such as '4GB' or '512MiB'", bits_allowed=False)
 
@@ -35,8 +34,7 @@ def parse_size(value: Any) -> int:
 def parse_rate(value: Any) -> int:
     """Return the bytes per second of a number, or of text such as ``20Mbit`` or ``2.5MB`` (``/s`` may follow).
 
-    Raises:
-        ValueError: The value is not a rate; the message shows an example.
+    Raises as `parse_size`.
     """
     return _parse_quantity(value, "a rate such as '20Mbit' or '2.5MB'", bits_allowed=True)
 
@@ -57,11 +55,7 @@ def _parse_quantity(value: Any, wanted: str, *, bits_allowed: bool) -> int:
 
 
 def check_multiaddr(text: str) -> str:
-    """Return ``text`` if it is a multiaddr.
-
-    Raises:
-        ValueError: It is not a multiaddr; the message shows an example.
-    """
+    """Return ``text``; raise `ValueError`, with an example, unless it is a multiaddr."""
     from multiaddr import Multiaddr
 
     try:
@@ -74,7 +68,6 @@ def check_multiaddr(text: str) -> str:
 Size = Annotated[int, BeforeValidator(parse_size)]
 Rate = Annotated[int, BeforeValidator(parse_rate)]
 Address = Annotated[str, AfterValidator(check_multiaddr)]
-
 
 KIND_PATTERN = r"^[a-z][a-z0-9+.-]{0,63}(:[!$%'-;@-~]{0,1000})?$"
 """A transport or directory, ``KIND`` or ``KIND:DETAILS``, in characters that are valid in a link."""
@@ -226,7 +219,7 @@ class PeerConfig(Section):
         try:
             config = cls.model_validate(values)
         except ValidationError as error:
-            at = _dotted(error.errors()[0]["loc"])
+            at = ".".join(map(str, error.errors()[0]["loc"]))
             default = str(path) if path is not None else "command line"
             raise ConfigError(explain(error, _nearest_source(sources, at, default), cls)) from error
         if path is not None:
@@ -248,11 +241,7 @@ class PeerConfig(Section):
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Return the values of a TOML file.
-
-    Raises:
-        ConfigError: The file cannot be read or is not TOML.
-    """
+    """Return the values of a TOML file; raise `ConfigError` if it cannot be read or is not TOML."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -279,10 +268,6 @@ def _put(values: dict[str, Any], key: str, value: Any) -> None:
             return  # The file has a value in place of a section: validation will refuse it.
         values = inner
     values[last] = value
-
-
-def _dotted(location: tuple[int | str, ...]) -> str:
-    return ".".join(str(part) for part in location)
 
 
 def _nearest_source(sources: Mapping[str, str], key: str, default: str) -> str:

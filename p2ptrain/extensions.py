@@ -22,14 +22,7 @@ class Extensions(Generic[T]):
     built-in name.
     """
 
-    def __init__(
-        self,
-        group: str,
-        what: str,
-        kind: Callable[..., T],
-        own: Mapping[str, str],
-        check: str = "",
-    ) -> None:
+    def __init__(self, group: str, what: str, kind: Callable[..., T], own: Mapping[str, str], check: str = "") -> None:
         """
         Args:
             group: The entry point group.
@@ -53,8 +46,7 @@ class Extensions(Generic[T]):
     def get(self, name: str) -> T:
         """Return the extension ``name``.
 
-        Raises:
-            IncompatibleError: No installed package provides it, or it fails to load or breaks its contract.
+        Raises `IncompatibleError` if no installed package provides it, it fails to load, or it breaks its contract.
         """
         if name in self._loaded:
             return self._loaded[name]
@@ -76,11 +68,7 @@ class Extensions(Generic[T]):
         return found
 
     def find(self, name: str) -> EntryPoint:
-        """Return the entry point of ``name`` without loading it.
-
-        Raises:
-            IncompatibleError: No installed package provides it.
-        """
+        """Return the entry point of ``name`` without loading it; raise `IncompatibleError` if there is none."""
         point = self._own.get(name) or next(iter(entry_points(group=self._group, name=name)), None)
         if point is None:
             raise IncompatibleError(
@@ -96,11 +84,7 @@ class Extensions(Generic[T]):
 
 
 def check_packages(packages: Iterable[str]) -> None:
-    """Check that the packages that the manifest pins (``PACKAGE==VERSION``) are installed.
-
-    Raises:
-        IncompatibleError: A package is missing or has another version; the message names the remedy.
-    """
+    """Raise `IncompatibleError` unless all packages that the manifest pins (``PACKAGE==VERSION``) are installed."""
     for package in packages:
         name, _, wanted = package.partition("==")
         try:

@@ -29,12 +29,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from p2ptrain.buffers import Pool, let_heap_keep
+from p2ptrain.buffers import Pool
 
 logger = logging.getLogger(__name__)
 
 HEAP_CHUNK_BYTES = 8 << 20
-"""Size up to which the heap serves allocations; > frames of bulk data and slices of vectors."""
+"""Size up to which the heap serves allocations, instead of a mapping for each; > frames of bulk data and slices of
+vectors."""
 MAX_POOL_THREADS = 8
 """Codecs and hashes saturate memory bandwidth before they use more cores."""
 CLOSE_SECONDS = 3.0
@@ -101,7 +102,8 @@ class Runtime:
 
 def real_runtime(name: str = "cpu", scratch: Path | None = None) -> Runtime:
     """Return a runtime with real time, system entropy, and threads ``state-<name>`` and so on."""
-    let_heap_keep(HEAP_CHUNK_BYTES)
+    # glibc raises its threshold to the size of the largest mapped chunk freed so far.
+    bytearray(HEAP_CHUNK_BYTES)
     size = min(os.cpu_count() or 1, MAX_POOL_THREADS)
     threads = {
         thread: ThreadPoolExecutor(workers, thread_name_prefix=f"{thread}-{name}")

@@ -85,7 +85,7 @@ def check_torch() -> Check:
 
 def check_native() -> Check:
     """Check that the codecs' native library loads; a checkout builds it first."""
-    from p2ptrain.native import load_library
+    from p2ptrain.native.load import load_library
 
     try:
         path, _ = load_library()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from p2ptrain.codecs.arrays import CodecError
 from p2ptrain.codecs.base import Codec, Decoder
 from p2ptrain.codecs.part_list import PartList, fewer_bytes_listed
-from p2ptrain.codecs.registry import CODECS, codec_at, codec_names, dense_codec, get_codec, smaller_codecs, warm_up
+from p2ptrain.codecs.registry import CODECS, codec_at, dense_codec, get_codec, smaller_codecs, warm_up
 
 __all__ = [
     "CODECS",
@@ -19,7 +19,6 @@ __all__ = [
     "Decoder",
     "PartList",
     "codec_at",
-    "codec_names",
     "dense_codec",
     "fewer_bytes_listed",
     "get_codec",

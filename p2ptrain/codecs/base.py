@@ -14,19 +14,24 @@ from p2ptrain.buffers import Buffer
 from p2ptrain.codecs.arrays import (
     CHUNK_VALUES,
     HALVED_COLUMNS,
+    Bytes,
     CodecError,
     byte_array,
+    check_vector,
+    check_weight,
     halved,
     sum_of_squares,
     sums_of_squares,
+    writable_byte_array,
 )
-from p2ptrain.native import Function
+from p2ptrain.native.load import Function
 
 if TYPE_CHECKING:
     import torch
 
 ENERGY_VALUES = 1 << 14
 """The only native step of `Codec.squared_norms`: `p2ptrain.averaging.vector.chunks.CHUNK_VALUES`."""
+NOT_FINITE = "a value is not finite"
 NO_FUNCTIONS: Mapping[str, Function] = MappingProxyType({})
 
 
@@ -137,11 +142,15 @@ class Codec(Decoder):
         # No step crosses two decoded pieces.
         return [energy for piece in self._decoded(data, num_values) for energy in sums_of_squares(piece, step, scratch)]
 
+    def _array(self, data: Buffer, num_values: int) -> Bytes:
+        """Return encoded values as ``uint8``, without a copy; raises `CodecError` for a wrong length."""
+        return byte_array(data, self.encoded_bytes(num_values), self.name)
+
     def _decoded(self, data: Buffer, num_values: int) -> Iterator[torch.Tensor]:
         """Yield the decoded values in pieces that fit a core's cache; each piece overwrites the previous one."""
         import torch
 
-        byte_array(data, self.encoded_bytes(num_values), self.name)
+        self._array(data, num_values)
         encoded = memoryview(data).cast("B")
         step = max(self.block_size, CHUNK_VALUES // self.block_size * self.block_size)
         scratch = torch.empty(min(step, num_values), dtype=torch.float32)
@@ -155,21 +164,54 @@ class Codec(Decoder):
 class NativeCodec(Codec):
     """A codec with native functions for whole blocks; torch or NumPy compute the rest with the same bits.
 
+    Subclasses encode, decode and add the values from ``done`` on, which follow the whole blocks. A block of the
+    functions is a block of the codec, or some of them.
+
     Attributes:
         functions: Some or all of ``encode``, ``decode``, ``accumulate``, ``validate``, ``squares`` and ``energy``; set
             by `p2ptrain.codecs.warm_up` at any time.
         native_values: Values in a block of the functions.
+        refusal: The fault of values that cannot be encoded.
+        refusal_of_bytes: The fault of bytes that cannot be decoded.
     """
 
     functions: Mapping[str, Function] = NO_FUNCTIONS
     native_values: int
     refusal: str
+    refusal_of_bytes = NOT_FINITE
+
+    def encode_into(self, vector: torch.Tensor, out: bytearray | memoryview) -> None:
+        values = check_vector(vector)
+        encoded = writable_byte_array(out, self.encoded_bytes(len(values)), self.name)
+        done = self._run_native("encode", values.data_ptr(), encoded.ctypes.data, len(values))
+        self._encode(values, encoded, done)
+
+    def decode_into(self, data: Buffer, out: torch.Tensor) -> None:
+        values = check_vector(out)
+        encoded = self._array(data, len(values))
+        done = self._run_native("decode", encoded.ctypes.data, values.data_ptr(), len(values))
+        self._decode(encoded, values, done)
+
+    def accumulate_into(self, data: Buffer, weight: float, out: torch.Tensor) -> None:
+        values, rounded_weight = check_vector(out), check_weight(weight)
+        encoded = self._array(data, len(values))
+        done = self._run_native("accumulate", encoded.ctypes.data, values.data_ptr(), len(values), rounded_weight)
+        self._accumulate(encoded, rounded_weight, values, done)
+
+    @abstractmethod
+    def _encode(self, values: torch.Tensor, encoded: Bytes, done: int) -> None: ...
+
+    @abstractmethod
+    def _decode(self, encoded: Bytes, values: torch.Tensor, done: int) -> None: ...
+
+    @abstractmethod
+    def _accumulate(self, encoded: Bytes, weight: float, values: torch.Tensor, done: int) -> None: ...
 
     def squared_norms(self, data: Buffer, num_values: int, step: int) -> list[float]:
         add_squares = self.functions.get("energy")
         if add_squares is None or step != ENERGY_VALUES:
             return super().squared_norms(data, num_values, step)
-        array, whole = byte_array(data, self.encoded_bytes(num_values), self.name), num_values // step
+        array, whole = self._array(data, num_values), num_values // step
         columns = np.zeros((whole, HALVED_COLUMNS), np.float32)
         add_squares(array.ctypes.data, columns.ctypes.data, whole, 1.0)
         rest, start = num_values - whole * step, self.encoded_bytes(whole * step)
@@ -177,19 +219,17 @@ class NativeCodec(Codec):
             energies = halved(columns)
         return [*energies, self.squared_norm(memoryview(data).cast("B")[start:], rest)] if rest else energies
 
-    def _run_native(
-        self, operation: str, source: int, target: int, num_values: int, weight: float = 1.0, refusal: str = ""
-    ) -> int:
+    def _run_native(self, operation: str, source: int, target: int, num_values: int, weight: float = 1.0) -> int:
         """Run ``operation`` on all whole blocks among ``num_values`` values; return the number of values processed.
 
-        ``source`` and ``target`` are addresses of checked sizes. Refused values raise `CodecError` with ``refusal``.
+        ``source`` and ``target`` are addresses of checked sizes. Refused values raise `CodecError`.
         """
         function = self.functions.get(operation)
         blocks = num_values // self.native_values
         if function is None or blocks == 0:
             return 0
         if function(source, target, blocks, weight):
-            raise CodecError(f"{self.name}: {refusal or self.refusal}")
+            raise CodecError(f"{self.name}: {self.refusal if operation == 'encode' else self.refusal_of_bytes}")
         return blocks * self.native_values
 
     def _spans(self, done: int, num_values: int) -> list[tuple[int, int, int]]:

@@ -13,8 +13,8 @@ roundings of scale and product::
 
     |decoded - x| <= max(peak, 2**-100) / (2 * levels) * (1 + 2**-14)
 
-Each scale stands next to its block, so a vector can be cut at any block and processed in pieces. 256 is the largest
-power of two that keeps the twice-encoded int8 mean of four Gaussian vectors within 1 % relative L2 error.
+256 is the largest power of two that keeps the twice-encoded int8 mean of four Gaussian vectors within 1 % relative L2
+error.
 
 Only single IEEE-754 operations (maximum, divide, multiply, add, round to nearest even) touch the values, never a fused
 multiply-add, so every CPU computes the same bits, natively or not. The floor of ``2**-100`` keeps scales out of
@@ -34,15 +34,7 @@ import numpy.typing as npt
 import torch
 
 from p2ptrain.buffers import Buffer
-from p2ptrain.codecs.arrays import (
-    CHUNK_VALUES,
-    CodecError,
-    byte_array,
-    check_vector,
-    check_weight,
-    chunks,
-    writable_byte_array,
-)
+from p2ptrain.codecs.arrays import CHUNK_VALUES, Bytes, CodecError, chunks
 from p2ptrain.codecs.base import NativeCodec
 
 SCALE_BYTES: Final = 4
@@ -70,11 +62,6 @@ class BlockwiseCodec(NativeCodec):
     lossy = True
     refusal = "a value is not finite or beyond 2**120 in magnitude"
 
-    @property
-    def native_values(self) -> int:  # type: ignore[override]
-        """Native functions work on the codec's own blocks."""
-        return self.block_size
-
     @abstractmethod
     def code_bytes(self, num_values: int) -> int:
         """Return the size of the codes of ``num_values`` values in one block."""
@@ -95,10 +82,7 @@ class BlockwiseCodec(NativeCodec):
         size = blocks * (SCALE_BYTES + self.code_bytes(self.block_size))
         return size + (SCALE_BYTES + self.code_bytes(rest) if rest else 0)
 
-    def encode_into(self, vector: torch.Tensor, out: bytearray | memoryview) -> None:
-        values = check_vector(vector)
-        encoded = writable_byte_array(out, self.encoded_bytes(len(values)), self.name)
-        done = self._run_native("encode", values.data_ptr(), encoded.ctypes.data, len(values))
+    def _encode(self, values: torch.Tensor, encoded: Bytes, done: int) -> None:
         for start, rows, columns in self._spans(done, len(values)):
             span = values[start : start + rows * columns].view(rows, columns)
             scales, codes = self._views(encoded, start, rows, columns)
@@ -125,31 +109,24 @@ class BlockwiseCodec(NativeCodec):
         scale = torch.where(peaks == 0, torch.zeros(()), torch.maximum(peaks, floor).div_(levels))
         scales[...] = scale.numpy()
 
-    def decode_into(self, data: Buffer, out: torch.Tensor) -> None:
-        values = check_vector(out)
-        array = byte_array(data, self.encoded_bytes(len(values)), self.name)
-        done = self._run_native("decode", array.ctypes.data, values.data_ptr(), len(values))
+    def _decode(self, encoded: Bytes, values: torch.Tensor, done: int) -> None:
         for start, rows, columns in self._spans(done, len(values)):
-            scales, codes = self._views(array, start, rows, columns)
+            scales, codes = self._views(encoded, start, rows, columns)
             factors = torch.from_numpy(scales.astype(np.float32))
             span = values[start : start + rows * columns].view(rows, columns)
             for piece in chunks(rows, self._rows_per_chunk):
                 self._decode_rows(codes[piece], factors[piece], span[piece])
 
-    def accumulate_into(self, data: Buffer, weight: float, out: torch.Tensor) -> None:
-        """Add ``q * (scale * weight)``; see `Codec.accumulate_into`.
+    def _accumulate(self, encoded: Bytes, weight: float, values: torch.Tensor, done: int) -> None:
+        """Add ``q * (scale * weight)``.
 
         The weight multiplies the scale, not each value. For weights other than 1 the last bit may differ from
         ``weight`` times the decoded value.
         """
-        values = check_vector(out)
-        rounded_weight = check_weight(weight)
-        array = byte_array(data, self.encoded_bytes(len(values)), self.name)
-        done = self._run_native("accumulate", array.ctypes.data, values.data_ptr(), len(values), rounded_weight)
         scratch = torch.empty(min(len(values) - done, CHUNK_VALUES), dtype=torch.float32)
         for start, rows, columns in self._spans(done, len(values)):
-            scales, codes = self._views(array, start, rows, columns)
-            factors = torch.from_numpy(scales.astype(np.float32)).mul_(rounded_weight)
+            scales, codes = self._views(encoded, start, rows, columns)
+            factors = torch.from_numpy(scales.astype(np.float32)).mul_(weight)
             span = values[start : start + rows * columns].view(rows, columns)
             for piece in chunks(rows, self._rows_per_chunk):
                 terms = scratch[: (piece.stop - piece.start) * columns].view(-1, columns)
@@ -163,7 +140,7 @@ class BlockwiseCodec(NativeCodec):
 
     def validate(self, data: Buffer, num_values: int) -> None:
         """Check length and scales. The lowest code is valid although no encoder writes it."""
-        array = byte_array(data, self.encoded_bytes(num_values), self.name)
+        array = self._array(data, num_values)
         max_scale = float(np.float32(MAX_PEAK) / np.float32(self.levels))
         for start, rows, columns in self._spans(0, num_values):
             scales, codes = self._views(array, start, rows, columns)
@@ -177,7 +154,7 @@ class BlockwiseCodec(NativeCodec):
 
     def largest(self, data: Buffer, num_values: int) -> float:
         """Return the largest scale times ``levels``; the lowest code, which no encoder writes, exceeds it slightly."""
-        array = byte_array(data, self.encoded_bytes(num_values), self.name)
+        array = self._array(data, num_values)
         scales = [self._views(array, *span)[0].max() for span in self._spans(0, num_values)]
         return float(np.max(scales)) * self.levels if scales else 0.0
 
@@ -186,7 +163,7 @@ class BlockwiseCodec(NativeCodec):
 
         The sum of squared codes is a whole number below ``2**24``, which fp32 holds exactly in any order of addition.
         """
-        array = byte_array(data, self.encoded_bytes(num_values), self.name)
+        array = self._array(data, num_values)
         steps, blocks = -(-num_values // step), step // self.block_size
         squares, energies = np.zeros(steps * blocks, np.int32), np.zeros(steps * blocks)
         done = self._run_native("squares", array.ctypes.data, squares.ctypes.data, num_values)
@@ -226,7 +203,7 @@ class Int8Codec(BlockwiseCodec):
 
     name = "int8"
     version = 1
-    block_size = 256
+    block_size = native_values = 256
     levels = 127.0
     code_type = np.int8
 
@@ -249,7 +226,7 @@ class Int4Codec(BlockwiseCodec):
 
     name = "int4"
     version = 1
-    block_size = 128
+    block_size = native_values = 128
     levels = 7.0
     code_type = np.uint8
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from p2ptrain.codecs.arrays import CodecError
-from p2ptrain.codecs.base import Codec
+from p2ptrain.codecs.base import ENERGY_VALUES, Codec
 from p2ptrain.extensions import require
 
 MAX_VALUE_BYTES = 8
@@ -27,9 +27,6 @@ MAX_VALUES_PER_BYTE = 64
 
 FOREIGN_SLACK = 1.2
 """Bound on decoded values over `Codec.largest` for bytes that no encoder writes: int4 has a code -8 beside ±7."""
-
-_CHUNK = 1 << 14
-"""Values per norm (`p2ptrain.averaging.vector.chunks.CHUNK_VALUES`)."""
 
 
 def check_codec(codec: Codec) -> None:
@@ -97,7 +94,7 @@ def _check_round_trip(codec: Codec, vector: torch.Tensor) -> None:
 
 def _check_measures(codec: Codec, num_values: int) -> None:
     """Check norms and largest magnitudes, and that a chunk's norm has the same bits on its own."""
-    step = math.lcm(_CHUNK, codec.block_size)
+    step = math.lcm(ENERGY_VALUES, codec.block_size)
     for scale in (1e-3, 1e4):
         encoded = memoryview(codec.encode(_gaussian(num_values) * scale))
         decoded = _decode(codec, encoded, num_values).double()
@@ -129,7 +126,7 @@ def _check_pieces(codec: Codec) -> None:
 
 def _check_memory(codec: Codec) -> None:
     num_values, margin = 3 * codec.block_size + 7, 67
-    vector, size = _gaussian(num_values), codec.encoded_bytes(3 * codec.block_size + 7)
+    vector, size = _gaussian(num_values), codec.encoded_bytes(num_values)
     room = bytearray(b"\xaa" * (size + 2 * margin))
     codec.encode_into(vector, memoryview(room)[margin : margin + size])
     require(room[:margin] == room[margin + size :] == b"\xaa" * margin, "encoding writes into its target alone")

@@ -10,18 +10,8 @@ import numpy.typing as npt
 import torch
 
 from p2ptrain.buffers import Buffer
-from p2ptrain.codecs.arrays import (
-    CHUNK_VALUES,
-    CodecError,
-    byte_array,
-    check_vector,
-    check_weight,
-    chunks,
-    writable_byte_array,
-)
-from p2ptrain.codecs.base import NativeCodec
-
-NOT_FINITE = "a value is not finite"
+from p2ptrain.codecs.arrays import CHUNK_VALUES, Bytes, CodecError, check_vector, chunks
+from p2ptrain.codecs.base import NOT_FINITE, NativeCodec
 
 Words = npt.NDArray[np.unsignedinteger[Any]]
 
@@ -45,11 +35,8 @@ class DenseCodec(NativeCodec):
     def encoded_bytes(self, num_values: int) -> int:
         return self.dtype.itemsize * num_values
 
-    def encode_into(self, vector: torch.Tensor, out: bytearray | memoryview) -> None:
-        values = check_vector(vector)
-        array = writable_byte_array(out, self.encoded_bytes(len(values)), self.name)
-        done = self._run_native("encode", values.data_ptr(), array.ctypes.data, len(values))
-        values, target = values[done:], array.view(f"<{self.word}")[done:]
+    def _encode(self, values: torch.Tensor, encoded: Bytes, done: int) -> None:
+        values, target = values[done:], encoded.view(f"<{self.word}")[done:]
         numbers, bits = self._scratch(len(values))
         magnitudes = torch.empty(len(numbers), dtype=torch.float32)
         for piece in chunks(len(values), CHUNK_VALUES):
@@ -61,25 +48,18 @@ class DenseCodec(NativeCodec):
             numbers[:length].copy_(values[piece])
             target[piece] = bits[:length]
 
-    def decode_into(self, data: Buffer, out: torch.Tensor) -> None:
-        values = check_vector(out)
-        array = byte_array(data, self.encoded_bytes(len(values)), self.name)
-        done = self._run_native("decode", array.ctypes.data, values.data_ptr(), len(values))
-        values, source = values[done:], array.view(f"<{self.word}")[done:]
+    def _decode(self, encoded: Bytes, values: torch.Tensor, done: int) -> None:
+        values, source = values[done:], encoded.view(f"<{self.word}")[done:]
         numbers, bits = self._scratch(len(values))
         for piece in chunks(len(values), CHUNK_VALUES):
-            # torch's conversion is vectorised, but needs a copy of the possibly read-only ``data``.
+            # torch's conversion is vectorised, but needs a copy of the possibly read-only bytes.
             length = piece.stop - piece.start
             np.copyto(bits[:length], source[piece])
             values[piece].copy_(numbers[:length])
 
-    def accumulate_into(self, data: Buffer, weight: float, out: torch.Tensor) -> None:
+    def _accumulate(self, encoded: Bytes, weight: float, values: torch.Tensor, done: int) -> None:
         """Rounds once for the product and once for the sum."""
-        values = check_vector(out)
-        rounded_weight = check_weight(weight)
-        array = byte_array(data, self.encoded_bytes(len(values)), self.name)
-        done = self._run_native("accumulate", array.ctypes.data, values.data_ptr(), len(values), rounded_weight)
-        values, source = values[done:], array.view(f"<{self.word}")[done:]
+        values, source = values[done:], encoded.view(f"<{self.word}")[done:]
         numbers, bits = self._scratch(len(values))
         terms = torch.empty(len(numbers), dtype=torch.float32)
         for piece in chunks(len(values), CHUNK_VALUES):
@@ -87,11 +67,11 @@ class DenseCodec(NativeCodec):
             np.copyto(bits[:length], source[piece])
             terms[:length].copy_(numbers[:length])
             # Two instructions on purpose: add(alpha=) may be compiled to a fused multiply-add on some CPUs only.
-            values[piece].add_(terms[:length].mul_(rounded_weight))
+            values[piece].add_(terms[:length].mul_(weight))
 
     def validate(self, data: Buffer, num_values: int) -> None:
-        array = byte_array(data, self.encoded_bytes(num_values), self.name)
-        done = self._run_native("validate", array.ctypes.data, 0, num_values, refusal=NOT_FINITE)
+        array = self._array(data, num_values)
+        done = self._run_native("validate", array.ctypes.data, 0, num_values)
         bits = array.view(f"<{self.word}")[done:]
         exponent = bits.dtype.type(self.exponent)
         for piece in chunks(len(bits), CHUNK_VALUES):
@@ -120,11 +100,11 @@ class Fp32Codec(DenseCodec):
 
     def decode_into(self, data: Buffer, out: torch.Tensor) -> None:
         values = check_vector(out).numpy()
-        np.copyto(values, byte_array(data, self.encoded_bytes(len(values)), self.name).view("<f4"))
+        np.copyto(values, self._array(data, len(values)).view("<f4"))
 
     def largest(self, data: Buffer, num_values: int) -> float:
         """Avoids a copy if ``data`` is writable and aligned."""
-        array = byte_array(data, self.encoded_bytes(num_values), self.name).view("<f4")
+        array = self._array(data, num_values).view("<f4")
         if not (num_values and array.flags.writeable and array.flags.aligned and sys.byteorder == "little"):
             return super().largest(data, num_values)
         least, greatest = (float(extreme) for extreme in torch.from_numpy(array).aminmax())  # hands on NaN

@@ -16,7 +16,7 @@ from itertools import pairwise
 import torch
 
 from p2ptrain.buffers import Buffer
-from p2ptrain.codecs.arrays import byte_array, check_vector
+from p2ptrain.codecs.arrays import check_vector
 from p2ptrain.codecs.base import Codec
 
 Span = tuple[int, int, Codec]
@@ -138,7 +138,7 @@ class MixedCodec(Codec):
             raise ValueError(
                 f"{self.name} encodes vectors of {self._num_values} values, not {num_values}: use `part` for a slice"
             )
-        byte_array(data, self.encoded_bytes(num_values), self.name)
+        self._array(data, num_values)
         return memoryview(data).cast("B")
 
     def _bytes(self, view: memoryview, segment: _Segment) -> memoryview:

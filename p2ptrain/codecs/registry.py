@@ -13,7 +13,7 @@ import numpy as np
 from p2ptrain.codecs.arrays import CodecError
 from p2ptrain.codecs.base import ENERGY_VALUES, Codec, NativeCodec
 from p2ptrain.extensions import Extensions
-from p2ptrain.native import Function, load_functions
+from p2ptrain.native.load import Function, load_functions
 
 if TYPE_CHECKING:
     import torch
@@ -38,17 +38,10 @@ CODECS = Extensions(
 
 DENSE = "int8"
 """Codec for sums of sparse vectors."""
-
 COMPACT = ("int4", "topk")
 """Codecs for slow members, in order of decreasing size."""
-
 SAMPLE_BLOCKS = 12
 _once = threading.Lock()
-
-
-def codec_names() -> tuple[str, ...]:
-    """Return the names of p2ptrain's own codecs, from the most exact to the most compact."""
-    return CODECS.own
 
 
 def get_codec(name: str) -> Codec:
@@ -90,7 +83,7 @@ def warm_up() -> bool:
     built first, which takes seconds: call it off the event loop. Failures are logged.
     """
     with _once:
-        codecs = [codec for name in codec_names() if isinstance(codec := get_codec(name), NativeCodec)]
+        codecs = [codec for name in CODECS.own if isinstance(codec := get_codec(name), NativeCodec)]
         if not any(codec.functions for codec in codecs):
             found = load_functions()
             for codec in codecs:

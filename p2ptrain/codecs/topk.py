@@ -33,16 +33,7 @@ import numpy.typing as npt
 import torch
 
 from p2ptrain.buffers import Buffer
-from p2ptrain.codecs.arrays import (
-    Bytes,
-    CodecError,
-    Floats,
-    byte_array,
-    check_vector,
-    check_weight,
-    chunks,
-    writable_byte_array,
-)
+from p2ptrain.codecs.arrays import Bytes, CodecError, Floats, chunks
 from p2ptrain.codecs.base import NativeCodec
 
 CHUNK = 4096
@@ -89,20 +80,17 @@ class TopKCodec(NativeCodec):
 
     name = "topk"
     version = 1
-    block_size = CHUNK
-    native_values = CHUNK
+    block_size = native_values = CHUNK
     lossy = True
     sparse = True
     refusal = "a value is not finite or beyond 2**120 in magnitude"
+    refusal_of_bytes = BAD_INDEX
 
     def encoded_bytes(self, num_values: int) -> int:
         rows, rest = divmod(num_values, self.block_size)
         return rows * _row_bytes(self.block_size) + (_row_bytes(rest) if rest else 0)
 
-    def encode_into(self, vector: torch.Tensor, out: bytearray | memoryview) -> None:
-        values = check_vector(vector)
-        encoded = writable_byte_array(out, self.encoded_bytes(len(values)), self.name)
-        done = self._run_native("encode", values.data_ptr(), encoded.ctypes.data, len(values))
+    def _encode(self, values: torch.Tensor, encoded: Bytes, done: int) -> None:
         bits = values.numpy().view(np.int32)
         for start, rows, columns in self._spans(done, len(values)):
             matrix, data = bits[start : start + rows * columns].reshape(rows, columns), self._rows(encoded, start, rows)
@@ -110,19 +98,24 @@ class TopKCodec(NativeCodec):
                 if not _encode(matrix[piece], data[piece]):
                     raise CodecError(f"topk: {self.refusal}")
 
-    def decode_into(self, data: Buffer, out: torch.Tensor) -> None:
-        """Refuses indices out of range; ``out`` is undefined then."""
-        self._scatter("decode", data, 1.0, out)
+    def _decode(self, encoded: Bytes, values: torch.Tensor, done: int) -> None:
+        """Refuses indices out of range; ``values`` are undefined then."""
+        values[done:].zero_()
+        self._accumulate(encoded, 1.0, values, done)
 
-    def accumulate_into(self, data: Buffer, weight: float, out: torch.Tensor) -> None:
+    def _accumulate(self, encoded: Bytes, weight: float, values: torch.Tensor, done: int) -> None:
         """Add ``level * weight`` with its sign to the kept values, and leave all others unchanged.
 
         Peers that accumulate the same contributions in the same order get equal bits.
         """
-        self._scatter("accumulate", data, check_weight(weight), out)
+        for start, rows, columns in self._spans(done, len(values)):
+            matrix, data = values[start : start + rows * columns].view(rows, columns), self._rows(encoded, start, rows)
+            for piece in chunks(rows, ROWS_AT_ONCE):
+                if not _add(data[piece], np.float32(weight), matrix[piece].numpy()):
+                    raise CodecError(f"topk: {BAD_INDEX}")
 
     def validate(self, data: Buffer, num_values: int) -> None:
-        array = byte_array(data, self.encoded_bytes(num_values), self.name)
+        array = self._array(data, num_values)
         try:
             done = self._run_native("validate", array.ctypes.data, 0, num_values)
         except CodecError:
@@ -135,21 +128,9 @@ class TopKCodec(NativeCodec):
 
     def largest(self, data: Buffer, num_values: int) -> float:
         """Return the larger level of any chunk; see `Codec.largest`. Chunks of other encoders may not use it."""
-        array = byte_array(data, self.encoded_bytes(num_values), self.name)
-        peaks = [_largest(self._rows(array, start, rows)) for start, rows, _ in self._spans(0, num_values)]
+        array = self._array(data, num_values)
+        peaks = [np.abs(_levels(self._rows(array, start, rows))).max() for start, rows, _ in self._spans(0, num_values)]
         return float(np.max(peaks, initial=0.0))
-
-    def _scatter(self, operation: str, data: Buffer, weight: float, out: torch.Tensor) -> None:
-        values = check_vector(out)
-        array = byte_array(data, self.encoded_bytes(len(values)), self.name)
-        done = self._run_native(operation, array.ctypes.data, values.data_ptr(), len(values), weight, BAD_INDEX)
-        if operation == "decode":
-            values[done:].zero_()
-        for start, rows, columns in self._spans(done, len(values)):
-            matrix, encoded = values[start : start + rows * columns].view(rows, columns), self._rows(array, start, rows)
-            for piece in chunks(rows, ROWS_AT_ONCE):
-                if not _add(encoded[piece], np.float32(weight), matrix[piece].numpy()):
-                    raise CodecError(f"topk: {BAD_INDEX}")
 
     def _rows(self, array: Bytes, start: int, rows: int) -> Bytes:
         """Return encoded chunks from value ``start`` on, one per row, without a copy."""
@@ -265,11 +246,6 @@ def _add(data: Bytes, weight: np.float32, out: Floats) -> bool:
     for row, columns_of_row, terms_of_row in zip(out, indices, terms, strict=True):
         row[columns_of_row] += terms_of_row
     return True
-
-
-def _largest(data: Bytes) -> float:
-    """Return the largest magnitude of all levels of encoded rows ``[rows, bytes]``; NaN or infinity if one is."""
-    return float(np.abs(_levels(data)).max())
 
 
 def _levels(data: Bytes) -> Floats:

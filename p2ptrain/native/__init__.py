@@ -4,9 +4,3 @@
 verifies the functions against the plain code. A machine without a library computes the same bits with torch and NumPy,
 more slowly.
 """
-
-from __future__ import annotations
-
-from p2ptrain.native.load import Function, load_functions, load_library
-
-__all__ = ["Function", "load_functions", "load_library"]

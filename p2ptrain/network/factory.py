@@ -75,9 +75,7 @@ TRANSPORTS: Extensions[StartTransport] = Extensions(
 async def start_directory(options: DirectoryOptions) -> Directory:
     """Start the directory named by ``options.name``.
 
-    Raises:
-        IncompatibleError: No installed package provides the kind.
-        P2PTrainError: The directory cannot be used.
+    Raises `IncompatibleError` if no installed package provides the kind, and the directory's own `P2PTrainError`.
     """
     return await DIRECTORIES.get(kind_of(options.name))(options)
 

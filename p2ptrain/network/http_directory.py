@@ -127,12 +127,7 @@ class HttpDirectory(Directory):
         return answer
 
     async def _request(self, method: str, key: str, content: bytes = b"") -> bytes:
-        """Return the body of the server's answer.
-
-        Raises:
-            RefusedError, httpx.HTTPError: The server refuses, fails or cannot be reached.
-            IntegrityError: The body is longer than `MAX_ANSWER_BYTES`.
-        """
+        """Return the body of the server's answer; raise one of `FAILURES`."""
         url, body = f"{self._url}/{urllib.parse.quote(key, safe='')}", bytearray()
         async with self._client.stream(method, url, content=content) as response:
             async for piece in response.aiter_raw():

@@ -38,8 +38,7 @@ class _Server(uvicorn.Server):
 def listen(host: str, port: int, option: str) -> socket.socket:
     """Return a listening TCP socket; port 0 takes a free one.
 
-    Raises:
-        ResourceError: The port is taken, or not allowed; the message names ``option``.
+    Raises `ResourceError`, which names ``option``, if the port is taken or not allowed.
     """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -14,7 +14,6 @@ import os
 import tempfile
 from functools import lru_cache
 from pathlib import Path
-from types import TracebackType
 
 import base58
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -79,7 +78,18 @@ class Identity(Signer):
         return len(self._public_der).to_bytes(2, "big") + self._public_der + signature
 
     def verify(self, peer_id: str, message: bytes, proof: bytes) -> bool:
-        return verify_proof(peer_id, message, proof)
+        if not isinstance(proof, bytes) or not 2 < len(proof) <= MAX_PROOF_BYTES:
+            return False
+        length = int.from_bytes(proof[:2], "big")
+        public_der, signature = proof[2 : 2 + length], proof[2 + length :]
+        named = _parsed_public_key(public_der)
+        if named is None or named[0] != peer_id:
+            return False
+        try:
+            named[1].verify(signature, _SIGNING_CONTEXT + message, _PSS, hashes.SHA256())
+        except (InvalidSignature, ValueError):
+            return False
+        return True
 
     def libp2p_key(self) -> bytes:
         """Return the private key in libp2p's key format."""
@@ -95,9 +105,7 @@ class Identity(Signer):
     def __enter__(self) -> Identity:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -112,22 +120,6 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-def verify_proof(peer_id: str, message: bytes, proof: bytes) -> bool:
-    """True if ``proof`` (see `Identity.sign`) is a signature of ``message`` by the key that hashes to ``peer_id``."""
-    if not isinstance(proof, bytes) or not 2 < len(proof) <= MAX_PROOF_BYTES:
-        return False
-    length = int.from_bytes(proof[:2], "big")
-    public_der, signature = proof[2 : 2 + length], proof[2 + length :]
-    named = _parsed_public_key(public_der)
-    if named is None or named[0] != peer_id:
-        return False
-    try:
-        named[1].verify(signature, _SIGNING_CONTEXT + message, _PSS, hashes.SHA256())
-    except (InvalidSignature, ValueError):
-        return False
-    return True
 
 
 def peer_id_of(public_der: bytes) -> str:

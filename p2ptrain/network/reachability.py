@@ -93,15 +93,16 @@ def judge(reports: Sequence[ProbeReport]) -> tuple[ProbeReport | None, str]:
     told = [report for report in reports if report.observed]
     if not told:
         return None, ""
-    widest = min(scope(_multiaddr(report.observed)) for report in told)
-    deciding = [report for report in told if scope(_multiaddr(report.observed)) == widest]
+    widest = min(scope(as_multiaddr(report.observed)) for report in told)
+    deciding = [report for report in told if scope(as_multiaddr(report.observed)) == widest]
     for report in deciding:
         if report.reachable or widest is Scope.LOOPBACK:
             return report, f"peer {report.peer[-8:]} reaches this one at {report.observed}"
     return None, f"none of {len(deciding)} peers that see this one at {deciding[0].observed} can dial it there"
 
 
-def _multiaddr(host: str) -> str:
+def as_multiaddr(host: str) -> str:
+    """Return the multiaddr of an IP address."""
     return f"/ip{6 if ':' in host else 4}/{host}"
 
 

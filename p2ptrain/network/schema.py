@@ -60,8 +60,7 @@ def to_wire(value: object) -> Any:
 def from_wire(schema: type[T], values: object) -> T:
     """Convert untrusted plain values to a schema, in time linear in their size.
 
-    Raises:
-        IntegrityError: A field is missing, of the wrong type, out of bounds, or text that is not printable.
+    Raises `IntegrityError` if a field is missing, of the wrong type, out of bounds, or text that is not printable.
     """
     if schema is dict:
         return cast(T, values)

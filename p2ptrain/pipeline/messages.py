@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from msgspec import Meta
 
-from p2ptrain.codecs import codec_names, get_codec
+from p2ptrain.codecs import CODECS, get_codec
 from p2ptrain.errors import TemporaryError
 from p2ptrain.network.schema import Message, Number
 
@@ -70,7 +70,7 @@ class TensorHead(Message, frozen=True):
     shape: Annotated[tuple[Annotated[int, Meta(gt=0, le=MAX_VALUES)], ...], Meta(min_length=1, max_length=8)]
 
     def __post_init__(self) -> None:
-        if self.codec != IDS and self.codec not in codec_names():
+        if self.codec != IDS and self.codec not in CODECS.own:
             raise ValueError(f"the codec {self.codec!r} is not known here")
         if math.prod(self.shape) > MAX_VALUES:
             raise ValueError("a tensor that is too large")

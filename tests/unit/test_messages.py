@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2ptrain.codecs import codec_names
+from p2ptrain.codecs import CODECS
 from p2ptrain.network.schema import Message
 from p2ptrain.pipeline.messages import IDS, HopRequest, OutputRequest, TensorHead
 from tests.support.fuzz import check
 
 ROOT = Path(__file__).parents[2]
 HEADS = st.builds(
-    TensorHead, st.sampled_from([IDS, *codec_names()]), st.lists(st.integers(1, 30), min_size=1, max_size=8).map(tuple)
+    TensorHead, st.sampled_from([IDS, *CODECS.own]), st.lists(st.integers(1, 30), min_size=1, max_size=8).map(tuple)
 )
 
 

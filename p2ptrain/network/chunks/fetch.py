@@ -62,16 +62,12 @@ class Target(Protocol):
 
     @property
     def done(self) -> bytes | bytearray: ...
-
     @property
     def is_complete(self) -> bool: ...
-
     @property
     def most_bytes(self) -> int: ...
-
     @property
     def expected_bytes(self) -> int: ...
-
     @property
     def asks_at_once(self) -> bool: ...
 
@@ -81,18 +77,15 @@ class Target(Protocol):
     async def agree(self, channel: Channel, options: FetchOptions) -> int:
         """Receive and check a source's description; return the bytes of chunks that came with it.
 
-        Raises:
-            IntegrityError, ProtocolError, IncompatibleError: The source is unusable.
-            TemporaryError: The source is unusable for now.
+        Raises `TemporaryError` if the source is unusable for now; `IntegrityError`, `ProtocolError` or
+        `IncompatibleError` if it is for good.
         """
 
     async def put(self, source: PeerId, index: int, received: memoryview) -> int:
         """Verify and keep a chunk; return the bytes to credit to the source.
 
-        Raises:
-            IntegrityError: The chunk is wrong.
-            TemporaryError: The chunk is unusable for now.
-            BadContentError, ResourceError: The fetch cannot succeed.
+        Raises `IntegrityError` if the chunk is wrong, `TemporaryError` if it is unusable for now, and `BadContentError`
+        or `ResourceError` if the fetch cannot succeed.
         """
 
     async def wait_for_turn(self) -> None:
@@ -147,37 +140,28 @@ async def fetch(
         find_sources: Returns peers to ask, in order of preference; called repeatedly.
 
     Raises:
-        IncompatibleError: No source is left, and one was incompatible.
-        IntegrityError: No source is left, and one sent wrong data; or the content itself is bad.
-        PeerRefusedError: No source is left, and all refused.
-        PeerLostError: No source is left.
-        DeadlineError: No source is left, and one was too slow.
-        ResourceError: There is not enough memory or disk.
+        IncompatibleError, IntegrityError, DeadlineError, PeerRefusedError, PeerLostError: No source is left, and this
+            is the most specific of their faults: one was incompatible, sent wrong data or was too slow; or all refused.
+        BadContentError, ResourceError: The content itself is bad; there is not enough memory or disk.
     """
     transfer = _Fetch(rpc, name, key, target, find_sources, options or FetchOptions())
     await transfer.run()
     return transfer.report()
 
 
+@dataclass
 class _Fetch:
     """One fetch: a pool of chunks, and one task per source."""
 
-    def __init__(
-        self,
-        rpc: Rpc,
-        name: str,
-        key: bytes,
-        target: Target,
-        find_sources: Callable[[], Sequence[PeerId]],
-        options: FetchOptions,
-    ) -> None:
-        self._rpc = rpc
-        self._name = name
-        self._key = key
-        self._target = target
-        self._find_sources = find_sources
-        self._options = options
-        self._pool = ChunkPool(options.first_span, options.plan)
+    rpc: Rpc
+    name: str
+    key: bytes
+    target: Target
+    find_sources: Callable[[], Sequence[PeerId]]
+    options: FetchOptions
+
+    def __post_init__(self) -> None:
+        self._pool = ChunkPool(self.options.first_span, self.options.plan)
         self._faults: dict[PeerId, P2PTrainError | None] = {}
         self._tasks: dict[PeerId, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
@@ -186,8 +170,8 @@ class _Fetch:
         self._replace_at = asyncio.get_running_loop().time() + REPLACE_SECONDS
         self._before: Counter[PeerId] = Counter()
         self._bytes_from: Counter[PeerId] = Counter()
-        if target.done:
-            self._pool.fill(target.done)
+        if self.target.done:
+            self._pool.fill(self.target.done)
 
     def report(self) -> FetchReport:
         faults = {source: fault for source, fault in self._faults.items() if fault is not None}
@@ -195,29 +179,29 @@ class _Fetch:
 
     async def run(self) -> None:
         async with Tasks() as tasks:
-            while not self._target.is_complete and self._start_sources(tasks):
+            while not self.target.is_complete and self._start_sources(tasks):
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_SECONDS):
                         await self._changed.wait()
             for source in self._receiving:
                 self._tasks[source].cancel()
             await tasks.close(CLOSE_SECONDS)
-        if not self._target.is_complete:
+        if not self.target.is_complete:
             raise self._verdict()
 
     def _start_sources(self, tasks: Tasks) -> bool:
         """Start further sources, up to the limit; return True if any source is running."""
-        found = [source for source in self._find_sources() if source != self._rpc.peer_id]
+        found = [source for source in self.find_sources() if source != self.rpc.peer_id]
         fresh = [source for source in found if source not in self._tasks]
         running = [source for source, task in self._tasks.items() if not task.done()]
-        if fresh and len(running) >= self._options.max_sources:
+        if fresh and len(running) >= self.options.max_sources:
             self._rest_slowest(running)
         rested = [source for source in found if source in self._rested and self._tasks[source].done()]
-        for source in [*fresh, *rested][: max(0, self._options.max_sources - len(running))]:
+        for source in [*fresh, *rested][: max(0, self.options.max_sources - len(running))]:
             self._rested.discard(source)
             self._faults[source] = None
             self._pool.join(source)
-            self._tasks[source] = tasks.start(self._use(source), f"{self._name}-from-{source[-8:]}")
+            self._tasks[source] = tasks.start(self._use(source), f"{self.name}-from-{source[-8:]}")
             running.append(source)
         return bool(running)
 
@@ -227,7 +211,7 @@ class _Fetch:
         if now < self._replace_at:
             return
         slowest = min(running, key=lambda source: self._bytes_from[source] - self._before[source])
-        logger.info("%s: peer %s gives its place to another source", self._name, slowest[-8:])
+        logger.info("%s: peer %s gives its place to another source", self.name, slowest[-8:])
         self._tasks[slowest].cancel()
         self._rested.add(slowest)
         running.remove(slowest)
@@ -237,8 +221,8 @@ class _Fetch:
         """Return the most specific of the sources' faults, with all faults in its message."""
         faults = list(self.report().faults.values())
         if not faults:
-            return PeerLostError("?", f"no other peer has the {self._name}: wait for one, or start from a checkpoint")
-        text = f"no source of the {self._name} is left: " + "; ".join(map(str, faults))[:800]
+            return PeerLostError("?", f"no other peer has the {self.name}: wait for one, or start from a checkpoint")
+        text = f"no source of the {self.name} is left: " + "; ".join(map(str, faults))[:800]
         for kind in (IncompatibleError, IntegrityError, DeadlineError):
             if any(isinstance(fault, kind) for fault in faults):
                 return kind(text)
@@ -257,7 +241,7 @@ class _Fetch:
     async def _use(self, source: PeerId) -> None:
         attempts = 0
         try:
-            while not self._target.is_complete:
+            while not self.target.is_complete:
                 run = self._pool.take(source)
                 if not run and self._pool.is_filled:
                     await self._changed.wait()
@@ -270,8 +254,8 @@ class _Fetch:
                 except (BadContentError, ResourceError):
                     raise  # not the source's fault
                 except (ProtocolError, IntegrityError, IncompatibleError) as error:
-                    self._rpc.count_refusal(source, f"bad {self._name}")
-                    logger.warning("%s: gave up peer %s: %s", self._name, source[-8:], error)
+                    self.rpc.count_refusal(source, f"bad {self.name}")
+                    logger.warning("%s: gave up peer %s: %s", self.name, source[-8:], error)
                     self._faults[source] = error
                     return
                 except TemporaryError as error:
@@ -280,10 +264,10 @@ class _Fetch:
                     if self._pool.give_back(source):
                         self._notify()
                 attempts = 1 if self._bytes_from[source] > before else attempts + 1
-                if attempts >= self._options.attempts:
-                    logger.info("%s: gave up peer %s: %s", self._name, source[-8:], self._faults[source])
+                if attempts >= self.options.attempts:
+                    logger.info("%s: gave up peer %s: %s", self.name, source[-8:], self._faults[source])
                     return
-                random = self._rpc.runtime.random.random()
+                random = self.rpc.runtime.random.random()
                 await asyncio.sleep(FIRST_RETRY_SECONDS * 2**attempts * (1 + random))
         finally:
             self._pool.leave(source)
@@ -291,13 +275,13 @@ class _Fetch:
             asyncio.get_running_loop().call_soon(self._notify)
 
     async def _converse(self, source: PeerId, run: list[int]) -> None:
-        target, asked = self._target, deque[list[int]]()
-        request = Open(self._key, self._options.waits)
-        async with self._rpc.open(
-            source, service(self._name), request, self._options.open_seconds, expected_bytes=target.expected_bytes
+        target, asked = self.target, deque[list[int]]()
+        request = Open(self.key, self.options.waits)
+        async with self.rpc.open(
+            source, service(self.name), request, self.options.open_seconds, expected_bytes=target.expected_bytes
         ) as channel:
             asking = not target.asks_at_once or await self._ask(channel, asked, run)
-            self._bytes_from[source] += await target.agree(channel, self._options)
+            self._bytes_from[source] += await target.agree(channel, self.options)
             self._faults[source] = None
             if not self._pool.is_filled:
                 self._pool.fill(target.done)
@@ -309,7 +293,7 @@ class _Fetch:
 
     async def _ask(self, channel: Channel, asked: deque[list[int]], run: list[int] | None = None) -> bool:
         """Request runs, ``run`` first, up to `RUNS_ASKED_AHEAD` in ``asked``; False once no chunks are left."""
-        await self._target.wait_for_turn()
+        await self.target.wait_for_turn()
         while len(asked) < RUNS_ASKED_AHEAD:
             if not (run := run or self._pool.take(channel.remote)):
                 await channel.send(Enough())
@@ -321,7 +305,7 @@ class _Fetch:
 
     async def _pull(self, channel: Channel, asked: deque[list[int]], asking: bool) -> None:
         """Receive chunks into one buffer while the target verifies others."""
-        loop, target = asyncio.get_running_loop(), self._target
+        loop, target = asyncio.get_running_loop(), self.target
         buffers = deque(memoryview(bytearray(target.most_bytes)) for _ in range(CHECKS_BEHIND + 1))
         checks: deque[asyncio.Task[None]] = deque()
         async with Tasks() as tasks:
@@ -332,7 +316,7 @@ class _Fetch:
                         await checks.popleft()
                     view = buffers[0][: target.wire_bytes(index)]
                     buffers.rotate()
-                    await channel.receive_steadily(view, self._options.least)
+                    await channel.receive_steadily(view, self.options.least)
                     checks.append(tasks.call(self._check(channel.remote, index, view), "check"))
                 self._pool.adapt(channel.remote, loop.time() - started)
                 if asking:
@@ -341,7 +325,7 @@ class _Fetch:
                 await check
 
     async def _check(self, source: PeerId, index: int, received: memoryview) -> None:
-        self._bytes_from[source] += await self._target.put(source, index, received)
+        self._bytes_from[source] += await self.target.put(source, index, received)
         self._pool.settle(source, index)
-        if self._target.is_complete:
+        if self.target.is_complete:
             self._notify()

@@ -36,14 +36,12 @@ class _Share:
 class ChunkPool:
     """The missing chunks, and the sources that owe them; empty until `fill`.
 
-    Args:
-        first_span: The length of a source's first run, in chunks.
-        plan: The chunks of each source; empty for a pool that all sources share.
+    Arguments as in `p2ptrain.network.chunks.fetch.FetchOptions`.
     """
 
-    def __init__(self, first_span: int = 1, plan: Mapping[PeerId, Sequence[int]] | None = None) -> None:
+    def __init__(self, first_span: int, plan: Mapping[PeerId, Sequence[int]]) -> None:
         self._first_span = first_span
-        self._plan = {source: deque(chunks) for source, chunks in (plan or {}).items()}
+        self._plan = {source: deque(chunks) for source, chunks in plan.items()}
         self._is_planned = bool(self._plan)
         self._shares: dict[PeerId, _Share] = {}
         self._pending: deque[int] = deque()

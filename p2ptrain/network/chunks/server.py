@@ -62,9 +62,7 @@ class ChunkServer:
         try:
             await self._converse(channel, await self._find(request))
         finally:
-            self.active[peer] -= 1
-            if not self.active[peer]:
-                del self.active[peer]
+            self.active -= Counter([peer])
 
     async def _converse(self, channel: Channel, supply: Supply) -> None:
         if (description := await supply.describe()) is not None:

@@ -57,31 +57,28 @@ class DaemonControl:
     async def hold(self) -> None:
         """Keep the daemon running until `close` or this process's end; it exits with its last such connection."""
         self._held = await self._connection()
-        await _send(self._held, p2pd_pb2.Request(type=p2pd_pb2.Request.PERSISTENT_CONN_UPGRADE))
-        await _response(self._held)
+        await _ask(self._held, "PERSISTENT_CONN_UPGRADE")
 
     async def identify(self) -> tuple[str, list[str]]:
         """Return the daemon's peer id and its own view of its multiaddrs (without ``/p2p``)."""
-        response = await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY))
+        response = await self._request("IDENTIFY")
         return PeerID(response.identify.id).to_base58(), _texts(response.identify.addrs)
 
     async def connect(self, peer: str, addresses: Sequence[str]) -> None:
         """Dial ``peer``; a final ``/p2p/<peer>`` of an address is optional."""
         raw = [Multiaddr(address.removesuffix(f"/p2p/{peer}")).to_bytes() for address in addresses]
         connect = p2pd_pb2.ConnectRequest(peer=_peer_bytes(peer), addrs=raw)
-        await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=connect))
+        await self._request("CONNECT", connect=connect)
 
     async def disconnect(self, peer: str) -> None:
-        disconnect = p2pd_pb2.DisconnectRequest(peer=_peer_bytes(peer))
-        await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.DISCONNECT, disconnect=disconnect))
+        await self._request("DISCONNECT", disconnect=p2pd_pb2.DisconnectRequest(peer=_peer_bytes(peer)))
 
     async def connected_peers(self) -> list[str]:
-        response = await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS))
-        return [PeerID(info.id).to_base58() for info in response.peers]
+        return [PeerID(info.id).to_base58() for info in (await self._request("LIST_PEERS")).peers]
 
     async def connections(self) -> list[tuple[str, str]]:
         """Return the remote's id and multiaddr of each connection."""
-        response = await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS))
+        response = await self._request("LIST_PEERS")
         return [(PeerID(info.id).to_base58(), address) for info in response.peers for address in _texts(info.addrs)]
 
     async def open_stream(self, peer: str, protocol: str) -> SocketStream:
@@ -89,8 +86,7 @@ class DaemonControl:
         stream_open = p2pd_pb2.StreamOpenRequest(peer=_peer_bytes(peer), proto=[protocol])
         socket = await self._connection()
         try:
-            await _send(socket, p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=stream_open))
-            await _response(socket)
+            await _ask(socket, "STREAM_OPEN", streamOpen=stream_open)
         except BaseException:
             socket.abort()
             raise
@@ -105,16 +101,14 @@ class DaemonControl:
         # py-multiaddr drops the leading slash of Unix sockets; hivemind's multiaddr encodes ``/p2p`` parts wrongly.
         address = HivemindMultiaddr(f"/unix{self._own_socket}").to_bytes()
         handler = p2pd_pb2.StreamHandlerRequest(addr=address, proto=[protocol], balanced=False)
-        await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=handler))
+        await self._request("STREAM_HANDLER", streamHandler=handler)
 
     def close(self) -> None:
         """Stop accepting streams and release the daemon; idempotent."""
         if self._server is not None:
             self._server.close()
-            self._server = None
         if self._held is not None:
             self._held.abort()
-            self._held = None
 
     async def _connection(self) -> SocketStream:
         loop = asyncio.get_running_loop()
@@ -124,11 +118,10 @@ class DaemonControl:
         except OSError as error:
             raise DaemonGone(f"the network daemon does not answer ({error.strerror})") from error
 
-    async def _request(self, request: Any) -> Any:
+    async def _request(self, kind: str, **details: Any) -> Any:
         socket = await self._connection()
         try:
-            await _send(socket, request)
-            return await _response(socket)
+            return await _ask(socket, kind, **details)
         finally:
             socket.abort()
 
@@ -160,13 +153,6 @@ def _peer_bytes(peer: str) -> bytes:
     return bytes(PeerID.from_base58(peer).to_bytes())
 
 
-async def _send(socket: SocketStream, message: Any) -> None:
-    try:
-        await socket.write(with_length(message.SerializeToString()))
-    except OSError as error:
-        raise DaemonGone("the network daemon closed its control socket") from error
-
-
 async def _receive(socket: SocketStream) -> bytes:
     length = shift = 0
     try:
@@ -185,7 +171,13 @@ async def _receive(socket: SocketStream) -> bytes:
         raise DaemonGone("the network daemon closed its control socket") from error
 
 
-async def _response(socket: SocketStream) -> Any:
+async def _ask(socket: SocketStream, kind: str, **details: Any) -> Any:
+    """Return the daemon's response to a request of a kind that `p2pd_pb2.Request` names, with its fields."""
+    request = p2pd_pb2.Request(type=p2pd_pb2.Request.Type.Value(kind), **details)
+    try:
+        await socket.write(with_length(request.SerializeToString()))
+    except OSError as error:
+        raise DaemonGone("the network daemon closed its control socket") from error
     try:
         response = p2pd_pb2.Response.FromString(await _receive(socket))
     except DecodeError as error:

@@ -135,20 +135,17 @@ class Daemon:
     async def start(cls, settings: Libp2pSettings, key: bytes) -> Daemon:
         """Start a daemon, with retries, and wait until it is ready; ``key`` is the private key in libp2p's format.
 
-        Raises:
-            ResourceError: The daemon is missing, a port is taken, or `START_ATTEMPTS` attempts failed.
+        Raises `ResourceError` if the daemon is missing, a port is taken, or `START_ATTEMPTS` attempts failed.
         """
         check_ports_free(settings.listen)
-        binary = _binary()
-        reason = ""
+        binary, reason = _binary(), ""
         for attempt in range(1, START_ATTEMPTS + 1):
             try:
                 return await cls._start_once(binary, settings, key)
             except _StartFailed as error:
                 reason = str(error)
                 logger.warning("network daemon did not start (attempt %d of %d): %s", attempt, START_ATTEMPTS, reason)
-                taken = re.search(r"(\S+): bind: address already in use", reason)
-                if taken:
+                if taken := re.search(r"(\S+): bind: address already in use", reason):
                     raise ResourceError(_port_taken(taken[1].rpartition(":")[2])) from error
                 if error.is_final:
                     break
@@ -162,13 +159,11 @@ class Daemon:
             raise _StartFailed(f"no folder for its sockets can be made: {error.strerror}", is_final=True) from error
         sockets = [f"-listen=/unix{directory.path}/p2pd.sock", f"-idleTimeout={IDLE_SECONDS}s"]
         command = [binary, *sockets, f"-id={KEY_SOURCE}", *settings.daemon_arguments()]
-        setpriv = shutil.which("setpriv")
-        if setpriv is not None:
+        if (setpriv := shutil.which("setpriv")) is not None:
             command = [setpriv, "--pdeathsig", "KILL", *command]
         else:
             logger.warning("setpriv (util-linux) is missing: a killed peer's daemon may live on for some seconds")
-        log = _Output()
-        process = None
+        log, process = _Output(), None
         key_pipe = _pipe_with(key)
         try:
             process = await asyncio.create_subprocess_exec(

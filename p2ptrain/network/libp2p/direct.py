@@ -1,22 +1,9 @@
 """Direct connections: encrypted TCP between two peers' processes, for streams with much data.
 
 A direct connection saves the copies through both daemons. Peers negotiate it over a stream between their daemons, which
-authenticates both::
-
-    dialler                                                    listener
-      | over the daemons: Ask(protocol, key)                     |
-      | -------------------------------------------------------> |  `DirectListener.offer`
-      |                           Offer(port, key), or an ERROR  |
-      | <------------------------------------------------------- |
-      | TCP to an address of the connection between the daemons  |
-      | name, READY -------------------------------------> READY |
-      | START, and the stream begins                             |
-
-`direct_records.agree` derives the connection's name and keys. After a failed attempt `DirectConnections.open` returns
-None, and backs off from the peer.
-
-A connection carries one stream at a time. After an orderly end both sides keep it as a spare: the listener sends READY
-again, and START begins the next stream. ``docs/explanation/security.md`` has the security argument.
+authenticates both. After a failed attempt `DirectConnections.open` returns None, and backs off from the peer. A
+connection carries one stream at a time; after an orderly end both sides keep it as a spare.
+``docs/explanation/security.md`` has the protocol and the security argument.
 """
 
 from __future__ import annotations
@@ -33,7 +20,7 @@ from msgspec import Meta
 
 from p2ptrain.errors import PeerError, PeerRefusedError, PeerUnreachableError, ProtocolError
 from p2ptrain.network.libp2p.control import DaemonControl, DaemonGone, DaemonRefusal
-from p2ptrain.network.libp2p.direct_listener import DirectLimits, DirectListener, OfferRefusedError
+from p2ptrain.network.libp2p.direct_listener import DirectLimits, DirectListener
 from p2ptrain.network.libp2p.direct_records import Kind, SealedSocket, agree
 from p2ptrain.network.libp2p.socket_stream import SocketStream
 from p2ptrain.network.reachability import Port, host_of, scope
@@ -47,12 +34,10 @@ logger = logging.getLogger(__name__)
 
 OFFERS = "/p2ptrain/direct/2"
 """Protocol name of the streams for offers."""
-
 ASKING_SECONDS = 5.0
 """Timeout for serving one request for an offer."""
 MAX_ASKING = 64
 MAX_ASKING_PER_PEER = 4
-
 DIAL_SECONDS = 3.0
 """Timeout for a whole attempt; the daemons carry the stream after it."""
 TCP_SECONDS = 1.0
@@ -64,7 +49,6 @@ MAX_SPARES = 32
 FIRST_REST_SECONDS = 30.0
 LONGEST_REST_SECONDS = 900.0
 MAX_RESTS = 1024
-
 
 PublicKey = Annotated[bytes, Meta(min_length=32, max_length=32)]
 """An ephemeral X25519 key, for one connection."""
@@ -92,6 +76,7 @@ class DirectConnections:
         served: The protocols for which peers may open streams.
 
     Attributes:
+        listener: None if this peer does not listen.
         refusals: Refused direct connections, by cause.
     """
 
@@ -110,26 +95,19 @@ class DirectConnections:
         self._control = control
         self._on_stream = on_stream
         self._served = served
-        self._listener: DirectListener | None = None
+        self.listener: DirectListener | None = None
         self._asking: Counter[PeerId] = Counter()
         self._spares: dict[tuple[PeerId, str], tuple[SealedSocket, asyncio.TimerHandle]] = {}
         self._rests: dict[PeerId, tuple[float, float]] = {}
         self._closed = False
 
-    @property
-    def port(self) -> int:
-        """The listener's port; 0 without a listener."""
-        return self._listener.port if self._listener is not None else 0
-
     async def start(self, hosts: Sequence[str], port: int) -> None:
         """Listen at a port of ``hosts`` (IP addresses; empty for no listener), and serve requests for offers.
 
-        Raises:
-            ResourceError: The port is taken, or an address is not this machine's.
-            DaemonGone, DaemonRefusal: The daemon fails or refuses.
+        Raises `ResourceError` if the port is taken or an address is not this machine's, and the daemon's errors.
         """
         if hosts:
-            self._listener = DirectListener(self._own_id, hosts, port, self._on_stream, self._limits, self.refusals)
+            self.listener = DirectListener(self._own_id, hosts, port, self._on_stream, self._limits, self.refusals)
         await self._control.serve_stream(OFFERS, self._answer)
 
     async def close(self) -> None:
@@ -137,8 +115,8 @@ class DirectConnections:
         self._closed = True
         for key in list(self._spares):
             self._drop(key)
-        if self._listener is not None:
-            await self._listener.close()
+        if self.listener is not None:
+            await self.listener.close()
 
     # Dialling
 
@@ -246,18 +224,16 @@ class DirectConnections:
             logger.debug("peer %s asked for no offer: %r", peer[-8:], error)
         finally:
             stream.abort()
-            self._asking[peer] -= 1
-            if not self._asking[peer]:
-                del self._asking[peer]
+            self._asking -= Counter([peer])
 
     def _answer_to(self, peer: PeerId, ask: Ask) -> bytes:
-        if self._listener is None:
+        if self.listener is None:
             return frames.error_frame("this peer does not listen for direct connections")
         if ask.protocol not in self._served:
             return frames.error_frame("this peer does not serve that")
         try:
-            return _message(Offer(self._listener.port, self._listener.offer(peer, ask.protocol, ask.key)))
-        except (ValueError, OfferRefusedError) as error:
+            return _message(Offer(self.listener.port, self.listener.offer(peer, ask.protocol, ask.key)))
+        except ValueError as error:
             return frames.error_frame(str(error))
 
 

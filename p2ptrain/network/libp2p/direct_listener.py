@@ -1,12 +1,6 @@
-"""The listener for direct connections: a TCP port for peers that hold an offer.
+"""The listener for direct connections: a TCP port for peers that hold an offer (`p2ptrain.network.libp2p.direct`).
 
-::
-
-    connected ──▶ name, READY ──────▶ READY ──▶ spare ──▶ START ──▶ the stream
-                  of an offer, shows    ▲     for a while              │
-                  that its key is known └────── if it ended in order ──┘
-
-An `Offer` is valid for one connection within `DirectLimits.offer_seconds`. The listener closes and counts all other
+An offer is valid for one connection within `DirectLimits.offer_seconds`. The listener closes and counts all other
 connections. `DirectLimits` bounds connections before and after their first record is verified.
 """
 
@@ -47,10 +41,6 @@ class DirectLimits:
     """Most accepted connections and valid offers together."""
     connections_per_peer: int = 8
     """Limit of `connections` per peer."""
-
-
-class OfferRefusedError(Exception):
-    """The listener makes no offer to a peer."""
 
 
 @dataclass(frozen=True)
@@ -97,11 +87,8 @@ class DirectListener:
     def offer(self, peer: PeerId, protocol: str, key: bytes) -> bytes:
         """Allow ``peer`` one connection for streams of ``protocol``.
 
-        ``key`` is the peer's ephemeral public key. The result is this peer's ephemeral public key.
-
-        Raises:
-            OfferRefusedError: There are too many connections.
-            ValueError: The key is invalid.
+        ``key`` is the peer's ephemeral public key. The result is this peer's ephemeral public key. Raises `ValueError`
+        if there are too many connections, or the key is invalid.
         """
         now = asyncio.get_running_loop().time()
         for name in [name for name, offer in self._offers.items() if offer.expires_at <= now]:
@@ -109,7 +96,7 @@ class DirectListener:
         good = Counter(offer.peer for offer in self._offers.values()) + self._connections
         if good[peer] >= self._limits.connections_per_peer or good.total() >= self._limits.connections:
             self._refusals["too many connections"] += 1
-            raise OfferRefusedError("too many connections")
+            raise ValueError("too many connections")
         private = X25519PrivateKey.generate()
         own_key = private.public_key().public_bytes_raw()
         name, opening, sealing = agree(private, key, peer, self._own_id, protocol, key, own_key)
@@ -150,7 +137,7 @@ class DirectListener:
         except (OSError, EOFError) as error:
             self._refuse("no hello", error)
         finally:
-            _uncount(self._handshakes, host)
+            self._handshakes -= Counter([host])
             if offer is None:
                 connection.close()
         if offer is not None:
@@ -158,7 +145,7 @@ class DirectListener:
             try:
                 await self._carry_all(connection, offer)
             finally:
-                _uncount(self._connections, offer.peer)
+                self._connections -= Counter([offer.peer])
 
     async def _hello(self, connection: socket.socket) -> bytes:
         """Read a dialler's first `HELLO_BYTES`; only the first bytes if they hold no known name."""
@@ -213,12 +200,6 @@ class DirectListener:
     def _refuse(self, cause: str, detail: object) -> None:
         self._refusals[cause] += 1
         logger.debug("refused a direct connection: %s (%s)", cause, detail)
-
-
-def _uncount(counter: Counter[str], key: str) -> None:
-    counter[key] -= 1
-    if not counter[key]:
-        del counter[key]
 
 
 def _listen(hosts: Sequence[str], port: int) -> list[socket.socket]:

@@ -1,13 +1,7 @@
 """Encrypted records over TCP between two peers: key schedule, record format, and socket.
 
-As in TLS, each record of a stream is encrypted and authenticated separately::
-
-    u32 length (big endian) | u8 kind | length bytes, encrypted with AES-256-GCM | 16 bytes of tag
-    `------- authenticated -------'
-
-Each direction has its own key, and the nonce is the record's number in its direction. So a modified, dropped, repeated,
-reordered or reflected record fails authentication, and the connection ends.
-`docs/explanation/security.md` describes the protocol, its limits and its threat model.
+A modified, dropped, repeated, reordered or reflected record fails authentication, and the connection ends.
+``docs/explanation/security.md`` describes the format, the protocol, its limits and its threat model.
 """
 
 from __future__ import annotations
@@ -58,8 +52,7 @@ class Kind(IntEnum):
 def agree(own: X25519PrivateKey, remote_key: bytes, *transcript: str | bytes) -> tuple[bytes, Cipher, Cipher]:
     """Derive a connection's name and the ciphers of the dialler's and the listener's records.
 
-    Raises:
-        ValueError: ``remote_key`` is no X25519 public key, or leads to an all-zero secret.
+    Raises `ValueError` if ``remote_key`` is no X25519 public key, or leads to an all-zero secret.
     """
     shared = own.exchange(X25519PublicKey.from_public_bytes(remote_key))
     fields = (each.encode() if isinstance(each, str) else each for each in transcript)
@@ -121,9 +114,7 @@ class SealedSocket(SocketStream):
     """A `SocketStream` over encrypted records, which distinguishes an orderly end from a cut connection.
 
     Reading raises `OSError` if the connection was cut or a record is not authentic. A failed or cancelled write aborts
-    the connection.
-
-    After a stream's orderly end ``on_rest`` takes the connection back; it returns True if it keeps it.
+    the connection. After a stream's orderly end ``on_rest`` takes the connection back; it returns True if it keeps it.
     """
 
     _cut = ConnectionResetError
@@ -140,7 +131,6 @@ class SealedSocket(SocketStream):
         self._over: Exception | None = None
 
     def rest(self) -> bool:
-        """Give the connection back after a stream's orderly end; False if the caller must close it."""
         return not self.is_closing and self._on_rest(self)
 
     async def write(self, *parts: Buffer) -> None:

@@ -51,11 +51,9 @@ class SocketStream(asyncio.BufferedProtocol):
         return bytes(whole)
 
     async def read_into(self, view: memoryview) -> None:
-        """Fill ``view``; the caller must not use it meanwhile.
+        """Fill ``view``, which the caller must not use meanwhile.
 
-        Raises:
-            EOFError: The stream ended first.
-            OSError: The connection broke.
+        Raises `EOFError` if the stream ended first, and `OSError` if the connection broke.
         """
         ready = min(len(view), self._end - self._start)
         view[:ready] = self._buffer[self._start : self._start + ready]
@@ -116,6 +114,10 @@ class SocketStream(asyncio.BufferedProtocol):
         assert self._transport is not None
         self._transport.close()
         await self.wait_gone()
+
+    def rest(self) -> bool:
+        """Give the connection back after a stream's orderly end; False if the caller must close it."""
+        return False
 
     async def wait_gone(self) -> None:
         await asyncio.shield(self._gone)

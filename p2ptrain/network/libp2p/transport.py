@@ -1,8 +1,8 @@
 """`Transport` on libp2p: raw streams through this peer's own p2pd daemon.
 
 The daemon does encryption, dialling, NAT traversal and relaying; each stream is one Unix socket to it. Streams with
-much data bypass the daemon where possible (`direct`). This module and `peer_stream` map errors of the daemon and the
-operating system to `p2ptrain.errors`.
+much data bypass the daemon where possible (`direct`). Errors of the daemon and the operating system become errors of
+`p2ptrain.errors`.
 
 Data in flight when a side closes may be lost. The layer above marks ends and waits for them.
 """
@@ -15,12 +15,11 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Literal
 
-from p2ptrain.errors import PeerUnreachableError, ResourceError, TemporaryError, WrongPeerError
+from p2ptrain.errors import PeerLostError, PeerUnreachableError, ResourceError, TemporaryError, WrongPeerError
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.libp2p.control import DaemonControl, DaemonGone, DaemonRefusal
 from p2ptrain.network.libp2p.daemon import Daemon
 from p2ptrain.network.libp2p.direct import DirectConnections
-from p2ptrain.network.libp2p.peer_stream import PeerStream
 from p2ptrain.network.libp2p.settings import Libp2pSettings
 from p2ptrain.network.libp2p.socket_stream import SocketStream
 from p2ptrain.network.libp2p.wrong_peers import WrongPeers
@@ -35,11 +34,76 @@ logger = logging.getLogger(__name__)
 
 REQUEST_SECONDS = 5.0
 """Timeout of requests that the daemon answers without other peers."""
-
 REDIAL_SECONDS = 5.0
 """Interval and timeout of dials to the bootstrap peers while no peer is connected."""
+STREAM_CLOSE_SECONDS = 5.0
 
 Reachability = Literal["direct", "relay", "unknown"]
+
+
+class PeerStream(Stream):
+    """A stream on one socket; it maps socket errors to `PeerLostError`.
+
+    ``on_end`` is called after this end has closed the stream, possibly repeatedly.
+    """
+
+    def __init__(self, remote: PeerId, socket: SocketStream, on_end: Callable[[PeerStream], None]) -> None:
+        self.remote = remote
+        self._on_end = on_end
+        self._socket = socket
+        self._closed = False
+        self._is_given_back = False
+
+    @property
+    def num_arrived(self) -> int:
+        return self._socket.num_arrived
+
+    async def write(self, *parts: bytes | bytearray | memoryview) -> None:
+        if self._closed or self._socket.is_closing:
+            raise PeerLostError(self.remote, "the stream is closed; open another")
+        try:
+            await self._socket.write(*parts)
+        except (OSError, RuntimeError) as error:
+            raise PeerLostError(self.remote, "the stream broke while writing; open another") from error
+
+    async def read(self, num_bytes: int) -> bytes:
+        whole = bytearray(num_bytes)
+        await self.read_into(memoryview(whole))
+        return bytes(whole)
+
+    async def read_into(self, view: memoryview) -> None:
+        try:
+            await self._socket.read_into(view)
+        except (OSError, EOFError) as error:
+            raise PeerLostError(self.remote, "the stream ended before what was expected; open another") from error
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            async with asyncio.timeout(STREAM_CLOSE_SECONDS):
+                await self._socket.close()
+        except (OSError, RuntimeError, TimeoutError):
+            self._socket.abort()
+        except BaseException:
+            self._socket.abort()
+            raise
+        finally:
+            self._on_end(self)
+
+    async def rest(self) -> None:
+        if not self._closed and self._socket.rest():
+            self._closed = self._is_given_back = True
+            self._on_end(self)
+        else:
+            await self.close()
+
+    def abort(self) -> None:
+        self._closed = True
+        if not self._is_given_back:
+            self._socket.abort()
+        self._on_end(self)
 
 
 class Libp2pTransport(Transport):
@@ -68,10 +132,7 @@ class Libp2pTransport(Transport):
     async def start(cls, identity: Identity, settings: Libp2pSettings | None = None) -> Libp2pTransport:
         """Start a daemon with this identity, and dial bootstrap peers in the background with retries.
 
-        The daemon dies with the calling thread.
-
-        Raises:
-            ResourceError: The daemon does not start, or a port is taken.
+        The daemon dies with the calling thread. Raises `ResourceError` if it does not start, or a port is taken.
         """
         settings = settings or Libp2pSettings()
         daemon = await Daemon.start(settings, identity.libp2p_key())

@@ -58,6 +58,8 @@ class OpenedRecord(Message, frozen=True, forbid_unknown_fields=True):
     """The body of a sealed record.
 
     Attributes:
+        kind: 1 to 64 characters.
+        swarm: The manifest's digest, 32 bytes.
         sequence: Grows with each record of this peer and kind.
         expires_at: In seconds since the epoch.
         payload: Plain msgpack values, not validated.
@@ -80,17 +82,9 @@ def peers_key(swarm: bytes) -> str:
 def seal_record(
     kind: str, swarm: bytes, payload: dict[str, Any], sequence: int, expires_at: float, signer: Signer
 ) -> bytes:
-    """Sign a payload as this peer's record.
+    """Sign a payload (plain msgpack values with str keys) as this peer's record; arguments as in `OpenedRecord`.
 
-    Args:
-        kind: 1 to 64 characters.
-        swarm: The manifest's digest, 32 bytes.
-        payload: Plain msgpack values with str keys.
-        sequence: Larger than in this peer's earlier records of this kind, and less than 2**63.
-        expires_at: Expiry, in seconds since the epoch.
-
-    Raises:
-        ValueError: The record is larger than `MAX_RECORD_BYTES`, or an argument is out of range.
+    Raises `ValueError` if the record is larger than `MAX_RECORD_BYTES`, or an argument is out of range.
     """
     if not 0 < len(kind) <= MAX_KIND_CHARS or len(swarm) != 32 or not 0 <= sequence < 1 << 63:
         raise ValueError("kind has 1 to 64 characters, swarm 32 bytes, and sequence is in [0, 2**63)")
@@ -102,15 +96,10 @@ def seal_record(
 
 
 def open_record(data: bytes, kind: str | None, swarm: bytes, verifier: Signer) -> OpenedRecord:
-    """Verify a sealed record and return its content. The caller compares ``expires_at`` with its clock.
+    """Verify a sealed record of ``kind`` (None for any) and return its content.
 
-    Args:
-        kind: The expected kind; None accepts any.
-        swarm: The manifest's digest, 32 bytes.
-        verifier: Any signer with the swarm's type of key.
-
-    Raises:
-        IntegrityError: The record is oversized, malformed, of another kind or swarm, or not signed by its peer.
+    The caller compares ``expires_at`` with its clock. ``verifier`` is any signer with the swarm's type of key. Raises
+    `IntegrityError` if the record is oversized, malformed, of another kind or swarm, or not signed by its peer.
     """
     if len(data) > MAX_RECORD_BYTES:
         raise IntegrityError(f"a record of {len(data)} bytes is larger than {MAX_RECORD_BYTES}: ignored")

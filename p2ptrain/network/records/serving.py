@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from itertools import accumulate
 from operator import mul
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import Meta
 
@@ -107,24 +107,19 @@ class ServingTotals:
     token: Latencies = Latencies()
 
     def __add__(self, other: ServingTotals) -> ServingTotals:
-        return ServingTotals(
-            self.requests + other.requests, self.failed_requests + other.failed_requests,
-            self.generated_tokens + other.generated_tokens, self.prompt_tokens + other.prompt_tokens,
-            self.first_token + other.first_token, self.token + other.token,
-        )  # fmt: skip
+        return ServingTotals(*(mine + its for mine, its in self._beside(other)))
 
     def since(self, before: ServingTotals) -> ServingTotals | None:
         """Return the difference to ``before``; None if a counter decreased."""
-        first_token, token = self.first_token.since(before.first_token), self.token.since(before.token)
-        if first_token is None or token is None:
-            return None
-        grown = ServingTotals(
-            self.requests - before.requests, self.failed_requests - before.failed_requests,
-            self.generated_tokens - before.generated_tokens, self.prompt_tokens - before.prompt_tokens,
-            first_token, token,
-        )  # fmt: skip
-        counts = (grown.requests, grown.failed_requests, grown.generated_tokens, grown.prompt_tokens)
-        return grown if min(counts) >= 0 else None
+        grown: list[Any] = [
+            now.since(then) if isinstance(now, Latencies) else now - then for now, then in self._beside(before)
+        ]
+        is_decreased = any(each is None or (isinstance(each, int) and each < 0) for each in grown)
+        return None if is_decreased else ServingTotals(*grown)
+
+    def _beside(self, other: ServingTotals) -> Iterator[tuple[Any, Any]]:
+        """Yield the values of each field in both."""
+        return ((getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,8 @@ class ChannelLimits:
 
     p2pd hands on some 64 kB at a time, which take 13 s at 5 kB/s.
     """
+    least_bytes_per_second: float = 1000.0
+    """Rate at which the remote must take the remaining bytes; otherwise `Channel.close` gives it up."""
     inbox_bytes: int = 256 * 1024
     """Bound on the data read ahead of the owner."""
 
@@ -89,6 +91,9 @@ class Channel:
         self._write_lock = asyncio.Lock()
         self._ping: asyncio.Task[None] | None = None
         self._lingering: asyncio.Timeout | None = None
+        self._close_by = NEVER_SECONDS
+        self._num_arrived_before = stream.num_arrived
+        self._num_sent = 0
         self._num_received = 0
         self.last_progress = self._loop.time()
         self._inbox = Inbox(stream.remote, limits.inbox_bytes)
@@ -104,9 +109,7 @@ class Channel:
     async def send(self, message: object) -> None:
         """Send one message of any schema.
 
-        Raises:
-            ValueError: It is too long, or msgpack cannot encode it.
-            DeadlineError: The peer is alive but does not read.
+        Raises `ValueError` if it is too long or msgpack cannot encode it, `DeadlineError` if a live peer does not read.
         """
         await self._write(frame(Kind.MESSAGE, pack(message)))
 
@@ -133,8 +136,7 @@ class Channel:
             async with asyncio.timeout(self._limits.send_seconds), self._write_lock:
                 if self._last_word is None:
                     self.heartbeat.wrote()
-                    await self._stream.write(*parts)
-                    self._traffic.sent += num_bytes
+                    await self._put(*parts)
                     self.heartbeat.wrote()
                     self._is_in_bulk = in_bulk
                     is_written = True
@@ -152,6 +154,13 @@ class Channel:
         if not is_written:  # No frame may follow the last one, so that the stream can be reused.
             raise PeerLostError(self.remote, "the channel has ended")
 
+    async def _put(self, *parts: Buffer) -> None:
+        """Write frames, under the write lock."""
+        num_bytes = sum(map(len, parts))
+        self._num_sent += num_bytes
+        await self._stream.write(*parts)
+        self._traffic.sent += num_bytes
+
     async def _let_reader_finish(self) -> None:
         if self._failure is None and not self._inbox.holds_back:
             await asyncio.wait([self._reader], timeout=1.0)
@@ -159,10 +168,7 @@ class Channel:
     # Receiving
 
     async def receive(self, schema: type[T], timeout_seconds: float, max_bytes: int = 65536) -> T:
-        """Return the next message.
-
-        Args:
-            schema: Schema of the message, or a union of the accepted ones; see `p2ptrain.network.schema`.
+        """Return the next message, of a schema or of the subclasses of a tagged base; see `p2ptrain.network.schema`.
 
         Raises:
             DeadlineError: No message in time; the channel stays usable.
@@ -272,8 +278,7 @@ class Channel:
             try:
                 async with self._write_lock:
                     self._last_word = ACK
-                    await self._stream.write(ACK)
-                    self._traffic.sent += len(ACK)
+                    await self._put(ACK)
             except PeerLostError:
                 pass  # The remote may close without waiting for the ACK.
         self._failure = self._failure or PeerLostError(self.remote, "ended the channel early")
@@ -282,11 +287,12 @@ class Channel:
     # Heartbeat
 
     def _on_ping(self, num_received: int) -> None:
+        num_received = min(num_received, self._num_sent)  # A remote may report more than there is.
         if num_received <= self._num_received:
             return
         self._num_received, self.last_progress = num_received, self._loop.time()
         if self._lingering is not None and not self._lingering.expired():
-            self._lingering.reschedule(self.last_progress + self._limits.linger_seconds)
+            self._lingering.reschedule(min(self.last_progress + self._limits.linger_seconds, self._close_by))
 
     def _on_silence(self) -> None:
         quiet_seconds = self._loop.time() - self.heartbeat.last_heard()
@@ -300,9 +306,7 @@ class Channel:
         try:
             async with self._write_lock:
                 if self._last_word is None:
-                    ping = ping_frame(self._stream.num_arrived)
-                    await self._stream.write(ping)
-                    self._traffic.sent += len(ping)
+                    await self._put(ping_frame(self._stream.num_arrived - self._num_arrived_before))
                     self.heartbeat.wrote()
         except PeerLostError as error:
             await self._let_reader_finish()
@@ -341,7 +345,7 @@ class Channel:
 
     async def abort_and_wait(self) -> None:
         self.abort()
-        await self._stop()
+        await self._tasks.join()
 
     async def refuse(self, reason: str) -> None:
         """Send a refusal with ``reason``, and end the channel as `close` does."""
@@ -350,8 +354,8 @@ class Channel:
     async def close(self, last: object | None = None) -> None:
         """End the channel once the remote has all data, or made no progress for `ChannelLimits.linger_seconds`.
 
-        Idempotent; raises no network errors. ``last`` is a last message, sent together with the end mark; `ValueError`
-        as for `send`.
+        The remote must also take the data at `ChannelLimits.least_bytes_per_second`. Idempotent; raises no network
+        errors. ``last`` is a last message, sent together with the end mark; `ValueError` as for `send`.
         """
         await self._finish(END if last is None else frame(Kind.MESSAGE, pack(last)) + END)
 
@@ -364,19 +368,21 @@ class Channel:
 
     async def _finish(self, last_frame: bytes, in_bulk: bytes = b"") -> None:
         if self._closed:
-            await self._stop()
+            await self._tasks.join()
             return
         self._closed = True
         self._inbox.close()
+        linger_seconds = self._limits.linger_seconds
+        remaining_bytes = self._num_sent + len(last_frame) - self._num_received
+        self._close_by = self._loop.time() + linger_seconds + remaining_bytes / self._limits.least_bytes_per_second
         try:
             if self._failure is None or self._remote_ended or isinstance(self._failure, ProtocolError):
-                async with asyncio.timeout(self._limits.linger_seconds) as self._lingering:
+                async with asyncio.timeout(linger_seconds) as self._lingering:
                     async with self._write_lock:
                         last_frame = in_bulk if in_bulk and self._is_in_bulk else last_frame
                         if not self._remote_ended or last_frame is not END:
                             self._last_word = last_frame
-                            await self._stream.write(last_frame)
-                            self._traffic.sent += len(last_frame)
+                            await self._put(last_frame)
                     if not self.lost.done():
                         self._inbox.wake_reader()
                         await self.lost
@@ -389,9 +395,4 @@ class Channel:
             pass
         finally:
             self.abort()
-        await self._stop()
-
-    async def _stop(self) -> None:
-        tasks = [task for task in (self._reader, self._ping) if task is not None and not task.done()]
-        if tasks:
-            await asyncio.wait(tasks)
+        await self._tasks.join()

@@ -22,7 +22,7 @@ import copy
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
@@ -130,6 +130,7 @@ class Rpc:
 
     Attributes:
         traffic: Bytes of all channels, and their limits.
+        inbound: The number of streams that this peer serves now, by caller.
         refusals: Refusals by (peer, cause). The number of peers is bounded; the rest count under ``"others"``.
         dial_seconds: The time of the last dial of each peer that was reached, doubled for each failure since.
     """
@@ -156,7 +157,7 @@ class Rpc:
         self._protocol = protocol
         self._services: dict[str, _Service] = {}
         self._outbound: Counter[PeerId] = Counter()
-        self._inbound: Counter[PeerId] = Counter()
+        self.inbound: Counter[PeerId] = Counter()
         self._inbound_tasks: dict[asyncio.Task[None], None] = {}
         self._refusing = 0
         self._closed = False
@@ -167,14 +168,9 @@ class Rpc:
         view._scope = f"{self._scope}{scope}/"
         return view
 
-    @property
-    def num_inbound(self) -> int:
-        """The number of streams that this peer serves now."""
-        return len(self._inbound_tasks)
-
     def is_talking_with(self, peer: PeerId) -> bool:
         """True if a stream with ``peer`` is open now, in either direction."""
-        return self._outbound[peer] > 0 or self._inbound[peer] > 0
+        return self._outbound[peer] > 0 or self.inbound[peer] > 0
 
     async def start(self) -> None:
         """Start to accept streams; call it after the first `serve`."""
@@ -208,15 +204,11 @@ class Rpc:
     ) -> T:
         """Send one request and return the reply. A call to this peer itself goes straight to its own handler.
 
-        Args:
-            request: An instance of the schema that ``name`` is served for.
-            timeout_seconds: Deadline for dial, request and reply together.
+        ``timeout_seconds`` is the deadline for dial, request and reply together.
 
         Raises:
-            PeerUnreachableError: The dial failed.
-            PeerRefusedError: The peer refused, with a reason.
-            PeerLostError: The peer was lost before it replied.
-            ProtocolError: The reply does not fit the schema or is too long.
+            PeerError: The dial failed, the peer refused or was lost, or the reply does not fit the schema or is too
+                long; a subclass of `PeerError` for each.
             DeadlineError: No reply in time.
         """
         max_reply_bytes = min(max_reply_bytes, MAX_MESSAGE_BYTES)
@@ -253,9 +245,10 @@ class Rpc:
             raise too_long(self.peer_id, len(data), max_reply_bytes)
         return unpack(data, self.peer_id, reply)
 
-    def open(
+    @asynccontextmanager
+    async def open(
         self, peer: PeerId, name: str, request: object, timeout_seconds: float, *, expected_bytes: int = 0
-    ) -> AbstractAsyncContextManager[Channel]:
+    ) -> AsyncIterator[Channel]:
         """Open a channel to another peer for ``name``; the end of the block closes it, an exception aborts it.
 
         ``request`` is the first message. ``timeout_seconds`` bounds dialling and sending it. A refusal appears at the
@@ -268,12 +261,6 @@ class Rpc:
         """
         if peer == self.peer_id:
             raise ValueError("a channel leads to another peer")
-        return self._open(peer, name, request, timeout_seconds, expected_bytes)
-
-    @asynccontextmanager
-    async def _open(
-        self, peer: PeerId, name: str, request: object, timeout_seconds: float, expected_bytes: int
-    ) -> AsyncIterator[Channel]:
         header = pack(Header(self._protocol, self.swarm, self._scope + name))
         opening = frame(Kind.MESSAGE, header) + frame(Kind.MESSAGE, pack(request))
         self._outbound[peer] += 1
@@ -285,12 +272,12 @@ class Rpc:
             finally:
                 await channel.abort_and_wait()
         finally:
-            _uncount(self._outbound, peer)
+            self._outbound -= Counter([peer])
 
     async def _dial(self, peer: PeerId, opening: bytes, timeout_seconds: float, expected_bytes: int) -> Channel:
         stream: Stream | None = None
-        loop = asyncio.get_running_loop()
-        began, seconds = loop.time(), None
+        loop, seconds = asyncio.get_running_loop(), None
+        began = loop.time()
         try:
             async with asyncio.timeout(timeout_seconds):
                 transport = self._root._transport
@@ -313,8 +300,8 @@ class Rpc:
 
     def _note_dial(self, peer: PeerId, seconds: float | None) -> None:
         before = self.dial_seconds.pop(peer, None)
-        if seconds is None:
-            seconds = None if before is None else 2.0 * before
+        if seconds is None and before is not None:
+            seconds = 2.0 * before
         if seconds is not None:
             self.dial_seconds[peer] = seconds
             if len(self.dial_seconds) > MAX_DIALS_REMEMBERED:
@@ -361,32 +348,30 @@ class Rpc:
     async def _on_stream(self, stream: Stream) -> None:
         """Serve or refuse one stream until it ends."""
         peer = stream.remote
-        task = asyncio.current_task()
-        assert task is not None
         try:
             self._admit(peer)
         except _RefusalError as refusal:
             await self._refuse_stream(stream, refusal)
             return
-        self._inbound[peer] += 1
+        task = asyncio.current_task()
+        assert task is not None
+        self.inbound[peer] += 1
         self._inbound_tasks[task] = None
         try:
-            try:
-                service, request = await self._read_header(stream)
-            except _RefusalError as refusal:
-                await self._refuse_stream(stream, refusal)
-                return
+            service, request = await self._read_header(stream)
             await self._converse(service, request, Channel(stream, self._limits.channel, self.traffic))
+        except _RefusalError as refusal:
+            await self._refuse_stream(stream, refusal)
         except PeerLostError:
             stream.abort()
         finally:
             del self._inbound_tasks[task]
-            _uncount(self._inbound, peer)
+            self.inbound -= Counter([peer])
 
     def _admit(self, peer: PeerId) -> None:
         if self._closed:
             raise _RefusalError("closing", "this peer is leaving")
-        if self._inbound[peer] >= self._limits.inbound_streams_per_peer:
+        if self.inbound[peer] >= self._limits.inbound_streams_per_peer:
             raise _RefusalError("too many streams", "too many streams from this peer: close some first")
         if len(self._inbound_tasks) >= self._limits.inbound_streams:
             raise _RefusalError("busy", "too many streams: try again later")
@@ -466,12 +451,6 @@ class Rpc:
 
 def _reason(error: P2PTrainError) -> str:
     return error.reason if isinstance(error, PeerError) else str(error)
-
-
-def _uncount(counter: Counter[PeerId], peer: PeerId) -> None:
-    counter[peer] -= 1
-    if not counter[peer]:
-        del counter[peer]
 
 
 @asynccontextmanager

@@ -3,7 +3,7 @@
 A frame is ``u32 length (big endian) | u8 kind | payload``. A bulk buffer is any number of BULK frames and one BULK_END,
 so the receiver can check its length. END is the last frame of the closing side. The other side answers it with ACK,
 which confirms that all data arrived. ERROR refuses; its payload is a `Refusal`. PING is the keepalive; its payload is
-the number of bytes that its sender has received so far. A message is a msgpack map with text keys.
+the number of bytes that its sender has received since the channel began. A message is a msgpack map with text keys.
 """
 
 from __future__ import annotations
@@ -25,17 +25,14 @@ T = TypeVar("T")
 
 MAX_FRAME_BYTES = 1 << 20
 """The longest payload of a BULK frame."""
-
 MAX_MESSAGE_BYTES = 16 << 20
 """The longest message; the receiver must ask for that much."""
-
 MAX_REASON_CHARACTERS = 512
 MAX_REASON_BYTES = 4 * MAX_REASON_CHARACTERS + 32
 
 FRAME = struct.Struct(">IB")
 COUNT = struct.Struct(">Q")
 """The payload of PING."""
-
 BURST_SECONDS = 0.2
 """How far traffic may run ahead of the average rate."""
 

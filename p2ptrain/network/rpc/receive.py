@@ -47,7 +47,6 @@ _ITEM_BYTES = 128
 
 
 def too_long(remote: PeerId, num_bytes: int, limit_bytes: int) -> ProtocolError:
-    """Return the error for a frame longer than allowed."""
     return ProtocolError(remote, f"sent a frame of {num_bytes} bytes where {limit_bytes} are allowed")
 
 
@@ -231,10 +230,9 @@ class FrameReader:
             PeerRefusedError: The peer refused; ``reason`` says why.
             ProtocolError: A frame is malformed, too long, or unexpected by the owner.
         """
-        while True:
-            kind = await self._read_frame()
-            if kind in (Kind.END, Kind.ACK):
-                return kind
+        while (kind := await self._read_frame()) not in (Kind.END, Kind.ACK):
+            pass
+        return kind
 
     async def _read_frame(self) -> Kind:
         length, kind = FRAME.unpack(await self._read(FRAME.size))
@@ -270,26 +268,21 @@ class FrameReader:
             raise too_long(self._remote, length, MAX_FRAME_BYTES)
         if not length and kind == Kind.BULK:
             raise ProtocolError(self._remote, "sent an empty piece of bulk data")
-        start = 0
-        while True:
+        start, is_complete = 0, False
+        while not is_complete:
             sink = self._inbox.sink
             size = length - start if sink is not None else min(PIECE_BYTES, length - start)
             start += size
-            piece_kind = kind if start == length else Kind.BULK
+            is_complete = start == length
+            piece_kind = kind if is_complete else Kind.BULK
             if sink is not None and size:
-                await self._read_into(sink, size, piece_kind)
+                await self._stream.read_into(sink.room(size))
+                await self._on_read(size)
+                sink.advance(size, piece_kind)
+                self._inbox.release_sink()
             else:
                 await self._wait_for_room(size)
                 self._inbox.put(piece_kind, await self._read(size) if size else b"")
-            if start == length:
-                return
-
-    async def _read_into(self, sink: Sink, size: int, kind: int) -> None:
-        """Read a piece of bulk data straight into its owner's buffer."""
-        await self._stream.read_into(sink.room(size))
-        await self._on_read(size)
-        sink.advance(size, kind)
-        self._inbox.release_sink()
 
     async def _wait_for_room(self, size: int, *, if_wanted: bool = False) -> None:
         """Hold the sender back until the inbox has room, or until the owner asks for a long message."""
@@ -314,16 +307,11 @@ class FrameReader:
 
 
 class Heartbeat:
-    """Keepalive timer of one stream: runs two callbacks from its creation until `stop`.
+    """Keepalive timer of one stream, from its creation until `stop`.
 
-    Silence does not count while this process was suspended, while this side does not read (`pause`), or while unread
-    bytes arrive, as in a long frame.
-
-    Args:
-        ping_seconds: Time without writes before ``ping``.
-        silence_seconds: Silence timeout before ``silent``; a lower bound after `expect`.
-        ping: Starts to write a PING; must not block or raise.
-        silent: Ends the channel; called once.
+    It calls ``ping``, which must not block or raise, after ``ping_seconds`` without writes, and ``silent`` once after
+    ``silence_seconds`` of silence (a lower bound after `expect`). Silence does not count while this process was
+    suspended, while this side does not read (`pause`), or while unread bytes arrive, as in a long frame.
     """
 
     def __init__(

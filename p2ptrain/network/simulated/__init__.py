@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from p2ptrain.network.simulated.directory import SimulatedDirectory
-from p2ptrain.network.simulated.identity import SimulatedSigner
 from p2ptrain.network.simulated.links import LinkModel
 from p2ptrain.network.simulated.loop import SimulationDeadlock, SimulationError, VirtualTimeLoop
-from p2ptrain.network.simulated.network import SimulatedNetwork, SimulatedPeer
-from p2ptrain.network.simulated.run import simulate
-from p2ptrain.network.simulated.transport import SimulatedTransport
+from p2ptrain.network.simulated.network import SimulatedNetwork, SimulatedPeer, simulate
 
 __all__ = [
     "LinkModel",
-    "SimulatedDirectory",
     "SimulatedNetwork",
     "SimulatedPeer",
-    "SimulatedSigner",
-    "SimulatedTransport",
     "SimulationDeadlock",
     "SimulationError",
     "VirtualTimeLoop",

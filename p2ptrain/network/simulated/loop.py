@@ -189,9 +189,8 @@ class VirtualTimeLoop(asyncio.AbstractEventLoop):
     def run_until_complete(self, future: Awaitable[T] | Generator[Any, None, T]) -> T:
         """Run until ``future`` is done and return its result.
 
-        Raises:
-            SimulationDeadlock: It can never be done.
-            SimulationError: The limit on time or callbacks was reached, or a plain callback raised.
+        Raises `SimulationDeadlock` if it can never be done, and `SimulationError` if a limit is reached or a plain
+        callback raises.
         """
         main: asyncio.Future[T] = asyncio.ensure_future(cast(Awaitable[T], future), loop=self)
         hooks = sys.get_asyncgen_hooks()

@@ -15,20 +15,28 @@ The seed determines every event; `SimulatedNetwork.trace` records them, for comp
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
+import hashlib
+import hmac
+import logging
 import random
-from collections.abc import Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextvars import Context, copy_context
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import base58
+
 from p2ptrain.network.simulated.directory import SimulatedDirectory, Store
-from p2ptrain.network.simulated.identity import SimulatedSigner
 from p2ptrain.network.simulated.links import Link, LinkModel
 from p2ptrain.network.simulated.loop import MAX_REAP_ROUNDS, SimulationError, VirtualTimeLoop, current_owner
-from p2ptrain.network.simulated.streams import SimulatedStream, stream_pair
+from p2ptrain.network.simulated.streams import Pipe, SimulatedStream
 from p2ptrain.network.simulated.transport import SimulatedTransport
 from p2ptrain.network.transport import PeerId
 from p2ptrain.runtime import Runtime
+from p2ptrain.signing import Signer
+from p2ptrain.tasks import logger as failures
 
 T = TypeVar("T")
 
@@ -46,6 +54,30 @@ class PeerOptions:
     """Added to its wall clock."""
     latency_seconds: float = 0.0
     """Added to the one-way latency of all its streams."""
+
+
+class SimulatedSigner(Signer):
+    """Signs with a keyed hash; the signers of one network share their keys by peer id through ``keyring``.
+
+    The network's seed and the name determine the identity.
+    """
+
+    def __init__(self, seed: int | str, name: str, keyring: dict[str, bytes]) -> None:
+        self._key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+        self.peer_id = base58.b58encode(b"\x12\x20" + hashlib.sha256(b"public" + self._key).digest()).decode()
+        self._keyring = keyring
+        keyring[self.peer_id] = self._key
+
+    def sign(self, message: bytes) -> bytes:
+        """Return a keyed hash of ``message``, 32 bytes."""
+        return hashlib.blake2b(message, key=self._key, digest_size=32).digest()
+
+    def verify(self, peer_id: str, message: bytes, proof: bytes) -> bool:
+        """True if the peer of this network with that id signed ``message``."""
+        key = self._keyring.get(peer_id)
+        if key is None or not isinstance(proof, bytes):
+            return False
+        return hmac.compare_digest(hashlib.blake2b(message, key=key, digest_size=32).digest(), proof)
 
 
 class SimulatedPeer:
@@ -72,19 +104,19 @@ class SimulatedPeer:
             clock=lambda: network.wall_time() + options.skew_seconds,
         )
         self.directory = SimulatedDirectory(network, self)
-        self.transport = SimulatedTransport(network, self, self.spawn)
+        self.transport = SimulatedTransport(network, self)
         self._network = network
         self._context = network.context.copy()
         self._context.run(current_owner.set, self)
 
+    @property
+    def is_running(self) -> bool:
+        """True unless the peer has crashed or is stalled."""
+        return self.alive and not self._network.loop.is_frozen(self)
+
     def spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run ``coroutine`` as a task of this peer; it and its child tasks stall and die with the peer."""
         return self._network.loop.create_task(coroutine, context=self._context.copy())
-
-    @property
-    def frozen(self) -> bool:
-        """True while the peer is stalled."""
-        return self._network.loop.is_frozen(self)
 
     async def close(self) -> None:
         """End streams and handlers in good order; spawned tasks are not ended."""
@@ -235,8 +267,8 @@ class SimulatedNetwork:
                 timer = self._disconnected.pop(number, None)
                 if timer is not None:
                     timer.cancel()
-                    one.reconnect()
-                    other.reconnect()
+                    one.incoming.release_held()
+                    other.incoming.release_held()
             elif number not in self._disconnected:
                 delay = self.model.dead_seconds
                 self._disconnected[number] = self.loop.call_later(delay, self._reset, number, context=self.context)
@@ -317,7 +349,8 @@ class SimulatedNetwork:
 
     def _connect(self, caller: SimulatedPeer, target: SimulatedPeer, protocol: str) -> SimulatedStream:
         number = self._num_streams = self._num_streams + 1
-        stream, remote = stream_pair(self, number, caller, target)
+        there, back = Pipe(self, number, caller, target), Pipe(self, number, target, caller)
+        stream, remote = SimulatedStream(there, back), SimulatedStream(back, there)
         self._streams[number] = (caller, stream, target, remote)
         caller.transport.attach(stream)
         self.record("open", caller.name, target.name, number)
@@ -345,3 +378,93 @@ class SimulatedNetwork:
             if near.alive and not end.over
         ]
         return "\n  ".join(lines[:20])
+
+
+def simulate(
+    main: Callable[[SimulatedNetwork], Awaitable[T]],
+    seed: int,
+    *,
+    model: LinkModel | None = None,
+    max_seconds: float = 7 * 86400.0,
+    max_callbacks: int = 100_000_000,
+    settle_seconds: float = 1.0,
+) -> T:
+    """Run ``main(network)`` in virtual time and return its result; check that it leaves nothing behind.
+
+    Args:
+        main: Starts the peers, and ends everything that it started.
+        settle_seconds: Grace period in virtual time after ``main``, for tasks and streams that are ending.
+
+    Raises:
+        SimulationDeadlock: All tasks wait forever.
+        SimulationError: A limit was reached, an exception was lost, or tasks or streams were left behind.
+    """
+    loop = VirtualTimeLoop.create(max_seconds=max_seconds, max_callbacks=max_callbacks)
+    thresholds = gc.get_threshold()
+    gc.set_threshold(100_000, 20, 20)  # The trace and thousands of tasks stay alive: frequent collection is useless.
+    gc.freeze()  # Exclude all earlier objects, such as torch's, from collection.
+    try:
+        network = SimulatedNetwork(loop, seed, model)
+
+        async def run() -> T:
+            result = await main(network)
+            await _settle(network, settle_seconds)
+            return result
+
+        with _watched(loop):
+            return loop.run_until_complete(run())
+    finally:
+        _clean_up(loop)
+        gc.unfreeze()
+        gc.set_threshold(*thresholds)
+
+
+@contextlib.contextmanager
+def _watched(loop: VirtualTimeLoop) -> Iterator[None]:
+    """Record a background task that died of a defect as a lost exception, even if its owner continues."""
+    handler = logging.Handler(logging.ERROR)
+
+    def emit(record: logging.LogRecord) -> None:
+        if record.exc_info:
+            loop.errors.append({"message": record.getMessage(), "exception": record.exc_info[1]})
+
+    handler.emit = emit  # type: ignore[method-assign]
+    failures.addHandler(handler)
+    try:
+        yield
+    finally:
+        failures.removeHandler(handler)
+
+
+async def _settle(network: SimulatedNetwork, settle_seconds: float) -> None:
+    loop, current = network.loop, asyncio.current_task()
+    deadline = loop.time() + settle_seconds
+    while True:
+        left = [task for task in loop.pending_tasks() if task is not current]
+        streams = network.leftovers()
+        if not left and not streams:
+            break
+        if loop.time() >= deadline:
+            raise SimulationError(f"the simulation left something behind: {loop.describe_tasks()}\n  {streams}")
+        await asyncio.sleep(settle_seconds / 20)
+    if loop.errors:
+        first = loop.errors[0]
+        raise SimulationError(f"an exception was lost: {first.get('message')}") from first.get("exception")
+
+
+def _clean_up(loop: VirtualTimeLoop) -> None:
+    """Cancel the tasks of a failed simulation, so that the interpreter reports no pending tasks."""
+    for peer in {task.owner: None for task in loop.pending_tasks()}:
+        loop.thaw(peer)
+    try:
+        for _ in range(MAX_REAP_ROUNDS):
+            tasks = loop.pending_tasks()
+            if not tasks:
+                break
+            for task in tasks:
+                task.cancel()
+            loop.run_until_complete(asyncio.sleep(0))
+    except SimulationError:
+        pass  # The first failure is reported.
+    finally:
+        loop.close()

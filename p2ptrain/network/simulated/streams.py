@@ -189,13 +189,13 @@ class SimulatedStream(Stream):
         self.remote = incoming.source.peer_id
         self.number = outgoing.flow
         self.over = False
-        self._out = outgoing
-        self._in = incoming
+        self.outgoing = outgoing
+        self.incoming = incoming
         incoming.on_end = outgoing.wake
 
     @property
     def num_arrived(self) -> int:
-        return self._in.num_arrived
+        return self.incoming.num_arrived
 
     def _lost(self, what: str) -> PeerLostError:
         return PeerLostError(self.remote, "the stream was closed at this end" if self.over else what)
@@ -205,19 +205,19 @@ class SimulatedStream(Stream):
             await self._write(memoryview(part).cast("B"))
 
     async def _write(self, view: memoryview) -> None:
-        out = self._out
+        out = self.outgoing
         quantum = min(out.source.uplink.quantum_bytes, out.target.downlink.quantum_bytes)
         for start in range(0, len(view), quantum):
-            if self.over or self._in.ended:
+            if self.over or self.incoming.ended:
                 raise self._lost("the stream ended while something was written")
             out.put(bytes(view[start : start + quantum]))
             while out.full:
                 await out.wait_for_room()
-                if self.over or self._in.ended:
+                if self.over or self.incoming.ended:
                     raise self._lost("the stream ended while something was written")
 
     async def read(self, num_bytes: int) -> bytes:
-        incoming = self._in
+        incoming = self.incoming
         while self.over or len(incoming.buffer) < num_bytes:
             if self.over or incoming.ended:
                 raise self._lost("the stream ended")
@@ -228,31 +228,20 @@ class SimulatedStream(Stream):
         """See `Stream.close`; written data is still delivered while this peer lives."""
         if not self.over:
             self._finish()
-            self._out.end()
+            self.outgoing.end()
 
     def abort(self) -> None:
         if not self.over:
             self._finish()
-            self._out.cut_short()
+            self.outgoing.cut_short()
 
     def _finish(self) -> None:
         self.over = True
-        self._in.discard()
-        self._out.wake()
-        self._out.network.forget(self.number, self._out.source)
+        self.incoming.discard()
+        self.outgoing.wake()
+        self.outgoing.network.forget(self.number, self.outgoing.source)
 
     def reset(self) -> None:
         """End this side of the stream after a connection timeout."""
-        self._in.end_now()
-        self._out.wake()
-
-    def reconnect(self) -> None:
-        self._in.release_held()
-
-
-def stream_pair(
-    network: SimulatedNetwork, number: int, first: SimulatedPeer, second: SimulatedPeer
-) -> tuple[SimulatedStream, SimulatedStream]:
-    """Return the two ends of a new stream, at ``first`` and at ``second``."""
-    there, back = Pipe(network, number, first, second), Pipe(network, number, second, first)
-    return SimulatedStream(there, back), SimulatedStream(back, there)
+        self.incoming.end_now()
+        self.outgoing.wake()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from p2ptrain.errors import PeerError, PeerUnreachableError
 from p2ptrain.network.simulated.streams import SimulatedStream
@@ -18,18 +18,12 @@ logger = logging.getLogger(__name__)
 
 
 class SimulatedTransport(Transport):
-    """Streams of one simulated peer; created by `SimulatedNetwork.add_peer`. ``spawn`` starts a task of the peer."""
+    """Streams of one simulated peer; created by `SimulatedNetwork.add_peer`."""
 
-    def __init__(
-        self,
-        network: SimulatedNetwork,
-        peer: SimulatedPeer,
-        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
-    ) -> None:
+    def __init__(self, network: SimulatedNetwork, peer: SimulatedPeer) -> None:
         self.peer_id = peer.peer_id
         self._network = network
         self._peer = peer
-        self._spawn = spawn
         self._handlers: dict[str, StreamHandler] = {}
         self._streams: dict[int, SimulatedStream] = {}
         self._serving: dict[int, asyncio.Task[None]] = {}
@@ -103,7 +97,7 @@ class SimulatedTransport(Transport):
 
     def accept(self, stream: SimulatedStream, protocol: str) -> None:
         self.attach(stream)
-        self._serving[stream.number] = self._spawn(self._handle(self._handlers[protocol], stream))
+        self._serving[stream.number] = self._peer.spawn(self._handle(self._handlers[protocol], stream))
 
     def kill(self) -> None:
         """End all streams as if the process died; the remotes see their ends."""

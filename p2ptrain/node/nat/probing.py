@@ -24,6 +24,7 @@ from p2ptrain.network.reachability import (
     Port,
     ProbeReport,
     Scope,
+    as_multiaddr,
     host_of,
     scope,
     speaks_libp2p,
@@ -130,8 +131,3 @@ async def _ask_one(
     reply = await rpc.call(peer, PROBE, ProbeRequest(ports), ProbeReply, PROBE_SECONDS, max_reply_bytes=1024)
     found = tuple(port for port in ports if port in reply.reachable)
     return ProbeReport(peer, reply.observed, found, reply.is_relay)
-
-
-def as_multiaddr(host: str) -> str:
-    """Return the multiaddr of an IP address."""
-    return f"/ip{6 if ':' in host else 4}/{host}"

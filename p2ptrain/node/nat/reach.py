@@ -24,11 +24,11 @@ from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.errors import P2PTrainError, PeerError, TemporaryError
 from p2ptrain.network.libp2p.transport import Libp2pSettings, Libp2pTransport, Reachability
 from p2ptrain.network.link import check_peer_address
-from p2ptrain.network.reachability import ProbeReport, Scope, host_of, judge, scope
+from p2ptrain.network.reachability import ProbeReport, Scope, as_multiaddr, host_of, judge, scope
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.transport import Transport
 from p2ptrain.node.nat.contacts import Contacts, dialable
-from p2ptrain.node.nat.probing import CONTACT_SECONDS, ProbeServer, as_multiaddr, ask_back
+from p2ptrain.node.nat.probing import CONTACT_SECONDS, ProbeServer, ask_back
 from p2ptrain.node.nat.relaying import RELAY_ATTEMPTS, RETRY_ATTEMPTS, carrier, serve_carry, why_no_relay
 from p2ptrain.runtime import Runtime
 

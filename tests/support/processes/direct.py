@@ -90,8 +90,8 @@ class DirectPeer:
 
     @property
     def listener(self) -> DirectListener:
-        assert self.direct._listener is not None
-        return self.direct._listener
+        assert self.direct.listener is not None
+        return self.direct.listener
 
 
 @asynccontextmanager
@@ -143,7 +143,7 @@ class Dialler:
         terms = (name, listener.name, BULK, key, listener.listener.offer(name, BULK, key))
         self.name, self.sealing, self.opening = agree(private, terms[-1], *terms)
         self.hello = self.name + self.sealing.mark(Kind.READY)
-        self._port = listener.direct.port
+        self._port = listener.listener.port
 
     async def connect(self, hello: bytes | None = None) -> SealedSocket:
         """Connect, and send the first bytes, or others."""

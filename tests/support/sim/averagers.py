@@ -58,7 +58,7 @@ class AveragingPeer:
     def follow(self) -> None:
         """Learn where the others are, and go to the best head among them, as if that took no time."""
         for other in self.others:
-            if other.peer.alive and not other.peer.frozen:
+            if other.peer.is_running:
                 runtime, head = self.peer.runtime, other.averager.head
                 self.membership.update(
                     record_at(other.peer, head), round(1e3 * runtime.now()), runtime.now() + RECORD_SECONDS

@@ -33,7 +33,7 @@ async def conversation(network: SimulatedNetwork, server: Server) -> AsyncIterat
     async with talkers(network, server) as (caller, other):
         async with caller.rpc.open(other.rpc.peer_id, "talk", {}, 5) as channel:
             yield channel, caller, other
-        await until(lambda: other.rpc.num_inbound == 0, 3700)
+        await until(lambda: other.rpc.inbound.total() == 0, 3700)
 
 
 @asynccontextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,11 +34,8 @@ def lie_in_rounds(
         async with open_(peer, name, request, timeout_seconds, **options) as channel:
             yield LyingChannel(channel, lie, bulk_lie) if name == ALLREDUCE else channel
 
-    def opened(*args: Any, **options: Any) -> AbstractAsyncContextManager[Any]:
-        return lying_open(*args, **options)
-
     trainer.rpc.serve_channel(ALLREDUCE, Request, lying_serve)
-    trainer.rpc.open = opened  # type: ignore[method-assign]
+    trainer.rpc.open = lying_open  # type: ignore[assignment,method-assign]
 
 
 Lead = Callable[[list[Ticket], Ticket], object]

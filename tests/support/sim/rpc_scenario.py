@@ -108,7 +108,7 @@ async def run_scenario(
     with pytest.raises(asyncio.CancelledError):
         await waiting
     await until(lambda: ended[3:] == ["PeerLostError"])
-    await until(lambda: server.num_inbound == 0)
+    await until(lambda: server.inbound.total() == 0)
     assert server.refusals[caller.peer_id, "unknown name"] == 1
     assert server.refusals[caller.peer_id, "oversized request"] == 1
     assert server.refusals[caller.peer_id, "ProtocolError"] == 1

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from p2ptrain.codecs import Codec, codec_names, get_codec
+from p2ptrain.codecs import CODECS, Codec, get_codec
 from p2ptrain.codecs.arrays import CHUNK_VALUES, SUM_COLUMNS, sum_of_squares
 from p2ptrain.codecs.base import NativeCodec
 from p2ptrain.codecs.conformance import check_codec, fingerprint
 from p2ptrain.codecs.dense import Fp32Codec
 from p2ptrain.errors import IncompatibleError
 from p2ptrain.extensions import ContractError
-from p2ptrain.native import load_functions
+from p2ptrain.native.load import load_functions
 from tests.support.codecs import gaussian
 from tests.support.tools import unavailable
 
@@ -32,7 +32,7 @@ FINGERPRINTS = {
 LENGTHS = [0, 1, 255, 256, 257, 65_536, 65_537, 70_000]
 
 
-@pytest.fixture(params=[(name, native) for name in codec_names() for native in (False, True)], ids=str)
+@pytest.fixture(params=[(name, native) for name in CODECS.own for native in (False, True)], ids=str)
 def codec(request: pytest.FixtureRequest) -> Codec:
     """A codec of its own for the test, with torch or native."""
     name, native = request.param

@@ -12,18 +12,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2ptrain.codecs import CodecError, codec_names, get_codec, warm_up
+from p2ptrain.codecs import CODECS, CodecError, get_codec, warm_up
 from p2ptrain.codecs.base import ENERGY_VALUES, NativeCodec
 from p2ptrain.codecs.blockwise import BlockwiseCodec, Int4Codec
 from p2ptrain.codecs.conformance import fingerprint
 from p2ptrain.codecs.registry import agree
-from p2ptrain.native import build, load, load_functions
-from p2ptrain.native.load import Function, Functions
+from p2ptrain.native import build, load
+from p2ptrain.native.load import Function, Functions, load_functions
 from tests.support.tools import needed
 
 pytestmark = needed("" if load_functions() else "there is no native library", "kernels")
 
-NAMES = [name for name in codec_names() if isinstance(get_codec(name), NativeCodec)]
+NAMES = [name for name in CODECS.own if isinstance(get_codec(name), NativeCodec)]
 every_codec = pytest.mark.parametrize("name", NAMES)
 KINDS = (
     "gaussian", "zeros", "tiny", "subnormal", "huge", "halves", "bits", "equal", "second moments", "ascending",

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from p2ptrain.codecs import CodecError
 from p2ptrain.codecs.topk import TopKCodec
-from p2ptrain.native import load_functions
+from p2ptrain.native.load import load_functions
 from tests.support.codecs import gaussian, round_trip
 from tests.support.tools import unavailable
 

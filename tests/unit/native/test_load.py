@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from p2ptrain.cli.checks import check_native
-from p2ptrain.native import build, load, load_functions, load_library
+from p2ptrain.native import build, load
+from p2ptrain.native.load import load_functions, load_library
 from tests.support.processes.commands import printed
 from tests.support.tools import needed
 
@@ -181,10 +182,8 @@ def test_building_needs_no_package_of_p2ptrain_and_loading_neither_torch_nor_num
     code = "import runpy, sys; runpy.run_path(sys.argv[1]); sys.exit(any('p2ptrain' in name for name in sys.modules))"
     done = subprocess.run([sys.executable, "-I", "-S", "-c", code, str(build.SOURCE.with_name("build.py"))])
     assert done.returncode == 0
-    loading = (
-        "import sys, p2ptrain.native as native; native.load_library()\nprint({'torch', 'numpy'} & set(sys.modules))"
-    )
-    assert printed(loading) == "set()\n"
+    loading = "import sys; from p2ptrain.native.load import load_library; load_library()"
+    assert printed(f"{loading}; print({{'torch', 'numpy'}} & set(sys.modules))") == "set()\n"
 
 
 def test_other_threads_run_meanwhile() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from p2ptrain.averaging.commit.attempt import lists_parts, mean_codec, mean_codec_of, part_codecs
 from p2ptrain.averaging.protocol.certificate import Body
-from p2ptrain.codecs import Codec, PartList, codec_names, dense_codec, get_codec
+from p2ptrain.codecs import CODECS, Codec, PartList, dense_codec, get_codec
 from p2ptrain.codecs.mixed import by_size
 from p2ptrain.manifest import AveragingSpec
 
@@ -46,7 +46,7 @@ def test_who_contributed_changes_the_length_of_a_list_but_not_whether_there_is_o
 
 @pytest.mark.parametrize("rule", RULES)
 def test_all_other_means_are_dense_and_encoded_like_dense_parts(rule: str) -> None:
-    for name in codec_names():
+    for name in CODECS.own:
         found = mean_codec(spec(rule), get_codec(name), NUM_VALUES, 4, 4)
         if name != "topk":
             assert found is get_codec(name)

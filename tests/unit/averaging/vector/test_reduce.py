@@ -13,7 +13,7 @@ from p2ptrain.averaging.vector import chunks
 from p2ptrain.averaging.vector import reduce as reduction
 from p2ptrain.averaging.vector.reduce import EncodedStream, OwnShare
 from p2ptrain.averaging.vector.rules import VotingRule, get_rule
-from p2ptrain.codecs import CodecError, PartList, codec_names, get_codec
+from p2ptrain.codecs import CODECS, CodecError, PartList, get_codec
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.runtime import Runtime
 from tests.support.codecs import round_trip
@@ -81,7 +81,7 @@ def reduced(share: OwnShare, contributors: list[int], tokens: list[int], codec_n
 
 
 @pytest.mark.parametrize("rule", ["mean", "norm_clip"])
-@pytest.mark.parametrize("codec", codec_names())
+@pytest.mark.parametrize("codec", CODECS.own)
 def test_the_result_is_the_weighted_and_clipped_mean(rule: str, codec: str) -> None:
     parts, tokens = make_parts(5, scales={3: 7.0}), [10, 20, 30, 20, 20]
     found = reduced(owned(make_spec(rule), parts, codec), [0, 1, 2, 3, 4], tokens, codec)
@@ -124,7 +124,7 @@ def test_equal_parts_give_that_part(rule: str, codec: str) -> None:
     assert torch.equal(found, exact)
 
 
-@pytest.mark.parametrize("codec", codec_names())
+@pytest.mark.parametrize("codec", CODECS.own)
 def test_norms_do_not_depend_on_how_a_part_is_encoded_or_cut(codec: str) -> None:
     parts = make_parts(3, 70_000)
     whole = owned(make_spec(), parts, codec)
@@ -155,7 +155,7 @@ def test_unusual_but_honest_norms_pass(count: int, scales: dict[int, float]) -> 
     assert owned(make_spec(), make_parts(count, scales=scales)).judge() == set(range(count))
 
 
-@pytest.mark.parametrize("codec", codec_names())
+@pytest.mark.parametrize("codec", CODECS.own)
 def test_a_value_beyond_the_limit_is_refused_at_the_limit_it_is_not(codec: str) -> None:
     spec, part = make_spec(max_value=100.0), torch.zeros(3000)
     part[1700] = -100.0

@@ -18,7 +18,7 @@ from p2ptrain.averaging.vector.reduce import OwnShare
 from p2ptrain.averaging.verification.audit import FalseMeanError
 from p2ptrain.averaging.verification.commitments import Slice
 from p2ptrain.averaging.verification.opening import Answer, Evidence, FalseChunk, Rules, verify_evidence
-from p2ptrain.codecs import codec_names, get_codec
+from p2ptrain.codecs import CODECS, get_codec
 from p2ptrain.codecs.mixed import by_size
 from p2ptrain.errors import IntegrityError
 from p2ptrain.manifest import AveragingSpec
@@ -46,7 +46,7 @@ def nothing(share: OwnShare, mean: bytearray) -> None:
 
 @pytest.mark.parametrize(
     ("rule", "codec"),
-    [(rule, "int8") for rule in RULES] + [("norm_clip", name) for name in codec_names() if name != "topk"],
+    [(rule, "int8") for rule in RULES] + [("norm_clip", name) for name in CODECS.own if name != "topk"],
 )
 def test_an_honest_owner_passes_every_check(rule: str, codec: str) -> None:
     run_check(make_group(rule, codec), 1, nothing, [0, 1, 2])

@@ -11,7 +11,7 @@ from p2ptrain.network.chunks.pool import MAX_HOLDERS, SLOW_RUN_SECONDS, ChunkPoo
 
 
 def pool_of(sources: list[str]) -> ChunkPool:
-    pool = ChunkPool()
+    pool = ChunkPool(1, {})
     for source in sources:
         pool.join(source)
     return pool
@@ -119,7 +119,7 @@ def test_every_chunk_arrives_whatever_happens_as_long_as_one_source_lives(seed: 
 
 
 def test_a_planned_chunk_comes_from_its_source_and_otherwise_from_the_first() -> None:
-    pool = ChunkPool(plan={"a": [0, 3], "b": [1, 4], "c": [2, 5]})
+    pool = ChunkPool(1, {"a": [0, 3], "b": [1, 4], "c": [2, 5]})
     for source in "abc":
         pool.join(source)
     done = bytearray(6)

@@ -188,7 +188,7 @@ async def test_only_addresses_of_the_daemons_connections_are_dialled() -> None:
 async def test_who_sits_on_the_path_gets_nothing() -> None:
     async with direct_peers("abm") as (a, b, m):
         # It sends the connection to itself, although it has seen no key.
-        b.listener.port = m.direct.port
+        b.listener.port = m.listener.port
         assert await a.direct.open("b", BULK, 5) is None
         assert m.direct.refusals == {"unknown name": 1}
         assert b.streams.empty()
@@ -227,7 +227,7 @@ async def test_keys_that_lead_to_a_known_secret_lead_nowhere(key: bytes) -> None
     async with direct_peers() as (a, b):
         assert is_error(b.direct._answer_to("a", Ask(BULK, key)))
         assert not b.listener._offers
-        offer = frame(Kind.MESSAGE, pack(Offer(b.direct.port, key)))
+        offer = frame(Kind.MESSAGE, pack(Offer(b.listener.port, key)))
         assert await answered(a, b, offer) is None
         assert "b" in a.direct._rests
 
@@ -253,7 +253,7 @@ async def test_what_is_not_served_is_offered_to_nobody() -> None:
 async def test_who_listens_nowhere_can_dial_all_the_same() -> None:
     async with direct_peers() as (a, b):
         await a.listener.close()
-        a.direct._listener = None
+        a.direct.listener = None
         near, _ = await opened(a, b)
         assert await b.direct.open("a", BULK, 5) is None
         near.abort()

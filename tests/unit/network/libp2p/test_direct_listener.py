@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("nothing_leaks")
 
 async def sent_by_stranger(peer: DirectPeer, data: bytes) -> bytes:
     """What a peer's port answers to bytes of somebody until it closes."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", peer.direct.port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", peer.listener.port)
     writer.write(data)
     try:
         return await reader.read()
@@ -101,7 +101,7 @@ async def test_who_is_slow_is_cut_off(num_bytes: int) -> None:
 @on_both_loops
 async def test_a_listener_that_closes_waits_for_nobody() -> None:
     async with direct_peers() as (_, b):
-        silent = await asyncio.open_connection("127.0.0.1", b.direct.port)
+        silent = await asyncio.open_connection("127.0.0.1", b.listener.port)
         known = await Dialler(b, "a").connect()
         await known.expect(Kind.READY)
         begun = await Dialler(b, "a").connect()
@@ -120,7 +120,7 @@ async def test_a_listener_that_closes_waits_for_nobody() -> None:
 @on_both_loops
 async def test_who_goes_away_is_counted() -> None:
     async with direct_peers() as (_, b):
-        _, writer = await asyncio.open_connection("127.0.0.1", b.direct.port)
+        _, writer = await asyncio.open_connection("127.0.0.1", b.listener.port)
         writer.close()
         await until(lambda: b.direct.refusals == {"no hello": 1})
 
@@ -143,7 +143,7 @@ async def test_connections_without_a_key_are_bounded_for_each_host() -> None:
     limits = DirectLimits(handshakes=3, handshakes_per_host=2, handshake_seconds=20)
     async with direct_peers(limits=limits) as (_, b):
         listener = b.listener
-        held = [await asyncio.open_connection("127.0.0.1", b.direct.port) for _ in range(2)]
+        held = [await asyncio.open_connection("127.0.0.1", b.listener.port) for _ in range(2)]
         await until(lambda: listener._handshakes.total() == 2)
         assert await sent_by_stranger(b, b"") == b""
         assert b.direct.refusals == {"too many handshakes": 1}

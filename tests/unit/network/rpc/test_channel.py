@@ -8,11 +8,11 @@ import pytest
 
 from p2ptrain.errors import DeadlineError, PeerLostError, PeerRefusedError, ResourceError
 from p2ptrain.network.rpc.channel import Channel, ChannelLimits
-from p2ptrain.network.rpc.frames import FRAME, MAX_REASON_BYTES, error_frame
+from p2ptrain.network.rpc.frames import FRAME, MAX_REASON_BYTES, error_frame, ping_frame
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork
 from p2ptrain.network.transport import Stream
 from tests.support.coroutines import simulated
-from tests.support.sim.channels import conversation, talkers
+from tests.support.sim.channels import against, conversation, talkers
 from tests.support.sim.peers import until
 
 NEVER_THERE_BYTES = 64 << 20
@@ -77,6 +77,28 @@ async def test_closing_gives_up_a_peer_that_lives_but_takes_nothing_more(network
         started = network.loop.time()
         await channel.close()
         assert network.loop.time() - started < 2 * ChannelLimits().linger_seconds
+
+
+@pytest.mark.parametrize("begins_at", [0, 1 << 30])
+@simulated()
+async def test_closing_gives_up_a_peer_that_reports_one_more_byte_each_time(
+    network: SimulatedNetwork, begins_at: int
+) -> None:
+    num_bytes = 100_000
+
+    async def server(stream: Stream) -> None:
+        for num_received in range(begins_at, begins_at + 1000):
+            await stream.write(ping_frame(num_received))
+            await asyncio.sleep(3)
+
+    async with against(network, server) as channel:
+        await channel.send_bytes(bytes(num_bytes))
+        await asyncio.sleep(1)
+        started, limits = network.loop.time(), ChannelLimits()
+        await channel.close()
+        lasted = network.loop.time() - started
+        assert lasted < limits.linger_seconds + 1.1 * num_bytes / limits.least_bytes_per_second
+        assert not begins_at or lasted < 1.1 * limits.linger_seconds
 
 
 @simulated()
@@ -248,7 +270,7 @@ async def test_a_stream_rests_when_both_ends_know_that_nothing_more_comes(
             with pytest.raises(PeerRefusedError):
                 await channel.receive(dict, 5)
         elif ending == "at once":
-            await until(lambda: other.rpc.num_inbound == 1, 60)
+            await until(lambda: other.rpc.inbound.total() == 1, 60)
     assert sorted(rested) == (sorted([caller.rpc.peer_id, other.rpc.peer_id]) if ending == "in order" else [])
 
 

@@ -26,7 +26,7 @@ async def test_calls_take_two_round_trips_however_many_there_are(network: Simula
         calls = [caller.rpc.call(server.rpc.peer_id, "double", {"number": number}, dict, 5) for number in range(60)]
         assert [reply["twice"] for reply in await asyncio.gather(*calls)] == list(range(0, 120, 2))
         assert network.loop.time() < 0.201
-        await until(lambda: server.rpc.num_inbound == 0)
+        await until(lambda: server.rpc.inbound.total() == 0)
         assert caller.rpc.traffic.sent == server.rpc.traffic.received > 0
         assert caller.rpc.traffic.received == server.rpc.traffic.sent > 0
 
@@ -56,7 +56,7 @@ async def test_a_call_to_oneself_runs_the_handler_on_a_copy(network: SimulatedNe
         with pytest.raises(DeadlineError):
             await member.rpc.call(member.rpc.peer_id, "hang", {}, dict, 5)
         with pytest.raises(ValueError, match="another peer"):
-            member.rpc.open(member.rpc.peer_id, "keep", {}, 5)
+            await member.rpc.open(member.rpc.peer_id, "keep", {}, 5).__aenter__()
 
 
 @simulated()

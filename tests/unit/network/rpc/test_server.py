@@ -83,7 +83,7 @@ async def test_garbage_and_strangers_are_refused_with_a_reason_and_counted(
         await stream.write(data)
         assert text in await reason(stream)
         assert server.rpc.refusals == {(stranger.rpc.peer_id, cause): 1}
-        await until(lambda: server.rpc.num_inbound == 0)
+        await until(lambda: server.rpc.inbound.total() == 0)
         reply = await stranger.rpc.call(server.rpc.peer_id, "double", {"number": 1}, dict, 5)
         assert reply["twice"] == 2
 
@@ -115,7 +115,7 @@ async def test_a_flood_of_streams_is_bounded_and_honest_peers_are_served(network
     async with members(network, 3, limits=limits) as (flooder, honest, server):
         server.rpc.serve("double", dict, double)
         streams = await asyncio.gather(*(raw(flooder, server) for _ in range(200)))
-        assert server.rpc.num_inbound == 32
+        assert server.rpc.inbound.total() == 32
         reply = await honest.rpc.call(server.rpc.peer_id, "double", {"number": 4}, dict, 5)
         assert reply["twice"] == 8
         assert server.rpc.refusals == {(flooder.rpc.peer_id, "too many streams"): 168}
@@ -162,7 +162,7 @@ async def test_a_handler_is_cancelled_when_its_caller_gives_up_or_dies(network: 
         assert await until(lambda: len(cancelled) == 3) < 15
         with pytest.raises(PeerLostError):
             await call
-        assert server.rpc.num_inbound == 0
+        assert server.rpc.inbound.total() == 0
         assert not server.rpc.refusals
 
 

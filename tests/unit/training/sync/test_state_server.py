@@ -64,7 +64,7 @@ async def test_cancelling_frees_the_slot(swarm: Sources) -> None:
         await asyncio.wait([task])
         assert task.cancelled()
         await asyncio.sleep(1.0)
-    assert swarm.sources[0].rpc.num_inbound == 0
+    assert swarm.sources[0].rpc.inbound.total() == 0
     await swarm.download()
     assert swarm.is_right()
 
