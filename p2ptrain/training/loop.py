@@ -131,7 +131,7 @@ class Trainer:
     def _train_step(self) -> torch.Tensor:
         head = self._synchronizer.head
         if head.round != self._round:
-            self._round, self._index = head.round, self.optimizer.samples_in_round  # Samples carried over.
+            self._round, self._index = head.round, self.optimizer.work.samples  # Samples carried over.
         size, place = self._spec.local_batch, self._synchronizer.place
         batch = self._sampler.batch(head.samples, place, self.peer_id, head.round, self._index, size)
         self._index += size
@@ -189,7 +189,7 @@ class Trainer:
             if self.optimizer.is_round_running:
                 self._write_round(self.optimizer.synchronize())
             for _ in range(self._spec.fragments):
-                if not self.optimizer.tokens_in_round or self._is_done() or self._is_left_alone():
+                if not self.optimizer.work.tokens or self._is_done() or self._is_left_alone():
                     break
                 result = self.optimizer.synchronize()
                 self._write_round(result)

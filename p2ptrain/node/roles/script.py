@@ -61,7 +61,7 @@ def share_optimizer(
     _cancel_without_network(running, bridge)
     peer.record.parts.append(
         lambda record: replace(
-            record, loss=shared.loss, tokens_per_second=shared.tokens_per_second, round_tokens=shared.tokens_in_round
+            record, loss=shared.loss, tokens_per_second=shared.tokens_per_second, round_tokens=shared.work.tokens
         )
     )
     return shared, saver
