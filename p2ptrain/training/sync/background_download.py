@@ -280,8 +280,7 @@ class StateDownload:
                 if chunks:
                     await self._context.runtime.compute(self._state.patch, partial.specs, chunks)
                 if position < newest:
-                    result = rounds.result(position)
-                    await self._context.runtime.compute(self._replica.step, result.certificate.body, result.means)
+                    await self._context.runtime.compute(self._replica.step, rounds.result(position))
                 advance(position - oldest, newest - oldest)
         root = (await self._context.runtime.compute(self._state.tree)).root
         if root != self._believed(lineage):
