@@ -105,16 +105,12 @@ class ModelSpec(Section):
     """Of ``weights``: the SHA-256 of each block's parameters, by which peers know that theirs are the same."""
 
     @model_validator(mode="after")
-    def _weights_are_known(self) -> ModelSpec:
+    def _fits_together(self) -> ModelSpec:
         if bool(self.weights) != bool(self.weight_digests):
             raise ValueError(
                 f"model.weights = {self.weights!r} with {len(self.weight_digests)} model.weight_digests: both, or"
                 " neither; 'p2ptrain init --model' writes them"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _shapes_fit(self) -> ModelSpec:
         if self.hidden % self.heads:
             raise ValueError(f"model.heads = {self.heads} must divide model.hidden = {self.hidden}")
         if self.heads % self.kv_heads:
@@ -209,35 +205,23 @@ class TrainingSpec(Section):
         return self.every // self.fragments
 
     @model_validator(mode="after")
-    def _fragments_fit_steps(self) -> TrainingSpec:
+    def _fits_together(self) -> TrainingSpec:
         if self.every % self.fragments:
             raise ValueError(
                 f"training.fragments = {self.fragments} must divide training.every = {self.every}: rounds are "
                 "every / fragments inner steps apart"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _cosine_has_an_end(self) -> TrainingSpec:
         steps = self.rounds * self.steps_per_round
         if self.schedule == "cosine" and steps <= self.warmup_steps:
             raise ValueError(
                 f'training.schedule = "cosine" ends with training.rounds = {self.rounds}, after {steps} steps, and'
                 f" training.warmup_steps = {self.warmup_steps}: give more rounds"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _overlap_fits_steps(self) -> TrainingSpec:
         if self.overlap_steps >= self.steps_per_round:
             raise ValueError(
                 f"training.overlap_steps = {self.overlap_steps} must be less than the inner steps between two rounds, "
                 f"every / fragments = {self.steps_per_round}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _outer_step_is_sane(self) -> TrainingSpec:
         if self.outer == "adam" and self.outer_learning_rate > 0.1 and self.outer_epsilon < 0.01:
             raise ValueError(
                 f"training.outer_learning_rate = {self.outer_learning_rate:g} with outer = 'adam' moves each parameter "
@@ -417,35 +401,25 @@ class Manifest(Section):
         return self.pipeline.is_used or self.lora is not None
 
     @model_validator(mode="after")
-    def _has_stages_if_it_sets_them_up(self) -> Manifest:
+    def _fits_together(self) -> Manifest:
         idle = self.pipeline.model_fields_set - {"stages", "cuts", "stage_memory"}
         if idle and not self.in_stages:
             raise ValueError(
                 f"pipeline.{min(idle)} is used with pipeline.stages, pipeline.cuts or [lora] alone: remove it, or say"
                 " how the model is cut"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _something_is_trained(self) -> Manifest:
         if self.pipeline.quant and self.lora is None:
             raise ValueError(
                 f"pipeline.quant = {self.pipeline.quant!r} freezes the model: say under [lora] which of its layers get"
                 ' adapters, such as targets = ["q_proj", "v_proj"]'
             )
-        return self
-
-    @model_validator(mode="after")
-    def _training_fits_pipeline(self) -> Manifest:
         spec = self.training
-        if not self.in_stages:
-            return self
-        if spec.every != 1:
+        if self.in_stages and spec.every != 1:
             raise ValueError(
                 f"training.every = {spec.every} does not go with a pipeline or adapters: stages step together after"
                 " every global batch; set training.every = 1"
             )
-        if spec.global_batch % spec.local_batch:
+        if self.in_stages and spec.global_batch % spec.local_batch:
             raise ValueError(
                 f"training.local_batch = {spec.local_batch}, the samples of a microbatch, must divide"
                 f" training.global_batch = {spec.global_batch}"
@@ -490,11 +464,7 @@ def _known_keys(root: type[BaseModel], location: tuple[int | str, ...]) -> list[
 
 
 def parse_manifest(values: dict[str, Any], where: str) -> Manifest:
-    """Return the manifest of plain values (from TOML or the network).
-
-    Raises:
-        ManifestError: A key is unknown or a value is out of range; the message names it.
-    """
+    """Return the manifest of plain values; raise `ManifestError`, naming the key, if one is unknown or out of range."""
     try:
         return Manifest.model_validate(values)
     except ValidationError as error:
@@ -511,7 +481,6 @@ class SignedManifest:
 
     @classmethod
     def create(cls, manifest: Manifest, organizer: Signer) -> SignedManifest:
-        """Return ``manifest`` signed with the organizer's key."""
         return cls(manifest, organizer.peer_id, organizer.sign(b"p2ptrain manifest" + manifest.digest))
 
     def to_bytes(self) -> bytes:

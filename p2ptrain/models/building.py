@@ -14,7 +14,7 @@ from p2ptrain.manifest import ModelSpec
 from p2ptrain.models.family import Block, Family, Shape, Span, check_span, stage_shapes, stage_ties
 from p2ptrain.models.int8 import freeze_int8, frozen_state
 from p2ptrain.models.stage import Stage
-from p2ptrain.models.weights import BlockDigest, Weights
+from p2ptrain.models.weights import Weights, add_parameter, block_digest
 from p2ptrain.progress import Progress, no_progress
 
 
@@ -63,14 +63,14 @@ def _read(
     source: Weights, spec: ModelSpec, number: int, block: Block, take: Callable[[str, torch.Tensor], None]
 ) -> None:
     """Pass on a block's parameters one by one; raises `ConfigError` at the end if their digest differs."""
-    digest = BlockDigest()
+    digest = block_digest()
     for name, shape in block.shapes.items():
         value = source.read(name, shape)
         if spec.weight_digests:
-            digest.update(name, value)
+            add_parameter(digest, name, value)
         take(name, value)
         del value  # before the next one is read
-    if spec.weight_digests and spec.weight_digests[number] != digest.hex():
+    if spec.weight_digests and spec.weight_digests[number] != digest.hexdigest():
         raise ConfigError(
             f"the parameters of {block.name} in {source.folder} are not those that the swarm's manifest names:"
             " get the model's files again, of the revision that it names"

@@ -35,19 +35,16 @@ def weights_folder(spec: ModelSpec, span: Span, given: Path | None = None, jobs:
     if given is not None:
         return given
     scheme, _, place = spec.weights.partition(":")
-    if scheme == "hub":
-        blocks = model_blocks(spec)
-        ties = stage_ties(blocks, span)
-        names = {ties.get(name, name) for name in stage_shapes(blocks, span)}
-        # The digest check needs whole blocks.
-        return _download(
-            place, {name for block in blocks if names & block.shapes.keys() for name in block.shapes}, jobs
-        )
-    raise ConfigError(not_given("model.weights", spec.weights))
+    if scheme != "hub":
+        raise ConfigError(not_given("model.weights", spec.weights))
+    blocks = model_blocks(spec)
+    ties = stage_ties(blocks, span)
+    names = {ties.get(name, name) for name in stage_shapes(blocks, span)}
+    # The digest check needs whole blocks.
+    return _download(place, {name for block in blocks if names & block.shapes.keys() for name in block.shapes}, jobs)
 
 
 def not_given(key: str, source: str) -> str:
-    """Return the error message for a pretrained model that every peer has to supply."""
     return (
         f"the swarm's {key} is {source}, which every peer brings: ask its organizer for a copy, and give its folder"
         " with --weights"
@@ -79,7 +76,7 @@ def describe_pretrained(source: str, context: int = 0, jobs: Progress = no_progr
         ManifestError: This version does not support such a model; the message says why.
         TemporaryError: The hub does not answer.
     """
-    from p2ptrain.models.weights import BlockDigest, Weights
+    from p2ptrain.models.weights import Weights, add_parameter, block_digest
 
     scheme, _, place = source.partition(":")
     if scheme == "hub":
@@ -97,10 +94,10 @@ def describe_pretrained(source: str, context: int = 0, jobs: Progress = no_progr
     blocks = model_blocks(spec)
     with jobs("reading the model", "blocks") as advance:
         for block in blocks:
-            digest = BlockDigest()
+            digest = block_digest()
             for name, shape in block.shapes.items():
-                digest.update(name, weights.read(name, shape))
-            digests.append(digest.hex())
+                add_parameter(digest, name, weights.read(name, shape))
+            digests.append(digest.hexdigest())
             advance(len(digests), len(blocks))
     return ModelSpec.model_validate({**spec.model_dump(), "weights": source, "weight_digests": digests})
 

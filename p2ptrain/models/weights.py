@@ -59,21 +59,15 @@ def _known(name: str, files: Mapping[str, str]) -> str | None:
     return next((known for known in (name, name.partition(".")[2]) if known in files), None)
 
 
-class BlockDigest:
-    """SHA-256 of a block's parameters (fp32, CPU) with their names and shapes, in the block's order.
+def block_digest() -> hashlib._Hash:
+    """Return a new SHA-256 of a block's parameters, to be updated by `add_parameter` in the block's order."""
+    return hashlib.sha256(b"p2ptrain block 1")
 
-    Values are hashed in fp32, so a file in fp16 or bf16 and its copy in fp32 have one digest.
-    """
 
-    def __init__(self) -> None:
-        self._hash = hashlib.sha256(b"p2ptrain block 1")
-
-    def update(self, name: str, value: torch.Tensor) -> None:
-        self._hash.update(json.dumps([name, list(value.shape)]).encode())
-        self._hash.update(value.contiguous().view(-1).numpy().astype("<f4", copy=False).data)
-
-    def hex(self) -> str:
-        return self._hash.hexdigest()
+def add_parameter(digest: hashlib._Hash, name: str, value: torch.Tensor) -> None:
+    """Hash a parameter (fp32, CPU); so a file in fp16 or bf16 and its copy in fp32 have one digest."""
+    digest.update(json.dumps([name, list(value.shape)]).encode())
+    digest.update(value.contiguous().view(-1).numpy().astype("<f4", copy=False).data)
 
 
 def _index(folder: Path) -> dict[str, str]:

@@ -184,7 +184,7 @@ class Swarm:
             if optimizer is None or synchronizer is None:
                 raise UsageError("the swarm's data position is not known yet: call Swarm.optimizer first")
             head = synchronizer.head
-            return DataPosition(head.round, head.samples, synchronizer.place, optimizer.samples_in_round)
+            return DataPosition(head.round, head.samples, synchronizer.place, optimizer.work.samples)
 
         return SwarmSampler(len(dataset), self.manifest.data.seed if seed is None else seed, self.peer_id, read)
 

@@ -130,13 +130,7 @@ class LearningRates:
 
 
 class WrappedOptimizer:
-    """A torch optimizer whose steps a swarm shares.
-
-    Attributes:
-        optimizer: The torch optimizer.
-        rates: Its learning rates, by the swarm's schedule.
-        clip_norm: Norm limit of a step's gradient; 0 for none.
-    """
+    """A torch optimizer whose steps a swarm shares; ``clip_norm``, a step's norm limit, is 0 for none."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, schedule: Schedule | None = None, clip_norm: float = 0.0

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from p2ptrain.manifest import Manifest
 from p2ptrain.training.checkpoints.saving import Saver
 from p2ptrain.training.data.corpus import Corpus
 from p2ptrain.training.data.windows import Sampler
-from p2ptrain.training.evaluate import Evaluation, held_out_loss, language_model_loss
+from p2ptrain.training.evaluate import held_out_loss, language_model_loss
 from p2ptrain.training.metrics import MetricsWriter
 from p2ptrain.training.optimizer import PAUSE_SECONDS, SwarmOptimizer
 from p2ptrain.training.sync.synchronizer import RoundResult
@@ -131,7 +132,7 @@ class Trainer:
     def _train_step(self) -> torch.Tensor:
         head = self._synchronizer.head
         if head.round != self._round:
-            self._round, self._index = head.round, self.optimizer.samples_in_round  # Samples carried over.
+            self._round, self._index = head.round, self.optimizer.work.samples  # Samples carried over.
         size, place = self._spec.local_batch, self._synchronizer.place
         batch = self._sampler.batch(head.samples, place, self.peer_id, head.round, self._index, size)
         self._index += size
@@ -189,7 +190,7 @@ class Trainer:
             if self.optimizer.is_round_running:
                 self._write_round(self.optimizer.synchronize())
             for _ in range(self._spec.fragments):
-                if not self.optimizer.tokens_in_round or self._is_done() or self._is_left_alone():
+                if not self.optimizer.work.tokens or self._is_done() or self._is_left_alone():
                     break
                 result = self.optimizer.synchronize()
                 self._write_round(result)
@@ -228,26 +229,17 @@ class Trainer:
 
     def _measure(self, seconds: float = EVALUATION_SECONDS) -> float:
         with self._jobs("measuring the held-out loss", "windows") as advance:
-            evaluation = held_out_loss(
-                self._module, self._corpus.held_out, self._context, max_seconds=seconds, advance=advance
-            )
-        self._write_held_out(evaluation)
-        return evaluation.loss
+            return self._held_out_loss(max_seconds=seconds, advance=advance)
 
     def _glance(self) -> None:
         """Measure the held-out loss on a few fixed windows, for monitoring."""
         started = time.monotonic()
         size = min(GLANCE_WINDOWS, self._spec.local_batch)
-        self._write_held_out(
-            held_out_loss(
-                self._module, self._corpus.held_out, self._context, max_windows=GLANCE_WINDOWS, batch_size=size,
-                max_seconds=1.0,
-            )
-        )  # fmt: skip
+        self._held_out_loss(max_windows=GLANCE_WINDOWS, batch_size=size, max_seconds=1.0)
         now = time.monotonic()
         self._next_glance = now + max(GLANCE_SECONDS, 50 * (now - started))
 
-    def _write_held_out(self, evaluation: Evaluation) -> None:
-        self._metrics.write(
-            "held_out", round=self._synchronizer.head.round, loss=evaluation.loss, windows=evaluation.num_windows
-        )
+    def _held_out_loss(self, **options: Any) -> float:
+        found = held_out_loss(self._module, self._corpus.held_out, self._context, **options)
+        self._metrics.write("held_out", round=self._synchronizer.head.round, loss=found.loss, windows=found.num_windows)
+        return found.loss

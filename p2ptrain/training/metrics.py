@@ -10,9 +10,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -53,14 +52,6 @@ class MetricsWriter:
             os.close(self._file)
             self._file = None
 
-    def __enter__(self) -> MetricsWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _append(self, line: bytes) -> None:
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,18 +66,6 @@ class MetricsWriter:
             line = b"\n" + line  # A crash or a full disk tore the previous line.
         if os.write(self._file, line) != len(line):
             raise OSError("the disk is full")
-
-
-def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a metrics file, oldest first; skip torn lines and lines that hold no object."""
-    with path.open("rb") as lines:
-        for line in lines:
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict):
-                yield record
 
 
 def _finite(value: Any) -> Any:

@@ -90,8 +90,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._clip_norm = wrapped.clip_norm
         self._rates = wrapped.rates
         self._warned_of_rates = False
-        self.dropped_batches = 0
-        self._drops_in_a_row = 0
+        self.dropped_batches = self._drops_in_a_row = 0
         self._overlap_steps = spec.overlap_steps
         mixing = spec.mixing if spec.overlap_steps else None
         own = None if spec.every == 1 else inner
@@ -101,8 +100,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._default_tokens = tokens_per_step
         self._counted: tuple[int, int] | None = None
         self._first_step = 0
-        self.total_tokens = 0
-        self.total_steps = 0
+        self.total_tokens = self.total_steps = 0
         self._loss: float | None = None
         self._is_loss_set = False
         self._loss_seen_at = -MARK_SECONDS
@@ -127,14 +125,6 @@ class SwarmOptimizer(torch.optim.Optimizer):
     def steps_in_round(self) -> int:
         """Local steps of the round in progress, without those pending from earlier ones."""
         return max(0, self.work.steps - self._first_step)
-
-    @property
-    def samples_in_round(self) -> int:
-        return self.work.samples
-
-    @property
-    def tokens_in_round(self) -> int:
-        return self.work.tokens
 
     @property
     def tokens_per_second(self) -> float:
@@ -314,11 +304,11 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
     def _is_due(self, batch_samples: int, batch_seconds: float) -> bool:
         if self._every > 1:
-            self._bridge.call_soon(self.synchronizer.note_steps, self.steps_in_round, batch_seconds)
+            self._bridge.call_soon(self.synchronizer.pacing.note, self.steps_in_round, batch_seconds)
             return self.synchronizer.is_due(self.steps_in_round)
-        if self.synchronizer.is_closing():
+        if self.synchronizer.position.is_closing:
             return True
-        return self._bridge.wait(self.synchronizer.report(self.work.samples, batch_samples, batch_seconds))
+        return self._bridge.wait(self.synchronizer.pacing.report_batch(self.work.samples, batch_samples, batch_seconds))
 
     def synchronize(self) -> RoundResult:
         """Contribute the pending work now, or finish a round under compute; return the result.
@@ -342,7 +332,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         else:  # Retry after a part of a round's steps.
             self._first_step = self.work.steps + max(1, self._steps_per_round // 4) - self._steps_per_round
         if self._every > 1:
-            self._bridge.call_soon(self.synchronizer.note_steps, self.steps_in_round)
+            self._bridge.call_soon(self.synchronizer.pacing.note, self.steps_in_round)
         return self.last_result
 
     def _check_layout(self) -> None:
@@ -355,10 +345,9 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state, and the counts and gradients not contributed yet."""
-        own = {"pending": list(self.work.pending), "samples": self.work.samples, "steps": self.work.steps}
-        values: dict[str, Any] = dict(self.inner.state_dict())
-        values["p2ptrain"] = {**own, "accumulated": self.work.accumulated}
-        return values
+        work = self.work
+        own = {"pending": list(work.pending), "samples": work.samples, "steps": work.steps}
+        return {**self.inner.state_dict(), "p2ptrain": {**own, "accumulated": work.accumulated}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the output of `state_dict`, or a plain state of the wrapped optimizer."""
@@ -400,6 +389,4 @@ class LossWatch:
         """Return the loss of the microbatches since the last call, on the model's device; None for none."""
         total, count = self._total, self._count
         self._total, self._count = None, 0
-        if total is None or self._are_parts:
-            return total
-        return total / count
+        return total if total is None or self._are_parts else total / count

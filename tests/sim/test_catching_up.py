@@ -15,7 +15,6 @@ from p2ptrain.averaging.protocol.certificate import Certificate, Head
 from p2ptrain.codecs import get_codec
 from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.training.sync import catch_up
-from p2ptrain.training.sync.catch_up import Way
 from tests.support.coroutines import simulated
 from tests.support.sim.trainers import TOKENS_PER_STEP, Ledger, SimulatedTrainer, make_manifest
 
@@ -139,7 +138,7 @@ async def trainers(
 @pytest.fixture(params=["replay", "download"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The way in which peers catch up, whatever it costs."""
-    monkeypatch.setattr(catch_up, "choose_way", lambda *_: Way(request.param == "download", request.param))
+    monkeypatch.setattr(catch_up, "choose_way", lambda *_: (request.param == "download", request.param))
     return str(request.param)
 
 

@@ -105,7 +105,7 @@ async def test_a_trainer_that_is_told_to_stop_hands_in_its_work_and_saves(
     assert summary.exit_reason == "signal"
     assert summary.round >= left_at
     assert swarm.saved_head("c") == (summary.round, bytes.fromhex(summary.state_digest))
-    assert swarm.trainers["c"].optimizer.tokens_in_round == 0
+    assert swarm.trainers["c"].optimizer.work.tokens == 0
     swarm.start("c", 4 * ROUNDS)
     await swarm.end()
     assert len(swarm.heads()) == 1

@@ -42,7 +42,8 @@ class LoneSynchronizer:
         self.state = state
         self.feedback = SimpleNamespace(residual=torch.arange(state.layout.num_values, dtype=torch.float32))
         self.averager = SimpleNamespace(contributions=self)
-        self.replica = self
+        self.replica = self.pacing = self
+        self.position = SimpleNamespace(is_closing=False)
         self.forgot: list[int] = []
         self.fail_rounds = False
         self.place: tuple[int, int] | None = (0, 1)
@@ -58,16 +59,13 @@ class LoneSynchronizer:
     def restore_residual(self, residual: torch.Tensor) -> None:
         self.feedback.residual.copy_(residual)
 
-    def is_closing(self) -> bool:
-        return False
-
-    def note_steps(self, steps: int, seconds: float = 0.0) -> None:
+    def note(self, steps: int, seconds: float = 0.0) -> None:
         """It needs no pace."""
 
     def is_due(self, steps: int) -> bool:
         return steps >= self._every
 
-    async def report(self, samples: int, batch_samples: int, batch_seconds: float) -> bool:
+    async def report_batch(self, samples: int, batch_samples: int, batch_seconds: float) -> bool:
         return samples >= self._global_batch
 
     async def reset(self, work: LocalContribution) -> None:

@@ -26,7 +26,7 @@ def train(swarm: Swarm, first: int, last: int) -> tuple[torch.Tensor, int]:
         loss_of(model, list(range(4 * step, 4 * step + 4))).backward()  # type: ignore[no-untyped-call]
         opt.step()
         opt.zero_grad()
-    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]), opt.samples_in_round
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]), opt.work.samples
 
 
 @pytest.mark.parametrize("every", [4, 1])

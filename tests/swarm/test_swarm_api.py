@@ -113,10 +113,10 @@ def test_alone_with_a_global_batch_it_is_the_wrapped_optimizer(tmp_path: Path) -
             first, second = list(range(8 * number, 8 * number + 4)), list(range(8 * number + 4, 8 * number + 8))
             before = values_of(model)
             take_step(model, opt, first)
-            assert opt.samples_in_round == 4
+            assert opt.work.samples == 4
             assert torch.equal(values_of(model), before), "nothing moves before the global batch is full"
             take_step(model, opt, second)
-            assert opt.samples_in_round == 0
+            assert opt.work.samples == 0
             assert opt.committed
             take_step(reference, plain, [*first, *second])
             torch.testing.assert_close(values_of(model), values_of(reference), rtol=1e-5, atol=1e-6)
@@ -206,9 +206,9 @@ def test_its_state_dict_holds_the_wrapped_optimizer_and_what_is_not_contributed_
             for key in ("step", "exp_avg", "exp_avg_sq"):
                 torch.testing.assert_close(bare.state[parameter][key], plain.state[other][key])
         lose_progress(opt)
-        assert opt.samples_in_round == 0
+        assert opt.work.samples == 0
         opt.load_state_dict(saved)
-        assert opt.samples_in_round == 4
+        assert opt.work.samples == 4
         take_step(model, opt, [12, 13, 14, 15])
         assert opt.round == 2
         take_step(reference, plain, [8, 9, 10, 11, 12, 13, 14, 15])

@@ -37,30 +37,24 @@ class GPT2(Family):
 
     def blocks(self, spec: ModelSpec) -> Sequence[Block]:
         width = spec.hidden
-        shapes: dict[str, Shape] = {
-            "ln_1.weight": (width,),
-            "ln_1.bias": (width,),
-            "attn.c_attn.weight": (width, 3 * width),
-            "attn.c_attn.bias": (3 * width,),
-            "attn.c_proj.weight": (width, width),
-            "attn.c_proj.bias": (width,),
-            "ln_2.weight": (width,),
-            "ln_2.bias": (width,),
-            "mlp.c_fc.weight": (width, spec.intermediate),
-            "mlp.c_fc.bias": (spec.intermediate,),
-            "mlp.c_proj.weight": (spec.intermediate, width),
-            "mlp.c_proj.bias": (width,),
+        weights: dict[str, Shape] = {
+            "ln_1": (width,),
+            "attn.c_attn": (width, 3 * width),
+            "attn.c_proj": (width, width),
+            "ln_2": (width,),
+            "mlp.c_fc": (width, spec.intermediate),
+            "mlp.c_proj": (spec.intermediate, width),
         }
+        shapes: dict[str, Shape] = {}
+        for name, shape in weights.items():
+            shapes[f"{name}.weight"], shapes[f"{name}.bias"] = shape, shape[-1:]
         layers = layer_blocks("transformer.h", shapes, spec.layers)
         table: Shape = (spec.vocabulary, width)
         embeddings = {"transformer.wte.weight": table, "transformer.wpe.weight": (spec.context, width)}
         norm: dict[str, Shape] = {"transformer.ln_f.weight": (width,), "transformer.ln_f.bias": (width,)}
-        end = (
-            Block("head", norm, {"lm_head.weight": "transformer.wte.weight"})
-            if spec.tied_embeddings
-            else Block("head", {**norm, "lm_head.weight": table})
-        )
-        return [Block("embeddings", embeddings), *layers, end]
+        tied = {"lm_head.weight": "transformer.wte.weight"} if spec.tied_embeddings else {}
+        head = Block("head", norm if tied else {**norm, "lm_head.weight": table}, tied)
+        return [Block("embeddings", embeddings), *layers, head]
 
     def stage(self, spec: ModelSpec, span: Span) -> GPT2Stage:
         from p2ptrain.models.families.gpt2_stage import GPT2Stage

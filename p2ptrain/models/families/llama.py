@@ -58,12 +58,9 @@ class Llama(Family):
         layers = layer_blocks("model.layers", shapes, spec.layers)
         embedding, head_name, table = "model.embed_tokens.weight", "lm_head.weight", (spec.vocabulary, width)
         norm: dict[str, Shape] = {"model.norm.weight": (width,)}
-        end = (
-            Block("head", norm, {head_name: embedding})
-            if spec.tied_embeddings
-            else Block("head", {**norm, head_name: table})
-        )
-        return [Block("embeddings", {embedding: table}), *layers, end]
+        tied = {head_name: embedding} if spec.tied_embeddings else {}
+        head_shapes = norm if tied else {**norm, head_name: table}
+        return [Block("embeddings", {embedding: table}), *layers, Block("head", head_shapes, tied)]
 
     def stage(self, spec: ModelSpec, span: Span) -> LlamaStage:
         from p2ptrain.models.families.llama_stage import LlamaStage

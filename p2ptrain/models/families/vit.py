@@ -41,19 +41,19 @@ class ViT(Family):
 
     def blocks(self, spec: ModelSpec) -> Sequence[Block]:
         width, patches = spec.hidden, (spec.image_size // spec.patch_size) ** 2
-        linears: dict[str, Shape] = {
+        weights: dict[str, Shape] = {
             "attention.attention.query": (width, width),
             "attention.attention.key": (width, width),
             "attention.attention.value": (width, width),
             "attention.output.dense": (width, width),
             "intermediate.dense": (spec.intermediate, width),
             "output.dense": (width, spec.intermediate),
+            "layernorm_before": (width,),
+            "layernorm_after": (width,),
         }
         shapes: dict[str, Shape] = {}
-        for name, shape in linears.items():
+        for name, shape in weights.items():
             shapes[f"{name}.weight"], shapes[f"{name}.bias"] = shape, shape[:1]
-        for name in ("layernorm_before", "layernorm_after"):
-            shapes[f"{name}.weight"], shapes[f"{name}.bias"] = (width,), (width,)
         embeddings: dict[str, Shape] = {
             "vit.embeddings.cls_token": (1, 1, width),
             "vit.embeddings.position_embeddings": (1, patches + 1, width),

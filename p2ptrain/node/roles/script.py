@@ -57,7 +57,7 @@ def share_optimizer(
         shared.register_step_post_hook(lambda *_: saver.save_if_due())
     peer.record.parts.append(
         lambda record: replace(
-            record, loss=shared.loss, tokens_per_second=shared.tokens_per_second, round_tokens=shared.tokens_in_round
+            record, loss=shared.loss, tokens_per_second=shared.tokens_per_second, round_tokens=shared.work.tokens
         )
     )
     return shared, saver

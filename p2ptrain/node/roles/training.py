@@ -59,7 +59,7 @@ async def start_training(
         logger.info("restored round %d from %s", checkpoint.head.round, checkpoint.path)
     peer.set_state("syncing")
     await peer.presence.refresh()
-    await check_agreement(peer.rpc, state.layout, peer.membership.alive_trainers())
+    await check_agreement(peer.rpc, state, peer.membership.alive_trainers())
     await find_the_others(peer.presence, peer.membership, synchronizer, optimizer.work)
     if reason := why_incompatible(peer.membership, synchronizer):
         raise IncompatibleError(f"{reason}: build the model that the swarm's manifest describes")

@@ -101,7 +101,7 @@ class StageRounds:
         while not (self._is_stopping or queue.is_over_elsewhere):
             queue.changed.clear()
             await self._report()
-            if own.is_closing() or any(unit.synchronizer.is_behind() for unit in self._units):
+            if own.position.is_closing or any(unit.synchronizer.is_behind() for unit in self._units):
                 break
             try:
                 async with asyncio.timeout(TELL_SECONDS):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,20 +129,13 @@ class Saver:
 
     def save_last(self) -> None:
         """Write a checkpoint and close the writer; a failure is logged."""
-        try:
-            logger.info("saved %s", self.save())
-        except (ResourceError, CheckpointError) as error:
-            logger.error("%s", error)
+        _log(self.save)
         self.close()
 
     def wait(self) -> None:
         writing, self._writing = self._writing, None
-        if writing is None:
-            return
-        try:
-            logger.info("saved %s", writing.result())
-        except (ResourceError, CheckpointError) as error:
-            logger.error("%s", error)
+        if writing is not None:
+            _log(writing.result)
 
     def close(self) -> None:
         """Wait for a background save, and close the writer; idempotent."""
@@ -177,6 +171,13 @@ class Saver:
             extra["work"] = counts
             local |= waiting
         return local, extra
+
+
+def _log(save: Callable[[], Path]) -> None:
+    try:
+        logger.info("saved %s", save())
+    except (ResourceError, CheckpointError) as error:
+        logger.error("%s", error)
 
 
 def restore_shared(state: SharedState, checkpoint: LoadedCheckpoint) -> None:

@@ -22,6 +22,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -92,17 +93,14 @@ class Description(Message, frozen=True):
         return sum(spec.num_bytes for spec in self.tensors)
 
 
-def spec_of(name: str, tensor: Tensor) -> TensorSpec:
-    dtype: Any = str(tensor.dtype).removeprefix("torch.")
-    return TensorSpec(name, dtype, tuple(tensor.shape))
+def _dtype_name(tensor: Tensor) -> Any:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def new_tensors(specs: Sequence[TensorSpec]) -> list[tuple[str, Tensor]]:
     """Return zeroed CPU tensors with these specs in one buffer; raise `MemoryError` if it does not fit."""
-    starts, end = [], 0
-    for spec in specs:
-        starts.append(end)
-        end += -(-spec.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    aligned = (-(-spec.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for spec in specs)
+    *starts, end = accumulate(aligned, initial=0)
     memory = torch.frombuffer(new_buffer(max(end, 1)), dtype=torch.uint8)
     return [
         (spec.name, memory[start : start + spec.num_bytes].view(DTYPES[spec.dtype]).reshape(spec.shape))
@@ -173,12 +171,8 @@ class Cut:
 
     @cached_property
     def starts(self) -> list[int]:
-        """Offsets of the chunks in bytes, laid side by side."""
-        starts, end = [], 0
-        for index in range(self.num_chunks):
-            starts.append(end)
-            end += self.chunk_bytes(index)
-        return starts
+        """Offsets of the chunks in bytes, laid side by side, and of their end."""
+        return list(accumulate(map(self.chunk_bytes, range(self.num_chunks)), initial=0))
 
     def pieces(self, index: int) -> list[tuple[int, int, int]]:
         if not 0 <= index < self.num_chunks:
@@ -239,7 +233,7 @@ class ChunkedBytes:
     """The bytes of a sequence of tensors in chunks; refers to their memory, copies nothing."""
 
     def __init__(self, tensors: NamedTensors) -> None:
-        self.specs = tuple(spec_of(name, tensor) for name, tensor in tensors)
+        self.specs = tuple(TensorSpec(name, _dtype_name(tensor), tuple(tensor.shape)) for name, tensor in tensors)
         self.cut = cut_of(self.specs)
         self.num_chunks = self.cut.num_chunks
         self._views = [byte_view(tensor) for _, tensor in tensors]
@@ -284,16 +278,15 @@ def is_finite(specs: tuple[TensorSpec, ...], index: int, data: memoryview) -> bo
 
 @dataclass(frozen=True)
 class MerkleTree:
-    """The digest of named tensors, ``root``, and the hashes of their chunks, ``leaves``; 32 bytes each."""
+    """The digest of named tensors, ``root``, and the hashes of each level, those of the chunks first; 32 bytes each."""
 
-    leaves: tuple[bytes, ...]
     root: bytes
-    _levels: list[list[bytes]] = field(default_factory=list, repr=False, compare=False)
+    levels: list[list[bytes]] = field(repr=False)
 
     def proof(self, index: int) -> bytes:
         """Return the siblings from one chunk's leaf to the root: 32 bytes a level, zeros for a missing sibling."""
         found = []
-        for level in self._levels[:-1]:
+        for level in self.levels[:-1]:
             sibling = index ^ 1
             found.append(level[sibling] if sibling < len(level) else bytes(HASH_BYTES))
             index //= 2
@@ -306,9 +299,11 @@ def merkle_tree(tensors: NamedTensors) -> MerkleTree:
 
 
 def tree_of(chunks: ChunkedBytes) -> MerkleTree:
-    leaves = tuple(chunks.leaf(index) for index in range(chunks.num_chunks))
-    levels = _levels(leaves)
-    return MerkleTree(leaves, _root(description_hash(chunks.specs), levels[-1]), levels)
+    levels = [[chunks.leaf(index) for index in range(chunks.num_chunks)]]
+    while len(level := levels[-1]) > 1:
+        above = [bulk_hash(b"\x01", level[at], level[at + 1]) for at in range(0, len(level) - 1, 2)]
+        levels.append(above + level[len(above) * 2 :])
+    return MerkleTree(_root(description_hash(chunks.specs), levels[-1]), levels)
 
 
 def description_hash(specs: Sequence[TensorSpec]) -> bytes:
@@ -336,15 +331,6 @@ def proves(
         index //= 2
         size = -(-size // 2)
     return hmac.compare_digest(_root(description, [node]), root)
-
-
-def _levels(leaves: Sequence[bytes]) -> list[list[bytes]]:
-    levels = [list(leaves)]
-    while len(levels[-1]) > 1:
-        level = levels[-1]
-        above = [bulk_hash(b"\x01", level[at], level[at + 1]) for at in range(0, len(level) - 1, 2)]
-        levels.append(above + level[len(above) * 2 :])
-    return levels
 
 
 def _root(description: bytes, top: Sequence[bytes]) -> bytes:

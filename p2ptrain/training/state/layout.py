@@ -6,13 +6,10 @@ non-persistent buffers are equal on all peers, and not in it.
 
 Integer and boolean buffers are stored as fp32 and rounded on the way back, so they are exact up to 2**24.
 
-The vector may be synchronised in P parts, its *fragments* (Streaming DiLoCo, Douillard et al., arXiv 2501.18512).
-Every H / P inner steps a round averages one: round r takes fragment r mod P. So each parameter is synchronised every H
-inner steps, and a round moves 1 / P of the bytes.
-
-Blocks (modules in a list, such as a transformer's layers) are assigned in turn, block b to fragment b mod P: the
-paper's strided pattern. Other tensors, such as embeddings, go to the smallest fragment, the largest first. The
-assignment follows from the layout alone.
+The vector may be synchronised in P parts, its *fragments* (Streaming DiLoCo, Douillard et al., arXiv 2501.18512). Round
+r averages fragment r mod P. Blocks (modules in a list, such as a transformer's layers) are assigned in turn, block b to
+fragment b mod P: the paper's strided pattern. Other tensors, such as embeddings, go to the smallest fragment, the
+largest first. The assignment follows from the layout alone.
 """
 
 from __future__ import annotations
@@ -23,10 +20,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
+
+from p2ptrain.codecs import Codec, get_codec
+from p2ptrain.codecs.mixed import by_size
+from p2ptrain.manifest import AveragingSpec
 
 MAX_EXACT_INTEGER = 1 << 24
 """Largest magnitude up to which fp32 holds all integers."""
@@ -160,17 +162,21 @@ class Layout:
             yield entry, tensor
 
     def _check_vector(self, vector: Tensor) -> None:
-        fits = (
-            vector.dtype == torch.float32
-            and vector.device.type == "cpu"
-            and tuple(vector.shape) == (self.num_values,)
-            and vector.is_contiguous()
-        )
-        if not fits:
+        found = (vector.dtype, vector.device.type, tuple(vector.shape), vector.is_contiguous())
+        if found != (torch.float32, "cpu", (self.num_values,), True):
             raise ValueError(
                 f"expected a contiguous fp32 CPU vector of {self.num_values} values,"
                 f" got {vector.dtype} {tuple(vector.shape)} on {vector.device}"
             )
+
+
+def vector_codec(spec: AveragingSpec, layout: Layout) -> Codec:
+    """Return ``spec.codec``, mixed with ``spec.small_tensors`` if set; raise `IncompatibleError` if one is unknown."""
+    codec = get_codec(spec.codec)
+    if not spec.small_tensors:
+        return codec
+    sizes = [entry.num_values for entry in layout.entries]
+    return by_size(codec, get_codec(spec.small_tensors), sizes, spec.small_values)
 
 
 Span = tuple[int, int, int]
@@ -186,13 +192,9 @@ class Fragment:
 
     def __init__(self, index: int, entries: tuple[Entry, ...]) -> None:
         self.index = index
-        packed: list[Entry] = []
-        offset = 0
-        for entry in entries:
-            packed.append(replace(entry, offset=offset))
-            offset = packed[-1].end
+        *offsets, self.num_values = accumulate((entry.num_values for entry in entries), initial=0)
+        packed = [replace(entry, offset=offset) for entry, offset in zip(entries, offsets, strict=True)]
         self.layout = Layout(tuple(packed))
-        self.num_values = offset
         pairs = list(zip(entries, packed, strict=True))
         self.parameter_spans = _join([(e.offset, p.offset, e.num_values) for e, p in pairs if e.kind == "param"])
         self.buffer_spans = _join([(e.offset, p.offset, e.num_values) for e, p in pairs if e.kind == "buffer"])

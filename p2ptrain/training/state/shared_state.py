@@ -68,6 +68,7 @@ class SharedState:
     Attributes:
         vector: The master copy; fp32, ``[layout.num_values]``, CPU. Only this class changes it, always in place.
         fragments: The parts of the vector that rounds synchronise in turn.
+        is_settled: True if ``head`` names this state; False between a step and its head.
     """
 
     def __init__(self, module: nn.Module, layout: Layout, stepper: Stepper, fragments: Fragments | None = None) -> None:
@@ -76,10 +77,9 @@ class SharedState:
         self.layout = layout
         self.stepper = stepper
         self.fragments = fragments or Fragments(layout)
+        self.is_settled = False
         self._head: Head | None = None
-        self._settled = False
-        self._tree: MerkleTree | None = None
-        self._chunks: ChunkedBytes | None = None
+        self._hashed: tuple[ChunkedBytes, MerkleTree] | None = None
         self._lock = threading.RLock()
 
     @property
@@ -92,8 +92,7 @@ class SharedState:
     @head.setter
     def head(self, head: Head) -> None:
         with self._lock:
-            self._head = head
-            self._settled = True
+            self._head, self.is_settled = head, True
 
     def tensors(self) -> list[tuple[str, Tensor]]:
         """Return all tensors by name, the vector first: live memory, not to be kept across a round."""
@@ -103,7 +102,7 @@ class SharedState:
         """Hash the whole state anew, to detect corrupted memory."""
         chunks = ChunkedBytes(self.tensors())
         tree = tree_of(chunks)
-        self._chunks, self._tree = chunks, tree
+        self._hashed = chunks, tree
         return tree
 
     def apply(self, mean: Tensor, round_: int, fragment: Fragment | None = None) -> None:
@@ -127,8 +126,7 @@ class SharedState:
             self.stepper.load_state_tensors(tensors[1:])
             self.vector.copy_(tensors[0][1])
             self.stepper.adopt(self.vector)
-            self._head = head
-            self._settled = True
+            self._head, self.is_settled = head, True
 
     def patch(self, specs: tuple[TensorSpec, ...], chunks: Iterable[tuple[int, memoryview]]) -> None:
         """Overwrite chunks, given by index, in place. The caller sets ``head`` once all chunks are of one round.
@@ -165,8 +163,7 @@ class SharedState:
         if not self._lock.acquire(blocking=wait):
             return -1
         try:
-            readable = self._readable()
-            if readable is None:
+            if (readable := self._readable()) is None:
                 return -1
             chunks, tree = readable
             if chunks.specs != specs:
@@ -189,31 +186,26 @@ class SharedState:
         finally:
             self._lock.release()
 
-    @property
-    def is_settled(self) -> bool:
-        """True if ``head`` names this state; False between a step and its head."""
-        return self._settled
-
     def is_being_changed(self) -> bool:
         if self._lock.acquire(blocking=False):
             self._lock.release()
             return False
         return True
 
+    @property
     def needs_tree(self) -> bool:
         """True if `tree` must be called before the next `read`."""
-        return self._tree is None and self._settled
+        return self._hashed is None and self.is_settled
 
     def _readable(self) -> tuple[ChunkedBytes, MerkleTree] | None:
-        if not self._settled or self._tree is None or self._chunks is None:
+        if not self.is_settled or self._hashed is None:
             return None
-        if self._tree.root != self.head.digest:
+        if self._hashed[1].root != self.head.digest:
             raise TemporaryError("this peer's state is damaged and being repaired: ask another peer")
-        return self._chunks, self._tree
+        return self._hashed
 
     def _unsettle(self) -> None:
-        self._settled = False
-        self._tree = self._chunks = None
+        self.is_settled, self._hashed = False, None
 
     def _check_vector(self, tensors: NamedTensors) -> None:
         fits = bool(tensors) and tensors[0][0] == VECTOR_NAME

@@ -1,11 +1,8 @@
 """A state download during which the swarm keeps committing rounds.
 
 Sources send chunks of their current round (`p2ptrain.training.sync.download`). The newcomer collects the results of
-all rounds since the download began (`p2ptrain.training.sync.rounds_since`). Results come before chunks, because other
-peers keep few of them. When all chunks are present, the newcomer replays the rounds in order. For each round it
-writes the chunks of that round and applies the result. A chunk holds all values that a step on it needs
-(`p2ptrain.training.state.digest`), so its neighbours may be of other rounds. The digest of the newest round verifies
-the whole state.
+all rounds since, before chunks, because other peers keep few of them. In the end it replays the rounds in order: for
+each it writes the chunks of that round and applies the result. The digest of the newest round verifies the whole state.
 
 Chunks survive failures and, in files, a restart. The download resumes if a peer still has the results since;
 otherwise it begins anew.
@@ -23,7 +20,6 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from p2ptrain.averaging.commit.round_log import Result
 from p2ptrain.averaging.protocol.certificate import Certificate, Head
 from p2ptrain.errors import IncompatibleError, IntegrityError, TemporaryError
-from p2ptrain.network.transport import PeerId
 from p2ptrain.progress import Advance, Progress
 from p2ptrain.tasks import Tasks, together
 from p2ptrain.training.state.digest import CHUNK_BYTES
@@ -69,16 +65,16 @@ class StateDownload:
         self._membership = replica.membership
         self._jobs = jobs
         scratch, swarm = self._context.runtime.scratch, self._context.swarm
-        self._folder = scratch / f"download-{swarm.hex()[:16]}" if scratch is not None else None
-        self._part = self._folder / "state" if self._folder is not None else None
+        self._folder = scratch / f"download-{swarm.hex()[:16]}" if scratch else None
+        self._part = self._folder / "state" if self._folder else None
         self._partial: PartialDownload | None = None
         self.rounds = RoundsSince()
-        self._claims: dict[bytes, dict[PeerId, bytes]] = {}
-        self._failures: Counter[PeerId] = Counter()
+        self._claims: dict[bytes, dict[str, bytes]] = {}
+        self._failures: Counter[str] = Counter()
         self._source = ""
         self._must_be_one_round = False
         self._link = asyncio.Lock()
-        self._waiting: dict[PeerId, Stamp] = {}
+        self._waiting: dict[str, Stamp] = {}
         self._wanted = asyncio.Event()
         self._news = asyncio.Event()
 
@@ -90,7 +86,7 @@ class StateDownload:
         return self._part is not None and self._part.is_dir()
 
     @contextlib.asynccontextmanager
-    async def fetched(self, source: PeerId, head: Head) -> AsyncIterator[None]:
+    async def fetched(self, source: str, head: Head) -> AsyncIterator[None]:
         """Download the missing chunks, from ``source`` first; collect results until the body ends.
 
         ``head`` is the verified head of ``source``. Raises the errors of `download_state`; received chunks stay.
@@ -100,19 +96,16 @@ class StateDownload:
         async with Tasks() as tasks:
             tasks.start(self._collect(), "collect rounds")
             with self._jobs("downloading the state") as advance:
-                progress = _LoggedProgress(advance)
+                logged, layout = _logged(advance), self._state.layout.fingerprint
                 while not (partial.is_complete and self._fits_together(partial)):
-                    layout = self._state.layout.fingerprint
-                    await download_state(self._context.rpc, self._sources, layout, partial, self, advance=progress)
+                    await download_state(self._context.rpc, self._sources, layout, partial, self, advance=logged)
             yield
 
-    async def _open(self, source: PeerId, head: Head) -> PartialDownload:
+    async def _open(self, source: str, head: Head) -> PartialDownload:
         if self._partial is None:
-            rounds = self._folder / "rounds" if self._folder is not None else None
-            self._partial = await self._context.runtime.offload(PartialDownload.open, self._part)
-            self.rounds = await self._context.runtime.offload(
-                RoundsSince.open, rounds, self._context.swarm, self._context.signer
-            )
+            rounds, context = self._folder / "rounds" if self._folder else None, self._context
+            self._partial = await context.runtime.offload(PartialDownload.open, self._part)
+            self.rounds = await context.runtime.offload(RoundsSince.open, rounds, context.swarm, context.signer)
             for _, stamp in self._partial.chunks():  # Their digests were believed when they were kept.
                 self._claims.setdefault(stamp.lineage, {})[self._context.rpc.peer_id] = stamp.digest
             if self._partial.num_done:
@@ -134,7 +127,7 @@ class StateDownload:
         self.rounds.start(head)
         self._claims = {}
 
-    def _sources(self) -> list[PeerId]:
+    def _sources(self) -> list[str]:
         """Return the trusted peers, the current source first, then peers at a known round."""
         records = [record for record in self._membership.trusted_records() if record.peer != self._source]
         records.sort(key=lambda record: record.lineage not in self.rounds.positions)
@@ -148,7 +141,7 @@ class StateDownload:
         if num_bytes > most:
             raise IntegrityError(f"a state of {num_bytes >> 20} MiB is more than a model of this size can have")
 
-    async def admit(self, source: PeerId, stamp: Stamp) -> None:
+    async def admit(self, source: str, stamp: Stamp) -> None:
         """See `Admission`: the round's result must be here, and no other digest may be more frequent."""
         try:
             async with asyncio.timeout(ADMISSION_SECONDS):
@@ -174,16 +167,14 @@ class StateDownload:
         counted = Counter({**votes, **self._claims.get(lineage, {})}.values())
         return counted.most_common(1)[0][0] if counted else b""
 
-    def _is_usable(self, index: int, stamp: Stamp) -> bool:
-        return stamp.lineage in self.rounds.positions and self._believed(stamp.lineage) == stamp.digest
-
     def _fits_together(self, partial: PartialDownload) -> bool:
         """Drop chunks that do not fit the others; return True if all fit.
 
         All common chunks must be of one round, and no chunk may be older.
         """
-        dropped = partial.retain(self._is_usable)
-        positions = {index: self.rounds.positions.get(stamp.lineage, 0) for index, stamp in partial.chunks()}
+        known = self.rounds.positions
+        dropped = partial.retain(lambda _, s: s.lineage in known and self._believed(s.lineage) == s.digest)
+        positions = {index: known.get(stamp.lineage, 0) for index, stamp in partial.chunks()}
         if not positions:
             return False
         common = [position for index, position in positions.items() if index < partial.cut.num_common]
@@ -224,7 +215,7 @@ class StateDownload:
                 return True
         return False
 
-    def _batches(self, peer: PeerId, chain: Sequence[Certificate]) -> Iterator[Sequence[Certificate]]:
+    def _batches(self, peer: str, chain: Sequence[Certificate]) -> Iterator[Sequence[Certificate]]:
         """Split a chain into batches to fetch at once: several results if they are small, else one."""
         sizes = [self._round_log.num_bytes_of(peer, each.body) for each in chain[:1]]
         step = MAX_AT_ONCE if sizes and sizes[0] * MAX_AT_ONCE <= MAX_BATCH_BYTES else 1
@@ -248,7 +239,7 @@ class StateDownload:
             self._begin_at(best)
             self._notify()
 
-    async def _head_of(self, peer: PeerId) -> Head:
+    async def _head_of(self, peer: str) -> Head:
         """Return the head of the chunk that a peer waits to send, or its present head if no certificate is found."""
         stamp = self._waiting.get(peer)
         if stamp is not None:
@@ -289,8 +280,7 @@ class StateDownload:
                 if chunks:
                     await self._context.runtime.compute(self._state.patch, partial.specs, chunks)
                 if position < newest:
-                    result = rounds.result(position)
-                    await self._context.runtime.compute(self._replica.step, result.certificate.body, result.means)
+                    await self._context.runtime.compute(self._replica.step, rounds.result(position))
                 advance(position - oldest, newest - oldest)
         root = (await self._context.runtime.compute(self._state.tree)).root
         if root != self._believed(lineage):
@@ -315,24 +305,22 @@ class StateDownload:
             self._partial = None
 
 
-class _LoggedProgress:
-    """Reports the progress of a download, and logs it every `LOG_SECONDS`."""
+def _logged(advance: Advance) -> Advance:
+    """Return ``advance``, extended by a log line every `LOG_SECONDS`."""
+    loop, since, before = asyncio.get_running_loop(), 0.0, -1
 
-    def __init__(self, advance: Advance) -> None:
-        self._advance = advance
-        self._loop = asyncio.get_running_loop()
-        self._logged = (self._loop.time(), -1)
-
-    def __call__(self, done: int, total: int) -> None:
-        self._advance(done, total)
-        now = self._loop.time()
-        since, before = self._logged
+    def report(done: int, total: int) -> None:
+        nonlocal since, before
+        advance(done, total)
+        now = loop.time()
         if before < 0:
-            self._logged = (now, done)
+            since, before = now, done
         elif now - since >= LOG_SECONDS:
             rate = (done - before) / (now - since)
             logger.info(
                 "downloading the state: %.0f of %.0f MB (%.0f %%), %.2f MB/s",
                 done / 1e6, total / 1e6, 100 * done / max(1, total), rate / 1e6,
             )  # fmt: skip
-            self._logged = (now, done)
+            since, before = now, done
+
+    return report

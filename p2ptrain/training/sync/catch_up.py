@@ -1,7 +1,7 @@
 """Catch-up with another peer: replay of missed rounds, download of the state, repair of a damaged state.
 
 A stale peer replays the rounds that it missed, or downloads the state if that is fewer bytes (`choose_way`). Both lead
-to the same bits. If the source lacks the rounds, another peer at the same lineage may replay them.
+to the same bits.
 
 Local work is carried to the new state only where it cannot count twice. The certificates between two states tell
 whether the work has counted. If they are known, replay and download treat local work alike. Work on top of a damaged
@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from p2ptrain.averaging.commit.attempt import AttemptFailedError
 from p2ptrain.averaging.commit.round_log import Result
@@ -119,15 +118,13 @@ class CatchUp:
         if not chain:
             holder, chain = await self._chain_of_others(source)
         if not chain:
-            await self._download(source, work, keep_work=True)
-            return
+            return await self._download(source, work, keep_work=True)
         replay_bytes = sum(self._round_log.num_bytes_of(holder, each.body) for each in chain)
-        way = choose_way(len(chain), replay_bytes, self._state_bytes())
-        logger.info("catching up with peer %s: %s", holder[-8:], way.reason)
-        if way.is_download:
+        is_download, reason = choose_way(len(chain), replay_bytes, self._state_bytes())
+        logger.info("catching up with peer %s: %s", holder[-8:], reason)
+        if is_download:
             try:
-                await self._download(source, work, keep_work=True, chain=chain)
-                return
+                return await self._download(source, work, keep_work=True, chain=chain)
             except (*SOURCE_FAILURES, ResourceError) as error:
                 logger.info("could not download from peer %s: %s", source[-8:], error)
         try:
@@ -148,12 +145,10 @@ class CatchUp:
     ) -> None:
         if work is not None and work.tokens > 0:
             self._matchmaker.announce_soon(chain[-1].body.next_head(b"", b""))
-        goal = chain[-1].body.next_lineage
-        others = [peer for peer in self._peers_at(goal) if peer != holder]
+        others = [peer for peer in self._peers_at(chain[-1].body.next_lineage) if peer != holder]
         for number, certificate in enumerate(chain):
             advance(number, len(chain))
-            body = certificate.body
-            head = self._state.head
+            body, head = certificate.body, self._state.head
             if (body.tokens_before, body.samples_before) != (head.tokens, head.samples):
                 raise IntegrityError("a certificate's counts do not follow from its lineage")
             if body.levels != self._matchmaker.cells.num_levels(head.present):
@@ -237,11 +232,11 @@ class CatchUp:
         if chain and between(chain, self._state.head.lineage, head.lineage) is None:  # The source committed more.
             chain = [*chain, *await self._round_log.certificates_after(source, chain[-1].body.next_lineage)]
         async with self._downloaded.fetched(source, head):
-            count = await to_its_end(self._take_over(work, keep_work, chain))
+            position = await to_its_end(self._take_over(work, keep_work, chain))
             logger.info("downloaded the state of round %d from peer %s", self._state.head.round, source[-8:])
-            while count < len(self._downloaded.rounds.certificates):  # The list may grow during the loop.
-                await self._replica.apply_missed(self._downloaded.rounds.result(count), work)
-                count += 1
+            while position < len(self._downloaded.rounds.certificates):  # The list may grow during the loop.
+                await self._replica.apply_missed(self._downloaded.rounds.result(position), work)
+                position += 1
         self._downloaded.discard()
 
     async def _head_ahead(self, source: str, *, accepts_own_lineage: bool = False) -> Head:
@@ -262,22 +257,13 @@ class CatchUp:
         return count
 
 
-@dataclass(frozen=True)
-class Way:
-    """The choice, and its reason."""
-
-    is_download: bool
-    reason: str
-
-
-def choose_way(num_rounds: int, replay_bytes: int, download_bytes: int) -> Way:
-    """Choose the way that moves fewer bytes; ``download_bytes`` is 0 if it is not known."""
-    rounds = f"{replay_bytes} bytes of {num_rounds} rounds"
+def choose_way(num_rounds: int, replay_bytes: int, download_bytes: int) -> tuple[bool, str]:
+    """Return True if a download moves fewer bytes, and the reason; ``download_bytes`` is 0 if it is not known."""
+    rounds, state = f"{replay_bytes} bytes of {num_rounds} rounds", f"{download_bytes} bytes of state"
     if not download_bytes:
-        return Way(False, f"{rounds} against a state of unknown size")
+        return False, f"{rounds} against a state of unknown size"
     is_download = download_bytes < DOWNLOAD_BELOW * replay_bytes
-    state = f"{download_bytes} bytes of state"
-    return Way(is_download, f"{state} instead of {rounds}" if is_download else f"{rounds} instead of {state}")
+    return is_download, f"{state} instead of {rounds}" if is_download else f"{rounds} instead of {state}"
 
 
 def between(chain: Sequence[Certificate], start: bytes, end: bytes) -> list[Certificate] | None:

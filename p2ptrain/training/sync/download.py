@@ -29,7 +29,6 @@ from p2ptrain.network.chunks.messages import Ask
 from p2ptrain.network.rpc.channel import Channel, LeastRate
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.schema import from_bytes, to_bytes
-from p2ptrain.network.transport import PeerId
 from p2ptrain.progress import Advance
 from p2ptrain.training.state.digest import (
     CHUNK_BYTES,
@@ -62,7 +61,7 @@ class Admission(Protocol):
     def check_size(self, num_bytes: int) -> None:
         """Raise `IntegrityError` for a state larger than this model's can be; called before memory is allocated."""
 
-    async def admit(self, source: PeerId, stamp: Stamp) -> None:
+    async def admit(self, source: str, stamp: Stamp) -> None:
         """Return once chunks of this state are useful; called when a source's stamp changes.
 
         Raises:
@@ -76,7 +75,7 @@ class Admission(Protocol):
 
 async def download_state(
     rpc: Rpc,
-    find_sources: Callable[[], Sequence[PeerId]],
+    find_sources: Callable[[], Sequence[str]],
     layout: bytes,
     partial: PartialDownload,
     admission: Admission,
@@ -105,16 +104,13 @@ class _Target:
         self._partial = partial
         self._admission = admission
         self._advance = advance
-        self._admitted: dict[PeerId, Stamp] = {}
+        self._admitted: dict[str, Stamp] = {}
+        self.done = partial.done
         self.wait_for_turn = admission.wait_for_turn
 
     @property
-    def done(self) -> bytearray:
-        return self._partial.done
-
-    @property
     def is_complete(self) -> bool:
-        return self._partial.is_complete
+        return bool(self.done) and all(self.done)
 
     @property
     def most_bytes(self) -> int:
@@ -156,7 +152,7 @@ class _Target:
         await self._keep(source, 0, data, stamp, proof)
         return len(data)
 
-    async def put(self, source: PeerId, index: int, received: memoryview) -> int:
+    async def put(self, source: str, index: int, received: memoryview) -> int:
         data, stamp, proof = _parts(received, self._partial.cut.chunk_bytes(index))
         if stamp != self._admitted.get(source):  # Verified first: the stamp may name a made-up round.
             if not await self._runtime.offload(self._partial.verifies, index, data, stamp, proof):
@@ -166,7 +162,7 @@ class _Target:
         await self._keep(source, index, data, stamp, proof)
         return len(data)
 
-    async def _keep(self, source: PeerId, index: int, data: memoryview, stamp: Stamp, proof: memoryview) -> None:
+    async def _keep(self, source: str, index: int, data: memoryview, stamp: Stamp, proof: memoryview) -> None:
         if not await self._runtime.compute(self._partial.put, index, data, stamp, proof):
             raise IntegrityError(f"peer {source[-8:]} sent a chunk that does not match its hash")
         self._advance(self._partial.bytes_done, self._partial.num_bytes)
@@ -187,18 +183,19 @@ class PartialDownload:
     Attributes:
         specs: The state's tensors; empty until a source has described them.
         stamps: The state that each chunk belongs to; None for a missing chunk.
-        done: 1 for each chunk that is present.
+        done: 1 for each chunk that is present; always the same object.
         bytes_done: Size of the chunks that are present.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
+        self.done = bytearray()
         self._forget()
 
     def _forget(self) -> None:
         self.specs: tuple[TensorSpec, ...] = ()
         self.stamps: list[Stamp | None] = []
-        self.done = bytearray()
+        self.done.clear()
         self.bytes_done = 0
         self._description = b""
         self._data = memoryview(b"")
@@ -231,7 +228,7 @@ class PartialDownload:
     @property
     def is_complete(self) -> bool:
         """True if all chunks are present, of whatever rounds."""
-        return bool(self.specs) and all(self.done)
+        return bool(self.done) and all(self.done)
 
     def begin(self, specs: tuple[TensorSpec, ...]) -> None:
         """Discard all chunks, and allocate a state of these tensors; raise `ResourceError` if there is no room."""
@@ -267,7 +264,7 @@ class PartialDownload:
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             self._index = os.open(self._folder / INDEX_FILE, flags, 0o600)
         self.specs, self._description = specs, description_hash(specs)
-        self.stamps, self.done = [None] * self.cut.num_chunks, bytearray(self.cut.num_chunks)
+        self.stamps, self.done[:] = [None] * self.cut.num_chunks, bytes(self.cut.num_chunks)
         self.bytes_done = 0
 
     def _restore(self, folder: Path) -> None:

@@ -15,19 +15,16 @@ import torch
 
 from p2ptrain.averaging.averager import Averager
 from p2ptrain.averaging.commit.attempt import decode_means
-from p2ptrain.averaging.commit.result_chunks import Means
 from p2ptrain.averaging.commit.round_log import Result
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.averaging.protocol.certificate import Body, Certificate, Head
 from p2ptrain.averaging.timing.goal import Goal
 from p2ptrain.averaging.vector.error_feedback import Encoded, ErrorFeedback
-from p2ptrain.codecs import Codec, get_codec
-from p2ptrain.codecs.mixed import by_size
 from p2ptrain.errors import DivergedError
-from p2ptrain.manifest import AveragingSpec, TrainingSpec
+from p2ptrain.manifest import TrainingSpec
 from p2ptrain.tasks import to_its_end
-from p2ptrain.training.state.layout import Fragment, Layout
+from p2ptrain.training.state.layout import Fragment, vector_codec
 from p2ptrain.training.state.shared_state import SharedState
 from p2ptrain.training.sync.state_server import StateServer
 
@@ -111,8 +108,7 @@ class Replica:
         self._buffer: torch.Tensor | None = None
         self._drops_in_a_row = 0
         self._server = StateServer(context.rpc, state)
-        self.trained_tokens = 0
-        self.trained_rounds = 0
+        self.trained_tokens = self.trained_rounds = 0
 
     def fragment_of(self, body: Body) -> Fragment:
         return self.state.fragments.of_round(body.round)
@@ -156,11 +152,11 @@ class Replica:
         own = self.feedback.residual
         if own is None:
             return
-        if residual.shape != own.shape or not bool(residual.isfinite().all()):
+        if residual.shape == own.shape and bool(residual.isfinite().all()):
+            own.copy_(residual)
+            self.averager.contributions.forget()
+        else:
             logger.warning("the checkpoint's error-feedback residual does not fit, or is not finite: dropped")
-            return
-        own.copy_(residual)
-        self.averager.contributions.forget()
 
     async def reset(self, work: Contribution) -> None:
         """Drop all local work, the local optimizer's state and the residual; call while ``work`` is at rest."""
@@ -196,7 +192,7 @@ class Replica:
 
     async def _apply(self, result: Result, work: Contribution | None, contributed: bool) -> None:
         body = result.certificate.body
-        tree_root = await self.context.runtime.compute(self._apply_means, body, result.means, work, contributed)
+        tree_root = await self.context.runtime.compute(self._take_step, result, work, contributed)
         if contributed:
             self._drops_in_a_row = 0
             tokens, _ = self.averager.contributions.counts_in(body) or (0, 0)
@@ -206,11 +202,12 @@ class Replica:
         self._set_head(body.next_head(tree_root, result.certificate.to_bytes()))
         self.averager.round_log.add(result, bool(self._server.chunks.active))
 
-    def _apply_means(self, body: Body, means: Means, work: Contribution | None, contributed: bool) -> bytes:
+    def _take_step(self, result: Result, work: Contribution | None, contributed: bool) -> bytes:
+        body = result.certificate.body
         carry, fragment = None, self.fragment_of(body)
         if work is not None and not contributed:
             carry = self._carry(work, fragment, self.context.spec.late_decay)
-        self.step(body, means)
+        self.step(result)
         if work is not None:
             counted = (0, 0)
             if contributed:  # If the result does not tell the count, all pending work is taken as counted.
@@ -218,11 +215,12 @@ class Replica:
             work.adopt(contributed, carry, fragment, counted)
         return self.state.tree().root
 
-    def step(self, body: Body, means: Means) -> None:
+    def step(self, result: Result) -> None:
         """Take the shared step on a certified result; leave the live model and the head alone."""
+        body = result.certificate.body
         fragment = self.fragment_of(body)
         mean = self._buffer_for(fragment)
-        decode_means(self.context.spec, self._codecs[fragment.index], body, means, mean)
+        decode_means(self.context.spec, self._codecs[fragment.index], body, result.means, mean)
         self.state.apply(mean, body.round, fragment)
 
     def _carry(self, work: Contribution, fragment: Fragment, part: float) -> torch.Tensor | None:
@@ -288,22 +286,10 @@ class Replica:
         carries: Sequence[torch.Tensor | None],
         follows: bool,
     ) -> None:
-        """Set the live model from the new state.
-
-        The residual is kept only if the new state ``follows`` from this peer's and the work is carried.
-        """
+        """Set the live model; keep the residual of carried work if the new state ``follows`` from this peer's."""
         for feedback, part in zip(self._feedbacks, kept, strict=True):
             if part is None or not follows:
                 feedback.reset()
-        for fragment in self.state.fragments:
-            if work is not None:
+        if work is not None:
+            for fragment in self.state.fragments:
                 work.adopt(False, carries[fragment.index], fragment)
-
-
-def vector_codec(spec: AveragingSpec, layout: Layout) -> Codec:
-    """Return ``spec.codec``, mixed with ``spec.small_tensors`` if set; raise `IncompatibleError` if one is unknown."""
-    codec = get_codec(spec.codec)
-    if not spec.small_tensors:
-        return codec
-    sizes = [entry.num_values for entry in layout.entries]
-    return by_size(codec, get_codec(spec.small_tensors), sizes, spec.small_values)

@@ -1,10 +1,8 @@
 """A peer's account of its shared state: the fingerprint of its layout, its head, and its chunks.
 
-Other peers compare the layout before they take part (`check_agreement`), and verify a head before they follow it
-(`check_head`). `p2ptrain.training.sync.download` is the client for chunks. Each chunk is copied out of the live state
-under its lock, because a later step may overwrite a buffer that the network still reads. Each chunk carries its round,
-so the state may advance during a download. The server keeps no snapshot: the newcomer brings chunks of earlier rounds
-up to date.
+`p2ptrain.training.sync.download` is the client for chunks. Each chunk is copied out of the live state under its lock,
+because a later step may overwrite a buffer that the network still reads. Each chunk carries its round, so the state may
+advance during a download. The server keeps no snapshot: the newcomer brings chunks of earlier rounds up to date.
 """
 
 from __future__ import annotations
@@ -25,11 +23,9 @@ from p2ptrain.network.chunks.messages import Open
 from p2ptrain.network.chunks.server import ChunkServer, Ration
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.schema import Hash, Message, Nothing
-from p2ptrain.network.transport import PeerId
 from p2ptrain.tasks import together
 from p2ptrain.training.optimizer_checks import differences
 from p2ptrain.training.state.digest import CHUNK_BYTES, Description, TensorSpec, cut_of
-from p2ptrain.training.state.layout import Layout
 from p2ptrain.training.state.shared_state import SharedState, stamped_bytes
 
 logger = logging.getLogger(__name__)
@@ -75,18 +71,16 @@ class StateServer:
     """Serves this peer's shared state: its layout, its head, and its chunks."""
 
     def __init__(self, rpc: Rpc, state: SharedState, ration: Ration | None = None) -> None:
-        self._runtime = rpc.runtime
-        self._state = state
+        self._runtime, self._state = rpc.runtime, state
         rpc.serve(LAYOUT, Nothing, self._on_layout)
         rpc.serve(HEAD, Nothing, self._on_head, max_request_bytes=1024)
         self.chunks = ChunkServer(rpc, STATE, self._open, ration or Ration())
 
-    async def _on_layout(self, peer: PeerId, request: Nothing) -> LayoutReply:
+    async def _on_layout(self, peer: str, request: Nothing) -> LayoutReply:
         return LayoutReply(self._state.layout.fingerprint, self._state.layout.rule)
 
-    async def _on_head(self, peer: PeerId, request: Nothing) -> HeldHead:
-        head, _ = await self.describe()
-        return HeldHead(head)
+    async def _on_head(self, peer: str, request: Nothing) -> HeldHead:
+        return HeldHead((await self.describe())[0])
 
     async def _open(self, request: Open) -> _Supply:
         _, specs = await self.describe()
@@ -112,7 +106,7 @@ class StateServer:
         """Wait briefly if a round changes the state, and compute its digest if that is missing."""
         if not self._state.is_settled:
             await asyncio.sleep(WAIT_SECONDS)
-        elif self._state.needs_tree():
+        elif self._state.needs_tree:
             await self._runtime.compute(self._state.tree)
         elif self._state.is_being_changed():  # The state thread applies a step: queue behind it.
             await self._runtime.compute(int)
@@ -136,8 +130,9 @@ class _Supply:
         return self._buffer[: await self._server.read(index, self._buffer, self._specs)]
 
 
-async def check_agreement(rpc: Rpc, layout: Layout, trainers: Sequence[str]) -> None:
+async def check_agreement(rpc: Rpc, state: SharedState, trainers: Sequence[str]) -> None:
     """Ask up to `MAX_ASKED` trainers; raise `IncompatibleError` if all that answer differ in layout or step rule."""
+    layout = state.layout
 
     async def ask(peer: str) -> LayoutReply | None:
         try:
@@ -161,22 +156,14 @@ async def check_agreement(rpc: Rpc, layout: Layout, trainers: Sequence[str]) -> 
     )
 
 
-async def fetch_head(rpc: Rpc, source: PeerId) -> Head:
-    """Return the head of a peer's state, unverified: see `check_head`.
-
-    Raises:
-        PeerError: The peer cannot be reached, refuses, or sends a malformed answer.
-        DeadlineError: The peer did not answer in time.
-    """
+async def fetch_head(rpc: Rpc, source: str) -> Head:
+    """Return the head of a peer's state, unverified; raise the errors of `Rpc.call`."""
     held = await rpc.call(source, HEAD, Nothing(), HeldHead, HEAD_SECONDS, max_reply_bytes=MAX_HEAD_BYTES)
     return held.head
 
 
 def check_head(context: PeerContext, membership: Membership, head: Head) -> None:
-    """Raise `IntegrityError` for a head that is not proved.
-
-    Its certificate must prove it, and no other digest may have more votes at its lineage.
-    """
+    """Raise `IntegrityError` unless a head's certificate proves it, and no other digest has more votes there."""
     votes = Counter(record.digest for record in membership.records() if record.lineage == head.lineage)
     if votes and votes[head.digest] < max(votes.values()):
         raise IntegrityError("most peers announce another digest for this state")

@@ -65,6 +65,8 @@ class Synchronizer:
         feedback: Compression error of this peer's contributions, for all fragments in order.
         rounds_committed: Synchronisations that applied a certified round.
         rounds_aborted: Synchronisations that did not.
+        pacing: Reports local batches and steps, on the event loop.
+        position: Tells whether the swarm closes the round; safe from any thread.
         reports: The last rounds, newest last.
         rested_since: End of the last synchronisation, on the event loop's clock; None before the first.
         last_round: First round that this peer does not contribute to; 0 for no limit.
@@ -81,6 +83,7 @@ class Synchronizer:
         self.feedback = replica.feedback
         self.jobs = jobs
         self.catch_up = CatchUp(replica, jobs)
+        self.pacing, self.position = replica.averager.matchmaker.pacing, replica.averager.matchmaker.position
         self._place: tuple[bytes, Place] | None = None
         self.rounds_committed = 0
         self.rounds_aborted = 0
@@ -115,7 +118,7 @@ class Synchronizer:
         started = asyncio.get_running_loop().time()
         computed = 0.0 if self.rested_since is None else started - self.rested_since
         try:
-            with self.averager.matchmaker.pacing.handing_in():
+            with self.pacing.handing_in():
                 result = await self._synchronize(work)
         except TemporaryError as error:
             result = RoundResult(False, self.head.round, str(error), paused=self._below_minimum(error))
@@ -152,17 +155,17 @@ class Synchronizer:
         return pauses and isinstance(error, NoGroupError) and present < self._spec.min_peers
 
     async def _synchronize(self, work: Contribution) -> RoundResult:
-        before, pacing = self.head, self.averager.matchmaker.pacing
+        before = self.head
         for _ in range(MAX_RETRIES):
             async with work.model_lock:
                 ready = await self._prepare(work, before)
             if isinstance(ready, RoundResult):
                 return ready
             if self.head != before:
-                await pacing.refresh()
-                if pacing.has_time:
+                await self.pacing.refresh()
+                if self.pacing.has_time:
                     return RoundResult(True, self.head.round, "caught up: this peer's work goes into the next round")
-            await pacing.until_closing()
+            await self.pacing.until_closing()
             try:
                 outcome = await self.averager.average(*ready, self._bandwidth)
             except (BehindError, MismatchError, UnencodableError) as error:
@@ -264,24 +267,6 @@ class Synchronizer:
                     best, source = announced, record.peer
         return source
 
-    # --- when a round is due
-
-    def is_closing(self) -> bool:
-        """True if the swarm closes the round now; safe from any thread."""
-        return self.averager.matchmaker.position.is_closing
-
-    async def report(self, samples: int, batch_samples: int, batch_seconds: float) -> bool:
-        """Report the accumulated samples to the leader, and wait while another local batch would overfill the round.
-
-        Returns:
-            True if the swarm's global batch is full, or others are ahead of this peer.
-        """
-        return await self.averager.matchmaker.pacing.report_batch(samples, batch_samples, batch_seconds)
-
-    def note_steps(self, steps: int, seconds: float = 0.0) -> None:
-        """Record the local steps of the round (``every = H``) and the last one's seconds; call on the event loop."""
-        self.averager.matchmaker.pacing.note(steps, seconds)
-
     def is_due(self, steps: int) -> bool:
         """True if a peer with this many steps in the round should contribute now; safe from any thread."""
-        return self.is_closing() or self.averager.matchmaker.pacing.is_due(steps)
+        return self.position.is_closing or self.pacing.is_due(steps)

@@ -297,7 +297,7 @@ def step(opt: SwarmOptimizer, synchronizer: Synchronizer, options: Options, pend
     if options.tell_values:
         told |= {"samples": list(pending), "values": synchronizer.state.vector.tolist()}
     say("round", **told)
-    if opt.samples_in_round == 0:
+    if opt.work.samples == 0:
         pending.clear()
 
 
@@ -319,7 +319,7 @@ def account(opt: SwarmOptimizer, synchronizer: Synchronizer) -> dict[str, Any]:
 
     With them: how many batches were dropped, and whether model, shared state and inner optimizer are finite.
     """
-    told: dict[str, Any] = {"made": opt.total_tokens, "waiting": opt.tokens_in_round, "counted": {}, "extends": ""}
+    told: dict[str, Any] = {"made": opt.total_tokens, "waiting": opt.work.tokens, "counted": {}, "extends": ""}
     held = [synchronizer.state.vector, *opt.work.module.parameters()]
     held += [value for state in opt.inner.state.values() for value in state.values()]
     told |= {"dropped": opt.dropped_batches, "finite": all(bool(tensor.isfinite().all()) for tensor in held)}

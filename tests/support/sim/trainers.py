@@ -172,7 +172,7 @@ class SimulatedTrainer:
                     self.first_step = 0 if spec.overlap_steps else self.work.steps
                     if not result.committed:
                         self.first_step = self.work.steps + 1 - spec.steps_per_round
-                    self.sync.note_steps(self.steps_in_round)
+                    self.sync.pacing.note(self.steps_in_round)
         finally:
             await self.close()
 
@@ -184,11 +184,11 @@ class SimulatedTrainer:
     async def _is_due(self, batch_seconds: float) -> bool:
         """True if the product's optimizer would synchronise now."""
         if self.manifest.training.every > 1:
-            self.sync.note_steps(self.steps_in_round, batch_seconds)
+            self.sync.pacing.note(self.steps_in_round, batch_seconds)
             return self.sync.is_due(self.steps_in_round)
-        if self.sync.is_closing():
+        if self.sync.position.is_closing:
             return True
-        return await self.sync.report(self.work.samples, 1, batch_seconds)
+        return await self.sync.pacing.report_batch(self.work.samples, 1, batch_seconds)
 
     async def synchronize_under_compute(self) -> RoundResult:
         """One synchronisation that goes on while the next steps are computed, up to the manifest's overlap."""

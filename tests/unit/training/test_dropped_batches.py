@@ -67,7 +67,7 @@ def test_a_batch_whose_gradient_is_not_finite_leaves_no_trace(
         spoiled.optimizer.zero_grad()
     assert all(torch.equal(*pair) for pair in zip(before, everything(spoiled), strict=True))
     counts = spoiled.optimizer
-    assert (counts.samples_in_round, counts.tokens_in_round, counts.total_tokens, counts.total_steps) == (1, 10, 10, 1)
+    assert (counts.work.samples, counts.work.tokens, counts.total_tokens, counts.total_steps) == (1, 10, 10, 1)
     assert counts.dropped_batches == 1
     assert [("not finite" in record.message, "dropped" in record.message) for record in caplog.records] == [
         (True, True)
@@ -115,7 +115,7 @@ def test_a_live_model_that_broke_begins_anew_and_counts_again(training: dict[str
         next(lone.module.parameters()).fill_(math.nan)
     for _ in range(DROPS_TO_RESET):
         lone.step(math.nan)
-    assert lone.optimizer.tokens_in_round == 0
+    assert lone.optimizer.work.tokens == 0
     assert lone.optimizer.inner.state == {}
     for each in (lone, fresh):
         for gradient in (1.0, 2.0, 3.0, 4.0):
@@ -134,7 +134,7 @@ def test_an_optimizer_that_cannot_make_its_first_state_again_gets_it_back() -> N
     for expected, found in zip(first, lone.optimizer.inner.state.values(), strict=True):
         assert {key: value.tolist() for key, value in expected.items()} == {k: v.tolist() for k, v in found.items()}
     lone.step()
-    assert lone.optimizer.tokens_in_round == 10
+    assert lone.optimizer.work.tokens == 10
 
 
 @pytest.mark.parametrize("training", [MODES["every = 4"], MODES["every = 1"]], ids=str)
@@ -168,4 +168,4 @@ def test_a_sparse_gradient_that_is_not_finite_is_dropped_too(training: dict[str,
     lone.optimizer.step()
     assert lone.optimizer.dropped_batches == 1
     assert torch.equal(embedding.weight, before)
-    assert lone.optimizer.tokens_in_round == 0
+    assert lone.optimizer.work.tokens == 0

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
+from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from p2ptrain.training.metrics import MetricsWriter, read_metrics
+from p2ptrain.training.metrics import MetricsWriter
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a file, without its torn and garbage lines."""
+    found = []
+    for line in path.read_bytes().splitlines():
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return [record for record in found if isinstance(record, dict)]
 
 
 def test_what_is_written_is_read_in_order(tmp_path: Path) -> None:
     path = tmp_path / "new" / "metrics.jsonl"
-    with MetricsWriter(path, clock=lambda: 5.0) as writer:
+    with closing(MetricsWriter(path, clock=lambda: 5.0)) as writer:
         assert writer.write("round", round=1, loss=2.5, members=["a"])
         assert [record["round"] for record in read_metrics(path)] == [1]  # readable while it is open
         writer.write("round", round=2)
-    assert list(read_metrics(path)) == [
+    assert read_metrics(path) == [
         {"time": 5.0, "kind": "round", "round": 1, "loss": 2.5, "members": ["a"]},
         {"time": 5.0, "kind": "round", "round": 2},
     ]
@@ -29,14 +41,14 @@ def test_torn_and_garbage_lines_are_skipped_and_do_not_spoil_the_next(tmp_path: 
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(before)
     assert [record["kind"] for record in read_metrics(path)] == ["a"]
-    with MetricsWriter(path) as writer:
+    with closing(MetricsWriter(path)) as writer:
         writer.write("c")
     assert [record["kind"] for record in read_metrics(path)] == ["a", "c"]
 
 
 def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsWriter(path) as writer:
+    with closing(MetricsWriter(path)) as writer:
         writer.write("round", loss=math.nan, nested=[{"norm": math.inf}])
     (record,) = read_metrics(path)
     assert (record["loss"], record["nested"]) == (None, [{"norm": None}])
@@ -44,7 +56,7 @@ def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
 
 def test_size_is_bounded_with_one_old_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsWriter(path, max_bytes=1000) as writer:
+    with closing(MetricsWriter(path, max_bytes=1000)) as writer:
         for number in range(200):
             writer.write("round", round=number)
     old = path.with_name("metrics.jsonl.1")
@@ -58,7 +70,7 @@ def test_a_full_disk_warns_once_and_writing_goes_on_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsWriter(path) as writer, caplog.at_level(logging.WARNING):
+    with closing(MetricsWriter(path)) as writer, caplog.at_level(logging.WARNING):
         writer.write("before")
         with monkeypatch.context() as patch:
             patch.setattr(os, "write", full)

@@ -149,8 +149,10 @@ class ScriptedSynchronizer:
     begun: list[list[int]] = field(default_factory=list)
     arrivals: SimpleQueue[Future[RoundResult]] = field(default_factory=SimpleQueue)
 
-    def note_steps(self, steps: int, seconds: float = 0.0) -> None:
+    @property
+    def pacing(self) -> SimpleNamespace:
         """It needs no pace."""
+        return SimpleNamespace(note=lambda steps, seconds=0.0: None)
 
     def is_due(self, steps: int) -> bool:
         return steps >= self.steps_per_round
@@ -207,7 +209,7 @@ def test_steps_go_on_under_a_round_and_count_for_the_next(loop: asyncio.Abstract
     synchronizer.arrive(_committed(1))
     _step(optimizer)
     assert [optimizer.last_result] == [_committed(1)]
-    assert optimizer.samples_in_round == 3
+    assert optimizer.work.samples == 3
     _step(optimizer)
     assert synchronizer.begun == [[40, 40], [40, 80]]
     synchronizer.arrive(_committed(2))

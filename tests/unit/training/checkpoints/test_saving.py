@@ -57,11 +57,11 @@ def test_a_peer_that_starts_again_goes_on_as_if_it_had_not_stopped(
     with lone_peer(tmp_path, first, make_optimizer(first), **training) as peer:
         _train(peer, 0, stop_at)
         peer.saver.save()
-        waiting, is_waiting = peer.optimizer.samples_in_round, any(peer.optimizer.work.pending)
+        waiting, is_waiting = peer.optimizer.work.samples, any(peer.optimizer.work.pending)
     with lone_peer(tmp_path, second, make_optimizer(second), **training) as peer:
         peer.synchronizer.feedback.residual.zero_()
         _resume(peer, tmp_path)
-        assert (peer.optimizer.total_steps, peer.optimizer.samples_in_round) == (stop_at, waiting)
+        assert (peer.optimizer.total_steps, peer.optimizer.work.samples) == (stop_at, waiting)
         assert bool(peer.synchronizer.forgot) == is_waiting
         assert torch.equal(peer.synchronizer.feedback.residual, torch.arange(len(peer.synchronizer.state.vector)))
         _train(peer, stop_at, 10)

@@ -51,7 +51,7 @@ def test_golden_digest() -> None:
     left, right = (blake3(b"\x01" + a + b).digest() for a, b in ((one, two), (three, four)))
     inner = blake3(b"\x01" + left + right).digest()
     tree = merkle_tree(tensors)
-    assert tree.leaves == (one, two, three, four)
+    assert tree.levels[0] == [one, two, three, four]
     description = description_hash(ChunkedBytes(tensors).specs)
     assert tree.root == blake3(b"p2ptrain state 2" + description + inner).digest()
     assert tree.root.hex() == "f1a6103d00b2829af8396e413eb6e81a437bf26381e44d12eda0633d4d02b32b"
@@ -99,7 +99,7 @@ def test_every_bit_counts(at: int, bit: int) -> None:
         at -= len(view)
     after = merkle_tree(tensors)
     assert after.root != before.root
-    assert sum(a != b for a, b in zip(after.leaves, before.leaves, strict=True)) == 1
+    assert sum(a != b for a, b in zip(after.levels[0], before.levels[0], strict=True)) == 1
 
 
 def test_names_shapes_and_order_count() -> None:
@@ -122,9 +122,9 @@ def test_names_shapes_and_order_count() -> None:
 def test_a_leaf_cannot_pass_for_a_node() -> None:
     tensors = _sample()
     tree = merkle_tree(tensors)
-    node = blake3(b"\x01" + tree.leaves[0] + tree.leaves[1]).digest()
-    assert leaf_of(tree.leaves[0] + tree.leaves[1]) != node
-    assert node not in tree.leaves
+    node = blake3(b"\x01" + tree.levels[0][0] + tree.levels[0][1]).digest()
+    assert leaf_of(tree.levels[0][0] + tree.levels[0][1]) != node
+    assert node not in tree.levels[0]
 
 
 def test_hashing_does_not_copy_and_refuses_what_it_would_have_to() -> None:

@@ -11,8 +11,7 @@ from torch import nn
 from p2ptrain.codecs import get_codec
 from p2ptrain.errors import IncompatibleError
 from p2ptrain.manifest import AveragingSpec
-from p2ptrain.training.state.layout import MAX_EXACT_INTEGER, Layout
-from p2ptrain.training.sync.replica import vector_codec
+from p2ptrain.training.state.layout import MAX_EXACT_INTEGER, Layout, vector_codec
 
 
 class Everything(nn.Module):
