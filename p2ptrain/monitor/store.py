@@ -140,8 +140,6 @@ class Store:
         connection = await asyncio.to_thread(sqlite3.connect, path, check_same_thread=False)
         database = await aiosqlite.Connection(lambda: connection, iter_chunk_size=64)
         try:
-            await database.execute("PRAGMA journal_mode = WAL")
-            await database.execute("PRAGMA synchronous = NORMAL")
             (found,) = await database.execute_fetchall("PRAGMA quick_check(1)")
             if found[0] != "ok":
                 raise _UnusableError("it is damaged")
@@ -158,6 +156,8 @@ class Store:
                 raise _UnusableError(f"it is of version {version}, this is {SCHEMA_VERSION}")
             if swarm not in [row[0] for row in await database.execute_fetchall("SELECT value FROM facts")]:
                 raise _UnusableError("it is of another swarm")
+            await database.execute("PRAGMA journal_mode = WAL")  # Writes to the file.
+            await database.execute("PRAGMA synchronous = NORMAL")
         except BaseException:
             await database.close()
             raise
