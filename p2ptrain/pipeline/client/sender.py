@@ -106,13 +106,14 @@ class MicrobatchSender:
     Args:
         first_number: First microbatch number; above all that this peer used in the round before a restart.
         on_done: Called with each microbatch that the committed rounds of all stages contain.
+
+    Attributes:
+        round: The round in progress; -1 before it is known.
+        tasks: The caller closes them.
     """
 
     def __init__(
-        self,
-        caller: Caller,
-        first_number: int = 0,
-        on_done: Callable[[Accepted], None] | None = None,
+        self, caller: Caller, first_number: int = 0, on_done: Callable[[Accepted], None] | None = None
     ) -> None:
         self.round = -1
         self.tally = Tally()
@@ -125,16 +126,9 @@ class MicrobatchSender:
         self._full = -1
         self._moved = asyncio.Event()
         self._accepted: dict[int, list[Accepted]] = defaultdict(list)
-        self._tasks = Tasks()
         serve_outputs(self._rpc, caller.local.outputs)
-
-    async def start(self) -> None:
-        """Start to follow the rounds."""
-        self._tasks.keep(self._watch, "watch-round")
-
-    async def close(self) -> None:
-        """Stop all tasks of this sender."""
-        await self._tasks.close()
+        self.tasks = Tasks()
+        self.tasks.keep(self._watch, "watch-round")
 
     # Sending
 
@@ -165,7 +159,7 @@ class MicrobatchSender:
         async def attempt(id: MicrobatchId) -> Opened:
             waiting = ExpectedOutput(shape, self._rpc.runtime)
             hop = Hop(id, 0, samples, tokens, (), inputs, targets, requires_grad, returns_output=True)
-            task = self._tasks.call(self._send_once(hop, waiting), f"opened-{id.number}")
+            task = self.tasks.call(self._send_once(hop, waiting), f"opened-{id.number}")
             task.add_done_callback(lambda task: task.cancelled() or task.exception())  # Backward may never be called.
             try:
                 either: set[asyncio.Future[Any]] = {waiting.output, task}
@@ -246,7 +240,7 @@ class MicrobatchSender:
             raise
         except BaseException:
             if hop.requires_grad:
-                self._tasks.start(self._give_up(hop.id, told), "give-up")
+                self.tasks.start(self._give_up(hop.id, told), "give-up")
             raise
         finally:
             self._caller.local.outputs.pop(hop.id, None)
@@ -361,7 +355,7 @@ class MicrobatchSender:
 
     def _account_before(self, round: int) -> None:
         for old in [old for old in self._accepted if old < round]:
-            self._tasks.start(self._account(self._accepted.pop(old)), "account")
+            self.tasks.start(self._account(self._accepted.pop(old)), "account")
 
     async def _account(self, accepted: list[Accepted]) -> None:
         """Tell which of a round's microbatches are done, and log those that were dropped, by their hosts' answers."""

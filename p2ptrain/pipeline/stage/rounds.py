@@ -18,6 +18,7 @@ of zero, since round numbers agree across stages.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 
@@ -86,7 +87,7 @@ class StageRounds:
         """Run rounds until `stop`, or until `last_round`."""
         await self._host.close_round(0.0)
         await self._align_units()
-        self._host.begin_round(self._units[0].round)
+        self._host.begin_round(self._units[0].state.head.round)
         while not self._is_stopping and not self.is_done:
             await self._fill()
             await self._close()
@@ -95,19 +96,16 @@ class StageRounds:
 
     async def _fill(self) -> None:
         """Report settled samples and request admissions, until the round is to be closed."""
-        own = self._units[0].synchronizer
-        queue = self._queue
+        own, queue = self._units[0].synchronizer, self._queue
         queue.is_over_elsewhere = False
         while not (self._is_stopping or queue.is_over_elsewhere):
             queue.changed.clear()
             await self._report()
             if own.is_closing() or any(unit.synchronizer.is_behind() for unit in self._units):
                 break
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TELL_SECONDS):
                     await queue.changed.wait()
-            except TimeoutError:
-                continue
         for _, answer in queue.waiting:
             if not answer.done():
                 answer.set_result(False)
@@ -134,21 +132,22 @@ class StageRounds:
     async def _close(self) -> None:
         before = self._host.ledger.round
         ids = await self._host.close_round(self._grace_seconds)
+        self._uncounted += ids
         for unit in self._units:
             unit.work.add(self._host.ledger.settled_samples, self._host.ledger.settled_tokens)
-        self._uncounted += ids
         await together("advance", (self._advance(unit, before + 1) for unit in self._units))
         await self._align_units()
-        self._host.begin_round(self._units[0].round)
-        if self._units[0].round == before and not self._is_stopping:
+        rounds = [unit.state.head.round for unit in self._units]
+        self._host.begin_round(rounds[0])
+        if rounds[0] == before and not self._is_stopping:
             self._standby.reopen()
-        elif len({unit.round for unit in self._units}) == 1:
-            self._on_begun(self._units[0].round)
+        elif len(set(rounds)) == 1:
+            self._on_begun(rounds[0])
 
     async def _align_units(self) -> None:
         while not self._is_stopping:
-            ahead = max(unit.round for unit in self._units)
-            behind = [unit for unit in self._units if unit.round < ahead]
+            ahead = max(unit.state.head.round for unit in self._units)
+            behind = [unit for unit in self._units if unit.state.head.round < ahead]
             if not behind:
                 return
             await together("advance", (self._advance(unit, ahead) for unit in behind))
@@ -157,7 +156,7 @@ class StageRounds:
         """Average one unit until it reaches a round."""
         idle_since = asyncio.get_running_loop().time()
         unit.synchronizer.last_round = until  # Late work must not end the next round.
-        while unit.round < until:
+        while unit.state.head.round < until:
             was_stopping = self._is_stopping
             if unit.work.tokens > 0:
                 await self._synchronize(unit)
@@ -168,7 +167,7 @@ class StageRounds:
                 return
 
     async def _synchronize(self, unit: HostedUnit) -> None:
-        round = unit.round
+        round = unit.state.head.round
         if self._queue.is_over_elsewhere:
             await unit.synchronizer.averager.matchmaker.standby.hurry()
         result = await unit.synchronizer.synchronize(unit.work)
@@ -193,14 +192,14 @@ class StageRounds:
             return False
         if await synchronizer.follow_swarm(unit.work):
             return False
-        timeout_seconds = 2 * self._grace_seconds + SIT_OUT_SECONDS
-        if asyncio.get_running_loop().time() - since <= timeout_seconds:
+        if asyncio.get_running_loop().time() - since <= 2 * self._grace_seconds + SIT_OUT_SECONDS:
             return False
-        if self._queue.is_over_elsewhere or any(other.round > unit.round for other in self._units):
-            logger.warning("round %d: nothing is left of it here: it ends with a gradient of zero", unit.round)
+        round = unit.state.head.round
+        if self._queue.is_over_elsewhere or any(other.state.head.round > round for other in self._units):
+            logger.warning("round %d: nothing is left of it here: it ends with a gradient of zero", round)
             unit.work.add(1, 1)
             return False
         if any(other.work.tokens > 0 for other in self._units):
             return False
-        logger.warning("round %d: nothing is left of it here: it goes on", unit.round)
+        logger.warning("round %d: nothing is left of it here: it goes on", round)
         return True

@@ -27,11 +27,10 @@ async def _sender(swarm: Hosts) -> AsyncIterator[MicrobatchSender]:
     router = swarm.router(trainer)
     caller = Caller(trainer.rpc, router, limits=HOP_LIMITS)
     sender = MicrobatchSender(caller)
-    await sender.start()
     try:
         yield sender
     finally:
-        await sender.close()
+        await sender.tasks.close()
 
 
 async def _send(swarm: Hosts, sender: MicrobatchSender, is_own_loss: bool) -> int:
