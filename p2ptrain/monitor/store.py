@@ -277,17 +277,14 @@ class Store:
         )  # fmt: skip
         # A record's counts begin at its peer's start: counts before a restart are kept, and increases are added.
         # Within a run the maximum so far is kept, so that a peer gains nothing by counting down and up again.
+        is_same_run = "(excluded.started_at = started_at)"  # 1 or 0
         await self._write(
             f"""INSERT INTO contributions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
             ON CONFLICT DO UPDATE SET
-                tokens = min({MAX_CONTRIBUTED}, tokens + CASE WHEN excluded.started_at = started_at
-                    THEN max(0, excluded.run_tokens - run_tokens) ELSE excluded.run_tokens END),
-                rounds = min({MAX_CONTRIBUTED}, rounds + CASE WHEN excluded.started_at = started_at
-                    THEN max(0, excluded.run_rounds - run_rounds) ELSE excluded.run_rounds END),
-                run_tokens = CASE WHEN excluded.started_at = started_at
-                    THEN max(run_tokens, excluded.run_tokens) ELSE excluded.run_tokens END,
-                run_rounds = CASE WHEN excluded.started_at = started_at
-                    THEN max(run_rounds, excluded.run_rounds) ELSE excluded.run_rounds END,
+                tokens = min({MAX_CONTRIBUTED}, tokens + max(0, excluded.run_tokens - run_tokens * {is_same_run})),
+                rounds = min({MAX_CONTRIBUTED}, rounds + max(0, excluded.run_rounds - run_rounds * {is_same_run})),
+                run_tokens = max(excluded.run_tokens, run_tokens * {is_same_run}),
+                run_rounds = max(excluded.run_rounds, run_rounds * {is_same_run}),
                 seconds = seconds + excluded.seconds, name = excluded.name, last_seen = excluded.last_seen,
                 started_at = excluded.started_at""",
             rows,

@@ -1,16 +1,8 @@
 """Migration of a host to another stage.
 
-All hosts see the same records and compute the same best move (`p2ptrain.pipeline.placement.best_move`). A move takes
-these steps:
-
-1. The host announces the move in its record, and begins to take on the target stage. It still serves its own.
-2. After `NOTICE_SECONDS` it reads all records again, and goes only if the move is still the best. At least one of
-   two hosts with concurrent moves sees the other's. If both do, the smaller id goes.
-3. Another host of its stage promises to stay. A departing host promises nothing, so no stage loses its last host.
-4. The host starts on the target, ends its last round on the old stage, and hands over that round's result.
-
-A host that cannot move says so in its record, and the others choose another one. The next host may decide while the
-first still downloads.
+All hosts see the same records and compute the same best move (`p2ptrain.pipeline.placement.best_move`). A host
+announces its move, looks again, gets another host's promise to stay, starts on the target, and hands over the result of
+its last round. See "Who hosts what" in ``docs/explanation/pipeline.md``.
 """
 
 from __future__ import annotations
@@ -46,14 +38,9 @@ CALL_SECONDS = 5.0
 class Records(Protocol):
     """Access to the directory's records; see `p2ptrain.node.presence.Presence`."""
 
-    def changed(self) -> None:
-        """Publish this peer's record soon."""
-
-    async def publish(self) -> bool:
-        """Publish now; return whether any peer took it."""
-
-    async def refresh(self) -> bool:
-        """Update the view from all records now; return whether that succeeded."""
+    def changed(self) -> None: ...
+    async def publish(self) -> bool: ...
+    async def refresh(self) -> bool: ...
 
 
 class Stages(Protocol):

@@ -151,10 +151,6 @@ class _Trouble:
         reasons = Counter(report.reason for report in recent if not report.committed)
         return cls(peer, len(recent), reasons.total(), _most_frequent(reasons))
 
-    @property
-    def is_bad(self) -> bool:
-        return self.failed >= MIN_FAILED_ROUNDS and 2 * self.failed >= self.reported
-
 
 def _most_frequent(reasons: Counter[str]) -> str:
     return min(reasons, key=lambda reason: (-reasons[reason], reason), default="")
@@ -170,7 +166,8 @@ def _failure_words(troubles: Sequence[_Trouble]) -> str:
 
 def _rounds(scene: Scene) -> Iterator[Alert]:
     reporting = [peer for peer in scene.trainers if peer.record.state == "training" and peer.record.last_rounds]
-    found = [trouble for trouble in map(_Trouble.of, reporting) if trouble.is_bad]
+    troubles = map(_Trouble.of, reporting)
+    found = [each for each in troubles if each.failed >= MIN_FAILED_ROUNDS and 2 * each.failed >= each.reported]
     hint = "see the last reasons, and whether peers reach each other"
     if 2 * len(found) > len(reporting):
         yield Alert("rounds", "warning", "", f"rounds fail: {_failure_words(found)}; {hint}")

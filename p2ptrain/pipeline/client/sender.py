@@ -92,14 +92,6 @@ class Opened:
         return await self.task
 
 
-@dataclass
-class Tally:
-    """Counts of a trainer's microbatches that were lost before they settled, and of repetitions."""
-
-    lost: int = 0
-    resent: int = 0
-
-
 class MicrobatchSender:
     """Sends a trainer's microbatches, and follows the rounds.
 
@@ -109,6 +101,7 @@ class MicrobatchSender:
 
     Attributes:
         round: The round in progress; -1 before it is known.
+        lost: Number of microbatches lost before they settled; ``resent``: number of repetitions.
         tasks: The caller closes them.
     """
 
@@ -116,7 +109,7 @@ class MicrobatchSender:
         self, caller: Caller, first_number: int = 0, on_done: Callable[[Accepted], None] | None = None
     ) -> None:
         self.round = -1
-        self.tally = Tally()
+        self.lost = self.resent = 0
         self.peer_id = caller.rpc.peer_id
         self._caller = caller
         self._rpc = caller.rpc
@@ -181,8 +174,8 @@ class MicrobatchSender:
             TemporaryError: The microbatch failed, or a stage has no host.
         """
         await self._until_hosted()
-        id = self._new_id(max(0, self.round))
-        return (await self._send_once(Hop(id, 0, samples, tokens, (), inputs, targets, requires_grad=False))).loss
+        hop = Hop(self._new_id(max(0, self.round)), 0, samples, tokens, (), inputs, targets, requires_grad=False)
+        return (await self._send_once(hop)).loss
 
     async def _until_through(self, attempt: Callable[[MicrobatchId], Awaitable[T]]) -> T:
         """Call ``attempt`` with new ids until it succeeds; a wait for a full round is no failure.
@@ -214,7 +207,7 @@ class MicrobatchSender:
                         f"a microbatch did not come through, and was sent {MAX_SENDS} times: {error}"
                     ) from error
                 sends += 1
-                self.tally.resent += 1
+                self.resent += 1
                 logger.info("a microbatch is sent again: %s", error)
                 await asyncio.sleep(pause * (0.5 + self._rpc.runtime.random.random()))
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
@@ -236,7 +229,7 @@ class MicrobatchSender:
                 reply = await self._caller.send(replace(hop, route=tuple(route[1:])), route[0], tell, keeps)
             return await self._settle(hop, reply)
         except LostError:
-            self.tally.lost += 1
+            self.lost += 1
             raise
         except BaseException:
             if hop.requires_grad:

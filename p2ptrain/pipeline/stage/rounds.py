@@ -6,13 +6,7 @@
              (the leader says so, or a microbatch of a later round comes)
 
 `p2ptrain.pipeline.stage.host` admits microbatches; `p2ptrain.training.sync.synchronizer` averages them, as in
-whole-model training. Hosts of the first stage ask the round's leader to admit each microbatch, so together they admit
-at most the global batch. Later stages admit what the first admitted. So without failures all stages average the same
-microbatches.
-
-A host without microbatches in a round tells the leader, waits for the others' result, and applies it. If all work of a
-round is lost with its hosts, a host admits more for it. If other stages have ended that round, it ends with a gradient
-of zero, since round numbers agree across stages.
+whole-model training. See "Rounds" in ``docs/explanation/pipeline.md`` for hosts without microbatches and lost work.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ async def test_a_microbatch_waits_while_the_stages_average(network: SimulatedNet
             await each.host.close_round(0.0)
             each.host.begin_round(1)
         assert await sending == 1
-        assert sender.tally.resent == 0
+        assert sender.resent == 0
 
 
 @pytest.mark.parametrize("is_own_loss", [False, True])
