@@ -139,8 +139,7 @@ async def start_feeder(peer: Peer, plan: PipelinePlan) -> MicrobatchSender:
     peer.presence.listeners.append(view.update)
     await peer.presence.refresh()
     feeder = MicrobatchSender(view.new_caller(peer.rpc))
-    await feeder.start()
-    peer.on_close(feeder.close)
+    peer.on_close(feeder.tasks.close)
     peer.set_state("training")
     return feeder
 

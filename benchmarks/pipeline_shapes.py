@@ -17,7 +17,7 @@ import torch
 from p2ptrain.manifest import Manifest
 from p2ptrain.models.stage import WHOLE, StageContext
 from p2ptrain.network.simulated import SimulatedPeer
-from p2ptrain.pipeline.messages import IDS, Payload, pack, payload_bytes
+from p2ptrain.pipeline.messages import IDS, Payload, TensorHead, pack
 from p2ptrain.pipeline.stage.compute import Gradients
 from p2ptrain.pipeline.stage.device import Device, Pass
 from p2ptrain.pipeline.stage.hosted_stage import HostedStage
@@ -68,7 +68,7 @@ class Shape:
     @property
     def link_bytes(self) -> int:
         """What goes over a middle stage's uplink for one microbatch."""
-        return 2 * payload_bytes(CODEC, (self.samples, TOKENS, self.width))
+        return 2 * TensorHead(CODEC, (self.samples, TOKENS, self.width)).num_bytes
 
 
 class ShapedPlan(CountingPlan):
@@ -145,7 +145,7 @@ def lengths_alone() -> Iterator[None]:
     lengths: dict[int, bytes] = {}
 
     def pack_zeros(tensor: torch.Tensor, codec: str) -> Payload:
-        length = payload_bytes(codec, tuple(tensor.shape))
+        length = TensorHead(codec, tuple(tensor.shape)).num_bytes
         return Payload(codec, tuple(tensor.shape), lengths.setdefault(length, bytes(length)))
 
     def unpack_zeros(payload: Payload) -> torch.Tensor:

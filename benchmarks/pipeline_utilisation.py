@@ -171,7 +171,7 @@ def measure(case: Case) -> Pace:
         found = Pace(
             min(busy - was for (busy, _), (was, _) in zip(after, before, strict=True)) / seconds,
             min(count - was for (_, count), (_, was) in zip(after, before, strict=True)) / seconds,
-            sum(feeder.tally.resent + feeder.tally.lost for feeder in feeders),
+            sum(feeder.resent + feeder.lost for feeder in feeders),
         )
         await pipeline.close()
         return found

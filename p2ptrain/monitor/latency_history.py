@@ -22,7 +22,6 @@ CREATE TABLE latencies (
 ) WITHOUT ROWID;
 """
 ADD = "INSERT INTO latencies VALUES (?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET count = count + excluded.count"
-PRUNE = "DELETE FROM latencies WHERE step = ? AND at < ?"
 
 
 def rows(at: float, latencies: Mapping[str, Latencies], steps: Iterable[int]) -> list[tuple[str, int, int, int, int]]:

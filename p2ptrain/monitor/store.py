@@ -31,16 +31,17 @@ SCHEMA_VERSION = 2
 
 
 class Resolution(NamedTuple):
-    """The step and the retention time of a series, in seconds."""
+    """The length of a chart, its step, and the retention time of its points, in seconds."""
 
+    length: int
     step: int
     keep: int
 
 
 WINDOWS = {
-    "hour": Resolution(10, 2 * 3600),
-    "day": Resolution(120, 26 * 3600),
-    "week": Resolution(900, 8 * 24 * 3600),
+    "hour": Resolution(3600, 10, 2 * 3600),
+    "day": Resolution(86400, 120, 26 * 3600),
+    "week": Resolution(7 * 86400, 900, 8 * 86400),
 }
 SERIES = (
     "loss", "tokens_per_second", "peers", "training", "compute_seconds", "matchmaking_seconds", "transfer_seconds",
@@ -140,8 +141,6 @@ class Store:
         connection = await asyncio.to_thread(sqlite3.connect, path, check_same_thread=False)
         database = await aiosqlite.Connection(lambda: connection, iter_chunk_size=64)
         try:
-            await database.execute("PRAGMA journal_mode = WAL")
-            await database.execute("PRAGMA synchronous = NORMAL")
             (found,) = await database.execute_fetchall("PRAGMA quick_check(1)")
             if found[0] != "ok":
                 raise _UnusableError("it is damaged")
@@ -158,6 +157,8 @@ class Store:
                 raise _UnusableError(f"it is of version {version}, this is {SCHEMA_VERSION}")
             if swarm not in [row[0] for row in await database.execute_fetchall("SELECT value FROM facts")]:
                 raise _UnusableError("it is of another swarm")
+            await database.execute("PRAGMA journal_mode = WAL")  # Writes to the file.
+            await database.execute("PRAGMA synchronous = NORMAL")
         except BaseException:
             await database.close()
             raise
@@ -215,8 +216,8 @@ class Store:
             names: Members of `ALL_SERIES`.
             now: End of the window, in seconds since the epoch.
         """
-        step = WINDOWS[window].step
-        since = now - {"hour": 3600, "day": 86400, "week": 7 * 86400}[window]
+        length, step, _ = WINDOWS[window]
+        since = now - length
         wanted = list(names)
         marks = ",".join("?" * len(wanted))
         percentiles = [name for name in wanted if name in latency_history.PERCENTILES]
@@ -229,11 +230,8 @@ class Store:
         values = [(name, at, total if name in COUNTED else total / count) for name, at, total, count in rows]
         values += latency_history.points(percentiles, found)
         times = sorted({at for _, at, _ in values})
-        place = {at: index for index, at in enumerate(times)}
-        columns: dict[str, list[float | None]] = {name: [None] * len(times) for name in wanted}
-        for name, at, value in values:
-            columns[name][place[at]] = value
-        return {"step": step, "at": times, "series": columns}
+        known = {(name, at): value for name, at, value in values}
+        return {"step": step, "at": times, "series": {name: [known.get((name, at)) for at in times] for name in wanted}}
 
     async def add_events(self, events: Iterable[Event]) -> None:
         rows = ((each.at, each.kind, each.peer, each.text[:MAX_EVENT_CHARS]) for each in events)
@@ -244,7 +242,6 @@ class Store:
         return await self._events("at >= ?", since, limit)
 
     async def events_of(self, peer: str, limit: int) -> list[Event]:
-        """Return the newest events of one peer, newest first."""
         return await self._events("peer = ?", peer, limit)
 
     async def _events(self, condition: str, value: object, limit: int) -> list[Event]:
@@ -280,17 +277,14 @@ class Store:
         )  # fmt: skip
         # A record's counts begin at its peer's start: counts before a restart are kept, and increases are added.
         # Within a run the maximum so far is kept, so that a peer gains nothing by counting down and up again.
+        is_same_run = "(excluded.started_at = started_at)"  # 1 or 0
         await self._write(
             f"""INSERT INTO contributions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
             ON CONFLICT DO UPDATE SET
-                tokens = min({MAX_CONTRIBUTED}, tokens + CASE WHEN excluded.started_at = started_at
-                    THEN max(0, excluded.run_tokens - run_tokens) ELSE excluded.run_tokens END),
-                rounds = min({MAX_CONTRIBUTED}, rounds + CASE WHEN excluded.started_at = started_at
-                    THEN max(0, excluded.run_rounds - run_rounds) ELSE excluded.run_rounds END),
-                run_tokens = CASE WHEN excluded.started_at = started_at
-                    THEN max(run_tokens, excluded.run_tokens) ELSE excluded.run_tokens END,
-                run_rounds = CASE WHEN excluded.started_at = started_at
-                    THEN max(run_rounds, excluded.run_rounds) ELSE excluded.run_rounds END,
+                tokens = min({MAX_CONTRIBUTED}, tokens + max(0, excluded.run_tokens - run_tokens * {is_same_run})),
+                rounds = min({MAX_CONTRIBUTED}, rounds + max(0, excluded.run_rounds - run_rounds * {is_same_run})),
+                run_tokens = max(excluded.run_tokens, run_tokens * {is_same_run}),
+                run_rounds = max(excluded.run_rounds, run_rounds * {is_same_run}),
                 seconds = seconds + excluded.seconds, name = excluded.name, last_seen = excluded.last_seen,
                 started_at = excluded.started_at""",
             rows,
@@ -312,23 +306,16 @@ class Store:
     async def prune(self, now: float) -> None:
         """Delete old rows and rows beyond the limits; call it every few minutes."""
         async with self._exclusively():
-            for window in WINDOWS.values():
-                await self._database.execute(
-                    "DELETE FROM points WHERE step = ? AND at < ?", (window.step, now - window.keep)
-                )
-                await self._database.execute(latency_history.PRUNE, (window.step, now - window.keep))
-            await self._database.execute(
-                "DELETE FROM events WHERE id <= (SELECT max(id) FROM events) - ?", (MAX_EVENTS,)
-            )
-            await self._database.execute(
-                "DELETE FROM rounds WHERE round NOT IN (SELECT round FROM rounds ORDER BY round DESC LIMIT ?)",
-                (MAX_ROUNDS,),
-            )
-            await self._database.execute(
-                "DELETE FROM contributions WHERE peer NOT IN "
-                "(SELECT peer FROM contributions ORDER BY last_seen DESC LIMIT ?)",
-                (MAX_PEERS,),
-            )
+            for _, step, keep in WINDOWS.values():
+                for table in ("points", "latencies"):
+                    await self._database.execute(f"DELETE FROM {table} WHERE step = ? AND at < ?", (step, now - keep))
+            for table, key, age, limit in (
+                ("events", "id", "id", MAX_EVENTS),
+                ("rounds", "round", "round", MAX_ROUNDS),
+                ("contributions", "peer", "last_seen", MAX_PEERS),
+            ):
+                newest = f"SELECT {key} FROM {table} ORDER BY {age} DESC LIMIT ?"
+                await self._database.execute(f"DELETE FROM {table} WHERE {key} NOT IN ({newest})", (limit,))
             await self._database.commit()
             await self._database.execute_fetchall("PRAGMA wal_checkpoint(TRUNCATE)")
 

@@ -38,11 +38,8 @@ MAX_LASTING = 200
 class Source(Protocol):
     """A source of records: `p2ptrain.node.observe.Observer`, or a synthetic swarm."""
 
-    async def look(self) -> Look:
-        """Return the current records."""
-
-    async def certificates_after(self, peer: str, lineage: bytes) -> Sequence[Certificate]:
-        """Return a peer's verified certificates after a lineage, oldest first."""
+    async def look(self) -> Look: ...
+    async def certificates_after(self, peer: str, lineage: bytes) -> Sequence[Certificate]: ...
 
 
 @dataclass
@@ -102,10 +99,8 @@ class Watch:
         self._alerts = AlertBook()
         self._lineage = b""
         self._unknown = 0
-        self._fetching = Tasks()
-        self._telling = Tasks()
-        self._next_point = 0.0
-        self._next_prune = 0.0
+        self._fetching, self._telling = Tasks(), Tasks()
+        self._next_point = self._next_prune = 0.0
         self._aborted_before = 0
         self._changed = asyncio.Condition()
 

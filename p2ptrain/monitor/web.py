@@ -96,10 +96,7 @@ def make_app(watch: Watch, store: Store, now: Callable[[], float] = time.time) -
     """Return the web application; ``now`` returns wall-clock seconds of the swarm's clock."""
     web = _Web(watch, store, now)
     app = Starlette(
-        routes=[
-            *web.routes(),
-            Mount("/static", StaticFiles(directory=STATIC), name="static"),
-        ],
+        routes=[*web.routes(), Mount("/static", StaticFiles(directory=STATIC), name="static")],
         middleware=[Middleware(GZipMiddleware, minimum_size=2048, compresslevel=3)],
         exception_handlers={HTTPException: _explain, ResourceError: _explain_no_history},
     )
@@ -281,11 +278,9 @@ class _Web:
 
     async def _health(self, request: Request) -> Response:
         snapshot = self._watch.snapshot
-        age = math.inf if snapshot is None else self._now() - snapshot.at
-        answers = snapshot is not None and snapshot.directory_answers
-        if age >= STALE_SECONDS:
+        if snapshot is None or self._now() - snapshot.at >= STALE_SECONDS:
             return _json({"status": "no fresh look"}, 503)
-        if not answers:
+        if not snapshot.directory_answers:
             return _json({"status": "the swarm's directory does not answer"}, 503)
         return _json({"status": "ok"})
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 SECONDS = 1.0
 """Duration of the measurement; a warm-up pass and one timed pass always run."""
-
-
 CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -51,7 +49,7 @@ def measure_speed(plan: PipelinePlan, device: torch.device, bandwidth: int = 0) 
     """
     import torch
 
-    from p2ptrain.pipeline.messages import payload_bytes
+    from p2ptrain.pipeline.messages import TensorHead
     from p2ptrain.pipeline.stage.compute import StageCompute
 
     spec, inputs = plan.manifest, plan.inner_shape
@@ -75,6 +73,6 @@ def measure_speed(plan: PipelinePlan, device: torch.device, bandwidth: int = 0) 
     tokens = inputs[0] * inputs[1]
     speed = tokens / fastest * plan.work_of(span)
     if bandwidth:  # A host uploads an output and a gradient for each input.
-        sent = 2 * payload_bytes(spec.pipeline.codec, inputs)
+        sent = 2 * TensorHead(spec.pipeline.codec, inputs).num_bytes
         speed = min(speed, tokens * bandwidth / sent * plan.work_of(Span(0, plan.num_blocks)) / plan.num_stages)
     return speed

@@ -77,7 +77,9 @@ class TensorHead(Message, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        return payload_bytes(self.codec, self.shape)
+        """Encoded size of the tensor."""
+        count = math.prod(self.shape)
+        return 4 * count if self.codec == IDS else get_codec(self.codec).encoded_bytes(count)
 
 
 @dataclass(frozen=True)
@@ -91,17 +93,6 @@ class Payload:
     @property
     def head(self) -> TensorHead:
         return TensorHead(self.codec, self.shape)
-
-    @property
-    def num_bytes(self) -> int:
-        """Encoded size, also while ``data`` is empty."""
-        return payload_bytes(self.codec, self.shape)
-
-
-def payload_bytes(codec: str, shape: tuple[int, ...]) -> int:
-    """Return the encoded size of a tensor in bytes."""
-    count = math.prod(shape)
-    return 4 * count if codec == IDS else get_codec(codec).encoded_bytes(count)
 
 
 def pack(tensor: torch.Tensor, codec: str) -> Payload:
@@ -198,7 +189,7 @@ class Hop:
     @property
     def num_bytes(self) -> int:
         """Host memory for this hop: the input, a gradient of the same size, and the targets."""
-        return 2 * self.inputs.num_bytes + self.targets.num_bytes
+        return 2 * self.inputs.head.num_bytes + self.targets.head.num_bytes
 
 
 class OutputRequest(Message, frozen=True):
@@ -242,7 +233,7 @@ class FromHost(Message, frozen=True, tag=True):
 
 
 class Keepalive(FromHost, frozen=True, tag="keepalive"):
-    """Keepalive: the host still holds the microbatch."""
+    """The host still holds the microbatch."""
 
 
 class Arrived(FromHost, frozen=True, tag="arrived"):
@@ -290,18 +281,13 @@ class Refused(FromHost, frozen=True, tag="refused"):
 
 
 class Refusal(Enum):
-    """Reasons of a refusal."""
+    """Reasons of a refusal; see the subclasses of `RefusalError`."""
 
     FULL = "full"
-    """The host has no capacity now."""
     EARLY = "early"
-    """The microbatch's round has not begun at the host."""
     LATE = "late"
-    """The round is closed at the host, or has its samples."""
     BEYOND = "beyond"
-    """A later stage failed."""
     BAD = "bad"
-    """The microbatch is invalid, or invalid at this host."""
 
 
 class RefusalError(TemporaryError):

@@ -1,16 +1,8 @@
 """Migration of a host to another stage.
 
-All hosts see the same records and compute the same best move (`p2ptrain.pipeline.placement.best_move`). A move takes
-these steps:
-
-1. The host announces the move in its record, and begins to take on the target stage. It still serves its own.
-2. After `NOTICE_SECONDS` it reads all records again, and goes only if the move is still the best. At least one of
-   two hosts with concurrent moves sees the other's. If both do, the smaller id goes.
-3. Another host of its stage promises to stay. A departing host promises nothing, so no stage loses its last host.
-4. The host starts on the target, ends its last round on the old stage, and hands over that round's result.
-
-A host that cannot move says so in its record, and the others choose another one. The next host may decide while the
-first still downloads.
+All hosts see the same records and compute the same best move (`p2ptrain.pipeline.placement.best_move`). A host
+announces its move, looks again, gets another host's promise to stay, starts on the target, and hands over the result of
+its last round. See "Who hosts what" in ``docs/explanation/pipeline.md``.
 """
 
 from __future__ import annotations
@@ -46,14 +38,9 @@ CALL_SECONDS = 5.0
 class Records(Protocol):
     """Access to the directory's records; see `p2ptrain.node.presence.Presence`."""
 
-    def changed(self) -> None:
-        """Publish this peer's record soon."""
-
-    async def publish(self) -> bool:
-        """Publish now; return whether any peer took it."""
-
-    async def refresh(self) -> bool:
-        """Update the view from all records now; return whether that succeeded."""
+    def changed(self) -> None: ...
+    async def publish(self) -> bool: ...
+    async def refresh(self) -> bool: ...
 
 
 class Stages(Protocol):
@@ -114,7 +101,7 @@ class StageMigrator:
 
     async def _follow_records(self) -> None:
         while True:
-            await self._view.next_update()
+            await self._view.updated.wait()
             self._updated_at = asyncio.get_running_loop().time()
             self._has_news.set()
 
@@ -144,10 +131,10 @@ class StageMigrator:
     async def _wait(self, hosting: asyncio.Task[None]) -> None:
         """Wait for news, for the end of the minimum stay, or for the end of hosting."""
         bound_seconds = self._bound_until - asyncio.get_running_loop().time()
-        seconds = bound_seconds if bound_seconds > 0 else None
+        timeout = bound_seconds if bound_seconds > 0 else None
         async with Tasks() as tasks:
             news = tasks.call(self._has_news.wait(), "news")
-            await asyncio.wait({hosting, news}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({hosting, news}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
 
     def _announce(self) -> None:
         """Publish the record if `next_stage` has changed; `Records` bounds how often."""
@@ -202,7 +189,7 @@ class StageMigrator:
                 logger.debug("staying with stage %d: a move to stage %d was not agreed on", move.source, move.target)
                 return hosting
             self._is_leaving = True
-            if not await self._promised(self.hosted):
+            if not await self._promised():
                 logger.info("staying with stage %d: no other host promises to stay", move.source)
                 return hosting
             logger.info("moving from stage %d to stage %d: %s", move.source, move.target, move.reason)
@@ -245,38 +232,37 @@ class StageMigrator:
         if not taking.cancelled() and taking.exception() is None:
             await self._stages.give_up(taking.result())
 
-    async def _promised(self, leaving: HostedStage) -> bool:
+    async def _promised(self) -> bool:
         """True if another host of the stage, as far as this one, promises to stay."""
-        others = self._others_of(leaving.number)
+        others = self._others_of(self.hosted)
         self._runtime.random.shuffle(others)
         for other in others[:MAX_ASKED]:
-            if await self._promises(other, leaving.number, leaving.host.ledger.round):
+            if await self._promises(other, self.hosted):
                 return True
         return False
 
-    async def _promises(self, other: str, stage: int, round: int) -> bool:
-        """True if a host has reached that round of the stage, and promises to stay."""
+    async def _promises(self, other: str, leaving: HostedStage) -> bool:
+        """True if another host of a stage has reached this host's round, and promises to stay."""
+        request = StayRequest(leaving.number, leaving.host.ledger.round)
         try:
-            request = StayRequest(stage, round)
             return (await self._rpc.call(other, "pipeline.stay", request, StayReply, CALL_SECONDS)).stays
         except (PeerError, DeadlineError) as error:
             logger.debug("host %s promises nothing: %s", other[-8:], error)
             return False
 
-    def _others_of(self, stage: int) -> list[str]:
+    def _others_of(self, hosted: HostedStage) -> list[str]:
         """Return a stage's other hosts, including departing ones, which may still stay."""
-        return [host.peer for host in self._view.hosts() if stage in (host.stage, host.leaves)]
+        return [host.peer for host in self._view.hosts() if hosted.number in (host.stage, host.leaves)]
 
     async def _hand_over(self, leaving: HostedStage) -> None:
         """Wait until a staying host of the stage has the last round's result.
 
         This host may have ended that round alone, or with other departing hosts.
         """
-        round = leaving.host.ledger.round
+        name, round = f"{service(leaving.number)}.round", leaving.host.ledger.round
         request = RoundRequest(round - 1, HAND_OVER_SECONDS)
 
         async def ask(other: str) -> str:
-            name = f"{service(leaving.number)}.round"
             try:
                 await self._rpc.call(other, name, request, RoundReply, HAND_OVER_SECONDS + CALL_SECONDS)
             except (PeerError, DeadlineError) as error:
@@ -284,13 +270,13 @@ class StageMigrator:
                 return ""
             return other
 
-        others = self._others_of(leaving.number)
+        others = self._others_of(leaving)
         async with Tasks() as tasks:
             asking = [tasks.call(ask(other), f"hand-over-{other[-8:]}") for other in others]
             try:
                 async with asyncio.timeout(HAND_OVER_SECONDS):
                     for answer in asyncio.as_completed(asking):
-                        if (other := await answer) and await self._promises(other, leaving.number, round):
+                        if (other := await answer) and await self._promises(other, leaving):
                             return
             except TimeoutError:
                 logger.warning(

@@ -58,16 +58,10 @@ def _evened(work: Sequence[int], spans: list[Span]) -> list[Span]:
 
 
 def within_memory(sizes: Sequence[int], max_bytes: int) -> tuple[Span, ...]:
-    """Return the fewest contiguous stages of at most ``max_bytes`` each; ``sizes`` are host memory per block.
+    """Return the fewest contiguous stages of at most ``max_bytes`` each.
 
-    Raises:
-        ManifestError: One block exceeds ``max_bytes``.
+    ``sizes`` are host memory per block; none exceeds ``max_bytes``.
     """
-    if max(sizes) > max_bytes:
-        largest = max(range(len(sizes)), key=lambda number: sizes[number])
-        raise ManifestError(
-            f"pipeline.stage_memory = {max_bytes} bytes is not enough for block {largest}, which needs {sizes[largest]}"
-        )
     return equal_work(sizes, len(_filled(sizes, max_bytes)))
 
 

@@ -45,7 +45,8 @@ class PipelineView:
         self.plan = plan
         self.local = LocalPeer()
         self.saves = Saves()
-        self._updated = asyncio.Event()
+        self.updated = asyncio.Event()
+        """Set by the next `update`, which replaces it."""
         self._peer_id = peer_id
         self._runtime = runtime
         self._memberships: dict[int, Membership] = {}
@@ -93,12 +94,8 @@ class PipelineView:
         for membership in self._memberships.values():
             membership.forget_expired()
         self._refresh(self._routers)
-        self._updated.set()
-        self._updated = asyncio.Event()
-
-    async def next_update(self) -> None:
-        """Wait for the next `update`."""
-        await self._updated.wait()
+        self.updated.set()
+        self.updated = asyncio.Event()
 
     @property
     def last_departure(self) -> float:

@@ -22,6 +22,7 @@ RECENT_ROUNDS = 5
 MIN_FAILED_ROUNDS = 2
 """Failed rounds for an alert; a killed peer breaks only the current round."""
 MAX_REASON_CHARACTERS = 100
+FETCH_HINT = "restart it if it does not fetch theirs by itself"
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Scene:
-    """The input of each rule."""
+    """The input of each rule, at second ``now``."""
 
     peers: Sequence[PeerView]
     stages: Sequence[StageView]
@@ -62,11 +63,8 @@ class Scene:
         return [peer for peer in self.peers if peer.record.role in TRAINING_ROLES]
 
 
-def find_alerts(
-    peers: Sequence[PeerView], stages: Sequence[StageView], rounds: Sequence[RoundView], facts: Facts, now: float
-) -> list[Alert]:
-    """Return all alerts at ``now``, the most severe first; at most `MAX_PER_RULE` a rule, so that none hides others."""
-    scene = Scene(peers, stages, rounds, facts, now)
+def find_alerts(scene: Scene) -> list[Alert]:
+    """Return all alerts, the most severe first; at most `MAX_PER_RULE` a rule, so that none hides others."""
     found = [alert for rule in RULES for alert in islice(rule(scene), MAX_PER_RULE)]
     return sorted(found, key=lambda alert: SEVERITIES.index(alert.severity))
 
@@ -94,25 +92,17 @@ def _stages(scene: Scene) -> Iterator[Alert]:
 def _digests(scene: Scene) -> Iterator[Alert]:
     for peer in scene.peers:
         if peer.agrees is False and not peer.hosting:
-            text = (
-                f"{peer.name} holds another state than the others of round {peer.record.round}:"
-                " restart it if it does not fetch theirs by itself"
-            )
+            text = f"{peer.name} holds another state than the others of round {peer.record.round}: {FETCH_HINT}"
             yield Alert("digest", "critical", peer.record.peer, text)
         for hosted in [each.report for each in peer.hosting if each.agrees is False][:1]:  # One alert for each peer.
             what = f"stage {hosted.unit}" if hosted.unit < len(scene.stages) else "the shared embeddings"
-            text = (
-                f"{peer.name} holds another state of {what} than the other hosts of round {hosted.round}:"
-                " restart it if it does not fetch theirs by itself"
-            )
-            yield Alert("digest", "critical", peer.record.peer, text)
+            text = f"{peer.name} holds another state of {what} than the other hosts of round {hosted.round}"
+            yield Alert("digest", "critical", peer.record.peer, f"{text}: {FETCH_HINT}")
     whose = "hosts of one stage" if len(scene.stages) > 1 else "peers"
     for view in scene.rounds[:1]:
         if view.agrees is False:
-            text = (
-                f"round {view.round + 1} left {whose} with {len(view.digests)} different states: compare their digests"
-            )
-            yield Alert("digest", "critical", "", text)  # One alert, however many rounds it lasts.
+            text = f"round {view.round + 1} left {whose} with {len(view.digests)} different states"
+            yield Alert("digest", "critical", "", f"{text}: compare their digests")  # However many rounds it lasts.
 
 
 def _fork(scene: Scene) -> Iterator[Alert]:
@@ -161,10 +151,6 @@ class _Trouble:
         reasons = Counter(report.reason for report in recent if not report.committed)
         return cls(peer, len(recent), reasons.total(), _most_frequent(reasons))
 
-    @property
-    def is_bad(self) -> bool:
-        return self.failed >= MIN_FAILED_ROUNDS and 2 * self.failed >= self.reported
-
 
 def _most_frequent(reasons: Counter[str]) -> str:
     return min(reasons, key=lambda reason: (-reasons[reason], reason), default="")
@@ -180,7 +166,8 @@ def _failure_words(troubles: Sequence[_Trouble]) -> str:
 
 def _rounds(scene: Scene) -> Iterator[Alert]:
     reporting = [peer for peer in scene.trainers if peer.record.state == "training" and peer.record.last_rounds]
-    found = [trouble for trouble in map(_Trouble.of, reporting) if trouble.is_bad]
+    troubles = map(_Trouble.of, reporting)
+    found = [each for each in troubles if each.failed >= MIN_FAILED_ROUNDS and 2 * each.failed >= each.reported]
     hint = "see the last reasons, and whether peers reach each other"
     if 2 * len(found) > len(reporting):
         yield Alert("rounds", "warning", "", f"rounds fail: {_failure_words(found)}; {hint}")

@@ -48,7 +48,8 @@ def coverage(snapshot: Snapshot) -> Coverage:
     num_blocks = snapshot.swarm.num_blocks
     # In a pipeline, the role ``trainer`` only sends microbatches.
     roles = ("stage",) if len(snapshot.stages) > 1 else TRAINING_ROLES
-    trainers = sorted((peer for peer in snapshot.peers if peer.record.role in roles), key=_interest)
+    trainers = [peer for peer in snapshot.peers if peer.record.role in roles]
+    trainers.sort(key=lambda peer: (urgency(peer), peer.spans, peer.name.casefold()))
     states = Counter(peer.record.state for peer in snapshot.peers)
     return Coverage(
         stages=tuple(
@@ -69,10 +70,6 @@ def urgency(peer: PeerView) -> tuple[bool, bool]:
 def state_of(peer: PeerView) -> str:
     """Return a peer's state; ``astray`` if its digest differs from the majority's."""
     return "astray" if peer.agrees is False else peer.record.state
-
-
-def _interest(peer: PeerView) -> tuple[tuple[bool, bool], tuple[tuple[int, int], ...], str]:
-    return (urgency(peer), peer.spans, peer.name.casefold())
 
 
 def _row(peer: PeerView, num_blocks: int, num_stages: int) -> Row:

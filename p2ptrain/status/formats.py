@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -12,20 +12,21 @@ LAST_SECOND = 253_402_300_799.0
 
 def human_bytes(number: float) -> str:
     """Return bytes in powers of ten with three digits: ``0 B``, ``1.5 kB``, ``12.3 MB``."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 999.5:
-            return f"{number:.0f} {unit}" if unit == "B" or number >= 99.95 else f"{number:.1f} {unit}"
-        number /= 1000
-    return f"{number:.1f} TB"
+    return _scaled(number, (" B", " kB", " MB", " GB", " TB"))
 
 
 def human_count(number: float) -> str:
     """Return a number with three digits: ``940``, ``12.3k``, ``1.2M``."""
-    for unit in ("", "k", "M", "B"):
+    return _scaled(number, ("", "k", "M", "B", "T"))
+
+
+def _scaled(number: float, units: Sequence[str]) -> str:
+    """Return a number with the unit, of ascending powers of 1000, that leaves at most three digits before the point."""
+    for power, unit in enumerate(units[:-1]):
         if number < 999.5:
-            return f"{number:.0f}{unit}" if not unit or number >= 99.95 else f"{number:.1f}{unit}"
+            return f"{number:.0f}{unit}" if not power or number >= 99.95 else f"{number:.1f}{unit}"
         number /= 1000
-    return f"{number:.1f}T"
+    return f"{number:.1f}{units[-1]}"
 
 
 def human_seconds(seconds: float) -> str:

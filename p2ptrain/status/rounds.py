@@ -7,7 +7,7 @@ every stage has committed its round r. Its times are those of the slowest stage.
 from __future__ import annotations
 
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -82,16 +82,15 @@ class RoundBook:
         self._names[record.peer] = record.label
         certified = [entry.round for entry in self._entries.values() if entry.body is not None]
         horizon = max([median_round, *(number + 1 for number in certified)])
-        committed, skipped = [], False
-        ended = at
-        broken: dict[int, list[RoundReport]] = {}
+        committed, skipped, ended = [], False, at
+        broken: dict[int, list[RoundReport]] = defaultdict(list)
         for report in record.last_rounds:
             if not report.committed:
-                broken.setdefault(report.round, []).append(report)
+                broken[report.round].append(report)
         for report in reversed(record.last_rounds):
             if report.round > horizon - report.committed:
                 skipped = True  # Retried once the other peers have reached it.
-            elif self._learn_report(record.peer, report, broken.get(report.round, ()), ended):
+            elif self._learn_report(record.peer, report, broken[report.round], ended):
                 committed.append(report.round)
             ended = max(0.0, ended - report.seconds - report.compute_seconds)
         if not skipped:
@@ -168,7 +167,7 @@ class RoundBook:
 
     def views(self) -> list[RoundView]:
         """Return all rounds, newest first, except rounds known only by a certificate."""
-        known = [self._entries[number] for number in sorted(self._entries, reverse=True)]
+        known = sorted(self._entries.values(), key=lambda entry: -entry.round)
         return [self._view(entry) for entry in known if entry.reports or entry.is_closed]
 
     def _view(self, entry: _Entry) -> RoundView:
@@ -204,15 +203,11 @@ class RoundBook:
         return entry.view
 
     def _absences(self, entry: _Entry) -> list[Absence]:
-        found = []
-        for peer in sorted(entry.reports):
-            report = entry.reports[peer]
-            if report.committed and report.contributed:
-                continue
-            found.append(Absence(peer, self._names.get(peer, peer[-8:]), _absence(report), report.reason))
-            if len(found) == MAX_ABSENCES:
-                break
-        return found
+        missing = [peer for peer, each in entry.reports.items() if not (each.committed and each.contributed)]
+        return [
+            Absence(peer, self._names.get(peer, peer[-8:]), _absence(entry.reports[peer]), entry.reports[peer].reason)
+            for peer in sorted(missing)[:MAX_ABSENCES]
+        ]
 
     def groups(self, peers: Sequence[str]) -> list[GroupView]:
         """Return the last certified round's groups, by cell of the lowest level; empty if too little is known.
@@ -233,18 +228,16 @@ class RoundBook:
         if before is None or before.body is None or before.body.next_lineage != body.lineage:
             return []
         place = Key(newest, body.lineage, before.body.present)
-        cells: dict[int, list[tuple[str, str]]] = {}
+        cells: dict[int, list[tuple[str, str]]] = defaultdict(list)
         for peer in sorted({*peers, *body.members}):
-            key = self._cells.key_of(place, peer)
-            cells.setdefault(key.cell, []).append((peer, _part(entry, peer)))
+            part = _part(entry.reports.get(peer), peer in body.members)
+            cells[self._cells.key_of(place, peer).cell].append((peer, part))
         return [GroupView(cell, tuple(cells[cell])) for cell in sorted(cells)]
 
 
-def _part(entry: _Entry, peer: str) -> str:
-    assert entry.body is not None
-    if peer in entry.body.members:
+def _part(report: RoundReport | None, is_member: bool) -> str:
+    if is_member:
         return "delegate"
-    report = entry.reports.get(peer)
     if report is None or not report.committed:
         return "absent"
     return "counted" if report.contributed else "late"

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from p2ptrain.network.records.record import PeerRecord, Sighting, StageReport
-from p2ptrain.status.alerts import Facts, find_alerts
+from p2ptrain.status.alerts import Facts, Scene, find_alerts
 from p2ptrain.status.headline import headline
 from p2ptrain.status.serving import NONE, NOTHING, Served, percentiles, serving_view
 from p2ptrain.status.stages import WHOLE, joined, positions, reports_of, stage_views
-from p2ptrain.status.views import Alert, GroupView, HostedView, PeerView, Rates, RoundView, Snapshot, SwarmView
+from p2ptrain.status.views import GroupView, HostedView, PeerView, Rates, RoundView, Snapshot, SwarmView
 
 EMPTY = bytes(32)
 Place = tuple[int, bytes, int]
@@ -47,7 +47,7 @@ def build_snapshot(seen: Observation, now: float) -> Snapshot:
     """Return the swarm at ``now``, in seconds since the epoch."""
     peers = peer_views(seen.sightings, seen.rates, seen.swarm.spans, now)
     stages = stage_views(seen.swarm.spans, peers)
-    alerts: Sequence[Alert] = find_alerts(peers, stages, seen.rounds, seen.facts, now)
+    alerts = find_alerts(Scene(peers, stages, seen.rounds, seen.facts, now))
     return Snapshot(
         at=now,
         swarm=seen.swarm,
@@ -80,11 +80,11 @@ def peer_views(
 
 def majority_digests(records: Sequence[PeerRecord], num_stages: int = 1) -> dict[Place, bytes]:
     """Return the majority's state digest by stage, lineage and round, where at least two peers report one."""
-    reported: dict[Place, Counter[bytes]] = {}
+    reported: dict[Place, Counter[bytes]] = defaultdict(Counter)
     for record in records:
         for unit, round_, lineage, digest, _ in positions(record, num_stages):
             if digest != EMPTY:
-                reported.setdefault((unit, lineage, round_), Counter())[digest] += 1
+                reported[unit, lineage, round_][digest] += 1
     # The smaller digest wins a tie, so that all observers agree.
     return {
         place: min(digests, key=lambda digest: (-digests[digest], digest))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 
 from p2ptrain.averaging.protocol.certificate import Body
@@ -142,11 +142,11 @@ class SwarmTracker:
         )
 
     def _facts(self, trainers: Sequence[PeerRecord], now: float) -> Facts:
-        lineages: dict[tuple[int, int], set[bytes]] = {}
+        lineages: dict[tuple[int, int], set[bytes]] = defaultdict(set)
         for record in trainers:
             for unit, round_, lineage, digest, _ in positions(record, self._num_stages):
                 if record.state == "training" and digest != EMPTY:
-                    lineages.setdefault((unit, round_), set()).add(lineage)
+                    lineages[unit, round_].add(lineage)
         if not any(len(each) > 1 for each in lineages.values()):
             self._forked_since = None
         elif self._forked_since is None:
@@ -207,18 +207,15 @@ def median_positions(records: Sequence[PeerRecord], num_stages: int) -> dict[int
 
     Only training peers count if there are any, so that newcomers do not move the median.
     """
-    places: dict[int, list[tuple[bool, int, int]]] = {}
+    places: dict[int, list[tuple[bool, int, int]]] = defaultdict(list)
     for record in records:
         for each in positions(record, num_stages):
             if each.unit < num_stages:
-                places.setdefault(each.unit, []).append((record.state == "training", each.round, each.tokens))
+                places[each.unit].append((record.state == "training", each.round, each.tokens))
     found = {}
-    for unit, stood in places.items():
-        here = [each for each in stood if each[0]] or stood
-        found[unit] = (
-            statistics.median_high([round_ for _, round_, _ in here]),
-            statistics.median_high([tokens for _, _, tokens in here]),
-        )
+    for unit, here in places.items():
+        _, rounds, tokens = zip(*([each for each in here if each[0]] or here), strict=True)
+        found[unit] = statistics.median_high(rounds), statistics.median_high(tokens)
     return found
 
 

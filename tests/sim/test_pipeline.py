@@ -86,7 +86,7 @@ async def test_without_failures_stages_train_as_one_process_does(
         await train_round(pipeline, number, whole)
     await until(lambda: len(trainer.done) == 4 * ROUND)
     assert trainer.feeder is not None
-    assert trainer.feeder.tally.resent == trainer.feeder.tally.lost == 0
+    assert trainer.feeder.resent == trainer.feeder.lost == 0
     await pipeline.close()
 
 

@@ -26,12 +26,11 @@ async def start_view(peer: Peer, plan: PipelinePlan) -> PipelineView:
     return view
 
 
-async def start_sender(peer: Peer, view: PipelineView) -> MicrobatchSender:
-    """Return a started sender of microbatches; `Peer.close` closes it."""
+def start_sender(peer: Peer, view: PipelineView) -> MicrobatchSender:
+    """Return a sender of microbatches; `Peer.close` closes it."""
     # Hosts may still know microbatch numbers of this peer's previous process.
     sender = MicrobatchSender(view.new_caller(peer.rpc), int(peer.runtime.now() * 1000))
-    await sender.start()
-    peer.on_close(sender.close)
+    peer.on_close(sender.tasks.close)
     return sender
 
 
@@ -44,7 +43,7 @@ async def start_feeding(peer: Peer, config: PeerConfig, view: PipelineView) -> P
         peer.presence.changed()
 
     options = SendingOptions(config.pipeline.credits, config.run_dir, lambda now: last_round(peer, config, now))
-    metrics, sender = MetricsWriter(config.run_dir / "metrics.jsonl"), await start_sender(peer, view)
+    metrics, sender = MetricsWriter(config.run_dir / "metrics.jsonl"), start_sender(peer, view)
     trainer = PipelineTrainer(sender, peer.manifest, corpus, metrics, options, publish)
     progress = trainer.progress
 

@@ -52,7 +52,7 @@ async def take_part(peer: Peer, config: PeerConfig, signals: StopSignals) -> Non
         reason = await until_over(working, signals, config.stop_after.minutes)
         drain = Drain(config.drain_seconds)
         if feeding is not None:
-            feeding.stop()
+            feeding.stopping.set()
         if hosting is not None:
             hosting.migrator.stop()
         await asyncio.wait({working}, timeout=drain.left(RESCUE))

@@ -69,7 +69,7 @@ def share_model(running: PeerThread) -> PipelineModule:
     plan = PipelinePlan(peer.manifest)
 
     async def start() -> PipelineModule:
-        sender = await start_sender(peer, await start_view(peer, plan))
+        sender = start_sender(peer, await start_view(peer, plan))
         peer.set_state("training")
         return PipelineModule(sender, plan, bridge)
 

@@ -40,13 +40,13 @@ class Stages:
                 hosted.saves.note(save)
             peer.held.host(hosted)
             for unit in hosted.units:
-                await find_the_others(peer.presence, unit.membership, unit.synchronizer, unit.work)
+                await find_the_others(peer.presence, unit.synchronizer.replica.membership, unit.synchronizer, unit.work)
                 if reasons := list(unit.synchronizer.catch_up.incompatible.values()):
                     raise IncompatibleError(f"{reasons[0]}: build the model that the manifest describes")
         except BaseException:
             await self.give_up(hosted)
             raise
-        hosted.rounds.last_round = last_round(peer, config, hosted.units[0].round)
+        hosted.rounds.last_round = last_round(peer, config, hosted.units[0].state.head.round)
         return hosted
 
     async def step_in(self, hosted: HostedStage) -> None:

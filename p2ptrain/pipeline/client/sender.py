@@ -92,30 +92,24 @@ class Opened:
         return await self.task
 
 
-@dataclass
-class Tally:
-    """Counts of a trainer's microbatches that were lost before they settled, and of repetitions."""
-
-    lost: int = 0
-    resent: int = 0
-
-
 class MicrobatchSender:
     """Sends a trainer's microbatches, and follows the rounds.
 
     Args:
         first_number: First microbatch number; above all that this peer used in the round before a restart.
         on_done: Called with each microbatch that the committed rounds of all stages contain.
+
+    Attributes:
+        round: The round in progress; -1 before it is known.
+        lost: Number of microbatches lost before they settled; ``resent``: number of repetitions.
+        tasks: The caller closes them.
     """
 
     def __init__(
-        self,
-        caller: Caller,
-        first_number: int = 0,
-        on_done: Callable[[Accepted], None] | None = None,
+        self, caller: Caller, first_number: int = 0, on_done: Callable[[Accepted], None] | None = None
     ) -> None:
         self.round = -1
-        self.tally = Tally()
+        self.lost = self.resent = 0
         self.peer_id = caller.rpc.peer_id
         self._caller = caller
         self._rpc = caller.rpc
@@ -125,16 +119,9 @@ class MicrobatchSender:
         self._full = -1
         self._moved = asyncio.Event()
         self._accepted: dict[int, list[Accepted]] = defaultdict(list)
-        self._tasks = Tasks()
         serve_outputs(self._rpc, caller.local.outputs)
-
-    async def start(self) -> None:
-        """Start to follow the rounds."""
-        self._tasks.keep(self._watch, "watch-round")
-
-    async def close(self) -> None:
-        """Stop all tasks of this sender."""
-        await self._tasks.close()
+        self.tasks = Tasks()
+        self.tasks.keep(self._watch, "watch-round")
 
     # Sending
 
@@ -165,7 +152,7 @@ class MicrobatchSender:
         async def attempt(id: MicrobatchId) -> Opened:
             waiting = ExpectedOutput(shape, self._rpc.runtime)
             hop = Hop(id, 0, samples, tokens, (), inputs, targets, requires_grad, returns_output=True)
-            task = self._tasks.call(self._send_once(hop, waiting), f"opened-{id.number}")
+            task = self.tasks.call(self._send_once(hop, waiting), f"opened-{id.number}")
             task.add_done_callback(lambda task: task.cancelled() or task.exception())  # Backward may never be called.
             try:
                 either: set[asyncio.Future[Any]] = {waiting.output, task}
@@ -187,8 +174,8 @@ class MicrobatchSender:
             TemporaryError: The microbatch failed, or a stage has no host.
         """
         await self._until_hosted()
-        id = self._new_id(max(0, self.round))
-        return (await self._send_once(Hop(id, 0, samples, tokens, (), inputs, targets, requires_grad=False))).loss
+        hop = Hop(self._new_id(max(0, self.round)), 0, samples, tokens, (), inputs, targets, requires_grad=False)
+        return (await self._send_once(hop)).loss
 
     async def _until_through(self, attempt: Callable[[MicrobatchId], Awaitable[T]]) -> T:
         """Call ``attempt`` with new ids until it succeeds; a wait for a full round is no failure.
@@ -220,7 +207,7 @@ class MicrobatchSender:
                         f"a microbatch did not come through, and was sent {MAX_SENDS} times: {error}"
                     ) from error
                 sends += 1
-                self.tally.resent += 1
+                self.resent += 1
                 logger.info("a microbatch is sent again: %s", error)
                 await asyncio.sleep(pause * (0.5 + self._rpc.runtime.random.random()))
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
@@ -242,11 +229,11 @@ class MicrobatchSender:
                 reply = await self._caller.send(replace(hop, route=tuple(route[1:])), route[0], tell, keeps)
             return await self._settle(hop, reply)
         except LostError:
-            self.tally.lost += 1
+            self.lost += 1
             raise
         except BaseException:
             if hop.requires_grad:
-                self._tasks.start(self._give_up(hop.id, told), "give-up")
+                self.tasks.start(self._give_up(hop.id, told), "give-up")
             raise
         finally:
             self._caller.local.outputs.pop(hop.id, None)
@@ -361,7 +348,7 @@ class MicrobatchSender:
 
     def _account_before(self, round: int) -> None:
         for old in [old for old in self._accepted if old < round]:
-            self._tasks.start(self._account(self._accepted.pop(old)), "account")
+            self.tasks.start(self._account(self._accepted.pop(old)), "account")
 
     async def _account(self, accepted: list[Accepted]) -> None:
         """Tell which of a round's microbatches are done, and log those that were dropped, by their hosts' answers."""

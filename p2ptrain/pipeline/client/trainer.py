@@ -59,7 +59,9 @@ class SendingOptions:
 class PipelineTrainer:
     """Sends microbatches until stopped, or until the last round.
 
-    The caller starts and closes ``sender``, whose peer id seeds the reading order. ``rounds`` counts rounds that ended.
+    Attributes:
+        rounds: Number of rounds that ended.
+        stopping: Set it to send nothing new; `run` ends after the microbatches in flight, or after `DRAIN_SECONDS`.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class PipelineTrainer:
     ) -> None:
         self.progress = TrainingProgress()
         self.rounds = 0
+        self.stopping = asyncio.Event()
         self._on_progress = on_progress
         self._sender = sender
         self._spec = manifest.training
@@ -86,14 +89,9 @@ class PipelineTrainer:
         self._options = options
         self._round = -1
         self._last_round: int | None = None
-        self._stop = asyncio.Event()
         self._losses: list[float] = []
         self._marks = deque([(asyncio.get_running_loop().time(), 0)])
         self._failures = 0
-
-    def stop(self) -> None:
-        """Send nothing new; `run` ends after the microbatches in flight, or after `DRAIN_SECONDS`."""
-        self._stop.set()
 
     async def run(self) -> None:
         """Run the training loop.
@@ -111,10 +109,10 @@ class PipelineTrainer:
     async def _send_until_done(self) -> None:
         pending: set[asyncio.Task[None]] = set()
         async with Tasks() as tasks:
-            stopping = tasks.call(self._stop.wait(), "stop")
+            stopping = tasks.call(self.stopping.wait(), "stop")
             tasks.keep(self._glance, "held-out")
             tasks.keep(self._follow_rounds, "rounds")
-            while not self._stop.is_set() and not self._is_done():
+            while not self.stopping.is_set() and not self._is_done():
                 while len(pending) < self._options.credits:
                     pending.add(tasks.call(self._one(), "microbatch"))
                 waiting: set[asyncio.Future[Any]] = {*pending, stopping}

@@ -236,11 +236,8 @@ class Caller:
         name, wants = (OUTPUT, True) if tell is None else (service(hop.stage), hop.stage > 0)
         wanted = tensors[0] if wants and hop.requires_grad else None
         expected = sum(len(each.data) for each in tensors) + (len(wanted.data) if wanted is not None else 0)
-        open_seconds = self._limits.open_seconds
-        async with (
-            self.rpc.open(peer, name, request, open_seconds, expected_bytes=expected) as channel,
-            Tasks() as tasks,
-        ):
+        opening = self.rpc.open(peer, name, request, self._limits.open_seconds, expected_bytes=expected)
+        async with opening as channel, Tasks() as tasks:
             arrived = asyncio.Event()
             # A send error ends the channel, and so the wait for an answer.
             tasks.call(self._hand_over(channel, tensors, arrived), "hand-over")

@@ -66,10 +66,8 @@ class StageRouter:
 
     def update(self, states: Mapping[str, HostState]) -> None:
         """Replace the stage's hosts by those in the directory."""
-        for host in [host for host in self._hosts if host not in states]:
-            del self._hosts[host]
-        for host in [host for host in self._failed if host not in states]:
-            del self._failed[host]
+        self._hosts = {host: known for host, known in self._hosts.items() if host in states}
+        self._failed = {host: failure for host, failure in self._failed.items() if host in states}
         for host, state in states.items():
             failed_at, _ = self._failed.get(host, (-1, ""))
             if state.sequence <= failed_at:
@@ -95,8 +93,7 @@ class StageRouter:
         known = self._hosts.get(host)
         if known is None or not seconds > 0:
             return
-        rate = work / seconds
-        before = known.measured
+        rate, before = work / seconds, known.measured
         known.measured = rate if before is None else before + MEASURE_WEIGHT * (rate - before)
 
     def throughput(self, host: str) -> float:

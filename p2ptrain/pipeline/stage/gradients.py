@@ -19,9 +19,6 @@ from p2ptrain.pipeline.stage.device import Pass, Timed
 from p2ptrain.pipeline.stage.worker import StageWorker
 from p2ptrain.tasks import Tasks
 
-CLOSE_SECONDS = 2.0
-"""Timeout of pending removals when a host closes."""
-
 
 class GradientSum:
     """A sum of gradients times tokens, fp32 on the CPU; ``places`` has each parameter's slice by its ``id``."""
@@ -72,13 +69,13 @@ class Backward:
 
 
 class StageGradients:
-    """Adds microbatches to a stage's sum, and removes them."""
+    """Adds microbatches to a stage's sum, and removes them; ``undoing`` are the pending removals."""
 
     def __init__(self, worker: StageWorker, total: GradientSum | None = None) -> None:
         self.total = total or GradientSum(worker.compute.parameters)
         self.worker = worker
         self._failures: list[Exception] = []
-        self._undoing = Tasks(self._failures.append)
+        self.undoing = Tasks(self._failures.append)
 
     async def add(self, hop: Hop, back: Payload) -> Timed[Backward]:
         """Run a microbatch's backward pass and add it to the sum; cancellation removes it again.
@@ -116,7 +113,7 @@ class StageGradients:
                 self.total.add(self._pass(added).parameters, -float(added.tokens))
                 added.is_in = False
 
-        self._undoing.start(self.worker.run(Pass.UNDO, undo), "undo")
+        self.undoing.start(self.worker.run(Pass.UNDO, undo), "undo")
 
     async def until_taken_out(self) -> None:
         """Wait until all removals are complete.
@@ -124,13 +121,9 @@ class StageGradients:
         Raises:
             P2PTrainError: A removal failed: the sum still has a microbatch that does not count.
         """
-        await self._undoing.join()
+        await self.undoing.join()
         if self._failures:
             raise P2PTrainError(
                 f"a microbatch that was given up is still in this stage's gradients ({self._failures[0]!r}): start"
                 " this peer again"
             ) from self._failures[0]
-
-    async def close(self) -> None:
-        """Wait for pending removals, up to `CLOSE_SECONDS`."""
-        await self._undoing.close(CLOSE_SECONDS)

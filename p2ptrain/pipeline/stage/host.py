@@ -47,6 +47,8 @@ ORPHAN_SECONDS = 15.0
 """Timeout of a microbatch in flight without a waiting caller; the caller's own caller may send a substitute."""
 NEXT_ROUND_SECONDS = 120.0
 """Timeout of an early microbatch, until its round begins."""
+UNDO_SECONDS = 2.0
+"""Timeout of pending removals from the sum when the host closes."""
 MAX_EARLY = 256
 MAX_EVALUATIONS = 8
 """Concurrent forward-only microbatches."""
@@ -97,12 +99,7 @@ class StageHost:
     """
 
     def __init__(
-        self,
-        worker: StageWorker,
-        caller: Caller,
-        round: int,
-        queue: AdmissionQueue,
-        total: GradientSum | None = None,
+        self, worker: StageWorker, caller: Caller, round: int, queue: AdmissionQueue, total: GradientSum | None = None
     ) -> None:
         self.worker = worker
         self.gradients = StageGradients(worker, total)
@@ -132,7 +129,7 @@ class StageHost:
         """Cancel all microbatches in flight."""
         self._is_closed = True
         await self._tasks.close()
-        await self.gradients.close()
+        await self.gradients.undoing.close(UNDO_SECONDS)
 
     # Admission
 

@@ -47,9 +47,8 @@ class HostedStage:
         rpc: Rpc,
         signer: Signer,
         observer: StageObserver,
-        options: HostingOptions | None = None,
+        options: HostingOptions,
     ) -> None:
-        options = options or HostingOptions()
         self.number = worker.number
         self.worker = worker
         self.saves = StageSaves(view.plan, view.saves, rpc.peer_id)
@@ -88,7 +87,7 @@ class HostedStage:
         A microbatch of the next round also shows the end of a round, but none follows the last round.
         """
         while True:
-            await self._view.next_update()
+            await self._view.updated.wait()
             if self._view.is_over(self.host.ledger.round, self.number):
                 self._queue.note_over()
             if not self._completing:

@@ -188,13 +188,9 @@ class ReceiveBuffer:
     """
 
     def __init__(self, limits: Limits) -> None:
+        self.held: Counter[str] = Counter()
+        """Bytes by sender."""
         self._limits = limits
-        self._held: Counter[str] = Counter()
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes held for all senders."""
-        return self._held.total()
 
     @contextmanager
     def hold(self, sender: str, num_bytes: int) -> Iterator[Callable[[], None]]:
@@ -203,17 +199,17 @@ class ReceiveBuffer:
         Raises:
             FullError: There is no room now.
         """
-        limits, mine = self._limits, self._held[sender]
-        if self.num_bytes + num_bytes > limits.max_bytes:
+        limits, mine = self._limits, self.held[sender]
+        if self.held.total() + num_bytes > limits.max_bytes:
             raise FullError("too much is being sent here: come again, or go to another host")
         if mine and mine + num_bytes > limits.max_share * limits.max_bytes:
             raise FullError("too much of this peer's is on its way here: wait for some of it")
-        self._held[sender] += num_bytes
+        self.held[sender] += num_bytes
         with ExitStack() as reservation:
             reservation.callback(self._release, sender, num_bytes)
             yield reservation.close
 
     def _release(self, sender: str, num_bytes: int) -> None:
-        self._held[sender] -= num_bytes
-        if not self._held[sender]:
-            del self._held[sender]
+        self.held[sender] -= num_bytes
+        if not self.held[sender]:
+            del self.held[sender]

@@ -6,18 +6,13 @@
              (the leader says so, or a microbatch of a later round comes)
 
 `p2ptrain.pipeline.stage.host` admits microbatches; `p2ptrain.training.sync.synchronizer` averages them, as in
-whole-model training. Hosts of the first stage ask the round's leader to admit each microbatch, so together they admit
-at most the global batch. Later stages admit what the first admitted. So without failures all stages average the same
-microbatches.
-
-A host without microbatches in a round tells the leader, waits for the others' result, and applies it. If all work of a
-round is lost with its hosts, a host admits more for it. If other stages have ended that round, it ends with a gradient
-of zero, since round numbers agree across stages.
+whole-model training. See "Rounds" in ``docs/explanation/pipeline.md`` for hosts without microbatches and lost work.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 
@@ -86,7 +81,7 @@ class StageRounds:
         """Run rounds until `stop`, or until `last_round`."""
         await self._host.close_round(0.0)
         await self._align_units()
-        self._host.begin_round(self._units[0].round)
+        self._host.begin_round(self._units[0].state.head.round)
         while not self._is_stopping and not self.is_done:
             await self._fill()
             await self._close()
@@ -95,19 +90,16 @@ class StageRounds:
 
     async def _fill(self) -> None:
         """Report settled samples and request admissions, until the round is to be closed."""
-        own = self._units[0].synchronizer
-        queue = self._queue
+        own, queue = self._units[0].synchronizer, self._queue
         queue.is_over_elsewhere = False
         while not (self._is_stopping or queue.is_over_elsewhere):
             queue.changed.clear()
             await self._report()
             if own.position.is_closing or any(unit.synchronizer.is_behind() for unit in self._units):
                 break
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TELL_SECONDS):
                     await queue.changed.wait()
-            except TimeoutError:
-                continue
         for _, answer in queue.waiting:
             if not answer.done():
                 answer.set_result(False)
@@ -134,21 +126,22 @@ class StageRounds:
     async def _close(self) -> None:
         before = self._host.ledger.round
         ids = await self._host.close_round(self._grace_seconds)
+        self._uncounted += ids
         for unit in self._units:
             unit.work.add(self._host.ledger.settled_samples, self._host.ledger.settled_tokens)
-        self._uncounted += ids
         await together("advance", (self._advance(unit, before + 1) for unit in self._units))
         await self._align_units()
-        self._host.begin_round(self._units[0].round)
-        if self._units[0].round == before and not self._is_stopping:
+        rounds = [unit.state.head.round for unit in self._units]
+        self._host.begin_round(rounds[0])
+        if rounds[0] == before and not self._is_stopping:
             self._standby.reopen()
-        elif len({unit.round for unit in self._units}) == 1:
-            self._on_begun(self._units[0].round)
+        elif len(set(rounds)) == 1:
+            self._on_begun(rounds[0])
 
     async def _align_units(self) -> None:
         while not self._is_stopping:
-            ahead = max(unit.round for unit in self._units)
-            behind = [unit for unit in self._units if unit.round < ahead]
+            ahead = max(unit.state.head.round for unit in self._units)
+            behind = [unit for unit in self._units if unit.state.head.round < ahead]
             if not behind:
                 return
             await together("advance", (self._advance(unit, ahead) for unit in behind))
@@ -157,7 +150,7 @@ class StageRounds:
         """Average one unit until it reaches a round."""
         idle_since = asyncio.get_running_loop().time()
         unit.synchronizer.last_round = until  # Late work must not end the next round.
-        while unit.round < until:
+        while unit.state.head.round < until:
             was_stopping = self._is_stopping
             if unit.work.tokens > 0:
                 await self._synchronize(unit)
@@ -168,7 +161,7 @@ class StageRounds:
                 return
 
     async def _synchronize(self, unit: HostedUnit) -> None:
-        round = unit.round
+        round = unit.state.head.round
         if self._queue.is_over_elsewhere:
             await unit.synchronizer.averager.matchmaker.standby.hurry()
         result = await unit.synchronizer.synchronize(unit.work)
@@ -193,14 +186,14 @@ class StageRounds:
             return False
         if await synchronizer.follow_swarm(unit.work):
             return False
-        timeout_seconds = 2 * self._grace_seconds + SIT_OUT_SECONDS
-        if asyncio.get_running_loop().time() - since <= timeout_seconds:
+        if asyncio.get_running_loop().time() - since <= 2 * self._grace_seconds + SIT_OUT_SECONDS:
             return False
-        if self._queue.is_over_elsewhere or any(other.round > unit.round for other in self._units):
-            logger.warning("round %d: nothing is left of it here: it ends with a gradient of zero", unit.round)
+        round = unit.state.head.round
+        if self._queue.is_over_elsewhere or any(other.state.head.round > round for other in self._units):
+            logger.warning("round %d: nothing is left of it here: it ends with a gradient of zero", round)
             unit.work.add(1, 1)
             return False
         if any(other.work.tokens > 0 for other in self._units):
             return False
-        logger.warning("round %d: nothing is left of it here: it goes on", unit.round)
+        logger.warning("round %d: nothing is left of it here: it goes on", round)
         return True

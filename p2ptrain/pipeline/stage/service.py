@@ -62,7 +62,7 @@ class HostService:
         async with refusing(self._rpc, channel):
             hop = request.to_hop(self._stage)
             self._host.expect(hop)
-            with self._buffer.hold(sender, hop.inputs.num_bytes + hop.targets.num_bytes) as on_admitted:
+            with self._buffer.hold(sender, request.inputs.num_bytes + request.targets.num_bytes) as on_admitted:
 
                 async def take(inputs: Payload, targets: Payload) -> Reply:
                     return await self._host.take(replace(hop, inputs=inputs, targets=targets), tell, on_admitted)

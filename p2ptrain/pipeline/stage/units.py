@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from p2ptrain.averaging.context import Owner, PeerContext, Unconcerned
-from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.pipeline.plan import Unit
 from p2ptrain.pipeline.routing.hop import HopLimits
@@ -14,6 +13,7 @@ from p2ptrain.pipeline.stage.gradients import StageGradients
 from p2ptrain.pipeline.view import PipelineView
 from p2ptrain.progress import Progress, no_progress
 from p2ptrain.signing import Signer
+from p2ptrain.training.state.shared_state import SharedState
 from p2ptrain.training.sync.replica import Replica
 from p2ptrain.training.sync.synchronizer import Synchronizer
 
@@ -34,26 +34,22 @@ class HostedUnit:
 
     unit: Unit
     swarm: bytes
-    membership: Membership
+    state: SharedState
     synchronizer: Synchronizer
     work: StageWork
-
-    @property
-    def round(self) -> int:
-        return self.synchronizer.head.round
 
 
 def host_unit(
     view: PipelineView, unit: Unit, gradients: StageGradients, rpc: Rpc, signer: Signer, options: HostingOptions
 ) -> HostedUnit:
     """Return a stage's unit with all that averages it."""
-    plan, worker, membership = view.plan, gradients.worker, view.membership(unit.number)
+    plan, worker = view.plan, gradients.worker
     swarm = plan.swarm_of(unit.number)
     averaging = plan.manifest.averaging.model_copy(update={"min_peers": 1})
     part = Part(worker.compute.stage, plan.local_names(worker.number, unit))
     state = unit_state(part, plan.manifest.training, swarm, plan.manifest.pipeline.moments)
     context = PeerContext(rpc.scoped(f"unit{unit.number}"), rpc.runtime, signer, swarm, averaging, options.owner)
-    replica = Replica(context, plan.manifest.training, state, membership)
+    replica = Replica(context, plan.manifest.training, state, view.membership(unit.number))
     synchronizer = Synchronizer(replica, options.bandwidth, options.jobs)
     work = StageWork(part, state, gradients.total, worker.lock, unit.scale)
-    return HostedUnit(unit, swarm, membership, synchronizer, work)
+    return HostedUnit(unit, swarm, state, synchronizer, work)

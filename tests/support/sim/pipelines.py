@@ -187,7 +187,7 @@ class PipelinePeer:
 
     async def _sync(self, hosted: HostedStage) -> None:
         for unit in hosted.units:
-            await find_the_others(self.presence, unit.membership, unit.synchronizer, unit.work)
+            await find_the_others(self.presence, unit.synchronizer.replica.membership, unit.synchronizer, unit.work)
 
     async def take_on(self, number: int) -> HostedStage:
         """See `p2ptrain.pipeline.migration.Stages`."""
@@ -222,7 +222,6 @@ class PipelinePeer:
         caller = self.view.new_caller(self.rpc, HOP_LIMITS)
         first = self.peer.incarnation << 32
         self.feeder = MicrobatchSender(caller, first, lambda accepted: self.done.append(accepted.id))
-        await self.feeder.start()
         return self.feeder
 
     async def send(self, number: int) -> Accepted:
@@ -247,7 +246,7 @@ class PipelinePeer:
 
     async def close(self) -> None:
         if self.feeder is not None:
-            await self.feeder.close()
+            await self.feeder.tasks.close()
         await self.presence.close(farewell=False)
         for hosted in self._hosted:
             await hosted.close()

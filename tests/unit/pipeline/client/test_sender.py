@@ -27,11 +27,10 @@ async def _sender(swarm: Hosts) -> AsyncIterator[MicrobatchSender]:
     router = swarm.router(trainer)
     caller = Caller(trainer.rpc, router, limits=HOP_LIMITS)
     sender = MicrobatchSender(caller)
-    await sender.start()
     try:
         yield sender
     finally:
-        await sender.close()
+        await sender.tasks.close()
 
 
 async def _send(swarm: Hosts, sender: MicrobatchSender, is_own_loss: bool) -> int:
@@ -66,7 +65,7 @@ async def test_a_microbatch_waits_while_the_stages_average(network: SimulatedNet
             await each.host.close_round(0.0)
             each.host.begin_round(1)
         assert await sending == 1
-        assert sender.tally.resent == 0
+        assert sender.resent == 0
 
 
 @pytest.mark.parametrize("is_own_loss", [False, True])
