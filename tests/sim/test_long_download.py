@@ -179,7 +179,7 @@ async def test_a_source_that_makes_up_a_state_in_the_middle_is_outvoted(
     def forge(state: SharedState, index: int, out: memoryview, *rest: Any, **options: Any) -> int:
         size = read(state, index, out, *rest, **options)
         if state is liar.state and size >= 0 and len(swarm.kept) >= 10:
-            end = size - len(state._tree.proof(index)) - Stamp.NUM_BYTES  # type: ignore[union-attr]
+            end = size - len(state._hashed[1].proof(index)) - Stamp.NUM_BYTES  # type: ignore[index]
             stamp = Stamp(state.head.round, state.head.lineage, b"\x01" * 32)
             out[end : end + Stamp.NUM_BYTES] = stamp.to_bytes()
         return size
