@@ -67,6 +67,7 @@ def codec_at(codec: Codec, level: int) -> Codec:
     return get_codec(DENSE) if level and codec.sparse else codec
 
 
+@lru_cache(maxsize=16)
 def smaller_codecs(codec: Codec, num_values: int) -> tuple[Codec, ...]:
     """Return smaller codecs for a member too slow for ``codec``, by decreasing size; none for a lossless codec."""
     if not codec.lossy:
