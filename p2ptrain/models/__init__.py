@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from p2ptrain.errors import UsageError
 from p2ptrain.extensions import Extensions
 from p2ptrain.manifest import ModelSpec, TrainingSpec
-from p2ptrain.models.family import Block, Family, Span, stage_shapes
+from p2ptrain.models.blocks import Block, Span, stage_shapes
+from p2ptrain.models.family import Family
 from p2ptrain.progress import Progress, no_progress
 
 if TYPE_CHECKING:

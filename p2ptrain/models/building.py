@@ -11,7 +11,8 @@ import torch
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.manifest import ModelSpec
-from p2ptrain.models.family import Block, Family, Shape, Span, check_span, stage_shapes, stage_ties
+from p2ptrain.models.blocks import Block, Shape, Span, check_span, stage_shapes, stage_ties
+from p2ptrain.models.family import Family
 from p2ptrain.models.int8 import freeze_int8, frozen_state
 from p2ptrain.models.stage import Stage
 from p2ptrain.models.weights import Weights, add_parameter, block_digest

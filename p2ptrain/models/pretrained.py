@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from p2ptrain.errors import ConfigError, ManifestError, TemporaryError, UsageError
 from p2ptrain.manifest import DataSpec, Manifest, ModelSpec, explain
 from p2ptrain.models import FAMILIES, get_family, model_blocks
-from p2ptrain.models.family import Span, stage_shapes, stage_ties
+from p2ptrain.models.blocks import Span, stage_shapes, stage_ties
 from p2ptrain.progress import Progress, no_progress
 
 CONFIG = "config.json"

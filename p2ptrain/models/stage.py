@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from p2ptrain.models.family import Span
+from p2ptrain.models.blocks import Span
 
 
 def layer_numbers(span: Span, num_layers: int) -> range:

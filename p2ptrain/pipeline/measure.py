@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from p2ptrain.models.family import Span
+from p2ptrain.models.blocks import Span
 
 if TYPE_CHECKING:
     import torch

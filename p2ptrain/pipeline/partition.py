@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from p2ptrain.errors import ManifestError
-from p2ptrain.models.family import Span
+from p2ptrain.models.blocks import Span
 
 
 def equal_work(work: Sequence[int], num_stages: int) -> tuple[Span, ...]:

@@ -24,7 +24,7 @@ from p2ptrain.models import (
     get_family,
     model_blocks,
 )
-from p2ptrain.models.family import Shape, Span, stage_shapes, stage_ties
+from p2ptrain.models.blocks import Shape, Span, stage_shapes, stage_ties
 from p2ptrain.pipeline.messages import IDS, Payload
 from p2ptrain.pipeline.partition import equal_work, explicit, within_memory
 from p2ptrain.pipeline.placement import StageNeed

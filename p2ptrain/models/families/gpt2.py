@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from p2ptrain.manifest import ModelSpec
-from p2ptrain.models.family import Block, Family, Shape, Span, layer_blocks
+from p2ptrain.models.blocks import Block, Shape, Span, layer_blocks
+from p2ptrain.models.family import Family
 
 if TYPE_CHECKING:
     from p2ptrain.models.families.gpt2_stage import GPT2Stage

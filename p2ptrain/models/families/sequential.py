@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from p2ptrain.errors import UsageError
-from p2ptrain.models.family import Block, Span, check_span
+from p2ptrain.models.blocks import Block, Span, check_span
 from p2ptrain.models.stage import WHOLE, Stage, StageContext
 
 

@@ -7,8 +7,8 @@ from torch import nn
 from torch.nn import functional
 
 from p2ptrain.manifest import ModelSpec
+from p2ptrain.models.blocks import Span
 from p2ptrain.models.families.layers import attention, split_heads
-from p2ptrain.models.family import Span
 from p2ptrain.models.stage import WHOLE, Stage, StageContext, layer_numbers
 
 

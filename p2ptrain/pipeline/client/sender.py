@@ -11,29 +11,33 @@ import asyncio
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from p2ptrain.errors import DeadlineError, PeerError, TemporaryError
-from p2ptrain.models.family import Shape
-from p2ptrain.pipeline.client.outputs import ExpectedOutput, serve_outputs
+from p2ptrain.models.blocks import Shape
+from p2ptrain.network.rpc.channel import Channel
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.pipeline.messages import (
     IDS,
     Answers,
+    BadMicrobatchError,
     DoneRequest,
     Hop,
     Leg,
     MicrobatchId,
     OtherRoundError,
+    OutputRequest,
     Payload,
     Reply,
     RoundReply,
     RoundRequest,
     SettleRequest,
 )
-from p2ptrain.pipeline.routing.hop import Caller, service
+from p2ptrain.pipeline.routing.hop import OUTPUT, Caller, ExpectedOutput, answer, refusing, service
 from p2ptrain.pipeline.routing.router import NoHostError
+from p2ptrain.pipeline.routing.send_window import SendWindow
 from p2ptrain.tasks import Tasks, together
 
 if TYPE_CHECKING:
@@ -384,3 +388,23 @@ class MicrobatchSender:
 
 def _numbers(ids: Sequence[MicrobatchId]) -> tuple[tuple[int, int], ...]:
     return tuple((id.round, id.number) for id in ids)
+
+
+def serve_outputs(rpc: Rpc, expected: Mapping[MicrobatchId, ExpectedOutput]) -> None:
+    """Accept the expected outputs that hosts send to this trainer, and return their gradients."""
+
+    window = SendWindow()
+
+    async def serve(channel: Channel, request: OutputRequest) -> None:
+        async with refusing(rpc, channel):
+            if request.id not in expected:
+                raise BadMicrobatchError(f"nobody waits for {request.id} any more")
+            output = expected[request.id]
+            output.check(request.output)
+
+            async def take(values: Payload) -> Reply:
+                return Reply(0.0, (), await output.take(values, request.requires_grad))
+
+            await answer(channel, (request.output,), take, window)
+
+    rpc.serve_channel(OUTPUT, OutputRequest, serve)

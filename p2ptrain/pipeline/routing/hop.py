@@ -38,13 +38,16 @@ from p2ptrain.pipeline.messages import (
     ReplyHead,
     TensorHead,
     check_values,
+    pack,
+    unpack,
 )
 from p2ptrain.pipeline.routing.router import NoHostError, Router
 from p2ptrain.pipeline.routing.send_window import SendWindow
+from p2ptrain.runtime import Runtime
 from p2ptrain.tasks import Tasks
 
 if TYPE_CHECKING:
-    from p2ptrain.pipeline.client.outputs import ExpectedOutput
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +84,52 @@ class HopLimits:
     caller can retry."""
     first_pause_seconds: float = 0.05
     longest_pause_seconds: float = 2.0
+
+
+class ExpectedOutput:
+    """The pending output of one microbatch, for a trainer that computes the loss itself.
+
+    The last host sends the output, and waits for the gradient. If that host dies, a substitute sends the output again,
+    and gets the same gradient. So the trainer sees each microbatch's output once.
+
+    Attributes:
+        output: Resolves with the output in fp32.
+    """
+
+    def __init__(self, shape: tuple[int, ...], runtime: Runtime) -> None:
+        loop = asyncio.get_running_loop()
+        self.output: asyncio.Future[torch.Tensor] = loop.create_future()
+        self._gradient: asyncio.Future[torch.Tensor] = loop.create_future()
+        self._shape = shape
+        self._runtime = runtime
+
+    def give(self, gradient: torch.Tensor) -> None:
+        """Set the gradient of the loss with respect to the output: fp32, of the same shape."""
+        if not self._gradient.done():
+            self._gradient.set_result(gradient)
+
+    def check(self, output: TensorHead | Payload) -> None:
+        """Raise `BadMicrobatchError` if an output has another shape."""
+        if output.shape != self._shape:
+            raise BadMicrobatchError(f"an output of {list(output.shape)}, where {list(self._shape)} was to come")
+
+    async def take(self, output: Payload, requires_grad: bool) -> Payload | None:
+        """Accept the output; return its gradient, if required.
+
+        Raises:
+            BadMicrobatchError: The shape differs, or output or gradient cannot be encoded in the codec.
+        """
+        self.check(output)
+        try:
+            await self._runtime.offload(check_values, output)
+            values = await self._runtime.offload(unpack, output)
+            if not self.output.done():
+                self.output.set_result(values)
+            if not requires_grad:
+                return None
+            return await self._runtime.offload(pack, await asyncio.shield(self._gradient), output.codec)
+        except CodecError as error:
+            raise BadMicrobatchError(f"an output, or its gradient, cannot be used: {error}") from error
 
 
 @dataclass

@@ -13,8 +13,8 @@ from torch import nn
 from p2ptrain.errors import UsageError
 from p2ptrain.manifest import ModelSpec
 from p2ptrain.models import Span, build_model, build_stage, export_hugging_face, model_blocks
+from p2ptrain.models.blocks import stage_shapes
 from p2ptrain.models.families.sequential import SequentialStage
-from p2ptrain.models.family import stage_shapes
 from p2ptrain.models.int8 import Frozen, Int8Linear, dequantize, freeze_int8
 from p2ptrain.models.stage import Stage
 from tests.support.models import SPECS, each, input_gradient, sample, write_shards

@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from p2ptrain.errors import ManifestError
-from p2ptrain.models.family import Span
+from p2ptrain.models.blocks import Span
 from p2ptrain.pipeline.partition import equal_work, explicit, within_memory
 
 WORK = st.lists(st.integers(0, 50), min_size=1, max_size=9)

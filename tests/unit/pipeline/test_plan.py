@@ -9,7 +9,7 @@ import pytest
 from p2ptrain.errors import ManifestError, UsageError
 from p2ptrain.manifest import Manifest, ModelSpec, parse_manifest
 from p2ptrain.models import PROCESS_BYTES, Span, estimate_memory_bytes, model_blocks, num_parameters
-from p2ptrain.models.family import stage_shapes
+from p2ptrain.models.blocks import stage_shapes
 from p2ptrain.pipeline.messages import IDS, Payload
 from p2ptrain.pipeline.plan import PipelinePlan
 from tests.support.models import SPECS, each

@@ -26,8 +26,8 @@ from p2ptrain.models import (
     num_parameters,
     whole,
 )  # fmt: skip
+from p2ptrain.models.blocks import stage_ties
 from p2ptrain.models.families.sequential import SequentialStage, sequential_blocks
-from p2ptrain.models.family import stage_ties
 from p2ptrain.models.stage import LayerCache, Stage, StageContext
 from tests.support.models import SIZES, SPECS, each, parts, sample, shards
 from tests.support.processes.commands import printed
