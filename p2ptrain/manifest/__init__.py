@@ -19,7 +19,7 @@ from p2ptrain.hashing import canonical_bytes
 from p2ptrain.manifest.sections import Need, Section
 from p2ptrain.signing import Signer
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Version of the wire protocol; raised with each incompatible change. Peers of other versions are refused."""
 
 MAX_PIPELINE_STAGES = 256

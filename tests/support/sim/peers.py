@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from p2ptrain.manifest import PROTOCOL_VERSION
 from p2ptrain.network.rpc.endpoint import Rpc, RpcLimits
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
 
@@ -22,7 +23,7 @@ class Member:
 
 
 async def start_member(
-    network: SimulatedNetwork, peer: SimulatedPeer, *, limits: RpcLimits | None = None, protocol: int = 1
+    network: SimulatedNetwork, peer: SimulatedPeer, *, limits: RpcLimits | None = None, protocol: int = PROTOCOL_VERSION
 ) -> Member:
     """An `Rpc` that answers, on ``peer``."""
     rpc = Rpc(peer.transport, peer.runtime, SWARM, limits, protocol=protocol)

@@ -31,8 +31,8 @@ def test_what_is_shown_says_what_is_downloaded_run_sent_exposed_and_written(tmp_
 
 def test_a_swarm_of_another_protocol_or_codec_is_refused() -> None:
     check_compatible(Manifest())
-    with pytest.raises(IncompatibleError, match="protocol 2"):
-        check_compatible(Manifest(protocol=2))
+    with pytest.raises(IncompatibleError, match="protocol 1"):
+        check_compatible(Manifest(protocol=1))
     with pytest.raises(IncompatibleError, match="zip"):
         check_compatible(Manifest(averaging=AveragingSpec(codec="zip")))
     with pytest.raises(IncompatibleError):

@@ -9,6 +9,7 @@ import msgpack
 import pytest
 
 from p2ptrain.errors import DeadlineError, PeerLostError, PeerRefusedError
+from p2ptrain.manifest import PROTOCOL_VERSION
 from p2ptrain.network.rpc.endpoint import MAX_CONCURRENT_REFUSALS, MAX_COUNTED_REFUSALS, PROTOCOL, RpcLimits
 from p2ptrain.network.rpc.frames import FRAME, Kind, Refusal, frame, pack, unpack
 from p2ptrain.network.simulated import SimulatedNetwork
@@ -18,10 +19,11 @@ from tests.support.sim.peers import SWARM, Member, members, until
 from tests.support.sim.rpc_scenario import double, hang
 
 
-def header(**changes: object) -> bytes:
+def header(request: bytes = frame(Kind.MESSAGE, pack({"number": 1})), **changes: object) -> bytes:
     """A whole valid opening, with fields of its header changed."""
-    fields = {"protocol": 1, "swarm": SWARM, "name": "double", **changes}
-    return frame(Kind.MESSAGE, pack(fields)) + frame(Kind.MESSAGE, pack({"number": 1}))
+    return (
+        frame(Kind.MESSAGE, pack({"protocol": PROTOCOL_VERSION, "swarm": SWARM, "name": "double", **changes})) + request
+    )
 
 
 async def raw(caller: Member, server: Member) -> Stream:
@@ -62,14 +64,13 @@ async def test_a_defect_in_a_handler_is_logged_and_stays_private(
         (b"GET / HTTP/1.1\r\nHost: example\r\n\r\n", "malformed header", "malformed header"),
         (frame(Kind.MESSAGE, b"\xc1\xc1\xc1"), "malformed header", "not a message"),
         (frame(Kind.MESSAGE, msgpack.packb([1, 2])), "malformed header", "not a map"),
-        (frame(Kind.MESSAGE, msgpack.packb({"protocol": 1})), "other swarm", "another swarm"),
+        (frame(Kind.MESSAGE, msgpack.packb({"protocol": PROTOCOL_VERSION})), "other swarm", "another swarm"),
         (header(swarm=b"\x08" * 32), "other swarm", "another swarm"),
-        (header(protocol=2), "other protocol", "protocol 2, this peer speaks 1"),
+        (header(protocol=1), "other protocol", "protocol 1, this peer speaks 2"),
         (header(name=["double"]), "malformed header", "name: Expected `str`"),
         (header(protocol="x" * 100), "malformed header", "protocol: Expected `int`"),
         (FRAME.pack(100_000, Kind.MESSAGE), "oversized request", "512 are allowed"),
-        (frame(Kind.MESSAGE, pack({"protocol": 1, "swarm": SWARM, "name": "double"})) + FRAME.pack(1 << 31, 1),
-         "oversized request", "65536 are allowed"),
+        (header(request=b"") + FRAME.pack(1 << 31, 1), "oversized request", "65536 are allowed"),
         (frame(Kind.PING) + header(), "malformed header", "kind 4"),
     ],
 )  # fmt: skip
