@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from p2ptrain.network.records.record import PeerRecord, Sighting, StageReport
 from p2ptrain.status.alerts import Facts, Scene, find_alerts
 from p2ptrain.status.headline import headline
-from p2ptrain.status.serving import NONE, NOTHING, Served, percentiles, serving_view
+from p2ptrain.status.serving import NOTHING, Served, percentiles, serving_view, totals_of
 from p2ptrain.status.stages import WHOLE, joined, positions, reports_of, stage_views
 from p2ptrain.status.views import GroupView, HostedView, PeerView, Rates, RoundView, Snapshot, SwarmView
 
@@ -105,7 +105,7 @@ def _peer_view(
     else:
         held = tuple(spans) if record.role == "trainer" and any(record.digest) else ()
         agreements = {_agrees(record, WHOLE, majority)} - {None}
-    totals = record.serving.totals if record.serving is not None else NONE
+    totals = totals_of(record)
     return PeerView(
         record=record,
         name=record.label,

@@ -10,7 +10,7 @@ from p2ptrain.averaging.protocol.certificate import Body
 from p2ptrain.network.records.record import Look, PeerRecord, Sighting
 from p2ptrain.status.alerts import Facts
 from p2ptrain.status.rounds import SwarmRounds
-from p2ptrain.status.serving import NONE, ServingBook, growth, told
+from p2ptrain.status.serving import NONE, ServingBook, growth
 from p2ptrain.status.snapshot import EMPTY, Observation
 from p2ptrain.status.stages import TRAINING_ROLES, positions
 from p2ptrain.status.views import Event, Rates, SwarmView
@@ -223,7 +223,7 @@ def _rates(before: Sighting, now: Sighting) -> Rates:
     seconds, serves = max(now.at - before.at, 1e-3), now.record.serving is not None
     if now.record.started_at != before.record.started_at:
         return Rates(served_per_second=0.0 if serves else None)
-    served = (growth(told(before), told(now)) or NONE).generated_tokens
+    served = (growth(before, now) or NONE).generated_tokens
     return Rates(
         max(0, now.record.bytes_sent - before.record.bytes_sent) / seconds,
         max(0, now.record.bytes_received - before.record.bytes_received) / seconds,

@@ -19,7 +19,6 @@ from p2ptrain.status.serving import (
     Amount,
     Served,
     ServingBook,
-    Told,
     growth,
     serving_view,
 )
@@ -72,7 +71,7 @@ def test_who_leaves_takes_nothing_along_and_who_comes_back_is_not_counted_twice(
     back = [host("a", 120), other]
     book = learned(there, [host("a", 110), other], away, back, [host("a", 130), other])
     assert book.served().totals.requests == 20 + 20
-    assert len(book._told) == 2, "of peers that left nothing is kept"
+    assert len(book._known) == 2, "of peers that left nothing is kept"
 
 
 def test_a_peer_that_begins_to_serve_while_it_is_watched_counts_from_its_first_request() -> None:
@@ -103,8 +102,8 @@ def test_who_claims_what_no_peer_can_do_is_not_counted(restarts: bool) -> None:
 
 
 def test_growth_is_bounded_by_the_time_between_two_records() -> None:
-    def told(at: float, tokens: int) -> Told:
-        return Told(START, at, ServingTotals(generated_tokens=tokens))
+    def told(at: float, tokens: int) -> Sighting:
+        return Sighting(trainer("a", serving=ServingReport(1, ServingTotals(generated_tokens=tokens))), at)
 
     most = int(MAX_TOKENS_PER_SECOND * 15)
     assert growth(told(0.0, 0), told(10.0, most)) == ServingTotals(generated_tokens=most)
