@@ -34,6 +34,10 @@ class Amount(NamedTuple):
     seconds: float
 
 
+Value = float | Amount | Latencies
+"""A value in the history."""
+
+
 @dataclass(frozen=True)
 class Served:
     """The known totals of a swarm.
@@ -116,27 +120,26 @@ class ServingBook:
         (first, before), (last, after) = self._past[0], self._past[-1]
         return Served(after, after.since(before) or NONE, last - first)
 
-    def take_point(self, now: float, sessions: int | None) -> tuple[dict[str, float | Amount], dict[str, Latencies]]:
-        """Return history values since the last call: by series, and by kind of latency.
+    def take_point(self, now: float, sessions: int | None) -> dict[str, Value]:
+        """Return the history's values since the last call, by series.
 
         ``sessions`` is the number of open sessions; None if no peer serves.
         """
         before, self._point = self._point, (now, self._totals)
         if before is None or now <= before[0]:
-            return {}, {}
+            return {}
         grown = self._totals.since(before[1]) or NONE
         if sessions is None and grown == NONE:
-            return {}, {}
-        values: dict[str, float | Amount] = {
+            return {}
+        return {
             "served_tokens_per_second": Amount(grown.generated_tokens, now - before[0]),
             "served_prompt_tokens_per_second": Amount(grown.prompt_tokens, now - before[0]),
             "served_requests": float(grown.requests),
             "served_failures": float(grown.failed_requests),
+            "first_token_seconds": grown.first_token,
+            "token_seconds": grown.token,
+            **({"sessions": float(sessions)} if sessions is not None else {}),
         }
-        if sessions is not None:
-            values["sessions"] = float(sessions)
-        latencies = {"first_token_seconds": grown.first_token, "token_seconds": grown.token}
-        return values, {name: each for name, each in latencies.items() if each.total}
 
 
 def _with_totals_of(known: Sighting, seen: Sighting) -> Sighting:
