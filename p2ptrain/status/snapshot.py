@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from p2ptrain.network.records.record import PeerRecord, Sighting, StageReport
-from p2ptrain.status.alerts import Facts, Scene, find_alerts
-from p2ptrain.status.headline import headline
+from p2ptrain.status.health import Scene, find_alerts, headline
 from p2ptrain.status.serving import NOTHING, Served, percentiles, serving_view, totals_of
 from p2ptrain.status.stages import WHOLE, joined, positions, reports_of, stage_views
 from p2ptrain.status.views import GroupView, HostedView, PeerView, Rates, RoundView, Snapshot, SwarmView
@@ -28,6 +27,13 @@ class Observation:
         rounds: Newest first.
         tokens_per_second: The swarm's, in committed rounds.
         committed, aborted: Rounds since the monitor's start.
+        since: Wall-clock second of the monitor's start.
+        stall_seconds: Timeout without a committed round.
+        last_commit: Wall-clock second at which the last commit was seen; None before the first.
+        losses: Median losses of the window before the last and of the last; None without enough of them.
+        bootstraps: Ids of the peers that the swarm link names.
+        forked_since: Wall-clock second since which peers of one round follow different lineages; None if none do.
+        directory_answers: True if the last lookup was answered.
     """
 
     swarm: SwarmView
@@ -39,7 +45,13 @@ class Observation:
     committed: int
     aborted: int
     rejected: int
-    facts: Facts
+    since: float
+    stall_seconds: float
+    last_commit: float | None = None
+    losses: tuple[float, float] | None = None
+    bootstraps: Sequence[str] = ()
+    forked_since: float | None = None
+    directory_answers: bool = True
     served: Served = NOTHING
 
 
@@ -47,11 +59,12 @@ def build_snapshot(seen: Observation, now: float) -> Snapshot:
     """Return the swarm at ``now``, in seconds since the epoch."""
     peers = peer_views(seen.sightings, seen.rates, seen.swarm.spans, now)
     stages = stage_views(seen.swarm.spans, peers)
-    alerts = find_alerts(Scene(peers, stages, seen.rounds, seen.facts, now))
+    scene = Scene(seen, peers, stages, now)
+    alerts = find_alerts(scene)
     return Snapshot(
         at=now,
         swarm=seen.swarm,
-        headline=headline(seen, peers, stages, alerts),
+        headline=headline(scene, alerts),
         alerts=tuple(alerts),
         stages=tuple(stages),
         peers=tuple(peers),
@@ -59,7 +72,7 @@ def build_snapshot(seen: Observation, now: float) -> Snapshot:
         groups=tuple(seen.groups),
         serving=serving_view([each.record for each in seen.sightings], seen.served),
         rejected=seen.rejected,
-        directory_answers=seen.facts.directory_answers,
+        directory_answers=seen.directory_answers,
     )
 
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 
 from p2ptrain.averaging.protocol.certificate import Body
 from p2ptrain.network.records.record import Look, PeerRecord, Sighting
-from p2ptrain.status.alerts import Facts
 from p2ptrain.status.rounds import SwarmRounds
 from p2ptrain.status.serving import NONE, ServingBook, growth
 from p2ptrain.status.snapshot import EMPTY, Observation
@@ -137,11 +136,18 @@ class SwarmTracker:
             committed=self._rounds.committed,
             aborted=self._rounds.aborted,
             rejected=self._look.rejected + self.serving.rejected,
-            facts=self._facts(trainers, self._look.at),
+            since=self._since,
+            stall_seconds=self._stall_seconds,
+            last_commit=self._last_commit,
+            losses=self._trend(self._look.at),
+            bootstraps=self._bootstraps,
+            forked_since=self._fork(trainers, self._look.at),
+            directory_answers=self._look.sightings is not None,
             served=self.serving.served(),
         )
 
-    def _facts(self, trainers: Sequence[PeerRecord], now: float) -> Facts:
+    def _fork(self, trainers: Sequence[PeerRecord], now: float) -> float | None:
+        """Return the second since which peers of one round follow different lineages; None if none do."""
         lineages: dict[tuple[int, int], set[bytes]] = defaultdict(set)
         for record in trainers:
             for unit, round_, lineage, digest, _ in positions(record, self._num_stages):
@@ -151,15 +157,7 @@ class SwarmTracker:
             self._forked_since = None
         elif self._forked_since is None:
             self._forked_since = now
-        return Facts(
-            since=self._since,
-            stall_seconds=self._stall_seconds,
-            last_commit=self._last_commit,
-            losses=self._trend(now),
-            bootstraps=self._bootstraps,
-            forked_since=self._forked_since,
-            directory_answers=self._look.sightings is not None,
-        )
+        return self._forked_since
 
     def _trend(self, now: float) -> tuple[float, float] | None:
         while self._losses and self._losses[0][0] < now - 2 * TREND_SECONDS:
