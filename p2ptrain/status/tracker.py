@@ -1,18 +1,22 @@
-"""A swarm over time: rates, rounds, trends, arrivals and departures; without I/O."""
+"""A swarm over time: rates, rounds, trends, arrivals and departures; without any I/O of its own."""
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from p2ptrain.averaging.protocol.certificate import Body
+from p2ptrain.manifest import SignedManifest
+from p2ptrain.network.link import SwarmLink
 from p2ptrain.network.records.record import Look, PeerRecord, Sighting
+from p2ptrain.status.agreed import bootstraps, swarm_view
 from p2ptrain.status.rounds import SwarmRounds
 from p2ptrain.status.serving import NONE, ServingBook, growth
-from p2ptrain.status.snapshot import EMPTY, Observation
+from p2ptrain.status.snapshot import EMPTY, Observation, build_snapshot
 from p2ptrain.status.stages import TRAINING_ROLES, positions
-from p2ptrain.status.views import Event, Rates, SwarmView
+from p2ptrain.status.views import Event, Rates, Snapshot, SwarmView
 
 RATE_SECONDS = 15.0
 STALL_SECONDS = 600.0
@@ -168,6 +172,26 @@ class SwarmTracker:
         if min(len(before), len(late)) < MIN_TREND_POINTS:
             return None
         return statistics.median(before), statistics.median(late)
+
+
+class Looking:
+    """Takes snapshots of a swarm through ``source``, such as `p2ptrain.node.observe.Observer.look`."""
+
+    def __init__(self, source: Callable[[], Awaitable[Look]], signed: SignedManifest, link: SwarmLink) -> None:
+        self._source = source
+        self._signed = signed
+        self._link = link
+        self._tracker: SwarmTracker | None = None
+
+    async def look(self) -> Snapshot:
+        look = await self._source()
+        tracker = self._tracker
+        if tracker is None:
+            swarm = swarm_view(self._signed, self._link, [each.record for each in look.sightings or ()])
+            tracker = SwarmTracker(swarm, look.at, bootstraps(self._link))
+            self._tracker = tracker if look.sightings is not None else None  # The stages may come from the records.
+        tracker.take_in(look)
+        return await asyncio.to_thread(build_snapshot, tracker.observation(), look.at)
 
 
 class TokenRate:
