@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from p2ptrain.network.records.record import PeerRecord, Sighting, StageReport
 from p2ptrain.status.health import Scene, find_alerts, headline
 from p2ptrain.status.serving import NOTHING, Served, percentiles, serving_view, totals_of
-from p2ptrain.status.stages import WHOLE, joined, positions, reports_of, stage_views
+from p2ptrain.status.stages import WHOLE, Held, joined, positions, reports_of, stage_views
 from p2ptrain.status.views import GroupView, HostedView, PeerView, Rates, RoundView, Snapshot, SwarmView
 
-EMPTY = bytes(32)
 Place = tuple[int, bytes, int]
 """Stage, lineage, round: all peers at one place should hold the same state."""
 
@@ -95,9 +94,9 @@ def majority_digests(records: Sequence[PeerRecord], num_stages: int = 1) -> dict
     """Return the majority's state digest by stage, lineage and round, where at least two peers report one."""
     reported: dict[Place, Counter[bytes]] = defaultdict(Counter)
     for record in records:
-        for unit, round_, lineage, digest, _ in positions(record, num_stages):
-            if digest != EMPTY:
-                reported[unit, lineage, round_][digest] += 1
+        for unit, held in positions(record, num_stages):
+            if any(held.digest):
+                reported[unit, held.lineage, held.round][held.digest] += 1
     # The smaller digest wins a tie, so that all observers agree.
     return {
         place: min(digests, key=lambda digest: (-digests[digest], digest))
@@ -138,6 +137,6 @@ def _hosted_view(report: StageReport, majority: Mapping[Place, bytes], spans: Se
     return HostedView(report, blocks, _agrees(report, report.unit, majority))
 
 
-def _agrees(held: PeerRecord | StageReport, unit: int, majority: Mapping[Place, bytes]) -> bool | None:
-    expected = majority.get((unit, held.lineage, held.round)) if held.digest != EMPTY else None
+def _agrees(held: Held, unit: int, majority: Mapping[Place, bytes]) -> bool | None:
+    expected = majority.get((unit, held.lineage, held.round)) if any(held.digest) else None
     return None if expected is None else held.digest == expected

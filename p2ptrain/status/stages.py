@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from p2ptrain.network.records.record import PeerRecord, StageReport
 from p2ptrain.status.views import PeerView, Snapshot, StageView
@@ -28,14 +28,8 @@ MAX_CELLS = 48
 UNUSUAL = ("draining", "paused", "starting", "syncing")
 
 
-class Position(NamedTuple):
-    """A peer's position in one lineage; ``unit`` is the stage's number, or that of the shared embeddings."""
-
-    unit: int
-    round: int
-    lineage: bytes
-    digest: bytes
-    tokens: int
+Held = PeerRecord | StageReport
+"""A peer's position in one lineage: its whole record if the model is not cut, else its report of a stage."""
 
 
 def reports_of(record: PeerRecord, num_stages: int) -> list[StageReport]:
@@ -43,16 +37,14 @@ def reports_of(record: PeerRecord, num_stages: int) -> list[StageReport]:
     return [stage for stage in record.stages if stage.unit <= num_stages] if num_stages > 1 else []
 
 
-def positions(record: PeerRecord, num_stages: int) -> list[Position]:
-    """Return a peer's position in each lineage that it averages; empty for peers that do not average."""
+def positions(record: PeerRecord, num_stages: int) -> list[tuple[int, Held]]:
+    """Return a peer's position in each lineage that it averages, with the stage (`WHOLE` if the model is not cut).
+
+    Empty for peers that do not average.
+    """
     if record.role not in TRAINING_ROLES:
         return []
-    if num_stages == 1:
-        return [Position(WHOLE, record.round, record.lineage, record.digest, record.lineage_tokens)]
-    return [
-        Position(stage.unit, stage.round, stage.lineage, stage.digest, stage.lineage_tokens)
-        for stage in reports_of(record, num_stages)
-    ]
+    return [(WHOLE, record)] if num_stages == 1 else [(each.unit, each) for each in reports_of(record, num_stages)]
 
 
 def joined(spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

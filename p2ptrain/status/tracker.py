@@ -14,7 +14,7 @@ from p2ptrain.network.records.record import Look, PeerRecord, Sighting
 from p2ptrain.status.agreed import bootstraps, swarm_view
 from p2ptrain.status.rounds import SwarmRounds
 from p2ptrain.status.serving import NONE, ServingBook, growth
-from p2ptrain.status.snapshot import EMPTY, Observation, build_snapshot
+from p2ptrain.status.snapshot import Observation, build_snapshot
 from p2ptrain.status.stages import TRAINING_ROLES, positions
 from p2ptrain.status.views import Event, Rates, Snapshot, SwarmView
 
@@ -120,7 +120,7 @@ class SwarmTracker:
         """The lineage of most trainers; empty without any state, and in a pipeline, which has one for each stage."""
         if self._num_stages > 1:
             return b""
-        lineages = Counter(record.lineage for record in self.trainers if record.digest != EMPTY)
+        lineages = Counter(record.lineage for record in self.trainers if any(record.digest))
         return lineages.most_common(1)[0][0] if lineages else b""
 
     def certify(self, body: Body, now: float) -> None:
@@ -154,9 +154,9 @@ class SwarmTracker:
         """Return the second since which peers of one round follow different lineages; None if none do."""
         lineages: dict[tuple[int, int], set[bytes]] = defaultdict(set)
         for record in trainers:
-            for unit, round_, lineage, digest, _ in positions(record, self._num_stages):
-                if record.state == "training" and digest != EMPTY:
-                    lineages[unit, round_].add(lineage)
+            for unit, held in positions(record, self._num_stages):
+                if record.state == "training" and any(held.digest):
+                    lineages[unit, held.round].add(held.lineage)
         if not any(len(each) > 1 for each in lineages.values()):
             self._forked_since = None
         elif self._forked_since is None:
@@ -231,9 +231,9 @@ def median_positions(records: Sequence[PeerRecord], num_stages: int) -> dict[int
     """
     places: dict[int, list[tuple[bool, int, int]]] = defaultdict(list)
     for record in records:
-        for each in positions(record, num_stages):
-            if each.unit < num_stages:
-                places[each.unit].append((record.state == "training", each.round, each.tokens))
+        for unit, held in positions(record, num_stages):
+            if unit < num_stages:
+                places[unit].append((record.state == "training", held.round, held.lineage_tokens))
     found = {}
     for unit, here in places.items():
         _, rounds, tokens = zip(*([each for each in here if each[0]] or here), strict=True)
