@@ -201,8 +201,6 @@ def stage_lines(stages: Sequence[StageView], width: int | None, most: int | None
         width: Line width in characters; the least important columns are dropped to fit. None keeps all columns.
         most: Limit of stages; those that need hosts most are kept. None keeps all stages.
     """
-    from rich.text import Text
-
     shown = stages if most is None else sorted(sorted(stages, key=_urgency)[:most], key=lambda each: each.number)
     header, *body = STAGES.lines([_stage_row(stage) for stage in shown], width)
     lines = [Text(header, "bold"), *map(Text, body)]
