@@ -15,7 +15,7 @@ from starlette.responses import HTMLResponse, Response
 from p2ptrain._version import __version__
 from p2ptrain.monitor.store import Store
 from p2ptrain.status import formats
-from p2ptrain.status.coverage import coverage
+from p2ptrain.status.stages import coverage
 from p2ptrain.status.views import PeerView, Snapshot
 
 PLAIN_ROWS = 200

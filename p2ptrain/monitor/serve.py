@@ -8,7 +8,6 @@ import logging
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,28 +30,16 @@ TURN_SECONDS = 0.0005
 """Switch interval of threads; Python's default of 5 ms, several times per request, adds up to visible latency."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The options of `serve`.
-
-    Attributes:
-        db: File of the history; None keeps it in memory.
-        webhook: URL for alerts; empty for none.
-        stall_seconds: Time without a committed round after which an alert is raised.
-    """
-
-    link: SwarmLink
-    host: str
-    port: int
-    db: Path | None
-    webhook: str
-    stall_seconds: float
-
-
-async def serve(settings: Settings, on_ready: Callable[[str], None]) -> None:
+async def serve(
+    link: SwarmLink, host: str, port: int, *, db: Path | None, webhook: str | None, stall_seconds: float,
+    on_ready: Callable[[str], None],
+) -> None:  # fmt: skip
     """Watch a swarm and serve its page until SIGINT or SIGTERM.
 
     Args:
+        db: File of the history; None keeps it in memory.
+        webhook: URL for alerts; None for none.
+        stall_seconds: Time without a committed round after which an alert is raised.
         on_ready: Called with the page's URL once it answers.
 
     Raises:
@@ -65,17 +52,17 @@ async def serve(settings: Settings, on_ready: Callable[[str], None]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with contextlib.AsyncExitStack() as stack:
-        listener = stack.enter_context(listen(settings.host, settings.port, "--port"))
-        observer = await stack.enter_async_context(observing(settings.link))
+        listener = stack.enter_context(listen(host, port, "--port"))
+        observer = await stack.enter_async_context(observing(link))
         signed, now = observer.peer.signed, observer.peer.runtime.now
         records = await observer.peers() if what_is_missing(signed.manifest) else []
-        swarm = swarm_view(signed, settings.link, records)
+        swarm = swarm_view(signed, link, records)
         lost = observer.peer.network.lost
-        store = await Store.open(settings.db, swarm.digest, now())
+        store = await Store.open(db, swarm.digest, now())
         stack.push_async_callback(store.close)
-        webhook = Webhook(settings.webhook, swarm.name) if settings.webhook else None
-        tracker = SwarmTracker(swarm, now(), bootstraps(settings.link), settings.stall_seconds)
-        watch = Watch(observer, tracker, store, webhook.send if webhook else None)
+        notified = Webhook(webhook, swarm.name).send if webhook else None
+        tracker = SwarmTracker(swarm, now(), bootstraps(link), stall_seconds)
+        watch = Watch(observer, tracker, store, notified)
         looking = await stack.enter_async_context(watching(watch))
         web = await stack.enter_async_context(serving(make_app(watch, store, now), listener))
         on_ready(url_of(listener))

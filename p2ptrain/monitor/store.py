@@ -1,5 +1,8 @@
 """The history in one SQLite file: series at three resolutions, rounds, events, and contributions of peers.
 
+Percentiles of latencies cannot be aggregated over time. So each bucket of their histograms is a series of counts, and
+the percentiles of a step are computed from the counts in it.
+
 All tables are bounded by age or number, so the file stays below a few tens of megabytes. A damaged file is renamed and
 replaced by a new one.
 """
@@ -11,7 +14,8 @@ import contextlib
 import json
 import logging
 import sqlite3
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,15 +23,14 @@ from typing import Any, NamedTuple
 import aiosqlite
 
 from p2ptrain.errors import ResourceError
-from p2ptrain.monitor import latency_history
-from p2ptrain.network.records.serving import Latencies
-from p2ptrain.status.serving import Amount
+from p2ptrain.network.records.serving import NO_COUNTS, Latencies
+from p2ptrain.status.serving import Amount, Value
 from p2ptrain.status.stages import TRAINING_ROLES
 from p2ptrain.status.views import Event, PeerView, RoundView, plain
 
 logger = logging.getLogger(__name__)
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 
 class Resolution(NamedTuple):
@@ -50,7 +53,13 @@ SERIES = (
 )  # fmt: skip
 COUNTED = ("aborted", "served_requests", "served_failures")
 """Series of event counts, summed over a step; the others are averaged."""
-ALL_SERIES = (*SERIES, *latency_history.PERCENTILES)
+PERCENTILES = {
+    f"{kind}_{name}": (kind, share)
+    for kind in ("first_token_seconds", "token_seconds")
+    for name, share in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99))
+}
+"""Series of latencies and quantile of each percentile."""
+ALL_SERIES = (*SERIES, *PERCENTILES)
 MAX_EVENTS = 5_000
 MAX_ROUNDS = 2_000
 MAX_PEERS = 20_000
@@ -147,7 +156,7 @@ class Store:
             ((version,),) = await database.execute_fetchall("PRAGMA user_version")
             tables = {name for (name,) in await database.execute_fetchall("SELECT name FROM sqlite_master")}
             if version == 0 and not tables:
-                await database.executescript(_SCHEMA + latency_history.SCHEMA)
+                await database.executescript(_SCHEMA)
                 await database.execute("INSERT INTO facts VALUES ('swarm', ?)", (swarm,))
                 await database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
                 await database.commit()
@@ -188,28 +197,23 @@ class Store:
         async with self._exclusively():
             return list(await self._database.execute_fetchall(statement, values))
 
-    async def add_points(self, at: float, values: Mapping[str, float | Amount]) -> None:
+    async def add_points(self, at: float, values: Mapping[str, Value]) -> None:
         """Add one value of each series at every resolution."""
         await self._write(
             "INSERT INTO points VALUES (?, ?, ?, ?, ?) "
             "ON CONFLICT DO UPDATE SET total = total + excluded.total, count = count + excluded.count",
             (
-                (series, window.step, int(at) // window.step * window.step, total, weight)
+                (stored, window.step, int(at) // window.step * window.step, total, weight)
                 for series, value in values.items()
-                for total, weight in [value if isinstance(value, Amount) else (value, 1)]
+                for stored, total, weight in _stored(series, value)
                 for window in WINDOWS.values()
             ),
         )
 
-    async def add_latencies(self, at: float, latencies: Mapping[str, Latencies]) -> None:
-        """Add latencies by kind (`latency_history.KINDS`) at every resolution."""
-        steps = [window.step for window in WINDOWS.values()]
-        await self._write(latency_history.ADD, latency_history.rows(at, latencies, steps))
-
     async def series(self, window: str, names: Iterable[str], now: float) -> dict[str, Any]:
         """Return columns for a chart: the times ``at``, ascending, and a value of each series per time.
 
-        Values are sums for `COUNTED` series, quantiles for `latency_history.PERCENTILES`, else means; None if missing.
+        Values are sums for `COUNTED` series, quantiles for `PERCENTILES`, else means; None if missing.
 
         Args:
             window: Key of `WINDOWS`.
@@ -217,21 +221,34 @@ class Store:
             now: End of the window, in seconds since the epoch.
         """
         length, step, _ = WINDOWS[window]
-        since = now - length
         wanted = list(names)
-        marks = ",".join("?" * len(wanted))
-        percentiles = [name for name in wanted if name in latency_history.PERCENTILES]
-        statement, kinds = latency_history.query(percentiles)
+        percentiles = {name: PERCENTILES[name] for name in wanted if name in PERCENTILES}
+        buckets = {
+            _bucket(kind, number): (kind, number)
+            for kind, _ in percentiles.values()
+            for number in range(len(NO_COUNTS))
+        }
+        stored = [*wanted, *buckets]
         rows = await self._read(
-            f"SELECT series, at, total, count FROM points WHERE series IN ({marks}) AND step = ? AND at >= ?",
-            *wanted, step, since,
+            f"SELECT series, at, total, count FROM points WHERE series IN ({','.join('?' * len(stored))})"
+            " AND step = ? AND at >= ?",
+            *stored, step, now - length,
         )  # fmt: skip
-        found = await self._read(statement, *kinds, step, since) if kinds else ()
-        values = [(name, at, total if name in COUNTED else total / count) for name, at, total, count in rows]
-        values += latency_history.points(percentiles, found)
-        times = sorted({at for _, at, _ in values})
-        known = {(name, at): value for name, at, value in values}
-        return {"step": step, "at": times, "series": {name: [known.get((name, at)) for at in times] for name in wanted}}
+        values: dict[tuple[str, int], float | None] = {}
+        counts: dict[tuple[str, int], list[int]] = defaultdict(lambda: [*NO_COUNTS])
+        for series, at, total, count in rows:
+            if series in buckets:
+                kind, number = buckets[series]
+                counts[kind, at][number] = int(total)
+            else:
+                values[series, at] = total if series in COUNTED else total / count
+        for (kind, at), each in counts.items():
+            latencies = Latencies(tuple(each))
+            values |= {(name, at): latencies.quantile(share) for name, (of, share) in percentiles.items() if of == kind}
+        times = sorted({at for _, at in values})
+        return {
+            "step": step, "at": times, "series": {name: [values.get((name, at)) for at in times] for name in wanted},
+        }  # fmt: skip
 
     async def add_events(self, events: Iterable[Event]) -> None:
         rows = ((each.at, each.kind, each.peer, each.text[:MAX_EVENT_CHARS]) for each in events)
@@ -307,8 +324,7 @@ class Store:
         """Delete old rows and rows beyond the limits; call it every few minutes."""
         async with self._exclusively():
             for _, step, keep in WINDOWS.values():
-                for table in ("points", "latencies"):
-                    await self._database.execute(f"DELETE FROM {table} WHERE step = ? AND at < ?", (step, now - keep))
+                await self._database.execute("DELETE FROM points WHERE step = ? AND at < ?", (step, now - keep))
             for table, key, age, limit in (
                 ("events", "id", "id", MAX_EVENTS),
                 ("rounds", "round", "round", MAX_ROUNDS),
@@ -318,6 +334,19 @@ class Store:
                 await self._database.execute(f"DELETE FROM {table} WHERE {key} NOT IN ({newest})", (limit,))
             await self._database.commit()
             await self._database.execute_fetchall("PRAGMA wal_checkpoint(TRUNCATE)")
+
+
+def _stored(series: str, value: Value) -> Iterator[tuple[str, float, float]]:
+    """Yield the stored series of a value, with the total and the weight to add to each."""
+    if isinstance(value, Latencies):
+        yield from ((_bucket(series, number), count, 0) for number, count in enumerate(value.counts) if count)
+    else:
+        yield (series, *value) if isinstance(value, Amount) else (series, value, 1)
+
+
+def _bucket(series: str, number: int) -> str:
+    """Return the name of the series that counts the latencies in one bucket."""
+    return f"{series}:{number}"
 
 
 def _set_aside(path: Path, now: float, reason: Exception) -> None:

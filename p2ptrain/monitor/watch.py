@@ -182,9 +182,8 @@ class Watch:
         seconds = min(now - self._next_point + POINT_SECONDS, 2 * POINT_SECONDS) if self._next_point else 0.0
         self._next_point = now + POINT_SECONDS
         serving = snapshot.serving
-        served, latencies = self._tracker.serving.take_point(now, serving.sessions if serving.peers else None)
+        served = self._tracker.serving.take_point(now, serving.sessions if serving.peers else None)
         await self._store.add_points(now, {**self._points(snapshot), **served})
-        await self._store.add_latencies(now, latencies)
         await self._store.add_rounds(snapshot.rounds)
         await self._store.contribute(snapshot.peers, now, seconds)
         if now >= self._next_prune:

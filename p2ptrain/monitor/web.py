@@ -34,7 +34,7 @@ from p2ptrain.monitor.pages import SHOWN_ROUNDS, Pages, matching
 from p2ptrain.monitor.store import ALL_SERIES, WINDOWS, Store
 from p2ptrain.monitor.watch import Watch
 from p2ptrain.network.records.record import PeerRecord
-from p2ptrain.status.coverage import coverage
+from p2ptrain.status.stages import coverage
 from p2ptrain.status.views import PeerView, Rates, Snapshot, fields_of, plain
 
 logger = logging.getLogger(__name__)

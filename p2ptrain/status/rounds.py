@@ -24,7 +24,6 @@ OPEN_ROUNDS = MAX_REPORTS + 4
 the reports of thousands of peers take much memory."""
 MAX_ABSENCES = 20
 MAX_REPORTS_PER_ROUND = 10_000
-EMPTY = bytes(32)
 
 
 @dataclass
@@ -175,7 +174,7 @@ class RoundBook:
             return entry.view
         reports = list(entry.reports.values())
         done = [report for report in reports if report.committed] or reports
-        digests = Counter(report.digest.hex() for report in done if report.committed and report.digest != EMPTY)
+        digests = Counter(report.digest.hex() for report in done if report.committed and any(report.digest))
         members, contributors = _median_size(done)
         reasons = Counter(report.reason for attempts in entry.broken.values() for report in attempts)
         view = RoundView(

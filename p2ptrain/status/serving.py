@@ -34,18 +34,8 @@ class Amount(NamedTuple):
     seconds: float
 
 
-@dataclass(frozen=True)
-class Told:
-    """One peer's report.
-
-    Attributes:
-        started_at: Wall-clock second of the peer's start, from which its totals count.
-        at: Wall-clock second of the report's publication.
-    """
-
-    started_at: float
-    at: float
-    totals: ServingTotals
+Value = float | Amount | Latencies
+"""A value in the history."""
 
 
 @dataclass(frozen=True)
@@ -65,19 +55,15 @@ class Served:
 NOTHING = Served()
 
 
-def told(seen: Sighting, known: Told | None = None) -> Told:
-    """Return a peer's report; a record without totals keeps the known ones of the same process."""
-    record = seen.record
-    if record.serving is not None:
-        return Told(record.started_at, seen.at, record.serving.totals)
-    is_same_life = known is not None and known.started_at == record.started_at
-    return Told(record.started_at, seen.at, known.totals if known is not None and is_same_life else NONE)
+def totals_of(record: PeerRecord) -> ServingTotals:
+    return record.serving.totals if record.serving is not None else NONE
 
 
-def growth(before: Told, after: Told) -> ServingTotals | None:
-    """Return the growth between two reports of a peer; None if it is not credible."""
-    grown = after.totals if after.started_at != before.started_at else after.totals.since(before.totals)
-    seconds = max(0.0, after.at - before.at) + SLACK_SECONDS
+def growth(before: Sighting, after: Sighting) -> ServingTotals | None:
+    """Return the growth between two records of a peer; None if it is not credible."""
+    totals, seconds = totals_of(after.record), max(0.0, after.at - before.at) + SLACK_SECONDS
+    is_same_life = after.record.started_at == before.record.started_at
+    grown = totals.since(totals_of(before.record)) if is_same_life else totals
     if (
         grown is None
         or grown.generated_tokens > MAX_TOKENS_PER_SECOND * seconds
@@ -93,33 +79,39 @@ class ServingBook:
 
     def __init__(self) -> None:
         self.rejected = 0
-        self._told: dict[str, Told] = {}
+        self._known: dict[str, Sighting] = {}
         self._past: deque[tuple[float, ServingTotals]] = deque()
         self._totals = NONE
         self._point: tuple[float, ServingTotals] | None = None
 
     def learn(self, sightings: Sequence[Sighting], now: float) -> None:
         """Add the growth in the records of a look at second ``now``."""
-        present: dict[str, Told] = {}
+        before, self._known = self._known, {}
         for seen in sightings:
-            record = seen.record
-            known = self._told.get(record.peer)
-            if known is not None and known.at >= seen.at:
-                present[record.peer] = known
-                continue
-            new = told(seen, known)
-            grown = growth(known, new) if known is not None else NONE
-            if known is not None and grown is None:
-                self.rejected += 1
-                if known.started_at == new.started_at and new.totals.since(known.totals) is None:
-                    new = replace(new, totals=known.totals)  # Counting down and up again adds nothing.
-            elif grown is not None and grown != NONE:
-                self._totals += grown
-            present[record.peer] = new
-        self._told = present
+            peer = seen.record.peer
+            known = before.get(peer)
+            if known is None:
+                self._known[peer] = seen
+            else:
+                self._known[peer] = known if known.at >= seen.at else self._add(known, seen)
         self._past.append((now, self._totals))
         while len(self._past) > 2 and self._past[1][0] <= now - WINDOW_SECONDS:
             self._past.popleft()
+
+    def _add(self, known: Sighting, seen: Sighting) -> Sighting:
+        """Add a peer's growth; return the sighting with which its next one is compared."""
+        is_same_life = known.record.started_at == seen.record.started_at
+        if is_same_life and seen.record.serving is None:
+            return _with_totals_of(known, seen)
+        grown = growth(known, seen)
+        if grown is None:
+            self.rejected += 1
+            is_less = totals_of(seen.record).since(totals_of(known.record)) is None
+            # Counting down and up again adds nothing.
+            return _with_totals_of(known, seen) if is_same_life and is_less else seen
+        if grown != NONE:
+            self._totals += grown
+        return seen
 
     def served(self) -> Served:
         """Return the totals as of the last look."""
@@ -128,32 +120,37 @@ class ServingBook:
         (first, before), (last, after) = self._past[0], self._past[-1]
         return Served(after, after.since(before) or NONE, last - first)
 
-    def take_point(self, now: float, sessions: int | None) -> tuple[dict[str, float | Amount], dict[str, Latencies]]:
-        """Return history values since the last call: by series, and by kind of latency.
+    def take_point(self, now: float, sessions: int | None) -> dict[str, Value]:
+        """Return the history's values since the last call, by series.
 
         ``sessions`` is the number of open sessions; None if no peer serves.
         """
         before, self._point = self._point, (now, self._totals)
         if before is None or now <= before[0]:
-            return {}, {}
+            return {}
         grown = self._totals.since(before[1]) or NONE
         if sessions is None and grown == NONE:
-            return {}, {}
-        values: dict[str, float | Amount] = {
+            return {}
+        return {
             "served_tokens_per_second": Amount(grown.generated_tokens, now - before[0]),
             "served_prompt_tokens_per_second": Amount(grown.prompt_tokens, now - before[0]),
             "served_requests": float(grown.requests),
             "served_failures": float(grown.failed_requests),
+            "first_token_seconds": grown.first_token,
+            "token_seconds": grown.token,
+            **({"sessions": float(sessions)} if sessions is not None else {}),
         }
-        if sessions is not None:
-            values["sessions"] = float(sessions)
-        latencies = {"first_token_seconds": grown.first_token, "token_seconds": grown.token}
-        return values, {name: each for name, each in latencies.items() if each.total}
+
+
+def _with_totals_of(known: Sighting, seen: Sighting) -> Sighting:
+    if known.record.serving is seen.record.serving:
+        return seen
+    return replace(seen, record=replace(seen.record, serving=known.record.serving))
 
 
 def since_their_start(records: Sequence[PeerRecord]) -> Served:
     """Return the totals since each peer's start, for a single look."""
-    totals = sum((record.serving.totals for record in records if record.serving is not None), NONE)
+    totals = sum(map(totals_of, records), NONE)
     return Served(totals, totals)
 
 

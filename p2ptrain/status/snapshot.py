@@ -7,13 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from p2ptrain.network.records.record import PeerRecord, Sighting, StageReport
-from p2ptrain.status.alerts import Facts, Scene, find_alerts
-from p2ptrain.status.headline import headline
-from p2ptrain.status.serving import NONE, NOTHING, Served, percentiles, serving_view
-from p2ptrain.status.stages import WHOLE, joined, positions, reports_of, stage_views
+from p2ptrain.status.health import Scene, find_alerts, headline
+from p2ptrain.status.serving import NOTHING, Served, percentiles, serving_view, totals_of
+from p2ptrain.status.stages import WHOLE, Held, joined, positions, reports_of, stage_views
 from p2ptrain.status.views import GroupView, HostedView, PeerView, Rates, RoundView, Snapshot, SwarmView
 
-EMPTY = bytes(32)
 Place = tuple[int, bytes, int]
 """Stage, lineage, round: all peers at one place should hold the same state."""
 
@@ -28,6 +26,13 @@ class Observation:
         rounds: Newest first.
         tokens_per_second: The swarm's, in committed rounds.
         committed, aborted: Rounds since the monitor's start.
+        since: Wall-clock second of the monitor's start.
+        stall_seconds: Timeout without a committed round.
+        last_commit: Wall-clock second at which the last commit was seen; None before the first.
+        losses: Median losses of the window before the last and of the last; None without enough of them.
+        bootstraps: Ids of the peers that the swarm link names.
+        forked_since: Wall-clock second since which peers of one round follow different lineages; None if none do.
+        directory_answers: True if the last lookup was answered.
     """
 
     swarm: SwarmView
@@ -39,7 +44,13 @@ class Observation:
     committed: int
     aborted: int
     rejected: int
-    facts: Facts
+    since: float
+    stall_seconds: float
+    last_commit: float | None = None
+    losses: tuple[float, float] | None = None
+    bootstraps: Sequence[str] = ()
+    forked_since: float | None = None
+    directory_answers: bool = True
     served: Served = NOTHING
 
 
@@ -47,11 +58,12 @@ def build_snapshot(seen: Observation, now: float) -> Snapshot:
     """Return the swarm at ``now``, in seconds since the epoch."""
     peers = peer_views(seen.sightings, seen.rates, seen.swarm.spans, now)
     stages = stage_views(seen.swarm.spans, peers)
-    alerts = find_alerts(Scene(peers, stages, seen.rounds, seen.facts, now))
+    scene = Scene(seen, peers, stages, now)
+    alerts = find_alerts(scene)
     return Snapshot(
         at=now,
         swarm=seen.swarm,
-        headline=headline(seen, peers, stages, alerts),
+        headline=headline(scene, alerts),
         alerts=tuple(alerts),
         stages=tuple(stages),
         peers=tuple(peers),
@@ -59,7 +71,7 @@ def build_snapshot(seen: Observation, now: float) -> Snapshot:
         groups=tuple(seen.groups),
         serving=serving_view([each.record for each in seen.sightings], seen.served),
         rejected=seen.rejected,
-        directory_answers=seen.facts.directory_answers,
+        directory_answers=seen.directory_answers,
     )
 
 
@@ -82,9 +94,9 @@ def majority_digests(records: Sequence[PeerRecord], num_stages: int = 1) -> dict
     """Return the majority's state digest by stage, lineage and round, where at least two peers report one."""
     reported: dict[Place, Counter[bytes]] = defaultdict(Counter)
     for record in records:
-        for unit, round_, lineage, digest, _ in positions(record, num_stages):
-            if digest != EMPTY:
-                reported[unit, lineage, round_][digest] += 1
+        for unit, held in positions(record, num_stages):
+            if any(held.digest):
+                reported[unit, held.lineage, held.round][held.digest] += 1
     # The smaller digest wins a tie, so that all observers agree.
     return {
         place: min(digests, key=lambda digest: (-digests[digest], digest))
@@ -105,7 +117,7 @@ def _peer_view(
     else:
         held = tuple(spans) if record.role == "trainer" and any(record.digest) else ()
         agreements = {_agrees(record, WHOLE, majority)} - {None}
-    totals = record.serving.totals if record.serving is not None else NONE
+    totals = totals_of(record)
     return PeerView(
         record=record,
         name=record.label,
@@ -125,6 +137,6 @@ def _hosted_view(report: StageReport, majority: Mapping[Place, bytes], spans: Se
     return HostedView(report, blocks, _agrees(report, report.unit, majority))
 
 
-def _agrees(held: PeerRecord | StageReport, unit: int, majority: Mapping[Place, bytes]) -> bool | None:
-    expected = majority.get((unit, held.lineage, held.round)) if held.digest != EMPTY else None
+def _agrees(held: Held, unit: int, majority: Mapping[Place, bytes]) -> bool | None:
+    expected = majority.get((unit, held.lineage, held.round)) if any(held.digest) else None
     return None if expected is None else held.digest == expected

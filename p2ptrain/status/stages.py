@@ -1,4 +1,4 @@
-"""The stages of a model: their hosts, speeds, and the risk of losing a host.
+"""The stages of a model: their hosts, speeds, the risk of losing a host, and the coverage of each block.
 
 A model that is not cut is one stage, which every trainer holds. In a pipeline, each stage's hosts average among
 themselves, with their own rounds, lineage and digest. So states are compared only within one stage.
@@ -6,11 +6,14 @@ themselves, with their own rounds, lineage and digest. So states are compared on
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 from p2ptrain.network.records.record import PeerRecord, StageReport
-from p2ptrain.status.views import PeerView, StageView
+from p2ptrain.status.views import PeerView, Snapshot, StageView
 
 HOSTING = ("training", "serving", "paused")
 ARRIVING = ("starting", "syncing")
@@ -18,16 +21,15 @@ TRAINING_ROLES = ("trainer", "stage")
 """Roles that hold the model or a part of it, or send microbatches."""
 WHOLE = -1
 """Stage number of a model that is not cut."""
+MAX_ROWS = 20
+"""Limit of peers drawn block by block; peers in trouble come first."""
+MAX_CELLS = 48
+"""Limit of cells in a row; in a deeper model, a cell is several blocks."""
+UNUSUAL = ("draining", "paused", "starting", "syncing")
 
 
-class Position(NamedTuple):
-    """A peer's position in one lineage; ``unit`` is the stage's number, or that of the shared embeddings."""
-
-    unit: int
-    round: int
-    lineage: bytes
-    digest: bytes
-    tokens: int
+Held = PeerRecord | StageReport
+"""A peer's position in one lineage: its whole record if the model is not cut, else its report of a stage."""
 
 
 def reports_of(record: PeerRecord, num_stages: int) -> list[StageReport]:
@@ -35,16 +37,14 @@ def reports_of(record: PeerRecord, num_stages: int) -> list[StageReport]:
     return [stage for stage in record.stages if stage.unit <= num_stages] if num_stages > 1 else []
 
 
-def positions(record: PeerRecord, num_stages: int) -> list[Position]:
-    """Return a peer's position in each lineage that it averages; empty for peers that do not average."""
+def positions(record: PeerRecord, num_stages: int) -> list[tuple[int, Held]]:
+    """Return a peer's position in each lineage that it averages, with the stage (`WHOLE` if the model is not cut).
+
+    Empty for peers that do not average.
+    """
     if record.role not in TRAINING_ROLES:
         return []
-    if num_stages == 1:
-        return [Position(WHOLE, record.round, record.lineage, record.digest, record.lineage_tokens)]
-    return [
-        Position(stage.unit, stage.round, stage.lineage, stage.digest, stage.lineage_tokens)
-        for stage in reports_of(record, num_stages)
-    ]
+    return [(WHOLE, record)] if num_stages == 1 else [(each.unit, each) for each in reports_of(record, num_stages)]
 
 
 def joined(spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
@@ -127,3 +127,71 @@ def _risk(number: int, num_stages: int, hosts: Sequence[PeerView]) -> str:
     if not hosts:
         return f"stage {number} has no host: training waits"
     return f"stage {number} has one host, {hosts[0].name}: losing it stops training"
+
+
+# --- coverage: compact enough for templates and scripts ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """One peer's row; a cell is True if the peer holds all of its blocks. Cells are stages if blocks are unknown."""
+
+    peer: str
+    name: str
+    state: str
+    cells: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The coverage at one moment.
+
+    Attributes:
+        stages: The values of each `StageView`, with numbers in place of lists of peers.
+        rows: At most `MAX_ROWS`; ``others``: number of further peers that hold blocks, or are about to.
+        states: (state, number of peers), the most frequent first.
+    """
+
+    stages: tuple[dict[str, Any], ...]
+    rows: tuple[Row, ...]
+    others: int
+    states: tuple[tuple[str, int], ...]
+    num_blocks: int
+
+
+def coverage(snapshot: Snapshot) -> Coverage:
+    num_blocks = snapshot.swarm.num_blocks
+    # In a pipeline, the role ``trainer`` only sends microbatches.
+    roles = ("stage",) if len(snapshot.stages) > 1 else TRAINING_ROLES
+    trainers = [peer for peer in snapshot.peers if peer.record.role in roles]
+    trainers.sort(key=lambda peer: (urgency(peer), peer.spans, peer.name.casefold()))
+    states = Counter(peer.record.state for peer in snapshot.peers)
+    return Coverage(
+        stages=tuple(
+            {**vars(each), "hosts": len(each.hosts), "syncing": len(each.syncing)} for each in snapshot.stages
+        ),
+        rows=tuple(_row(peer, num_blocks, len(snapshot.stages)) for peer in trainers[:MAX_ROWS]),
+        others=max(0, len(trainers) - MAX_ROWS),
+        states=tuple(sorted(states.items(), key=lambda item: (-item[1], item[0]))),
+        num_blocks=num_blocks,
+    )
+
+
+def urgency(peer: PeerView) -> tuple[bool, bool]:
+    """Return a sort key that puts peers in trouble first."""
+    return (peer.agrees is not False, peer.record.state not in UNUSUAL)
+
+
+def state_of(peer: PeerView) -> str:
+    """Return a peer's state; ``astray`` if its digest differs from the majority's."""
+    return "astray" if peer.agrees is False else peer.record.state
+
+
+def _row(peer: PeerView, num_blocks: int, num_stages: int) -> Row:
+    if num_blocks:
+        num_cells = min(num_blocks, MAX_CELLS)
+        borders = [cell * num_blocks // num_cells for cell in range(num_cells + 1)]
+        cells = tuple(holds(peer, span) for span in pairwise(borders))
+    else:
+        cells = tuple(hosts_stage(peer, number) for number in range(num_stages))
+    return Row(peer.record.peer, peer.name, state_of(peer), cells)

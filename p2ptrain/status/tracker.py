@@ -1,19 +1,22 @@
-"""A swarm over time: rates, rounds, trends, arrivals and departures; without I/O."""
+"""A swarm over time: rates, rounds, trends, arrivals and departures; without any I/O of its own."""
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from p2ptrain.averaging.protocol.certificate import Body
+from p2ptrain.manifest import SignedManifest
+from p2ptrain.network.link import SwarmLink
 from p2ptrain.network.records.record import Look, PeerRecord, Sighting
-from p2ptrain.status.alerts import Facts
+from p2ptrain.status.agreed import bootstraps, swarm_view
 from p2ptrain.status.rounds import SwarmRounds
-from p2ptrain.status.serving import NONE, ServingBook, growth, told
-from p2ptrain.status.snapshot import EMPTY, Observation
+from p2ptrain.status.serving import NONE, ServingBook, growth
+from p2ptrain.status.snapshot import Observation, build_snapshot
 from p2ptrain.status.stages import TRAINING_ROLES, positions
-from p2ptrain.status.views import Event, Rates, SwarmView
+from p2ptrain.status.views import Event, Rates, Snapshot, SwarmView
 
 RATE_SECONDS = 15.0
 STALL_SECONDS = 600.0
@@ -117,7 +120,7 @@ class SwarmTracker:
         """The lineage of most trainers; empty without any state, and in a pipeline, which has one for each stage."""
         if self._num_stages > 1:
             return b""
-        lineages = Counter(record.lineage for record in self.trainers if record.digest != EMPTY)
+        lineages = Counter(record.lineage for record in self.trainers if any(record.digest))
         return lineages.most_common(1)[0][0] if lineages else b""
 
     def certify(self, body: Body, now: float) -> None:
@@ -137,29 +140,28 @@ class SwarmTracker:
             committed=self._rounds.committed,
             aborted=self._rounds.aborted,
             rejected=self._look.rejected + self.serving.rejected,
-            facts=self._facts(trainers, self._look.at),
+            since=self._since,
+            stall_seconds=self._stall_seconds,
+            last_commit=self._last_commit,
+            losses=self._trend(self._look.at),
+            bootstraps=self._bootstraps,
+            forked_since=self._fork(trainers, self._look.at),
+            directory_answers=self._look.sightings is not None,
             served=self.serving.served(),
         )
 
-    def _facts(self, trainers: Sequence[PeerRecord], now: float) -> Facts:
+    def _fork(self, trainers: Sequence[PeerRecord], now: float) -> float | None:
+        """Return the second since which peers of one round follow different lineages; None if none do."""
         lineages: dict[tuple[int, int], set[bytes]] = defaultdict(set)
         for record in trainers:
-            for unit, round_, lineage, digest, _ in positions(record, self._num_stages):
-                if record.state == "training" and digest != EMPTY:
-                    lineages[unit, round_].add(lineage)
+            for unit, held in positions(record, self._num_stages):
+                if record.state == "training" and any(held.digest):
+                    lineages[unit, held.round].add(held.lineage)
         if not any(len(each) > 1 for each in lineages.values()):
             self._forked_since = None
         elif self._forked_since is None:
             self._forked_since = now
-        return Facts(
-            since=self._since,
-            stall_seconds=self._stall_seconds,
-            last_commit=self._last_commit,
-            losses=self._trend(now),
-            bootstraps=self._bootstraps,
-            forked_since=self._forked_since,
-            directory_answers=self._look.sightings is not None,
-        )
+        return self._forked_since
 
     def _trend(self, now: float) -> tuple[float, float] | None:
         while self._losses and self._losses[0][0] < now - 2 * TREND_SECONDS:
@@ -170,6 +172,26 @@ class SwarmTracker:
         if min(len(before), len(late)) < MIN_TREND_POINTS:
             return None
         return statistics.median(before), statistics.median(late)
+
+
+class Looking:
+    """Takes snapshots of a swarm through ``source``, such as `p2ptrain.node.observe.Observer.look`."""
+
+    def __init__(self, source: Callable[[], Awaitable[Look]], signed: SignedManifest, link: SwarmLink) -> None:
+        self._source = source
+        self._signed = signed
+        self._link = link
+        self._tracker: SwarmTracker | None = None
+
+    async def look(self) -> Snapshot:
+        look = await self._source()
+        tracker = self._tracker
+        if tracker is None:
+            swarm = swarm_view(self._signed, self._link, [each.record for each in look.sightings or ()])
+            tracker = SwarmTracker(swarm, look.at, bootstraps(self._link))
+            self._tracker = tracker if look.sightings is not None else None  # The stages may come from the records.
+        tracker.take_in(look)
+        return await asyncio.to_thread(build_snapshot, tracker.observation(), look.at)
 
 
 class TokenRate:
@@ -209,9 +231,9 @@ def median_positions(records: Sequence[PeerRecord], num_stages: int) -> dict[int
     """
     places: dict[int, list[tuple[bool, int, int]]] = defaultdict(list)
     for record in records:
-        for each in positions(record, num_stages):
-            if each.unit < num_stages:
-                places[each.unit].append((record.state == "training", each.round, each.tokens))
+        for unit, held in positions(record, num_stages):
+            if unit < num_stages:
+                places[unit].append((record.state == "training", held.round, held.lineage_tokens))
     found = {}
     for unit, here in places.items():
         _, rounds, tokens = zip(*([each for each in here if each[0]] or here), strict=True)
@@ -223,7 +245,7 @@ def _rates(before: Sighting, now: Sighting) -> Rates:
     seconds, serves = max(now.at - before.at, 1e-3), now.record.serving is not None
     if now.record.started_at != before.record.started_at:
         return Rates(served_per_second=0.0 if serves else None)
-    served = (growth(told(before), told(now)) or NONE).generated_tokens
+    served = (growth(before, now) or NONE).generated_tokens
     return Rates(
         max(0, now.record.bytes_sent - before.record.bytes_sent) / seconds,
         max(0, now.record.bytes_received - before.record.bytes_received) / seconds,

@@ -37,12 +37,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     link = SwarmLink.parse(arguments.link)
     from p2ptrain.cli.running import run_async
-    from p2ptrain.monitor.serve import Settings, serve
+    from p2ptrain.monitor.serve import serve
 
-    settings = Settings(
-        link, arguments.host, arguments.port, arguments.db, arguments.webhook or "", 60 * arguments.stall_minutes
-    )
-    run_async(serve(settings, lambda url: print(f"status page: {url}  (Ctrl-C ends it)", flush=True)))
+    run_async(serve(
+        link, arguments.host, arguments.port, db=arguments.db, webhook=arguments.webhook,
+        stall_seconds=60 * arguments.stall_minutes,
+        on_ready=lambda url: print(f"status page: {url}  (Ctrl-C ends it)", flush=True),
+    ))  # fmt: skip
     return 0
 
 

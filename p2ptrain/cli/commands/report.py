@@ -17,8 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from p2ptrain.cli.manifests import write_atomically
-    from p2ptrain.monitor.report.page import render
-    from p2ptrain.monitor.report.run_files import read_run
+    from p2ptrain.monitor.report import read_run, render
     from p2ptrain.network.identity import Identity
 
     output = arguments.output or arguments.directory / "report.html"

@@ -97,10 +97,10 @@ class SwarmScreen:
             self.say(f"starting {len(trainers)} trainer{'s' if len(trainers) != 1 else ''}")
         self.show(None, trainers)
         # Imports take seconds: in a thread they leave the event loop to signals.
-        for module in ("p2ptrain.node.observe", "p2ptrain.cli.screen.looking"):
+        for module in ("p2ptrain.node.observe", "p2ptrain.status.tracker"):
             await asyncio.to_thread(import_module, module)
-        from p2ptrain.cli.screen.looking import Looking
         from p2ptrain.node.observe import observing
+        from p2ptrain.status.tracker import Looking
 
         async with observing(link) as observer:
             looking = Looking(observer.look, observer.peer.signed, link)

@@ -10,12 +10,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from p2ptrain.cli.screen.lines import job_line, peer_lines
-from p2ptrain.cli.screen.looking import Looking, OwnView
 from p2ptrain.cli.screen.screen import Screen
 from p2ptrain.errors import P2PTrainError
+from p2ptrain.network.records.record import Look, Sighting
 from p2ptrain.node.process import StopSignals
 from p2ptrain.node.reports.jobs import Job
 from p2ptrain.status.progress import PeerProgress, progress_of
+from p2ptrain.status.tracker import Looking
 from p2ptrain.status.views import Snapshot
 from p2ptrain.tasks import Tasks
 
@@ -91,6 +92,26 @@ class PeerScreen:
             self._last = replace(self._last, jobs=(), is_leaving=False, record=ended)
         lines = peer_lines(self._last, seconds, self._peer.manifest.name, self._snapshot, width)
         self.screen.draw(lines, "" if is_over else LAST_FOOTER if self._last.is_leaving else FOOTER)
+
+
+class OwnView:
+    """A source of looks from the records that a peer already holds, without network queries."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+        self._seen: dict[str, Sighting] = {}
+
+    async def __call__(self) -> Look:
+        """Return this peer's current record and the other peers' records, each with the time of its first sighting."""
+        peer, now, before = self._peer, self._peer.runtime.now(), self._seen
+        rejected = peer.presence.reader.rejected
+        if not peer.presence.directory_answers:
+            return Look(now, None, rejected)
+        self._seen = {}
+        for record in [peer.record.describe(), *peer.membership.records()]:
+            known = before.get(record.peer)
+            self._seen[record.peer] = known if known is not None and known.record is record else Sighting(record, now)
+        return Look(now, list(self._seen.values()), rejected)
 
 
 def view_for(name: str, log_format: str) -> PeerScreen | None:

@@ -11,14 +11,14 @@ from typing import NoReturn
 from rich.text import Text
 
 from p2ptrain.cli.screen.lines import counted, health, reasons, serving_parts, swarm_lines, title_line
-from p2ptrain.cli.screen.looking import Looking
 from p2ptrain.cli.screen.screen import Screen
-from p2ptrain.cli.screen.table import COLUMNS, peer_row, plain_table, printable, risk_lines, stage_lines, table_lines
+from p2ptrain.cli.screen.table import peer_row, plain_table, printable, risk_lines, stage_lines, table_lines
 from p2ptrain.errors import P2PTrainError
 from p2ptrain.network.link import SwarmLink
-from p2ptrain.status.coverage import state_of, urgency
 from p2ptrain.status.formats import utc
 from p2ptrain.status.serving import serving_view, since_their_start
+from p2ptrain.status.stages import state_of, urgency
+from p2ptrain.status.tracker import Looking
 from p2ptrain.status.views import Snapshot, plain
 
 WATCH_SECONDS = 2.0
@@ -26,7 +26,6 @@ PLAIN_WIDTH = 120
 ANY_WIDTH = 10_000
 """Line width without a terminal; wide enough that no line is wrapped."""
 FOOTER = "Ctrl-C ends this"
-_STATE = COLUMNS.index("state")
 
 
 async def show_swarm(link: SwarmLink, *, as_json: bool, watch: bool) -> None:
@@ -106,11 +105,8 @@ def frame(snapshot: Snapshot, width: int, height: int) -> list[Text]:
 
 def peer_rows(snapshot: Snapshot, room: int) -> list[tuple[str, ...]]:
     """Return a row for each peer, by name; the most urgent first if there are more than ``room``."""
-    rows = []
-    for peer in snapshot.peers if len(snapshot.peers) <= room else sorted(snapshot.peers, key=urgency):
-        row = peer_row(peer, len(snapshot.stages))
-        rows.append((*row[:_STATE], state_of(peer), *row[_STATE + 1 :]))
-    return rows
+    peers = snapshot.peers if len(snapshot.peers) <= room else sorted(snapshot.peers, key=urgency)
+    return [peer_row(peer, len(snapshot.stages), state_of(peer)) for peer in peers]
 
 
 def block(snapshot: Snapshot) -> str:

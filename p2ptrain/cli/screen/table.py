@@ -22,15 +22,18 @@ FEEDS = "feeds"
 """The ``stage`` cell of a trainer that hosts no stage and sends microbatches through all."""
 
 
-def peer_row(peer: PeerView, num_stages: int = 1) -> tuple[str, ...]:
-    """Return the cells of a peer, in the order of `COLUMNS`; empty where a value does not apply."""
+def peer_row(peer: PeerView, num_stages: int = 1, state: str | None = None) -> tuple[str, ...]:
+    """Return the cells of a peer, in the order of `COLUMNS`; empty where a value does not apply.
+
+    ``state`` is shown in place of the record's.
+    """
     record = peer.record
     # A trainer without a stage of the pipeline takes part in no round.
     trains = record.role != "bootstrap" if num_stages == 1 else bool(peer.stages)
     last = record.last_rounds[-1] if record.last_rounds else None
     return (
         peer.name,
-        record.state,
+        record.state if state is None else state,
         FEEDS if num_stages > 1 and record.role == "trainer" else ",".join(map(str, peer.stages)),
         str(record.round) if trains else "",
         human_count(record.tokens_per_second) if record.tokens_per_second > 0 else "",
@@ -198,8 +201,6 @@ def stage_lines(stages: Sequence[StageView], width: int | None, most: int | None
         width: Line width in characters; the least important columns are dropped to fit. None keeps all columns.
         most: Limit of stages; those that need hosts most are kept. None keeps all stages.
     """
-    from rich.text import Text
-
     shown = stages if most is None else sorted(sorted(stages, key=_urgency)[:most], key=lambda each: each.number)
     header, *body = STAGES.lines([_stage_row(stage) for stage in shown], width)
     lines = [Text(header, "bold"), *map(Text, body)]

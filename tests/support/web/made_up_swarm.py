@@ -361,7 +361,7 @@ async def fill(store: Store, swarm: MadeUpSwarm) -> None:
         there = round(peers * (0.9 + 0.08 * wave))
         if swarm.serves:
             number = int(20 + 4 * wave)
-            await store.add_latencies(at, {
+            await store.add_points(at, {
                 "first_token_seconds": spread(number, 0.4 * (1.2 + 0.2 * wave)),
                 "token_seconds": spread(63 * number, 0.04 * (1.2 + 0.1 * wave)),
             })  # fmt: skip

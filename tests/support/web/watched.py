@@ -9,7 +9,6 @@ from typing import Any
 
 from p2ptrain.averaging.protocol.certificate import Body, Certificate
 from p2ptrain.network.records.record import Look, PeerRecord, RoundReport, Sighting, StageReport
-from p2ptrain.status.alerts import Facts
 from p2ptrain.status.progress import RoundGoal
 from p2ptrain.status.snapshot import Observation, build_snapshot
 from p2ptrain.status.tracker import SwarmTracker
@@ -114,7 +113,7 @@ def snapshot_of(
     usual = Observation(
         swarm=SWARM, sightings=[Sighting(record, now) for record in records], rates={}, rounds=rounds, groups=(),
         tokens_per_second=300.0, committed=5, aborted=1, rejected=0,
-        facts=Facts(since=now - 60.0, stall_seconds=600.0),
+        since=now - 60.0, stall_seconds=600.0,
     )  # fmt: skip
     return build_snapshot(replace(usual, **changes), now)
 

@@ -13,7 +13,7 @@ from p2ptrain.errors import PeerUnreachableError, ResourceError
 from p2ptrain.monitor import watch as watch_module
 from p2ptrain.monitor.watch import HOLD_SECONDS, POINT_SECONDS, watching
 from p2ptrain.network.records.record import PeerRecord
-from p2ptrain.status.alerts import FORK_SECONDS
+from p2ptrain.status.health import FORK_SECONDS
 from p2ptrain.status.tracker import GATHER_SECONDS, MIN_TREND_POINTS, TREND_SECONDS
 from p2ptrain.status.views import Event
 from tests.support.coroutines import on_loop, on_loop_within

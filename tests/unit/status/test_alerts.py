@@ -9,13 +9,13 @@ import pytest
 
 from p2ptrain.monitor.watch import CLEAR_SECONDS, HOLD_SECONDS, MAX_LASTING, AlertBook
 from p2ptrain.network.records.record import PeerRecord
-from p2ptrain.status.alerts import FORK_SECONDS, MAX_PER_RULE, MAX_SKEW_SECONDS, Facts
+from p2ptrain.status.health import FORK_SECONDS, MAX_PER_RULE, MAX_SKEW_SECONDS
 from p2ptrain.status.rounds import RoundBook
 from p2ptrain.status.views import Alert, RoundView
 from tests.support.web.watched import START, aborted, report, snapshot_of, trainer
 
 ADA, BOB, EVE = trainer("a", name="Ada"), trainer("b", name="Bob"), trainer("e", name="Eve")
-FACTS = Facts(since=START - 3600.0, stall_seconds=600.0, last_commit=START - 5.0, bootstraps=())
+FACTS: dict[str, Any] = {"since": START - 3600.0, "last_commit": START - 5.0}
 
 
 def rounds_with(*digests: bytes) -> list[RoundView]:
@@ -27,7 +27,7 @@ def rounds_with(*digests: bytes) -> list[RoundView]:
 
 
 def alerts_of(*records: PeerRecord, rounds: list[RoundView] | None = None, **facts: Any) -> list[Alert]:
-    return list(snapshot_of(records, rounds or (), facts=replace(FACTS, **facts)).alerts)
+    return list(snapshot_of(records, rounds or (), **FACTS | facts).alerts)
 
 
 SAME, OTHER = b"d" * 32, b"x" * 32

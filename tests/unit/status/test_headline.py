@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from p2ptrain.network.records.record import PeerRecord
-from p2ptrain.status.alerts import Facts
-from p2ptrain.status.headline import seconds_between
+from p2ptrain.status.health import seconds_between
 from p2ptrain.status.rounds import RoundBook
 from p2ptrain.status.views import Headline, RoundView
 from tests.support.web.watched import START, aborted, report, snapshot_of, trainer
@@ -23,8 +22,7 @@ BOOTSTRAP = trainer("boot", role="bootstrap", state="serving", digest=bytes(32),
 
 
 def headline_of(*records: PeerRecord, rounds: list[RoundView] | None = None, **facts: Any) -> Headline:
-    usual = Facts(since=START - 60.0, stall_seconds=600.0)
-    return snapshot_of(records, rounds or (), facts=replace(usual, **facts)).headline
+    return snapshot_of(records, rounds or (), **facts).headline
 
 
 def some_rounds() -> list[RoundView]:

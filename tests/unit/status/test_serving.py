@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2ptrain.monitor.latency_history import PERCENTILES
+from p2ptrain.monitor.store import PERCENTILES
 from p2ptrain.network.records.record import PeerRecord, Sighting
-from p2ptrain.network.records.serving import Latencies, ServingReport, ServingTotals
+from p2ptrain.network.records.serving import ServingReport, ServingTotals
 from p2ptrain.status.serving import (
     MAX_TOKENS_PER_SECOND,
     NONE,
@@ -19,7 +19,6 @@ from p2ptrain.status.serving import (
     Amount,
     Served,
     ServingBook,
-    Told,
     growth,
     serving_view,
 )
@@ -72,7 +71,7 @@ def test_who_leaves_takes_nothing_along_and_who_comes_back_is_not_counted_twice(
     back = [host("a", 120), other]
     book = learned(there, [host("a", 110), other], away, back, [host("a", 130), other])
     assert book.served().totals.requests == 20 + 20
-    assert len(book._told) == 2, "of peers that left nothing is kept"
+    assert len(book._known) == 2, "of peers that left nothing is kept"
 
 
 def test_a_peer_that_begins_to_serve_while_it_is_watched_counts_from_its_first_request() -> None:
@@ -103,8 +102,8 @@ def test_who_claims_what_no_peer_can_do_is_not_counted(restarts: bool) -> None:
 
 
 def test_growth_is_bounded_by_the_time_between_two_records() -> None:
-    def told(at: float, tokens: int) -> Told:
-        return Told(START, at, ServingTotals(generated_tokens=tokens))
+    def told(at: float, tokens: int) -> Sighting:
+        return Sighting(trainer("a", serving=ServingReport(1, ServingTotals(generated_tokens=tokens))), at)
 
     most = int(MAX_TOKENS_PER_SECOND * 15)
     assert growth(told(0.0, 0), told(10.0, most)) == ServingTotals(generated_tokens=most)
@@ -154,14 +153,13 @@ def test_without_a_peer_that_serves_there_is_nothing_to_show() -> None:
 
 def test_points_carry_what_came_since_the_last_one() -> None:
     book = learned([host("a", 100)])
-    nothing: tuple[dict[str, float | Amount], dict[str, Latencies]] = ({}, {})
-    assert book.take_point(START, 4) == nothing, "from the first on there is something to compare with"
+    assert book.take_point(START, 4) == {}, "from the first on there is something to compare with"
     book.learn([Sighting(host("a", 110), START + 10)], START + 10)
-    values, latencies = book.take_point(START + 10, 4)
+    values = book.take_point(START + 10, 4)
     assert values["served_requests"] == 20.0
     assert values["served_tokens_per_second"] == Amount(TOKENS * 20, 10.0)
-    assert latencies["first_token_seconds"] == book.served().totals.first_token
-    assert book.take_point(START + 20, None) == nothing, "nobody serves, nothing came"
+    assert values["first_token_seconds"] == book.served().totals.first_token
+    assert book.take_point(START + 20, None) == {}, "nobody serves, nothing came"
 
 
 # With a watch and a history

@@ -21,8 +21,8 @@ from p2ptrain.network.records.record import (
     StageReport,
 )
 from p2ptrain.network.records.serving import Latencies, ServingReport, ServingTotals
-from p2ptrain.status.coverage import coverage
 from p2ptrain.status.snapshot import majority_digests, peer_views
+from p2ptrain.status.stages import coverage
 from p2ptrain.status.views import Rates, SwarmView, plain
 from tests.support.web.watched import CUT, START, SWARM, report, snapshot_of, trainer, views_of
 

@@ -12,9 +12,8 @@ from p2ptrain.manifest import Manifest, ModelSpec, PipelineSpec, TrainingSpec
 from p2ptrain.monitor.metrics import exposition
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.status.agreed import stage_spans, what_is_missing
-from p2ptrain.status.coverage import coverage
 from p2ptrain.status.rounds import SwarmRounds, told_of
-from p2ptrain.status.stages import joined
+from p2ptrain.status.stages import coverage, joined
 from p2ptrain.status.views import RoundView, Snapshot
 from tests.support.coroutines import on_loop, on_loop_within
 from tests.support.web.site import Site, served

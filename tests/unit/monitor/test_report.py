@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from p2ptrain.errors import ConfigError
 from p2ptrain.manifest import Manifest, SignedManifest
 from p2ptrain.monitor.charts import MAX_POINTS, Series, line_chart, thin, ticks
-from p2ptrain.monitor.report.page import render
-from p2ptrain.monitor.report.run_files import read_lines, read_run
+from p2ptrain.monitor.report import read_lines, read_run, render
 from p2ptrain.node.reports.summary import to_json
 from tests.support.processes.commands import assert_one_line_error, p2ptrain
 from tests.support.signers import NamedSigner

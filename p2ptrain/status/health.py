@@ -1,16 +1,23 @@
-"""Pure rules that derive alerts from the page's views."""
+"""A swarm's health: pure rules that find alerts, and the headline with its reasons and main numbers."""
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
+from typing import TYPE_CHECKING
 
-from p2ptrain.status.headline import SEVERITIES
+from p2ptrain.status.progress import tokens_in_round
 from p2ptrain.status.stages import ARRIVING, TRAINING_ROLES
-from p2ptrain.status.views import Alert, PeerView, RoundView, StageView
+from p2ptrain.status.views import Alert, Headline, Health, PeerView, RoundView, StageView
 
+if TYPE_CHECKING:
+    from p2ptrain.status.snapshot import Observation
+
+SEVERITIES = ("critical", "warning", "info")
+MAX_NAMED_STAGES = 4
 MAX_SKEW_SECONDS = 5.0
 RISING_RATIO = 1.05
 """Ratio of the last window's median loss to the median before, above which the loss rises."""
@@ -26,36 +33,12 @@ FETCH_HINT = "restart it if it does not fetch theirs by itself"
 
 
 @dataclass(frozen=True)
-class Facts:
-    """Facts that need more than one look.
-
-    Attributes:
-        since: Wall-clock second of the monitor's start.
-        stall_seconds: Timeout without a committed round.
-        last_commit: Wall-clock second at which the last commit was seen; None before the first.
-        losses: Median losses of the window before the last and of the last; None without enough of them.
-        bootstraps: Ids of the peers that the swarm link names.
-        forked_since: Wall-clock second since which peers of one round follow different lineages; None if none do.
-        directory_answers: True if the last lookup was answered.
-    """
-
-    since: float
-    stall_seconds: float
-    last_commit: float | None = None
-    losses: tuple[float, float] | None = None
-    bootstraps: tuple[str, ...] = ()
-    forked_since: float | None = None
-    directory_answers: bool = True
-
-
-@dataclass(frozen=True)
 class Scene:
-    """The input of each rule, at second ``now``."""
+    """The input of each rule and of the headline, at second ``now``."""
 
+    seen: Observation
     peers: Sequence[PeerView]
     stages: Sequence[StageView]
-    rounds: Sequence[RoundView]
-    facts: Facts
     now: float
 
     @property
@@ -70,7 +53,7 @@ def find_alerts(scene: Scene) -> list[Alert]:
 
 
 def _directory(scene: Scene) -> Iterator[Alert]:
-    if not scene.facts.directory_answers:
+    if not scene.seen.directory_answers:
         text = "the swarm's directory does not answer, so this is old: see whether its bootstrap peers run"
         yield Alert("directory", "critical", "", text)
 
@@ -99,14 +82,14 @@ def _digests(scene: Scene) -> Iterator[Alert]:
             text = f"{peer.name} holds another state of {what} than the other hosts of round {hosted.round}"
             yield Alert("digest", "critical", peer.record.peer, f"{text}: {FETCH_HINT}")
     whose = "hosts of one stage" if len(scene.stages) > 1 else "peers"
-    for view in scene.rounds[:1]:
+    for view in scene.seen.rounds[:1]:
         if view.agrees is False:
             text = f"round {view.round + 1} left {whose} with {len(view.digests)} different states"
             yield Alert("digest", "critical", "", f"{text}: compare their digests")  # However many rounds it lasts.
 
 
 def _fork(scene: Scene) -> Iterator[Alert]:
-    since = scene.facts.forked_since
+    since = scene.seen.forked_since
     if since is not None and scene.now - since >= FORK_SECONDS:
         text = (
             f"for {_duration(scene.now - since)} the swarm has been split, peers of one round follow two histories:"
@@ -120,8 +103,8 @@ def _loss(scene: Scene) -> Iterator[Alert]:
         if peer.record.diverged:
             text = f"{peer.name}'s loss is not a finite number any more: restart it, and see whether others follow"
             yield Alert("loss", "critical", peer.record.peer, text)
-    if scene.facts.losses is not None:
-        before, now = scene.facts.losses
+    if scene.seen.losses is not None:
+        before, now = scene.seen.losses
         if now > RISING_RATIO * before > 0:
             text = f"the loss rises, {now:.3f} of late, {before:.3f} before: the learning rate may be too high"
             yield Alert("rising", "warning", "", text)
@@ -130,8 +113,8 @@ def _loss(scene: Scene) -> Iterator[Alert]:
 def _stall(scene: Scene) -> Iterator[Alert]:
     if not any(peer.record.state == "training" for peer in scene.trainers):
         return
-    waited = scene.now - max(scene.facts.since, scene.facts.last_commit or 0.0)
-    if waited > scene.facts.stall_seconds:
+    waited = scene.now - max(scene.seen.since, scene.seen.last_commit or 0.0)
+    if waited > scene.seen.stall_seconds:
         text = f"no round was committed for {_duration(waited)}: the peers' last reasons say why"
         yield Alert("no-round", "critical", "", text)
 
@@ -179,9 +162,9 @@ def _rounds(scene: Scene) -> Iterator[Alert]:
 
 def _bootstraps(scene: Scene) -> Iterator[Alert]:
     present = {peer.record.peer for peer in scene.peers}
-    missing = [peer for peer in scene.facts.bootstraps if peer not in present]
+    missing = [peer for peer in scene.seen.bootstraps if peer not in present]
     for peer in missing:
-        others = len(scene.facts.bootstraps) - len(missing)
+        others = len(scene.seen.bootstraps) - len(missing)
         rest = f"newcomers have {others} other{'s' if others > 1 else ''}" if others else "newcomers cannot join"
         text = f"bootstrap peer {peer[-8:]} of the swarm link is down, {rest}: start it again"
         yield Alert("bootstrap", "warning", peer, text)
@@ -212,3 +195,82 @@ def _duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+# --- the headline -----------------------------------------------------------------------------------------------------
+
+
+def headline(scene: Scene, alerts: Sequence[Alert]) -> Headline:
+    """Return the page's first lines; ``alerts`` are the current ones, as `find_alerts` returns them."""
+    seen, trainers = scene.seen, scene.trainers
+    training = [peer.record for peer in trainers if peer.record.state == "training"]
+    # Medians, since a single peer cannot forge them.
+    losses = [record.loss for record in training if record.loss is not None]
+    costs = [record.bytes_sent / record.trained_tokens for record in training if record.trained_tokens]
+    hosts = [peer for peer in trainers if peer.hosting]
+    health = _health(len(trainers), len(training), alerts)
+    # A peer that only sends microbatches is in no round.
+    round_ = statistics.median_high([peer.record.round for peer in hosts or trainers]) if trainers else 0
+    tokens, needs = tokens_in_round((peer.record for peer in scene.peers), round_, seen.swarm.goal)
+    return Headline(
+        health=health,
+        summary=_summary(scene, health, len(training), alerts),
+        reasons=tuple(alert.text for alert in alerts),
+        loss=statistics.median(losses) if losses else None,
+        tokens_per_second=seen.tokens_per_second,
+        peers=len(scene.peers),
+        training=len(training),
+        round=round_,
+        round_tokens=tokens,
+        round_needs=needs,
+        round_seconds=seconds_between(seen.rounds),
+        committed=seen.committed,
+        aborted=seen.aborted,
+        bytes_per_token=statistics.median(costs) if costs else None,
+    )
+
+
+def seconds_between(rounds: Sequence[RoundView]) -> float | None:
+    """Return the median time between committed rounds; None before two rounds."""
+    times = sorted(view.at for view in rounds if view.committed)
+    gaps = [later - earlier for earlier, later in pairwise(times)]
+    return statistics.median(gaps) if gaps else None
+
+
+def _health(trainers: int, training: int, alerts: Sequence[Alert]) -> Health:
+    severities = {alert.severity for alert in alerts}
+    if not trainers:
+        return "empty"
+    if "critical" in severities or not training:
+        return "stopped" if not training or any(alert.rule in ("no-round", "stage") for alert in alerts) else "degraded"
+    return "degraded" if "warning" in severities else "healthy"
+
+
+def _summary(scene: Scene, health: Health, training: int, alerts: Sequence[Alert]) -> str:
+    stages = scene.stages
+    if health == "empty":
+        return "Nobody trains in this swarm yet"
+    count = f"{training} {'peer trains' if training == 1 else 'peers train'}"
+    if len(stages) > 1:
+        count += f" {len(stages)} stages"
+    bare = [str(stage.number) for stage in stages if not stage.hosts] if len(stages) > 1 and training else []
+    if bare:
+        return f"Training waits: {_listed(bare)} no host"
+    if health == "stopped":
+        return "Training stands still" if training else "No peer trains at the moment"
+    failures = [alert.text for alert in alerts if alert.rule == "rounds" and not alert.subject]
+    if failures:
+        return f"{count}, and {failures[0].rpartition(';')[0]}"
+    if not any(view.committed for view in scene.seen.rounds):
+        return f"{count}; no round is committed yet"
+    others = len(scene.trainers) - training
+    return f"{count}{f', {others} more on the way' if others else ''}"
+
+
+def _listed(numbers: Sequence[str]) -> str:
+    """Return ``stage 2 has`` or ``stages 0, 2 and 3 have``; only their number if there are many."""
+    if len(numbers) == 1:
+        return f"stage {numbers[0]} has"
+    if len(numbers) > MAX_NAMED_STAGES:
+        return f"{len(numbers)} stages have"
+    return f"stages {', '.join(numbers[:-1])} and {numbers[-1]} have"
