@@ -36,12 +36,6 @@ async def common_roster(peers: Peers) -> Roster:
     return rosters[0]
 
 
-@simulated(grouping_peers, 5, SPEC, seed=1)
-async def test_all_find_one_group(peers: Peers, network: SimulatedNetwork) -> None:
-    assert len((await common_roster(peers)).tickets) == 5
-    assert network.loop.time() < SPEC.grace_seconds
-
-
 @simulated(grouping_peers, 2, SPEC, seed=3)
 async def test_a_leader_that_waits_for_the_answers_of_the_absent_rests(
     peers: Peers, network: SimulatedNetwork, monkeypatch: pytest.MonkeyPatch
@@ -236,15 +230,6 @@ async def test_tickets_in_a_roster_are_verified(peers: Peers) -> None:
     with pytest.raises(NoGroupError, match="signature"):
         await peers[2].find_group()
     assert peers[2].membership.is_suspect(peers[0].id)
-
-
-@simulated(grouping_peers, 1, SPEC.model_copy(update={"min_peers": 2}), seed=6)
-async def test_below_the_minimum_the_reason_says_so_within_the_deadline(
-    peers: Peers, network: SimulatedNetwork
-) -> None:
-    with pytest.raises(NoGroupError, match="1 of at least 2"):
-        await peers[0].find_group()
-    assert network.loop.time() <= SPEC.matchmaking_seconds + 1
 
 
 @simulated(grouping_peers, 2, SPEC, seed=7)

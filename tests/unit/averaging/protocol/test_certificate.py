@@ -144,12 +144,6 @@ def test_a_body_whose_fields_do_not_fit_together_is_refused(change: dict[str, An
         Body.from_bytes(replace(make_body(), **change).to_bytes())
 
 
-@pytest.mark.parametrize("number", [math.inf, math.nan, 1.5, True, "1"], ids=str)
-def test_numbers_that_are_no_integers_make_a_body_malformed(number: object) -> None:
-    with pytest.raises(IntegrityError):
-        Body.from_bytes(canonical_bytes({**to_wire(make_body()), "contributors": [[0, number, 1]]}))
-
-
 def test_the_lineage_depends_on_every_field_of_the_body() -> None:
     body = make_body()
     changes: list[dict[str, Any]] = [
@@ -175,11 +169,3 @@ def test_more_tokens_win_and_ties_have_one_winner() -> None:
     x, y = genesis(SWARM, b"1" * 32), genesis(SWARM, b"2" * 32)
     assert x.outranks(y) != y.outranks(x)
     assert not x.outranks(x)
-
-
-def test_a_head_survives_the_wire_and_garbage_does_not() -> None:
-    head = make_body().next_head(b"e" * 32, b"cert")
-    assert from_wire(Head, to_wire(head)) == head
-    for change in ({"round": -1}, {"tokens": 1.5}, {"digest": b""}, {"members": [1]}, {"lineage": "x" * 32}):
-        with pytest.raises(IntegrityError):
-            from_wire(Head, {**to_wire(head), **change})

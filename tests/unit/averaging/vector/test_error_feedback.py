@@ -90,14 +90,6 @@ def test_a_lossless_codec_keeps_nothing() -> None:
     assert torch.equal(vector, torch.ones(8))
 
 
-def test_reset_forgets() -> None:
-    feedback, vector = ErrorFeedback(8, INT8), torch.zeros(8)
-    kept(feedback).fill_(1.0)
-    feedback.reset()
-    feedback.add_to(vector)
-    assert torch.equal(vector, torch.zeros(8))
-
-
 @pytest.mark.parametrize("is_reduced", [False, True])
 def test_a_share_that_another_member_reduced_leaves_no_residual(is_reduced: bool) -> None:
     feedback = ErrorFeedback(16, INT8)

@@ -114,16 +114,6 @@ def test_an_owner_that_did_not_contribute_reduces_all_the_same(rule: str) -> Non
     assert float(found.norm()) < 2 * float(parts[1].norm())
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("codec", ["fp32", "int8"])
-def test_equal_parts_give_that_part(rule: str, codec: str) -> None:
-    part = get_codec(codec).encode(make_parts(1)[0])
-    exact = torch.empty(3000)
-    get_codec(codec).decode_into(part, exact)
-    found = reduced(owned(make_spec(rule), [exact] * 4, codec), [0, 1, 2, 3], [10] * 4, codec)
-    assert torch.equal(found, exact)
-
-
 @pytest.mark.parametrize("codec", codec_names())
 def test_norms_do_not_depend_on_how_a_part_is_encoded_or_cut(codec: str) -> None:
     parts = make_parts(3, 70_000)
@@ -209,8 +199,3 @@ def test_an_owner_s_own_part_is_judged_as_it_is_sent() -> None:
         {i: float(round_trip(get_codec("topk"), p).norm()) for i, p in enumerate(parts)}, rel=1e-5
     )
     assert share.own_part == get_codec("topk").encode(parts[2])
-
-
-def test_a_list_needs_a_codec_for_the_owner_s_own_part() -> None:
-    with pytest.raises(ValueError, match="own part"):
-        OwnShare(get_codec("int8"), make_spec(), torch.zeros(10), 0, 2, lists_parts=True)
