@@ -72,16 +72,6 @@ async def test_of_the_values_of_one_step_each_window_keeps_what_they_come_to(
         assert series == {"step": step, "at": at, "series": {name: expected[window]}}
 
 
-@on_loop_within(open_store)
-async def test_columns_align_and_what_was_not_seen_is_none(store: Store) -> None:
-    await store.add_points(ON_THE_WEEK, {"loss": 1.0, "peers": 3.0})
-    await store.add_points(ON_THE_WEEK + 20, {"peers": 4.0})
-    await store.add_points(ON_THE_WEEK + 40, {"loss": 2.0})
-    series = await store.series("hour", ["loss", "peers", "aborted"], ON_THE_WEEK + 60)
-    assert len(series["at"]) == 3
-    assert series["series"] == {"loss": [1.0, None, 2.0], "peers": [3.0, 4.0, None], "aborted": [None] * 3}
-
-
 @settings(max_examples=15)
 @given(
     points=st.lists(
