@@ -36,16 +36,6 @@ async def test_bytes_go_both_ways_between_the_peers_that_agreed(host: str) -> No
 
 
 @on_both_loops
-async def test_an_abort_is_the_end_of_the_stream_at_the_other_end() -> None:
-    async with direct_peers() as (a, b):
-        near, far = await opened(a, b)
-        near.abort()
-        with pytest.raises((EOFError, OSError)):
-            await far.read(1)
-        await until(lambda: b.listener._connections.total() <= 1)
-
-
-@on_both_loops
 async def test_a_connection_carries_one_stream_after_the_other() -> None:
     async with direct_peers() as (a, b):
         near, far = await opened(a, b)
@@ -247,16 +237,6 @@ async def test_what_is_not_served_is_offered_to_nobody() -> None:
     async with direct_peers() as (_, b):
         assert is_error(b.direct._answer_to("a", Ask("/other", bytes(range(32)))))
         assert not is_error(b.direct._answer_to("a", Ask(BULK, bytes(range(32)))))
-
-
-@on_both_loops
-async def test_who_listens_nowhere_can_dial_all_the_same() -> None:
-    async with direct_peers() as (a, b):
-        await a.listener.close()
-        a.direct._listener = None
-        near, _ = await opened(a, b)
-        assert await b.direct.open("a", BULK, 5) is None
-        near.abort()
 
 
 @on_loop

@@ -69,13 +69,6 @@ def test_nothing_has_no_percentile_and_negative_times_are_none() -> None:
     assert Latencies.of([1e9]).quantile(0.5) == BOUNDS[-1]
 
 
-@given(SAMPLES, st.lists(st.floats(0, 1), max_size=60), st.integers(0, 10**6))
-def test_a_report_survives_the_wire(first: list[float], further: list[float], sessions: int) -> None:
-    totals = ServingTotals(len(first) + 3, 2, len(further) + 1, 9, Latencies.of(first), Latencies.of(further))
-    record = trainer("a", serving=ServingReport(sessions, totals))
-    assert PeerRecord.from_payload("a", record.to_payload()) == record
-
-
 def test_the_largest_report_leaves_room_for_the_rest() -> None:
     most = Latencies((MAX_TOTAL // 64,) * (len(BOUNDS) + 1), MAX_TOTAL / 64 * sum(BOUNDS))
     totals = ServingTotals(MAX_TOTAL, MAX_TOTAL, MAX_TOTAL, MAX_TOTAL, most, most)
