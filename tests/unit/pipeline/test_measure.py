@@ -53,10 +53,6 @@ def test_a_thin_uplink_is_what_counts() -> None:
     assert thin < free
 
 
-def test_memory_is_what_the_machine_has_to_spare() -> None:
-    assert 0 < available_memory() <= psutil.virtual_memory().total
-
-
 @pytest.mark.parametrize(
     ("folder", "limit", "used", "cached"),
     [

@@ -15,7 +15,6 @@ from p2ptrain.pipeline.messages import (
     FromHost,
     HopFailedError,
     HopRequest,
-    MicrobatchId,
     OtherRoundError,
     Refusal,
     Refused,
@@ -72,7 +71,3 @@ def test_a_refusal_arrives_whatever_its_error_says() -> None:
         refused = Refused.of(error)
         assert from_wire(FromHost, over_the_wire(to_wire(refused))) == refused
         assert refused.kind is kind
-
-
-def test_a_microbatch_is_told_in_words() -> None:
-    assert str(MicrobatchId("0123456789", 2, 3)) == "microbatch 3 of 23456789 in round 2"
