@@ -101,14 +101,6 @@ def test_a_stage_without_hosts_stops_training_and_the_headline_says_so() -> None
     assert both.headline.summary == "Training waits: stages 0 and 2 have no host"
 
 
-def test_while_a_host_is_on_the_way_there_is_no_need_of_another() -> None:
-    snapshot = cut(*without("a2", "b2"), host("c", 2, state="syncing"))
-    assert alerts(snapshot) == [("stage", "warning", "2")]
-    assert snapshot.stages[2].syncing == ("c",)
-    assert snapshot.headline.summary == "Training waits: stage 2 has no host"
-    assert cut(*(replace(record, state="syncing") for record in pipeline())).alerts == (), "all are about to begin"
-
-
 def test_a_digest_is_compared_within_one_stage_and_lineage_alone() -> None:
     astray = [with_stage(each, 1, digest=OTHER) if each.peer == "b1" else each for each in pipeline()]
     snapshot = cut(*astray, host("c1", 1))
@@ -147,24 +139,6 @@ def test_a_peer_shows_what_it_holds_with_gaps_where_there_are() -> None:
     rows = {row.peer: row.cells for row in coverage(snapshot).rows}
     assert rows["m"] == (True, True, False, False, True, True, False, False)
     assert joined([(4, 6), (0, 2), (2, 4)]) == ((0, 6),)
-
-
-def test_who_only_feeds_is_among_those_that_train_and_in_no_row_of_blocks() -> None:
-    snapshot = cut(*pipeline(), feeder("g", state="syncing"))
-    assert snapshot.headline.training == 9
-    drawn = coverage(snapshot)
-    assert len(drawn.rows) == 8
-    assert drawn.others == 0
-    assert all(summary["hosts"] == 2 and summary["waiting"] == 6 for summary in drawn.stages)
-
-
-def test_the_stages_are_those_of_the_manifest() -> None:
-    manifest = Manifest(name="cut", model=ModelSpec(layers=4), training=TrainingSpec(every=1))
-    assert stage_spans(manifest) == ((0, 4),)
-    spans = stage_spans(manifest.model_copy(update={"pipeline": PipelineSpec(stages=2)}))
-    assert len(spans) == 2
-    assert spans[0][0] == 0
-    assert spans[0][1] == spans[1][0]
 
 
 @pytest.mark.parametrize(
@@ -330,22 +304,3 @@ async def test_a_token_counts_when_all_stages_have_counted_it(behind: int | None
 
 
 # The page
-
-
-@on_loop
-async def test_api_and_page_show_stages_and_what_each_peer_holds() -> None:
-    evil = replace(host("evil", 1), name="<script>alert(1)</script>")
-    async with served(*without("a1", "b1"), evil, swarm=CUT) as site:
-        stages = (await site.json("/stages"))["stages"]
-        assert [len(stage["hosts"]) for stage in stages] == [2, 1, 2, 2]
-        assert stages[1]["is_bottleneck"]
-        table = await site.json("/peers/table")
-        row = dict(zip(table["columns"], table["rows"][1], strict=True))
-        assert (row["peer"], row["spans"], row["stages"]) == ("a0", [[0, 2]], [0])
-        page = (await site.get("/")).text
-        assert page.count("bottleneck") == 1
-        assert "4\u20135<small> stage 2</small>" in page
-        assert "stage 1 has one host, &lt;script&gt;" in page
-        assert "<script>alert" not in page
-        peer = (await site.get("/peers/a0")).text
-        assert "Shared embeddings" in peer
