@@ -40,7 +40,6 @@ from p2ptrain.training.checkpoints.stage_list import (
     write_stage_list,
 )
 from p2ptrain.training.state.digest import merkle_tree
-from tests.support.jobs import ToldJobs
 
 SWARM = b"s" * 32
 
@@ -104,14 +103,6 @@ def test_everything_comes_back_exactly(tmp_path: Path) -> None:
         assert one.dtype == two.dtype, name
         assert torch.equal(one, two), name
     assert {name: value.tolist() for name, value in plain.items()} == {name: t.tolist() for name, t in tensors}
-
-
-def test_what_was_loaded_does_not_change_with_the_file(tmp_path: Path) -> None:
-    path = _save(tmp_path)
-    loaded = load_checkpoint(path)
-    file = path / "shared.safetensors"
-    file.write_bytes(bytes(file.stat().st_size))
-    assert merkle_tree(loaded.tensors).root == loaded.head.digest
 
 
 def test_the_last_ones_are_kept_and_a_smaller_round_may_be_newer(tmp_path: Path) -> None:
@@ -266,18 +257,6 @@ def test_training_that_changes_tensors_meanwhile_cannot_tear_a_checkpoint(tmp_pa
     assert torch.equal(loaded.local["residual"], local["residual"])
 
 
-def test_bad_arguments_are_refused_before_anything_is_written(tmp_path: Path) -> None:
-    for changes in ({"keep_last": 0}, {"extra": {"x": object()}}):
-        with pytest.raises(ValueError, match=r"keep_last|extra"):
-            _save(tmp_path / "new", **changes)
-    assert not (tmp_path / "new").exists()
-    with pytest.raises(ValueError, match="different names"):
-        _save(tmp_path, tensors=[*_tensors(), _tensors()[0]])
-    with pytest.raises(ValueError, match="complex64"):
-        _save(tmp_path, local={"z": torch.zeros(2, dtype=torch.complex64)})
-    assert not _unfinished(tmp_path)
-
-
 @pytest.mark.fault(24)
 def test_a_full_disk_leaves_the_previous_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = _save(tmp_path, 1)
@@ -408,20 +387,6 @@ def test_a_crash_before_any_file_operation_leaves_only_whole_checkpoints(tmp_pat
     assert _verify_all(tmp_path) == 2
 
 
-def test_checking_and_reading_are_told_as_jobs(tmp_path: Path) -> None:
-    path, jobs = _save(tmp_path), ToldJobs()
-    load_checkpoint(path, jobs)
-    checked = jobs.told[f"checking {path.name}"]
-    size = sum((path / name).stat().st_size for name in ("shared.safetensors", "local.safetensors"))
-    assert checked == sorted(checked)
-    assert checked[-1] == (size, size)
-    assert f"reading {path.name}" in jobs.told
-    (path / "local.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError):
-        verify_checkpoint(path, jobs)
-    assert jobs.running == []
-
-
 LIST = StageList(b"s" * 32, 20, {"stage-0": b"a" * 32, "stage-1": b"b" * 32, "tied": b"c" * 32})
 
 
@@ -447,16 +412,6 @@ def test_every_changed_byte_of_a_list_is_found(tmp_path: Path) -> None:
 def test_what_is_no_list_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / STAGES_FILE).write_text(text)
     with pytest.raises(CheckpointError, match="delete it"):
-        read_stage_list(tmp_path)
-
-
-def test_a_list_that_was_changed_in_good_form_is_refused(tmp_path: Path) -> None:
-    write_stage_list(tmp_path, LIST)
-    file = tmp_path / STAGES_FILE
-    values = json.loads(file.read_text())
-    values["digests"]["stage-1"] = "00" * 32
-    file.write_text(json.dumps(values, sort_keys=True, indent=1) + "\n")
-    with pytest.raises(CheckpointError, match="checksum"):
         read_stage_list(tmp_path)
 
 

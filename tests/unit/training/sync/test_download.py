@@ -31,7 +31,7 @@ from p2ptrain.training.state.digest import (
 )
 from p2ptrain.training.state.shared_state import Stamp
 from p2ptrain.training.sync.download import PartialDownload, download_state
-from p2ptrain.training.sync.state_server import HeldState, StateServer
+from p2ptrain.training.sync.state_server import HeldState
 from tests.support.coroutines import simulated
 from tests.support.sim.downloads import (
     CHUNK_VALUES,
@@ -167,29 +167,6 @@ async def test_a_source_that_describes_nonsense_is_given_up(swarm: Sources, hell
     assert downloaded.liars == swarm.ids[:1]
 
 
-@simulated(sources, 2, seed=range(4), model=FAST)
-async def test_a_source_that_dies_is_replaced_by_the_others(swarm: Sources) -> None:
-    partial = PartialDownload()
-    task = swarm.start(resume=partial)
-    await until_started(swarm, partial)
-    swarm.network.crash(swarm.sources[0].peer)
-    await task
-    assert swarm.is_right()
-
-
-@pytest.mark.parametrize("fault", ["stall", "cut"])
-@simulated(sources, 2, seed=1, model=FAST)
-async def test_a_source_that_falls_silent_does_not_hold_up_the_rest(swarm: Sources, fault: str) -> None:
-    partial = PartialDownload()
-    task = swarm.start(resume=partial)
-    await until_started(swarm, partial)
-    getattr(swarm.network, fault)(swarm.sources[0].peer)
-    await task
-    assert swarm.is_right()
-    # All of it over one uplink takes 3 s: its silence was not waited for.
-    assert swarm.seconds < 5.0
-
-
 @simulated(members, 2, seed=1, model=FAST)
 async def test_a_slow_source_does_not_set_the_pace(everyone: list[Member], network: SimulatedNetwork) -> None:
     slow = network.add_peer("slow", up_bytes_per_second=1e5)
@@ -322,13 +299,6 @@ async def test_a_state_that_is_not_finite_is_refused_and_no_source_blamed(swarm:
     assert not any(swarm.refusals(source) for source in range(2))
 
 
-@simulated(sources, 1, seed=1, model=FAST)
-async def test_no_other_peer_is_said_at_once(swarm: Sources) -> None:
-    me = swarm.newcomer
-    with pytest.raises(PeerLostError, match="no other peer"):
-        await download_state(me.rpc, lambda: [me.rpc.peer_id], swarm.layout, PartialDownload(), OneState(swarm.head))
-
-
 @simulated(sources, 4, seed=range(12), model=FAST)
 async def test_any_mixture_of_faults_ends_right_or_in_an_error(swarm: Sources) -> None:
     random = swarm.network.random
@@ -354,13 +324,3 @@ async def test_any_mixture_of_faults_ends_right_or_in_an_error(swarm: Sources) -
         assert partial.num_done < NUM_CHUNKS
     else:
         assert swarm.is_right()
-
-
-@simulated(seed=1)
-async def test_a_state_of_a_few_bytes_arrives(network: SimulatedNetwork) -> None:
-    async with members(network, 2) as (newcomer, source):
-        state = shared_state(1)
-        StateServer(source.rpc, state)
-        partial, layout = PartialDownload(), state.layout.fingerprint
-        await download_state(newcomer.rpc, lambda: [source.rpc.peer_id], layout, partial, OneState(state.head))
-        assert merkle_tree(tensors_of(partial)).root == state.head.digest
