@@ -38,19 +38,6 @@ async def pair(network: SimulatedNetwork) -> tuple[SimulatedPeer, SimulatedPeer]
 
 
 @simulated(model=FIXED)
-async def test_a_stream_carries_bytes_after_the_latency(network: SimulatedNetwork) -> None:
-    first, second = await pair(network)
-    stream = await first.transport.open(second.peer_id, ECHO, 5)
-    assert network.loop.time() == pytest.approx(0.1)
-    assert stream.remote == second.peer_id
-    await stream.write(b"ping")
-    assert await stream.read(4) == b"ping"
-    assert network.loop.time() == pytest.approx(0.2)
-    await stream.close()
-    await second.close()
-
-
-@simulated(model=FIXED)
 async def test_bandwidth_limits_and_is_shared_by_streams(network: SimulatedNetwork) -> None:
     received: list[float] = []
 
