@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -106,24 +106,6 @@ def test_all_agree_on_who_stands_first_whomever_else_they_know(known: set[str], 
 def test_standing_for_a_group_goes_round() -> None:
     first = Counter(delegate_order(LINEAGE, round_, 0, names(5))[0] for round_ in range(1000))
     assert chi_square(first, 5) < 45  # The 1e-8 quantile with 4 degrees of freedom is 43.
-
-
-@pytest.mark.parametrize(
-    ("function", "arguments", "refusal"),
-    [
-        *((each, sizes, "cannot average in groups") for each in (tree_cells, level_cells)
-          for sizes in ((0, 32), (-1, 32), (5, 0), (2, 1), (100, 1))),
-        (cell_of, (LINEAGE, 0, 0, "p", 0), "at least one cell"),
-        (cell_of, (LINEAGE, 0, -1, "p", 2), "counted from 0"),
-        *((left_out, numbers, "make no sense") for numbers in ((0, 1, 1), (1, 0, 1), (1, 1, 0))),
-        *((parent_cell, cell, "no parent") for cell in ((-1, 3, 2), (3, 3, 2), (0, 3, 0), (0, 3, 4))),
-    ],
-)  # fmt: skip
-def test_sizes_cells_and_chances_that_cannot_be_are_refused(
-    function: Callable[..., object], arguments: tuple[Any, ...], refusal: str
-) -> None:
-    with pytest.raises(ValueError, match=refusal):
-        function(*arguments)
 
 
 def test_what_is_drawn_is_the_same_for_every_version_that_can_meet() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import math
-from fractions import Fraction
 from itertools import pairwise
 
 import numpy as np
@@ -81,25 +80,3 @@ def test_the_unit_of_bandwidth_does_not_matter(bandwidths: list[float], exponent
     scaled = [math.ldexp(b, exponent) for b in bandwidths]
     assume(all((s > 0) == (b > 0) for s, b in zip(scaled, bandwidths, strict=True)))
     assert share_weights(scaled) == share_weights(bandwidths)
-
-
-@pytest.mark.parametrize("bandwidths", [[], [0.0, 0.0], [1.0, -1.0], [1.0, math.nan], [math.inf, 1.0]])
-def test_bandwidths_that_make_no_sense_are_refused(bandwidths: list[float]) -> None:
-    with pytest.raises(ValueError, match="bandwidth"):
-        share_weights(bandwidths)
-
-
-@pytest.mark.parametrize(
-    ("num_values", "weights", "block_size", "refusal"),
-    [
-        (-1, [Fraction(1)], 1, "cannot cut"),
-        (10, [Fraction(1)], 0, "cannot cut"),
-        (100, [Fraction(1, 2)], 10, "sum to exactly 1"),
-        (100, [Fraction(3, 2), Fraction(-1, 2)], 10, "sum to exactly 1"),
-    ],
-)
-def test_sizes_out_of_range_and_weights_that_are_no_split_are_refused(
-    num_values: int, weights: list[Fraction], block_size: int, refusal: str
-) -> None:
-    with pytest.raises(ValueError, match=refusal):
-        split_shares(num_values, weights, block_size)
