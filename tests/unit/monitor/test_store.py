@@ -358,13 +358,6 @@ async def test_contributions_add_up_over_restarts(told: list[tuple[float, int, i
     assert kept.seconds == 10.0 * len(told)
 
 
-@settings(max_examples=20)
-@given(told=st.lists(st.tuples(st.sampled_from([1.0, 2.0]), st.integers(0, 2**63 - 1), st.integers(0, 9)), min_size=1))
-@on_loop
-async def test_contributions_never_fall(told: list[tuple[float, int, int]]) -> None:
-    assert (await contributions(*told)).tokens <= MAX_CONTRIBUTED
-
-
 @on_loop_within(open_store)
 async def test_only_who_trains_contributes_and_only_training_counts_as_time(store: Store) -> None:
     peers = [peer("a"), peer("b", state="paused"), peer("c", role="bootstrap")]
