@@ -9,11 +9,10 @@ import msgspec
 import pytest
 
 from p2ptrain.manifest import Manifest, ModelSpec, PipelineSpec, TrainingSpec
-from p2ptrain.monitor.metrics import exposition
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.status.agreed import stage_spans, what_is_missing
 from p2ptrain.status.coverage import coverage
-from p2ptrain.status.rounds import SwarmRounds, told_of
+from p2ptrain.status.rounds import SwarmRounds
 from p2ptrain.status.stages import joined
 from p2ptrain.status.views import RoundView, Snapshot
 from tests.support.coroutines import on_loop, on_loop_within
@@ -182,17 +181,6 @@ async def test_the_page_says_what_is_missing_and_names_no_blocks(site: Site) -> 
     assert (await site.json("/join"))["missing"] == STRANGE.missing
 
 
-def test_stages_are_measured_for_prometheus() -> None:
-    text = exposition(cut(*without("b2"))).decode()
-    for line in (
-        'p2ptrain_stage_hosts{stage="2"} 1.0', 'p2ptrain_stage_tokens_per_second{stage="0"} 200.0',
-        'p2ptrain_stage_waiting_passes{stage="0"} 6.0', 'p2ptrain_stage_load_ratio{stage="0"} 0.5',
-        'p2ptrain_peers{role="stage",state="training"} 7.0',
-    ):  # fmt: skip
-        assert line in text
-    assert "p2ptrain_stage_load_ratio" not in exposition(snapshot_of([trainer("a")])).decode()
-
-
 # Rounds
 
 
@@ -255,13 +243,6 @@ def test_rounds_are_counted_once_for_all_stages() -> None:
         assert book.settle(USUAL) == (stage == 3)
     assert (book.committed, book.aborted) == (1, 0), "what was before the first look does not count"
     assert not book.settle(USUAL)
-
-
-def test_a_hosts_rounds_are_those_of_the_stage_that_its_record_is_about() -> None:
-    assert told_of(host("a", 2, 4), 4) == 2
-    assert told_of(feeder("f"), 4) is None
-    moving = replace(host("a", 2), stages=(*host("a", 1).stages, *host("a", 2).stages))
-    assert told_of(moving, 4) == 2
 
 
 # Watching
