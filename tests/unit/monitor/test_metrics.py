@@ -66,6 +66,12 @@ def test_values_are_those_of_the_snapshot() -> None:
     assert value(snapshot, "p2ptrain_directory_up") == 1.0
 
 
+def test_what_is_not_known_has_no_sample() -> None:
+    families = scraped(snapshot_of([], tokens_per_second=None))
+    assert not {"p2ptrain_loss", "p2ptrain_tokens_per_second", "p2ptrain_round_phase_seconds"} & set(families)
+    assert sum(sample.value for sample in families["p2ptrain_health"].samples) == 1.0
+
+
 @settings(max_examples=40)
 @given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20))
 @example('"} 1\np2ptrain_fake 1')
@@ -101,3 +107,9 @@ def test_what_is_served_is_counted_and_latencies_are_histograms() -> None:
     assert counts[-1] == totals.first_token.total
     assert value(snapshot, f"{name}_count") == totals.first_token.total
     assert value(snapshot, f"{name}_sum") == pytest.approx(totals.first_token.seconds)
+
+
+def test_before_anybody_serves_counters_are_there_and_zero() -> None:
+    assert value(a_swarm(), "p2ptrain_serving_requests_total") == 0.0
+    assert value(a_swarm(), "p2ptrain_serving_time_per_output_token_seconds_count") == 0.0
+    assert value(a_swarm(), "p2ptrain_serving_peers") == 0.0

@@ -32,6 +32,13 @@ async def test_who_joins_and_who_leaves_is_told_but_not_who_was_there_from_the_s
     assert [event.text for event in await swarm.store.events(0.0, 9)] == ["b's laptop left", "c joined"]
 
 
+@on_loop_within(watched)
+async def test_the_first_peer_of_an_empty_swarm_joins(swarm: Watched) -> None:
+    await swarm.look()
+    await swarm.look(ADA)
+    assert await swarm.kinds() == [("joined", "a")]
+
+
 @on_loop_within(watched, feeder("a", failovers=7), feeder("b"), host("c", 0))
 async def test_a_host_that_failed_is_one_event_for_all_who_tell_of_it(swarm: Watched) -> None:
     async def failovers() -> list[Event]:
@@ -62,6 +69,14 @@ async def test_a_directory_that_does_not_answer_keeps_what_was_known_and_raises_
     assert (during.directory_answers, [alert.rule for alert in during.alerts]) == (False, ["directory"])
     assert (await swarm.look(ADA, BOB)).alerts == ()
     assert await swarm.kinds() == [], "nobody left, and it was too short to tell of"
+
+
+@on_loop_within(watched)
+async def test_a_directory_that_does_not_answer_at_first_makes_nobody_join(swarm: Watched) -> None:
+    swarm.source.records = None
+    assert (await swarm.look()).headline.health == "empty"
+    await swarm.look(ADA, BOB)
+    assert await swarm.kinds() == []
 
 
 def after(round_: int, lineage: bytes, peers: str = "abc") -> list[PeerRecord]:
@@ -146,6 +161,14 @@ async def test_traffic_is_what_counters_grew_by_and_nothing_after_a_restart(swar
         [peer] = (await swarm.look(now)).peers
         rates.append((peer.rates.sent_per_second, peer.rates.received_per_second))
     assert rates == [(0, 0), (250, 50), (0, 0), (0, 0), (100, 0)]
+
+
+@on_loop_within(watched, ADA)
+async def test_a_record_that_is_read_twice_keeps_its_rates(swarm: Watched) -> None:
+    await swarm.look()
+    await swarm.look(replace(ADA, bytes_sent=ADA.bytes_sent + 400))
+    swarm.source.published_at["a"] = swarm.source.time
+    assert (await swarm.look()).peers[0].rates.sent_per_second == 200.0
 
 
 @on_loop_within(watched, stall_seconds=1e9)

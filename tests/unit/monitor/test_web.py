@@ -14,12 +14,13 @@ from p2ptrain.monitor import web
 from p2ptrain.monitor.openapi import document
 from p2ptrain.monitor.store import ALL_SERIES
 from p2ptrain.monitor.web import COLUMNS, HEADERS, STALE_SECONDS, TABLE_COLUMNS
+from p2ptrain.status.views import Event
 from tests.support.coroutines import on_loop, on_loop_within
 from tests.support.web.schemas import misfits
 from tests.support.web.served import served as report_of
 from tests.support.web.site import Site, served
 from tests.support.web.stream_reader import Reader
-from tests.support.web.watched import aborted, chain, report, trainer
+from tests.support.web.watched import START, aborted, chain, report, trainer
 
 ADA, BOB = trainer("a", name="Ada"), trainer("b", name="bob", loss=None)
 PATHS = [path for path in document()["paths"] if path != "/api/v1/stream"]
@@ -30,6 +31,15 @@ def schema_of(path: str, status: str = "200") -> dict[str, Any]:
         "schema"
     ]
     return schema
+
+
+def test_the_checker_of_schemas_finds_what_is_wrong() -> None:
+    schema = schema_of("/api/v1/headline")
+    assert list(misfits({}, schema))
+    assert list(misfits({"error": 5}, schema_of("/api/v1/headline", "default"))) == ["$.error: 5 is no string"]
+    assert list(misfits([1, 2, 3], {"type": "array", "prefixItems": [{"type": "integer"}] * 2}))
+    assert list(misfits(True, {"type": "integer"}))
+    assert list(misfits("x", {"anyOf": [{"type": "integer"}, {"type": "null"}]}))
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -179,6 +189,12 @@ async def test_health_is_for_machines(site: Site) -> None:
     assert await health() == (200, "ok")
 
 
+@on_loop_within(served, *(trainer(f"p{number}") for number in range(100)))
+async def test_large_answers_are_compressed_and_small_ones_are_not(site: Site) -> None:
+    assert (await site.get("/api/v1/peers/table")).headers["content-encoding"] == "gzip"
+    assert "content-encoding" not in (await site.get("/healthz")).headers
+
+
 @on_loop_within(served, ADA)
 async def test_answers_are_made_once_for_all_who_ask_between_two_looks(site: Site) -> None:
     before = (await site.get("/api/v1/snapshot")).content
@@ -226,6 +242,14 @@ async def test_rounds_go_on_in_the_past_without_a_gap_or_a_repetition(site: Site
     while page := (await site.json("/rounds", limit=30, before=numbers[-1] if numbers else 1 << 62))["rounds"]:
         numbers += [view["round"] for view in page]
     assert numbers == list(range(79, -1, -1))
+
+
+@on_loop_within(served, ADA, BOB)
+async def test_events_and_leaders_are_limited(site: Site) -> None:
+    await site.store.add_events(Event(START + number, "joined", "a", str(number)) for number in range(9))
+    assert [event["text"] for event in (await site.json("/events", limit=2))["events"]] == ["8", "7"]
+    assert [event["text"] for event in (await site.json("/events", since=START + 8))["events"]] == ["8"]
+    assert [each["peer"] for each in (await site.json("/leaders", limit=1))["leaders"]] == ["a"]
 
 
 @on_loop_within(served, ADA, BOB)

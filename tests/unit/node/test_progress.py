@@ -51,6 +51,14 @@ async def test_only_jobs_that_last_are_logged_and_each_twice(
     assert [message.split(" took ")[0] for message in caplog.messages] == ["a long job …", "a long job"]
 
 
+@on_loop
+async def test_a_job_that_fails_is_over() -> None:
+    book = JobBook(asyncio.get_running_loop())
+    with pytest.raises(ValueError, match="broken"), book("downloading the state"):
+        raise ValueError("broken")
+    assert book.running() == ()
+
+
 def test_a_transfer_that_lasts_is_told_to_others_with_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])

@@ -134,6 +134,12 @@ def test_what_the_directory_says_of_itself_is_not_news_to_a_peer(view: PipelineV
     assert view.hosts() == []
 
 
+def test_units_that_the_plan_does_not_have_are_in_no_routes(view: PipelineView) -> None:
+    told(view, record("a", 2, 3, 70))
+    assert routes(view.new_router()) == [set(), set(), {"a"}]
+    assert [(host.peer, host.stage) for host in view.hosts()] == [("a", 2)]
+
+
 def test_placement_counts_hosts_with_the_speed_that_they_tell_or_a_medium_one(view: PipelineView) -> None:
     assert view.medium_speed() == 1.0
     told(view, record("a", 0), record("b", 1, speed=30.0), record("c", 2, speed=0.0))

@@ -66,6 +66,12 @@ def test_the_worst_reason_is_the_first() -> None:
     assert [word for word, reason in zip(words, headline.reasons, strict=True) if word in reason] == list(words)
 
 
+def test_an_empty_swarm_has_no_numbers() -> None:
+    headline = headline_of(BOOTSTRAP)
+    assert (headline.loss, headline.round_seconds, headline.bytes_per_token) == (None, None, None)
+    assert (headline.peers, headline.training, headline.round) == (1, 0, 0)
+
+
 def test_one_liar_among_three_honest_peers_does_not_move_medians() -> None:
     honest = [
         replace(peer, loss=loss, bytes_sent=1000 * index, trained_tokens=1000)

@@ -9,7 +9,7 @@ import pytest
 from p2ptrain.averaging.grouping.cells import Cells
 from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.network.records.record import RoundReport
-from p2ptrain.status.rounds import MAX_ROUNDS, OPEN_ROUNDS, RoundBook
+from p2ptrain.status.rounds import MAX_ABSENCES, MAX_ROUNDS, OPEN_ROUNDS, RoundBook
 from p2ptrain.status.views import RoundView
 from tests.support.web.watched import LINEAGE, START, aborted, chain, digest_after, report, result, trainer
 
@@ -77,6 +77,11 @@ def test_a_peer_whose_work_is_not_in_a_round_is_named_with_the_reason(absent: Ro
     assert (absence.peer, absence.name, absence.kind, absence.reason) == ("x", "x's laptop", kind, absent.reason)
 
 
+def test_of_many_absences_only_some_are_kept() -> None:
+    book = told(**{f"p{number}": aborted(7) for number in range(MAX_ABSENCES + 5)})
+    assert len(view_of(book, 7).absences) == MAX_ABSENCES
+
+
 def test_a_round_is_committed_when_most_who_tell_of_it_say_so() -> None:
     book = told(a=aborted(7))
     assert tell(book, "b", report(7)) == [], "one of two is no majority"
@@ -131,6 +136,17 @@ def test_of_old_rounds_only_the_view_is_kept() -> None:
     assert book.committed == OPEN_ROUNDS + 5
 
 
+def test_a_certificate_that_comes_late_proves_a_round_of_which_most_said_otherwise() -> None:
+    book = a_book()
+    tell(book, "a", aborted(0), usual=1)
+    for round_ in range(1, OPEN_ROUNDS + 3):
+        tell(book, "a", report(round_), usual=round_ + 1)
+    assert not view_of(book, 0).committed
+    assert book.certify(result(0, LINEAGE), START)
+    assert view_of(book, 0).committed
+    assert book.committed == OPEN_ROUNDS + 3
+
+
 def test_rounds_before_the_first_look_are_shown_but_not_counted() -> None:
     book = a_book(first=8)
     assert tell(book, "a", report(6), report(7)) == []
@@ -138,6 +154,13 @@ def test_rounds_before_the_first_look_are_shown_but_not_counted() -> None:
     assert (book.committed, book.aborted) == (0, 0)
     assert tell(book, "a", report(7), aborted(8), report(8), usual=9) == [8]
     assert (book.committed, book.aborted) == (1, 1)
+
+
+def test_a_first_look_at_a_liar_does_not_keep_later_rounds_from_counting() -> None:
+    book = RoundBook(group_size=4)
+    tell(book, "liar", report(2**62))
+    tell(book, "a", report(8), usual=9)
+    assert book.committed == 1
 
 
 @pytest.mark.parametrize("far", [9, 20, 10**6, 2**62, 2**63 - 1])
@@ -167,6 +190,18 @@ def test_a_fast_peers_round_is_learnt_when_the_others_are_there() -> None:
     fast = trainer("fast", round=9, last_rounds=(report(7), report(8)))
     assert book.learn(fast, START, 8) == [7]
     assert book.learn(fast, START + 2.0, 9) == [8], "the same record is read again"
+
+
+def test_attempts_at_the_round_in_progress_are_shown() -> None:
+    book = a_book()
+    tell(book, "a", report(7), aborted(8))
+    assert [(view.round, view.committed) for view in book.views()] == [(8, False), (7, True)]
+
+
+def test_bootstrap_peers_tell_nothing() -> None:
+    book = a_book()
+    assert book.learn(trainer("b", role="bootstrap", last_rounds=(report(7),)), START, 8) == []
+    assert book.views() == []
 
 
 def test_when_earlier_rounds_ended_is_reckoned_backwards_and_not_beyond_the_beginning_of_time() -> None:

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from p2ptrain.manifest import Manifest, ModelSpec, PipelineSpec, TrainingSpec
+from p2ptrain.monitor.metrics import exposition
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.status.agreed import stage_spans, what_is_missing
 from p2ptrain.status.coverage import coverage
@@ -100,6 +101,14 @@ def test_a_stage_without_hosts_stops_training_and_the_headline_says_so() -> None
     assert both.headline.summary == "Training waits: stages 0 and 2 have no host"
 
 
+def test_while_a_host_is_on_the_way_there_is_no_need_of_another() -> None:
+    snapshot = cut(*without("a2", "b2"), host("c", 2, state="syncing"))
+    assert alerts(snapshot) == [("stage", "warning", "2")]
+    assert snapshot.stages[2].syncing == ("c",)
+    assert snapshot.headline.summary == "Training waits: stage 2 has no host"
+    assert cut(*(replace(record, state="syncing") for record in pipeline())).alerts == (), "all are about to begin"
+
+
 def test_a_digest_is_compared_within_one_stage_and_lineage_alone() -> None:
     astray = [with_stage(each, 1, digest=OTHER) if each.peer == "b1" else each for each in pipeline()]
     snapshot = cut(*astray, host("c1", 1))
@@ -138,6 +147,15 @@ def test_a_peer_shows_what_it_holds_with_gaps_where_there_are() -> None:
     rows = {row.peer: row.cells for row in coverage(snapshot).rows}
     assert rows["m"] == (True, True, False, False, True, True, False, False)
     assert joined([(4, 6), (0, 2), (2, 4)]) == ((0, 6),)
+
+
+def test_the_stages_are_those_of_the_manifest() -> None:
+    manifest = Manifest(name="cut", model=ModelSpec(layers=4), training=TrainingSpec(every=1))
+    assert stage_spans(manifest) == ((0, 4),)
+    spans = stage_spans(manifest.model_copy(update={"pipeline": PipelineSpec(stages=2)}))
+    assert len(spans) == 2
+    assert spans[0][0] == 0
+    assert spans[0][1] == spans[1][0]
 
 
 @pytest.mark.parametrize(
@@ -179,6 +197,17 @@ async def test_the_page_says_what_is_missing_and_names_no_blocks(site: Site) -> 
     assert "block 0" not in page
     assert "stage 0" in (await site.get("/peers/a0")).text
     assert (await site.json("/join"))["missing"] == STRANGE.missing
+
+
+def test_stages_are_measured_for_prometheus() -> None:
+    text = exposition(cut(*without("b2"))).decode()
+    for line in (
+        'p2ptrain_stage_hosts{stage="2"} 1.0', 'p2ptrain_stage_tokens_per_second{stage="0"} 200.0',
+        'p2ptrain_stage_waiting_passes{stage="0"} 6.0', 'p2ptrain_stage_load_ratio{stage="0"} 0.5',
+        'p2ptrain_peers{role="stage",state="training"} 7.0',
+    ):  # fmt: skip
+        assert line in text
+    assert "p2ptrain_stage_load_ratio" not in exposition(snapshot_of([trainer("a")])).decode()
 
 
 # Rounds

@@ -86,6 +86,15 @@ async def test_when_the_leader_is_gone_the_next_one_grants(
     network.resume(peers[0].peer)
 
 
+@simulated(grouping_peers, 3, *PEERS, seed=1)
+async def test_without_anybody_else_a_peer_grants_itself(peers: Peers, network: SimulatedNetwork) -> None:
+    for peer in peers[1:]:
+        network.crash(peer.peer)
+    assert await take_on(peers[0], 0, 0, 20) == 12
+    peers[0].matchmaker.position.head = NEXT
+    assert await take_on(peers[0], 0, 0, 7) == 7, "a round after the other"
+
+
 @simulated(grouping_peers, 2, *PEERS, seed=1)
 async def test_a_leader_that_is_further_on_says_so_at_once(peers: Peers, network: SimulatedNetwork) -> None:
     peers[0].matchmaker.set_head(NEXT)
@@ -152,6 +161,16 @@ async def test_when_nobody_moves_it_is_told_of_nobody_after_the_time_that_it_gav
     began = network.loop.time()
     assert await sit_out(peers[1], 5.0) == ""
     assert network.loop.time() - began >= 5.0, "or it would ask again and again without a pause"
+
+
+@simulated(grouping_peers, 2, *PEERS, seed=1)
+async def test_the_leader_itself_may_sit_a_round_out(peers: Peers) -> None:
+    sitting = sit_out(peers[0], 20.0)
+    await asyncio.sleep(0.5)
+    roster = await peers[1].peer.spawn(peers[1].find_group())
+    assert [each.peer for each in roster.tickets] == [peers[1].id]
+    peers[1].matchmaker.set_head(NEXT)
+    assert await sitting == peers[1].id
 
 
 @simulated(grouping_peers, 2, *PEERS, seed=1)

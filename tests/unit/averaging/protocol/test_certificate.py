@@ -144,6 +144,12 @@ def test_a_body_whose_fields_do_not_fit_together_is_refused(change: dict[str, An
         Body.from_bytes(replace(make_body(), **change).to_bytes())
 
 
+@pytest.mark.parametrize("number", [math.inf, math.nan, 1.5, True, "1"], ids=str)
+def test_numbers_that_are_no_integers_make_a_body_malformed(number: object) -> None:
+    with pytest.raises(IntegrityError):
+        Body.from_bytes(canonical_bytes({**to_wire(make_body()), "contributors": [[0, number, 1]]}))
+
+
 def test_the_lineage_depends_on_every_field_of_the_body() -> None:
     body = make_body()
     changes: list[dict[str, Any]] = [

@@ -29,6 +29,12 @@ SPEC = AveragingSpec(grace_seconds=3.0, round_seconds=60.0)
 durations = st.lists(st.floats(0.01, 50.0), min_size=3, max_size=16)
 
 
+@pytest.mark.parametrize(("others", "quorum", "expected"), [(1, 0.5, 1), (2, 0.5, 1), (3, 0.5, 2), (7, 0.5, 4),
+                                                            (3, 0.01, 1), (3, 1.0, 3), (0, 0.5, 0)])  # fmt: skip
+def test_a_quorum_of_the_others_has_at_least_one_of_them(others: int, quorum: float, expected: int) -> None:
+    assert quorum_of_others(others, quorum) == expected
+
+
 @given(st.integers(1, 64), st.floats(0.01, 1.0))
 def test_an_honest_owner_that_refuses_a_minority_counts_enough(members: int, quorum: float) -> None:
     complete = 1 + quorum_of_others(members - 1, quorum)

@@ -94,6 +94,11 @@ def test_who_has_said_nothing_in_this_round_and_is_in_an_earlier_one_is_not_wait
     assert closing.absentees(["a", "b", "c"], (), 40.0, 3.0) == set(), "it may be new, or its report on the way"
 
 
+def test_a_stuck_step_is_foreseen_to_take_as_long_again_as_it_is_late() -> None:
+    report = StepProgress(3, 1.0, 5.0, 10.0, True)
+    assert report.ends_at(4) == pytest.approx(14.0)
+
+
 @given(
     seconds=st.lists(st.floats(0.05, 50.0), min_size=2, max_size=8),
     every=st.integers(1, 64),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.text import Text
 
-from p2ptrain.cli.screen.lines import job_line, model_line, peer_lines, swarm_lines
+from p2ptrain.cli.screen.lines import bar, job_line, model_line, peer_lines, swarm_lines
 from p2ptrain.cli.screen.swarm_view import block, frame, what_changes
 from p2ptrain.cli.screen.table import clipped, plain_table, table_lines
 from p2ptrain.node.reports.jobs import Job
@@ -123,6 +123,15 @@ def test_a_block_is_plain_and_changes_with_states_and_rounds_alone() -> None:
     richer = snapshot_of([replace(first, bytes_sent=5, loss=1.0), *others])
     assert what_changes(richer) == what_changes(snapshot_of([first, *others]))
     assert what_changes(snapshot_of([replace(first, state="draining"), *others])) != what_changes(richer)
+
+
+def test_bars_can_be_told_apart_without_colours() -> None:
+    assert bar(0, 10, 40).plain == "─" * 10
+    assert bar(5, 10, 40).plain == "━" * 5 + "─" * 5
+    assert bar(99, 10, 40).plain == "━" * 10
+    moving = {bar(0, 0, 40, seconds / 4).plain for seconds in range(20)}
+    assert len(moving) > 5
+    assert {text.count("━") for text in moving} == {2}
 
 
 @pytest.mark.parametrize("width", WIDTHS)

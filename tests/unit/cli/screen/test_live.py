@@ -78,6 +78,23 @@ def test_a_trainer_is_shown_from_its_start_to_its_end(terminal: Terminal) -> Non
         assert "2.500" in last_frame(terminal)  # its last numbers stay
 
 
+def test_another_peer_of_the_same_swarm_is_shown_while_it_is_there(terminal: Terminal) -> None:
+    guest = replace(TRAINER, name="guest", peer="Qm" + "b" * 44)
+    with SwarmScreen(terminal, Goal()) as view:
+        view.show(shown(TRAINER, guest), children(FakeChild("trainer-1")))
+        assert "guest" in last_frame(terminal)
+        view.show(shown(TRAINER), children(FakeChild("trainer-1")))
+        assert "guest" not in last_frame(terminal)
+
+
+def test_no_line_of_the_table_is_full_where_the_terminal_may_write_behind_it(terminal: Terminal) -> None:
+    with SwarmScreen(terminal, Goal()) as view:
+        view.show(shown(replace(TRAINER, bytes_sent=123_000_000)), children(FakeChild("trainer-1")))
+        footer = last_frame(terminal).rstrip("\x1b[0m\n").splitlines()[-1]
+        assert "Ctrl-C" in footer
+        assert len(footer) < 70
+
+
 def test_without_a_terminal_there_is_one_line_for_each_look_with_something_new() -> None:
     stream = io.StringIO()
     with SwarmScreen(stream, Goal(rounds=9)) as view:

@@ -12,7 +12,7 @@ import pytest
 from p2ptrain.cli.commands.status import json_of, rendered
 from p2ptrain.cli.local_swarm import to_text
 from p2ptrain.cli.screen.lines import peer_lines, swarm_lines
-from p2ptrain.cli.screen.table import COLUMNS, peer_row, risk_lines, stage_lines
+from p2ptrain.cli.screen.table import COLUMNS, peer_row, risk_lines, rounds_line, stage_lines
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.node.reports.summary import Summary, combine
 from p2ptrain.status.serving import NONE, Served
@@ -22,9 +22,11 @@ from tests.support.web.watched import (
     CUT,
     STRANGE,
     aborted,
+    after_looks,
     feeder,
     host,
     pipeline,
+    report,
     snapshot_of,
     trainer,
 )
@@ -158,6 +160,17 @@ def test_the_live_view_of_a_swarm_and_of_a_host_show_stages() -> None:
     assert "bottleneck  the only host" in shown(host("a2", 2))
     assert "hosting" not in shown(feeder("f"))
     shown(host("a0", 0, 4), 40)
+
+
+def test_a_line_of_a_round_has_the_members_of_all_stages_and_a_digest_for_each() -> None:
+    records = [
+        replace(host(f"a{stage}", stage), last_rounds=(report(7, members=2, contributors=2),)) for stage in range(4)
+    ]
+    snapshot = after_looks(records, swarm=CUT)
+    line = rounds_line(snapshot.rounds, snapshot.peers, "")
+    assert line.startswith("round 8  8/8 peers")
+    digests = [f"{stage}:{record.digest.hex()[:8]}" for stage, record in enumerate(records)]
+    assert line.endswith(f"stage digests {' '.join(digests)}")
 
 
 def test_a_summary_compares_ends_within_each_stage() -> None:

@@ -10,6 +10,7 @@ from p2ptrain.cli.screen.table import (
     human_time,
     peer_row,
     plain_table,
+    present_state,
     printable,
     rounds_line,
     table_lines,
@@ -47,6 +48,13 @@ def test_a_row_has_one_cell_for_each_column() -> None:
     assert cells["group"] == "3"
     bootstrap = dict(zip(COLUMNS, row(replace(TRAINER, role="bootstrap", last_rounds=(), loss=None)), strict=True))
     assert (bootstrap["state"], bootstrap["round"]) == ("training", "")
+
+
+def test_what_a_peer_does_not_have_yet_is_left_empty() -> None:
+    new = replace(TRAINER, state="starting", digest=bytes(32), loss=None, tokens_per_second=0.0, last_rounds=())
+    cells = dict(zip(COLUMNS, row(new), strict=True))
+    empty = [name for name, cell in cells.items() if not cell]
+    assert empty == ["stage", "tokens/s", "loss", "given", "group", "digest"]
 
 
 def test_a_strangers_name_cannot_command_the_terminal() -> None:
@@ -90,3 +98,9 @@ def test_a_line_for_several_rounds_names_them_all_and_hides_no_missing_peer() ->
     assert "digest" not in line
     one = rounds_line([replace(missed, contributors=3)], views_of(TRAINER, behind(TRAINER)), "")
     assert one == "round 5  3/3 peers  averaged in 0.5 s  digest abababab"
+
+
+def test_what_is_not_known_yet_is_not_shown() -> None:
+    new, known = snapshot_of([replace(TRAINER, loss=None)], tokens_per_second=None), snapshot_of([TRAINER])
+    assert present_state(new.headline, None) == ""
+    assert present_state(known.headline, 2.7) == "loss 2.500  held-out 2.70  300 tokens/s"

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.monitor.charts import MAX_POINTS, Series, line_chart, thin
+from p2ptrain.manifest import Manifest, SignedManifest
+from p2ptrain.monitor.charts import MAX_POINTS, Series, line_chart, thin, ticks
 from p2ptrain.monitor.report.page import render
 from p2ptrain.monitor.report.run_files import read_lines, read_run
 from p2ptrain.node.reports.summary import to_json
@@ -88,6 +89,17 @@ def test_what_went_wrong_is_told_and_markup_in_it_is_text(tmp_path: Path) -> Non
     assert "<img src=x onerror=alert(1)> & late" in Tags(page).text
 
 
+def test_the_manifest_is_shown_where_it_was_kept(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    signed = SignedManifest.create(Manifest(name="kitchen table"), ALICE)
+    (tmp_path / "manifest.bin").write_bytes(signed.to_bytes())
+    page = Tags(render(read_run(tmp_path, ALICE))).text
+    assert "kitchen table" in page
+    assert "grace_seconds" in page
+    (tmp_path / "manifest.bin").write_bytes(b"rubbish")
+    assert "grace_seconds" not in Tags(render(read_run(tmp_path, ALICE))).text
+
+
 def test_lines_that_cannot_be_read_are_counted_and_left_out(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(
@@ -121,6 +133,15 @@ def test_the_command_writes_the_page_and_says_where(tmp_path: Path) -> None:
     assert str(tmp_path / "report.html") in done.stdout
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
     assert_one_line_error(p2ptrain("report", str(tmp_path / "t0" / "nothing")), 3, "is not a directory")
+
+
+@given(NUMBERS, st.floats(0, 1e9), st.integers(2, 8))
+def test_ticks_are_few_ascending_and_within_the_range(low: float, span: float, count: int) -> None:
+    found = ticks(low, low + span, count)
+    assert 1 <= len(found) <= count + 1
+    assert found == sorted(found)
+    slack = 1e-6 * max(abs(low), span, 1e-30)
+    assert low - slack <= found[0] <= found[-1] <= low + span + slack
 
 
 @given(st.lists(NUMBERS, max_size=4 * MAX_POINTS))

@@ -117,6 +117,14 @@ async def test_a_listener_that_closes_waits_for_nobody() -> None:
         silent[1].transport.abort()
 
 
+@on_both_loops
+async def test_who_goes_away_is_counted() -> None:
+    async with direct_peers() as (_, b):
+        _, writer = await asyncio.open_connection("127.0.0.1", b.direct.port)
+        writer.close()
+        await until(lambda: b.direct.refusals == {"no hello": 1})
+
+
 @pytest.mark.parametrize("begins", ["not", "with data"])
 @on_both_loops
 async def test_who_does_not_begin_a_stream_is_cut_off(begins: str) -> None:

@@ -45,6 +45,12 @@ def test_the_rest_comes_when_it_is_asked_for(package: str) -> None:
         whole.nothing  # noqa: B018 - asking is what is tested
 
 
+def test_names_that_all_modules_are_asked_for_bring_nothing(package: str) -> None:
+    put_in_place(package)
+    assert not hasattr(importlib.import_module(package), "__wrapped__")
+    assert f"{package}.heavy" not in sys.modules
+
+
 def test_what_is_imported_or_missing_is_left_alone(package: str) -> None:
     whole = importlib.import_module(package)
     put_in_place(package)

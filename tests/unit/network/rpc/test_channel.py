@@ -210,6 +210,17 @@ async def test_a_reason_is_cut_to_a_bounded_length_and_printable(network: Simula
         assert refusal.value.reason == " [2J  " + "x" * 506
 
 
+@simulated()
+async def test_several_tasks_may_send_and_frames_stay_whole(network: SimulatedNetwork) -> None:
+    async def server(channel: Channel) -> None:
+        numbers = [(await channel.receive(dict, 30))["number"] for _ in range(200)]
+        await channel.send({"sorted": sorted(numbers) == list(range(200))})
+
+    async with conversation(network, server) as (channel, _, _):
+        await asyncio.gather(*(channel.send({"number": n, "fill": bytes(20_000)}) for n in range(200)))
+        assert await channel.receive(dict, 30) == {"sorted": True}
+
+
 @pytest.mark.parametrize("ending", ["in order", "at once", "refused", "aborted"])
 @simulated()
 async def test_a_stream_rests_when_both_ends_know_that_nothing_more_comes(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from p2ptrain.errors import PeerLostError, PeerSilentError, ProtocolError
 from p2ptrain.network.rpc.channel import Channel, ChannelLimits
 from p2ptrain.network.rpc.frames import FRAME, MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, Kind, frame, pack
+from p2ptrain.network.rpc.receive import Heartbeat
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork
 from p2ptrain.network.transport import Stream
 from tests.support.coroutines import simulated
@@ -103,6 +107,22 @@ async def test_a_channel_that_expects_beats_ends_within_the_silence_that_it_was_
         assert 1.5 < network.loop.time() - struck_at < 2.2
 
 
+@simulated()
+async def test_a_channel_that_expects_beats_asks_when_silence_ends_it(network: SimulatedNetwork) -> None:
+    """What is heard elsewhere, or what silence means at all, the owner knows."""
+
+    async def server(channel: Channel) -> None:
+        await asyncio.sleep(3600)
+
+    async with conversation(network, server) as (channel, _, _):
+        started = network.loop.time()
+        channel.heartbeat.expect(1.0, lambda last_heard: max(last_heard, started + 20.0) + 1.0)
+        network.cut(network.peers["peer1"])
+        with pytest.raises(PeerSilentError):
+            await channel.receive(dict, 3600)
+        assert 21 <= network.loop.time() - started < 21.5
+
+
 @simulated(model=LinkModel(up_bytes_per_second=15000.0))
 async def test_a_slow_bulk_transfer_that_moves_is_not_silence(network: SimulatedNetwork) -> None:
     async def server(channel: Channel) -> None:
@@ -113,6 +133,55 @@ async def test_a_slow_bulk_transfer_that_moves_is_not_silence(network: Simulated
         await channel.send_bytes(bytes(1 << 20))
         assert await channel.receive(dict, 600) == {"thanks": True}
         assert network.loop.time() > 60
+
+
+@simulated()
+async def test_a_pause_of_ones_own_is_no_silence_and_counts_from_its_end(network: SimulatedNetwork) -> None:
+    events: list[tuple[str, float]] = []
+    loop = network.loop
+    async with against(network, lambda stream: asyncio.sleep(3600)) as channel:
+        channel.heartbeat.stop()
+        heartbeat = Heartbeat(
+            channel._stream,
+            3.0,
+            10.0,
+            lambda: events.append(("ping", loop.time() - started)),
+            lambda: events.append(("silent", loop.time() - started)),
+        )
+        started = loop.time()
+        heartbeat.pause()
+        await asyncio.sleep(100)
+        assert {name for name, _ in events} == {"ping"}
+        heartbeat.resume()
+        await asyncio.sleep(100)
+        heartbeat.stop()
+        channel.abort()
+    pings = [seconds for name, seconds in events if name == "ping"]
+    assert all(later - earlier == pytest.approx(3.0) for earlier, later in pairwise(pings))
+    assert [seconds for name, seconds in events if name == "silent"] == [pytest.approx(110.0)]
+    assert events[-1][0] == "silent"
+
+
+@simulated()
+async def test_a_process_that_stood_still_gives_the_other_side_its_whole_time_again(network: SimulatedNetwork) -> None:
+    loop, silences = network.loop, list[float]()
+    peer = network.add_peer("a")
+    stream = cast(Stream, SimpleNamespace(num_arrived=0))
+
+    async def listen() -> None:
+        heartbeat = Heartbeat(stream, 2.0, 10.0, lambda: None, lambda: silences.append(loop.time()))
+        await asyncio.sleep(120.0)
+        heartbeat.stop()
+
+    listening = peer.spawn(listen())
+    await asyncio.sleep(1.0)
+    network.stall(peer, 60.0)
+    await asyncio.sleep(69.0)
+    assert silences == []
+    await asyncio.sleep(5.0)
+    assert silences == [71.0]
+    await listening
+    await peer.close()
 
 
 @simulated(model=LinkModel(up_bytes_per_second=None, down_bytes_per_second=None))

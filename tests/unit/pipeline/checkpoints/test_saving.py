@@ -57,6 +57,32 @@ async def test_a_checkpoint_gets_its_list_when_the_last_stage_was_heard_of(tmp_p
 
 
 @on_loop
+async def test_an_earlier_checkpoint_is_completed_late(tmp_path: Path) -> None:
+    view, saves = watched(2)
+    first, second = save(tmp_path, 0, 10, A), save(tmp_path, 0, 20, A)
+    saves.note(first)
+    saves.note(second)
+    tell(view, "x", 1, (1, 10, B))
+    await saves.complete()
+    assert read_stage_list(first.path) is not None
+    assert read_stage_list(second.path) is None
+    assert saves.missing() == "round 20: stage-1: 0 of 1 hosts that save agree"
+
+
+@on_loop
+async def test_a_host_that_the_majority_contradicts_has_no_complete_checkpoint(tmp_path: Path) -> None:
+    view, saves = watched(2)
+    own = save(tmp_path, 0, 10, A)
+    saves.note(own)
+    tell(view, "x", 1, (1, 10, B))
+    for peer in ("y", "z"):
+        tell(view, peer, 1, (0, 10, C))
+    await saves.complete()
+    assert read_stage_list(own.path) is None
+    assert saves.missing() == "round 10: other hosts have another state"
+
+
+@on_loop
 async def test_a_host_that_died_is_not_waited_for_once_its_record_is_gone(tmp_path: Path) -> None:
     clock = [1000.0]
     view, saves = watched(2, clock=clock)

@@ -55,6 +55,19 @@ def test_a_newcomer_does_not_make_up_for_the_time_before() -> None:
     assert counts["new"] == pytest.approx(5, abs=1)
 
 
+def test_a_host_that_fails_counts_once_until_it_is_back() -> None:
+    made = Router(2, Random(0))
+    states = [{"a": HostState(1.0, 1), "b": HostState(1.0, 1)}, {"a": HostState(1.0, 1)}]
+    made.update(states)
+    for _ in range(3):
+        made.failed("a", "went silent")
+    made.failed("nobody", "went silent")
+    assert made.failovers == 1
+    made.update([{"a": HostState(1.0, 2)}, {}])
+    made.failed("a", "went silent")
+    assert made.failovers == 2
+
+
 def test_a_failed_host_is_out_until_it_publishes_again() -> None:
     made = router({"a": 1.0, "b": 1.0})
     made.failed("a", "went silent")

@@ -59,6 +59,19 @@ async def test_what_has_room_goes_at_once_and_the_rest_in_order(network: Simulat
     await sends.end("d")
 
 
+@simulated(seed=2)
+async def test_what_is_larger_than_the_window_goes_alone(network: SimulatedNetwork) -> None:
+    sends = Sends(10)
+    for name, size in (("a", 1), ("b", 100), ("c", 1)):
+        await sends.begin(name, "bob", size)
+    assert sends.under_way == ["a"]
+    await sends.end("a")
+    assert sends.under_way == ["b"]
+    await sends.end("b")
+    assert sends.under_way == ["c"]
+    await sends.end("c")
+
+
 @simulated(seed=3)
 async def test_a_peer_that_takes_nothing_holds_up_only_what_is_for_it(network: SimulatedNetwork) -> None:
     sends = Sends(10)

@@ -57,6 +57,18 @@ async def test_an_evaluation_gives_the_same_loss_and_counts_nowhere(swarm: Hosts
     check_untouched(swarm, 0)
 
 
+@simulated(hosts, seed=4)
+async def test_only_hosts_of_a_stage_answer_for_it(swarm: Hosts) -> None:
+    trainer, (first, last) = swarm.trainers[0], swarm.hosts
+    for number, wrong in enumerate((first.id, trainer.rpc.peer_id, "nobody at all")):
+        hop = replace(swarm.hop(trainer, number), route=(wrong,))
+        reply = await swarm.send(trainer, hop, first)
+        assert [leg.host for leg in reply.legs] == [first.id, last.id]
+        assert await swarm.settle(trainer, first, number) == await swarm.settle(trainer, last, number)
+    check_untouched(swarm, 0, 1, 2)
+    assert not first.rpc.refusals
+
+
 # Rounds
 
 
@@ -297,6 +309,21 @@ async def test_what_a_silent_trainer_never_settles_is_taken_out_after_a_while(ne
         check_sums(swarm, [1, 0])
         await asyncio.sleep(FORGET_SECONDS + 1.0)
         check_untouched(swarm, 0)
+
+
+@simulated(hosts, seed=20)
+async def test_what_is_counted_again_is_kept_as_long_as_any(swarm: Hosts) -> None:
+    trainer, (first, last) = swarm.trainers[0], swarm.hosts
+    hop = swarm.hop(trainer, 0, last)
+    await swarm.send(trainer, hop, first)
+    await asyncio.sleep(FORGET_SECONDS / 2)
+    for each in swarm.hosts:
+        await swarm.settle(trainer, each, abandoned=(0,))
+    await swarm.send(trainer, hop, first)
+    await asyncio.sleep(FORGET_SECONDS * 0.75)
+    for each in swarm.hosts:
+        assert await swarm.settle(trainer, each, 0) == [True]
+    check_untouched(swarm, 0)
 
 
 @simulated(seed=21)

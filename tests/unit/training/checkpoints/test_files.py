@@ -40,6 +40,7 @@ from p2ptrain.training.checkpoints.stage_list import (
     write_stage_list,
 )
 from p2ptrain.training.state.digest import merkle_tree
+from tests.support.jobs import ToldJobs
 
 SWARM = b"s" * 32
 
@@ -103,6 +104,14 @@ def test_everything_comes_back_exactly(tmp_path: Path) -> None:
         assert one.dtype == two.dtype, name
         assert torch.equal(one, two), name
     assert {name: value.tolist() for name, value in plain.items()} == {name: t.tolist() for name, t in tensors}
+
+
+def test_what_was_loaded_does_not_change_with_the_file(tmp_path: Path) -> None:
+    path = _save(tmp_path)
+    loaded = load_checkpoint(path)
+    file = path / "shared.safetensors"
+    file.write_bytes(bytes(file.stat().st_size))
+    assert merkle_tree(loaded.tensors).root == loaded.head.digest
 
 
 def test_the_last_ones_are_kept_and_a_smaller_round_may_be_newer(tmp_path: Path) -> None:
@@ -385,6 +394,20 @@ def test_a_crash_before_any_file_operation_leaves_only_whole_checkpoints(tmp_pat
     assert newest_round == len(outcomes)
     # Crashes after the rename left old ones behind; the save that got through deleted them.
     assert _verify_all(tmp_path) == 2
+
+
+def test_checking_and_reading_are_told_as_jobs(tmp_path: Path) -> None:
+    path, jobs = _save(tmp_path), ToldJobs()
+    load_checkpoint(path, jobs)
+    checked = jobs.told[f"checking {path.name}"]
+    size = sum((path / name).stat().st_size for name in ("shared.safetensors", "local.safetensors"))
+    assert checked == sorted(checked)
+    assert checked[-1] == (size, size)
+    assert f"reading {path.name}" in jobs.told
+    (path / "local.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError):
+        verify_checkpoint(path, jobs)
+    assert jobs.running == []
 
 
 LIST = StageList(b"s" * 32, 20, {"stage-0": b"a" * 32, "stage-1": b"b" * 32, "tied": b"c" * 32})

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from p2ptrain.errors import IntegrityError
+from p2ptrain.errors import CheckpointError, IntegrityError
 from p2ptrain.training.checkpoints import SavePolicy
 from p2ptrain.training.checkpoints.files import list_checkpoints, load_newest_valid
 from p2ptrain.training.checkpoints.saving import restore_shared
@@ -187,3 +187,17 @@ def test_a_save_that_fails_in_the_background_is_logged_and_the_next_one_is_made(
         peer.synchronizer.state.vector[0] = right
         peer.saver.save_in_background()
     assert len(list_checkpoints(tmp_path)) == 1
+
+
+def test_state_that_a_checkpoint_cannot_hold_is_an_error_and_not_a_crash(tmp_path: Path) -> None:
+    model = make_model(8)
+    with lone_peer(tmp_path, model, make_optimizer(model), every=2) as peer:
+        peer.optimizer.inner.state[next(model.parameters())]["odd"] = object()
+        with pytest.raises(CheckpointError, match="of type object"):
+            peer.saver.save()
+
+
+@pytest.mark.parametrize("values", [{"every_rounds": -1}, {"every_minutes": -1.0}, {"keep_last": 0}])
+def test_a_policy_out_of_range_is_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="save policy"):
+        SavePolicy(**values)

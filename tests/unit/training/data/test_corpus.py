@@ -17,6 +17,7 @@ from p2ptrain.errors import ConfigError
 from p2ptrain.manifest import DataSpec
 from p2ptrain.training.data import corpus as text
 from p2ptrain.training.data.corpus import Document, load_corpus, read_documents, split_documents
+from tests.support.jobs import ToldJobs
 
 
 def write_texts(folder: Path, count: int = 80) -> Path:
@@ -190,3 +191,13 @@ def test_a_data_set_is_read_by_its_text_column(monkeypatch: pytest.MonkeyPatch) 
     found = [document.content for document in read_documents("datasets:some/name:small")]
     assert found == [b"row 1", b"row 2"]
     assert asked == [("some/name", "small", "train")]
+
+
+def test_reading_and_encoding_are_told_as_jobs_unless_the_cache_has_the_text(tmp_path: Path) -> None:
+    folder, jobs = write_texts(tmp_path / "texts"), ToldJobs()
+    load_corpus(spec(folder), 8, 256, tmp_path / "cache", jobs)
+    size = jobs.told["reading the text"][-1][0]
+    assert jobs.told["turning the text into tokens"][-1] == (size, size)
+    again = ToldJobs()
+    load_corpus(spec(folder), 8, 256, tmp_path / "cache", again)
+    assert again.told == {}

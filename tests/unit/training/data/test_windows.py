@@ -198,6 +198,17 @@ def test_a_restarted_peer_goes_on_behind_what_waits() -> None:
     assert after.trained == before.trained[5:]
 
 
+def test_when_peers_come_and_go_this_peer_reads_nothing_twice_itself() -> None:
+    chance = random.Random(1)
+    reader, cursor = Reader("a", 10), 0
+    for round_ in range(12):
+        members = ["a", *chance.sample("bcdef", chance.randrange(5))]
+        reader.move(round_, cursor, members)
+        reader.train(4)
+        cursor = advance(cursor, [4] * len(members))
+    assert len(set(reader.trained)) == len(reader.trained)
+
+
 def test_an_iteration_is_as_long_as_the_data_and_the_next_goes_on() -> None:
     position = DataPosition(1, 0, (0, 1), 0)
     data = TensorDataset(torch.arange(30))

@@ -167,6 +167,19 @@ async def test_a_source_that_describes_nonsense_is_given_up(swarm: Sources, hell
     assert downloaded.liars == swarm.ids[:1]
 
 
+@pytest.mark.parametrize("fault", ["stall", "cut"])
+@simulated(sources, 2, seed=1, model=FAST)
+async def test_a_source_that_falls_silent_does_not_hold_up_the_rest(swarm: Sources, fault: str) -> None:
+    partial = PartialDownload()
+    task = swarm.start(resume=partial)
+    await until_started(swarm, partial)
+    getattr(swarm.network, fault)(swarm.sources[0].peer)
+    await task
+    assert swarm.is_right()
+    # All of it over one uplink takes 3 s: its silence was not waited for.
+    assert swarm.seconds < 5.0
+
+
 @simulated(members, 2, seed=1, model=FAST)
 async def test_a_slow_source_does_not_set_the_pace(everyone: list[Member], network: SimulatedNetwork) -> None:
     slow = network.add_peer("slow", up_bytes_per_second=1e5)
@@ -297,6 +310,13 @@ async def test_a_state_that_is_not_finite_is_refused_and_no_source_blamed(swarm:
     with pytest.raises(IntegrityError, match="not finite"):
         await swarm.download()
     assert not any(swarm.refusals(source) for source in range(2))
+
+
+@simulated(sources, 1, seed=1, model=FAST)
+async def test_no_other_peer_is_said_at_once(swarm: Sources) -> None:
+    me = swarm.newcomer
+    with pytest.raises(PeerLostError, match="no other peer"):
+        await download_state(me.rpc, lambda: [me.rpc.peer_id], swarm.layout, PartialDownload(), OneState(swarm.head))
 
 
 @simulated(sources, 4, seed=range(12), model=FAST)
