@@ -1,7 +1,5 @@
 """The message and the command that CONTRIBUTING.md shows work as the page says."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys

@@ -1,7 +1,5 @@
 """Support code that a defect would turn into tests that pass without proving anything."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import inspect

@@ -1,7 +1,5 @@
 """Background tasks: a failure is logged at once, the owner acts, nothing outlives its owner."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import gc

@@ -1,7 +1,5 @@
 """The emulated swarm and what is computed from its runs."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

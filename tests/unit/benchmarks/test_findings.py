@@ -1,7 +1,5 @@
 """Ratios beside their goals, and what a benchmark makes of its measurements."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -1,7 +1,5 @@
 """The simulation of hosts that come and go: what nobody can surpass is not surpassed, and nothing is lost in peace."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from random import Random
 

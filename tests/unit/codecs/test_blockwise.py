@@ -1,7 +1,5 @@
 """int8 and int4 keep their error bounds on every input and treat each block for itself."""
 
-from __future__ import annotations
-
 import math
 import struct
 

@@ -1,7 +1,5 @@
 """What every codec promises: `check_codec`, and what it cannot tell from one machine's arithmetic."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

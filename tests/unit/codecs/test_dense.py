@@ -1,7 +1,5 @@
 """fp32 is exact; fp16 and bf16 round to the nearest number and refuse what does not fit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Small tensors have a codec of their own, wherever the vector is cut."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The list of the parts gives the mean of SparseLoCo, bit for bit, and is refused when it is not well-formed."""
 
-from __future__ import annotations
-
 import math
 import struct
 from itertools import pairwise

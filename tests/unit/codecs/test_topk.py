@@ -1,7 +1,5 @@
 """topk sends what its format says, keeps its error bound, and refuses what no encoder writes."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

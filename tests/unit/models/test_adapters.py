@@ -1,7 +1,5 @@
 """Adapters of stages are those of the whole model, are trained alone, and load in peft."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import Any

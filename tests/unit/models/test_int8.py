@@ -1,7 +1,5 @@
 """Products with int8 weights are near those in fp32, and the same bits whatever the kernel and the batch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

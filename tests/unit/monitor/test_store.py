@@ -1,7 +1,5 @@
 """The past in a file: means per step, bounds, restarts of peers and of the monitor, and files that are not ours."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import filecmp

@@ -1,7 +1,5 @@
 """What a watch makes of one look after the other: events, rates, trends, certificates, and failures it survives."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace

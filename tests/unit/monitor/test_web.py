@@ -1,7 +1,5 @@
 """The JSON API: it answers as its document says, explains what is wrong, can only be read, and streams changes."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

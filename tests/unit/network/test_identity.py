@@ -1,7 +1,5 @@
 """The identity's file, lock, id and signatures."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Schemas: what fits comes back as it was, and nothing else ever raises another error than one that names the field."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """A peer's record is put together from what its parts know."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A newcomer measures itself before it chooses a stage."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import psutil

@@ -1,7 +1,5 @@
 """Messages of a pipeline: what fits arrives as it was sent, and nothing else raises more than one error."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

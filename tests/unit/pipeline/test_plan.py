@@ -1,7 +1,5 @@
 """What a manifest makes of its model: stages, units of averaging, and what a stage takes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The made-up swarm says what a real one could, and the page escapes it."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 

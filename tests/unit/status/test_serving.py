@@ -1,7 +1,5 @@
 """What a swarm serves: sums over peers, rates and percentiles over time, restarts, and peers that lie."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Records in, a snapshot out: who agrees with whom, who hosts what, and JSON whatever peers say."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import fields
 from typing import Any

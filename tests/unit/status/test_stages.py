@@ -1,7 +1,5 @@
 """A model that is cut into stages: each has hosts, a speed and a risk of its own, and is compared with itself alone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

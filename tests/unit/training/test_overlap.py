@@ -1,7 +1,5 @@
 """Rounds under compute: who has the model when, what is applied how, and what is still to be contributed."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Iterator

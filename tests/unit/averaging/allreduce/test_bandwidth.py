@@ -1,7 +1,5 @@
 """Measured speeds, what tickets tell of them, and what everybody concludes from the same tickets."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from itertools import permutations
 

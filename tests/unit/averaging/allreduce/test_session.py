@@ -3,8 +3,6 @@
 Means of sparse contributions are lists of parts: exact, certified, replayable, and guarded.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math

@@ -1,7 +1,5 @@
 """Ending a broken attempt: completed from any signer, or given up for good."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """A result's chunks are those that its certificate vouches for, and go on before all are there."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator

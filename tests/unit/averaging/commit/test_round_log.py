@@ -1,7 +1,5 @@
 """Results kept, served and fetched."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Every peer has one cell of each level, cells fit their groups, and trees give the exact mean however uneven."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """Finding a group: leaders that fail, pass on, or lie; and what a leader keeps."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Whatever a stranger sends to form a group, it is answered or refused with a reason, and nothing breaks."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 

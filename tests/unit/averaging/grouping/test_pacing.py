@@ -1,7 +1,5 @@
 """What a trainer reports of its local steps, and when it ends a round, whatever it hears of the others."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -38,7 +36,7 @@ class Peer(GroupingPeer):
         group = self.matchmaker._coordinator._groups.get(self.matchmaker.position.key)
         return {} if group is None else group.steps._reports
 
-    def leads(self, head: Head, other: Peer) -> bool:
+    def leads(self, head: Head, other: "Peer") -> bool:
         """True if this one of two peers leads the round after a head."""
         key = self.matchmaker.cells.key_of(head, self.id)
         return rank(self.id, key) < rank(other.id, key)

@@ -1,7 +1,5 @@
 """The leader's policy: when a round closes, and with whom."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """What binds a round: tickets, bodies, certificates, the lineage rule."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import math

@@ -1,7 +1,5 @@
 """How long a round waits and for whom; and signs of life, and what is done when they fail to come."""
 
-from __future__ import annotations
-
 import asyncio
 import statistics
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Error feedback: what a round drops, the next ones bring."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

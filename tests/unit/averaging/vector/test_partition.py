@@ -1,7 +1,5 @@
 """Shares cover the vector, follow bandwidth, and are as fast as a linear program's."""
 
-from __future__ import annotations
-
 import importlib
 import math
 from itertools import pairwise

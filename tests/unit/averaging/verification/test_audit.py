@@ -1,7 +1,5 @@
 """Spot checks of a share: an honest owner passes every one, a false chunk convicts its owner before anybody."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace

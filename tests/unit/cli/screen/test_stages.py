@@ -1,7 +1,5 @@
 """Stages on a terminal: one line each, the slowest marked, in any width, and in words what a loss would break."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

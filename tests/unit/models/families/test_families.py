@@ -1,7 +1,5 @@
 """Families as lists of blocks: stages run one after another are the whole model, and transformers' model, too."""
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 from pathlib import Path

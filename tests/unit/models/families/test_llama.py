@@ -1,7 +1,5 @@
 """Models are the same everywhere, have the size that was computed, and load in transformers."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Direct connections lead to who they were agreed on with, and to the daemon where there is no way."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

@@ -1,7 +1,5 @@
 """Records say what was sent, in the order in which it was sent, by the other end of this connection; or nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import hmac

@@ -1,7 +1,5 @@
 """Records: sealed ones cannot be altered, and what they say is checked."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Reports of what was served: percentiles from counts, sums over peers, and what strangers may claim."""
 
-from __future__ import annotations
-
 import math
 import re
 from bisect import bisect_left

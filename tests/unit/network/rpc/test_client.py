@@ -1,7 +1,5 @@
 """Calls and channels: replies, deadlines, silent peers, and nothing left behind."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

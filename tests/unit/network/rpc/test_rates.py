@@ -1,7 +1,5 @@
 """Bandwidth caps, measured in virtual time on simulated links that are much faster."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """Receiving: who is dead is noticed in time, what is read ahead is bounded, and bad frames end the channel."""
 
-from __future__ import annotations
-
 import asyncio
 from itertools import pairwise
 from types import SimpleNamespace

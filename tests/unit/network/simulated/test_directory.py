@@ -1,7 +1,5 @@
 """The simulated directory and identities."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """The virtual-time loop: time jumps, order is fixed, and what is stuck is said."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 

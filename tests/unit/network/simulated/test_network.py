@@ -1,7 +1,5 @@
 """The simulated network: links, faults, and the same trace from the same seed."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What peers ask and tell each other about reaching one another keeps its bounds."""
 
-from __future__ import annotations
-
 import pytest
 
 from p2ptrain.network.schema import from_wire, to_wire

@@ -1,7 +1,5 @@
 """How a peer finds out how it is reached, without daemons; tests/swarm/test_reachability.py has real ones."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

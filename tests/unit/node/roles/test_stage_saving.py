@@ -1,7 +1,5 @@
 """What a host writes of its stage."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from pathlib import Path

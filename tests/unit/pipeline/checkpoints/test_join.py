@@ -1,7 +1,5 @@
 """Checkpoints of stages are put together when a list says that they belong together, and else with a reason not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The life of a microbatch on a stage host: it counts once, and what is given up leaves no trace."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 

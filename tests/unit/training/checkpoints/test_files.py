@@ -1,7 +1,5 @@
 """A checkpoint, and the list that completes one of a stage, is whole or not there, and no changed byte goes unseen."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import logging

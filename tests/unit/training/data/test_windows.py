@@ -1,7 +1,5 @@
 """Samples are a pure function, members never read one twice within a pass, and a restart reads on; scripts' too."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from pathlib import Path

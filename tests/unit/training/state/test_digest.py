@@ -1,7 +1,5 @@
 """The digest changes with every bit, and does not depend on where the bytes lie."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Fragments: every value in exactly one, blocks dealt in turn, and steps that move one fragment alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

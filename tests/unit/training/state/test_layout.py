@@ -1,7 +1,5 @@
 """A layout loses nothing on the way from a module to a vector and back, and codecs are laid over its tensors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

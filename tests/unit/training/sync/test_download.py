@@ -1,7 +1,5 @@
 """A download ends with the right bytes or an error, whatever its sources do."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from typing import Any

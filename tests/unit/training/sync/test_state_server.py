@@ -1,7 +1,5 @@
 """A peer serves its state while it trains, to no more newcomers and no faster than it wants."""
 
-from __future__ import annotations
-
 import asyncio
 import tracemalloc
 from typing import Any
