@@ -145,26 +145,10 @@ def test_a_list_of_another_length_or_number_of_parts_is_refused(change: int) -> 
             PartList(TOPK, count).validate(encoded, 5000)
 
 
-def damaged(part: bytearray, how: str) -> bytearray:
-    """A part of two chunks, of which the second keeps 15 of 904 values, damaged."""
-    part = bytearray(part)
-    if how == "level":
-        part[84:86] = struct.pack("<H", 0x7F80)
-    elif how == "indices":
-        part[4:20] = bytes(16)
-    elif how == "beyond":  # All in the last bucket and beyond.
-        part[88:92] = struct.pack("<I", (1 << 30) - (1 << 15))
-    else:
-        part[-1] |= 0xC0
-    return part
-
-
-@pytest.mark.parametrize("how", ["level", "indices", "beyond", "padding"])
-def test_a_part_that_its_codec_refuses_is_refused_in_a_list(how: str) -> None:
+def test_a_part_that_its_codec_refuses_is_refused_in_a_list() -> None:
     parts = [TOPK.encode(vector) for vector in vectors(3, 5000)]
-    parts[1] = damaged(parts[1], how)
+    parts[1][84:86] = struct.pack("<H", 0x7F80)  # A level of its second chunk.
     encoded = listed(parts, [0.25] * 3, 5000)
     with pytest.raises(CodecError, match="part 2 of 3: topk"):
         PartList(TOPK, 3).validate(encoded, 5000)
-    if how == "level":
-        assert PartList(TOPK, 3).largest(encoded, 5000) == math.inf
+    assert PartList(TOPK, 3).largest(encoded, 5000) == math.inf

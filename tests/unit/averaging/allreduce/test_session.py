@@ -287,16 +287,13 @@ def swap_parts(encoded: bytearray) -> None:
     ("change", "refused_by", "reason"),
     [
         (put(0, struct.pack("<f", math.nan)), [0, 1, 2], "refused"),
-        (put(0, struct.pack("<f", -1.0)), [0, 1, 2], "refused"),
-        (put(0, struct.pack("<f", 1.0)), [0, 1, 2], "refused"),
-        (put(16, b"\xff" * 4), [0, 1, 2], "refused"),
         (put(20, bytes(20)), [0, 1, 2], "refused"),
         (swap_parts, [0, 1], "refused"),
         (lambda encoded: encoded.pop(), [0, 1, 2], ""),
         (lambda encoded: encoded.extend(bytes(1)), [0, 1, 2], ""),
         (lambda encoded: encoded.extend(bytes(84)), [0, 1, 2], ""),
     ],
-    ids=["nan", "negative", "too heavy", "level", "indices", "swapped", "shorter", "longer", "by a block"],
+    ids=["nan", "indices", "swapped", "shorter", "longer", "by a block"],
 )
 @simulated(members, 4, seed=5)
 async def test_members_do_not_sign_a_list_that_is_malformed_or_misquotes_them(

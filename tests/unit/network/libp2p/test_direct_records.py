@@ -184,8 +184,6 @@ ATTACKS: dict[str, Callable[[Wire, bytes], bytes]] = {
     "comes again": lambda wire, before: before,
     "bit of the length": lambda wire, before: flipped(wire, 2),
     "lowest bit of the length": lambda wire, before: flipped(wire, 3),
-    "bit of the kind": lambda wire, before: flipped(wire, 4),
-    "bit of the data": lambda wire, before: flipped(wire, 5),
     "bit of the tag": lambda wire, before: flipped(wire, -1),
     "too long": lambda wire, before: HEADER.pack(RECORD_BYTES + 1, Kind.DATA),
     "out of order": lambda wire, before: out_of_order(wire),

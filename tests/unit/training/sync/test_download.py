@@ -144,15 +144,7 @@ async def test_a_state_larger_than_it_can_be_is_refused_before_there_is_room_for
     assert swarm.is_right()
 
 
-@pytest.mark.parametrize(
-    "hello",
-    [
-        {},
-        {"description": {"tensors": [["vector", "float32", [1 << 60]]]}},
-        {"description": {"tensors": [["vector", "float32", [1 << 30] * 16]]}},
-        {"description": {"tensors": [["vector", "float32", [3]]] * 2}},
-    ],
-)
+@pytest.mark.parametrize("hello", [{}, {"description": {"tensors": [["vector", "float32", [3]]] * 2}}])
 @simulated(sources, 2, seed=1, model=FAST)
 async def test_a_source_that_describes_nonsense_is_given_up(swarm: Sources, hello: dict[str, Any]) -> None:
     async def lie(channel: Channel, request: Open) -> None:
