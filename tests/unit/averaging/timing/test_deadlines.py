@@ -21,7 +21,7 @@ from p2ptrain.averaging.timing.deadlines import (
 )
 from p2ptrain.errors import TemporaryError
 from p2ptrain.manifest import AveragingSpec
-from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from tests.support.coroutines import simulated
 
 SPEC = AveragingSpec(grace_seconds=3.0, round_seconds=60.0)
 durations = st.lists(st.floats(0.01, 50.0), min_size=3, max_size=16)
@@ -110,35 +110,35 @@ def way(after: float, outcome: Outcome, quiet_at: float | None = None) -> tuple[
     return run, log
 
 
-def first_of(*ways: tuple[Try, list[str]]) -> str | None:
-    async def main(network: SimulatedNetwork) -> str | None:
-        return await first_result([each for each, _ in ways], lambda error: isinstance(error, TemporaryError))
-
-    return simulate(main, seed=1)
+async def first_of(*ways: tuple[Try, list[str]]) -> str | None:
+    return await first_result([each for each, _ in ways], lambda error: isinstance(error, TemporaryError))
 
 
 NO = TemporaryError("another delegate speaks for the cell")
 
 
-def test_ways_are_tried_one_after_the_other_and_quiet_ones_go_on_beside_the_next() -> None:
+@simulated()
+async def test_ways_are_tried_one_after_the_other_and_quiet_ones_go_on_beside_the_next() -> None:
     second = way(1.0, "second")
-    assert first_of(way(50.0, "first"), second) == "first"
+    assert await first_of(way(50.0, "first"), second) == "first"
     assert second[1] == []
-    assert first_of(way(1.0, NO), way(1.0, "second")) == "second"
-    assert first_of(way(9.0, "first", quiet_at=1.0), way(1.0, NO), way(1.0, NO)) == "first"
-    assert first_of(way(1.0, NO), way(1.0, NO)) is None
-    assert first_of() is None
+    assert await first_of(way(1.0, NO), way(1.0, "second")) == "second"
+    assert await first_of(way(9.0, "first", quiet_at=1.0), way(1.0, NO), way(1.0, NO)) == "first"
+    assert await first_of(way(1.0, NO), way(1.0, NO)) is None
+    assert await first_of() is None
 
 
 @pytest.mark.parametrize(("seconds", "winner"), [(5.0, 0), (50.0, 1)])
-def test_the_first_result_ends_the_other_ways(seconds: float, winner: int) -> None:
+@simulated()
+async def test_the_first_result_ends_the_other_ways(seconds: float, winner: int) -> None:
     ways = way(seconds, "0", quiet_at=1.0), way(10.0, "1")
-    assert first_of(*ways) == str(winner)
+    assert await first_of(*ways) == str(winner)
     assert ways[1 - winner][1] == ["begun", "cancelled"]
 
 
-def test_an_error_that_is_no_failure_ends_all() -> None:
+@simulated()
+async def test_an_error_that_is_no_failure_ends_all() -> None:
     first = way(50.0, "first", quiet_at=1.0)
     with pytest.raises(RuntimeError):
-        first_of(first, way(1.0, RuntimeError("a bug")))
+        await first_of(first, way(1.0, RuntimeError("a bug")))
     assert first[1] == ["begun", "cancelled"]
