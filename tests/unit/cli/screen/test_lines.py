@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,7 +6,7 @@ from typing import Any
 import pytest
 from rich.text import Text
 
-from p2ptrain.cli.screen.lines import bar, job_line, line, model_line, peer_lines, swarm_lines
+from p2ptrain.cli.screen.lines import bar, job_line, model_line, peer_lines, swarm_lines
 from p2ptrain.cli.screen.swarm_view import block, frame, what_changes
 from p2ptrain.cli.screen.table import clipped, plain_table, table_lines
 from p2ptrain.node.reports.jobs import Job
@@ -106,14 +104,6 @@ def test_those_that_deserve_a_look_come_first_and_the_rest_is_counted() -> None:
     assert len(names) == len(snapshot.peers)
 
 
-def test_the_terminal_says_what_the_status_page_says() -> None:
-    snapshot = looked_at(24, num_astray=1)
-    shown = plain(frame(snapshot, 200, 60))
-    assert f"{snapshot.headline.health.capitalize()}: {snapshot.headline.summary}" in shown
-    assert all(reason in shown for reason in snapshot.headline.reasons[:3])
-    assert f"{len(snapshot.stages[0].hosts)} replicas" in shown
-
-
 def test_a_model_that_is_not_cut_has_one_line() -> None:
     whole = StageView(0, (0, 4), ("a", "b"), (), 0, 1.0, None, False, "")
     assert model_line(whole, 80).plain == "model    ████  2 replicas  4 blocks  losing any one breaks nothing"
@@ -131,12 +121,6 @@ def test_a_block_is_plain_and_changes_with_states_and_rounds_alone() -> None:
     richer = snapshot_of([replace(first, bytes_sent=5, loss=1.0), *others])
     assert what_changes(richer) == what_changes(snapshot_of([first, *others]))
     assert what_changes(snapshot_of([replace(first, state="draining"), *others])) != what_changes(richer)
-
-
-def test_parts_that_do_not_fit_are_left_out_and_the_first_is_cut() -> None:
-    assert line("label", ["one", "", "two", "three"], 20).plain == "label    one  two"
-    assert line("label", ["far too long for it"], 20).plain == "label    far too lo…"
-    assert line("", [], 20).plain == ""
 
 
 def test_bars_can_be_told_apart_without_colours() -> None:

@@ -1,7 +1,5 @@
 """Checkpoints of stages are put together when a list says that they belong together, and else with a reason not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -20,25 +18,6 @@ def listed(round: int, first: bytes, second: bytes) -> StageList:
 
 def found(host: str, stage: int, round: int, digest: bytes, given: StageList | None = None) -> Found:
     return Found(f"stage-{stage}", Path(host, str(round)), round, digest, given)
-
-
-def test_the_newest_complete_round_is_taken_though_a_newer_one_has_all_stages() -> None:
-    joined = join(
-        [
-            found("x", 0, 10, A, listed(10, A, B)),
-            found("x", 0, 20, A, listed(20, A, B)),
-            found("x", 0, 30, A),
-            *(found("y", 1, round, B) for round in (10, 20, 30)),
-        ],
-        NAMES,
-    )
-    assert (joined.round, joined.is_complete) == (20, True)
-    assert joined.paths == {"stage-0": [Path("x/20")], "stage-1": [Path("y/20")]}
-
-
-def test_any_copy_of_a_state_will_do() -> None:
-    joined = join([found("x", 0, 10, A), found("y", 1, 10, B, listed(10, A, B)), found("z", 0, 10, A)], NAMES)
-    assert joined.paths["stage-0"] == [Path("x/10"), Path("z/10")]
 
 
 def test_of_two_parts_of_a_split_swarm_the_one_that_is_whole_here_is_taken() -> None:

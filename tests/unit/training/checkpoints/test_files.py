@@ -1,7 +1,5 @@
 """A checkpoint, and the list that completes one of a stage, is whole or not there, and no changed byte goes unseen."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import logging
@@ -266,18 +264,6 @@ def test_training_that_changes_tensors_meanwhile_cannot_tear_a_checkpoint(tmp_pa
     assert torch.equal(loaded.local["residual"], local["residual"])
 
 
-def test_bad_arguments_are_refused_before_anything_is_written(tmp_path: Path) -> None:
-    for changes in ({"keep_last": 0}, {"extra": {"x": object()}}):
-        with pytest.raises(ValueError, match=r"keep_last|extra"):
-            _save(tmp_path / "new", **changes)
-    assert not (tmp_path / "new").exists()
-    with pytest.raises(ValueError, match="different names"):
-        _save(tmp_path, tensors=[*_tensors(), _tensors()[0]])
-    with pytest.raises(ValueError, match="complex64"):
-        _save(tmp_path, local={"z": torch.zeros(2, dtype=torch.complex64)})
-    assert not _unfinished(tmp_path)
-
-
 @pytest.mark.fault(24)
 def test_a_full_disk_leaves_the_previous_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = _save(tmp_path, 1)
@@ -447,16 +433,6 @@ def test_every_changed_byte_of_a_list_is_found(tmp_path: Path) -> None:
 def test_what_is_no_list_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / STAGES_FILE).write_text(text)
     with pytest.raises(CheckpointError, match="delete it"):
-        read_stage_list(tmp_path)
-
-
-def test_a_list_that_was_changed_in_good_form_is_refused(tmp_path: Path) -> None:
-    write_stage_list(tmp_path, LIST)
-    file = tmp_path / STAGES_FILE
-    values = json.loads(file.read_text())
-    values["digests"]["stage-1"] = "00" * 32
-    file.write_text(json.dumps(values, sort_keys=True, indent=1) + "\n")
-    with pytest.raises(CheckpointError, match="checksum"):
         read_stage_list(tmp_path)
 
 
