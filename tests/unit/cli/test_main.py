@@ -7,7 +7,9 @@ from importlib import import_module
 
 import pytest
 
+from p2ptrain._version import __version__
 from p2ptrain.cli import main as cli
+from p2ptrain.cli.commands import monitor
 from p2ptrain.errors import ConfigError, IntegrityError, P2PTrainError, ResourceError
 from tests.support.processes.commands import ROOT, assert_one_line_error, p2ptrain
 
@@ -24,6 +26,16 @@ def test_help_and_version_take_less_than_a_third_of_a_second(arguments: list[str
 
     # Processor time, and the best of a few: what else the machine does must not decide.
     assert min(seconds() for _ in range(5)) < 0.3
+
+
+def test_the_version_is_the_packages() -> None:
+    assert p2ptrain("--version").stdout == f"p2ptrain {__version__}\n"
+
+
+def test_by_default_only_this_machine_can_see_the_monitor_s_page() -> None:
+    parser = argparse.ArgumentParser()
+    monitor.add_arguments(parser)
+    assert parser.parse_args(["p2ptrain://nonsense"]).host == "127.0.0.1"
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)

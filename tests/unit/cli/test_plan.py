@@ -7,6 +7,7 @@ from p2ptrain.cli.commands.up import add_arguments
 from p2ptrain.cli.main import Parser
 from p2ptrain.cli.plan import DEFAULT_MINUTES, make_plan
 from p2ptrain.config import PeerConfig
+from p2ptrain.errors import ConfigError
 
 
 def arguments(tmp_path: Path, *words: str) -> argparse.Namespace:
@@ -74,3 +75,8 @@ def test_rounds_count_from_what_a_former_run_left_unless_it_trained_something_el
 def test_the_manifests_own_limit_is_part_of_the_goal(tmp_path: Path) -> None:
     plan = make_plan(arguments(tmp_path, "--peers", "1", "--rounds", "5", "--set", "training.rounds=3"))
     assert plan.goal.rounds == 3
+
+
+def test_an_option_that_a_peer_would_refuse_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="device"):
+        make_plan(arguments(tmp_path, "--device", "gpu"))

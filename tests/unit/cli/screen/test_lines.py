@@ -104,6 +104,14 @@ def test_those_that_deserve_a_look_come_first_and_the_rest_is_counted() -> None:
     assert len(names) == len(snapshot.peers)
 
 
+def test_the_terminal_says_what_the_status_page_says() -> None:
+    snapshot = looked_at(24, num_astray=1)
+    shown = plain(frame(snapshot, 200, 60))
+    assert f"{snapshot.headline.health.capitalize()}: {snapshot.headline.summary}" in shown
+    assert all(reason in shown for reason in snapshot.headline.reasons[:3])
+    assert f"{len(snapshot.stages[0].hosts)} replicas" in shown
+
+
 def test_a_model_that_is_not_cut_has_one_line() -> None:
     whole = StageView(0, (0, 4), ("a", "b"), (), 0, 1.0, None, False, "")
     assert model_line(whole, 80).plain == "model    ████  2 replicas  4 blocks  losing any one breaks nothing"

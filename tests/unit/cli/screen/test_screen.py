@@ -29,6 +29,14 @@ def test_only_terminals_that_can_move_their_cursor_are_drawn_on(
         assert not Screen.can_draw(terminal)
 
 
+def test_the_cursor_is_never_left_hidden(terminal: Terminal) -> None:
+    with Screen(terminal) as screen:
+        screen.draw([Text("one")], "footer")
+        written = terminal.getvalue()
+        assert written.rfind("\x1b[?25h") > written.rfind("\x1b[?25l")
+    assert terminal.getvalue().rfind("\x1b[?25h") > terminal.getvalue().rfind("\x1b[?25l")
+
+
 def test_what_has_not_changed_is_not_drawn_again(terminal: Terminal) -> None:
     with Screen(terminal) as screen:
         screen.draw([Text("one")])
@@ -46,6 +54,17 @@ def test_more_lines_than_the_terminal_has_are_cut_but_the_footer_stays(terminal:
         assert "line 2" in shown
         assert "line 3" not in shown
         assert "footer" in shown
+
+
+def test_colours_are_left_out_where_they_are_not_wanted(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Screen(terminal) as screen:
+        screen.draw([Text("healthy", "bold green")])
+    assert "\x1b[1;32m" in terminal.getvalue()
+    monkeypatch.setenv("NO_COLOR", "1")
+    plain = Terminal()
+    with Screen(plain) as screen:
+        screen.draw([Text("healthy", "bold green")])
+    assert "32m" not in plain.getvalue()
 
 
 def test_log_lines_go_above_whole_and_without_commands(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:

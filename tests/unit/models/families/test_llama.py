@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector
 
 from p2ptrain.errors import IncompatibleError, UsageError
-from p2ptrain.manifest import ModelSpec
-from p2ptrain.models import build_model, export_hugging_face, num_parameters
+from p2ptrain.manifest import ModelSpec, TrainingSpec
+from p2ptrain.models import build_model, estimate_memory_bytes, export_hugging_face, num_parameters
 from p2ptrain.models.tokenizers import byte_tokenizer
 
 SMALL = ModelSpec(layers=2, hidden=32, heads=4, kv_heads=2, intermediate=64, context=32)
@@ -36,6 +36,13 @@ def test_initial_parameters_depend_on_the_spec_alone_and_have_golden_bits() -> N
     assert found[0] == found[1] != flat(build_model(SMALL.model_copy(update={"initial_seed": 2}))).numpy().tobytes()
     digest = hashlib.sha256(found[0]).hexdigest()
     assert digest == "9b51f99baab2d53c50c3fcee47861ee5698e5abd90a122dc80ece9b49650c5ae"
+
+
+def test_memory_estimate_grows_with_model_and_batch() -> None:
+    small = estimate_memory_bytes(ModelSpec(), TrainingSpec(local_batch=4))
+    assert small > 32 * num_parameters(ModelSpec())
+    assert estimate_memory_bytes(ModelSpec(), TrainingSpec(local_batch=64)) > small
+    assert estimate_memory_bytes(ModelSpec(layers=32), TrainingSpec(local_batch=4)) > small
 
 
 def test_an_export_has_a_tokenizer_and_overwrites_an_earlier_one(tmp_path: Path) -> None:

@@ -44,6 +44,10 @@ STEPS: dict[str, Callable[[Layout], outer.Stepper]] = {
     "adamw": lambda layout: AdamWStep(layout, SPEC),
     "adamw 8 bit": lambda layout: AdamWStep(layout, SPEC, "8bit"),
 }
+TORCH: dict[str, Callable[[nn.Parameter], torch.optim.Optimizer]] = {
+    "nesterov": lambda parameter: torch.optim.SGD([parameter], lr=0.7, momentum=0.9, nesterov=True),
+    "adam": lambda parameter: torch.optim.Adam([parameter], lr=0.02, betas=(0.9, 0.99), eps=1e-3),
+}
 GOLDEN = {
     "nesterov": "39c1bbd232db9cb66cf6422fa304bef31fb84930a72f2c8e25c7ee835ce24994",
     "adam": "f7914bb797f3c4a68dd061def0d3cc29d0b731ce3dadf5779b54d469eae53483",
@@ -69,6 +73,18 @@ def test_golden_bits(name: str) -> None:
     for _, tensor in stepper.state_tensors():
         digest.update(byte_view(tensor))
     assert digest.hexdigest() == GOLDEN[name]
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_steps_agree_with_torch(name: str) -> None:
+    layout = _layout()
+    parameter = nn.Parameter(exact_values(layout.num_values, 1)[: layout.num_parameters])
+    reference = TORCH[name](parameter)
+    for seed in range(2, 40):
+        parameter.grad = exact_values(layout.num_values, seed)[: layout.num_parameters]
+        reference.step()
+    found = run(STEPS[name](layout), layout.num_values, 38)[: layout.num_parameters]
+    torch.testing.assert_close(found, parameter.data, rtol=1e-5, atol=1e-6)
 
 
 sizes, data_seeds = st.integers(1, 30), st.integers(0, 1000)
