@@ -87,6 +87,14 @@ def test_the_last_host_of_a_stage_stays() -> None:
     assert move.reason == "nobody hosts it; stage 0 keeps 1 host"
 
 
+def test_many_hosts_of_a_stage_are_balanced_to_the_last_one() -> None:
+    needs = [StageNeed(1.0), StageNeed(1.0)]
+    move = best_move(needs, hosts_of([0] * 26 + [1] * 24, [1.0] * 50))
+    assert move is not None
+    assert (move.source, move.target) == (0, 1)
+    assert best_move(needs, hosts_of([0] * 26 + [1] * 25, [1.0] * 51)) is None
+
+
 def test_who_stays_counts_but_another_one_moves() -> None:
     needs = [StageNeed(1.0), StageNeed(1.0)]
     hosts = hosts_of([0, 0, 0, 1], [1.0, 1.0, 1.0, 1.0])

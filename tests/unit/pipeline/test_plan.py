@@ -6,7 +6,7 @@ import pytest
 
 from p2ptrain.errors import ManifestError
 from p2ptrain.manifest import Manifest, ModelSpec, parse_manifest
-from p2ptrain.models import PROCESS_BYTES, Span, model_blocks, num_parameters
+from p2ptrain.models import PROCESS_BYTES, Span, estimate_memory_bytes, model_blocks, num_parameters
 from p2ptrain.models.family import stage_shapes
 from p2ptrain.pipeline.messages import IDS, Payload
 from p2ptrain.pipeline.plan import PipelinePlan
@@ -38,6 +38,21 @@ def test_stages_hold_all_blocks_one_after_another(spec: ModelSpec, num_stages: i
 
 def test_cuts_say_where_stages_begin() -> None:
     assert plan_of({"cuts": [1, 4]}).spans == (Span(0, 1), Span(1, 4), Span(4, 5))
+
+
+def test_automatic_stages_are_as_few_as_fit_into_the_memory() -> None:
+    model = SPECS["llama"].model_copy(update={"layers": 8, "hidden": 64, "intermediate": 512})
+    training = manifest({}, model).training
+    blocks = [estimate_memory_bytes(model, training, Span(n, n + 1)) - PROCESS_BYTES for n in range(10)]
+    numbers = []
+    for room in (max(blocks), 2 * max(blocks), 3 * max(blocks), sum(blocks)):
+        plan = plan_of({"stages": "auto", "stage_memory": PROCESS_BYTES + room}, model)
+        assert all(need.memory <= PROCESS_BYTES + room for need in plan.needs)
+        assert plan.num_stages >= sum(blocks) / room / 2
+        numbers.append(plan.num_stages)
+    assert numbers == sorted(numbers, reverse=True)
+    assert numbers[-1] == 1
+    assert len(set(numbers)) > 2
 
 
 @pytest.mark.parametrize(
@@ -177,3 +192,8 @@ def test_a_stage_refuses_what_no_honest_peer_sends(case: tuple[ModelSpec, int, P
     with pytest.raises(ValueError, match=r"targets|input|samples|does not take") as caught:
         plan_of({"stages": 3}, spec).check(stage, inputs, targets, samples, tokens)
     assert "\n" not in str(caught.value)
+
+
+def test_what_values_may_be_is_the_models() -> None:
+    assert (plan_of({"stages": 2}).num_ids, plan_of({"stages": 2}).num_classes) == (50, 50)
+    assert (plan_of({"stages": 2}, VIT).num_ids, plan_of({"stages": 2}, VIT).num_classes) == (0, 5)

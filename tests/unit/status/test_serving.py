@@ -16,6 +16,8 @@ from p2ptrain.status.serving import (
     WINDOW_SECONDS,
     Served,
     ServingBook,
+    Told,
+    growth,
     serving_view,
 )
 from tests.support.coroutines import on_loop_within
@@ -97,6 +99,16 @@ def test_who_claims_what_no_peer_can_do_is_not_counted(restarts: bool) -> None:
     assert book.rejected == 1
 
 
+def test_growth_is_bounded_by_the_time_between_two_records() -> None:
+    def told(at: float, tokens: int) -> Told:
+        return Told(START, at, ServingTotals(generated_tokens=tokens))
+
+    most = int(MAX_TOKENS_PER_SECOND * 15)
+    assert growth(told(0.0, 0), told(10.0, most)) == ServingTotals(generated_tokens=most)
+    assert growth(told(0.0, 0), told(10.0, most + 1)) is None
+    assert growth(told(10.0, 0), told(0.0, most)) is None, "a clock that goes back does not help"
+
+
 @settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(0, 2), st.floats(0, 200), st.booleans(), st.booleans()), max_size=30))
 def test_whatever_peers_say_totals_only_grow(looks: list[tuple[int, float, bool, bool]]) -> None:
@@ -160,3 +172,11 @@ async def test_a_watch_shows_and_remembers_what_is_served_across_a_restart(swarm
         assert sum(value or 0 for value in series["served_requests"]) == pytest.approx(1180, abs=20)
         assert all(0.2 < value < 0.7 for value in series["first_token_seconds_p50"] if value is not None)
         assert any(value is not None for value in series["token_seconds_p99"])
+
+
+@on_loop_within(watched)
+async def test_totals_that_are_not_believed_are_counted_with_records_that_were_dropped(swarm: Watched) -> None:
+    for seconds in (100, 50):
+        snapshot = await swarm.look(host("a", seconds), seconds=5.0)
+    assert snapshot.rejected == 1
+    assert snapshot.peers[0].rates.served_per_second == 0.0

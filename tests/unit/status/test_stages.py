@@ -11,7 +11,7 @@ from p2ptrain.monitor.metrics import exposition
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.status.agreed import stage_spans, what_is_missing
 from p2ptrain.status.coverage import coverage
-from p2ptrain.status.rounds import SwarmRounds
+from p2ptrain.status.rounds import SwarmRounds, told_of
 from p2ptrain.status.stages import joined
 from p2ptrain.status.views import RoundView, Snapshot
 from tests.support.coroutines import on_loop, on_loop_within
@@ -147,6 +147,15 @@ def test_a_peer_shows_what_it_holds_with_gaps_where_there_are() -> None:
     assert joined([(4, 6), (0, 2), (2, 4)]) == ((0, 6),)
 
 
+def test_who_only_feeds_is_among_those_that_train_and_in_no_row_of_blocks() -> None:
+    snapshot = cut(*pipeline(), feeder("g", state="syncing"))
+    assert snapshot.headline.training == 9
+    drawn = coverage(snapshot)
+    assert len(drawn.rows) == 8
+    assert drawn.others == 0
+    assert all(summary["hosts"] == 2 and summary["waiting"] == 6 for summary in drawn.stages)
+
+
 def test_the_stages_are_those_of_the_manifest() -> None:
     manifest = Manifest(name="cut", model=ModelSpec(layers=4), training=TrainingSpec(every=1))
     assert stage_spans(manifest) == ((0, 4),)
@@ -270,6 +279,13 @@ def test_rounds_are_counted_once_for_all_stages() -> None:
         assert book.settle(USUAL) == (stage == 3)
     assert (book.committed, book.aborted) == (1, 0), "what was before the first look does not count"
     assert not book.settle(USUAL)
+
+
+def test_a_hosts_rounds_are_those_of_the_stage_that_its_record_is_about() -> None:
+    assert told_of(host("a", 2, 4), 4) == 2
+    assert told_of(feeder("f"), 4) is None
+    moving = replace(host("a", 2), stages=(*host("a", 1).stages, *host("a", 2).stages))
+    assert told_of(moving, 4) == 2
 
 
 # Watching

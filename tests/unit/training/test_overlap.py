@@ -110,6 +110,14 @@ def test_training_waits_for_what_the_model_is_reserved_for(loop: asyncio.Abstrac
     lock.acquire(lambda: False)
 
 
+def test_training_ends_when_the_other_side_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("p2ptrain.training.local_update.POLL_SECONDS", 0.01)
+    lock = ModelLock()
+    lock.reserve()
+    with pytest.raises(TemporaryError, match="closed during a round"):
+        lock.acquire(lambda: True)
+
+
 def test_who_gives_up_waiting_for_the_model_does_not_keep_it(loop: asyncio.AbstractEventLoop) -> None:
     lock = ModelLock()
 

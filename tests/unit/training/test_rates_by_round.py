@@ -239,3 +239,10 @@ def test_the_cosine_has_the_same_bits_on_every_machine() -> None:
     assert found == pytest.approx(exact, abs=1e-15)
     digest = hashlib.sha256("".join(value.hex() for value in found).encode()).hexdigest()
     assert digest == "acbcf2095c46191216c492a123393ccc96e404cf542f6bd4de3b704ec244f527"
+
+
+def test_impossible_schedules_are_refused() -> None:
+    with pytest.raises(ValueError, match="negative"):
+        learning_rate_factor(-1, warmup_steps=4)
+    with pytest.raises(ValueError, match="above warmup_steps"):
+        learning_rate_factor(0, warmup_steps=4, schedule="cosine", total_steps=4)

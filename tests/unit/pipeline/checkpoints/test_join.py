@@ -20,6 +20,20 @@ def found(host: str, stage: int, round: int, digest: bytes, given: StageList | N
     return Found(f"stage-{stage}", Path(host, str(round)), round, digest, given)
 
 
+def test_the_newest_complete_round_is_taken_though_a_newer_one_has_all_stages() -> None:
+    joined = join(
+        [
+            found("x", 0, 10, A, listed(10, A, B)),
+            found("x", 0, 20, A, listed(20, A, B)),
+            found("x", 0, 30, A),
+            *(found("y", 1, round, B) for round in (10, 20, 30)),
+        ],
+        NAMES,
+    )
+    assert (joined.round, joined.is_complete) == (20, True)
+    assert joined.paths == {"stage-0": [Path("x/20")], "stage-1": [Path("y/20")]}
+
+
 def test_of_two_parts_of_a_split_swarm_the_one_that_is_whole_here_is_taken() -> None:
     first, second = listed(20, A, B), listed(20, C, D)
     joined = join([found("x", 0, 20, A, first), found("y", 0, 20, C, second), found("z", 1, 20, D)], NAMES)

@@ -264,6 +264,18 @@ def test_training_that_changes_tensors_meanwhile_cannot_tear_a_checkpoint(tmp_pa
     assert torch.equal(loaded.local["residual"], local["residual"])
 
 
+def test_bad_arguments_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    for changes in ({"keep_last": 0}, {"extra": {"x": object()}}):
+        with pytest.raises(ValueError, match=r"keep_last|extra"):
+            _save(tmp_path / "new", **changes)
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(ValueError, match="different names"):
+        _save(tmp_path, tensors=[*_tensors(), _tensors()[0]])
+    with pytest.raises(ValueError, match="complex64"):
+        _save(tmp_path, local={"z": torch.zeros(2, dtype=torch.complex64)})
+    assert not _unfinished(tmp_path)
+
+
 @pytest.mark.fault(24)
 def test_a_full_disk_leaves_the_previous_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = _save(tmp_path, 1)

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,14 @@ def test_permutation_of_a_huge_range_stays_inside_and_scatters() -> None:
     assert len(set(images)) == 2000
     assert all(0 <= image < size for image in images)
     assert abs(sum(images) / 2000 / size - 0.5) < 0.05
+
+
+def test_passes_and_seeds_differ_in_order() -> None:
+    first, other = sampler(500), sampler(500, seed=2)
+    orders = [[first.order.at(p) for p in range(500)], [first.order.at(p) for p in range(500, 1000)]]
+    orders.append([other.order.at(p) for p in range(500)])
+    matches = [sum(a == b for a, b in zip(x, y, strict=True)) for x, y in pairwise(orders)]
+    assert all(count < 10 for count in matches)
 
 
 @settings(max_examples=40)

@@ -122,6 +122,14 @@ def test_a_leaf_cannot_pass_for_a_node() -> None:
     assert node not in tree.levels[0]
 
 
+def test_hashing_does_not_copy_and_refuses_what_it_would_have_to() -> None:
+    tensor = torch.zeros(4)
+    byte_view(tensor)[3] = 0x3F
+    assert tensor[0] == 0.5
+    with pytest.raises(ValueError, match="contiguous"):
+        byte_view(torch.zeros(4, 4).t()[1:])
+
+
 @settings(max_examples=25)
 @given(st.lists(st.integers(0, 400_000), min_size=1, max_size=6))
 def test_chunks_cover_all_bytes_in_order_and_write_what_they_read(sizes: list[int]) -> None:

@@ -213,6 +213,14 @@ def test_buffers_take_the_mean_and_integers_stay_whole(name: str) -> None:
     assert torch.equal(mean, kept)
 
 
+def test_average_at_rate_one_sets_the_mean_of_parameters() -> None:
+    layout = _layout(4)
+    start, *peers = (exact_values(layout.num_values, seed) for seed in (1, 2, 3))
+    vector = start.clone()
+    AverageStep(layout, 1.0).step(vector, torch.stack([start - peer for peer in peers]).mean(0), 0)
+    torch.testing.assert_close(vector[:4], torch.stack(peers).mean(0)[:4])
+
+
 class Net(nn.Module):
     """Two layers with batch statistics."""
 

@@ -9,6 +9,7 @@ import torch
 
 from p2ptrain.errors import PeerRefusedError
 from p2ptrain.network.chunks.messages import Ask, Open
+from p2ptrain.network.chunks.server import Ration
 from p2ptrain.training.state.digest import CHUNK_BYTES, cut_of
 from p2ptrain.training.state.shared_state import SharedState, Stamp, stamped_bytes
 from p2ptrain.training.sync.download import PartialDownload, download_state
@@ -33,6 +34,18 @@ async def download_from(source: Member, state: SharedState, newcomer: Member, pa
     except PeerRefusedError as error:
         return str(error)
     return ""
+
+
+@simulated(members, 5, seed=1, model=FAST)
+async def test_too_many_downloads_wait_their_turn(everyone: list[Member]) -> None:
+    *newcomers, source = everyone
+    state = shared_state()
+    StateServer(source.rpc, state, Ration(transfers=2))
+    results = await asyncio.gather(
+        *(each.peer.spawn(download_from(source, state, each, PartialDownload())) for each in newcomers)
+    )
+    assert results.count("") >= 2
+    assert all("busy" in result for result in results if result)
 
 
 @simulated(sources, 1, seed=1, model=FAST)
