@@ -1,7 +1,5 @@
 """Buffers that are lent again, and what becomes of their memory."""
 
-from __future__ import annotations
-
 import gc
 
 from p2ptrain.buffers import LEAST_LENT_BYTES, Pool, new_buffer

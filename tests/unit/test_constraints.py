@@ -1,7 +1,5 @@
 """constraints.txt names a version of all that an installation or a build fetches: a new release breaks nothing."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from importlib import metadata

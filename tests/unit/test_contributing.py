@@ -1,7 +1,5 @@
 """The message and the command that CONTRIBUTING.md shows work as the page says."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys
@@ -12,9 +10,9 @@ import pytest
 from p2ptrain.cli.main import COMMANDS, main
 from p2ptrain.errors import PeerRefusedError
 from p2ptrain.network.link import SwarmLink
-from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from tests.support.coroutines import simulated
 from tests.support.packages import install
-from tests.support.sim.peers import members
+from tests.support.sim.peers import Member, members
 
 PAGE = (Path(__file__).resolve().parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n# (\w+)\.py\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
@@ -26,17 +24,16 @@ def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, monkeypatch, "shown", MODULES, {})
 
 
-def test_the_message_is_asked_answered_and_bounded(tmp_path: Path) -> None:
-    memory = importlib.import_module("memory")
+@simulated(members, 2)
+async def test_the_message_is_asked_answered_and_bounded(swarm: list[Member]) -> None:
+    memory, (one, other) = importlib.import_module("memory"), swarm
+    memory.serve_memory(one.rpc, 5000)
+    assert await memory.ask_memory(other.rpc, one.rpc.peer_id, 1000) == 5
+    with pytest.raises(PeerRefusedError, match="unit"):
+        await memory.ask_memory(other.rpc, one.rpc.peer_id, 0)
 
-    async def talk(network: SimulatedNetwork) -> None:
-        async with members(network, 2) as (one, other):
-            memory.serve_memory(one.rpc, 5000)
-            assert await memory.ask_memory(other.rpc, one.rpc.peer_id, 1000) == 5
-            with pytest.raises(PeerRefusedError, match="unit"):
-                await memory.ask_memory(other.rpc, one.rpc.peer_id, 0)
 
-    simulate(talk, 0)
+def test_the_test_of_the_message_passes(tmp_path: Path) -> None:
     assert pytest.main(["-q", "-p", "no:cacheprovider", "-n", "0", str(tmp_path / "test_memory.py")]) == 0
 
 

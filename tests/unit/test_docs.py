@@ -1,7 +1,5 @@
 """Links of all pages lead somewhere, and the page of questions names files, classes and functions that are there."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The package that docs/extending.md shows works as the page says."""
 
-from __future__ import annotations
-
 import importlib
 import random
 import re

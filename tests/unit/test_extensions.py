@@ -1,7 +1,5 @@
 """What packages add is found by name, loaded once, and checked; what is missing or wrong is named with the fix."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Every fault that docs/reference/faults.md promises to survive has a test, and the page names those that have none."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The package and its tests grow no further: what `tests.support.house` counts stays within these limits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

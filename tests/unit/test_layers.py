@@ -1,7 +1,5 @@
 """The arrows between packages: imports go down only, heavy libraries stay where they belong, nothing is circular."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """Messages of all protocols: those within their bounds are read as they were sent, and others are refused."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The list of mutants stays one that can be applied, whatever moves in the product."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.mutants import MUTANTS, ROOT, Mutant, occurrences

@@ -1,7 +1,5 @@
 """Summary lines of docstrings name an actor or say what a function does; see CONTRIBUTING.md."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

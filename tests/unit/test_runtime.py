@@ -1,7 +1,5 @@
 """Where work runs: state, device and pool do not hold each other up, and none of them the event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator

@@ -1,7 +1,5 @@
 """Support code that a defect would turn into tests that pass without proving anything."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import inspect
@@ -84,10 +82,6 @@ def test_the_changes_of_a_commit_are_those_since_the_one_before_it(tmp_path: Pat
         assert changed_paths(tmp_path) == ((None, "HEAD~1") if not number else ([name], "HEAD~1"))
     git(tmp_path, "update-ref", "refs/remotes/origin/main", "HEAD~2")
     assert changed_paths(tmp_path)[0] == ["second", "third"]
-
-
-def test_no_folder_that_is_no_repository_is_taken_for_unchanged(tmp_path: Path) -> None:
-    assert changed_paths(tmp_path)[0] is None
 
 
 REPORT = """<testsuites><testsuite tests="5" failures="1" errors="1" skipped="1" time="2.5">

@@ -1,45 +1,24 @@
 """Background tasks: a failure is logged at once, the owner acts, nothing outlives its owner."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
-import functools
 import gc
 import logging
-from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, ParamSpec
 
 import pytest
 
 from p2ptrain.errors import PeerLostError
-from p2ptrain.network.simulated import VirtualTimeLoop
+from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.tasks import FIRST_PAUSE_SECONDS, Tasks, to_its_end, together
+from tests.support.coroutines import simulated
 
-P = ParamSpec("P")
 PACKAGE = Path(__file__).resolve().parents[2] / "p2ptrain"
 ALLOWED = {
     "tasks.py": "the supervised way itself",
     "network/simulated/loop.py": "implements create_task for the simulation, and runs its main coroutine",
     "network/simulated/network.py": "tasks of a simulated process, which dies with them",
 }
-
-
-def in_virtual_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
-    """Run a test in virtual time; nothing may be left running, and no error unseen."""
-
-    @functools.wraps(test)
-    def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        loop = VirtualTimeLoop.create()
-        try:
-            loop.run_until_complete(test(*args, **kwargs))
-            assert loop.pending_tasks() == []
-            assert loop.errors == []
-        finally:
-            loop.close()
-
-    return run
 
 
 async def fail(after_seconds: float = 0.0) -> None:
@@ -112,7 +91,7 @@ def test_a_raw_start_is_found_and_one_of_an_owner_is_not(tmp_path: Path) -> None
     assert raw_starts(path) == list(range(1, len(raw) + 1))
 
 
-@in_virtual_time
+@simulated()
 async def test_the_first_failure_of_several_ends_the_others_and_results_keep_their_order() -> None:
     ended: list[str] = []
 
@@ -132,8 +111,10 @@ async def test_the_first_failure_of_several_ends_the_others_and_results_keep_the
     assert asyncio.get_running_loop().time() == 4.0
 
 
-@in_virtual_time
-async def test_a_failure_is_logged_with_its_trace_and_told_to_the_owner(caplog: pytest.LogCaptureFixture) -> None:
+@simulated()
+async def test_a_failure_is_logged_with_its_trace_and_told_to_the_owner(
+    network: SimulatedNetwork, caplog: pytest.LogCaptureFixture
+) -> None:
     told: list[Exception] = []
     tasks = Tasks(on_failure=told.append)
     tasks.start(fail(), "the watcher")
@@ -143,10 +124,13 @@ async def test_a_failure_is_logged_with_its_trace_and_told_to_the_owner(caplog: 
     assert [type(error) for error in told] == [ZeroDivisionError]
     assert "the watcher failed" in caplog.text
     assert "Traceback" in caplog.text
+    network.loop.errors.clear()
 
 
-@in_virtual_time
-async def test_a_failure_ends_the_block_that_waits_for_something_else(caplog: pytest.LogCaptureFixture) -> None:
+@simulated()
+async def test_a_failure_ends_the_block_that_waits_for_something_else(
+    network: SimulatedNetwork, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(ZeroDivisionError):
         await block()
     task = asyncio.current_task()
@@ -156,16 +140,17 @@ async def test_a_failure_ends_the_block_that_waits_for_something_else(caplog: py
     async with asyncio.timeout(5.0):  # A deadline after it, as one around it, works as ever.
         await asyncio.sleep(1.0)
     assert "beat failed" in caplog.text
+    network.loop.errors.clear()
 
 
-@in_virtual_time
+@simulated()
 async def test_a_cancelled_block_stays_cancelled() -> None:
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(1.0):
             await block()
 
 
-@in_virtual_time
+@simulated()
 async def test_a_block_ends_its_tasks() -> None:
     async with Tasks() as tasks:
         tasks.start(forever(), "a")
@@ -173,7 +158,7 @@ async def test_a_block_ends_its_tasks() -> None:
     assert called.cancelled()
 
 
-@in_virtual_time
+@simulated()
 async def test_a_result_and_an_error_of_a_call_are_the_callers(caplog: pytest.LogCaptureFixture) -> None:
     async def answer() -> int:
         return 42
@@ -185,8 +170,10 @@ async def test_a_result_and_an_error_of_a_call_are_the_callers(caplog: pytest.Lo
     assert caplog.text == ""
 
 
-@in_virtual_time
-async def test_a_defect_that_no_caller_looks_at_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+@simulated()
+async def test_a_defect_that_no_caller_looks_at_is_logged(
+    network: SimulatedNetwork, caplog: pytest.LogCaptureFixture
+) -> None:
     async def lost() -> None:
         raise PeerLostError("peer", "went away")
 
@@ -196,9 +183,10 @@ async def test_a_defect_that_no_caller_looks_at_is_logged(caplog: pytest.LogCapt
         await asyncio.sleep(1.0)
     assert "unseen failed" in caplog.text
     assert "a peer that left" not in caplog.text
+    network.loop.errors.clear()
 
 
-@in_virtual_time
+@simulated()
 async def test_no_error_is_lost_of_a_call_whose_block_is_cancelled_again_while_it_closes() -> None:
     async def fail_at_the_end() -> None:
         try:
@@ -228,8 +216,10 @@ async def test_no_error_is_lost_of_a_call_whose_block_is_cancelled_again_while_i
     gc.collect()
 
 
-@in_virtual_time
-async def test_a_loop_is_started_again_after_growing_pauses(caplog: pytest.LogCaptureFixture) -> None:
+@simulated()
+async def test_a_loop_is_started_again_after_growing_pauses(
+    network: SimulatedNetwork, caplog: pytest.LogCaptureFixture
+) -> None:
     began: list[float] = []
 
     async def loop() -> None:
@@ -246,9 +236,10 @@ async def test_a_loop_is_started_again_after_growing_pauses(caplog: pytest.LogCa
     first = FIRST_PAUSE_SECONDS
     assert began == [0.0, first, 3 * first, 7 * first]
     assert caplog.text.count("presence failed") == 3
+    network.loop.errors.clear()
 
 
-@in_virtual_time
+@simulated()
 async def test_closing_waits_as_long_as_told_and_for_what_an_end_starts() -> None:
     ended = []
     tasks = Tasks()
@@ -278,7 +269,7 @@ async def test_closing_waits_as_long_as_told_and_for_what_an_end_starts() -> Non
     assert ended == ["soon", "first", "last"]
 
 
-@in_virtual_time
+@simulated()
 async def test_a_change_runs_to_its_end_though_its_caller_is_cancelled() -> None:
     done = []
 
@@ -292,7 +283,7 @@ async def test_a_change_runs_to_its_end_though_its_caller_is_cancelled() -> None
     assert done == [True]
 
 
-@in_virtual_time
+@simulated()
 async def test_a_deliberate_error_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
     async def lost() -> None:
         raise PeerLostError("peer", "went away")

@@ -1,9 +1,5 @@
 """The emulated swarm and what is computed from its runs."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -18,11 +14,9 @@ from benchmarks.bench_convergence import (
     summarize,
 )
 from benchmarks.emulation import Method, Run, Setting, Swarm
-from benchmarks.plot import Learning, plot_convergence
 from p2ptrain.codecs import get_codec
 from p2ptrain.manifest import ModelSpec
 from p2ptrain.training.data.corpus import Corpus
-from tests.support.tools import unavailable, why_no_pictures
 
 MODEL = ModelSpec(layers=2, hidden=8, heads=2, kv_heads=2, intermediate=16, vocabulary=16, context=8)
 SETTING = Setting(MODEL, steps=8, local_batch=2, workers=3)
@@ -117,24 +111,3 @@ def test_speeds_are_compared_at_the_target_and_only_where_both_get_there() -> No
     assert sparse.times_as_fast_as(large) is None
     assert large.times_as_fast_as(sparse) is None
     assert large.times_as_fast_as(summary.row("unknown")) is None
-
-
-def test_a_swarm_begins_where_another_ended() -> None:
-    first = _train({"every": 1})
-    for every in (1, 4):
-        second = Swarm(Method("m", {"every": every}, workers=3), SETTING, _corpus(), 2, first.parameters())
-        assert torch.equal(second.state.vector, first.state.vector)
-        second.train()
-        assert not torch.equal(second.state.vector, first.state.vector)
-    assert torch.equal(first.parameters(), first.state.vector)
-
-
-def test_the_picture_is_small_and_its_words_are_text(tmp_path: Path) -> None:
-    unavailable(why_no_pictures(), "matplotlib")
-    found = [
-        Learning(f"method {i}", float(i), 1 + i / 100, [(t, 2.0 - t / 100) for t in range(1, 11)]) for i in range(12)
-    ]
-    plot_convergence(found, 1.9, str(tmp_path / "a.svg"))
-    drawn = (tmp_path / "a.svg").read_text(encoding="utf-8")
-    assert len(drawn) < 60_000
-    assert ">method 11</text>" in drawn

@@ -1,7 +1,5 @@
 """Ratios beside their goals, and what a benchmark makes of its measurements."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
@@ -62,28 +60,11 @@ def test_a_part_that_fails_is_told_and_the_others_are_written_for_the_summary(
     assert again == Finding("name: x", 2.0, "hivemind", 1.0, note="note")
 
 
-def test_a_section_without_rows_can_be_shown() -> None:
-    assert str(Section("title", ("a",), notes=["note"])) == "title\n\nnote"
-
-
 def test_sizes_are_peers_and_millions_of_values() -> None:
     assert [size("2x10M"), size("4x0.5M")] == [(2, 10_000_000), (4, 500_000)]
     for text in ("", "2x10", "1x10M", "ax1M", "2x-1M"):
         with pytest.raises(argparse.ArgumentTypeError, match="no size"):
             size(text)
-
-
-def test_a_picture_is_drawn_with_and_without_goals(tmp_path: Path) -> None:
-    unavailable(why_no_pictures(), "matplotlib")
-    found = [
-        Finding("round", 0.4, "hivemind", 0.45),
-        Finding("matchmaking", 0.4, "hivemind"),
-        Finding("floor", 0.7, "1", 0.82, at_least=True),
-        Finding("stopped", math.inf, "normal + grace", 1.2),
-    ]
-    plot(found, str(tmp_path / "ratios.svg"))
-    drawn = (tmp_path / "ratios.svg").read_text()
-    assert drawn.startswith("<?xml")
 
 
 def test_nothing_to_draw_is_said() -> None:

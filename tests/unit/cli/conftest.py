@@ -1,7 +1,5 @@
 """What all tests of the command line share."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 

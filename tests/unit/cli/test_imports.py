@@ -1,7 +1,5 @@
 """Commands that compute nothing import nothing heavy: torch alone takes seconds of CPU time and 200 MB."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

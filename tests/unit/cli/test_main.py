@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import argparse
 import errno
 import resource
@@ -11,8 +9,11 @@ import pytest
 
 from p2ptrain._version import __version__
 from p2ptrain.cli import main as cli
+from p2ptrain.cli.commands import monitor
 from p2ptrain.errors import ConfigError, IntegrityError, P2PTrainError, ResourceError
 from tests.support.processes.commands import ROOT, assert_one_line_error, p2ptrain
+
+NO_HOOKS = ("example.org/hook", "file:///etc/passwd", "http://", "http://::1]/", "http://example.org:port/")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["up", "--help"]], ids=" ".join)
@@ -27,6 +28,16 @@ def test_help_and_version_take_less_than_a_third_of_a_second(arguments: list[str
     assert min(seconds() for _ in range(5)) < 0.3
 
 
+def test_the_version_is_the_packages() -> None:
+    assert p2ptrain("--version").stdout == f"p2ptrain {__version__}\n"
+
+
+def test_by_default_only_this_machine_can_see_the_monitor_s_page() -> None:
+    parser = argparse.ArgumentParser()
+    monitor.add_arguments(parser)
+    assert parser.parse_args(["p2ptrain://nonsense"]).host == "127.0.0.1"
+
+
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_every_command_documents_itself_its_log_options_and_the_exit_codes(name: str) -> None:
     text = p2ptrain(name, "--help").stdout
@@ -34,10 +45,6 @@ def test_every_command_documents_itself_its_log_options_and_the_exit_codes(name:
     assert cli.EXIT_CODES in text
     assert f"usage: p2ptrain {name}" in text
     assert len(text.partition("\n\n")[2]) > 200
-
-
-def test_the_version_is_the_packages() -> None:
-    assert p2ptrain("--version").stdout == f"p2ptrain {__version__}\n"
 
 
 @pytest.mark.parametrize(
@@ -68,6 +75,10 @@ def test_the_version_is_the_packages() -> None:
         (["checkpoint", "ls", "tests"], 8, "no checkpoint"),
         (["checkpoint", "export", "none"], 2, "OUTPUT"),
         (["checkpoint", "mend", "none"], 2, "mend"),
+        (["monitor", "p2ptrain://nonsense"], 3, "link"),
+        *((["monitor", "p2ptrain://nonsense", f"--port={port}"], 2, "from 0 to 65535") for port in (65536, -1)),
+        *((["monitor", "p2ptrain://nonsense", f"--stall-minutes={time}"], 2, "above 0") for time in (0, "nan")),
+        *((["monitor", "p2ptrain://nonsense", f"--webhook={url}"], 2, f"--webhook {url}") for url in NO_HOOKS),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

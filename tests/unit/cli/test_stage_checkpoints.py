@@ -1,7 +1,5 @@
 """Checkpoints of stages on the command line: those that belong together become a model, and nothing else does."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,10 +1,6 @@
-from __future__ import annotations
-
 import tomllib
-from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,15 +15,6 @@ FLAT = st.dictionaries(KEYS, SCALARS | st.lists(SCALARS, max_size=3), max_size=4
 @given(FLAT, st.dictionaries(st.from_regex(r"[A-Z]{1,5}", fullmatch=True), FLAT, max_size=3))
 def test_what_is_written_is_read_back(values: dict[str, Any], sections: dict[str, Any]) -> None:
     assert tomllib.loads(to_toml(values | sections)) == values | sections
-
-
-def test_a_path_is_written_as_text() -> None:
-    assert tomllib.loads(to_toml({"path": Path("a b/c")})) == {"path": "a b/c"}
-
-
-def test_what_has_no_form_is_refused() -> None:
-    with pytest.raises(ValueError, match="no form"):
-        to_toml({"nothing": None})
 
 
 def test_every_field_of_a_commented_manifest_is_explained_just_above_it() -> None:

@@ -1,7 +1,5 @@
 """Small tensors have a codec of their own, wherever the vector is cut."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -9,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2ptrain.codecs import Codec, CodecError, get_codec
+from p2ptrain.codecs import CodecError, get_codec
 from p2ptrain.codecs.mixed import MixedCodec, by_size
 from tests.support.codecs import decode, gaussian, round_trip
 
@@ -102,29 +100,6 @@ def test_a_slice_without_its_part_is_the_callers_mistake() -> None:
             action()
     with pytest.raises(ValueError, match="not 3000"):
         codec.encoded_bytes(3000)
-
-
-@pytest.mark.parametrize(("low", "high"), [(0, 100), (100, 512), (-256, 0), (512, 256), (0, NUM_VALUES + 1)])
-def test_a_part_that_is_none_is_refused(low: int, high: int) -> None:
-    with pytest.raises(ValueError, match="no part of 2040 cut at multiples of 256"):
-        by_size(INT8, FP16, SIZES, 16).part(low, high)
-
-
-@pytest.mark.parametrize(
-    "spans",
-    [
-        [(1, 5, FP16)],
-        [(0, 5, FP16), (6, 9, INT8)],
-        [(0, 5, FP16), (4, 9, INT8)],
-        [(0, 0, FP16)],
-        [(0, 5, MixedCodec([(0, 5, FP16)]))],
-    ],
-)
-def test_spans_that_do_not_cover_the_vector_are_refused(spans: list[tuple[int, int, Codec]]) -> None:
-    with pytest.raises(ValueError, match="spans must follow each other"):
-        MixedCodec(spans)
-    with pytest.raises(ValueError, match="-1 values"):
-        by_size(INT8, FP16, [3, -1], 16)
 
 
 def test_malformed_bytes_of_either_codec_are_refused() -> None:

@@ -1,7 +1,5 @@
 """Native codecs compute the bits that they compute with torch, refuse the same, and stay in bounds."""
 
-from __future__ import annotations
-
 import platform
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Stages in int8: near those in fp32, a quarter of their size, and the whole int8 model if run one after another."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """On a CUDA device: bitsandbytes' kernel there gives what the CPU does, and `Linear8bitLt` is as near as it says."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A manifest describes a pretrained model; peers begin with its parameters, wherever they have them from."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Prometheus can read what it scrapes, whatever peers call themselves, and however many there are."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

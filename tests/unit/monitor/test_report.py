@@ -1,7 +1,5 @@
 """The page of a finished run, from the files that a run leaves."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

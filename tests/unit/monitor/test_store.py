@@ -1,7 +1,5 @@
 """The past in a file: means per step, bounds, restarts of peers and of the monitor, and files that are not ours."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import filecmp
@@ -70,16 +68,6 @@ async def test_of_the_values_of_one_step_each_window_keeps_what_they_come_to(
         series = await store.series(window, [name], ON_THE_WEEK + 200)
         at = sorted({int(ON_THE_WEEK) + seconds // step * step for seconds in told})
         assert series == {"step": step, "at": at, "series": {name: expected[window]}}
-
-
-@on_loop_within(open_store)
-async def test_columns_align_and_what_was_not_seen_is_none(store: Store) -> None:
-    await store.add_points(ON_THE_WEEK, {"loss": 1.0, "peers": 3.0})
-    await store.add_points(ON_THE_WEEK + 20, {"peers": 4.0})
-    await store.add_points(ON_THE_WEEK + 40, {"loss": 2.0})
-    series = await store.series("hour", ["loss", "peers", "aborted"], ON_THE_WEEK + 60)
-    assert len(series["at"]) == 3
-    assert series["series"] == {"loss": [1.0, None, 2.0], "peers": [3.0, 4.0, None], "aborted": [None] * 3}
 
 
 @settings(max_examples=15)
@@ -366,13 +354,6 @@ async def test_contributions_add_up_over_restarts(told: list[tuple[float, int, i
     assert kept.tokens == tokens
     assert type(kept.tokens) is int
     assert kept.seconds == 10.0 * len(told)
-
-
-@settings(max_examples=20)
-@given(told=st.lists(st.tuples(st.sampled_from([1.0, 2.0]), st.integers(0, 2**63 - 1), st.integers(0, 9)), min_size=1))
-@on_loop
-async def test_contributions_never_fall(told: list[tuple[float, int, int]]) -> None:
-    assert (await contributions(*told)).tokens <= MAX_CONTRIBUTED
 
 
 @on_loop_within(open_store)

@@ -1,7 +1,5 @@
 """What a watch makes of one look after the other: events, rates, trends, certificates, and failures it survives."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
@@ -275,18 +273,3 @@ async def test_a_disk_that_is_full_does_not_hide_the_present(swarm: Watched, cap
     assert (await swarm.look()).headline.training == 2
     assert swarm.watch.snapshot is not None
     assert "the disk is full" in caplog.text
-
-
-@on_loop_within(watched, ADA, BOB)
-async def test_who_waits_for_a_change_gets_the_next_snapshot(swarm: Watched) -> None:
-    watch = swarm.watch
-    waiting = [asyncio.create_task(watch.wait_for_change(None)) for _ in range(3)]
-    await asyncio.sleep(0)
-    first = await watch.look()
-    assert all(each is first for each in await asyncio.gather(*waiting))
-    assert await watch.wait_for_change(None) is first
-    later = asyncio.create_task(watch.wait_for_change(first))
-    await asyncio.sleep(0)
-    assert not later.done()
-    second = await watch.look()
-    assert await later is second

@@ -1,7 +1,5 @@
 """Alerts reach a real server on this machine; one that fails is asked again, but not for ever."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -1,7 +1,5 @@
 """The native library is built once, checked before it is loaded, and never required."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """No socket is left open by tests of direct connections."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Configuration chooses the directory and the transport, by one factory."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The HTTP directory, against the example's server and against servers that lie, fail, or are something else."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random

@@ -1,12 +1,8 @@
 """The identity's file, lock, id and signatures."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import base58
@@ -15,7 +11,6 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from p2ptrain.errors import ConfigError, IdentityError, P2PTrainError, ResourceError
-from p2ptrain.network import identity as module
 from p2ptrain.network.identity import Identity, peer_id_of
 from p2ptrain.network.link import is_peer_id
 
@@ -64,17 +59,6 @@ def test_second_user_in_this_process_is_refused(path: Path) -> None:
     with Identity.create_or_load(path), pytest.raises(IdentityError, match=f"in use by process {os.getpid()}"):
         Identity.create_or_load(path)
     Identity.create_or_load(path).close()
-
-
-def test_second_process_is_refused(path: Path) -> None:
-    script = (
-        "import sys; from p2ptrain.network.identity import Identity\n"
-        "try: Identity.create_or_load(sys.argv[1])\n"
-        "except Exception as error: sys.exit(str(error))"
-    )
-    with Identity.create_or_load(path):
-        result = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=False)
-    assert f"in use by process {os.getpid()}" in result.stderr
 
 
 def test_forked_child_does_not_keep_the_identity_in_use(path: Path) -> None:
@@ -143,15 +127,6 @@ def test_a_proof_verifies_for_its_message_and_peer_alone(alice: Identity, bob: I
     garbage = [b"", b"\0", b"\0\0", b"\xff\xff" + b"x" * 40, b"\0\x04abcd", b"x" * 4096]
     for wrong in (theirs, alice.sign(b"other")[:end] + theirs[end:], *changed, *garbage):
         assert not alice.verify(alice.peer_id, b"message", wrong)
-
-
-def test_public_keys_are_parsed_once(alice: Identity) -> None:
-    proof = alice.sign(b"message")
-    alice.verify(alice.peer_id, b"message", proof)
-    before = module._parsed_public_key.cache_info()
-    assert alice.verify(alice.peer_id, b"message", proof)
-    after = module._parsed_public_key.cache_info()
-    assert (after.hits, after.misses) == (before.hits + 1, before.misses)
 
 
 def test_peer_id_matches_the_specification() -> None:

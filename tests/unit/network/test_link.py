@@ -1,7 +1,5 @@
 """Swarm links print, parse, and refuse what is not one."""
 
-from __future__ import annotations
-
 import hashlib
 
 import base58

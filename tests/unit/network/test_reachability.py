@@ -1,7 +1,5 @@
 """What multiaddrs say about reaching a peer, and what is concluded from what others say."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import socket

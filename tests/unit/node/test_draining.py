@@ -1,7 +1,5 @@
 """A leaving peer saves what the swarm shares within the time that it was given, whatever does not end."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from pathlib import Path

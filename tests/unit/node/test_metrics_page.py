@@ -1,7 +1,5 @@
 """What one peer tells Prometheus."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from prometheus_client.parser import text_string_to_metric_families

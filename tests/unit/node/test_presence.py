@@ -1,7 +1,5 @@
 """Being seen and seeing: records of others are believed under their own ids, and the loops go on after a defect."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

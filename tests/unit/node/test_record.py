@@ -1,8 +1,5 @@
 """A peer's record is put together from what its parts know."""
 
-from __future__ import annotations
-
-import asyncio
 import random
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,6 +11,7 @@ from p2ptrain.node.nat.reach import Standing
 from p2ptrain.node.options import PeerOptions
 from p2ptrain.node.reports.record import OwnRecord
 from p2ptrain.runtime import Runtime
+from tests.support.coroutines import on_loop
 
 
 def make_record(network: Any) -> OwnRecord:
@@ -21,7 +19,8 @@ def make_record(network: Any) -> OwnRecord:
     return OwnRecord("Qm", options, Runtime(random.Random(0), lambda: 5.0), network)
 
 
-async def describe() -> None:
+@on_loop
+async def test_each_part_sets_its_own_fields_and_the_most_urgent_note_is_told() -> None:
     network = SimpleNamespace(
         rpc=SimpleNamespace(traffic=SimpleNamespace(sent=1, received=2)),
         transport=SimpleNamespace(num_refused=3),
@@ -39,7 +38,3 @@ async def describe() -> None:
     notes.append(own.describe().note)
     own.note = "paused"
     assert [*notes, own.describe().note] == ["no relay is known", "clock 9 s ahead", "paused"]
-
-
-def test_each_part_sets_its_own_fields_and_the_most_urgent_note_is_told() -> None:
-    asyncio.run(describe())

@@ -1,7 +1,5 @@
 """A peer as its role file describes it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from p2ptrain.config import PeerConfig

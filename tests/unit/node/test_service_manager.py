@@ -1,7 +1,5 @@
 """Telling systemd."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 

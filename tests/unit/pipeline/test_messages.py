@@ -1,7 +1,5 @@
 """Messages of a pipeline: what fits arrives as it was sent, and nothing else raises more than one error."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -15,7 +13,6 @@ from p2ptrain.pipeline.messages import (
     FromHost,
     HopFailedError,
     HopRequest,
-    MicrobatchId,
     OtherRoundError,
     Refusal,
     Refused,
@@ -34,21 +31,20 @@ def over_the_wire(values: object) -> Any:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        ({"id": ["a\nb", 0, 0]}, "printable"),
         ({"id": ["a" * 129, 0, 0]}, r"id\[0\]: Expected `str` of length <= 128"),
         ({"id": ["", 0, 0]}, r"id\[0\]: Expected `str` of length >= 1"),
-        ({"id": ["a\nb", 0, 0]}, "printable"),
         ({"id": ["a", -1, 0]}, r"id\[1\]: Expected `int` >= 0"),
         ({"samples": 0}, "samples: Expected `int` >= 1"),
         ({"samples": (1 << 16) + 1, "tokens": 1 << 17}, "samples: Expected `int` <= 65536"),
-        ({"tokens": 1}, "fewer tokens than samples"),
         ({"tokens": 1 << 41}, "tokens: Expected `int` <="),
         ({"route": ["a"] * 257}, "route: Expected `array` of length <= 256"),
-        ({"inputs": {"codec": "zip9", "shape": [2, 8]}}, "'zip9' is not known"),
         ({"inputs": {"codec": IDS, "shape": []}}, r"inputs.shape: Expected `array` of length >= 1"),
+        ({"tokens": 1}, "fewer tokens than samples"),
+        ({"inputs": {"codec": "zip9", "shape": [2, 8]}}, "'zip9' is not known"),
         ({"inputs": {"codec": IDS, "shape": [0, 8]}}, r"inputs.shape\[0\]: Expected `int` >= 1"),
         ({"inputs": {"codec": IDS, "shape": [1 << 31, 1 << 31]}}, "too large"),
         ({"targets": {"codec": "fp32", "shape": [2, 8]}}, "no class indices"),
-        ({"requires_grad": 1}, "requires_grad: Expected `bool`"),
     ],
 )
 def test_the_error_names_what_is_wrong_with_a_hop(change: dict[str, Any], words: str) -> None:
@@ -72,7 +68,3 @@ def test_a_refusal_arrives_whatever_its_error_says() -> None:
         refused = Refused.of(error)
         assert from_wire(FromHost, over_the_wire(to_wire(refused))) == refused
         assert refused.kind is kind
-
-
-def test_a_microbatch_is_told_in_words() -> None:
-    assert str(MicrobatchId("0123456789", 2, 3)) == "microbatch 3 of 23456789 in round 2"

@@ -1,7 +1,5 @@
 """Stages of a model: as even as contiguous blocks allow."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import combinations, pairwise
 

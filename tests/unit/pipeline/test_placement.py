@@ -1,7 +1,5 @@
 """Who hosts what: the slowest stage is helped, nothing goes back and forth, and no stage is left alone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from random import Random

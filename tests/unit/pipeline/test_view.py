@@ -1,7 +1,5 @@
 """What a peer knows of a pipeline: routes and memberships follow what hosts say of themselves."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from random import Random
 

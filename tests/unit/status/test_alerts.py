@@ -1,7 +1,5 @@
 """Each rule begins and ends when it should, says whom it is about and what to do, and none is told twice."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

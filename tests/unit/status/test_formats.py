@@ -1,7 +1,5 @@
 """Numbers and times as people read them, whatever number it is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import datetime
 

@@ -1,7 +1,5 @@
 """Is the swarm healthy: the word, the reasons in order, and numbers that one liar does not move."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

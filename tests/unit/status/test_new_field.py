@@ -1,7 +1,5 @@
 """A field that is added to a peer's record is on the wire, in snapshots, in JSON and in its document, by that alone."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import make_dataclass

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from dataclasses import replace
 
 from p2ptrain.manifest import Manifest, ModelSpec, PipelineSpec, TrainingSpec

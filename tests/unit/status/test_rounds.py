@@ -1,7 +1,5 @@
 """How rounds went: many tellers put together, certificates above them, and liars who change nothing."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """What a swarm serves: sums over peers, rates and percentiles over time, restarts, and peers that lie."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 
@@ -16,7 +14,6 @@ from p2ptrain.status.serving import (
     MAX_TOKENS_PER_SECOND,
     NONE,
     WINDOW_SECONDS,
-    Amount,
     Served,
     ServingBook,
     growth,
@@ -149,17 +146,6 @@ def test_without_a_peer_that_serves_there_is_nothing_to_show() -> None:
     assert snapshot_of([trainer("a")]).peers[0].rates.served_per_second is None
     view = serving_view([host("a", 100)], Served())
     assert (view.peers, view.tokens_per_second) == (1, None), "a first look knows no rate"
-
-
-def test_points_carry_what_came_since_the_last_one() -> None:
-    book = learned([host("a", 100)])
-    assert book.take_point(START, 4) == {}, "from the first on there is something to compare with"
-    book.learn([Sighting(host("a", 110), START + 10)], START + 10)
-    values = book.take_point(START + 10, 4)
-    assert values["served_requests"] == 20.0
-    assert values["served_tokens_per_second"] == Amount(TOKENS * 20, 10.0)
-    assert values["first_token_seconds"] == book.served().totals.first_token
-    assert book.take_point(START + 20, None) == {}, "nobody serves, nothing came"
 
 
 # With a watch and a history

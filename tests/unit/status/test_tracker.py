@@ -1,7 +1,5 @@
 """How fast a swarm trains: over whole rounds, whatever they last."""
 
-from __future__ import annotations
-
 import pytest
 
 from p2ptrain.status.tracker import RATE_SECONDS, TokenRate

@@ -1,7 +1,5 @@
 """Batches and contributions that cannot count: dropped before they leave a trace, told of, and in the end fatal."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import math

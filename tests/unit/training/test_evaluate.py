@@ -1,7 +1,5 @@
 """Held-out loss is right, repeatable, bounded, and leaves the model as it was."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Sparse gradients train as their dense form does, in every kind of round."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Metrics survive crashes and full disks, and stay bounded."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

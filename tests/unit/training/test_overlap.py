@@ -1,7 +1,5 @@
 """Rounds under compute: who has the model when, what is applied how, and what is still to be contributed."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Iterator
@@ -15,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from p2ptrain.errors import ManifestError, TemporaryError
-from p2ptrain.manifest import TrainingSpec, parse_manifest
+from p2ptrain.errors import TemporaryError
+from p2ptrain.manifest import TrainingSpec
 from p2ptrain.training.bridge import Bridge
 from p2ptrain.training.learning_rate import LearningRates, WrappedOptimizer
 from p2ptrain.training.local_update import LocalContribution, ModelLock
@@ -262,10 +260,3 @@ def test_a_closed_swarm_ends_a_round_under_compute(loop: asyncio.AbstractEventLo
     optimizer._bridge.cancel("the network ended")
     with pytest.raises(TemporaryError, match="the network ended"):
         _step(optimizer, 2)
-
-
-def test_an_overlap_as_long_as_a_round_is_refused() -> None:
-    with pytest.raises(ManifestError, match="must be less"):
-        parse_manifest({"training": {"every": 8, "fragments": 2, "overlap_steps": 4}}, "a")
-    with pytest.raises(ManifestError, match="every > 1 alone"):
-        parse_manifest({"training": {"every": 1, "overlap_steps": 1}}, "a")

@@ -1,7 +1,5 @@
 """Learning rates follow the swarm's step: a peer that replays, joins late or loads has the rates of the others."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import math

@@ -1,7 +1,5 @@
 """`SwarmOptimizer` in loops that others wrote: the loss it sees, what is refused, and on which rule peers agree."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -3,15 +3,12 @@
 Means of sparse contributions are lists of parts: exact, certified, replayable, and guarded.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -23,7 +20,7 @@ from p2ptrain.averaging.allreduce.session import AllReduceSession
 from p2ptrain.averaging.commit.attempt import AttemptFailedError, UnencodableError
 from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.averaging.vector.reduce import EncodedStream
-from p2ptrain.codecs import Codec, CodecError, PartList, get_codec
+from p2ptrain.codecs import Codec, CodecError, get_codec
 from p2ptrain.codecs.mixed import by_size
 from p2ptrain.errors import IntegrityError, ProtocolError
 from p2ptrain.manifest import AveragingSpec
@@ -68,15 +65,6 @@ async def test_everybody_holds_the_same_weighted_mean_and_a_certificate(
         assert isinstance(certificate, Certificate)
         assert certificate.body == roster[0].attempt.body
         Certificate.from_bytes(certificate.to_bytes(), SWARM, swarm[0].peer.signer)
-
-
-@simulated(members, 1, seed=2)
-async def test_a_lone_member_certifies_its_own(swarm: list[Member]) -> None:
-    roster = make_roster(swarm, make_vectors(1), [10])
-    certificate = await roster[0].run()
-    await stop(roster)
-    assert certificate.body.contributors == ((0, 10, 1),)
-    torch.testing.assert_close(decoded(roster[0]), make_vectors(1)[0])
 
 
 @simulated(members, 3, seed=3)
@@ -146,13 +134,6 @@ async def test_one_owner_s_word_is_not_enough_to_drop_a_contribution(swarm: list
     assert roster[2].attempt.contributors == (0, 1, 3)
     assert roster[2].refused_by == {0: "smells"}
     assert roster[2].result.refusal == ""
-
-
-@simulated(members, 2, seed=10)
-async def test_members_whose_bits_differ_in_scale_alone_all_count_in_a_pair(swarm: list[Member]) -> None:
-    vectors = make_vectors(2)
-    vectors[1] *= 1000  # Of two, nobody can say which is right.
-    assert contributors(await run_all(make_roster(swarm, vectors, [10, 10]))) == [(0, 1)] * 2
 
 
 @pytest.mark.parametrize("place", ["own share", "others' shares", "beyond the codec"])
@@ -270,19 +251,6 @@ async def test_everybody_holds_the_exact_mean_of_sparse_parts(swarm: list[Member
         assert b"".join(sent[index] for index in sorted(sent)) == codec.encode(vector)
 
 
-@simulated(members, 4, seed=3)
-async def test_a_list_is_as_long_as_there_are_contributors_not_members(swarm: list[Member]) -> None:
-    roster = gather(swarm)
-    roster[1].session.contribution.vector.mul_(1000)  # The others refuse it.
-    assert all_signed(await run_all(roster))
-    assert roster[0].attempt.contributors == (0, 2, 3)
-    assert [len(mean or b"") for mean in roster[0].attempt.means] == [
-        3 * (4 + TOPK.encoded_bytes(high - low)) if high > low else 0 for low, high in pairwise(BOUNDS)
-    ]
-    for each in roster:
-        assert torch.equal(decoded(each), reference([0, 2, 3]))
-
-
 @simulated(members, 4, seed=4)
 async def test_lists_wait_for_a_member_that_learns_late_who_contributed(swarm: list[Member]) -> None:
     """The owner's mask reaches one member after the means of all others."""
@@ -336,16 +304,13 @@ def swap_parts(encoded: bytearray) -> None:
     ("change", "refused_by", "reason"),
     [
         (put(0, struct.pack("<f", math.nan)), [0, 1, 2], "refused"),
-        (put(0, struct.pack("<f", -1.0)), [0, 1, 2], "refused"),
-        (put(0, struct.pack("<f", 1.0)), [0, 1, 2], "refused"),
-        (put(16, b"\xff" * 4), [0, 1, 2], "refused"),
         (put(20, bytes(20)), [0, 1, 2], "refused"),
         (swap_parts, [0, 1], "refused"),
         (lambda encoded: encoded.pop(), [0, 1, 2], ""),
         (lambda encoded: encoded.extend(bytes(1)), [0, 1, 2], ""),
         (lambda encoded: encoded.extend(bytes(84)), [0, 1, 2], ""),
     ],
-    ids=["nan", "negative", "too heavy", "level", "indices", "swapped", "shorter", "longer", "by a block"],
+    ids=["nan", "indices", "swapped", "shorter", "longer", "by a block"],
 )
 @simulated(members, 4, seed=5)
 async def test_members_do_not_sign_a_list_that_is_malformed_or_misquotes_them(
@@ -362,18 +327,6 @@ async def test_members_do_not_sign_a_list_that_is_malformed_or_misquotes_them(
         assert reason in str(failure)
         assert roster[index].attempt.body is None
     assert all(each.attempt.certificate() is None for each in roster)
-
-
-@pytest.mark.parametrize("rule", ["centered_clip", "norm_clip"])
-@simulated(members, 4, seed=7)
-async def test_under_a_rule_by_votes_the_mean_is_dense(swarm: list[Member], rule: str) -> None:
-    roster = gather(swarm, spec=SPEC.model_copy(update={"aggregation": rule}))
-    await run_all(roster)
-    is_list = rule == "norm_clip"
-    for each in roster:
-        assert isinstance(each.attempt.mean_codec_of(0), PartList) == is_list
-        assert each.attempt.means == roster[0].attempt.means
-        assert (each.result.exact_mean is None) == (is_list or each is roster[1])
 
 
 @simulated(members, 4, seed=8)

@@ -1,7 +1,5 @@
 """In which encodings parts and means travel: alike for all members, and no sparse part where zeros would vote."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

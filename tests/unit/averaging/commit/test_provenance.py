@@ -1,7 +1,5 @@
 """What a delegate hands in is held against its group's result, chunk by chunk."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import msgpack

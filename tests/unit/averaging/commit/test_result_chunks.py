@@ -1,7 +1,5 @@
 """A result's chunks are those that its certificate vouches for, and go on before all are there."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
@@ -15,17 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.averaging.commit import result_chunks
-from p2ptrain.averaging.commit.broadcast import AskOutcome, Outcome
-from p2ptrain.averaging.commit.result_chunks import ChunkHashes, ResultChunks
-from p2ptrain.averaging.protocol.certificate_chain import AskChain, Chain
+from p2ptrain.averaging.commit.result_chunks import ResultChunks
 from p2ptrain.averaging.vector.chunks import mean_root
 from p2ptrain.codecs import PartList, get_codec
 from p2ptrain.errors import IntegrityError, PeerRefusedError, ProtocolError
-from p2ptrain.network.schema import Message
 from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.runtime import Runtime
 from tests.support.coroutines import simulated
-from tests.support.fuzz import check
 
 LEAF_VALUES = 256
 
@@ -109,9 +103,3 @@ async def test_means_that_are_vouched_for_and_malformed_are_refused(runtime: Run
     memoryview(whole.means[0]).cast("B")[:4] = b"\xff" * 4
     with pytest.raises(IntegrityError, match="refused"):
         await whole.validate()
-
-
-@pytest.mark.parametrize("schema", [AskChain, Chain, AskOutcome, Outcome, ChunkHashes])
-@given(data=st.data())
-def test_messages_are_read_as_they_were_sent_and_others_refused(schema: type[Message], data: st.DataObject) -> None:
-    check(schema, data)

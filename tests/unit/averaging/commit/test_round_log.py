@@ -1,7 +1,5 @@
 """Results kept, served and fetched."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 
@@ -56,18 +54,6 @@ def filled(each: RosterMember, results: list[Result], max_rounds: int, max_bytes
     for result in results:
         history.add(result)
     return history
-
-
-@simulated(members, 2, seed=1)
-async def test_a_laggard_gets_the_chain_and_the_means(swarm: list[Member]) -> None:
-    roster, result = await certify(swarm)
-    first, second = following(swarm, result)
-    roster[0].history.add(second)
-    source, reader, body = roster[0].member.rpc.peer_id, roster[1].history, first.certificate.body
-    chain = await reader.certificates_after(source, body.lineage)
-    assert [certificate.body.round for certificate in chain] == [0, 1]
-    assert await reader.fetch_means([source], body, 5.0) == result.means
-    assert await reader.certificates_after(source, b"?" * 32) == []
 
 
 @simulated(members, 2, seed=6)

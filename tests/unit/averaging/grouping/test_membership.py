@@ -1,7 +1,5 @@
 """Who is waited for, led by, avoided and followed; and who leads in which order."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

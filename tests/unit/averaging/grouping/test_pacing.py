@@ -1,7 +1,5 @@
 """What a trainer reports of its local steps, and when it ends a round, whatever it hears of the others."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -38,7 +36,7 @@ class Peer(GroupingPeer):
         group = self.matchmaker._coordinator._groups.get(self.matchmaker.position.key)
         return {} if group is None else group.steps.reports
 
-    def leads(self, head: Head, other: Peer) -> bool:
+    def leads(self, head: Head, other: "Peer") -> bool:
         """True if this one of two peers leads the round after a head."""
         key = self.matchmaker.cells.key_of(head, self.id)
         return rank(self.id, key) < rank(other.id, key)
@@ -64,29 +62,6 @@ async def two(network: SimulatedNetwork, spec: AveragingSpec = SPEC, latency: fl
             for peer in (leader, follower):
                 network.resume(peer.peer)
                 await peer.matchmaker.close()
-
-
-@simulated(two, seed=1)
-async def test_peers_step_until_the_instant_that_the_leader_foresees(pair: Two) -> None:
-    leader, follower = pair
-    for steps in (1, 2, 3):
-        for peer in (leader, follower):
-            peer.pacing.note(steps, 1.0)
-        await asyncio.sleep(1.0)
-        assert not follower.pacing.is_due(steps)
-    left = follower.pacing.seconds_left
-    assert left is not None
-    assert left == pytest.approx(EVERY - 4, abs=0.5), "the fourth step is done just now"
-
-
-@simulated(two, seed=1)
-async def test_a_peer_that_hears_of_no_leader_does_its_own_steps(pair: Two, network: SimulatedNetwork) -> None:
-    leader, follower = pair
-    network.crash(leader.peer)
-    follower.pacing.note(EVERY - 1, 1.0)
-    await asyncio.sleep(SILENT_SECONDS)
-    assert not follower.pacing.is_due(EVERY - 1)
-    assert follower.pacing.is_due(EVERY)
 
 
 @pytest.mark.parametrize("is_behind", [False, True])

@@ -1,7 +1,5 @@
 """The leader's policy: when a round closes, and with whom."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
@@ -12,7 +10,7 @@ from p2ptrain.averaging.grouping.cells import Key
 from p2ptrain.averaging.grouping.messages import Formed, Refused
 from p2ptrain.averaging.grouping.pending_group import PendingGroup, Situation, decide
 from p2ptrain.averaging.protocol.certificate import Head, Ticket
-from p2ptrain.averaging.timing.goal import BatchProgress, GlobalBatch
+from p2ptrain.averaging.timing.goal import GlobalBatch
 from p2ptrain.manifest import AveragingSpec
 from tests.support.coroutines import simulated
 
@@ -122,12 +120,3 @@ async def test_a_newer_ticket_replaces_the_older_one_of_the_same_peer() -> None:
     group.remove("a", first)
     assert group.form() == ["a"]
     assert isinstance(second.result(), Formed)
-
-
-@pytest.mark.parametrize(("samples", "full"), [((30, 33), False), ((30, 34), True)])
-def test_the_global_batch_counts_every_peer_once(samples: tuple[int, int], full: bool) -> None:
-    group = PendingGroup(HEAD, KEY, SPEC, GlobalBatch(64))
-    group.report("a", BatchProgress(5, 5, 1.0, 0.0))
-    group.report("a", BatchProgress(samples[0], 5, 1.0, 1.0))
-    group.report("b", BatchProgress(samples[1], 5, 1.0, 1.0))
-    assert group.batch.is_full is full

@@ -1,7 +1,5 @@
 """Peers that compute what others bring: what they are granted, and how they sit a round out, whoever is gone."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """How long a round waits and for whom; and signs of life, and what is done when they fail to come."""
 
-from __future__ import annotations
-
 import asyncio
 import statistics
 from collections.abc import Callable
@@ -12,9 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.averaging.timing.deadlines import (
-    AnswerTimeouts,
-    Keepalive,
-    KeepaliveStatus,
     attempt_seconds,
     first_result,
     keepalive_seconds,
@@ -22,16 +17,11 @@ from p2ptrain.averaging.timing.deadlines import (
     least_mask,
     quiet_seconds,
     quorum_of_others,
-    receive_answer,
-    send_keepalives,
     straggler_seconds,
 )
-from p2ptrain.errors import DeadlineError, TemporaryError
+from p2ptrain.errors import TemporaryError
 from p2ptrain.manifest import AveragingSpec
-from p2ptrain.network.rpc.channel import Channel
-from p2ptrain.network.schema import Message, Nothing
-from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from tests.support.sim.peers import Member, members
+from tests.support.coroutines import simulated
 
 SPEC = AveragingSpec(grace_seconds=3.0, round_seconds=60.0)
 durations = st.lists(st.floats(0.01, 50.0), min_size=3, max_size=16)
@@ -83,7 +73,6 @@ def test_a_dial_of_a_leader_may_take_as_long_as_its_silence_or_longer_where_its_
     assert leader_dial_seconds(3.0, 60.0, 8.0) == 8.0
 
 
-GRACE = 2.0
 SECONDS = st.floats(0, 600)
 
 Outcome = str | Exception
@@ -121,117 +110,35 @@ def way(after: float, outcome: Outcome, quiet_at: float | None = None) -> tuple[
     return run, log
 
 
-def first_of(*ways: tuple[Try, list[str]]) -> str | None:
-    async def main(network: SimulatedNetwork) -> str | None:
-        return await first_result([each for each, _ in ways], lambda error: isinstance(error, TemporaryError))
-
-    return simulate(main, seed=1)
+async def first_of(*ways: tuple[Try, list[str]]) -> str | None:
+    return await first_result([each for each, _ in ways], lambda error: isinstance(error, TemporaryError))
 
 
 NO = TemporaryError("another delegate speaks for the cell")
 
 
-def test_ways_are_tried_one_after_the_other_and_quiet_ones_go_on_beside_the_next() -> None:
+@simulated()
+async def test_ways_are_tried_one_after_the_other_and_quiet_ones_go_on_beside_the_next() -> None:
     second = way(1.0, "second")
-    assert first_of(way(50.0, "first"), second) == "first"
+    assert await first_of(way(50.0, "first"), second) == "first"
     assert second[1] == []
-    assert first_of(way(1.0, NO), way(1.0, "second")) == "second"
-    assert first_of(way(9.0, "first", quiet_at=1.0), way(1.0, NO), way(1.0, NO)) == "first"
-    assert first_of(way(1.0, NO), way(1.0, NO)) is None
-    assert first_of() is None
+    assert await first_of(way(1.0, NO), way(1.0, "second")) == "second"
+    assert await first_of(way(9.0, "first", quiet_at=1.0), way(1.0, NO), way(1.0, NO)) == "first"
+    assert await first_of(way(1.0, NO), way(1.0, NO)) is None
+    assert await first_of() is None
 
 
 @pytest.mark.parametrize(("seconds", "winner"), [(5.0, 0), (50.0, 1)])
-def test_the_first_result_ends_the_other_ways(seconds: float, winner: int) -> None:
+@simulated()
+async def test_the_first_result_ends_the_other_ways(seconds: float, winner: int) -> None:
     ways = way(seconds, "0", quiet_at=1.0), way(10.0, "1")
-    assert first_of(*ways) == str(winner)
+    assert await first_of(*ways) == str(winner)
     assert ways[1 - winner][1] == ["begun", "cancelled"]
 
 
-def test_an_error_that_is_no_failure_ends_all() -> None:
+@simulated()
+async def test_an_error_that_is_no_failure_ends_all() -> None:
     first = way(50.0, "first", quiet_at=1.0)
     with pytest.raises(RuntimeError):
-        first_of(first, way(1.0, RuntimeError("a bug")))
+        await first_of(first, way(1.0, RuntimeError("a bug")))
     assert first[1] == ["begun", "cancelled"]
-
-
-class Said(Message, frozen=True, tag=True):
-    """What a peer says that others wait for."""
-
-
-class Waiting(Said, Keepalive, frozen=True, tag="waiting"):
-    """Its keepalive."""
-
-
-class Done(Said, frozen=True, tag="done"):
-    """Its answer."""
-
-
-def listen(
-    fault: Callable[[SimulatedNetwork, Member], object],
-    answer_after: float,
-    quiet: list[float] | None,
-    joins_at: float | None = None,
-) -> tuple[Any, float]:
-    """What comes from a peer that others wait for and that a fault befalls after a second, and when."""
-
-    async def main(network: SimulatedNetwork) -> tuple[Any, float]:
-        status = KeepaliveStatus()
-        if joins_at is not None:
-            network.loop.call_later(joins_at, status.set, True)
-        async with members(network, 2) as (asker, asked):
-
-            async def serve(channel: Channel, request: Nothing) -> None:
-                end = asyncio.create_task(asyncio.sleep(answer_after))
-                try:
-                    await send_keepalives(channel, end, GRACE, Waiting, status)
-                    await channel.send(Done())
-                finally:
-                    end.cancel()
-
-            asked.rpc.serve_channel("wait", Nothing, serve)
-            loop = network.loop
-            loop.call_later(1.0, fault, network, asked, context=network.context)
-            began = loop.time()
-            on_quiet = None if quiet is None else lambda: quiet.append(loop.time() - began)
-            try:
-                async with asker.rpc.open(asked.peer.peer_id, "wait", Nothing(), 5.0) as channel:
-                    timeouts = AnswerTimeouts(60.0, GRACE, GRACE, 0.1)
-                    return await receive_answer(channel, Said, timeouts, 1 << 16, on_quiet), 0.0
-            except DeadlineError as error:
-                return str(error), loop.time() - began
-            finally:
-                network.mend(asked.peer)
-                network.resume(asked.peer)
-
-    return simulate(main, seed=1)
-
-
-def slow_down(network: SimulatedNetwork, who: Member) -> None:
-    """A tenth of the machine's time, ten times a second, for 20 seconds."""
-    for turn in range(200):
-        network.loop.call_later(0.1 * turn, network.stall, who.peer, 0.09, context=network.context)
-
-
-def stop_a_while(network: SimulatedNetwork, who: Member) -> None:
-    network.stall(who.peer, 5.0)
-
-
-@pytest.mark.parametrize(
-    ("fault", "answer_after", "joins_at", "times_quiet"),
-    [(slow_down, 15.0, None, 0), (stop_a_while, 9.0, None, 1), (stop_a_while, 9.0, 0.999, 0)],
-    ids=["at a tenth of its speed", "stopped for a while", "joined a group, and has the time of a transfer"],
-)
-def test_a_peer_may_still_answer_whether_it_was_quiet_or_not(
-    fault: Callable[[SimulatedNetwork, Member], object], answer_after: float, joins_at: float | None, times_quiet: int
-) -> None:
-    quiet: list[float] = []
-    assert listen(fault, answer_after, quiet, joins_at) == (Done(), 0.0)
-    assert len(quiet) == times_quiet
-
-
-def test_a_peer_that_is_cut_off_or_stopped_is_quiet_within_little_more_than_the_grace_period() -> None:
-    for fault in (lambda network, who: network.cut(who.peer), lambda network, who: network.stall(who.peer)):
-        answer, seconds = listen(fault, 30.0, None)
-        assert "fell silent" in answer
-        assert 1.0 + GRACE < seconds < 1.0 + GRACE + 3 * keepalive_seconds(GRACE)

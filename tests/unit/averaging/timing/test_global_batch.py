@@ -1,7 +1,5 @@
 """Who computes another local batch, so that the global batch is filled soon and not overfilled."""
 
-from __future__ import annotations
-
 import heapq
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """When a round of local steps closes: the sum of the steps, whole steps of slow peers, and peers that say nothing."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,10 +1,7 @@
 """Shares cover the vector, follow bandwidth, and are as fast as a linear program's."""
 
-from __future__ import annotations
-
 import importlib
 import math
-from fractions import Fraction
 from itertools import pairwise
 
 import numpy as np
@@ -47,13 +44,6 @@ def test_a_larger_weight_never_means_fewer_blocks(num_values: int, bandwidths: l
         assert light == heavy or fewer <= more
 
 
-@given(bandwidth_lists, st.integers(0, 11), st.floats(1.0, 100.0))
-def test_more_bandwidth_never_means_less_work(bandwidths: list[float], index: int, factor: float) -> None:
-    index %= len(bandwidths)
-    raised = [b * factor if i == index else b for i, b in enumerate(bandwidths)]
-    assert share_weights(raised)[index] >= share_weights(bandwidths)[index]
-
-
 @settings(max_examples=60)
 @given(st.lists(st.one_of(st.just(0.0), st.floats(0.5, 100.0)), min_size=3, max_size=10).filter(any))
 def test_no_split_is_faster_than_the_linear_programs(bandwidths: list[float]) -> None:
@@ -83,52 +73,8 @@ def test_whole_blocks_stay_within_one_of_the_exact_fraction(bandwidths: list[flo
         assert abs(stop - start - weight * num_blocks) < 1
 
 
-@given(st.integers(1, 64), st.floats(1e-3, 1e12))
-def test_equal_bandwidths_give_equal_shares(n: int, bandwidth: float) -> None:
-    assert share_weights([bandwidth] * n) == [Fraction(1, n)] * n
-
-
 @given(bandwidth_lists, st.integers(-30, 30))
 def test_the_unit_of_bandwidth_does_not_matter(bandwidths: list[float], exponent: int) -> None:
     scaled = [math.ldexp(b, exponent) for b in bandwidths]
     assume(all((s > 0) == (b > 0) for s, b in zip(scaled, bandwidths, strict=True)))
     assert share_weights(scaled) == share_weights(bandwidths)
-
-
-@pytest.mark.parametrize(
-    ("bandwidths", "weights"),
-    [
-        ([3.0], [1]),
-        ([0.0, 5.0], [0, 1]),
-        # Level T = (1 + 2) / 200 with two owners; 1 / b = 1 for the slow one is already beyond it.
-        ([100.0, 1.0, 100.0], [Fraction(1, 2), 0, Fraction(1, 2)]),
-        # n = 4: T = (2 + 4) / 12 = 1/2, w = (T b - 1) / 2.
-        ([4.0, 3.0, 3.0, 2.0], [Fraction(1, 2), Fraction(1, 4), Fraction(1, 4), 0]),
-    ],
-)
-def test_worked_examples_split_as_by_hand(bandwidths: list[float], weights: list[Fraction]) -> None:
-    assert share_weights(bandwidths) == weights
-    ends = [int(1024 * sum(weights[: i + 1])) for i in range(len(weights))]
-    assert split_shares(1024, share_weights(bandwidths), 256) == list(pairwise([0, *ends]))
-
-
-@pytest.mark.parametrize("bandwidths", [[], [0.0, 0.0], [1.0, -1.0], [1.0, math.nan], [math.inf, 1.0]])
-def test_bandwidths_that_make_no_sense_are_refused(bandwidths: list[float]) -> None:
-    with pytest.raises(ValueError, match="bandwidth"):
-        share_weights(bandwidths)
-
-
-@pytest.mark.parametrize(
-    ("num_values", "weights", "block_size", "refusal"),
-    [
-        (-1, [Fraction(1)], 1, "cannot cut"),
-        (10, [Fraction(1)], 0, "cannot cut"),
-        (100, [Fraction(1, 2)], 10, "sum to exactly 1"),
-        (100, [Fraction(3, 2), Fraction(-1, 2)], 10, "sum to exactly 1"),
-    ],
-)
-def test_sizes_out_of_range_and_weights_that_are_no_split_are_refused(
-    num_values: int, weights: list[Fraction], block_size: int, refusal: str
-) -> None:
-    with pytest.raises(ValueError, match=refusal):
-        split_shares(num_values, weights, block_size)

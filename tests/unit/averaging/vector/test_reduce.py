@@ -1,7 +1,5 @@
 """An owner's share: what is refused, and that the result is the rule's, whatever the pieces."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 

@@ -1,7 +1,5 @@
 """Rules by name: against references of a few lines, what a minority can do under each, and the contract of all."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

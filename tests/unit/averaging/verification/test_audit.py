@@ -1,7 +1,5 @@
 """Spot checks of a share: an honest owner passes every one, a false chunk convicts its owner before anybody."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +21,7 @@ from p2ptrain.codecs.mixed import by_size
 from p2ptrain.errors import IntegrityError
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.schema import from_bytes, to_bytes
+from tests.support.coroutines import on_loop
 from tests.support.sim.shares import SWARM, VERIFIER, Group, run_check, vectors
 
 RULES = ["mean", "norm_clip", "centered_clip", "trimmed", "median"]
@@ -144,27 +143,25 @@ def test_evidence_with_any_bit_flipped_convicts_nobody_else(bit: int) -> None:
     assert from_bytes(Evidence, bytes(changed)) == from_bytes(Evidence, EVIDENCE)
 
 
-def test_an_honest_owner_s_opening_is_no_evidence() -> None:
+@on_loop
+async def test_an_honest_owner_s_opening_is_no_evidence() -> None:
     group = make_group()
 
     def verify(evidence: bytes) -> None:
         verify_evidence(evidence, SWARM, lambda share: group.rules, VERIFIER)
 
-    async def main() -> None:
-        audit, _, mean = await group.reduced(1)
-        tree = group.tree(1, mean)
-        await audit.state(range(3), tree)
-        answer = from_bytes(Answer, await audit.answer([1]))
-        codec = group.codec
-        low, high = codec.encoded_bytes(CHUNK_VALUES), codec.encoded_bytes(2 * CHUNK_VALUES)
-        chunk = FalseChunk(answer.opened, 0, answer.openings[0], bytes(mean[low:high]), tree.proof(1))
-        with pytest.raises(IntegrityError, match="is right"):
-            verify(to_bytes(chunk))
-        other = bytes([mean[low] ^ 1]) + bytes(mean[low + 1 : high])
-        with pytest.raises(IntegrityError, match="another mean"):
-            verify(to_bytes(structs.replace(chunk, mean=other)))
-
-    asyncio.run(main())
+    audit, _, mean = await group.reduced(1)
+    tree = group.tree(1, mean)
+    await audit.state(range(3), tree)
+    answer = from_bytes(Answer, await audit.answer([1]))
+    codec = group.codec
+    low, high = codec.encoded_bytes(CHUNK_VALUES), codec.encoded_bytes(2 * CHUNK_VALUES)
+    chunk = FalseChunk(answer.opened, 0, answer.openings[0], bytes(mean[low:high]), tree.proof(1))
+    with pytest.raises(IntegrityError, match="is right"):
+        verify(to_bytes(chunk))
+    other = bytes([mean[low] ^ 1]) + bytes(mean[low + 1 : high])
+    with pytest.raises(IntegrityError, match="another mean"):
+        verify(to_bytes(structs.replace(chunk, mean=other)))
 
 
 def test_evidence_is_of_one_swarm() -> None:

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import stat
 import tomllib
 from pathlib import Path
@@ -45,11 +43,6 @@ def test_init_overwrites_nothing(tmp_path: Path) -> None:
         assert_one_line_error(p2ptrain("init", str(folder)), 2, "not overwritten")
         assert [path.name for path in folder.iterdir()] == [name]
         assert (folder / name).read_text() == "precious"
-
-
-def test_a_name_that_cannot_be_one_writes_nothing(tmp_path: Path) -> None:
-    assert_one_line_error(p2ptrain("init", str(tmp_path / "run"), "--name", "\x1b[31m"), 3, "name")
-    assert not (tmp_path / "run").exists()
 
 
 def test_seed_refuses_a_run_with_a_wrong_key_and_names_it(tmp_path: Path) -> None:

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,7 +6,7 @@ from typing import Any
 import pytest
 from rich.text import Text
 
-from p2ptrain.cli.screen.lines import bar, job_line, line, model_line, peer_lines, swarm_lines
+from p2ptrain.cli.screen.lines import bar, job_line, model_line, peer_lines, swarm_lines
 from p2ptrain.cli.screen.swarm_view import block, frame, what_changes
 from p2ptrain.cli.screen.table import clipped, plain_table, table_lines
 from p2ptrain.node.reports.jobs import Job
@@ -131,12 +129,6 @@ def test_a_block_is_plain_and_changes_with_states_and_rounds_alone() -> None:
     richer = snapshot_of([replace(first, bytes_sent=5, loss=1.0), *others])
     assert what_changes(richer) == what_changes(snapshot_of([first, *others]))
     assert what_changes(snapshot_of([replace(first, state="draining"), *others])) != what_changes(richer)
-
-
-def test_parts_that_do_not_fit_are_left_out_and_the_first_is_cut() -> None:
-    assert line("label", ["one", "", "two", "three"], 20).plain == "label    one  two"
-    assert line("label", ["far too long for it"], 20).plain == "label    far too lo…"
-    assert line("", [], 20).plain == ""
 
 
 def test_bars_can_be_told_apart_without_colours() -> None:

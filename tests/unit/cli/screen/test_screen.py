@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import io
 import logging
 import sys
@@ -99,12 +97,3 @@ def test_a_job_has_a_bar_while_it_lasts_and_leaves_no_trace(
         advance(5, 10)
         assert "50%  checking it" in terminal.getvalue()
     assert terminal.getvalue().rstrip("\n").endswith("\x1b[2K")
-
-
-def test_in_a_pipe_a_job_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr("p2ptrain.cli.screen.bars.PATIENCE_SECONDS", 0.0)
-    with bars("checking it") as advance:
-        advance(5, 10)
-    assert stream.getvalue() == ""

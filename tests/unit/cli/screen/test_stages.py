@@ -1,7 +1,5 @@
 """Stages on a terminal: one line each, the slowest marked, in any width, and in words what a loss would break."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -89,18 +87,6 @@ def test_a_loss_is_said_in_words() -> None:
         "! stage 1 has one host, a1's laptop: losing it stops training", "! stage 2 has no host: training waits",
     ]  # fmt: skip
     assert all(len(line) <= 40 for line in risk_lines(stages, 40))
-
-
-@pytest.mark.parametrize("width", [*WIDTHS, None])
-def test_status_shows_stages_above_peers(width: int | None) -> None:
-    text = shown(without("b1"), width, swarm=CUT)
-    assert "\x1b" not in text
-    assert text.index("! stage 1 has one host") < text.index("bottleneck") < text.index("\npeer ")
-    assert text.count("stage 1 has one host") == 1
-    assert "feeds" in text
-    whole = shown([trainer("a"), trainer("b")], width)
-    assert "stage" not in whole
-    assert whole.splitlines()[0] == "swarm tiny: 2 peers"
 
 
 def test_status_says_whether_the_swarm_is_healthy_and_why_not() -> None:

@@ -1,7 +1,5 @@
 """Families as lists of blocks: stages run one after another are the whole model, and transformers' model, too."""
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 from pathlib import Path
@@ -208,19 +206,11 @@ BUILD = (
     "from p2ptrain.models import build_model; from tests.support.models import SPECS\n"
     "for spec in SPECS.values(): build_model(spec), build_model(spec, quant='int8')"
 )
-SIZES_ALONE = (
-    "from p2ptrain.manifest import ModelSpec, TrainingSpec\n"
-    "from p2ptrain.models import estimate_memory_bytes, num_parameters\n"
-    "num_parameters(ModelSpec()), estimate_memory_bytes(ModelSpec(), TrainingSpec())"
-)
 
 
-@pytest.mark.parametrize(
-    ("code", "unwanted"), [(BUILD, {"torch._dynamo"}), (SIZES_ALONE, {"torch", "transformers"})], ids=["build", "sizes"]
-)
-def test_what_takes_long_to_import_is_not_imported_in_vain(code: str, unwanted: set[str]) -> None:
-    """The compiler of torch takes more than a second, as long as torch itself."""
-    assert printed(f"import sys\n{code}\nprint({unwanted} & set(sys.modules))") == "set()\n"
+def test_the_compiler_of_torch_is_not_imported_in_vain() -> None:
+    """It takes more than a second, as long as torch itself."""
+    assert printed(f"import sys\n{BUILD}\nprint('torch._dynamo' in sys.modules)") == "False\n"
 
 
 @pytest.mark.parametrize("span", [Span(0, 0), Span(2, 1), Span(-1, 2), Span(3, 6)])

@@ -1,10 +1,7 @@
 """Models are the same everywhere, have the size that was computed, and load in transformers."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -39,34 +36,6 @@ def test_initial_parameters_depend_on_the_spec_alone_and_have_golden_bits() -> N
     assert found[0] == found[1] != flat(build_model(SMALL.model_copy(update={"initial_seed": 2}))).numpy().tobytes()
     digest = hashlib.sha256(found[0]).hexdigest()
     assert digest == "9b51f99baab2d53c50c3fcee47861ee5698e5abd90a122dc80ece9b49650c5ae"
-
-
-def test_initial_weights_are_centred_with_the_intended_spread() -> None:
-    model = build_model(ModelSpec(layers=2, hidden=256, heads=4, kv_heads=4, intermediate=512, initial_seed=5))
-    weights = {name: weight.detach() for name, weight in model.named_parameters()}
-    for name, expected in {
-        "model.embed_tokens.weight": 0.02,
-        "model.layers.0.self_attn.q_proj.weight": 256**-0.5,
-        "model.layers.1.mlp.down_proj.weight": 512**-0.5 / 2,
-    }.items():
-        assert abs(float(weights[name].mean())) < 0.03 * expected
-        assert float(weights[name].std()) == pytest.approx(expected, rel=0.02)
-    assert bool((weights["model.norm.weight"] == 1).all())
-
-
-def llama(**sizes: Any) -> ModelSpec:
-    return ModelSpec(heads=4, **sizes)
-
-
-@settings(max_examples=20)
-@given(
-    st.builds(
-        llama, layers=st.integers(1, 3), kv_heads=st.sampled_from([1, 2, 4]), hidden=st.sampled_from([16, 32]),
-        intermediate=st.integers(8, 40), vocabulary=st.integers(2, 300), tied_embeddings=st.booleans(),
-    )
-)  # fmt: skip
-def test_number_of_parameters_is_that_of_the_built_model(spec: ModelSpec) -> None:
-    assert num_parameters(spec) == sum(parameter.numel() for parameter in build_model(spec).parameters())
 
 
 def test_memory_estimate_grows_with_model_and_batch() -> None:

@@ -1,7 +1,5 @@
 """A fetch keeps to a plan, and a source to what it has and to its rations; downloads of states test the rest."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 

@@ -1,7 +1,5 @@
 """The pool hands out every chunk, fits runs to their sources, and loses nothing when a source is lost."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Direct connections lead to who they were agreed on with, and to the daemon where there is no way."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket
@@ -33,16 +31,6 @@ async def test_bytes_go_both_ways_between_the_peers_that_agreed(host: str) -> No
         )
         assert received == data
         await asyncio.gather(near.close(), far.close())
-
-
-@on_both_loops
-async def test_an_abort_is_the_end_of_the_stream_at_the_other_end() -> None:
-    async with direct_peers() as (a, b):
-        near, far = await opened(a, b)
-        near.abort()
-        with pytest.raises((EOFError, OSError)):
-            await far.read(1)
-        await until(lambda: b.listener._connections.total() <= 1)
 
 
 @on_both_loops

@@ -1,7 +1,5 @@
 """The port for direct connections lets in who was offered one, once and in time, and bounds everybody else."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

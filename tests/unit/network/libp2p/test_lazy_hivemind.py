@@ -1,7 +1,5 @@
 """A package whose parts can be imported without the code of its ``__init__``."""
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What a daemon is told to do."""
 
-from __future__ import annotations
-
 import pytest
 
 from p2ptrain.errors import LinkError

@@ -1,7 +1,5 @@
 """Bytes come out as they went in, wherever they are cut, on both event loops."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import socket

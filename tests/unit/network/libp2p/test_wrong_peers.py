@@ -1,7 +1,5 @@
 """What the daemon's refusals say about the peers at an address."""
 
-from __future__ import annotations
-
 from p2ptrain.network.libp2p.wrong_peers import MAX_REMEMBERED_PEERS, WrongPeers
 
 FAILED = "failed to dial: failed to dial QmWanted: all dials failed\n"

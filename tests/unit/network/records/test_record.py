@@ -1,7 +1,5 @@
 """Records: sealed ones cannot be altered, and what they say is checked."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any
@@ -168,39 +166,33 @@ OUT_OF_BOUNDS: dict[str, tuple[Any, ...]] = {
     "trained_rounds": (2**63,), "diverged": (1, None), "clock_skew_seconds": (NAN, 1e13, "0"),
     "next_stage": (-1, True, "0"), "stages": (None, {}, "stages", [1], [[]], [{}], [{"unit": 1}]),
 }  # fmt: skip
-REPORT_OUT_OF_BOUNDS: dict[str, tuple[Any, ...]] = {
+OF_A_REPORT: dict[str, tuple[Any, ...]] = {
     "contributed": (1, None), "digest": (b"short", "d" * 32), "compute_seconds": (-1.0,),
     "matchmaking_seconds": (INF,), "transfer_seconds": (None, 1e19), "reason": ("two\nlines",),
 }  # fmt: skip
-STAGE_OUT_OF_BOUNDS: dict[str, tuple[Any, ...]] = {
+OF_A_STAGE: dict[str, tuple[Any, ...]] = {
     "unit": (-1, "2", True), "round": (1.0, 2**63), "lineage": (b"short",), "digest": ("d" * 32,),
     "lineage_tokens": (None,), "tokens_per_second": (INF, NAN, -1.0), "waiting": (-1,), "samples": (0.5,),
     "saved_round": (-1,), "saved_digest": (b"short",),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OUT_OF_BOUNDS)
-def test_a_field_out_of_bounds_is_refused_by_name(name: str) -> None:
-    for value in OUT_OF_BOUNDS[name]:
-        with pytest.raises(IntegrityError, match=name):
-            PeerRecord.from_payload("alice", record().to_payload() | {name: value})
-
-
-@pytest.mark.parametrize("name", REPORT_OUT_OF_BOUNDS)
-def test_a_field_of_a_report_out_of_bounds_is_refused_by_name(name: str) -> None:
-    payload = record().to_payload()
-    for value in REPORT_OUT_OF_BOUNDS[name]:
-        payload["last_rounds"][0][name] = value
-        with pytest.raises(IntegrityError, match=name):
-            PeerRecord.from_payload("alice", payload)
-
-
-@pytest.mark.parametrize("name", STAGE_OUT_OF_BOUNDS)
-def test_a_field_of_a_stage_out_of_bounds_is_refused_by_name(name: str) -> None:
-    payload, place = record(stages=STAGES).to_payload(), STAGE_FIELDS.index(name)
-    for value in STAGE_OUT_OF_BOUNDS[name]:
-        payload["stages"][1][place] = value
-        with pytest.raises(IntegrityError, match=rf"stages\[1\]\[{place}\]"):
+@pytest.mark.parametrize(
+    ("part", "name", "values"),
+    [
+        *((None, name, values) for name, values in OUT_OF_BOUNDS.items()),
+        *(("last_rounds", name, values) for name, values in OF_A_REPORT.items()),
+        *(("stages", name, values) for name, values in OF_A_STAGE.items()),
+    ],
+    ids=str,
+)
+def test_a_field_out_of_bounds_is_refused_by_name(part: str | None, name: str, values: tuple[Any, ...]) -> None:
+    payload = record(stages=STAGES).to_payload()
+    place: Any = STAGE_FIELDS.index(name) if part == "stages" else name
+    held = payload[part][0] if part else payload
+    for value in values:
+        held[place] = value
+        with pytest.raises(IntegrityError, match=rf"stages\[0\]\[{place}\]" if part == "stages" else name):
             PeerRecord.from_payload("alice", payload)
 
 

@@ -1,7 +1,5 @@
 """What a node of the directory stores for strangers is bounded."""
 
-from __future__ import annotations
-
 import msgpack
 import pytest
 from hivemind.dht.node import DHTID

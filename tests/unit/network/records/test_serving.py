@@ -1,7 +1,5 @@
 """Reports of what was served: percentiles from counts, sums over peers, and what strangers may claim."""
 
-from __future__ import annotations
-
 import math
 import re
 from bisect import bisect_left
@@ -67,13 +65,6 @@ def test_nothing_has_no_percentile_and_negative_times_are_none() -> None:
     assert Latencies().quantile(0.5) is None
     assert Latencies.of([-1.0]) == Latencies.of([0.0])
     assert Latencies.of([1e9]).quantile(0.5) == BOUNDS[-1]
-
-
-@given(SAMPLES, st.lists(st.floats(0, 1), max_size=60), st.integers(0, 10**6))
-def test_a_report_survives_the_wire(first: list[float], further: list[float], sessions: int) -> None:
-    totals = ServingTotals(len(first) + 3, 2, len(further) + 1, 9, Latencies.of(first), Latencies.of(further))
-    record = trainer("a", serving=ServingReport(sessions, totals))
-    assert PeerRecord.from_payload("a", record.to_payload()) == record
 
 
 def test_the_largest_report_leaves_room_for_the_rest() -> None:

@@ -1,7 +1,5 @@
 """Channels: messages and bulk data, deadlines, ends, refusals and cancellation."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Who asks is answered, refused with a reason, and counted; strangers cost a bounded amount."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The virtual-time loop: time jumps, order is fixed, and what is stuck is said."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 
@@ -9,28 +7,6 @@ import pytest
 
 from p2ptrain.network.simulated import SimulationDeadlock, SimulationError, VirtualTimeLoop
 from p2ptrain.network.simulated.loop import current_owner
-
-
-def test_time_jumps_to_the_next_timer() -> None:
-    async def main() -> float:
-        await asyncio.sleep(3600)
-        return asyncio.get_running_loop().time()
-
-    # pytest's timeout ends a test that waits in real time.
-    assert VirtualTimeLoop.create().run_until_complete(main()) == 3600.0
-
-
-def test_timers_at_one_instant_run_in_the_order_of_their_creation() -> None:
-    order: list[int] = []
-
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        for number in range(50):
-            loop.call_at(1.0, order.append, number)
-        await asyncio.sleep(2)
-
-    VirtualTimeLoop.create().run_until_complete(main())
-    assert order == list(range(50))
 
 
 def test_a_deadlock_names_the_task_that_waits() -> None:
@@ -55,33 +31,6 @@ def test_an_endless_simulation_is_given_up(limits: dict[str, float]) -> None:
     with pytest.raises(SimulationError, match="not done after"):
         loop.run_until_complete(endless())
     loop.close()
-
-
-def test_a_task_group_cancels_in_the_order_of_creation() -> None:
-    cancelled: list[int] = []
-
-    async def child(number: int) -> None:
-        try:
-            await asyncio.sleep(100)
-        finally:
-            cancelled.append(number)
-
-    async def main() -> None:
-        async with asyncio.TaskGroup() as group:
-            for number in range(40):
-                group.create_task(child(number))
-            await asyncio.sleep(1)
-            raise RuntimeError("stop")
-
-    def run() -> list[int]:
-        cancelled.clear()
-        with pytest.raises(ExceptionGroup):
-            VirtualTimeLoop.create().run_until_complete(main())
-        return list(cancelled)
-
-    first = run()
-    assert len(first) == 40
-    assert run() == first
 
 
 def test_a_frozen_owner_does_not_run_and_catches_up_when_thawed() -> None:

@@ -1,7 +1,5 @@
 """When a relayed connection is opened anew."""
 
-from __future__ import annotations
-
 import itertools
 
 from p2ptrain.node.nat.contacts import FIRST_PAUSE_SECONDS, MAX_ATTEMPTS, HolePunching

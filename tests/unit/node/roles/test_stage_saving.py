@@ -1,7 +1,5 @@
 """What a host writes of its stage."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from pathlib import Path
@@ -18,10 +16,12 @@ from p2ptrain.pipeline.checkpoints.saving import StageSaves
 from p2ptrain.pipeline.plan import Unit
 from p2ptrain.training.checkpoints import files as checkpoint
 from p2ptrain.training.state.digest import merkle_tree
+from tests.support.coroutines import on_loop
 from tests.unit.pipeline.test_view import OWN, make_view
 
 
-def test_a_last_save_waits_for_the_periodic_one_that_is_under_way(
+@on_loop
+async def test_a_last_save_waits_for_the_periodic_one_that_is_under_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, may_go_on = threading.Event(), threading.Event()
@@ -45,16 +45,13 @@ def test_a_last_save_waits_for_the_periodic_one_that_is_under_way(
     peer: Any = SimpleNamespace(runtime=runtime, presence=SimpleNamespace(changed=lambda: None))
     config = PeerConfig(role="stage", run_dir=tmp_path, link="p2ptrain://x")
 
-    async def run() -> None:
-        periodic = asyncio.create_task(save_and_tell(peer, config, hosted))
-        await asyncio.to_thread(begun.wait, 30)
-        last = asyncio.create_task(save_and_tell(peer, config, hosted, is_last=True))
-        done, _ = await asyncio.wait({periodic, last}, timeout=0.3)
-        may_go_on.set()
-        assert not done, "both wait, neither fails"
-        assert [await periodic, await last] == [None, None]
-
-    asyncio.run(run())
+    periodic = asyncio.create_task(save_and_tell(peer, config, hosted))
+    await asyncio.to_thread(begun.wait, 30)
+    last = asyncio.create_task(save_and_tell(peer, config, hosted, is_last=True))
+    done, _ = await asyncio.wait({periodic, last}, timeout=0.3)
+    may_go_on.set()
+    assert not done, "both wait, neither fails"
+    assert [await periodic, await last] == [None, None]
     newest = hosted.saves.newest.get(0)
     assert newest.round == 3
     assert newest.path.is_dir()

@@ -1,7 +1,5 @@
 """What a trainer of the manifest's own model shares with the swarm."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

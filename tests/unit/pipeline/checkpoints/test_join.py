@@ -1,7 +1,5 @@
 """Checkpoints of stages are put together when a list says that they belong together, and else with a reason not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -34,11 +32,6 @@ def test_the_newest_complete_round_is_taken_though_a_newer_one_has_all_stages() 
     )
     assert (joined.round, joined.is_complete) == (20, True)
     assert joined.paths == {"stage-0": [Path("x/20")], "stage-1": [Path("y/20")]}
-
-
-def test_any_copy_of_a_state_will_do() -> None:
-    joined = join([found("x", 0, 10, A), found("y", 1, 10, B, listed(10, A, B)), found("z", 0, 10, A)], NAMES)
-    assert joined.paths["stage-0"] == [Path("x/10"), Path("z/10")]
 
 
 def test_of_two_parts_of_a_split_swarm_the_one_that_is_whole_here_is_taken() -> None:

@@ -1,7 +1,5 @@
 """A host's checkpoints become complete as the records of the other stages' hosts come in."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

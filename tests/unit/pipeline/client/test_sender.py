@@ -1,7 +1,5 @@
 """A trainer's microbatches while the round takes no more: they wait for the next one, and are no failures."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

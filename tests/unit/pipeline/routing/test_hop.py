@@ -1,7 +1,5 @@
 """Hosts that answer wrongly, late or never: they leave the routes, and another one does the work."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import struct

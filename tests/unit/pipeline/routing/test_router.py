@@ -1,7 +1,5 @@
 """Routes: work in proportion to throughput, spread evenly, and never to a host that failed."""
 
-from __future__ import annotations
-
 from collections import Counter
 from contextlib import suppress
 from random import Random

@@ -1,7 +1,5 @@
 """SendWindow on a link: order, room, and that no peer holds up what is for others."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """What no honest peer sends to a stage host: it is refused and counted, and leaves the sum as it was."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Arithmetic of stages: the whole model's gradients, and microbatches that are taken out again."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

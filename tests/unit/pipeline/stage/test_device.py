@@ -1,7 +1,5 @@
 """Passes on one device: one at a time, and what frees memory first."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import random

@@ -1,7 +1,5 @@
 """What a stage adds to its sum of gradients, and what leaves it again."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """The life of a microbatch on a stage host: it counts once, and what is given up leaves no trace."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 
@@ -169,21 +167,6 @@ async def test_trainers_learn_of_the_next_round_and_of_what_is_in_the_last_ones(
 
 
 # Hops that come again
-
-
-@simulated(hosts, seed=14)
-async def test_a_hop_that_is_repeated_while_it_runs_joins_it_and_counts_once(swarm: Hosts) -> None:
-    trainer, (first, last) = swarm.trainers[0], swarm.hosts
-    hop = swarm.hop(trainer, 0, last)
-    sending = []
-    for _ in range(4):
-        sending.append(trainer.peer.spawn(swarm.send(trainer, hop, first)))
-        await asyncio.sleep(PASS_SECONDS / 2)
-    replies = await asyncio.gather(*sending)
-    assert len({reply.loss for reply in replies}) == 1
-    assert [each.sum.passes for each in swarm.hosts] == [1, 1]
-    assert await swarm.settle(trainer, first, 0) == await swarm.settle(trainer, last, 0) == [True]
-    check_untouched(swarm, 0)
 
 
 @simulated(hosts, seed=15)

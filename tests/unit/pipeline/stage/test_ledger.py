@@ -1,7 +1,5 @@
 """A host's accounts: at most once for each microbatch, bounded, and nothing counts that is not settled."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from typing import NamedTuple

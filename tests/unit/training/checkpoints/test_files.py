@@ -1,7 +1,5 @@
 """A checkpoint, and the list that completes one of a stage, is whole or not there, and no changed byte goes unseen."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import logging
@@ -447,16 +445,6 @@ def test_every_changed_byte_of_a_list_is_found(tmp_path: Path) -> None:
 def test_what_is_no_list_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / STAGES_FILE).write_text(text)
     with pytest.raises(CheckpointError, match="delete it"):
-        read_stage_list(tmp_path)
-
-
-def test_a_list_that_was_changed_in_good_form_is_refused(tmp_path: Path) -> None:
-    write_stage_list(tmp_path, LIST)
-    file = tmp_path / STAGES_FILE
-    values = json.loads(file.read_text())
-    values["digests"]["stage-1"] = "00" * 32
-    file.write_text(json.dumps(values, sort_keys=True, indent=1) + "\n")
-    with pytest.raises(CheckpointError, match="checksum"):
         read_stage_list(tmp_path)
 
 

@@ -1,7 +1,5 @@
 """What a peer saves and takes up again: it goes on as if it had not stopped, and drops what does not fit."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from pathlib import Path

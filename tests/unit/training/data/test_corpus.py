@@ -1,7 +1,5 @@
 """Text is the same everywhere, split without leaking, cached safely, and missing text is explained."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

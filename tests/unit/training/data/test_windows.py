@@ -1,7 +1,5 @@
 """Samples are a pure function, members never read one twice within a pass, and a restart reads on; scripts' too."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from itertools import pairwise
@@ -216,15 +214,6 @@ def test_when_peers_come_and_go_this_peer_reads_nothing_twice_itself() -> None:
         reader.train(4)
         cursor = advance(cursor, [4] * len(members))
     assert len(set(reader.trained)) == len(reader.trained)
-
-
-def test_a_newcomer_reads_samples_of_its_own_and_others_in_each_round() -> None:
-    one, other = Reader("a", 0), Reader("b", 0)
-    for reader in (one, other):
-        for round_ in (1, 2):
-            reader.move(round_, 0, ["c"])
-            reader.train(10)
-    assert len({*one.trained, *other.trained}) >= 38, "drawn at random of a thousand"
 
 
 def test_an_iteration_is_as_long_as_the_data_and_the_next_goes_on() -> None:

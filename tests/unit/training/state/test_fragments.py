@@ -1,9 +1,6 @@
 """Fragments: every value in exactly one, blocks dealt in turn, and steps that move one fragment alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -11,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from p2ptrain.errors import ManifestError
-from p2ptrain.manifest import ModelSpec, parse_manifest
+from p2ptrain.manifest import ModelSpec
 from p2ptrain.models import build_model
 from p2ptrain.training.local_update import LocalContribution
 from p2ptrain.training.state.layout import Fragments, Layout
@@ -127,15 +123,3 @@ def test_a_contribution_to_one_fragment_leaves_the_work_on_the_others() -> None:
         rest = torch.empty(fragment.num_values)
         work.collect(rest, fragment)
         assert float((rest[: fragment.layout.num_parameters] - left).abs().max()) < 1e-6
-
-
-@pytest.mark.parametrize(
-    ("training", "reason"),
-    [
-        ({"every": 32, "fragments": 5}, r"must divide training\.every"),
-        ({"every": 1, "fragments": 2}, "every > 1 alone"),
-    ],
-)
-def test_fragments_that_do_not_divide_the_steps_are_refused(training: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ManifestError, match=reason):
-        parse_manifest({"training": training}, "a")

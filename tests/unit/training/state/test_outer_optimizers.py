@@ -1,7 +1,5 @@
 """Steps of the shared state: bit for bit what the formula says, and for gradients what torch does on a large batch."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import math

@@ -1,7 +1,5 @@
 """Shared state changes whole, and each chunk that is read of it is of one round."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from dataclasses import replace

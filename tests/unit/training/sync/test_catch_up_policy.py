@@ -1,7 +1,5 @@
 """Which way back is chosen, and which certificates lead from one lineage to another."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """A download ends with the right bytes or an error, whatever its sources do."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from typing import Any
@@ -31,7 +29,7 @@ from p2ptrain.training.state.digest import (
 )
 from p2ptrain.training.state.shared_state import Stamp
 from p2ptrain.training.sync.download import PartialDownload, download_state
-from p2ptrain.training.sync.state_server import HeldState, StateServer
+from p2ptrain.training.sync.state_server import HeldState
 from tests.support.coroutines import simulated
 from tests.support.sim.downloads import (
     CHUNK_VALUES,
@@ -146,15 +144,7 @@ async def test_a_state_larger_than_it_can_be_is_refused_before_there_is_room_for
     assert swarm.is_right()
 
 
-@pytest.mark.parametrize(
-    "hello",
-    [
-        {},
-        {"description": {"tensors": [["vector", "float32", [1 << 60]]]}},
-        {"description": {"tensors": [["vector", "float32", [1 << 30] * 16]]}},
-        {"description": {"tensors": [["vector", "float32", [3]]] * 2}},
-    ],
-)
+@pytest.mark.parametrize("hello", [{}, {"description": {"tensors": [["vector", "float32", [3]]] * 2}}])
 @simulated(sources, 2, seed=1, model=FAST)
 async def test_a_source_that_describes_nonsense_is_given_up(swarm: Sources, hello: dict[str, Any]) -> None:
     async def lie(channel: Channel, request: Open) -> None:
@@ -165,16 +155,6 @@ async def test_a_source_that_describes_nonsense_is_given_up(swarm: Sources, hell
     downloaded = await swarm.download()
     assert swarm.is_right()
     assert downloaded.liars == swarm.ids[:1]
-
-
-@simulated(sources, 2, seed=range(4), model=FAST)
-async def test_a_source_that_dies_is_replaced_by_the_others(swarm: Sources) -> None:
-    partial = PartialDownload()
-    task = swarm.start(resume=partial)
-    await until_started(swarm, partial)
-    swarm.network.crash(swarm.sources[0].peer)
-    await task
-    assert swarm.is_right()
 
 
 @pytest.mark.parametrize("fault", ["stall", "cut"])
@@ -354,13 +334,3 @@ async def test_any_mixture_of_faults_ends_right_or_in_an_error(swarm: Sources) -
         assert partial.num_done < NUM_CHUNKS
     else:
         assert swarm.is_right()
-
-
-@simulated(seed=1)
-async def test_a_state_of_a_few_bytes_arrives(network: SimulatedNetwork) -> None:
-    async with members(network, 2) as (newcomer, source):
-        state = shared_state(1)
-        StateServer(source.rpc, state)
-        partial, layout = PartialDownload(), state.layout.fingerprint
-        await download_state(newcomer.rpc, lambda: [source.rpc.peer_id], layout, partial, OneState(state.head))
-        assert merkle_tree(tensors_of(partial)).root == state.head.digest

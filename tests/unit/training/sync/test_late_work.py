@@ -1,7 +1,5 @@
 """Work that missed a round: what of it waits for the next one."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from functools import partial

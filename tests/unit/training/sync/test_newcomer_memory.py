@@ -1,7 +1,5 @@
 """A newcomer has room for one state: what it downloads lies on disk, and is put in place from there."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,26 +1,20 @@
 """A peer serves its state while it trains, to no more newcomers and no faster than it wants."""
 
-from __future__ import annotations
-
 import asyncio
 import tracemalloc
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from p2ptrain.errors import PeerRefusedError
 from p2ptrain.network.chunks.messages import Ask, Open
 from p2ptrain.network.chunks.server import Ration
-from p2ptrain.network.schema import Message
 from p2ptrain.training.state.digest import CHUNK_BYTES, cut_of
 from p2ptrain.training.state.shared_state import SharedState, Stamp, stamped_bytes
 from p2ptrain.training.sync.download import PartialDownload, download_state
-from p2ptrain.training.sync.state_server import HeldHead, HeldState, LayoutReply, StateServer, fetch_head
+from p2ptrain.training.sync.state_server import HeldState, StateServer, fetch_head
 from tests.support.coroutines import simulated
-from tests.support.fuzz import check
 from tests.support.sim.downloads import (
     FAST,
     NUM_VALUES,
@@ -131,9 +125,3 @@ class AnyState:
 
     async def wait_for_turn(self) -> None:
         pass
-
-
-@pytest.mark.parametrize("schema", [LayoutReply, HeldHead, HeldState])
-@given(data=st.data())
-def test_messages_are_read_as_they_were_sent_and_others_refused(schema: type[Message], data: st.DataObject) -> None:
-    check(schema, data)
