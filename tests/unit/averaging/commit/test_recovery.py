@@ -49,10 +49,17 @@ def forget(*those: RosterMember, proofs_only: bool = False) -> None:
             attempt.means = [None] * len(attempt.means)
 
 
-async def settle(*those: RosterMember, silent: Collection[RosterMember] = ()) -> list[Certificate | None]:
+async def settle(
+    *those: RosterMember, elapsed: float = 0.0, silent: Collection[RosterMember] = ()
+) -> list[Certificate | None]:
     """What members come to that settle at once; they know who is silent."""
     names = [each.member.rpc.peer_id for each in silent]
-    return await asyncio.gather(*(each.recovery.recover(each.attempt, 0.0, names) for each in those))
+    return await asyncio.gather(*(each.recovery.recover(each.attempt, elapsed, names) for each in those))
+
+
+def is_one_result(certificates: list[Certificate | None]) -> bool:
+    """True if all have a certificate, and of the same result."""
+    return len({each and each.body for each in certificates}) == 1 and all(certificates)
 
 
 @simulated(completed, seed=1)
@@ -68,9 +75,19 @@ async def test_a_member_that_missed_the_end_takes_it_over_from_a_signer(roster: 
 @simulated(completed, seed=2)
 async def test_members_that_hold_all_but_each_other_s_signatures_exchange_them(roster: list[RosterMember]) -> None:
     forget(*roster, proofs_only=True)
-    certificates = await settle(*roster)
-    assert all(certificates)
-    assert len({each and each.body for each in certificates}) == 1
+    assert is_one_result(await settle(*roster))
+
+
+@simulated(completed, seed=3)
+async def test_without_a_majority_the_attempt_is_given_up_within_the_deadline(
+    roster: list[RosterMember], network: SimulatedNetwork
+) -> None:
+    forget(roster[0], proofs_only=True)
+    for each in roster[1:]:
+        network.crash(each.member.peer)
+    started = network.loop.time()
+    assert await settle(roster[0]) == [None]
+    assert network.loop.time() - started <= 4
 
 
 @simulated(completed, seed=4)
@@ -163,6 +180,30 @@ def test_nobody_renounces_while_another_member_may_come_to_a_result(standing: st
     others = {"a": Standing.OPEN, "b": Standing(standing)}
     assert not may_renounce(others, [])
     assert may_renounce(others, ["b"])
+
+
+@simulated(completed, seed=8)
+async def test_members_that_hold_no_result_settle_in_round_trips_when_another_one_is_known_to_be_silent(
+    roster: list[RosterMember], network: SimulatedNetwork
+) -> None:
+    frozen, *others = roster
+    forget(*roster)
+    network.stall(frozen.member.peer)
+    started = network.loop.time()
+    assert await settle(*others, elapsed=5.0, silent=[frozen]) == [None, None]
+    assert network.loop.time() - started < 1.0
+    assert {each.attempt.left_as for each in others} == {Standing.RENOUNCED}
+
+
+@simulated(completed, seed=9)
+async def test_a_signer_s_result_is_completed_by_the_others_while_one_is_silent(
+    roster: list[RosterMember], network: SimulatedNetwork
+) -> None:
+    frozen, signer, late = roster
+    forget(signer, proofs_only=True)
+    forget(late)
+    network.stall(frozen.member.peer)
+    assert is_one_result(await settle(late, signer, silent=[frozen]))
 
 
 @simulated(completed, seed=10)
