@@ -103,6 +103,16 @@ def test_a_mean_is_never_larger_than_the_bound_on_its_parts() -> None:
     assert bound <= (1 + 2**-8) * max(float(vector.abs().max()) for vector in inputs)
 
 
+def test_no_values_take_no_bytes_and_no_parts_are_no_mean() -> None:
+    reader = PartList(TOPK, 3)
+    assert reader.encoded_bytes(0) == 0
+    reader.validate(b"", 0)
+    reader.decode_into(b"", torch.empty(0))
+    assert reader.largest(b"", 0) == 0
+    with pytest.raises(ValueError, match="one contributor at least"):
+        PartList(TOPK, 0)
+
+
 @pytest.mark.parametrize(
     "weights",
     [[math.nan, 0.1], [math.inf, 0.1], [-math.inf, 0.1], [-0.1, 0.5], [0.6, 0.5], [1.00001, 0.0], [-3.0, 3.5]],

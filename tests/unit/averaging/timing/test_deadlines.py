@@ -208,14 +208,24 @@ def slow_down(network: SimulatedNetwork, who: Member) -> None:
         network.loop.call_later(0.1 * turn, network.stall, who.peer, 0.09, context=network.context)
 
 
+def stop_twice(network: SimulatedNetwork, who: Member) -> None:
+    """The second time for longer than the allowance, and for less than thrice the first."""
+    network.stall(who.peer, 1.5)
+    network.loop.call_later(3.0, network.stall, who.peer, 3.0, context=network.context)
+
+
 def stop_a_while(network: SimulatedNetwork, who: Member) -> None:
     network.stall(who.peer, 5.0)
 
 
 @pytest.mark.parametrize(
     ("fault", "answer_after", "joins_at", "times_quiet"),
-    [(slow_down, 15.0, None, 0), (stop_a_while, 9.0, None, 1), (stop_a_while, 9.0, 0.999, 0)],
-    ids=["at a tenth of its speed", "stopped for a while", "joined a group, and has the time of a transfer"],
+    [
+        (slow_down, 15.0, None, 0),
+        (stop_twice, 9.0, None, 0),
+        (stop_a_while, 9.0, None, 1),
+        (stop_a_while, 9.0, 0.999, 0),  # It joined a group, and has the time of a transfer.
+    ],
 )
 @simulated(members, 2)
 async def test_a_peer_may_still_answer_whether_it_was_quiet_or_not(
