@@ -155,6 +155,16 @@ def test_a_list_of_another_length_or_number_of_parts_is_refused(change: int) -> 
             PartList(TOPK, count).validate(encoded, 5000)
 
 
+def test_parts_or_weights_of_another_number_or_length_are_not_written() -> None:
+    parts, reader = [TOPK.encode(vector) for vector in vectors(2, 5000)], PartList(TOPK, 2)
+    out = bytearray(reader.encoded_bytes(5000))
+    for weights, given_parts in (([0.5], parts), ([0.5, 0.5], parts[:1])):
+        with pytest.raises(CodecError, match="cannot hold"):
+            reader.write(weights, given_parts, out)
+    with pytest.raises(CodecError, match="no room"):
+        reader.write([0.5, 0.5], [parts[0], parts[1][:-1]], out)
+
+
 def test_a_part_that_its_codec_refuses_is_refused_in_a_list() -> None:
     parts = [TOPK.encode(vector) for vector in vectors(3, 5000)]
     parts[1][84:86] = struct.pack("<H", 0x7F80)  # A level of its second chunk.

@@ -10,7 +10,7 @@ import pytest
 from p2ptrain.errors import PeerLostError, PeerSilentError, ProtocolError
 from p2ptrain.network.rpc.channel import Channel, ChannelLimits
 from p2ptrain.network.rpc.frames import FRAME, MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, Kind, frame, pack
-from p2ptrain.network.rpc.receive import Heartbeat
+from p2ptrain.network.rpc.receive import Heartbeat, Inbox, Sink
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork
 from p2ptrain.network.transport import Stream
 from tests.support.coroutines import simulated
@@ -232,6 +232,29 @@ async def test_only_one_task_receives_and_a_second_does_not_disturb_it(network: 
         with pytest.raises(ValueError, match="only one task"):
             await channel.receive_bytes(5, 5)
         assert len((await first)["data"]) == 100_000
+
+
+def test_an_inbox_has_room_up_to_its_bound_and_always_for_one_item() -> None:
+    inbox = Inbox("remote", 1000)
+    assert inbox.has_room(5000)
+    inbox.put(Kind.BULK, bytes(700))
+    assert 700 < inbox.num_bytes < 1000
+    assert inbox.has_room(1000 - inbox.num_bytes)
+    assert not inbox.has_room(1001 - inbox.num_bytes)
+    sink = Sink("remote", memoryview(bytearray(700)))
+    inbox.pour(sink)
+    assert inbox.num_bytes == len(inbox) == 0
+    assert not sink.complete
+
+
+def test_an_inbox_that_is_closed_holds_nobody_back_and_keeps_nothing() -> None:
+    inbox = Inbox("remote", 10)
+    inbox.put(Kind.BULK, bytes(10))
+    assert not inbox.has_room(1)
+    inbox.close()
+    assert inbox.has_room(1 << 20, if_wanted=True)
+    inbox.put(Kind.BULK, bytes(10))
+    assert len(inbox) == 1
 
 
 @pytest.mark.parametrize("sent", [0, 999, 1001, 300_000])
