@@ -103,6 +103,16 @@ def test_a_mean_is_never_larger_than_the_bound_on_its_parts() -> None:
     assert bound <= (1 + 2**-8) * max(float(vector.abs().max()) for vector in inputs)
 
 
+def test_no_values_take_no_bytes_and_no_parts_are_no_mean() -> None:
+    reader = PartList(TOPK, 3)
+    assert reader.encoded_bytes(0) == 0
+    reader.validate(b"", 0)
+    reader.decode_into(b"", torch.empty(0))
+    assert reader.largest(b"", 0) == 0
+    with pytest.raises(ValueError, match="one contributor at least"):
+        PartList(TOPK, 0)
+
+
 @pytest.mark.parametrize(
     "weights",
     [[math.nan, 0.1], [math.inf, 0.1], [-math.inf, 0.1], [-0.1, 0.5], [0.6, 0.5], [1.00001, 0.0], [-3.0, 3.5]],
@@ -143,6 +153,16 @@ def test_a_list_of_another_length_or_number_of_parts_is_refused(change: int) -> 
     for count in (1, 3):
         with pytest.raises(CodecError, match=f"list of {count} parts: got"):
             PartList(TOPK, count).validate(encoded, 5000)
+
+
+def test_parts_or_weights_of_another_number_or_length_are_not_written() -> None:
+    parts, reader = [TOPK.encode(vector) for vector in vectors(2, 5000)], PartList(TOPK, 2)
+    out = bytearray(reader.encoded_bytes(5000))
+    for weights, given_parts in (([0.5], parts), ([0.5, 0.5], parts[:1])):
+        with pytest.raises(CodecError, match="cannot hold"):
+            reader.write(weights, given_parts, out)
+    with pytest.raises(CodecError, match="no room"):
+        reader.write([0.5, 0.5], [parts[0], parts[1][:-1]], out)
 
 
 def test_a_part_that_its_codec_refuses_is_refused_in_a_list() -> None:

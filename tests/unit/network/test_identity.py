@@ -11,6 +11,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from p2ptrain.errors import ConfigError, IdentityError, P2PTrainError, ResourceError
+from p2ptrain.network import identity as module
 from p2ptrain.network.identity import Identity, peer_id_of
 from p2ptrain.network.link import is_peer_id
 
@@ -127,6 +128,15 @@ def test_a_proof_verifies_for_its_message_and_peer_alone(alice: Identity, bob: I
     garbage = [b"", b"\0", b"\0\0", b"\xff\xff" + b"x" * 40, b"\0\x04abcd", b"x" * 4096]
     for wrong in (theirs, alice.sign(b"other")[:end] + theirs[end:], *changed, *garbage):
         assert not alice.verify(alice.peer_id, b"message", wrong)
+
+
+def test_public_keys_are_parsed_once(alice: Identity) -> None:
+    proof = alice.sign(b"message")
+    alice.verify(alice.peer_id, b"message", proof)
+    before = module._parsed_public_key.cache_info()
+    assert alice.verify(alice.peer_id, b"message", proof)
+    after = module._parsed_public_key.cache_info()
+    assert (after.hits, after.misses) == (before.hits + 1, before.misses)
 
 
 def test_peer_id_matches_the_specification() -> None:

@@ -131,3 +131,10 @@ def test_only_a_member_for_which_the_others_would_not_wait_sends_fewer_bits() ->
     assert get_codec(codec_of(rates, 3)).encoded_bytes(1 << 20) < get_codec("int8").encoded_bytes(1 << 20)
     assert codec_of(rates, 3, grace_seconds=1000.0) == "int8"
     assert codec_of([10**6, 10**6, 10**3], 2, "fp32") == "fp32", "where nothing is lost, nobody loses anything"
+
+
+def test_smaller_codecs_are_smaller_and_smaller() -> None:
+    for name in ("fp16", "bf16", "int8", "int4"):
+        codec = get_codec(name)
+        sizes = [each.encoded_bytes(1 << 20) for each in (codec, *smaller_codecs(codec, 1 << 20))]
+        assert sizes == sorted(set(sizes), reverse=True)

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from p2ptrain.averaging.commit.attempt import Standing
-from p2ptrain.averaging.commit.recovery import can_complete, may_renounce
+from p2ptrain.averaging.commit.recovery import STANDING, AskStanding, StandingReply, can_complete, may_renounce
 from p2ptrain.averaging.commit.round_log import MAX_ATTEMPTS_KEPT
 from p2ptrain.averaging.protocol.certificate import Certificate, vote
+from p2ptrain.averaging.timing.deadlines import straggler_seconds
 from p2ptrain.network.simulated import SimulatedNetwork
 from tests.support.coroutines import simulated
-from tests.support.sim.averaging import NUM_VALUES, RosterMember, make_roster, stop
+from tests.support.sim.averaging import NUM_VALUES, SPEC, RosterMember, make_roster, stop
 from tests.support.sim.peers import Member, members
 
 
@@ -49,10 +50,12 @@ def forget(*those: RosterMember, proofs_only: bool = False) -> None:
             attempt.means = [None] * len(attempt.means)
 
 
-async def settle(*those: RosterMember, silent: Collection[RosterMember] = ()) -> list[Certificate | None]:
+async def settle(
+    *those: RosterMember, elapsed: float = 0.0, silent: Collection[RosterMember] = ()
+) -> list[Certificate | None]:
     """What members come to that settle at once; they know who is silent."""
     names = [each.member.rpc.peer_id for each in silent]
-    return await asyncio.gather(*(each.recovery.recover(each.attempt, 0.0, names) for each in those))
+    return await asyncio.gather(*(each.recovery.recover(each.attempt, elapsed, names) for each in those))
 
 
 @simulated(completed, seed=1)
@@ -71,6 +74,22 @@ async def test_members_that_hold_all_but_each_other_s_signatures_exchange_them(r
     certificates = await settle(*roster)
     assert all(certificates)
     assert len({each and each.body for each in certificates}) == 1
+
+
+@simulated(completed, seed=3)
+async def test_an_attempt_that_others_never_end_is_given_up_at_the_deadline(
+    roster: list[RosterMember], network: SimulatedNetwork
+) -> None:
+    forget(roster[0])
+
+    async def run_on(peer: str, request: AskStanding) -> StandingReply:
+        return StandingReply(Standing.RUNNING)
+
+    for each in roster[1:]:
+        each.member.rpc.serve(STANDING, AskStanding, run_on)
+    started = network.loop.time()
+    assert await settle(roster[0], elapsed=10.0) == [None]
+    assert network.loop.time() - started == pytest.approx(straggler_seconds(10.0, SPEC.grace_seconds), abs=0.4)
 
 
 @simulated(completed, seed=4)
@@ -124,14 +143,14 @@ async def test_a_result_of_another_roster_is_not_taken_over(swarm: list[Member])
     roster = make_roster(swarm, vectors(3), [10, 10, 10])
     other = make_roster(swarm, vectors(3), [10, 10, 50])
     await complete(other)
-    wrong = other[1].attempt.body
+    wrong, proofs = other[1].attempt.body, tuple(sorted(other[1].attempt.proofs.items()))
     assert wrong is not None
 
-    async def lie(peer: str, request: object) -> dict[str, object]:
-        return {"standing": "signed", "body": wrong.to_bytes(), "proofs": []}
+    async def lie(peer: str, request: AskStanding) -> StandingReply:
+        return StandingReply(Standing.SIGNED, wrong.to_bytes(), proofs)
 
     for each in roster[1:]:
-        each.member.rpc.serve("settle", dict, lie)
+        each.member.rpc.serve(STANDING, AskStanding, lie)
     assert await settle(roster[0]) == [None]
     assert roster[0].attempt.body is None
     assert roster[0].attempt.proofs == {}
@@ -163,6 +182,19 @@ def test_nobody_renounces_while_another_member_may_come_to_a_result(standing: st
     others = {"a": Standing.OPEN, "b": Standing(standing)}
     assert not may_renounce(others, [])
     assert may_renounce(others, ["b"])
+
+
+@simulated(completed, seed=8)
+async def test_members_that_hold_no_result_settle_in_round_trips_when_another_one_is_known_to_be_silent(
+    roster: list[RosterMember], network: SimulatedNetwork
+) -> None:
+    frozen, *others = roster
+    forget(*roster)
+    network.stall(frozen.member.peer)
+    started = network.loop.time()
+    assert await settle(*others, elapsed=5.0, silent=[frozen]) == [None, None]
+    assert network.loop.time() - started < 0.4
+    assert {each.attempt.left_as for each in others} == {Standing.RENOUNCED}
 
 
 @simulated(completed, seed=10)

@@ -138,3 +138,9 @@ def test_a_peer_is_in_one_cell_of_each_level_and_below_it_in_the_one_it_speaks_f
 def test_groups_that_no_tree_has_are_refused(present: int, level: int, cell: int) -> None:
     with pytest.raises(IntegrityError, match="no tree"):
         Cells(8).check(Key(1, LINEAGE, present, level, cell))
+
+
+def test_cells_are_drawn_anew_in_each_round() -> None:
+    cells, peers = Cells(8), names(100)
+    drawn = [[cells.key_of(head(round_, 100), peer).cell for peer in peers] for round_ in (1, 2)]
+    assert sum(a == b for a, b in zip(*drawn, strict=True)) < 20

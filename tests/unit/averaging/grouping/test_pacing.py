@@ -64,6 +64,29 @@ async def two(network: SimulatedNetwork, spec: AveragingSpec = SPEC, latency: fl
                 await peer.matchmaker.close()
 
 
+@simulated(two, seed=1)
+async def test_peers_step_until_the_instant_that_the_leader_foresees(pair: Two) -> None:
+    leader, follower = pair
+    for steps in (1, 2, 3):
+        for peer in (leader, follower):
+            peer.pacing.note(steps, 1.0)
+        await asyncio.sleep(1.0)
+        assert not follower.pacing.is_due(steps)
+    left = follower.pacing.seconds_left
+    assert left is not None
+    assert left == pytest.approx(EVERY - 4, abs=0.5), "the fourth step is done just now"
+
+
+@simulated(two, seed=1)
+async def test_a_peer_that_hears_of_no_leader_does_its_own_steps(pair: Two, network: SimulatedNetwork) -> None:
+    leader, follower = pair
+    network.crash(leader.peer)
+    follower.pacing.note(EVERY - 1, 1.0)
+    await asyncio.sleep(SILENT_SECONDS)
+    assert not follower.pacing.is_due(EVERY - 1)
+    assert follower.pacing.is_due(EVERY)
+
+
 @pytest.mark.parametrize("is_behind", [False, True])
 @simulated(two, seed=1)
 async def test_a_peer_that_is_behind_ends_its_old_round_after_the_step_in_progress(pair: Two, is_behind: bool) -> None:

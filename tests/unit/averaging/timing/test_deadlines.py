@@ -10,6 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.averaging.timing.deadlines import (
+    AnswerTimeouts,
+    Keepalive,
+    KeepaliveStatus,
     attempt_seconds,
     first_result,
     keepalive_seconds,
@@ -17,11 +20,17 @@ from p2ptrain.averaging.timing.deadlines import (
     least_mask,
     quiet_seconds,
     quorum_of_others,
+    receive_answer,
+    send_keepalives,
     straggler_seconds,
 )
-from p2ptrain.errors import TemporaryError
+from p2ptrain.errors import DeadlineError, TemporaryError
 from p2ptrain.manifest import AveragingSpec
+from p2ptrain.network.rpc.channel import Channel
+from p2ptrain.network.schema import Message, Nothing
+from p2ptrain.network.simulated import SimulatedNetwork
 from tests.support.coroutines import simulated
+from tests.support.sim.peers import Member, members
 
 SPEC = AveragingSpec(grace_seconds=3.0, round_seconds=60.0)
 durations = st.lists(st.floats(0.01, 50.0), min_size=3, max_size=16)
@@ -142,3 +151,102 @@ async def test_an_error_that_is_no_failure_ends_all() -> None:
     with pytest.raises(RuntimeError):
         await first_of(first, way(1.0, RuntimeError("a bug")))
     assert first[1] == ["begun", "cancelled"]
+
+
+GRACE = 2.0
+
+
+class Said(Message, frozen=True, tag=True):
+    """Base of the messages of a peer that others wait for."""
+
+
+class Waiting(Said, Keepalive, frozen=True, tag="waiting"):
+    """Its keepalive."""
+
+
+class Done(Said, frozen=True, tag="done"):
+    """Its answer."""
+
+
+Fault = Callable[[SimulatedNetwork, Member], object]
+
+
+async def listen(
+    network: SimulatedNetwork,
+    swarm: list[Member],
+    fault: Fault,
+    answer_after: float,
+    on_quiet: Callable[[], None] | None = None,
+    joins_at: float | None = None,
+) -> Said:
+    """Return the answer of a peer that a fault befalls after a second."""
+    (asker, asked), status = swarm, KeepaliveStatus()
+    if joins_at is not None:
+        network.loop.call_later(joins_at, status.set, True)
+
+    async def serve(channel: Channel, request: Nothing) -> None:
+        end = asyncio.create_task(asyncio.sleep(answer_after))
+        try:
+            await send_keepalives(channel, end, GRACE, Waiting, status)
+            await channel.send(Done())
+        finally:
+            end.cancel()
+
+    asked.rpc.serve_channel("wait", Nothing, serve)
+    network.loop.call_later(1.0, fault, network, asked, context=network.context)
+    try:
+        async with asker.rpc.open(asked.peer.peer_id, "wait", Nothing(), 5.0) as channel:
+            return await receive_answer(channel, Said, AnswerTimeouts(60.0, GRACE, GRACE, 0.1), 1 << 16, on_quiet)
+    finally:
+        network.mend(asked.peer)
+        network.resume(asked.peer)
+
+
+def slow_down(network: SimulatedNetwork, who: Member) -> None:
+    """A tenth of the machine's time, ten times a second, for 20 seconds."""
+    for turn in range(200):
+        network.loop.call_later(0.1 * turn, network.stall, who.peer, 0.09, context=network.context)
+
+
+def stop_twice(network: SimulatedNetwork, who: Member) -> None:
+    """The second time for longer than the allowance, and for less than thrice the first."""
+    network.stall(who.peer, 1.5)
+    network.loop.call_later(3.0, network.stall, who.peer, 3.0, context=network.context)
+
+
+def stop_a_while(network: SimulatedNetwork, who: Member) -> None:
+    network.stall(who.peer, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "answer_after", "joins_at", "times_quiet"),
+    [
+        (slow_down, 15.0, None, 0),
+        (stop_twice, 9.0, None, 0),
+        (stop_a_while, 9.0, None, 1),
+        (stop_a_while, 9.0, 0.999, 0),  # It joined a group, and has the time of a transfer.
+    ],
+)
+@simulated(members, 2)
+async def test_a_peer_may_still_answer_whether_it_was_quiet_or_not(
+    swarm: list[Member],
+    network: SimulatedNetwork,
+    fault: Fault,
+    answer_after: float,
+    joins_at: float | None,
+    times_quiet: int,
+) -> None:
+    quiet: list[float] = []
+    answer = await listen(network, swarm, fault, answer_after, lambda: quiet.append(network.loop.time()), joins_at)
+    assert answer == Done()
+    assert len(quiet) == times_quiet
+
+
+@pytest.mark.parametrize("fault", ["cut", "stall"])
+@simulated(members, 2)
+async def test_a_peer_that_is_cut_off_or_stopped_is_quiet_within_little_more_than_the_grace_period(
+    swarm: list[Member], network: SimulatedNetwork, fault: str
+) -> None:
+    with pytest.raises(DeadlineError, match="fell silent"):
+        await listen(network, swarm, lambda network, who: getattr(network, fault)(who.peer), 30.0)
+    assert 1.0 + GRACE < network.loop.time() < 1.0 + GRACE + 3 * keepalive_seconds(GRACE)

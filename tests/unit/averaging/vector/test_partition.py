@@ -2,6 +2,7 @@
 
 import importlib
 import math
+from fractions import Fraction
 from itertools import pairwise
 
 import numpy as np
@@ -78,3 +79,32 @@ def test_the_unit_of_bandwidth_does_not_matter(bandwidths: list[float], exponent
     scaled = [math.ldexp(b, exponent) for b in bandwidths]
     assume(all((s > 0) == (b > 0) for s, b in zip(scaled, bandwidths, strict=True)))
     assert share_weights(scaled) == share_weights(bandwidths)
+
+
+@pytest.mark.parametrize(
+    ("bandwidths", "weights"), [([3.0], [1]), ([0.0, 5.0], [0, 1]), ([3.0, 5.0], [Fraction(1, 2), Fraction(1, 2)])]
+)
+def test_the_owners_of_a_group_of_one_or_two_get_equal_shares(bandwidths: list[float], weights: list[Fraction]) -> None:
+    assert share_weights(bandwidths) == weights
+
+
+@pytest.mark.parametrize("bandwidths", [[], [0.0, 0.0], [1.0, -1.0], [1.0, math.nan], [math.inf, 1.0]])
+def test_bandwidths_that_make_no_sense_are_refused(bandwidths: list[float]) -> None:
+    with pytest.raises(ValueError, match="bandwidth"):
+        share_weights(bandwidths)
+
+
+@pytest.mark.parametrize(
+    ("num_values", "weights", "block_size", "refusal"),
+    [
+        (-1, [Fraction(1)], 1, "cannot cut"),
+        (10, [Fraction(1)], 0, "cannot cut"),
+        (100, [Fraction(1, 2)], 10, "sum to exactly 1"),
+        (100, [Fraction(3, 2), Fraction(-1, 2)], 10, "sum to exactly 1"),
+    ],
+)
+def test_sizes_out_of_range_and_weights_that_are_no_split_are_refused(
+    num_values: int, weights: list[Fraction], block_size: int, refusal: str
+) -> None:
+    with pytest.raises(ValueError, match=refusal):
+        split_shares(num_values, weights, block_size)

@@ -66,10 +66,7 @@ async def test_closing_lasts_as_long_as_a_slow_link_delivers(network: SimulatedN
 
 @simulated()
 async def test_closing_gives_up_a_peer_that_lives_but_takes_nothing_more(network: SimulatedNetwork) -> None:
-    async def server(channel: Channel) -> None:
-        await asyncio.sleep(400)
-
-    async with conversation(network, server) as (channel, _, _):
+    async with conversation(network, lambda channel: asyncio.sleep(400)) as (channel, _, _):
         for _ in range(8):
             await channel.send_bytes(bytes(100_000))
         started = network.loop.time()
@@ -126,10 +123,7 @@ async def test_a_deadline_in_receive_bytes_ends_the_channel(network: SimulatedNe
 
 @simulated()
 async def test_a_peer_that_lives_but_never_reads_meets_the_send_deadline(network: SimulatedNetwork) -> None:
-    async def server(channel: Channel) -> None:
-        await asyncio.sleep(400)
-
-    async with conversation(network, server) as (channel, _, _):
+    async with conversation(network, lambda channel: asyncio.sleep(400)) as (channel, _, _):
         with pytest.raises(DeadlineError, match="took nothing"):
             await channel.send_bytes(bytes(NEVER_THERE_BYTES))
         assert network.loop.time() < 70
@@ -205,10 +199,7 @@ async def test_who_receives_from_a_channel_that_another_task_closes_loses_its_pe
 
     monkeypatch.setattr(Stream, "rest", rest)
 
-    async def server(channel: Channel) -> None:
-        await channel.lost
-
-    async with conversation(network, server) as (channel, _, _):
+    async with conversation(network, lambda channel: channel.lost) as (channel, _, _):
         receives = channel.receive(dict, 600) if what == "message" else channel.receive_bytes(10, 600)
         receiving = asyncio.ensure_future(receives)
         await asyncio.sleep(1)
@@ -274,10 +265,7 @@ async def test_a_stream_rests_when_both_ends_know_that_nothing_more_comes(
 
 @simulated()
 async def test_nothing_follows_the_last_word(network: SimulatedNetwork) -> None:
-    async def server(channel: Channel) -> None:
-        await channel.lost
-
-    async with conversation(network, server) as (channel, _, _):
+    async with conversation(network, lambda channel: channel.lost) as (channel, _, _):
 
         async def send_for_ever() -> None:
             while True:

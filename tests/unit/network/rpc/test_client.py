@@ -126,6 +126,14 @@ async def test_oversized_and_malformed_replies_are_protocol_errors(network: Simu
 
 
 @simulated()
+async def test_requests_that_cannot_be_sent_are_the_callers_mistake(network: SimulatedNetwork) -> None:
+    async with members(network, 2) as (caller, server):
+        with pytest.raises(ValueError, match="plain values"):
+            await caller.rpc.call(server.rpc.peer_id, "double", {"object": object()}, dict, 5)
+        assert caller.peer.transport.num_streams == 0
+
+
+@simulated()
 async def test_the_scenario_of_the_real_transport_runs_here_too(network: SimulatedNetwork) -> None:
     async with members(network, 2) as (caller, server):
         ended: list[str] = []

@@ -10,11 +10,15 @@ import pytest
 from p2ptrain.errors import PeerLostError, PeerSilentError, ProtocolError
 from p2ptrain.network.rpc.channel import Channel, ChannelLimits
 from p2ptrain.network.rpc.frames import FRAME, MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, Kind, frame, pack
-from p2ptrain.network.rpc.receive import Heartbeat
+from p2ptrain.network.rpc.receive import Heartbeat, Inbox, Sink
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork
 from p2ptrain.network.transport import Stream
 from tests.support.coroutines import simulated
 from tests.support.sim.channels import against, conversation, talkers
+
+
+async def idle(end: Channel | Stream) -> None:
+    await asyncio.sleep(3600)
 
 
 @simulated(model=LinkModel(loss=0.05))
@@ -56,10 +60,7 @@ async def test_a_silent_peer_is_noticed_within_15_seconds(network: SimulatedNetw
 
 @simulated()
 async def test_a_peer_that_was_stopped_itself_does_not_blame_the_others(network: SimulatedNetwork) -> None:
-    async def server(channel: Channel) -> None:
-        await asyncio.sleep(3600)
-
-    async with talkers(network, server) as (caller, other):
+    async with talkers(network, idle) as (caller, other):
 
         async def talk() -> str:
             async with caller.rpc.open(other.rpc.peer_id, "talk", {}, 5) as channel:
@@ -108,11 +109,7 @@ async def test_a_channel_that_expects_beats_ends_within_the_silence_that_it_was_
 @simulated()
 async def test_a_channel_that_expects_beats_asks_when_silence_ends_it(network: SimulatedNetwork) -> None:
     """What is heard elsewhere, or what silence means at all, the owner knows."""
-
-    async def server(channel: Channel) -> None:
-        await asyncio.sleep(3600)
-
-    async with conversation(network, server) as (channel, _, _):
+    async with conversation(network, idle) as (channel, _, _):
         started = network.loop.time()
         channel.heartbeat.expect(1.0, lambda last_heard: max(last_heard, started + 20.0) + 1.0)
         network.cut(network.peers["peer1"])
@@ -137,7 +134,7 @@ async def test_a_slow_bulk_transfer_that_moves_is_not_silence(network: Simulated
 async def test_a_pause_of_ones_own_is_no_silence_and_counts_from_its_end(network: SimulatedNetwork) -> None:
     events: list[tuple[str, float]] = []
     loop = network.loop
-    async with against(network, lambda stream: asyncio.sleep(3600)) as channel:
+    async with against(network, idle) as channel:
         channel.heartbeat.stop()
         heartbeat = Heartbeat(
             channel._stream,
@@ -216,10 +213,7 @@ async def test_a_flood_of_tiny_messages_is_bounded(network: SimulatedNetwork) ->
 
 @simulated()
 async def test_a_long_message_is_not_read_before_it_is_asked_for(network: SimulatedNetwork) -> None:
-    async def server(channel: Channel) -> None:
-        await channel.send({"data": bytes(5 << 20)})
-
-    async with conversation(network, server) as (channel, caller, _):
+    async with conversation(network, lambda channel: channel.send({"data": bytes(5 << 20)})) as (channel, caller, _):
         await asyncio.sleep(5)
         assert caller.rpc.traffic.received < 100
         message = await channel.receive(dict, 30, max_bytes=MAX_MESSAGE_BYTES)
@@ -240,16 +234,36 @@ async def test_only_one_task_receives_and_a_second_does_not_disturb_it(network: 
         assert len((await first)["data"]) == 100_000
 
 
+def test_an_inbox_has_room_up_to_its_bound_and_always_for_one_item() -> None:
+    inbox = Inbox("remote", 1000)
+    assert inbox.has_room(5000)
+    inbox.put(Kind.BULK, bytes(700))
+    assert 700 < inbox.num_bytes < 1000
+    assert inbox.has_room(1000 - inbox.num_bytes)
+    assert not inbox.has_room(1001 - inbox.num_bytes)
+    sink = Sink("remote", memoryview(bytearray(700)))
+    inbox.pour(sink)
+    assert inbox.num_bytes == len(inbox) == 0
+    assert not sink.complete
+
+
+def test_an_inbox_that_is_closed_holds_nobody_back_and_keeps_nothing() -> None:
+    inbox = Inbox("remote", 10)
+    inbox.put(Kind.BULK, bytes(10))
+    assert not inbox.has_room(1)
+    inbox.close()
+    assert inbox.has_room(1 << 20, if_wanted=True)
+    inbox.put(Kind.BULK, bytes(10))
+    assert len(inbox) == 1
+
+
 @pytest.mark.parametrize("sent", [0, 999, 1001, 300_000])
 @pytest.mark.parametrize("wait_seconds", [0, 2])
 @simulated()
 async def test_a_buffer_of_another_length_is_a_protocol_error(
     network: SimulatedNetwork, sent: int, wait_seconds: float
 ) -> None:
-    async def server(channel: Channel) -> None:
-        await channel.send_bytes(bytes(sent))
-
-    async with conversation(network, server) as (channel, _, _):
+    async with conversation(network, lambda channel: channel.send_bytes(bytes(sent))) as (channel, _, _):
         await asyncio.sleep(wait_seconds)
         with pytest.raises(ProtocolError, match="not 1000 bytes long"):
             await channel.receive_bytes(1000, 5)

@@ -77,3 +77,20 @@ async def test_a_failing_or_slow_directory_answers_within_the_deadline(network: 
     before = network.loop.time()
     assert not await peer.directory.publish("key", "sub", b"", T0 + 60, 2)
     assert network.loop.time() - before == pytest.approx(2)
+
+
+@simulated()
+async def test_records_that_have_expired_are_not_stored(network: SimulatedNetwork) -> None:
+    peer = network.add_peer("peer")
+    assert not await peer.directory.publish("key", "sub", b"good", T0 - 60, 5)
+    assert await peer.directory.publish("key", "sub", b"good", T0 + 60, 5)
+
+
+@simulated()
+async def test_a_reader_whose_clock_is_ahead_sees_records_as_expired(network: SimulatedNetwork) -> None:
+    writer, reader = network.add_peer("writer"), network.add_peer("reader", skew_seconds=3600)
+    await writer.directory.publish("key", "sub", b"", T0 + 60, 5)
+    await asyncio.sleep(1)
+    assert await reader.directory.look_up("key", 5) == {}
+    reader.runtime.clock_offset_seconds = -3600
+    assert list(await reader.directory.look_up("key", 5) or ()) == ["sub"]

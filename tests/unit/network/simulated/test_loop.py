@@ -91,3 +91,43 @@ def test_waits_too_short_to_change_the_time_come_to_an_end() -> None:
                 left = 2.0 - (loop.time() - asked_at)  # Rounding may leave 1e-16 s of it.
 
     VirtualTimeLoop.create(max_callbacks=20_000).run_until_complete(main())
+
+
+def test_timers_at_one_instant_run_in_the_order_of_their_creation() -> None:
+    order: list[int] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        for number in range(50):
+            loop.call_at(1.0, order.append, number)
+        await asyncio.sleep(2)
+
+    VirtualTimeLoop.create().run_until_complete(main())
+    assert order == list(range(50))
+
+
+def test_a_task_group_cancels_in_the_order_of_creation() -> None:
+    cancelled: list[int] = []
+
+    async def child(number: int) -> None:
+        try:
+            await asyncio.sleep(100)
+        finally:
+            cancelled.append(number)
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as group:
+            for number in range(40):
+                group.create_task(child(number))
+            await asyncio.sleep(1)
+            raise RuntimeError("stop")
+
+    def run() -> list[int]:
+        cancelled.clear()
+        with pytest.raises(ExceptionGroup):
+            VirtualTimeLoop.create().run_until_complete(main())
+        return list(cancelled)
+
+    first = run()
+    assert len(first) == 40
+    assert run() == first

@@ -126,6 +126,22 @@ async def test_a_crashed_peers_own_network_calls_fail_at_once(network: Simulated
     assert network.loop.time() == crashed_at
 
 
+@simulated()
+async def test_a_restarted_peer_keeps_its_identity(network: SimulatedNetwork) -> None:
+    first, second = await pair(network)
+    network.crash(second)
+    again = network.restart(second)
+    assert again.peer_id == second.peer_id
+    assert again.runtime.random.random() != second.runtime.random.random()
+    with pytest.raises(PeerUnreachableError):
+        await first.transport.open(again.peer_id, ECHO, 5)
+    await again.transport.serve(ECHO, echo)
+    stream = await first.transport.open(again.peer_id, ECHO, 5)
+    await stream.write(b"back")
+    assert await stream.read(4) == b"back"
+    await stream.close()
+
+
 @simulated(model=FIXED)
 async def test_a_stalled_peer_accepts_dials_and_answers_when_it_goes_on(network: SimulatedNetwork) -> None:
     first, second = await pair(network)
@@ -167,6 +183,28 @@ async def test_a_cut_cable_is_silent_and_ends_streams_after_the_timeout(network:
     again = await first.transport.open(second.peer_id, ECHO, 5)
     await again.close()
     stream.abort()
+
+
+@simulated(model=FIXED)
+async def test_a_cancelled_dial_leaves_no_stream(network: SimulatedNetwork) -> None:
+    first, second = await pair(network)
+    for timeout_seconds in (0.01, 0.049, 0.051, 0.099, 0.0999999):
+        with pytest.raises(PeerUnreachableError):
+            await first.transport.open(second.peer_id, SINK, timeout_seconds)
+    await asyncio.sleep(1)
+    assert first.transport.num_streams == 0
+    await second.close()
+
+
+@simulated()
+async def test_connect_finds_the_first_address_that_answers(network: SimulatedNetwork) -> None:
+    first, second = await pair(network)
+    gone = network.add_peer("gone")
+    network.crash(gone)
+    addresses = [gone.address, *await second.transport.addresses()]
+    assert await first.transport.connect(addresses, 5) == second.peer_id
+    with pytest.raises(PeerUnreachableError):
+        await first.transport.connect([gone.address], 5)
 
 
 @pytest.mark.parametrize("what", ["task", "stream", "exception"])
