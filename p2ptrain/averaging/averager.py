@@ -18,8 +18,7 @@ from p2ptrain.averaging.allreduce.runner import AttemptRunner
 from p2ptrain.averaging.allreduce.session import SessionResult
 from p2ptrain.averaging.commit.attempt import Attempt, AttemptFailedError, decode_means
 from p2ptrain.averaging.commit.broadcast import DecidedError, Path, ResultBroadcast, TreePath
-from p2ptrain.averaging.commit.provenance import Origin
-from p2ptrain.averaging.commit.result_chunks import Means
+from p2ptrain.averaging.commit.result_chunks import Means, Origin
 from p2ptrain.averaging.commit.round_log import ContributionLog, Result, RoundLog
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.cells import delegate_order

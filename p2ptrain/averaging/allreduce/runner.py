@@ -14,8 +14,8 @@ from p2ptrain.averaging.allreduce.member import ALLREDUCE, Trouble
 from p2ptrain.averaging.allreduce.messages import GAVE_UP, Bring, Request
 from p2ptrain.averaging.allreduce.session import AllReduceSession, Contribution, Observer, SessionResult
 from p2ptrain.averaging.commit.attempt import Attempt, LateError, UnencodableError, part_codecs
-from p2ptrain.averaging.commit.provenance import Origin, Source
 from p2ptrain.averaging.commit.recovery import AttemptRecovery
+from p2ptrain.averaging.commit.result_chunks import Origin, Source
 from p2ptrain.averaging.commit.round_log import ContributionLog, RoundLog
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.matchmaker import Matchmaker

@@ -35,7 +35,7 @@ from p2ptrain.averaging.allreduce.messages import GaveUp, Request, Signatures
 from p2ptrain.averaging.allreduce.spot_checks import SpotChecks
 from p2ptrain.averaging.allreduce.streams import IncomingStreams, OutgoingStream
 from p2ptrain.averaging.commit.attempt import Attempt, AttemptFailedError, LateError, UnencodableError
-from p2ptrain.averaging.commit.provenance import Origin, Source
+from p2ptrain.averaging.commit.result_chunks import Origin, Source
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.averaging.timing.deadlines import FORWARD_SECONDS, quorum_of_others, straggler_seconds

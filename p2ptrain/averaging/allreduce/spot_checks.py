@@ -20,8 +20,7 @@ from p2ptrain.averaging.commit.attempt import AttemptFailedError, LateError
 from p2ptrain.averaging.timing.deadlines import FORWARD_SECONDS, quorum_of_others
 from p2ptrain.averaging.vector.chunks import PartCheck, RangeCheck, SumTree, mean_tree
 from p2ptrain.averaging.verification.audit import Audit, FalseMeanError
-from p2ptrain.averaging.verification.commitments import MAX_STATEMENT_BYTES
-from p2ptrain.averaging.verification.opening import MAX_CHUNKS
+from p2ptrain.averaging.verification.opening import MAX_CHUNKS, MAX_STATEMENT_BYTES
 from p2ptrain.buffers import Buffer
 from p2ptrain.codecs import Codec
 from p2ptrain.errors import (

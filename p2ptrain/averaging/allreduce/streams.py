@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from p2ptrain.averaging.allreduce import messages
 from p2ptrain.averaging.allreduce.member import Member
 from p2ptrain.averaging.commit.attempt import part_codecs
-from p2ptrain.averaging.commit.provenance import Source
+from p2ptrain.averaging.commit.result_chunks import Source
 from p2ptrain.averaging.timing.deadlines import FORWARD_SECONDS, least_mask
 from p2ptrain.averaging.vector.chunks import PartCheck, RangeCheck, SumTree
 from p2ptrain.averaging.vector.reduce import receive_checked, send_encoded

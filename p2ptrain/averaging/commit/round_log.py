@@ -10,22 +10,22 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from p2ptrain.averaging.commit.attempt import Attempt, mean_codec_of
-from p2ptrain.averaging.commit.provenance import Source
-from p2ptrain.averaging.commit.result_chunks import RESULT, Means, ResultChunks
+from p2ptrain.averaging.commit.result_chunks import RESULT, Means, ResultChunks, Source
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.leaders import RoundPosition
-from p2ptrain.averaging.protocol.certificate import Body, Certificate, Head
-from p2ptrain.averaging.protocol.certificate_chain import (
+from p2ptrain.averaging.protocol.certificate import (
     CALL_TIMEOUT_SECONDS,
     CHAIN,
-    MAX_REPLY_BYTES,
+    MAX_CHAIN_BYTES,
     AskChain,
+    Body,
+    Certificate,
     Chain,
+    Head,
     fetch_certificates,
 )
 from p2ptrain.averaging.vector.chunks import chunk_values
-from p2ptrain.averaging.verification.commitments import Slice
-from p2ptrain.averaging.verification.opening import Rules
+from p2ptrain.averaging.verification.opening import Rules, Slice
 from p2ptrain.codecs import Codec, Decoder, codec_at
 from p2ptrain.errors import DeadlineError, PeerRefusedError, ProtocolError
 from p2ptrain.network.chunks.fetch import FetchOptions, FetchReport, fetch
@@ -154,7 +154,7 @@ class RoundLog:
         encoded: list[bytes] = []
         for certificate in self.proofs(request.lineage) if request.proofs else self.chain(request.lineage):
             encoded.append(certificate.to_bytes())
-            if sum(map(len, encoded)) > MAX_REPLY_BYTES // 2:
+            if sum(map(len, encoded)) > MAX_CHAIN_BYTES // 2:
                 break
         return Chain(tuple(encoded))
 

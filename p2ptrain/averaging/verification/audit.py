@@ -22,17 +22,20 @@ from p2ptrain.averaging.commit.attempt import Attempt
 from p2ptrain.averaging.vector.chunks import NODE, PartCheck, SumTree, chunk_values, leaf_hash
 from p2ptrain.averaging.vector.reduce import OwnShare
 from p2ptrain.averaging.vector.rules import MIN_FOR_MEDIAN
-from p2ptrain.averaging.verification.commitments import Commitment, Slice, Statement, digest_of
 from p2ptrain.averaging.verification.opening import (
     MAX_CHUNKS,
     TWO_MEANS,
     Answer,
     ChunkKey,
+    Commitment,
     FalseChunk,
     Opened,
     Opening,
     Rules,
+    Slice,
+    Statement,
     TwoMeans,
+    digest_of,
     judge,
     keys_message,
 )

@@ -15,7 +15,7 @@ from p2ptrain.averaging.allreduce.messages import Signatures
 from p2ptrain.averaging.allreduce.session import AllReduceSession
 from p2ptrain.averaging.allreduce.spot_checks import SpotChecks
 from p2ptrain.averaging.averager import Averager
-from p2ptrain.averaging.commit.provenance import Origin
+from p2ptrain.averaging.commit.result_chunks import Origin
 from p2ptrain.averaging.protocol.certificate import Head, Roster
 from p2ptrain.averaging.vector.chunks import CHUNK_VALUES, mean_tree
 from p2ptrain.averaging.vector.reduce import EncodedStream

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from p2ptrain.averaging.commit import result_chunks
 from p2ptrain.averaging.commit.broadcast import AskOutcome, Outcome
 from p2ptrain.averaging.commit.result_chunks import ChunkHashes, ResultChunks
-from p2ptrain.averaging.protocol.certificate_chain import AskChain, Chain
+from p2ptrain.averaging.protocol.certificate import AskChain, Chain
 from p2ptrain.averaging.vector.chunks import mean_root
 from p2ptrain.codecs import PartList, get_codec
 from p2ptrain.errors import IntegrityError, PeerRefusedError, ProtocolError

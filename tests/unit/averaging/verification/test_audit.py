@@ -16,8 +16,7 @@ from p2ptrain.averaging.protocol.certificate import Roster
 from p2ptrain.averaging.vector.chunks import CHUNK_VALUES
 from p2ptrain.averaging.vector.reduce import OwnShare
 from p2ptrain.averaging.verification.audit import FalseMeanError
-from p2ptrain.averaging.verification.commitments import Slice
-from p2ptrain.averaging.verification.opening import Answer, Evidence, FalseChunk, Rules, verify_evidence
+from p2ptrain.averaging.verification.opening import Answer, Evidence, FalseChunk, Rules, Slice, verify_evidence
 from p2ptrain.codecs import CODECS, get_codec
 from p2ptrain.codecs.mixed import by_size
 from p2ptrain.errors import IntegrityError
