@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.allreduce.bandwidth import SendRates, plan_shares
-from p2ptrain.averaging.allreduce.member import ALLREDUCE, Trouble
+from p2ptrain.averaging.allreduce.member import ALLREDUCE
 from p2ptrain.averaging.allreduce.messages import GAVE_UP, Bring, Request
-from p2ptrain.averaging.allreduce.session import AllReduceSession, Contribution, Observer, SessionResult
-from p2ptrain.averaging.commit.attempt import Attempt, LateError, UnencodableError, part_codecs
+from p2ptrain.averaging.allreduce.session import AllReduceSession, Observer, SessionResult, Trouble
+from p2ptrain.averaging.commit.attempt import Attempt, Contribution, LateError, UnencodableError
 from p2ptrain.averaging.commit.recovery import AttemptRecovery
 from p2ptrain.averaging.commit.result_chunks import Origin, Source
 from p2ptrain.averaging.commit.round_log import ContributionLog, RoundLog
@@ -86,9 +86,9 @@ class AttemptRunner:
         plan = plan_shares(roster.tickets, num_values, codec.block_size)
         levels = self._matchmaker.cells.num_levels(head.present)
         seconds = attempt_seconds(self._durations_of(level), spec)
-        attempt = Attempt(roster, head, plan.bounds, codec, context.swarm, spec, levels, seconds)
-        own, allowed = roster.index_of(context.rpc.peer_id), part_codecs(spec, codec, num_values)
-        contribution = Contribution(vector, plan.part_codec(allowed, own, spec.grace_seconds), origin)
+        attempt = Attempt(roster, head, plan.bounds, codec, context.swarm, spec, levels, seconds, plan.shareless)
+        own = roster.index_of(context.rpc.peer_id)
+        contribution = Contribution(vector, plan.part_codec(attempt.part_codecs, own, spec.grace_seconds), origin)
         session = AllReduceSession(context, attempt, contribution, self._observer, self._slow_checkers)
         self._round_log.remember(attempt)
         self._sessions[roster.group_id] = session
@@ -194,7 +194,7 @@ class AttemptRunner:
             except (IntegrityError, ProtocolError) as error:
                 session.refuse(channel.remote, f"stands for nobody: {error}")
                 raise ProtocolError(channel.remote, f"stands for nobody: {error}") from error
-        await session.serve(channel, request, source)
+        await session.incoming.serve(channel, request, source)
 
     async def _session_of(self, group: bytes) -> AllReduceSession:
         """Return the session of a group; wait up to `ROSTER_WAIT_SECONDS` for one that is new.

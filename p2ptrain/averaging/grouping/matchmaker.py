@@ -17,7 +17,6 @@ from p2ptrain.averaging.grouping.cells import Cells, Key
 from p2ptrain.averaging.grouping.coordinator import CONVICTED, MAX_HOPS, Coordinator
 from p2ptrain.averaging.grouping.leaders import Leaders, RoundPosition, is_ahead, probe, probe_seconds
 from p2ptrain.averaging.grouping.membership import Membership
-from p2ptrain.averaging.grouping.pending_group import is_consistent
 from p2ptrain.averaging.grouping.reporting import Pacing, Standby
 from p2ptrain.averaging.protocol.certificate import Head, Roster, Ticket
 from p2ptrain.averaging.timing.deadlines import (
@@ -328,7 +327,7 @@ class Matchmaker:
         except IntegrityError as error:
             self._membership.suspect(leader, str(error))
             raise NoGroupError(f"the leader sent a roster with {error}") from error
-        if own not in roster.tickets or not is_consistent(roster, self.cells):
+        if own not in roster.tickets or not self.cells.is_consistent(roster):
             raise NoGroupError("the leader sent a roster that does not agree with itself")
         if any(self._membership.is_convicted(peer) for peer in roster.members):
             raise NoGroupError("the leader sent a roster with a peer that was proved to have falsified a mean")

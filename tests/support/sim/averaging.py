@@ -10,8 +10,8 @@ import torch
 
 from p2ptrain.averaging.allreduce.member import ALLREDUCE
 from p2ptrain.averaging.allreduce.messages import Request
-from p2ptrain.averaging.allreduce.session import AllReduceSession, Contribution, Observer, SessionResult
-from p2ptrain.averaging.commit.attempt import Attempt
+from p2ptrain.averaging.allreduce.session import AllReduceSession, Observer, SessionResult
+from p2ptrain.averaging.commit.attempt import Attempt, Contribution
 from p2ptrain.averaging.commit.recovery import AttemptRecovery
 from p2ptrain.averaging.commit.round_log import RoundLog
 from p2ptrain.averaging.context import PeerContext
@@ -101,7 +101,7 @@ def make_roster(
 
         async def serve(channel: Channel, request: Request, session: AllReduceSession = session) -> None:
             channel.heartbeat.beat(keepalive_seconds(spec.grace_seconds))
-            await session.serve(channel, request)
+            await session.incoming.serve(channel, request)
 
         rpc.serve_channel(ALLREDUCE, Request, serve)
         result.append(RosterMember(member, attempt, session, history, AttemptRecovery(context, history)))

@@ -152,7 +152,7 @@ def test_an_honest_owner_s_opening_is_no_evidence() -> None:
     async def main() -> None:
         audit, _, mean = await group.reduced(1)
         tree = group.tree(1, mean)
-        await audit.state(range(3), tree)
+        await audit.state(range(3), tree.root[0])
         answer = from_bytes(Answer, await audit.answer([1]))
         codec = group.codec
         low, high = codec.encoded_bytes(CHUNK_VALUES), codec.encoded_bytes(2 * CHUNK_VALUES)
