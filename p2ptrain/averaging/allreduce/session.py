@@ -40,7 +40,7 @@ from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.averaging.timing.deadlines import FORWARD_SECONDS, quorum_of_others, straggler_seconds
 from p2ptrain.averaging.vector.reduce import EncodedStream, ExactMean, OwnShare
 from p2ptrain.buffers import Buffer
-from p2ptrain.codecs import CodecError, dense_codec
+from p2ptrain.codecs import CodecError
 from p2ptrain.tasks import Tasks, to_its_end, until_ended
 
 LINGER_SECONDS = 2.0  # how long a member serves its mean and signature after its commit
@@ -139,7 +139,7 @@ class AllReduceSession:
         attempt.audited = context.spec.spot_checks > 0 and len(self.members) > 1 and not attempt.codec.sparse
         low, high = attempt.bounds[self.own.index : self.own.index + 2]
         self.share = OwnShare(
-            dense_codec(attempt.codec).part(low, high), context.spec, contribution.vector[low:high], self.own.index,
+            attempt.dense_codec.part(low, high), context.spec, contribution.vector[low:high], self.own.index,
             len(self.members), attempt.codec.part(low, high) if attempt.codec.sparse else None, attempt.lists_parts,
             chunk=attempt.chunk, audited=attempt.audited,
         )  # fmt: skip

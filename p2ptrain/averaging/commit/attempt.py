@@ -15,7 +15,7 @@ from itertools import pairwise
 from statistics import median_low
 from typing import TYPE_CHECKING
 
-from p2ptrain.averaging.commit.result_chunks import Origin
+from p2ptrain.averaging.commit.result_chunks import Means, Origin
 from p2ptrain.averaging.protocol.certificate import MAX_PRESENT, Body, Certificate, Head, Roster, vote
 from p2ptrain.averaging.vector.chunks import chunk_span, chunk_values, mean_root, num_chunks
 from p2ptrain.averaging.vector.rules import VotingRule, get_rule
@@ -225,6 +225,11 @@ class Attempt:
         return lists_parts(self.spec, self.codec, self.bounds[-1], len(self.roster.tickets))
 
     @property
+    def dense_codec(self) -> Codec:
+        """Codec of a whole vector's mean that does not list its parts."""
+        return dense_codec(self.codec)
+
+    @property
     def part_codecs(self) -> tuple[Codec, ...]:
         return part_codecs(self.spec, self.codec, self.bounds[-1])
 
@@ -262,6 +267,9 @@ class Attempt:
             sent = self.sent_parts.get(index) if contributor == own_index else None
             if sent is not None and part != sent:
                 raise CodecError("this peer's own part is not what it sent")
+
+    def complete_means(self) -> Means:
+        return [mean if mean is not None else b"" for mean in self.means]
 
     def add_mean(self, index: int, mean: Buffer, digest: bytes) -> None:
         """Store a share's mean and its hash, unless one is here."""

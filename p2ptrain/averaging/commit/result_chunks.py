@@ -44,7 +44,7 @@ from p2ptrain.errors import IntegrityError, PeerRefusedError, ProtocolError
 from p2ptrain.hashing import bulk_hash
 from p2ptrain.network.chunks.fetch import FetchOptions
 from p2ptrain.network.chunks.messages import MAX_CHUNKS
-from p2ptrain.network.rpc.channel import Channel
+from p2ptrain.network.rpc.channel import Channel, LeastRate
 from p2ptrain.network.schema import Hash, Message, from_bytes, to_bytes
 from p2ptrain.network.transport import PeerId
 from p2ptrain.runtime import Runtime
@@ -56,6 +56,8 @@ Means = list[Buffer]
 
 RESULT = "result"
 """Name under which peers serve chunks of results."""
+RESULT_RATE = LeastRate(65536.0, 30.0)
+"""Minimum rate of a source of a result, when no round waits for it."""
 CHUNK_BYTES = 1 << 18
 """Target size of a chunk; one leaf if that is larger."""
 MAX_HASH_BYTES = 8 << 20

@@ -15,6 +15,7 @@ from p2ptrain.averaging.commit.attempt import Attempt, Contribution
 from p2ptrain.averaging.commit.recovery import AttemptRecovery
 from p2ptrain.averaging.commit.round_log import RoundLog
 from p2ptrain.averaging.context import PeerContext
+from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.averaging.protocol.certificate import Certificate, Head, Roster, Ticket, genesis
 from p2ptrain.averaging.timing.deadlines import keepalive_seconds
 from p2ptrain.codecs import Codec, get_codec
@@ -94,7 +95,7 @@ def make_roster(
     for i in order:
         member, attempt = swarm[i], Attempt(roster, HEAD, bounds, codec, SWARM, spec)
         rpc, runtime, signer = member.rpc, member.peer.runtime, member.peer.signer
-        context = PeerContext(rpc, runtime, signer, SWARM, spec)
+        context = PeerContext(rpc, runtime, signer, SWARM, spec, Membership(rpc.peer_id, runtime))
         session = AllReduceSession(context, attempt, Contribution(vectors[i], codec), UNSEEN, set())
         history = RoundLog(context, [(codec, bounds[-1])], 1 << 20)
         history.remember(attempt)

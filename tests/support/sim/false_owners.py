@@ -12,10 +12,10 @@ from torch import Tensor
 
 from p2ptrain.averaging.allreduce.member import Member
 from p2ptrain.averaging.allreduce.messages import Signatures
+from p2ptrain.averaging.allreduce.runner import GroupResult
 from p2ptrain.averaging.allreduce.session import AllReduceSession
 from p2ptrain.averaging.allreduce.spot_checks import SpotChecks
 from p2ptrain.averaging.averager import Averager
-from p2ptrain.averaging.commit.result_chunks import Origin
 from p2ptrain.averaging.protocol.certificate import Head, Roster
 from p2ptrain.averaging.vector.chunks import CHUNK_VALUES, mean_root
 from p2ptrain.averaging.vector.reduce import EncodedStream
@@ -34,8 +34,8 @@ def corrupt_rounds(averager: Averager, corrupt: Corrupt) -> None:
     """Let ``corrupt`` change each attempt of a peer before it begins, but those in which it is alone."""
     prepare = averager._runner.prepare
 
-    def prepare_lie(roster: Roster, head: Head, vector: Tensor, origin: Origin | None) -> AllReduceSession:
-        session = prepare(roster, head, vector, origin)
+    def prepare_lie(roster: Roster, head: Head, vector: Tensor, below: GroupResult | None) -> AllReduceSession:
+        session = prepare(roster, head, vector, below)
         if isinstance(session.verifier, SpotChecks):
             corrupt(session)
         return session
