@@ -37,7 +37,7 @@ class RunningSessions:
         context.rpc.serve_channel(ALLREDUCE, Request, self.serve, max_request_bytes=MAX_REQUEST_BYTES)
 
     def add(self, session: AllReduceSession) -> None:
-        """Let the other members open their streams from now on."""
+        """Keep a new session; the other members may open their streams from now on."""
         self._round_log.remember(session.attempt)
         self.by_group[session.attempt.roster.group_id] = session
         event, self._roster_arrived = self._roster_arrived, asyncio.Event()
