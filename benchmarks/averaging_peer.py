@@ -23,6 +23,7 @@ from benchmarks.peers import SWARM, LoopbackPeer, loopback_peer
 from benchmarks.vectors import initial_vector, quality
 from p2ptrain.averaging.averager import Averager, RoundOutcome
 from p2ptrain.averaging.commit.attempt import decode_means
+from p2ptrain.averaging.commit.round_log import RoundLog
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.averaging.protocol.certificate import Head, genesis
@@ -55,8 +56,8 @@ class Peer:
             codec=options["codec"], grace_seconds=options["grace_seconds"], round_seconds=ROUND_SECONDS,
             spot_checks=options["spot_checks"],
         )  # fmt: skip
-        context = PeerContext(rpc, self._runtime, here.identity, SWARM, spec)
-        self.averager = Averager(context, self._membership, _head(0), [(self._codec, len(self._vector))], LAYOUT)
+        context = PeerContext(rpc, self._runtime, here.identity, SWARM, spec, self._membership)
+        self.averager = Averager(context, _head(0), RoundLog(context, [(self._codec, len(self._vector))]), LAYOUT)
         self.averager.matchmaker.participate(True)
         self.averager.phase_listeners = [self._on_phase]
         self._stood = 0.0

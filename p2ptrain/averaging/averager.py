@@ -9,28 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from p2ptrain.averaging.allreduce.runner import AttemptRunner
-from p2ptrain.averaging.allreduce.session import SessionResult
-from p2ptrain.averaging.commit.attempt import Attempt, AttemptFailedError, decode_means
+from p2ptrain.averaging.allreduce.runner import AttemptRunner, GroupResult
+from p2ptrain.averaging.commit.attempt import AttemptFailedError
 from p2ptrain.averaging.commit.broadcast import DecidedError, Path, ResultBroadcast, TreePath
-from p2ptrain.averaging.commit.provenance import Origin
-from p2ptrain.averaging.commit.result_chunks import Means
 from p2ptrain.averaging.commit.round_log import ContributionLog, Result, RoundLog
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.cells import delegate_order
 from p2ptrain.averaging.grouping.matchmaker import Matchmaker
-from p2ptrain.averaging.grouping.membership import ANSWER_SECONDS, Membership
-from p2ptrain.averaging.protocol.certificate import MAX_PRESENT, Body, Certificate, Head, Ticket
+from p2ptrain.averaging.protocol.certificate import MAX_PRESENT, Body, Head, Ticket
 from p2ptrain.averaging.timing.deadlines import KeepaliveStatus, first_result
 from p2ptrain.averaging.timing.goal import NO_GOAL, Goal
-from p2ptrain.averaging.vector.error_feedback import Encoded
-from p2ptrain.averaging.vector.rules import feedback_scale
-from p2ptrain.codecs import Codec, dense_codec
+from p2ptrain.averaging.vector.error_feedback import Encoded, feedback_scale
 from p2ptrain.errors import IntegrityError, TemporaryError
 
 if TYPE_CHECKING:
@@ -40,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
 MAX_DELEGATES = 3  # delegates of a group; each takes over after those before failed or fell quiet
-MIN_LOG_BYTES = 64 << 20
 PhaseListener = Callable[[str, int], None]
 """Called on the event loop with each new phase and the round in progress."""
 
@@ -68,20 +61,13 @@ class RoundOutcome:
     refusal: str
 
 
-@dataclass(frozen=True)
-class _GroupResult:
-    """A group's result on one level, as one member obtained it."""
+@dataclass
+class _Effort:
+    """Number of attempts and time until a group's result; see `RoundOutcome`."""
 
-    attempt: Attempt
-    session: SessionResult
-    certificate: Certificate
-    attempts: int
-    matchmaking_seconds: float
-    transfer_seconds: float
-
-    @property
-    def means(self) -> Means:
-        return [mean if mean is not None else b"" for mean in self.attempt.means]
+    attempts: int = 0
+    matchmaking_seconds: float = 0.0
+    transfer_seconds: float = 0.0
 
 
 class Averager:
@@ -94,32 +80,28 @@ class Averager:
     def __init__(
         self,
         context: PeerContext,
-        membership: Membership,
         head: Head,
-        parts: Sequence[tuple[Codec, int]],
+        round_log: RoundLog,
         layout: bytes,
         goal: Goal = NO_GOAL,
     ) -> None:
         """
         Args:
-            parts: Codec and number of values of each of the model's P parts; round r averages part r mod P.
             layout: Fingerprint of codec and parameter layout, 32 bytes; members must agree on it.
             goal: The condition on which a round is due.
         """
         self._context = context
         self._spec = context.spec
-        self._membership = membership
         self._layout = layout
         self.phase = "idle"
         self.phase_listeners: list[PhaseListener] = []
-        dense_bytes = sum(dense_codec(codec).encoded_bytes(num_values) for codec, num_values in parts)
-        self.round_log = RoundLog(context, parts, max(MIN_LOG_BYTES, 2 * dense_bytes))
-        self.matchmaker = Matchmaker(context, membership, head, goal, lambda *misled: self.evidence.show(*misled))
-        self.contributions = ContributionLog(self.matchmaker.position, len(parts))
-        self._runner = AttemptRunner(context, self.matchmaker, self.round_log, self.contributions, self._enter)
+        self.round_log = round_log
+        self.matchmaker = Matchmaker(context, head, goal, lambda *misled: self.evidence.show(*misled))
+        self.contributions = ContributionLog(self.matchmaker.position, round_log.num_parts)
+        self._runner = AttemptRunner(context, self.matchmaker, round_log, self.contributions, self._enter)
         self.evidence = self._runner.evidence
         self._keepalive_status = KeepaliveStatus()
-        self._broadcast = ResultBroadcast(context, self.round_log, self._keepalive_status)
+        self._broadcast = ResultBroadcast(context, round_log, self._keepalive_status)
 
     @property
     def head(self) -> Head:
@@ -156,42 +138,42 @@ class Averager:
         """
         loop, head = asyncio.get_running_loop(), self.head
         ticket = self._ticket(head, tokens, samples, bandwidth)
-        above: list[_GroupResult] = []
+        effort, above = _Effort(), list[GroupResult]()
         try:
-            own_group = await self._average_group(head, vector, ticket)
+            own_group = await self._average_group(head, vector, ticket, effort)
             certified_at = loop.time()
             if own_group.certificate.body.is_last:
-                path = TreePath((), own_group.means)
+                path = TreePath((), own_group.attempt.complete_means())
             else:
                 path, above = await self._ascend(head, own_group, ticket)
         finally:
             self._enter("idle")
-        return self._outcome(own_group, path, above, loop.time() - certified_at)
+        effort.transfer_seconds += loop.time() - certified_at
+        return self._outcome(own_group, path, above, effort)
 
     async def _average_group(
-        self, head: Head, vector: torch.Tensor, ticket: Ticket, origin: Origin | None = None
-    ) -> _GroupResult:
+        self, head: Head, vector: torch.Tensor, ticket: Ticket, effort: _Effort, below: GroupResult | None = None
+    ) -> GroupResult:
         """Find a group on the ticket's level of the tree, and average with it; raises like `average`."""
         loop = asyncio.get_running_loop()
-        matchmaking = transfer = 0.0
         failure = AttemptFailedError("no attempt was made")
-        for attempt_number in range(1, MAX_ATTEMPTS + 1):
+        for _ in range(MAX_ATTEMPTS):
+            effort.attempts += 1
             started = loop.time()
             self._enter("matchmaking")
             self._keepalive_status.set(joined=False)
             roster = await self.matchmaker.find_group(self._signed(ticket))
             self._keepalive_status.set(joined=ticket.level > 0)
             matched = loop.time()
-            matchmaking += matched - started
-            session = self._runner.prepare(roster, head, vector, origin)
+            effort.matchmaking_seconds += matched - started
+            session = self._runner.prepare(roster, head, vector, below)
             self._enter("scatter")
-            certificate, result = await self._runner.run(session)
-            failure = result.failure or failure
-            transfer += loop.time() - matched
-            if certificate is not None:
-                if len(roster.members) == 1 and ticket.level == 0 and loop.time() - matched > ANSWER_SECONDS:
-                    await self.matchmaker.check_alone()
-                return _GroupResult(session.attempt, result, certificate, attempt_number, matchmaking, transfer)
+            result = await self._runner.run(session)
+            effort.transfer_seconds += loop.time() - matched
+            if isinstance(result, GroupResult):
+                await self.matchmaker.check_alone(roster, loop.time() - matched)
+                return result
+            failure = result
         raise failure
 
     def _ticket(self, head: Head, tokens: int, samples: int, bandwidth: int) -> Ticket:
@@ -218,15 +200,15 @@ class Averager:
             reachable=context.owner.is_reachable,
             rates=self._runner.rates.encoded(),
             nonce=context.runtime.random.randbytes(16),
-            sees=min(MAX_PRESENT, 1 + len(self._membership.alive_trainers())),
+            sees=min(MAX_PRESENT, 1 + len(context.membership.alive_trainers())),
         )
         return complete.signed(context.swarm, context.signer)
 
     # --- up the tree ----------------------------------------------------------------------------------------------
 
     async def _ascend(
-        self, head: Head, result: _GroupResult, ticket: Ticket, on_path: Callable[[Path], None] = lambda path: None
-    ) -> tuple[TreePath, list[_GroupResult]]:
+        self, head: Head, result: GroupResult, ticket: Ticket, on_path: Callable[[Path], None] = lambda path: None
+    ) -> tuple[TreePath, list[GroupResult]]:
         """Take a group's result to the end of the round, as its delegate or through another one.
 
         Peers that wait for this one receive the certificates above (``on_path``) as soon as it does, and fetch chunks
@@ -248,7 +230,7 @@ class Averager:
         reachable = {each.peer for each in result.attempt.roster.tickets if each.reachable}
         order = delegate_order(body.lineage, body.round, body.level, body.contributing)
         delegates = sorted(order, key=lambda peer: peer not in reachable)[:MAX_DELEGATES]
-        brought: tuple[TreePath, list[_GroupResult]] | None = None
+        brought: tuple[TreePath, list[GroupResult]] | None = None
         failure = "no delegate brought the group's result to the others"
         try:
             brought = await first_result(
@@ -268,11 +250,11 @@ class Averager:
         self,
         delegate: str,
         head: Head,
-        result: _GroupResult,
+        result: GroupResult,
         ticket: Ticket,
         on_path: Callable[[Path], None],
         on_quiet: Callable[[], None],
-    ) -> tuple[TreePath, list[_GroupResult]]:
+    ) -> tuple[TreePath, list[GroupResult]]:
         """Take a group's result to the end of the round by one delegate, which may be this peer."""
         body, own = result.certificate.body, delegate == self._context.rpc.peer_id
         try:
@@ -291,11 +273,11 @@ class Averager:
         return levels * (spec.matchmaking_seconds + spec.round_seconds + (1 + body.levels) * spec.grace_seconds)
 
     async def _represent(
-        self, head: Head, result: _GroupResult, ticket: Ticket, on_path: Callable[[Path], None]
-    ) -> tuple[TreePath, list[_GroupResult]]:
+        self, head: Head, result: GroupResult, ticket: Ticket, on_path: Callable[[Path], None]
+    ) -> tuple[TreePath, list[GroupResult]]:
         """As a delegate: average a group's result on the next level, and continue from there."""
-        body, means = result.certificate.body, result.means
-        vector = await self._context.runtime.compute(self._decoded, body, means)
+        body = result.certificate.body
+        vector = await self._context.runtime.compute(self._decoded, result)
         ticket = replace(
             ticket,
             tokens=body.tokens,
@@ -304,24 +286,24 @@ class Averager:
             child=body.body_hash,
             peers=sum(body.peers),
         )
-        origin = Origin(result.certificate, means, self.round_log.source_of(ticket.peer, body))
-        upper = await self._average_group(head, vector, ticket, origin)
+        upper = await self._average_group(head, vector, ticket, _Effort(), result)
         if upper.certificate.body.is_last:
-            return TreePath((upper.certificate,), upper.means), [upper]
+            return TreePath((upper.certificate,), upper.attempt.complete_means()), [upper]
         path, above = await self._ascend(head, upper, ticket, on_path)
         return TreePath((upper.certificate, *path.path), path.means), [upper, *above]
 
-    def _decoded(self, body: Body, means: Means) -> torch.Tensor:
+    def _decoded(self, result: GroupResult) -> torch.Tensor:
         import torch
 
+        body = result.certificate.body
         vector = torch.empty(body.bounds[-1], dtype=torch.float32)
-        decode_means(self._spec, self.round_log.codec_of(body.round), body, means, vector)
+        self.round_log.decode(body, result.attempt.complete_means(), vector)
         return vector
 
     # --- the end --------------------------------------------------------------------------------------------------
 
     def _outcome(
-        self, own_group: _GroupResult, path: TreePath, above: list[_GroupResult], seconds_above: float
+        self, own_group: GroupResult, path: TreePath, above: list[GroupResult], effort: _Effort
     ) -> RoundOutcome:
         body, own = own_group.certificate.body, self._context.rpc.peer_id
         last = path.path[-1] if path.path else own_group.certificate
@@ -335,13 +317,13 @@ class Averager:
             contributed=contributed,
             position=path.position_of(body, body.members.index(own)),
             encoded=encoded,
-            attempts=own_group.attempts,
-            matchmaking_seconds=own_group.matchmaking_seconds,
-            transfer_seconds=own_group.transfer_seconds + seconds_above,
+            attempts=effort.attempts,
+            matchmaking_seconds=effort.matchmaking_seconds,
+            transfer_seconds=effort.transfer_seconds,
             refusal=own_group.session.refusal,
         )
 
-    def _encoded(self, results: list[_GroupResult]) -> tuple[Encoded, ...]:
+    def _encoded(self, results: list[GroupResult]) -> tuple[Encoded, ...]:
         """Return this peer's encoded vectors on each level; each level multiplies the scale by `feedback_scale`."""
         encoded, scale, own = [], 1.0, self._context.rpc.peer_id
         for result in results:
@@ -359,8 +341,8 @@ class Averager:
                     part_scale=scale,
                     own_index=own_index,
                     own_mean_exact=session.exact_mean,
-                    own_mean=result.means[own_index],
-                    mean_codec=dense_codec(result.attempt.codec),
+                    own_mean=result.attempt.means[own_index] or b"",
+                    mean_codec=result.attempt.dense_codec,
                     mean_scale=mean_scale,
                 )
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.runtime import Runtime
@@ -44,4 +45,5 @@ class PeerContext:
     signer: Signer
     swarm: bytes
     spec: AveragingSpec
+    membership: Membership
     owner: Owner = field(default_factory=Unconcerned)

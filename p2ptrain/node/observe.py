@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from p2ptrain.averaging.protocol.certificate import Certificate
-from p2ptrain.averaging.protocol.certificate_chain import fetch_certificates
+from p2ptrain.averaging.protocol.certificate import Certificate, fetch_certificates
 from p2ptrain.errors import BootstrapError
 from p2ptrain.manifest import SignedManifest
 from p2ptrain.network.identity import Identity

@@ -202,7 +202,7 @@ class Trainer:
 
     def _is_left_alone(self) -> bool:
         """True if the other peers of the last round are gone: a round without them would only fork the lineage."""
-        others = self._synchronizer.replica.membership.alive_trainers()
+        others = self._synchronizer.replica.context.membership.alive_trainers()
         return len(self._synchronizer.head.members) > 1 and not others
 
     def _save(self) -> None:

@@ -260,7 +260,7 @@ async def test_what_an_owner_answers_wrongly_is_counted_against_it(network: Simu
     lie, cause = BAD_MESSAGES[name], WELL_FORMED.get(name, BAD_ANSWER)
     async with members(network, 4) as swarm:
         roster = make_roster(swarm, [torch.randn(NUM_VALUES) for _ in swarm], [10] * 4)
-        evil, serve = roster[0], roster[0].session.serve
+        evil, serve = roster[0], roster[0].session.incoming.serve
         for each in roster[1:]:  # What it signs is there before the others have signatures enough.
             network.set_latency(evil.member.peer, each.member.peer, 0.001)
 

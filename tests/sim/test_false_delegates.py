@@ -98,7 +98,7 @@ async def test_an_owner_that_asks_for_more_than_it_may_gets_nothing_and_is_done_
             await channel.send(Trace(demand))
             answers.append(await channel.receive(Shown, SPEC.round_seconds))
 
-        session._incoming._trace = demand_trace  # type: ignore[method-assign, assignment]
+        session.incoming._trace = demand_trace  # type: ignore[method-assign, assignment]
 
     hit = hit_first_delegate(started, lambda who: lie_above(who, demand_more))
     for _ in range(2):

@@ -108,7 +108,7 @@ async def test_who_falls_silent_is_left_out_if_it_is_waited_for(
     """Rounds need everybody's mask. A majority of signatures is enough."""
 
     def fall_silent(evil: SimulatedTrainer) -> None:
-        serve = evil.sync.averager._runner._serve
+        serve = evil.sync.averager._runner.sessions.serve
 
         async def silent(channel: Any, request: Request) -> None:
             send = channel.send

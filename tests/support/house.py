@@ -1,6 +1,6 @@
 """Figures of the package's structure, so that growth shows: ``python -m tests.support.house``.
 
-`tests/unit/test_house.py` holds three of them. Each is counted from the source but for the files of a round, which a
+`tests/unit/test_house.py` holds four of them. Each is counted from the source but for the files of a round, which a
 profiler sees while three simulated trainers average.
 """
 

@@ -141,6 +141,11 @@ class SharePlan:
     weights: Sequence[Fraction]
     bounds: tuple[int, ...]
 
+    @property
+    def shareless(self) -> frozenset[int]:
+        """Indices of the members that are too slow to own a share, or unreachable."""
+        return frozenset(index for index, weight in enumerate(self.weights) if not weight)
+
     def part_codec(self, codecs: Sequence[Codec], index: int, grace_seconds: float) -> Codec:
         """Return a member's codec for its own parts: the first of ``codecs`` for which the others would wait.
 

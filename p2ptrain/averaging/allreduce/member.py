@@ -7,15 +7,13 @@ import contextlib
 import math
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.allreduce.messages import Request
 from p2ptrain.averaging.protocol.certificate import Ticket
 from p2ptrain.averaging.timing.deadlines import keepalive_seconds, silence_seconds
-from p2ptrain.averaging.vector.chunks import PartCheck, RangeCheck, SumTree, mean_root
-from p2ptrain.buffers import Buffer
+from p2ptrain.averaging.vector.chunks import PartCheck, RangeCheck, SumTree
 from p2ptrain.codecs import Codec
 from p2ptrain.network.rpc.channel import Channel, ChannelLimits
 
@@ -84,24 +82,6 @@ class Member:
         """Loop time of its last message on either stream; one may be idle while data flow on the other."""
         channels = (each for each in (self.outgoing, self.incoming) if each is not None)
         return max((each.heartbeat.last_heard() for each in channels), default=-math.inf)
-
-
-class Trouble(StrEnum):
-    """How a member made an attempt fail."""
-
-    LATE = "late"  # silent, or late with its contribution: possibly alive, but slow
-    SLOW = "slow"  # late with its share's mean or with a signature
-    FAULT = "fault"  # its share failed a check
-    BROKE = "broke"  # its stream broke, or it sent a malformed message
-
-
-@dataclass(frozen=True)
-class Blame:
-    """A member that made an attempt fail."""
-
-    peer: str
-    trouble: Trouble
-    reason: str
 
 
 class Liveness:
@@ -197,11 +177,8 @@ class Verifier:
         """Return the tree of a part's chunks, if parts are signed; raise `IntegrityError` on a false commitment."""
         return None
 
-    async def state(self, mean: Buffer) -> bytes:
-        """Return the hash that names the own share's mean, after signing a statement if means are signed."""
-        attempt, own = self._session.attempt, self._session.own
-        codec = attempt.mean_codec_of(own.index)
-        return await self._session.context.runtime.offload(mean_root, codec, mean, own.size, attempt.chunk)
+    async def state(self, root: bytes) -> None:
+        """Sign a statement about the own share's mean, which has this root, if means are signed."""
 
     async def mean_sent(self, channel: Channel) -> bool:
         """Answer a check; return False if the answer was a majority's signatures."""

@@ -10,8 +10,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from p2ptrain.averaging.protocol.certificate import MAX_MEMBERS, Count, Name, Proof
-from p2ptrain.averaging.verification.commitments import Commitment, Statement
-from p2ptrain.averaging.verification.opening import MAX_CHUNKS
+from p2ptrain.averaging.verification.opening import MAX_CHUNKS, Commitment, Statement
 from p2ptrain.network.schema import Hash, Message
 
 MAX_REFUSAL_LENGTH = 120

@@ -28,43 +28,23 @@ import contextlib
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from enum import StrEnum
 
-from p2ptrain.averaging.allreduce.member import Blame, Liveness, Member, Trouble, Verifier
-from p2ptrain.averaging.allreduce.messages import GaveUp, Request, Signatures
+from p2ptrain.averaging.allreduce.member import Liveness, Member, Verifier
+from p2ptrain.averaging.allreduce.messages import GaveUp, Signatures
 from p2ptrain.averaging.allreduce.spot_checks import SpotChecks
 from p2ptrain.averaging.allreduce.streams import IncomingStreams, OutgoingStream
-from p2ptrain.averaging.commit.attempt import Attempt, AttemptFailedError, LateError, UnencodableError
-from p2ptrain.averaging.commit.provenance import Origin, Source
+from p2ptrain.averaging.commit.attempt import Attempt, AttemptFailedError, Contribution, LateError, UnencodableError
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.averaging.timing.deadlines import FORWARD_SECONDS, quorum_of_others, straggler_seconds
 from p2ptrain.averaging.vector.reduce import EncodedStream, ExactMean, OwnShare
 from p2ptrain.buffers import Buffer
-from p2ptrain.codecs import Codec, CodecError, dense_codec
-from p2ptrain.network.rpc.channel import Channel
+from p2ptrain.codecs import CodecError
 from p2ptrain.tasks import Tasks, to_its_end, until_ended
-
-if TYPE_CHECKING:
-    import torch
 
 LINGER_SECONDS = 2.0  # how long a member serves its mean and signature after its commit
 OUT_OF_PROPORTION = "out of proportion"  # refusal counter: contributions that the closing of a mask excludes
-
-
-@dataclass(frozen=True)
-class Contribution:
-    """One member's input to an attempt.
-
-    Attributes:
-        vector: fp32, shape ``[bounds[-1]]``; must not change until the session's `run` returns.
-        codec: Codec of its parts; a slow member's differs from the mean's.
-        origin: Above level 0: the group result from which the vector was decoded.
-    """
-
-    vector: torch.Tensor
-    codec: Codec
-    origin: Origin | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +60,24 @@ class Observer:
     phase_entered: Callable[[str], None]
     part_arrived: Callable[[str, int, float, int], None]
     evidence_found: Callable[[bytes], None]
+
+
+class Trouble(StrEnum):
+    """How a member made an attempt fail."""
+
+    LATE = "late"  # silent, or late with its contribution: possibly alive, but slow
+    SLOW = "slow"  # late with its share's mean or with a signature
+    FAULT = "fault"  # its share failed a check
+    BROKE = "broke"  # its stream broke, or it sent a malformed message
+
+
+@dataclass(frozen=True)
+class Blame:
+    """A member that made an attempt fail."""
+
+    peer: str
+    trouble: Trouble
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,7 @@ class SessionResult:
 
 
 class AllReduceSession:
-    """One member's part in one attempt: `run` it once, `serve` the others' streams meanwhile, then `close` it."""
+    """One member's part in one attempt: `run` it once, let `incoming` serve the others meanwhile, then `close` it."""
 
     def __init__(
         self,
@@ -141,7 +139,7 @@ class AllReduceSession:
         attempt.audited = context.spec.spot_checks > 0 and len(self.members) > 1 and not attempt.codec.sparse
         low, high = attempt.bounds[self.own.index : self.own.index + 2]
         self.share = OwnShare(
-            dense_codec(attempt.codec).part(low, high), context.spec, contribution.vector[low:high], self.own.index,
+            attempt.dense_codec.part(low, high), context.spec, contribution.vector[low:high], self.own.index,
             len(self.members), attempt.codec.part(low, high) if attempt.codec.sparse else None, attempt.lists_parts,
             chunk=attempt.chunk, audited=attempt.audited,
         )  # fmt: skip
@@ -158,7 +156,7 @@ class AllReduceSession:
         self._mask_closed_at: float | None = None
         self._exact_mean: ExactMean | None = None
         self.verifier = SpotChecks(self, slow_checkers) if attempt.audited else Verifier(self)
-        self._incoming = IncomingStreams(self)
+        self.incoming = IncomingStreams(self)
         self._outgoing: dict[asyncio.Task[None], Member] = {}
         self._closing_mask: asyncio.Task[None] | None = None
 
@@ -264,7 +262,9 @@ class AllReduceSession:
             self._exact_mean = await self.share.reduce(runtime, attempt.contributors, tokens, mean)
         except CodecError as error:
             raise AttemptFailedError(f"the mean cannot be encoded: {error}") from error
-        attempt.add_mean(self.own.index, mean.data, await self.verifier.state(mean.data))
+        root = await runtime.offload(attempt.mean_root, self.own.index, mean.data)
+        await self.verifier.state(root)
+        attempt.add_mean(self.own.index, mean.data, root)
 
     async def _gather(self) -> None:
         self._enter("gather")
@@ -429,11 +429,7 @@ class AllReduceSession:
         self._defect = f"a part of this peer failed ({error!r}): see the log"
         self.changed()
 
-    # --- serve and close ------------------------------------------------------------------------------------------
-
-    async def serve(self, channel: Channel, request: Request, source: Source | None = None) -> None:
-        """Serve another member's stream; above level 0, ``source`` is the group result that it brings."""
-        await self._incoming.serve(channel, request, source)
+    # --- the end --------------------------------------------------------------------------------------------------
 
     def _give_up(self, suspects: Sequence[str]) -> None:
         """Send `GaveUp` to the other members, with the members that this one blames."""
@@ -463,7 +459,7 @@ class AllReduceSession:
     async def close(self, *, linger: bool) -> None:
         """End all streams; with ``linger``, first serve mean and signature for up to `LINGER_SECONDS`."""
         await self._stop_sending()
-        await self._incoming.close(LINGER_SECONDS if linger else 0.0)
+        await self.incoming.close(LINGER_SECONDS if linger else 0.0)
         if unfinished := [task for task, member in self._outgoing.items() if not member.is_through]:
             _, late = await asyncio.wait(unfinished, timeout=FORWARD_SECONDS)
             for task in late:

@@ -14,15 +14,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.allreduce import messages
-from p2ptrain.averaging.allreduce.bandwidth import agreed_rates, owner_rates, share_weights
 from p2ptrain.averaging.allreduce.member import Complaint, Member, Verifier
 from p2ptrain.averaging.commit.attempt import AttemptFailedError, LateError
 from p2ptrain.averaging.timing.deadlines import FORWARD_SECONDS, quorum_of_others
-from p2ptrain.averaging.vector.chunks import PartCheck, RangeCheck, SumTree, mean_tree
+from p2ptrain.averaging.vector.chunks import PartCheck, RangeCheck, SumTree
 from p2ptrain.averaging.verification.audit import Audit, FalseMeanError
-from p2ptrain.averaging.verification.commitments import MAX_STATEMENT_BYTES
-from p2ptrain.averaging.verification.opening import MAX_CHUNKS
-from p2ptrain.buffers import Buffer
 from p2ptrain.codecs import Codec
 from p2ptrain.errors import (
     DeadlineError,
@@ -57,8 +53,6 @@ class SpotChecks(Verifier):
         context = session.context
         self.audit = Audit(session.attempt, session.share, context.runtime, context.signer)
         self._slow_checkers = slow_checkers
-        tickets = session.attempt.roster.tickets
-        self._weights = share_weights(owner_rates(tickets, agreed_rates(tickets)))  # A short vector has few owners.
         self._unshown: dict[Member, Sequence[int]] = {}
         self._others_complaints: list[Complaint] = []
         self._is_clear = asyncio.Event()
@@ -146,7 +140,7 @@ class SpotChecks(Verifier):
 
     async def other_result(self, member: Member) -> None:
         """Compare statements with a member: an owner may have sent it another one."""
-        context, limit = self._session.context, len(self._session.members) * MAX_STATEMENT_BYTES
+        context, limit = self._session.context, self.audit.max_statements_bytes
         try:
             async with self._session.liveness.open(
                 member, messages.AskStatements(self._session.attempt.roster.group_id)
@@ -165,13 +159,10 @@ class SpotChecks(Verifier):
         committed = await channel.receive(messages.Committed, self._session.context.spec.round_seconds)
         return await self.audit.admit(sender.index, codec, check, committed.commitment)
 
-    async def state(self, mean: Buffer) -> bytes:
-        attempt, own = self._session.attempt, self._session.own
-        assert attempt.contributors is not None
-        codec = attempt.mean_codec_of(own.index)
-        tree = await self._session.context.runtime.offload(mean_tree, codec, mean, own.size, attempt.chunk)
-        await self.audit.state(attempt.contributors, tree)
-        return tree.root[0]
+    async def state(self, root: bytes) -> None:
+        contributors = self._session.attempt.contributors
+        assert contributors is not None
+        await self.audit.state(contributors, root)
 
     async def mean_sent(self, channel: Channel) -> bool:
         """Answer a check; once a majority has signed, send the signatures instead: a slow member needs no more."""
@@ -216,7 +207,7 @@ class SpotChecks(Verifier):
     def _find_fault(self, owner: Member, chunks: Sequence[int], reason: str, *, late: bool) -> None:
         """Record that an owner's share failed; the others learn the chunks if the attempt fails."""
         self.faults.setdefault(owner, (reason, late))
-        self.complaints += [(owner.index, chunk) for chunk in chunks][: self._max_complaints - len(self.complaints)]
+        self.complaints += [(owner.index, chunk) for chunk in chunks][: self.audit.most_chunks - len(self.complaints)]
         self._session.changed()
 
     def _find_guilty(self, error: FalseMeanError, chunks: Sequence[int]) -> None:
@@ -228,11 +219,6 @@ class SpotChecks(Verifier):
         self.faults.pop(owner, None)
         self._find_fault(owner, chunks, str(error), late=False)
 
-    @property
-    def _max_complaints(self) -> int:
-        """Maximum number of complaints per member: the chunks that it may draw of one share."""
-        return min(self._session.context.spec.spot_checks, MAX_CHUNKS)
-
     def note_clear(self, member: Member) -> None:
         member.is_clear = True
         self._slow_checkers.discard(member.peer)
@@ -240,7 +226,7 @@ class SpotChecks(Verifier):
 
     def note_complaints(self, complaints: Sequence[Complaint]) -> None:
         members, own = self._session.members, self._session.own
-        for owner, chunk in complaints[: self._max_complaints]:
+        for owner, chunk in complaints[: self.audit.most_chunks]:
             if owner < len(members) and owner != own.index and chunk < self._session.attempt.num_chunks(owner):
                 self._others_complaints.append((owner, chunk))
 
@@ -298,7 +284,7 @@ class SpotChecks(Verifier):
 
     def _is_excused(self, member: Member) -> bool:
         """True if a member's checks are not waited for: lost, late the last time, or too slow to own a share."""
-        is_slow = member.ticket.reachable and not self._weights[member.index]
+        is_slow = member.ticket.reachable and member.index in self._session.attempt.shareless
         return bool(member.lost) or member.peer in self._slow_checkers or is_slow
 
     def _num_checkers(self, owner: Member) -> int:

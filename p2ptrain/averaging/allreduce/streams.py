@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from p2ptrain.averaging.allreduce import messages
 from p2ptrain.averaging.allreduce.member import Member
-from p2ptrain.averaging.commit.attempt import part_codecs
-from p2ptrain.averaging.commit.provenance import Source
+from p2ptrain.averaging.commit.result_chunks import Source
 from p2ptrain.averaging.timing.deadlines import FORWARD_SECONDS, least_mask
-from p2ptrain.averaging.vector.chunks import PartCheck, RangeCheck, SumTree
+from p2ptrain.averaging.vector.chunks import ListCheck, PartCheck, SumTree
 from p2ptrain.averaging.vector.reduce import receive_checked, send_encoded
 from p2ptrain.averaging.verification.opening import MAX_CHUNKS
 from p2ptrain.codecs import Codec, CodecError
@@ -32,7 +31,6 @@ from p2ptrain.errors import (
     PeerSilentError,
     ProtocolError,
 )
-from p2ptrain.hashing import BulkHasher
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.tasks import Tasks
 
@@ -181,17 +179,16 @@ class OutgoingStream:
         session, attempt, index = self._session, self._session.attempt, self.member.index
         await self.until(lambda: attempt.contributors is not None)
         codec = attempt.mean_codec_of(index)
-        check_range, hasher = RangeCheck(codec, session.context.spec), BulkHasher()
+        check_list = ListCheck(codec, session.context.spec)
 
         def check(piece: memoryview, low: int, high: int) -> None:
-            check_range(piece, low, high)
+            check_list(piece, low, high)
             attempt.check_quotes(index, piece, session.own.index)
-            hasher.update(piece)
 
         mean = await receive_checked(
             self.channel, session.context.runtime, codec, self.member.size, self.seconds_left(), check
         )
-        attempt.add_mean(index, mean, hasher.digest())
+        attempt.add_mean(index, mean, check_list.root)
 
     async def _fetch_signatures(self) -> None:
         """Receive the member's signature, and the others that it holds if a majority is still missing."""
@@ -246,7 +243,7 @@ class IncomingStreams:
         self._questions: Counter[int] = Counter()
 
     async def serve(self, channel: Channel, request: messages.Request, source: Source | None = None) -> None:
-        """See `AllReduceSession.serve`."""
+        """Serve another member's stream; above level 0, ``source`` is the group result that it brings."""
         session = self._session
         index = session.attempt.roster.index_of(channel.remote)
         if index in (-1, session.own.index):
@@ -327,7 +324,7 @@ class IncomingStreams:
 
     def _codec_of_part(self, name: str) -> Codec:
         attempt, index = self._session.attempt, self._session.own.index
-        for codec in part_codecs(attempt.spec, attempt.codec, attempt.bounds[-1]):
+        for codec in attempt.part_codecs:
             if codec.name == name:
                 return attempt.part_of(codec, index)
         raise IntegrityError(f"encodes its part in a way that is not allowed beside {attempt.codec.name}")

@@ -15,8 +15,9 @@ from itertools import pairwise
 from statistics import median_low
 from typing import TYPE_CHECKING
 
+from p2ptrain.averaging.commit.result_chunks import Means, Origin
 from p2ptrain.averaging.protocol.certificate import MAX_PRESENT, Body, Certificate, Head, Roster, vote
-from p2ptrain.averaging.vector.chunks import chunk_span, chunk_values, num_chunks
+from p2ptrain.averaging.vector.chunks import chunk_span, chunk_values, mean_root, num_chunks
 from p2ptrain.averaging.vector.rules import VotingRule, get_rule
 from p2ptrain.buffers import Buffer
 from p2ptrain.codecs import (
@@ -131,6 +132,21 @@ class Standing(StrEnum):
         return self not in (Standing.RUNNING, Standing.FETCHING, Standing.SIGNED)
 
 
+@dataclass(frozen=True)
+class Contribution:
+    """One member's input to an attempt.
+
+    Attributes:
+        vector: fp32, shape ``[bounds[-1]]``; must not change until the session's `run` returns.
+        codec: Codec of its parts; a slow member's differs from the mean's.
+        origin: Above level 0: the group result from which the vector was decoded.
+    """
+
+    vector: torch.Tensor
+    codec: Codec
+    origin: Origin | None = None
+
+
 @dataclass
 class Attempt:
     """The state of one roster's attempt that outlives its streams.
@@ -138,11 +154,12 @@ class Attempt:
     Attributes:
         head: The head that the result will extend.
         bounds: Share offsets in values; one more than members.
+        shareless: Indices of the members that would own no share of a vector of any length.
         codec: Codec of the whole vector.
         levels: Levels of the round's tree.
         seconds: Timeout of the attempt; 0 for ``spec.round_seconds``.
         means: Encoded mean of each share; None until it arrives.
-        hashes: Root of each mean; see `p2ptrain.averaging.vector.chunks.mean_tree`.
+        hashes: `mean_root` of each mean.
         contributors: Indices into the roster; None until agreed.
         sent_parts: By share: this member's encoded part, where means are lists of parts; see `check_quotes`.
         body: None until every mean is here.
@@ -164,6 +181,7 @@ class Attempt:
     spec: AveragingSpec
     levels: int = 1
     seconds: float = 0.0
+    shareless: frozenset[int] = frozenset()
     means: list[Buffer | None] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     contributors: tuple[int, ...] | None = None
@@ -206,6 +224,15 @@ class Attempt:
     def lists_parts(self) -> bool:
         return lists_parts(self.spec, self.codec, self.bounds[-1], len(self.roster.tickets))
 
+    @property
+    def dense_codec(self) -> Codec:
+        """Codec of a whole vector's mean that does not list its parts."""
+        return dense_codec(self.codec)
+
+    @property
+    def part_codecs(self) -> tuple[Codec, ...]:
+        return part_codecs(self.spec, self.codec, self.bounds[-1])
+
     def part_of(self, codec: Codec, index: int) -> Codec:
         return codec.part(self.bounds[index], self.bounds[index + 1])
 
@@ -215,6 +242,10 @@ class Attempt:
         contributors = members if self.contributors is None else len(self.contributors)
         codec = mean_codec(self.spec, self.codec, self.bounds[-1], members, contributors)
         return codec.part(self.bounds[index], self.bounds[index + 1])
+
+    def mean_root(self, index: int, mean: Buffer) -> bytes:
+        """Return the digest that names an encoded mean of a share; see `p2ptrain.averaging.vector.chunks.mean_root`."""
+        return mean_root(self.mean_codec_of(index), mean, self.size(index), self.chunk)
 
     def check_quotes(self, index: int, mean: Buffer, own_index: int) -> None:
         """Check the weights and this member's own part in an owner's list of parts; other means pass.
@@ -236,6 +267,9 @@ class Attempt:
             sent = self.sent_parts.get(index) if contributor == own_index else None
             if sent is not None and part != sent:
                 raise CodecError("this peer's own part is not what it sent")
+
+    def complete_means(self) -> Means:
+        return [mean if mean is not None else b"" for mean in self.means]
 
     def add_mean(self, index: int, mean: Buffer, digest: bytes) -> None:
         """Store a share's mean and its hash, unless one is here."""

@@ -8,38 +8,40 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-from p2ptrain.averaging.commit.attempt import Attempt, mean_codec_of
-from p2ptrain.averaging.commit.provenance import Source
-from p2ptrain.averaging.commit.result_chunks import RESULT, Means, ResultChunks
+from p2ptrain.averaging.commit.attempt import Attempt, decode_means, mean_codec_of
+from p2ptrain.averaging.commit.result_chunks import RESULT, RESULT_RATE, Means, Origin, ResultChunks, Source
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.leaders import RoundPosition
-from p2ptrain.averaging.protocol.certificate import Body, Certificate, Head
-from p2ptrain.averaging.protocol.certificate_chain import (
+from p2ptrain.averaging.protocol.certificate import (
     CALL_TIMEOUT_SECONDS,
     CHAIN,
-    MAX_REPLY_BYTES,
+    MAX_CHAIN_BYTES,
     AskChain,
+    Body,
+    Certificate,
     Chain,
+    Head,
     fetch_certificates,
 )
 from p2ptrain.averaging.vector.chunks import chunk_values
-from p2ptrain.averaging.verification.commitments import Slice
-from p2ptrain.averaging.verification.opening import Rules
-from p2ptrain.codecs import Codec, Decoder, codec_at
+from p2ptrain.averaging.verification.opening import Rules, Slice
+from p2ptrain.codecs import Codec, Decoder, codec_at, dense_codec
 from p2ptrain.errors import DeadlineError, PeerRefusedError, ProtocolError
 from p2ptrain.network.chunks.fetch import FetchOptions, FetchReport, fetch
 from p2ptrain.network.chunks.messages import MAX_ASKED, Open
 from p2ptrain.network.chunks.server import ChunkServer, Ration
-from p2ptrain.network.rpc.channel import LeastRate
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_CERTIFICATES = 256
 """Limit of kept certificates; those of evicted results still prove the lineage."""
 MAX_ATTEMPTS_KEPT = 4
+MIN_LOG_BYTES = 64 << 20
 FOLLOWED_BYTES = 64 << 20
 """Byte limit of results kept beyond the limit of rounds while a newcomer fetches them."""
-RESULT_RATE = LeastRate(65536.0, 30.0)
-"""Minimum rate of a source of a result, when no round waits for it."""
 RESULT_RATION = Ration(transfers=128, transfers_per_peer=16, idle_seconds=30.0)
 KNOWN_WAIT_SECONDS = 5.0
 """Timeout of a receiver's wait until this peer knows a result."""
@@ -73,10 +75,18 @@ class RoundLog:
         shared: Complete or arriving results that `share` serves, by body hash.
     """
 
-    def __init__(self, context: PeerContext, parts: Sequence[tuple[Codec, int]], max_bytes: int) -> None:
-        """``parts`` are codec and number of values of each of the model's P parts; round r averages part r mod P."""
+    def __init__(self, context: PeerContext, parts: Sequence[tuple[Codec, int]], max_bytes: int | None = None) -> None:
+        """
+        Args:
+            parts: Codec and number of values of each of the model's P parts; round r averages part r mod P.
+            max_bytes: By default two dense results of the whole model, and at least `MIN_LOG_BYTES`.
+        """
+        if max_bytes is None:
+            dense_bytes = sum(dense_codec(codec).encoded_bytes(num_values) for codec, num_values in parts)
+            max_bytes = max(MIN_LOG_BYTES, 2 * dense_bytes)
         self._context = context
         self._parts = parts
+        self.num_parts = len(parts)
         self._max_rounds = context.spec.history_rounds * len(parts)
         self._max_bytes = max_bytes
         self.attempts: OrderedDict[bytes, Attempt] = OrderedDict()
@@ -87,15 +97,15 @@ class RoundLog:
         context.rpc.serve(CHAIN, AskChain, self._serve_chain)
         ChunkServer(context.rpc, RESULT, self._find, RESULT_RATION)
 
-    def codec_of(self, round_: int) -> Codec:
-        """Return the codec of a round's vectors on level 0."""
-        return self._parts[round_ % len(self._parts)][0]
+    def codec_of(self, round_: int, level: int = 0) -> Codec:
+        """Return the codec of a round's vectors on a level of the tree."""
+        return codec_at(self._parts[round_ % len(self._parts)][0], level)
 
     def num_values(self, round_: int) -> int:
         return self._parts[round_ % len(self._parts)][1]
 
     def rules_of(self, share: Slice) -> Rules:
-        codec = codec_at(self.codec_of(share.round), share.level)
+        codec = self.codec_of(share.round, share.level)
         return Rules(self._context.swarm, self._context.spec, codec, self.num_values(share.round))
 
     # --- own results
@@ -154,7 +164,7 @@ class RoundLog:
         encoded: list[bytes] = []
         for certificate in self.proofs(request.lineage) if request.proofs else self.chain(request.lineage):
             encoded.append(certificate.to_bytes())
-            if sum(map(len, encoded)) > MAX_REPLY_BYTES // 2:
+            if sum(map(len, encoded)) > MAX_CHAIN_BYTES // 2:
                 break
         return Chain(tuple(encoded))
 
@@ -193,7 +203,7 @@ class RoundLog:
         attempt = self._attempt_of(body_hash)
         if attempt is None or attempt.body is None or not attempt.means:
             return None
-        return self.chunks_of(own, attempt.body, [mean or b"" for mean in attempt.means])
+        return self.chunks_of(own, attempt.body, attempt.complete_means())
 
     def _wake(self) -> None:
         event, self._changed = self._changed, asyncio.Event()
@@ -250,19 +260,22 @@ class RoundLog:
         await chunks.validate()
         return report
 
+    def decode(self, body: Body, means: Means, out: torch.Tensor) -> None:
+        """See `decode_means`."""
+        decode_means(self._context.spec, self.codec_of(body.round), body, means, out)
+
     # --- layout of a result that a peer offers: these raise `ProtocolError` if it does not fit this model
 
     def codecs_of(self, peer: str, body: Body) -> list[Decoder]:
         """Return the decoders of the shares' means in a result that ``peer`` offers."""
         if body.bounds[0] != 0 or body.bounds[-1] != self.num_values(body.round):
             raise ProtocolError(peer, "offers a result of another size than this model")
-        usual = self.codec_of(body.round)
-        codec = codec_at(usual, body.level)
+        codec = self.codec_of(body.round, body.level)
         if body.codec != f"{codec.name}/{codec.version}":
             raise ProtocolError(peer, f"offers a result in codec {body.codec}")
         if not body.contributors:
             raise ProtocolError(peer, "offers a result of nobody's contributions")
-        means = mean_codec_of(self._context.spec, usual, body)
+        means = mean_codec_of(self._context.spec, self.codec_of(body.round), body)
         try:
             return [means.part(low, high) for low, high in pairwise(body.bounds)]
         except ValueError as error:
@@ -275,13 +288,17 @@ class RoundLog:
     def source_of(self, peer: str, body: Body) -> Source:
         return Source(body, self.codecs_of(peer, body), self._leaf_values(body))
 
+    def origin_of(self, certificate: Certificate, means: Means) -> Origin:
+        """Return this peer's contribution to the next level of the tree: the result of its group."""
+        return Origin(certificate, means, self.source_of(self._context.rpc.peer_id, certificate.body))
+
     def chunks_of(self, peer: str, body: Body, means: Means | None = None) -> ResultChunks:
         """Return the chunks of a certified result; ``means`` are complete, or None to fetch them."""
         codecs = self.codecs_of(peer, body)
         return ResultChunks(self._context.runtime, body, codecs, self._leaf_values(body), means)
 
     def _leaf_values(self, body: Body) -> int:
-        return chunk_values(codec_at(self.codec_of(body.round), body.level))
+        return chunk_values(self.codec_of(body.round, body.level))
 
 
 class ContributionLog:

@@ -16,7 +16,7 @@ from decimal import Context, Decimal, localcontext
 from functools import lru_cache
 from typing import NamedTuple
 
-from p2ptrain.averaging.protocol.certificate import Count, Head, Level, Present, Ticket
+from p2ptrain.averaging.protocol.certificate import Count, Head, Level, Present, Roster, Ticket
 from p2ptrain.errors import IntegrityError
 from p2ptrain.network.schema import Hash
 
@@ -69,6 +69,15 @@ class Cells:
         if not key.level:
             return peer
         return f"cell {self.key_of(key, peer, key.level - 1).cell}"
+
+    def is_consistent(self, roster: Roster) -> bool:
+        """True if the tickets of a roster belong to one group, and are in the order of the peers' ids."""
+        first = roster.tickets[0]
+        key = self.key_of(first, first.peer, first.level)
+        slots = {self.slot(key, peer) for peer in roster.members}
+        agreed = {(t.digest, t.layout, self.key_of(t, t.peer, t.level)) for t in roster.tickets}
+        ordered = list(roster.members) == sorted(set(roster.members))
+        return agreed == {(first.digest, first.layout, key)} and ordered and len(slots) == len(roster.tickets)
 
     def check(self, key: Key) -> None:
         """Raise `IntegrityError` unless the tree has this cell."""

@@ -18,7 +18,7 @@ from p2ptrain.averaging.grouping import messages
 from p2ptrain.averaging.grouping.cells import Key
 from p2ptrain.averaging.grouping.leaders import Leaders, is_ahead, probe, probe_seconds
 from p2ptrain.averaging.grouping.membership import Absentees, rank
-from p2ptrain.averaging.grouping.pending_group import PendingGroup, decide
+from p2ptrain.averaging.grouping.pending_group import PendingGroup, decide, group_spec
 from p2ptrain.averaging.protocol.certificate import Head, Ticket
 from p2ptrain.averaging.timing.deadlines import LEAST_QUIET_SECONDS, QUIET_GRACES, KeepaliveStatus, send_keepalives
 from p2ptrain.averaging.timing.goal import (
@@ -31,7 +31,6 @@ from p2ptrain.averaging.timing.goal import (
     StepProgress,
 )
 from p2ptrain.errors import DeadlineError, IntegrityError, PeerError, PeerRefusedError
-from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.tasks import Tasks
 
@@ -125,21 +124,12 @@ class Coordinator:
             now, goal = asyncio.get_running_loop().time(), NO_GOAL if key.level else self._goal
             target = -(-goal.samples // self._cells.num_cells(key))
             group = self._groups[key] = PendingGroup(
-                head, key, self._spec_of(key), GlobalBatch(target, self._pace),
+                head, key, group_spec(self._spec, self._cells, key), GlobalBatch(target, self._pace),
                 lambda peer: self._cells.slot(key, peer), LocalSteps(goal.steps, now, self._pace),
             )  # fmt: skip
             group.last_activity = now
             self._tasks.start(self._lead(group), f"group-{head.round}")
         return group
-
-    def _spec_of(self, key: Key) -> AveragingSpec:
-        """Return the rules of one group.
-
-        ``min_peers`` is about the whole swarm, not a cell. Delegates wait for the grace periods of the levels below.
-        """
-        alone = self._cells.num_levels(key.present) == 1
-        grace = self._spec.grace_seconds * (1 + key.level)
-        return self._spec if alone else self._spec.model_copy(update={"min_peers": 1, "grace_seconds": grace})
 
     async def _serve_join(self, channel: Channel, request: messages.Join) -> None:
         ticket, head = request.ticket, request.head

@@ -16,8 +16,7 @@ from p2ptrain.averaging.grouping import messages
 from p2ptrain.averaging.grouping.cells import Cells, Key
 from p2ptrain.averaging.grouping.coordinator import CONVICTED, MAX_HOPS, Coordinator
 from p2ptrain.averaging.grouping.leaders import Leaders, RoundPosition, is_ahead, probe, probe_seconds
-from p2ptrain.averaging.grouping.membership import Membership
-from p2ptrain.averaging.grouping.pending_group import is_consistent
+from p2ptrain.averaging.grouping.membership import ANSWER_SECONDS
 from p2ptrain.averaging.grouping.reporting import Pacing, Standby
 from p2ptrain.averaging.protocol.certificate import Head, Roster, Ticket
 from p2ptrain.averaging.timing.deadlines import (
@@ -65,18 +64,17 @@ class Matchmaker:
     def __init__(
         self,
         context: PeerContext,
-        membership: Membership,
         head: Head,
         goal: Goal = NO_GOAL,
         on_misled: Callable[[str, str], None] = lambda peer, leader: None,
     ) -> None:
         self._context = context
         self._spec = context.spec
-        self._membership = membership
+        self._membership = context.membership
         self.cells = Cells(context.spec.group_size)
         self.position = RoundPosition(head, context.rpc.peer_id, self.cells)
         self._last_leader: tuple[Key, str] | None = None
-        self.leaders = Leaders(self.position, membership)
+        self.leaders = Leaders(self.position, context.membership)
         self._coordinator = Coordinator(context, self.leaders, goal, on_misled)
         self._tasks = Tasks()
         self._asking: tuple[str, asyncio.Task[messages.Answer]] | None = None
@@ -132,17 +130,19 @@ class Matchmaker:
         peers = self._in_cell(key, self._membership.present())[:MAX_GREETED]
         await together("greet", (self._greet(peer, key) for peer in peers))
 
-    async def check_alone(self) -> None:
-        """Probe the others before this peer ends a long round alone: it may have been suspended meanwhile.
+    async def check_alone(self, roster: Roster, seconds: float) -> None:
+        """Probe the others before this peer ends alone a round that took long: it may have been suspended meanwhile.
 
         Raises:
             BehindError: The others have ended the round.
         """
-        key, ahead, seconds = self.position.key, list[str](), probe_seconds(self._spec)
+        if len(roster.members) > 1 or roster.tickets[0].level or seconds <= ANSWER_SECONDS:
+            return
+        key, ahead, timeout_seconds = self.position.key, list[str](), probe_seconds(self._spec)
 
         async def ask(peer: str) -> None:
             with contextlib.suppress(PeerError, DeadlineError):
-                if is_ahead((await probe(self._context.rpc, peer, key, seconds)).head, self.position.head):
+                if is_ahead((await probe(self._context.rpc, peer, key, timeout_seconds)).head, self.position.head):
                     ahead.append(peer)
 
         trainers = {*self._membership.trainers(), *self.position.head.members} - {self._context.rpc.peer_id}
@@ -328,7 +328,7 @@ class Matchmaker:
         except IntegrityError as error:
             self._membership.suspect(leader, str(error))
             raise NoGroupError(f"the leader sent a roster with {error}") from error
-        if own not in roster.tickets or not is_consistent(roster, self.cells):
+        if own not in roster.tickets or not self.cells.is_consistent(roster):
             raise NoGroupError("the leader sent a roster that does not agree with itself")
         if any(self._membership.is_convicted(peer) for peer in roster.members):
             raise NoGroupError("the leader sent a roster with a peer that was proved to have falsified a mean")

@@ -15,19 +15,19 @@ from typing import Literal
 from p2ptrain.averaging.grouping.cells import Cells, Key
 from p2ptrain.averaging.grouping.membership import rank
 from p2ptrain.averaging.grouping.messages import Answer, Formed, Refused
-from p2ptrain.averaging.protocol.certificate import Head, Roster, Ticket
+from p2ptrain.averaging.protocol.certificate import Head, Ticket
 from p2ptrain.averaging.timing.goal import BatchProgress, GlobalBatch, LocalSteps, StepProgress
 from p2ptrain.manifest import AveragingSpec
 
 
-def is_consistent(roster: Roster, cells: Cells) -> bool:
-    """True if the tickets of a roster belong to one group, and are in the order of the peers' ids."""
-    first = roster.tickets[0]
-    key = cells.key_of(first, first.peer, first.level)
-    slots = {cells.slot(key, peer) for peer in roster.members}
-    agreed = {(t.digest, t.layout, cells.key_of(t, t.peer, t.level)) for t in roster.tickets}
-    ordered = list(roster.members) == sorted(set(roster.members))
-    return agreed == {(first.digest, first.layout, key)} and ordered and len(slots) == len(roster.tickets)
+def group_spec(spec: AveragingSpec, cells: Cells, key: Key) -> AveragingSpec:
+    """Return the rules of one group.
+
+    ``min_peers`` is about the whole swarm, not a cell. Delegates wait for the grace periods of the levels below.
+    """
+    if cells.num_levels(key.present) == 1:
+        return spec
+    return spec.model_copy(update={"min_peers": 1, "grace_seconds": spec.grace_seconds * (1 + key.level)})
 
 
 @dataclass(frozen=True)

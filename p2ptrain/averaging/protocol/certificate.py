@@ -3,7 +3,8 @@
 A *ticket* is a peer's signed request to average one round. A *roster* is the list of tickets that a leader assembled.
 The roster's members reduce, and each member that holds the whole result signs its *body*. A body signed by a majority
 of the roster is a *certificate*. Only certificates advance a round. A roster has at most one: two majorities of it
-share a member, and a member signs one body per roster. A *head* is the state of a lineage after a certificate.
+share a member, and a member signs one body per roster. A *head* is the state of a lineage after a certificate. A peer
+proves its lineage by its *chain*, the certificates after an earlier head.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from typing import Annotated, ClassVar, Self
 
 from msgspec import Meta
 
-from p2ptrain.errors import IntegrityError
+from p2ptrain.errors import IntegrityError, ProtocolError
 from p2ptrain.hashing import HASH_BYTES, canonical_bytes
-from p2ptrain.network.schema import Hash, from_bytes, to_bytes, to_wire
+from p2ptrain.network.rpc.endpoint import Rpc
+from p2ptrain.network.schema import Hash, Message, from_bytes, to_bytes, to_wire
 from p2ptrain.signing import Signer
 
 MAX_MEMBERS = 256
@@ -27,6 +29,9 @@ MAX_LEVELS = 16
 MAX_RATES_BYTES = 1024
 MAX_PROOF_BYTES = 2048
 MAX_CERTIFICATE_BYTES = 1 << 20
+CHAIN = "history.after"
+MAX_CHAIN_BYTES = 4 << 20
+CALL_TIMEOUT_SECONDS = 12.0
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Present = Annotated[int, Meta(ge=0, le=MAX_PRESENT)]
 Positive = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
@@ -340,3 +345,41 @@ class Certificate:
 def vote(body_hash: bytes) -> bytes:
     """Return the message that a member signs for a body."""
     return b"p2ptrain vote" + body_hash
+
+
+class AskChain(Message, frozen=True):
+    """Request for the certificates that follow a lineage; with ``proofs``, also those whose results are gone."""
+
+    lineage: Annotated[bytes, Meta(max_length=32)]
+    proofs: bool = False
+
+
+class Chain(Message, frozen=True):
+    """Certificates in wire form, each of which extends the one before."""
+
+    certificates: Annotated[tuple[bytes, ...], Meta(max_length=1 << 16)]
+
+
+async def fetch_certificates(
+    rpc: Rpc, peer: str, lineage: bytes, swarm: bytes, verifier: Signer, *, proofs: bool = False
+) -> list[Certificate]:
+    """Return a peer's certificates from ``lineage`` on, verified and connected; see `RoundLog.certificates_after`.
+
+    Raises:
+        PeerError, DeadlineError: The call failed.
+        ProtocolError: The peer sent certificates that do not verify or do not connect.
+    """
+    reply = await rpc.call(
+        peer, CHAIN, AskChain(lineage, proofs), Chain, CALL_TIMEOUT_SECONDS, max_reply_bytes=MAX_CHAIN_BYTES
+    )
+    certificates = []
+    for item in reply.certificates:
+        try:
+            certificate = Certificate.from_bytes(item, swarm, verifier)
+        except IntegrityError as error:
+            raise ProtocolError(peer, f"sent a history in which {error}") from error
+        if certificate.body.lineage != lineage or not certificate.body.is_last:
+            raise ProtocolError(peer, "sent a history that does not connect")
+        lineage = certificate.body.next_lineage
+        certificates.append(certificate)
+    return certificates

@@ -21,7 +21,7 @@ from blake3 import blake3
 
 from p2ptrain.buffers import Buffer
 from p2ptrain.codecs import Codec, CodecError, Decoder, PartList
-from p2ptrain.hashing import EMPTY_HASH, HASH_BYTES, bulk_hash
+from p2ptrain.hashing import EMPTY_HASH, HASH_BYTES, BulkHasher, bulk_hash
 from p2ptrain.manifest import AveragingSpec
 
 PIECE_VALUES = 1 << 20
@@ -196,6 +196,23 @@ class PartCheck(RangeCheck):
         if self._hashed:
             hashes = leaf_hashes(piece, [codec.encoded_bytes(last) for _, last in spans])
         self.leaves += zip(hashes, energies, strict=True)
+
+
+class ListCheck(RangeCheck):
+    """A `RangeCheck` that also hashes a mean that lists its parts; the pieces must come in order."""
+
+    def __init__(self, codec: Decoder, spec: AveragingSpec) -> None:
+        super().__init__(codec, spec)
+        self._hasher = BulkHasher()
+
+    def __call__(self, piece: memoryview, low: int, high: int) -> None:
+        super().__call__(piece, low, high)
+        self._hasher.update(piece)
+
+    @property
+    def root(self) -> bytes:
+        """The mean's `mean_root`."""
+        return self._hasher.digest()
 
 
 def check_range(largest: float, limit: float) -> None:

@@ -22,11 +22,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from p2ptrain.averaging.vector.rules import get_rule
 from p2ptrain.buffers import Buffer
 from p2ptrain.codecs import Codec
+from p2ptrain.manifest import AveragingSpec
 
 if TYPE_CHECKING:
     import torch
+
+
+def feedback_scale(spec: AveragingSpec, tokens: Sequence[int], position: int) -> float:
+    """Return the factor by which an owner adds its mean's encoding error, so that the next mean counts it once.
+
+    Args:
+        position: Index of the owner in ``tokens``.
+
+    Returns:
+        1 / (the owner's share); 0 under rules by coordinate, which would drop a value from one member as an outlier.
+    """
+    rule = get_rule(spec)
+    return 0.0 if rule.by_coordinate else 1 / rule.shares(spec, tokens)[position]
 
 
 @dataclass(frozen=True)
@@ -44,7 +59,7 @@ class Encoded:
             None if this peer did not reduce it, or the encoding is lossless.
         own_mean: Encoded mean of the own share.
         mean_codec: Codec of ``own_mean``.
-        mean_scale: Factor of the mean's error; see `p2ptrain.averaging.vector.rules.feedback_scale`.
+        mean_scale: Factor of the mean's error; see `feedback_scale`.
     """
 
     vector: torch.Tensor

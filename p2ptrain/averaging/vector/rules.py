@@ -317,16 +317,3 @@ def get_rule(spec: AveragingSpec) -> Rule:
         IncompatibleError: The rule is not installed, or a package's rule fails `check_rule`.
     """
     return RULES.get(spec.aggregation)
-
-
-def feedback_scale(spec: AveragingSpec, tokens: Sequence[int], position: int) -> float:
-    """Return the factor by which an owner adds its mean's encoding error, so that the next mean counts it once.
-
-    Args:
-        position: Index of the owner in ``tokens``.
-
-    Returns:
-        1 / (the owner's share); 0 under rules by coordinate, which would drop a value from one member as an outlier.
-    """
-    rule = get_rule(spec)
-    return 0.0 if rule.by_coordinate else 1 / rule.shares(spec, tokens)[position]

@@ -22,17 +22,21 @@ from p2ptrain.averaging.commit.attempt import Attempt
 from p2ptrain.averaging.vector.chunks import NODE, PartCheck, SumTree, chunk_values, leaf_hash
 from p2ptrain.averaging.vector.reduce import OwnShare
 from p2ptrain.averaging.vector.rules import MIN_FOR_MEDIAN
-from p2ptrain.averaging.verification.commitments import Commitment, Slice, Statement, digest_of
 from p2ptrain.averaging.verification.opening import (
     MAX_CHUNKS,
+    MAX_STATEMENT_BYTES,
     TWO_MEANS,
     Answer,
     ChunkKey,
+    Commitment,
     FalseChunk,
     Opened,
     Opening,
     Rules,
+    Slice,
+    Statement,
     TwoMeans,
+    digest_of,
     judge,
     keys_message,
 )
@@ -107,15 +111,15 @@ class Audit:
 
         return await self._runtime.offload(verify)
 
-    async def state(self, contributors: Sequence[int], tree: SumTree) -> None:
-        """Sign that the own share's mean has this tree; `answer` waits for this."""
+    async def state(self, contributors: Sequence[int], mean_root: bytes) -> None:
+        """Sign that the own share's mean has this root; `answer` waits for this."""
 
         def sign() -> Statement:
             own = self._attempt.roster.tickets[self._index]
             root = self._share.trees[self._index].root
             self._commitments[self._index] = Commitment(self._slice(self._index), own.peer, "", own.tokens, root)
             self._stated = [self._commitments[index] for index in contributors]
-            statement = Statement(self._slice(self._index), tree.root[0], digest_of(self._stated))
+            statement = Statement(self._slice(self._index), mean_root, digest_of(self._stated))
             return statement.signed(self._attempt.swarm, self._signer)
 
         statement = await self._runtime.offload(sign)
@@ -184,6 +188,15 @@ class Audit:
             raise IntegrityError("speaks of another mean than it sent")
         self._mean_trees[owner] = tree
         self._heard[owner] = said
+
+    @property
+    def most_chunks(self) -> int:
+        """Maximum number of chunks that a member may draw of one share."""
+        return min(self._rules.spec.spot_checks, MAX_CHUNKS)
+
+    @property
+    def max_statements_bytes(self) -> int:
+        return len(self._attempt.roster.tickets) * MAX_STATEMENT_BYTES
 
     def heard_statements(self) -> tuple[Statement, ...]:
         return tuple(self._heard.values())

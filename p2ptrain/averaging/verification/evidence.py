@@ -9,6 +9,7 @@ peer that brings invalid evidence is ignored from then on. Mass convictions of o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
@@ -17,7 +18,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from p2ptrain.averaging.context import PeerContext
-from p2ptrain.averaging.grouping.membership import MAX_KNOWN_PEERS, Membership
+from p2ptrain.averaging.grouping.membership import MAX_KNOWN_PEERS
 from p2ptrain.averaging.protocol.certificate import Name
 from p2ptrain.averaging.verification.opening import MAX_EVIDENCE_BYTES, RulesOf, verify_evidence
 from p2ptrain.errors import DeadlineError, IntegrityError, PeerError, PeerRefusedError
@@ -76,14 +77,12 @@ class EvidenceStore:
         convicted: Evidence by peer, the oldest first; empty where only the name is kept.
     """
 
-    def __init__(
-        self, context: PeerContext, rules_of: RulesOf, membership: Membership, on_conviction: Callable[[str, str], None]
-    ) -> None:
+    def __init__(self, context: PeerContext, rules_of: RulesOf, on_conviction: Callable[[str, str], None]) -> None:
         """``on_conviction`` is called once for each convicted peer, with its fault."""
         self._context = context
         self._rpc = context.rpc
         self._rules_of = rules_of
-        self._membership = membership
+        self._membership = context.membership
         self._on_conviction = on_conviction
         self.convicted: OrderedDict[str, bytes] = OrderedDict()
         self._ask_again_at: dict[str, float] = {}
@@ -108,6 +107,11 @@ class EvidenceStore:
             for other in [p for p in self._membership.present() if p != peer][:MAX_OFFERED]:
                 self._start(self._offer(other, peer, evidence))
         return peer
+
+    async def add_own(self, evidence: bytes) -> None:
+        """Add evidence that this peer found, unless it is too large, as it may be in a very large group."""
+        with contextlib.suppress(IntegrityError):
+            await self.add(evidence)
 
     def add_soon(self, evidence: bytes) -> None:
         self._start(self.add(evidence))

@@ -45,8 +45,11 @@ class HeldState:
         peer = self._peer
         peer.on_close(self.close)
         self._prepare()
-        context = PeerContext(peer.rpc, peer.runtime, peer.identity, peer.swarm, peer.manifest.averaging, peer)
-        replica = Replica(context, peer.manifest.training, state, peer.membership)
+        manifest = peer.manifest
+        context = PeerContext(
+            peer.rpc, peer.runtime, peer.identity, peer.swarm, manifest.averaging, peer.membership, peer
+        )
+        replica = Replica(context, manifest.training, state)
         self._trained = Synchronizer(replica, peer.options.upload_bandwidth, peer.jobs)
         return self._trained
 

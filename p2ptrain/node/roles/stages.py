@@ -40,7 +40,7 @@ class Stages:
                 hosted.saves.note(save)
             peer.held.host(hosted)
             for unit in hosted.units:
-                await find_the_others(peer.presence, unit.synchronizer.replica.membership, unit.synchronizer, unit.work)
+                await find_the_others(peer.presence, unit.synchronizer, unit.work)
                 if reasons := list(unit.synchronizer.catch_up.incompatible.values()):
                     raise IncompatibleError(f"{reasons[0]}: build the model that the manifest describes")
         except BaseException:

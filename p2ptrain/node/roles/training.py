@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from p2ptrain.averaging.grouping.membership import ACTIVE_STATES, Membership
+from p2ptrain.averaging.grouping.membership import ACTIVE_STATES
 from p2ptrain.errors import IncompatibleError
 from p2ptrain.node.peer import Peer
 from p2ptrain.node.presence import Presence
@@ -60,38 +60,37 @@ async def start_training(
     peer.set_state("syncing")
     await peer.presence.refresh()
     await check_agreement(peer.rpc, state, peer.membership.alive_trainers())
-    await find_the_others(peer.presence, peer.membership, synchronizer, optimizer.work)
-    if reason := why_incompatible(peer.membership, synchronizer):
+    await find_the_others(peer.presence, synchronizer, optimizer.work)
+    if reason := why_incompatible(synchronizer):
         raise IncompatibleError(f"{reason}: build the model that the swarm's manifest describes")
     peer.set_state("training")
     await step_in(peer.presence, synchronizer)
     return optimizer, saver
 
 
-def why_incompatible(membership: Membership, synchronizer: Synchronizer) -> str:
+def why_incompatible(synchronizer: Synchronizer) -> str:
     """Return why no trainer's state fits this model; empty if one fits, or if there is no trainer."""
+    membership = synchronizer.replica.context.membership
     trainers = [record.peer for record in membership.records() if record.state in ACTIVE_STATES]
     if any(trainer not in synchronizer.catch_up.incompatible for trainer in trainers):
         return ""
     return synchronizer.catch_up.incompatible[trainers[0]] if trainers else ""
 
 
-async def find_the_others(
-    presence: Presence, membership: Membership, synchronizer: Synchronizer, work: Contribution | None = None
-) -> None:
+async def find_the_others(presence: Presence, synchronizer: Synchronizer, work: Contribution | None = None) -> None:
     """Follow the swarm until no trainer is ahead, or for `SETTLE_SECONDS`.
 
     A peer that sees no trainer looks again once its own record has propagated. So of two peers that start together, at
     least one sees the other. A peer with only a part of the swarm's state waits without a deadline: peers that are down
     may hold the state in their checkpoints.
     """
-    loop = asyncio.get_running_loop()
+    loop, membership = asyncio.get_running_loop(), synchronizer.replica.context.membership
     deadline = loop.time() + SETTLE_SECONDS
     was_alone = False
     while loop.time() < deadline or synchronizer.catch_up.has_partial_state():
         answers = await presence.refresh()
         if synchronizer.catch_up.has_partial_state() and not membership.alive_trainers():
-            await _wait_for_a_source(membership, synchronizer)
+            await _wait_for_a_source(synchronizer)
             deadline = loop.time() + SETTLE_SECONDS
             continue
         if not answers:  # Without an answer, it is unknown whether other peers are there.
@@ -106,19 +105,19 @@ async def find_the_others(
             continue
         # A peer that stays a few rounds behind catches up once the other peers wait for it.
         is_behind = any(record.round > synchronizer.head.round for record in trainers)
-        if followed or not is_behind or why_incompatible(membership, synchronizer):
+        if followed or not is_behind or why_incompatible(synchronizer):
             return
         await asyncio.sleep(PAUSE_SECONDS)
 
 
-async def _wait_for_a_source(membership: Membership, synchronizer: Synchronizer) -> None:
+async def _wait_for_a_source(synchronizer: Synchronizer) -> None:
     """Wait until a trainer is there; `Presence` updates the membership meanwhile."""
     logger.warning(
         "no peer that holds the swarm's state is there, and only a part of it is here: waiting until one is back"
         " (to begin anew without it, start in an empty run directory)"
     )
     with synchronizer.jobs(WAITING, ""):
-        while not membership.alive_trainers():  # noqa: ASYNC110
+        while not synchronizer.replica.context.membership.alive_trainers():  # noqa: ASYNC110
             await asyncio.sleep(PAUSE_SECONDS)
 
 

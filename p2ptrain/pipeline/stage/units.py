@@ -48,8 +48,11 @@ def host_unit(
     averaging = plan.manifest.averaging.model_copy(update={"min_peers": 1})
     part = Part(worker.compute.stage, plan.local_names(worker.number, unit))
     state = unit_state(part, plan.manifest.training, swarm, plan.manifest.pipeline.moments)
-    context = PeerContext(rpc.scoped(f"unit{unit.number}"), rpc.runtime, signer, swarm, averaging, options.owner)
-    replica = Replica(context, plan.manifest.training, state, view.membership(unit.number))
+    context = PeerContext(
+        rpc.scoped(f"unit{unit.number}"), rpc.runtime, signer, swarm, averaging, view.membership(unit.number),
+        options.owner,
+    )  # fmt: skip
+    replica = Replica(context, plan.manifest.training, state)
     synchronizer = Synchronizer(replica, options.bandwidth, options.jobs)
     work = StageWork(part, state, gradients.total, worker.lock, unit.scale)
     return HostedUnit(unit, swarm, state, synchronizer, work)

@@ -62,7 +62,7 @@ class StateDownload:
         self._context = replica.context
         self._state = replica.state
         self._round_log = replica.averager.round_log
-        self._membership = replica.membership
+        self._membership = replica.context.membership
         self._jobs = jobs
         scratch, swarm = self._context.runtime.scratch, self._context.swarm
         self._folder = scratch / f"download-{swarm.hex()[:16]}" if scratch else None

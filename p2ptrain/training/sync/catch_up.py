@@ -54,7 +54,7 @@ class CatchUp:
         self._state = replica.state
         self._round_log = replica.averager.round_log
         self._matchmaker = replica.averager.matchmaker
-        self._membership = replica.membership
+        self._membership = replica.context.membership
         self._jobs = jobs
         self._downloaded = StateDownload(replica, jobs)
         self._failed_repairs = 0

@@ -14,10 +14,8 @@ from typing import Protocol
 import torch
 
 from p2ptrain.averaging.averager import Averager
-from p2ptrain.averaging.commit.attempt import decode_means
-from p2ptrain.averaging.commit.round_log import Result
+from p2ptrain.averaging.commit.round_log import Result, RoundLog
 from p2ptrain.averaging.context import PeerContext
-from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.averaging.protocol.certificate import Body, Certificate, Head
 from p2ptrain.averaging.timing.goal import Goal
 from p2ptrain.averaging.vector.error_feedback import Encoded, ErrorFeedback
@@ -90,20 +88,17 @@ class Replica:
         trained_rounds: Committed rounds with this peer's work.
     """
 
-    def __init__(
-        self, context: PeerContext, training: TrainingSpec, state: SharedState, membership: Membership
-    ) -> None:
+    def __init__(self, context: PeerContext, training: TrainingSpec, state: SharedState) -> None:
         self.context = context
-        self.membership = membership
         self.state = state
         spec, layout, fragments = context.spec, state.layout, state.fragments
         goal = Goal(samples=training.global_batch) if training.every == 1 else Goal(steps=training.steps_per_round)
-        self._codecs = [vector_codec(spec, fragment.layout) for fragment in fragments]
+        codecs = [vector_codec(spec, fragment.layout) for fragment in fragments]
         sizes = [fragment.num_values for fragment in fragments]
-        parts = list(zip(self._codecs, sizes, strict=True))
-        self.averager = Averager(context, membership, state.head, parts, layout.fingerprint, goal)
+        round_log = RoundLog(context, list(zip(codecs, sizes, strict=True)))
+        self.averager = Averager(context, state.head, round_log, layout.fingerprint, goal)
         self.feedback = ErrorFeedback(layout.num_values, vector_codec(spec, layout), spec.feedback_decay)
-        self._feedbacks = self.feedback.split(self._codecs, sizes)
+        self._feedbacks = self.feedback.split(codecs, sizes)
         self.drops_stale = training.every == 1
         self._buffer: torch.Tensor | None = None
         self._drops_in_a_row = 0
@@ -161,7 +156,7 @@ class Replica:
     async def reset(self, work: Contribution) -> None:
         """Drop all local work, the local optimizer's state and the residual; call while ``work`` is at rest."""
         await self.context.runtime.compute(work.reset)
-        self.averager.contributions.consumed(range(len(self._codecs)))
+        self.averager.contributions.consumed(range(len(self.state.fragments)))
         self.feedback.reset()
 
     async def drop(self, work: Contribution, reason: str) -> str:
@@ -220,7 +215,7 @@ class Replica:
         body = result.certificate.body
         fragment = self.fragment_of(body)
         mean = self._buffer_for(fragment)
-        decode_means(self.context.spec, self._codecs[fragment.index], body, result.means, mean)
+        self.averager.round_log.decode(body, result.means, mean)
         self.state.apply(mean, body.round, fragment)
 
     def _carry(self, work: Contribution, fragment: Fragment, part: float) -> torch.Tensor | None:

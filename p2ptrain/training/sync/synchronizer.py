@@ -75,7 +75,7 @@ class Synchronizer:
 
     def __init__(self, replica: Replica, bandwidth: int = 0, jobs: Progress = no_progress) -> None:
         self._spec = replica.context.spec
-        self._membership = replica.membership
+        self._membership = replica.context.membership
         self._bandwidth = bandwidth
         self.replica = replica
         self.state = replica.state

@@ -10,6 +10,7 @@ import torch
 
 from p2ptrain.averaging.averager import Averager, RoundOutcome
 from p2ptrain.averaging.commit.attempt import decode_means
+from p2ptrain.averaging.commit.round_log import RoundLog
 from p2ptrain.averaging.context import PeerContext, Unconcerned
 from p2ptrain.averaging.grouping.cells import Key
 from p2ptrain.averaging.grouping.leaders import Leaders
@@ -112,8 +113,8 @@ def make_matchmaker(
     membership = Membership(member.rpc.peer_id, member.peer.runtime)
     for other in swarm:
         membership.update(record_at(other.peer, head), 1, 1e12)
-    context = PeerContext(member.rpc, member.peer.runtime, member.peer.signer, SWARM, spec)
-    return Matchmaker(context, membership, head, goal), membership
+    context = PeerContext(member.rpc, member.peer.runtime, member.peer.signer, SWARM, spec, membership)
+    return Matchmaker(context, head, goal), membership
 
 
 @dataclass
@@ -199,8 +200,9 @@ async def start_averagers(
         rpc = Rpc(transport_of(peer), peer.runtime, SWARM)
         membership = Membership(peer.peer_id, peer.runtime)
         owner = Unconcerned()
-        context = PeerContext(rpc, peer.runtime, peer.signer, SWARM, spec, owner)
-        averager = Averager(context, membership, head, parts or [(get_codec(spec.codec), num_values)], LAYOUT)
+        context = PeerContext(rpc, peer.runtime, peer.signer, SWARM, spec, membership, owner)
+        round_log = RoundLog(context, parts or [(get_codec(spec.codec), num_values)])
+        averager = Averager(context, head, round_log, LAYOUT)
         averager.matchmaker.participate(True)
         await rpc.start()
         vector = torch.randn(num_values, generator=torch.Generator().manual_seed(index))

@@ -10,11 +10,12 @@ import torch
 
 from p2ptrain.averaging.allreduce.member import ALLREDUCE
 from p2ptrain.averaging.allreduce.messages import Request
-from p2ptrain.averaging.allreduce.session import AllReduceSession, Contribution, Observer, SessionResult
-from p2ptrain.averaging.commit.attempt import Attempt
+from p2ptrain.averaging.allreduce.session import AllReduceSession, Observer, SessionResult
+from p2ptrain.averaging.commit.attempt import Attempt, Contribution
 from p2ptrain.averaging.commit.recovery import AttemptRecovery
 from p2ptrain.averaging.commit.round_log import RoundLog
 from p2ptrain.averaging.context import PeerContext
+from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.averaging.protocol.certificate import Certificate, Head, Roster, Ticket, genesis
 from p2ptrain.averaging.timing.deadlines import keepalive_seconds
 from p2ptrain.codecs import Codec, get_codec
@@ -94,14 +95,14 @@ def make_roster(
     for i in order:
         member, attempt = swarm[i], Attempt(roster, HEAD, bounds, codec, SWARM, spec)
         rpc, runtime, signer = member.rpc, member.peer.runtime, member.peer.signer
-        context = PeerContext(rpc, runtime, signer, SWARM, spec)
+        context = PeerContext(rpc, runtime, signer, SWARM, spec, Membership(rpc.peer_id, runtime))
         session = AllReduceSession(context, attempt, Contribution(vectors[i], codec), UNSEEN, set())
         history = RoundLog(context, [(codec, bounds[-1])], 1 << 20)
         history.remember(attempt)
 
         async def serve(channel: Channel, request: Request, session: AllReduceSession = session) -> None:
             channel.heartbeat.beat(keepalive_seconds(spec.grace_seconds))
-            await session.serve(channel, request)
+            await session.incoming.serve(channel, request)
 
         rpc.serve_channel(ALLREDUCE, Request, serve)
         result.append(RosterMember(member, attempt, session, history, AttemptRecovery(context, history)))

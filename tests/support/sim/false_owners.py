@@ -12,12 +12,12 @@ from torch import Tensor
 
 from p2ptrain.averaging.allreduce.member import Member
 from p2ptrain.averaging.allreduce.messages import Signatures
+from p2ptrain.averaging.allreduce.runner import GroupResult
 from p2ptrain.averaging.allreduce.session import AllReduceSession
 from p2ptrain.averaging.allreduce.spot_checks import SpotChecks
 from p2ptrain.averaging.averager import Averager
-from p2ptrain.averaging.commit.provenance import Origin
 from p2ptrain.averaging.protocol.certificate import Head, Roster
-from p2ptrain.averaging.vector.chunks import CHUNK_VALUES, mean_tree
+from p2ptrain.averaging.vector.chunks import CHUNK_VALUES, mean_root
 from p2ptrain.averaging.vector.reduce import EncodedStream
 from p2ptrain.averaging.verification.audit import Audit
 from p2ptrain.averaging.verification.opening import Answer, Opening
@@ -34,8 +34,8 @@ def corrupt_rounds(averager: Averager, corrupt: Corrupt) -> None:
     """Let ``corrupt`` change each attempt of a peer before it begins, but those in which it is alone."""
     prepare = averager._runner.prepare
 
-    def prepare_lie(roster: Roster, head: Head, vector: Tensor, origin: Origin | None) -> AllReduceSession:
-        session = prepare(roster, head, vector, origin)
+    def prepare_lie(roster: Roster, head: Head, vector: Tensor, below: GroupResult | None) -> AllReduceSession:
+        session = prepare(roster, head, vector, below)
         if isinstance(session.verifier, SpotChecks):
             corrupt(session)
         return session
@@ -92,9 +92,9 @@ def state_fewer(session: AllReduceSession) -> None:
     audit, own = audit_of(session), session.own.index
     state = audit.state
 
-    async def state_without(contributors: Sequence[int], tree: Any) -> None:
+    async def state_without(contributors: Sequence[int], mean_root: bytes) -> None:
         dropped = next(index for index in contributors if index != own)
-        await state([index for index in contributors if index != dropped], tree)
+        await state([index for index in contributors if index != dropped], mean_root)
 
     audit.state = state_without  # type: ignore[method-assign]
 
@@ -192,7 +192,7 @@ def state_two_means(session: AllReduceSession, delay_seconds: float = 0.0) -> No
     """Tell one member of another mean than the rest, maybe later: each is right for another part of the owner's own."""
     audit = audit_of(session)
     attempt, index, context = session.attempt, session.own.index, session.context
-    victim, served = session.others[0], session._incoming
+    victim, served = session.others[0], session.incoming
     share, twin, twin_served = copy.copy(session.share), copy.copy(session), copy.copy(served)
     vector = 0.5 * session.contribution.vector
     share.own = vector[attempt.bounds[index] : attempt.bounds[index + 1]]
@@ -217,7 +217,7 @@ def state_two_means(session: AllReduceSession, delay_seconds: float = 0.0) -> No
         mean = EncodedStream(bytearray(codec.encoded_bytes(size)))
         await share.reduce(context.runtime, attempt.contributors, [10] * len(attempt.contributors), mean)
         twin.own_mean.set_result(mean)
-        await twin_audit.state(attempt.contributors, mean_tree(codec, mean.data, size, attempt.chunk))
+        await twin_audit.state(attempt.contributors, mean_root(codec, mean.data, size, attempt.chunk))
 
     async def serve_another(channel: Channel, member: Member, *rest: Any) -> None:
         await (twin_served._serve_member if member is victim else serve)(channel, member, *rest)

@@ -22,7 +22,7 @@ def lie_in_rounds(
     trainer: SimulatedTrainer, lie: Lie = lambda to, message: message, bulk_lie: BulkLie = lambda data: data
 ) -> None:
     """Change what a trainer sends in rounds, on the streams that it opens and on those that it serves."""
-    serve, open_ = trainer.sync.averager._runner._serve, trainer.rpc.open
+    serve, open_ = trainer.sync.averager._runner.sessions.serve, trainer.rpc.open
 
     async def lying_serve(channel: Channel, request: Request) -> None:
         await serve(LyingChannel(channel, lie, bulk_lie), request)  # type: ignore[arg-type]

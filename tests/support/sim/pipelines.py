@@ -187,7 +187,7 @@ class PipelinePeer:
 
     async def _sync(self, hosted: HostedStage) -> None:
         for unit in hosted.units:
-            await find_the_others(self.presence, unit.synchronizer.replica.membership, unit.synchronizer, unit.work)
+            await find_the_others(self.presence, unit.synchronizer, unit.work)
 
     async def take_on(self, number: int) -> HostedStage:
         """See `p2ptrain.pipeline.migration.Stages`."""

@@ -99,7 +99,7 @@ class Group:
     async def check(self, owner: int, audit: Audit, mean: bytearray, chunks: list[int], checker: int = 0) -> None:
         """The owner states ``mean``; another member has chunks of it opened and checks them."""
         tree = self.tree(owner, mean)
-        await audit.state(range(len(self.names)), tree)
+        await audit.state(range(len(self.names)), tree.root[0])
         other, _ = self.audit(checker)
         other._attempt.means[owner] = mean
         other.hear(owner, await audit.statement, tree)

@@ -133,8 +133,10 @@ class SimulatedTrainer:
             lambda: peer.directory, peer.runtime, self.swarm, peer.signer, self.membership, self.describe
         )
         self.is_reachable = True
-        context = PeerContext(self.rpc, peer.runtime, peer.signer, self.swarm, manifest.averaging, self)
-        self.sync = Synchronizer(Replica(context, manifest.training, self.state, self.membership))
+        context = PeerContext(
+            self.rpc, peer.runtime, peer.signer, self.swarm, manifest.averaging, self.membership, self
+        )
+        self.sync = Synchronizer(Replica(context, manifest.training, self.state))
         spec = manifest.training
         self.work = LocalContribution(
             self.module, self.state, accumulate=spec.every == 1, mixing=spec.mixing if spec.overlap_steps else None
@@ -201,7 +203,7 @@ class SimulatedTrainer:
 
     async def _join(self) -> None:
         self.status = "syncing"
-        await find_the_others(self.presence, self.membership, self.sync, self.work)
+        await find_the_others(self.presence, self.sync, self.work)
         self.status = "training"
         self.sync.participate(True)
         await step_in(self.presence, self.sync)

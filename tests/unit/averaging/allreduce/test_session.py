@@ -83,7 +83,7 @@ async def test_a_member_that_never_comes_fails_the_attempt_and_is_named(swarm: l
 async def test_a_member_that_keeps_its_stream_but_stops_talking_is_named(swarm: list[Member], missing: type) -> None:
     roster = make_roster(swarm, make_vectors(2), [10, 10])
     honest, silent = roster
-    send = silent.session.serve
+    send = silent.session.incoming.serve
 
     async def serve(channel, request):  # type: ignore[no-untyped-def]
         sending = channel.send
@@ -256,7 +256,7 @@ async def test_lists_wait_for_a_member_that_learns_late_who_contributed(swarm: l
     """The owner's mask reaches one member after the means of all others."""
     roster = gather(swarm)
     late, slow_owner = roster[1], roster[3]
-    serve = slow_owner.session.serve
+    serve = slow_owner.session.incoming.serve
 
     async def delayed(channel: Any, request: Request) -> None:
         sending = channel.send

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2ptrain.averaging.commit.attempt import decode_means
-from p2ptrain.averaging.commit.provenance import Origin, Source, Span
+from p2ptrain.averaging.commit.result_chunks import Origin, Source, Span
 from p2ptrain.averaging.protocol.certificate import Body, Certificate
 from p2ptrain.averaging.vector.chunks import CHUNK_VALUES, chunk_values, mean_root
 from p2ptrain.codecs import Codec, PartList, codec_at, get_codec, smaller_codecs

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from p2ptrain.averaging.commit.round_log import MAX_CERTIFICATES, Result, RoundLog
-from p2ptrain.averaging.protocol.certificate import Certificate, vote
-from p2ptrain.averaging.protocol.certificate_chain import AskChain, Chain
+from p2ptrain.averaging.protocol.certificate import AskChain, Certificate, Chain, vote
 from p2ptrain.codecs import Codec, get_codec
 from p2ptrain.codecs.mixed import by_size
 from p2ptrain.errors import IntegrityError, PeerRefusedError, ProtocolError

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from p2ptrain.averaging.vector.conformance import check_rule
+from p2ptrain.averaging.vector.error_feedback import feedback_scale
 from p2ptrain.averaging.vector.rules import (
     RULES,
     Rule,
@@ -17,7 +18,6 @@ from p2ptrain.averaging.vector.rules import (
     WeightedRule,
     centered_clip,
     clip_factors,
-    feedback_scale,
     get_rule,
     median,
     num_trimmed,

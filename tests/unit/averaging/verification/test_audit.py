@@ -14,8 +14,7 @@ from p2ptrain.averaging.protocol.certificate import Roster
 from p2ptrain.averaging.vector.chunks import CHUNK_VALUES
 from p2ptrain.averaging.vector.reduce import OwnShare
 from p2ptrain.averaging.verification.audit import FalseMeanError
-from p2ptrain.averaging.verification.commitments import Slice
-from p2ptrain.averaging.verification.opening import Answer, Evidence, FalseChunk, Rules, verify_evidence
+from p2ptrain.averaging.verification.opening import Answer, Evidence, FalseChunk, Rules, Slice, verify_evidence
 from p2ptrain.codecs import CODECS, get_codec
 from p2ptrain.codecs.mixed import by_size
 from p2ptrain.errors import IntegrityError
@@ -152,7 +151,7 @@ async def test_an_honest_owner_s_opening_is_no_evidence() -> None:
 
     audit, _, mean = await group.reduced(1)
     tree = group.tree(1, mean)
-    await audit.state(range(3), tree)
+    await audit.state(range(3), tree.root[0])
     answer = from_bytes(Answer, await audit.answer([1]))
     codec = group.codec
     low, high = codec.encoded_bytes(CHUNK_VALUES), codec.encoded_bytes(2 * CHUNK_VALUES)
