@@ -68,7 +68,6 @@ async def test_a_peer_whose_contributions_never_count_ends_with_one_line_and_the
     front = max(trainer.sync.head.round for trainer in sound)
     await swarm.until(lambda: min(t.sync.head.round for t in sound) >= front + 3, SECONDS, "the others go on")
     assert all(bool(trainer.state.vector.isfinite().all()) for trainer in sound)
-    await swarm.end()
     told = [record for record in caplog.records if "it was dropped, and this peer begins anew" in record.message]
     assert len(told) == MAX_DROPS - 1
 
@@ -102,4 +101,3 @@ async def test_a_peer_whose_contributions_count_again_is_not_ended_by_those_befo
     assert not any(result.contributed for result in dropped)
     if spoil is SPOILS["refused by the others"]:
         assert any(result.committed for result in dropped), "it keeps a share of the round of the others"
-    await swarm.end()

@@ -72,7 +72,6 @@ async def test_the_next_host_decides_while_another_still_downloads(network: Simu
     assert not targets(pipeline), "moves come to an end"
     assert min(Counter(peer.stage for peer in pipeline.hosts).values()) == 2
     assert max(len(peer.moves) for peer in pipeline.hosts) == 1, "nobody wanders about"
-    await pipeline.close()
 
 
 @pytest.mark.fault(29)
@@ -112,7 +111,6 @@ async def test_of_hosts_that_decide_on_records_before_those_say_so_one_goes(
     await asyncio.sleep(300.0)
     assert moves(pipeline) == {(0, 1): 1}
     assert all(len(peer.all_hosted) == 1 for peer in pipeline.alive), "nothing is left of what others began"
-    await pipeline.close()
 
 
 async def said_by(reader: PipelinePeer, host: PipelinePeer) -> int | None:
@@ -146,4 +144,3 @@ async def test_a_record_says_at_once_whether_its_host_can_move(network: Simulate
     assert await said_by(reader, host) == 0
     await asyncio.sleep(REFRESH_SECONDS + SPREADING_SECONDS)
     assert await said_by(reader, host) is None
-    await pipeline.close()

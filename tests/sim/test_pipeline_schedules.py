@@ -52,7 +52,6 @@ async def go_on(pipeline: CountedPipeline, trainer: PipelinePeer, numbers: range
     await until(lambda: len(trainer.done) >= least_done)
     await until(pipeline.is_level)
     pipeline.check()
-    await pipeline.close()
 
 
 @pytest.mark.fault(27)
@@ -118,7 +117,6 @@ async def test_the_next_microbatch_is_through_soon_after_a_host_dies_or_stops(
         seconds = network.loop.time() - hit_at[0]
         assert seconds < most_seconds, f"stage {stage}"
     pipeline.check()
-    await pipeline.close()
 
 
 @simulated(seed=1)
@@ -145,7 +143,6 @@ async def test_what_was_dropped_with_a_lineage_that_lost_is_never_reported_done(
     await until(lambda: len(less.done) > 24)
     await asyncio.sleep(30.0)  # All that it asks about has been answered.
     pipeline.check(may_fork=True)
-    await pipeline.close()
 
 
 @pytest.mark.fault(29)
@@ -160,7 +157,6 @@ async def test_of_a_stage_whose_hosts_all_move_at_once_one_stays(network: Simula
         assert any(peer.stage == 0 for peer in pipeline.hosts)
     await until(pipeline.is_level)
     pipeline.check()
-    await pipeline.close()
 
 
 @pytest.mark.parametrize("which", range(2))
@@ -225,7 +221,6 @@ async def test_a_host_that_moves_while_microbatches_come_loses_none(
     assert None not in (await feeding).values()
     await until(pipeline.is_level)
     pipeline.check()
-    await pipeline.close()
 
 
 @pytest.mark.parametrize("are_others_through", [False, True])
@@ -289,4 +284,3 @@ async def test_hosts_move_to_where_they_are_missed_and_no_stage_is_left_alone(
     assert len(lost) <= 8 * more  # Not settled yet at a host when it left.
     assert moves + more <= 4  # No stampede, and no wandering about.
     pipeline.check()
-    await pipeline.close()

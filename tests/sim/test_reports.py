@@ -36,4 +36,3 @@ async def test_reports_add_up_to_the_lineage_and_name_the_state_that_all_hold(
         assert sum(report.contributed for report in sync.reports) <= sync.replica.trained_rounds
         assert any(report.compute_seconds > 0.0 for report in done), "it trains between two rounds"
     assert all(len(digests) == 1 and bytes(32) not in digests for digests in states.values())
-    await swarm.end()

@@ -49,7 +49,6 @@ async def test_laggards_find_as_many_rounds_of_each_fragment(network: SimulatedN
     history, last = trainer.sync.averager.round_log, trainer.sync.head.round
     assert len(history.chain(lineages[last - 4])) == 4
     assert history.chain(lineages[last - 5]) == []
-    await swarm.end()
 
 
 @simulated(seed=1)
@@ -75,4 +74,3 @@ async def test_a_round_moves_its_fragment_alone(network: SimulatedNetwork) -> No
         assert after == before + 1
         assert not bool(moved[~own].any())
         assert bool(moved[own].any())
-    await swarm.end()

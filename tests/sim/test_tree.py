@@ -14,7 +14,7 @@ from p2ptrain.averaging.vector.error_feedback import ErrorFeedback
 from p2ptrain.codecs import get_codec
 from p2ptrain.network.simulated import SimulatedNetwork
 from tests.support.coroutines import simulated
-from tests.support.sim.averagers import AveragingPeer, start_averagers, stop_averagers
+from tests.support.sim.averagers import AveragingPeer, start_averagers
 from tests.support.sim.peers import until
 from tests.support.sim.trees import SPEC, assert_all_took_part, exact_mean, grow, hit_first_delegate, in_tree
 
@@ -246,4 +246,3 @@ async def test_what_codecs_drop_on_all_levels_comes_again(network: SimulatedNetw
     assert counted == 3
     kept = torch.stack([f.residual.double() for f in feedbacks if f.residual is not None]).mean(0)
     torch.testing.assert_close(wanted - got, kept, rtol=0, atol=1e-3)
-    await stop_averagers(started)

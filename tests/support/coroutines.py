@@ -7,6 +7,7 @@ import functools
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -18,6 +19,12 @@ Test = Callable[..., Awaitable[None]]
 Setup = Callable[..., AbstractAsyncContextManager[Any]]
 REAL_SECONDS = 100.0
 """How long a test may take on a real event loop."""
+_ENDINGS: ContextVar[list[Callable[[], Awaitable[object]]]] = ContextVar("endings")
+
+
+def at_end(close: Callable[[], Awaitable[object]]) -> None:
+    """Have the `simulated` test in progress await ``close()`` when it has passed; elsewhere the caller closes."""
+    _ENDINGS.get([]).append(close)
 
 
 def simulated(
@@ -51,7 +58,11 @@ def simulated(
             async def main(network: SimulatedNetwork) -> None:
                 if "network" in names:
                     named["network"] = network
+                endings: list[Callable[[], Awaitable[object]]] = []
+                _ENDINGS.set(endings)
                 await _within(setup, (network, *given), test, named)
+                for close in reversed(endings):
+                    await close()
 
             simulate(main, number(**named) if callable(number) else number, **options)
 

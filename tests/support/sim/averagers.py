@@ -24,6 +24,7 @@ from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
 from p2ptrain.network.transport import Transport
+from tests.support.coroutines import at_end
 from tests.support.records import record_of
 from tests.support.sim.averaging import HEAD, make_ticket
 from tests.support.sim.peers import SWARM, Member, members
@@ -208,6 +209,7 @@ async def start_averagers(
         started.append(AveragingPeer(peer, rpc, membership, averager, spec, vector, sizes=sizes, owner=owner))
     for each in started:
         each.others = [other for other in started if other is not each]
+    at_end(lambda: stop_averagers(started))
     return started
 
 

@@ -302,6 +302,7 @@ class CountedPipeline(Pipeline):
     """A pipeline with its accounts."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.plan = CountingPlan(self.manifest)
         self.make = self._make
 

@@ -33,6 +33,7 @@ from p2ptrain.pipeline.stage.units import HostingOptions
 from p2ptrain.pipeline.stage.worker import StageWorker
 from p2ptrain.pipeline.view import PipelineView
 from p2ptrain.training.sync.synchronizer import RoundResult
+from tests.support.coroutines import at_end
 from tests.support.records import record_of
 
 SAMPLES = 2
@@ -287,6 +288,9 @@ class Pipeline:
     is_stopping: bool = False
     make: Callable[[SimulatedPeer, int | None, float], PipelinePeer] | None = None
 
+    def __post_init__(self) -> None:
+        at_end(self.close)
+
     async def add(self, name: str, stage: int | None, pass_seconds: float = 0.0) -> PipelinePeer:
         """One more peer; a host begins to take part."""
         return await self.begin(self.network.add_peer(name), stage, pass_seconds)
@@ -353,6 +357,7 @@ class Pipeline:
         await asyncio.gather(*self.tasks, return_exceptions=True)
         for peer in self.alive:
             await peer.peer.spawn(peer.close())
+        self.peers.clear()
 
 
 class WholeModel:

@@ -26,6 +26,7 @@ from p2ptrain.training.local_update import LocalContribution
 from p2ptrain.training.state.initial_state import initial_state
 from p2ptrain.training.sync.replica import Replica
 from p2ptrain.training.sync.synchronizer import RoundResult, Synchronizer
+from tests.support.coroutines import at_end
 from tests.support.records import record_of
 from tests.support.settings import training_over
 
@@ -267,6 +268,7 @@ class SimulatedSwarm:
         self.ledger = Ledger()
         self.trainers: dict[str, SimulatedTrainer] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
+        at_end(self.end)
 
     def start(self, name: str, step_seconds: float = 0.5, **options: float) -> SimulatedTrainer:
         """Start a new trainer."""
