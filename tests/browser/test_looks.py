@@ -50,7 +50,6 @@ class Sites:
     serving: ServedPage
 
     def paths(self) -> dict[str, tuple[ServedPage, str]]:
-        """Every kind of page, by name."""
         astray = next(peer for peer in self.busy.snapshot().peers if peer.agrees is False)
         server = next(peer for peer in self.serving.snapshot().peers if peer.record.serving is not None)
         return {

@@ -37,9 +37,7 @@ IMAGE = (
 def decide(changed: Sequence[str] | None) -> tuple[str, str]:
     """Return the decision and its reason.
 
-    Args:
-        changed: Paths from the repository's root, with ``/``; None if they cannot be known.
-    """
+    ``changed`` has paths from the repository's root; None if they cannot be known."""
     if changed is None:
         return "image", "what changed cannot be known: no earlier commit is there"
     for patterns, decision in ((CONTAINERS, "all"), (IMAGE, "image")):
@@ -71,7 +69,6 @@ def _git(root: Path, *arguments: str) -> str | None:
 
 
 def main() -> int:
-    """Print the decision."""
     changed, base = changed_paths(Path(__file__).resolve().parents[2])
     decision, reason = decide(changed)
     sys.stderr.write(f"tests of containers: {decision}: since {base}, {reason}\n")

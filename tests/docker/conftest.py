@@ -12,7 +12,6 @@ from tests.support.tools import unavailable
 
 @pytest.fixture(scope="session")
 def image() -> str:
-    """The name of the image, built from this working tree."""
     unavailable(why_unavailable(), "docker")
     return build_image()
 

@@ -55,8 +55,6 @@ def test_it_lets_others_in_relays_and_shows_the_swarm(host: Containers) -> None:
 
 
 def wait_for_health(host: Containers) -> None:
-    """Wait until all of its services say that they are well."""
-
     def is_well() -> bool:
         return [inspect(host.only(each), "{{.State.Health.Status}}") for each in ("seed", "monitor")] == ["healthy"] * 2
 

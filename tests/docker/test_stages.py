@@ -31,7 +31,6 @@ def stages(image: str) -> Iterator[Containers]:
 
 
 def hosts(swarm: Containers) -> list[int]:
-    """How many hosts each stage has."""
     return [len(stage["hosts"]) for stage in swarm.api("stages")["stages"]]
 
 

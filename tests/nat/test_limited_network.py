@@ -17,7 +17,6 @@ NUM_BYTES = 1_000_000
 
 
 def namespaces(network: LimitedNetwork) -> list[str]:
-    """Those of this network that there are."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True, timeout=20).stdout
     own = {place.prefix[-1] for place in network.places}
     return [line.split()[0] for line in listed.splitlines() if line.split()[0] in own]

@@ -73,7 +73,6 @@ class Trainers:
                 await asyncio.gather(*(self.all[name].synchronize() for name in names))
 
     def step(self, name: str) -> None:
-        """One local step of a trainer."""
         trainer = self.all[name]
         with torch.no_grad():
             for parameter in trainer.module.parameters():
@@ -104,7 +103,6 @@ class Trainers:
         return trainer
 
     def leave(self, name: str) -> None:
-        """Pull a trainer's cable."""
         self.network.cut(self.all[name].peer)
 
     async def come_back(self, name: str) -> SimulatedTrainer:

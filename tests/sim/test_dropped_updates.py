@@ -21,7 +21,6 @@ Spoil = Callable[[torch.Tensor], object]
 
 
 def spoil_updates(trainer: SimulatedTrainer, spoil: Spoil, while_: Callable[[], bool] = lambda: True) -> None:
-    """Change what is read from the live model."""
     collect = trainer.work.collect
 
     def collect_spoiled(out: torch.Tensor, *rest: object) -> None:

@@ -45,8 +45,6 @@ async def _trainers(network: SimulatedNetwork, names: str) -> AsyncIterator[list
 
 
 def _offer(source: SimulatedTrainer, head: Head) -> None:
-    """Let a trainer offer its state under another head."""
-
     async def info(peer: str, request: Nothing) -> HeldHead:
         return HeldHead(head)
 

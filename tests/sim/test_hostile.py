@@ -63,7 +63,6 @@ async def go_on(swarm: SimulatedSwarm, honest: list[SimulatedTrainer], rounds: i
 
 
 def failures(trainers: list[SimulatedTrainer]) -> list[str]:
-    """Why synchronisations of these trainers failed."""
     return [result.reason for trainer in trainers for result in trainer.results if not result.committed]
 
 

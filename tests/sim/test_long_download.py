@@ -35,9 +35,7 @@ HISTORY_ROUNDS = 4
 class Swarm(SimulatedSwarm):
     """Trainers of a model of some chunks, whose sources send them slowly, at so many bytes per second each.
 
-    Attributes:
-        kept: Chunks that downloads kept.
-    """
+    ``kept`` has the chunks that downloads kept."""
 
     def __init__(self, network: SimulatedNetwork, upload: float, patch: pytest.MonkeyPatch, disk: Path) -> None:
         super().__init__(network, make_manifest(history_rounds=HISTORY_ROUNDS), 1)
@@ -73,12 +71,10 @@ Begin = Callable[[SimulatedNetwork, float], Swarm]
 
 @pytest.fixture
 def begin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Begin:
-    """Makes a `Swarm` in the test's folder, given the network and what a source sends."""
     return partial(Swarm, patch=monkeypatch, disk=tmp_path)
 
 
 def tear(disk: Path) -> None:
-    """Damage the first chunk of what a newcomer has on its disk."""
     chunks = next(disk.glob("n/*/state/chunks"))
     torn = bytearray(chunks.read_bytes())
     torn[100:200] = bytes(100)

@@ -49,13 +49,11 @@ def _each_thinks_it_should_go(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def targets(pipeline: Pipeline) -> Counter[int]:
-    """The stages to which hosts are on their way."""
     going = [(peer.mover.next_stage, peer.stage) for peer in pipeline.alive if peer.mover is not None]
     return Counter(target for target, stage in going if target is not None and target != stage)
 
 
 def moves(pipeline: Pipeline) -> Counter[tuple[int, int]]:
-    """The moves that were made, from where to where."""
     return Counter(move for peer in pipeline.alive for move in peer.moves)
 
 

@@ -28,13 +28,8 @@ ROUNDS = 60
 
 
 class OneSource:
-    """A swarm of the product's trainers in which state is slow to download.
-
-    Attributes:
-        swarm: Its peers.
-        kept: Chunks that downloads kept.
-        stepped: The rounds at which each peer did its local steps, in order, by name.
-    """
+    """A swarm of the product's trainers in which state is slow to download: chunks that were kept, and rounds by
+    name."""
 
     def __init__(self, swarm: ProductSwarm, patch: pytest.MonkeyPatch) -> None:
         self.swarm = swarm

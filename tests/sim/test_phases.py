@@ -24,7 +24,6 @@ NOTICE_SECONDS = 15.0
 
 
 def leads(swarm: SimulatedSwarm, trainer: SimulatedTrainer) -> bool:
-    """Whether it is this trainer's turn to lead the round in progress."""
     head = trainer.sync.head
     peers = [other.peer.peer_id for other in swarm.alive]
     return trainer.peer.peer_id == min(peers, key=lambda peer: rank(peer, Key(head.round, head.lineage, head.present)))
@@ -49,7 +48,6 @@ async def hit(
 
 
 def same_lineage(swarm: SimulatedSwarm) -> bool:
-    """Whether all trainers of the highest round hold one state."""
     front = max(trainer.sync.head.round for trainer in swarm.alive)
     return len({t.sync.head.lineage for t in swarm.alive if t.sync.head.round == front}) == 1
 

@@ -28,7 +28,6 @@ from tests.support.sim.pipelines import HOP_LIMITS, PipelinePeer, make_manifest,
 
 
 def settled(peer: PipelinePeer) -> int:
-    """Samples that a host has for its round."""
     assert peer.hosted is not None
     return peer.hosted.host.ledger.settled_samples
 

@@ -22,12 +22,10 @@ BLOCK = 10
 
 
 def blocks(seeds: range) -> list[range]:
-    """Cut a range into ranges of at most `BLOCK`."""
     return [seeds[first : first + BLOCK] for first in range(0, len(seeds), BLOCK)]
 
 
 def find_all(seeds: Sequence[int], bounds: tuple[int, int, int]) -> list[str]:
-    """Return what did not hold in any of these schedules."""
     return [problem for seed in seeds for problem in find_problems(draw_schedule(seed, *bounds))]
 
 

@@ -58,7 +58,6 @@ async def committed_ratio(
 
 
 def mixed_speeds(seed: int) -> list[float]:
-    """Speeds that follow from a seed."""
     generator = random.Random(seed)
     return [generator.choice((1.0, 1.3, 2.0, 3.0, 5.0, 8.0, 13.0)) for _ in range(generator.randint(2, 6))]
 

@@ -9,7 +9,6 @@ from p2ptrain.codecs import Codec, Decoder
 
 
 def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Values from N(0, 1)."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 

@@ -36,15 +36,8 @@ def simulated(
     """Run a test in virtual time, within the context ``setup(network, *given)`` if there is a setup.
 
     The test's first argument is then the context's value. Its argument ``network`` is the simulated network. pytest
-    passes all others.
-
-    Args:
-        setup: Makes the context, such as `tests.support.sim.peers.members`.
-        given: Passed to ``setup``.
-        seed: Of `simulate`; or several, with each of which the test runs; or a function of the test's other arguments.
-            By default the test's argument ``seed``, or 1.
-        options: Of `simulate`.
-    """
+    passes all others. ``seed`` may be several, with each of which the test runs, or a function of the test's other
+    arguments; by default it is the test's argument ``seed``, or 1. ``options`` are those of `simulate`."""
 
     def decorate(test: Test) -> Callable[..., None]:
         names = list(inspect.signature(test).parameters)
@@ -75,12 +68,9 @@ def simulated(
 
 
 def given(*names: str, by: Callable[[Test, dict[str, Any]], object]) -> Callable[[Test], Callable[..., None]]:
-    """Return a decorator for tests some of whose arguments do not come from pytest.
+    """Return a decorator for tests that get arguments of these names from ``by``, not from pytest.
 
-    Args:
-        names: Of these arguments; a test takes those that it needs.
-        by: Gets the test, to be called with these arguments by name, and its other arguments, which pytest gives it.
-    """
+    ``by`` gets the test, to be called with these arguments by name, and its other arguments, which pytest gives it."""
 
     def decorate(test: Test) -> Callable[..., None]:
         wanted = list(inspect.signature(test).parameters)
@@ -98,7 +88,6 @@ def given(*names: str, by: Callable[[Test, dict[str, Any]], object]) -> Callable
 
 
 def on_loop(test: Test) -> Callable[..., None]:
-    """Run a test on asyncio's event loop."""
     return on_loop_within(None)(test)
 
 
@@ -122,7 +111,6 @@ def on_uvloop(test: Test) -> Callable[..., None]:
 
 
 def on_both_loops(test: Test) -> Callable[..., None]:
-    """Run a test on asyncio's event loop and on uvloop."""
     return on_both_loops_within(None)(test)
 
 
@@ -142,7 +130,6 @@ def on_both_loops_within(setup: Setup | None, *given: Any) -> Callable[[Test], C
 
 
 def parametrized(test: Callable[..., None], name: str, values: Sequence[Any]) -> Callable[..., None]:
-    """Have pytest run a test with each of these values."""
     mark: Callable[[Callable[..., None]], Callable[..., None]] = pytest.mark.parametrize(name, values)
     return mark(test)
 
@@ -161,7 +148,6 @@ async def _in_time(setup: Setup | None, given: tuple[Any, ...], test: Test, name
 
 
 def _declared(test: Callable[..., None], names: list[str]) -> Callable[..., None]:
-    """Have pytest pass these fixtures and parameters."""
     parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
     vars(test)["__signature__"] = inspect.Signature(parameters)
     return test

@@ -24,14 +24,7 @@ ROUNDS = 3
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure, with its goal and where the most is.
-
-    Attributes:
-        name: Its name.
-        value: Its value.
-        goal: The most that it should be.
-        where: Which file, class or folder has the most; empty for sums.
-    """
+    """One figure, the most that it should be, and which file, class or folder has the most."""
 
     name: str
     value: float
@@ -43,7 +36,6 @@ class Figure:
 
 
 def modules(root: Path = PACKAGE) -> dict[Path, ast.Module]:
-    """Return the parsed modules below a folder."""
     return {path: ast.parse(path.read_text()) for path in sorted(root.rglob("*.py"))}
 
 

@@ -20,7 +20,6 @@ FIRST = 1_000_000
 
 @functools.cache
 def base_seed() -> int:
-    """Return the number that all changing seeds follow from."""
     given = os.environ.get(VARIABLE)
     if given:
         return int(given)

@@ -17,14 +17,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Suite:
-    """What one suite did.
-
-    Attributes:
-        name: Its name.
-        passed, failed, skipped: Numbers of tests; one for a step that is no test.
-        seconds: Of wall-clock time.
-        reasons: Why tests were skipped, each with how many.
-    """
+    """What one suite did: numbers of tests, one for a step that is no test, and why how many were skipped."""
 
     name: str
     passed: int
@@ -66,7 +59,6 @@ def table(suites: list[Suite], left_out: list[str]) -> str:
 
 
 def main(folder: Path) -> int:
-    """Print the table; the exit code says whether all is well."""
     steps = sorted(folder.glob("*.step"), key=lambda path: path.stat().st_mtime)
     suites = [read_suite(step) for step in steps]
     sys.stdout.write(table(suites, sorted(path.stem for path in folder.glob("*.left-out"))) + "\n")

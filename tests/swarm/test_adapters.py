@@ -36,7 +36,6 @@ def tokens() -> torch.Tensor:
 
 
 def loss_of(model: torch.nn.Module) -> float:
-    """Of a transformers model, in nats."""
     with torch.no_grad():
         logits = model(tokens()[:, :-1]).logits
     return float(cross_entropy(logits.flatten(0, 1), tokens()[:, 1:].flatten()))

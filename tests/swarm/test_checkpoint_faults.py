@@ -62,8 +62,6 @@ class LoneTrainer:
         return list(self.folder.glob(f".unfinished-*/{SHARED_FILE}"))
 
     def wait_for(self, process: subprocess.Popen[bytes], what: str, condition: Callable[[], bool]) -> None:
-        """Wait until a condition holds while the trainer runs."""
-
         def holds() -> bool:
             assert process.poll() is None, self.log.read_text()
             return condition()

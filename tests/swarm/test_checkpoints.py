@@ -61,11 +61,9 @@ class Machines:
         return self.directory / f"{name}.log"
 
     def rounds(self, name: str) -> list[dict[str, Any]]:
-        """A trainer's committed rounds."""
         return committed(self.directory / name)
 
     def checkpoints(self, name: str) -> list[Path]:
-        """A trainer's checkpoints, oldest first."""
         return checkpoints(self.directory / name)
 
 

@@ -53,7 +53,6 @@ class Trainers:
         return self.directory / f"{name}.log"
 
     def rounds(self, name: str) -> int:
-        """The rounds that it has committed."""
         return max(0, last_round(self.directory / name))
 
     def link(self, name: str) -> str:

@@ -42,8 +42,6 @@ asyncio.run(main())
 
 
 class Peer:
-    """A peer with its directory."""
-
     def __init__(self, identity: Identity, transport: Libp2pTransport, directory: Libp2pDirectory) -> None:
         self.identity, self.transport, self.directory = identity, transport, directory
 

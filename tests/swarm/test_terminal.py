@@ -18,7 +18,6 @@ from tests.support.processes.terminals import CTRL_C, TerminalCommand
 
 @pytest.fixture(scope="module")
 def seeded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seed]:
-    """The bootstrap peer of a tiny model's swarm."""
     folder = tmp_path_factory.mktemp("seeded")
     text = write_text(folder / "text.txt")
     swarm = init(folder / "swarm", *set_options(data={"source": f"path:{text}"}, model=TINY))

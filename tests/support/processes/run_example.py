@@ -11,7 +11,6 @@ from p2ptrain import Swarm
 
 
 def main() -> None:
-    """Run it with its swarm on loopback."""
     for name in ("join", "create"):
         method: Any = getattr(Swarm, name)
         setattr(Swarm, name, functools.partial(method, listen=("/ip4/127.0.0.1/tcp/0",)))

@@ -28,8 +28,6 @@ from p2ptrain.pipeline.stage.host import StageHost
 
 
 class Watch:
-    """Follows the stage host of this process."""
-
     def __init__(self, told: IO[str]) -> None:
         self._told = told
         self._host: StageHost | None = None

@@ -31,7 +31,6 @@ def _stuck(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def main() -> int:
-    """Run the command line."""
     patched: Any = trainer, StageCompute
     patched[0].language_model_loss = _stuck(patched[0].language_model_loss)
     patched[1].loss = _stuck(patched[1].loss)

@@ -34,7 +34,6 @@ MANIFEST: dict[str, Any] = {
 
 
 def make_manifest(**sections: dict[str, Any]) -> dict[str, Any]:
-    """`MANIFEST` with some values of its sections replaced."""
     found = {**MANIFEST, **{name: {**MANIFEST[name], **values} for name, values in sections.items()}}
     return {**found, "training": training_over(MANIFEST["training"], sections.get("training", {}))}
 
@@ -42,11 +41,8 @@ def make_manifest(**sections: dict[str, Any]) -> dict[str, Any]:
 class Worker(Teller):
     """One process of `tests.support.processes.worker`; its name is the last part of its run directory.
 
-    Args:
-        run_dir: Where it keeps its key; its log lies beside it.
-        options: `tests.support.processes.worker.Options`.
-        prefix: Put before its command line, such as ``ip netns exec …``; has to replace itself by the command.
-    """
+    Its log lies beside that. ``prefix`` is put before its command line, such as ``ip netns exec …``, and has to replace
+    itself by the command."""
 
     def __init__(self, run_dir: Path, options: dict[str, Any], prefix: Sequence[str] = ()) -> None:
         self.run_dir = run_dir
@@ -60,16 +56,13 @@ class Worker(Teller):
 
     @property
     def link(self) -> str:
-        """The swarm link that leads to it."""
         return str(self.wait_for("joined")["link"])
 
     @property
     def daemon(self) -> int:
-        """The process id of its network daemon."""
         return int(self.wait_for("joined")["daemon"])
 
     def rounds(self, since: int = 0) -> list[Event]:
-        """Its synchronisations, from event number ``since`` on."""
         return [event for event in self.events[since:] if event["event"] == "round"]
 
     def wait_for_commit(
@@ -84,7 +77,6 @@ class Worker(Teller):
         return self.wait_for("round", fits, since, timeout_seconds)
 
     def order(self, word: str) -> None:
-        """Give it an order: see `tests.support.processes.worker`."""
         self.tell(word)
 
     def signal_all(self, number: signal.Signals) -> None:
@@ -93,7 +85,6 @@ class Worker(Teller):
         self.process.send_signal(number)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal."""
         self.process.send_signal(number)
 
     def end(self) -> None:
@@ -179,7 +170,6 @@ def wait_for_peace(*workers: Worker, timeout_seconds: float = PATIENCE_SECONDS) 
 
 
 def command(*arguments: str | Path) -> list[str]:
-    """The command line of ``p2ptrain``."""
     return [sys.executable, "-m", "p2ptrain", *map(str, arguments)]
 
 
@@ -226,8 +216,6 @@ def background_command(log: Path, *arguments: str | Path) -> Iterator[subprocess
 
 @dataclass(frozen=True)
 class Seed:
-    """A bootstrap peer: its organizer's folder, the link, and its process."""
-
     directory: Path
     link: str
     process: subprocess.Popen[Any]
@@ -243,7 +231,6 @@ def seeding(directory: Path, listen: str = LOOPBACK) -> Iterator[Seed]:
 
 
 def init(directory: Path, *options: str | Path) -> Path:
-    """Make an organizer's folder."""
     done = run_command("init", directory, *options)
     assert done.returncode == 0, done.stderr
     return directory

@@ -25,11 +25,7 @@ END_MARK = "\x1b[999z"
 
 
 class TerminalCommand:
-    """A ``p2ptrain`` command in the foreground of a pseudo-terminal; a context manager that kills it at the end.
-
-    Attributes:
-        process: The command.
-    """
+    """A ``p2ptrain`` command in the foreground of a pseudo-terminal; a context manager that kills it at the end."""
 
     def __init__(
         self, *arguments: str | Path, columns: int = 80, lines: int = 24, environment: Mapping[str, str] | None = None
@@ -63,7 +59,6 @@ class TerminalCommand:
 
     @property
     def text(self) -> str:
-        """The same without commands."""
         return SEQUENCE.sub("", self.raw)
 
     def wait_for(self, text: str, since: int = 0) -> None:
@@ -74,11 +69,9 @@ class TerminalCommand:
         assert text in self.text[since:], self.text[-3000:]
 
     def press(self, keys: bytes) -> None:
-        """Type."""
         os.write(self._master, keys)
 
     def wait(self) -> int:
-        """Wait for its end, and for all that it wrote; return its exit code."""
         code = self.process.wait(PATIENCE_SECONDS)
         self._read_all()
         return code

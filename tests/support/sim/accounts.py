@@ -41,12 +41,8 @@ class Book:
 class Accounts:
     """Every certified round that any trainer of a swarm applied.
 
-    Attributes:
-        bodies: By the lineage that it leads to: the result.
-        books: By trainer: of its current process.
-        crashed: Names of trainers that crashed at least once.
-        values: The same for the values of contributions.
-    """
+    ``bodies`` has the result by the lineage that it leads to, ``books`` that of each trainer's current process,
+    ``crashed`` the trainers that crashed at least once, and ``values`` the same for the values of contributions."""
 
     def __init__(self, swarm: SimulatedSwarm) -> None:
         self.bodies: dict[bytes, Body] = {}
@@ -116,7 +112,6 @@ class Accounts:
         return found
 
     def is_within(self, lineage: bytes, later: bytes) -> bool:
-        """Whether ``later`` is ``lineage`` or continues it."""
         while later != lineage and later in self.bodies:
             later = self.bodies[later].lineage
         return later == lineage

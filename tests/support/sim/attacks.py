@@ -36,15 +36,10 @@ Generator = torch.Generator
 
 @dataclass
 class Situation:
-    """What an omniscient attacker knows when it chooses its contributions to a round.
+    """What an omniscient attacker knows when it chooses its contributions to a round, counted from 0.
 
-    Attributes:
-        round: From 0.
-        own: What the hostile peers would send if they were honest, fp32 ``[hostile, NUM_VALUES]``.
-        honest: What the honest peers send, fp32 ``[honest, NUM_VALUES]``.
-        memory: What the attack keeps from round to round.
-        random: The attacker's dice.
-    """
+    ``own`` is what the hostile peers would send if they were honest, and ``honest`` what the others send, fp32
+    ``[peers, NUM_VALUES]``. ``memory`` is what the attack keeps from round to round."""
 
     round: int
     own: Tensor
@@ -55,13 +50,8 @@ class Situation:
 
 @dataclass(frozen=True)
 class Attack:
-    """What hostile peers do.
-
-    Attributes:
-        lie: From a situation to what they send, ``[hostile, NUM_VALUES]``.
-        flips_labels: Whether they train on label ``9 - y``.
-        tokens: The weight that they claim; None for the true one.
-    """
+    """What hostile peers do: what they send, ``[hostile, NUM_VALUES]``, the weight that they claim (None for the
+    true one), and whether they train on label ``9 - y``."""
 
     lie: Callable[[Situation], Tensor] = lambda now: now.own
     flips_labels: bool = False
@@ -82,13 +72,11 @@ def inner_product(scale: float) -> Callable[[Situation], Tensor]:
 
 
 def stale(now: Situation) -> Tensor:
-    """The honest contribution of ten rounds ago."""
     now.memory.append(now.own)
     return now.memory[max(0, now.round - 10)]
 
 
 def replay(now: Situation) -> Tensor:
-    """The honest contribution of the first round, in every round."""
     now.memory.append(now.own)
     return now.memory[0]
 
@@ -121,12 +109,7 @@ ROW_33 = ("sign flip", "a little is enough", "inner product x 0.5", "inner produ
 
 @dataclass
 class Outcome:
-    """How a training went.
-
-    Attributes:
-        loss: Cross-entropy on held-out data afterwards.
-        refused: By peer: in how many rounds an owner refused its part.
-    """
+    """Cross-entropy on held-out data after a training, and in how many rounds an owner refused a peer's part."""
 
     loss: float
     refused: dict[int, int] = field(default_factory=dict)
@@ -140,9 +123,6 @@ class Study:
     ) -> None:
         """
         Args:
-            seed: Of data and of the order in which they are drawn.
-            num_peers: Size of the group.
-            rounds: Rounds of a training.
             skew: The fraction of a peer's samples that are all of one class, another for each peer.
             num_slow: So many peers, the first ones, take `SLOW_STEPS` local steps a round.
         """

@@ -38,11 +38,8 @@ RECORD_SECONDS = 120.0
 class AveragingPeer:
     """A peer that has a vector to average and nothing else.
 
-    Attributes:
-        outcomes: What each round gave here, in order.
-        seconds: How long each took, from the roster to the certificate.
-        sizes: How much of ``vector`` rounds average, in turn; all of it if empty.
-    """
+    ``outcomes`` has what each round gave here, and ``seconds`` how long it took from the roster to the certificate.
+    ``sizes`` says how much of ``vector`` rounds average, in turn; all of it if empty."""
 
     peer: SimulatedPeer
     rpc: Rpc
@@ -95,14 +92,12 @@ class AveragingPeer:
             pass
 
     def mean(self) -> torch.Tensor:
-        """The last round's mean, decoded."""
         result, out = self.outcomes[-1].result, torch.zeros_like(self.vector)
         decode_means(self.spec, get_codec(self.spec.codec), result.certificate.body, result.means, out)
         return out
 
 
 def record_at(peer: SimulatedPeer, head: Head) -> PeerRecord:
-    """What a peer that trains from this head publishes."""
     return record_of(peer.peer_id, name=peer.name, round=head.round, lineage=head.lineage, digest=head.digest)
 
 
@@ -145,7 +140,6 @@ class GroupingPeer:
         return self.matchmaker.position.is_closing
 
     async def participate(self) -> None:
-        """Take part from now on."""
         self.matchmaker.participate(True)
 
     def line(self) -> list[str]:
@@ -153,7 +147,6 @@ class GroupingPeer:
         return self.leaders.candidates(Key(HEAD.round, HEAD.lineage), [])
 
     async def find_group(self) -> Roster:
-        """Look for a group for the first round."""
         return await self.matchmaker.find_group(make_ticket(self.member))
 
 
@@ -186,14 +179,7 @@ async def start_averagers(
 ) -> list[AveragingPeer]:
     """One averager on each of ``peers``, over its transport or what stands before it; all know of each other.
 
-    Args:
-        network: Carries them.
-        peers: Where they run.
-        spec: How they average.
-        num_values: Length of their vectors.
-        transport_of: What a peer's streams go over.
-        parts: Codec and size of the parts of the vector that rounds average in turn; all of it if empty.
-    """
+    ``parts`` are codec and size of the parts of the vector that rounds average in turn; all of it if empty."""
     head = genesis(SWARM, b"d" * 32)
     started = []
     for index, peer in enumerate(peers):
@@ -214,7 +200,6 @@ async def start_averagers(
 
 
 async def stop_averagers(started: list[AveragingPeer]) -> None:
-    """Close those that still live."""
     for each in started:
         if each.peer.alive:
             await each.averager.close()

@@ -32,7 +32,6 @@ Key = tuple[bytes, str]
 
 
 def decoded(codec: Codec, data: Buffer, low: int, high: int) -> Tensor:
-    """A slice's values, fp64."""
     out = torch.empty(high - low, dtype=torch.float32)
     codec.part(low, high).decode_into(data, out)
     return out.double()
@@ -67,7 +66,6 @@ class Values:
     # --- what the trainer does ------------------------------------------------------------------------------------
 
     def step(self, step: Callable[[], None]) -> None:
-        """A local step."""
         self.is_replaced = False  # There may have been no work to carry.
         before = self._waiting_work()
         step()
@@ -83,11 +81,7 @@ class Values:
     def was_in(self, outcome: RoundOutcome, tokens: int, stages: list[Body]) -> None:
         """The vector that was offered last is in a round of which this process saw the end.
 
-        Args:
-            outcome: What it took home.
-            tokens: Of the vector.
-            stages: The results that it had a part in, from its own group's up the tree.
-        """
+        ``stages`` are the results that it had a part in, from its own group's up the tree."""
         vector = self._offered[outcome.result.certificate.body.lineage, tokens]
         sent, lost, scale = vector, torch.zeros_like(vector), 1.0
         for body, encoded in zip(stages, outcome.encoded, strict=False):
@@ -162,7 +156,6 @@ class Values:
         self.work = torch.zeros_like(self.work)
 
     def lost_residual(self) -> None:
-        """Error feedback was reset."""
         self.dropped += self.residual
         self.residual = torch.zeros_like(self.residual)
 
@@ -203,7 +196,6 @@ class Conservation:
     """The values of all processes of a simulation, and of the rounds that they shared.
 
     Attributes:
-        spec: The manifest's section on averaging.
         sent: What arrived at the owners of shares, for rounds of which the sender saw the end.
         exact: By result and index of the owner: the mean of its share before it was encoded.
         results: By hash: what any group on any level certified.

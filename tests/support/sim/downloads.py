@@ -74,7 +74,6 @@ class OneState:
 
 
 def tensors_of(partial: PartialDownload) -> NamedTensors:
-    """What arrived, put in place."""
     tensors = new_tensors(partial.specs)
     chunks = ChunkedBytes(tensors)
     for index, _ in partial.chunks():
@@ -83,11 +82,7 @@ def tensors_of(partial: PartialDownload) -> NamedTensors:
 
 
 class Sources:
-    """A newcomer (member 0) and sources with equal states.
-
-    Attributes:
-        seconds: How long the last download took.
-    """
+    """A newcomer (member 0) and sources with equal states; ``seconds`` is how long the last download took."""
 
     seconds: float
 
@@ -122,13 +117,11 @@ class Sources:
         return self.partial.is_complete and merkle_tree(tensors_of(self.partial)).root == self.head.digest
 
     def refusals(self, source: int) -> int:
-        """How often the newcomer counted that a source sent bad state."""
         return self.newcomer.rpc.refusals[self.ids[source], "bad state"]
 
 
 @asynccontextmanager
 async def sources(network: SimulatedNetwork, count: int) -> AsyncIterator[Sources]:
-    """A newcomer and so many sources."""
     async with members(network, count + 1) as everyone:
         yield Sources(network, everyone)
 
@@ -149,9 +142,7 @@ def with_sources(
 def slow_downloads(patch: pytest.MonkeyPatch, chunk_bytes: int, upload: float) -> list[int]:
     """Cut states into chunks of this size, of which sources send so many bytes a second.
 
-    Returns:
-        The chunks that downloads keep from now on.
-    """
+    Returns the list of chunks that downloads keep from now on."""
     digest.cut_of.cache_clear()
     for module in (digest, state_server):
         patch.setattr(module, "CHUNK_BYTES", chunk_bytes)

@@ -100,7 +100,6 @@ def state_fewer(session: AllReduceSession) -> None:
 
 
 def audit_of(session: AllReduceSession) -> Audit:
-    """Its side of the checks."""
     assert isinstance(session.verifier, SpotChecks)
     return session.verifier.audit
 

@@ -30,17 +30,11 @@ class _KilledError(BaseException):
 
 @dataclass
 class _End:
-    """The thread's last turn."""
-
     error: BaseException | None
 
 
 class LockstepBridge(Bridge):
-    """The product's bridge, whose thread runs only while the loop waits for it.
-
-    Args:
-        loop: The simulation's.
-    """
+    """The product's bridge, whose thread runs only while the simulation's loop waits for it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop)

@@ -15,8 +15,6 @@ SWARM = b"\x07" * 32
 
 @dataclass
 class Member:
-    """A simulated peer and its `Rpc`."""
-
     peer: SimulatedPeer
     rpc: Rpc
 
@@ -24,7 +22,6 @@ class Member:
 async def start_member(
     network: SimulatedNetwork, peer: SimulatedPeer, *, limits: RpcLimits | None = None, protocol: int = 1
 ) -> Member:
-    """An `Rpc` that answers, on ``peer``."""
     rpc = Rpc(peer.transport, peer.runtime, SWARM, limits, protocol=protocol)
     await rpc.start()
     return Member(peer, rpc)

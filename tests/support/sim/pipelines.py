@@ -73,7 +73,6 @@ def make_manifest(
 
 
 def sample(manifest: Manifest, number: int) -> torch.Tensor:
-    """The tokens of a microbatch: ``[2, context + 1]``."""
     generator = torch.Generator().manual_seed(number)
     return torch.randint(manifest.model.vocabulary, (SAMPLES, manifest.model.context + 1), generator=generator)
 
@@ -122,17 +121,14 @@ class PipelinePeer:
 
     @property
     def is_moving(self) -> bool:
-        """Whether it takes on another stage while it hosts one."""
         return len(self._hosted) > 1
 
     @property
     def hosted(self) -> HostedStage | None:
-        """What it hosts; while it moves, what it has hosted so far."""
         return self._hosted[0] if self._hosted else None
 
     @property
     def all_hosted(self) -> list[HostedStage]:
-        """What it hosts, with what it takes on while it moves."""
         return list(self._hosted)
 
     def _make_device(self) -> Device:
@@ -155,7 +151,6 @@ class PipelinePeer:
         return pack(tokens[:, :-1], codec), pack(tokens[:, 1:], codec)
 
     def round_ended(self, hosted: HostedStage, result: RoundResult) -> None:
-        """See `StageObserver`."""
         self.results.append(result)
         self.presence.changed()
 
@@ -191,7 +186,6 @@ class PipelinePeer:
             await find_the_others(self.presence, unit.synchronizer.replica.membership, unit.synchronizer, unit.work)
 
     async def take_on(self, number: int) -> HostedStage:
-        """See `p2ptrain.pipeline.migration.Stages`."""
         made = self._make_stage(number, self._make_device())
         self._hosted.append(made)
         try:
@@ -202,31 +196,26 @@ class PipelinePeer:
         return made
 
     async def step_in(self, hosted: HostedStage) -> None:
-        """See `p2ptrain.pipeline.migration.Stages`."""
         hosted.participate()
         await asyncio.gather(*(step_in(self.presence, unit.synchronizer) for unit in hosted.units))
 
     async def give_up(self, hosted: HostedStage) -> None:
-        """See `p2ptrain.pipeline.migration.Stages`."""
         self._hosted = [other for other in self._hosted if other is not hosted]
         await hosted.close()
 
     def moved(self, hosted: HostedStage) -> None:
-        """See `p2ptrain.pipeline.migration.Stages`."""
         assert self.stage is not None
         self.moves.append((self.stage, hosted.number))
         self._hosted, self.stage = [hosted], hosted.number
         self.presence.changed()
 
     async def start_feeding(self) -> MicrobatchSender:
-        """Be a trainer, too."""
         caller = self.view.new_caller(self.rpc, HOP_LIMITS)
         first = self.peer.incarnation << 32
         self.feeder = MicrobatchSender(caller, first, lambda accepted: self.done.append(accepted.id))
         return self.feeder
 
     async def send(self, number: int) -> Accepted:
-        """Send the microbatch of a number through."""
         assert self.feeder is not None
         inputs, targets = self._payloads(number)
         return await self.feeder.send(inputs, targets, targets.shape[0], targets.shape[0] * targets.shape[1])
@@ -256,8 +245,6 @@ class PipelinePeer:
 
 
 class SlowDevice(Device):
-    """A device whose passes take time in the simulation."""
-
     def __init__(self, runtime: Any, seconds: float) -> None:
         super().__init__(runtime)
         self._seconds = seconds
@@ -271,11 +258,8 @@ class SlowDevice(Device):
 class Pipeline:
     """Simulated peers of one pipeline.
 
-    Attributes:
-        sent: What was accepted: which microbatch had which number.
-        failed: Numbers of what is said not to have come through.
-        former: Peers that died and were started again.
-    """
+    ``sent`` says which accepted microbatch had which number, ``failed`` has the numbers of what is said not to have
+    come through, and ``former`` peers that died and were started again."""
 
     network: SimulatedNetwork
     manifest: Manifest
@@ -292,11 +276,9 @@ class Pipeline:
         at_end(self.close)
 
     async def add(self, name: str, stage: int | None, pass_seconds: float = 0.0) -> PipelinePeer:
-        """One more peer; a host begins to take part."""
         return await self.begin(self.network.add_peer(name), stage, pass_seconds)
 
     async def begin(self, simulated: SimulatedPeer, stage: int | None, pass_seconds: float = 0.0) -> PipelinePeer:
-        """Begin to host a stage, or to train, on a peer of the network."""
         if self.make is not None:
             peer = self.make(simulated, stage, pass_seconds)
         else:
@@ -316,7 +298,6 @@ class Pipeline:
         return [peer for peer in self.peers if peer.hosted is not None]
 
     def rounds(self) -> set[int]:
-        """Those in which hosts are."""
         return {peer.hosted.host.ledger.round for peer in self.alive if peer.hosted is not None}
 
     @property
@@ -349,7 +330,6 @@ class Pipeline:
         return results
 
     async def close(self) -> None:
-        """End all that live."""
         for peer in self.alive:
             self.network.resume(peer.peer)
         for task in self.tasks:
@@ -375,7 +355,6 @@ class WholeModel:
         )  # fmt: skip
 
     def step(self, numbers: list[int]) -> None:
-        """One step on these microbatches."""
         tokens = torch.cat([sample(self.manifest, number) for number in numbers])
         self.optimizer.zero_grad()
         loss = functional.cross_entropy(self.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())

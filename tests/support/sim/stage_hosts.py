@@ -40,11 +40,7 @@ async def no_news(stage: int, host: str) -> None:
 
 
 class ExactSum(GradientSum):
-    """Adds multiples of 1/1024, so that no addition rounds, and what is taken out leaves no trace.
-
-    Attributes:
-        passes: How many gradients were added.
-    """
+    """Adds multiples of 1/1024, so that no addition rounds, and what is taken out leaves no trace; counts gradients."""
 
     passes = 0
 
@@ -64,23 +60,17 @@ class OpenRound(AdmissionQueue):
 
 @cache
 def stage_of(plan: PipelinePlan, stage: int) -> Stage:
-    """A stage that nobody changes."""
     return build_stage(plan.manifest.model, plan.spans[stage])
 
 
 @cache
 def plan_of(num_stages: int) -> PipelinePlan:
-    """The plan of a small model, always the same."""
     return PipelinePlan(make_manifest(num_stages))
 
 
 @dataclass
 class HostPeer:
-    """A simulated peer with one stage.
-
-    Attributes:
-        router: Of whom its host calls.
-    """
+    """A simulated peer with one stage, and the router of its host."""
 
     peer: SimulatedPeer
     rpc: Rpc
@@ -132,7 +122,6 @@ class Hosts:
         return made
 
     async def add_trainer(self, name: str) -> Member:
-        """A peer without a stage."""
         peer = self.network.add_peer(name)
         rpc = Rpc(peer.transport, peer.runtime, SWARM)
         await rpc.start()
@@ -150,7 +139,6 @@ class Hosts:
             each.router.update(states)
 
     def router(self, member: Member) -> Router:
-        """A trainer's."""
         router = Router(self.plan.num_stages, member.peer.runtime.random)
         states: list[dict[str, HostState]] = [{} for _ in range(self.plan.num_stages)]
         for each in self.hosts:
@@ -173,7 +161,6 @@ class Hosts:
         return Hop(hop.id, stage, hop.samples, hop.tokens, hop.route, pack(output, self.codec), hop.targets)
 
     async def send(self, trainer: Member, hop: Hop, planned: HostPeer) -> Reply:
-        """Send it as a trainer does."""
         caller = Caller(trainer.rpc, self.router(trainer), limits=HOP_LIMITS)
         return await trainer.peer.spawn(caller.send(hop, planned.id, no_news))
 
@@ -205,7 +192,6 @@ def expected_sums(plan: PipelinePlan, numbers: list[int]) -> list[torch.Tensor]:
 
 
 def bits(each: HostPeer) -> bytes:
-    """Of a host's sum."""
     return each.sum.values.numpy().tobytes()
 
 
@@ -233,7 +219,6 @@ async def send_and_settle(swarm: Hosts, trainer: Member, number: int, route: lis
 
 
 def heads(hop: Hop) -> tuple[dict[str, Any], list[Any]]:
-    """A hop as it goes over the wire."""
     return to_wire(hop.request), [hop.inputs.data, hop.targets.data]
 
 
@@ -271,10 +256,7 @@ async def send_raw(
 ) -> dict[str, Any]:
     """Send a hop as nobody should; the first message that is not a heartbeat nor news.
 
-    Raises:
-        RefusedError: The host refuses it.
-        PeerRefusedError: The host takes it for no hop at all.
-    """
+    Raises RefusedError if the host refuses it, and PeerRefusedError if the host takes it for no hop at all."""
     async with rpc.open(host.id, host.service, request, 5.0) as channel:
         for each in data:
             await channel.send_bytes(each)
@@ -287,8 +269,6 @@ async def send_raw(
 
 
 class RefusedError(Exception):
-    """A host refused what was sent, by a message."""
-
     def __init__(self, kind: str, reason: str) -> None:
         super().__init__(f"{kind}: {reason}")
         self.reason = reason
@@ -306,5 +286,4 @@ def lie(member: Member, stage: int, answer: Callable[[Channel, HopRequest], Awai
 
 
 async def stay(seconds: float = 3600.0) -> None:
-    """Do nothing for long."""
     await asyncio.sleep(seconds)

@@ -25,11 +25,7 @@ def in_tree(
 ) -> Callable[[Test], Callable[..., None]]:
     """Return a decorator for tests that get a network and averagers on it, ``network`` and ``started``.
 
-    Args:
-        num_peers: How many averagers; the test's argument of this name by default, as with ``seed``.
-        seed: Of the simulation.
-        spec: How they average.
-    """
+    ``num_peers`` and ``seed`` are the test's arguments of these names by default."""
 
     def run(test: Test, arguments: dict[str, Any]) -> None:
         async def main(network: SimulatedNetwork) -> None:

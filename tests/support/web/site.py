@@ -21,8 +21,6 @@ from tests.support.web.watched import SWARM, FakeSource
 
 @dataclass
 class Site:
-    """A page over a made-up swarm."""
-
     app: ASGIApp
     client: httpx.AsyncClient
     watch: Watch

@@ -19,7 +19,6 @@ from tests.support.web.watched import START, SWARM, FakeSource, trainer, views_o
 
 @asynccontextmanager
 async def open_store(path: Path | None = None, swarm: str = SWARM.digest) -> AsyncIterator[Store]:
-    """Open a store at ``path``, or in memory."""
     store = await Store.open(path, swarm, START)
     try:
         yield store
@@ -61,5 +60,4 @@ async def watched(
 
 
 def peer(id: str = "a", **changes: object) -> PeerView:
-    """A trainer, as it is shown."""
     return views_of(trainer(id, **changes))[0]

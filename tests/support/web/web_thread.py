@@ -20,11 +20,7 @@ PATIENCE_SECONDS = 60.0
 
 
 class ServedPage:
-    """A page and what it is made of; all of it lives on another thread's event loop.
-
-    Attributes:
-        url: Where it is, with a slash at the end.
-    """
+    """A page and what it is made of; all of it lives on another thread's event loop."""
 
     def __init__(self, url: str, watch: Watch, store: Store, loop: asyncio.AbstractEventLoop) -> None:
         self.url = url
@@ -33,8 +29,6 @@ class ServedPage:
         self._loop = loop
 
     def do(self, work: Callable[[Watch, Store], Awaitable[T]]) -> T:
-        """Do something there, and wait for it."""
-
         async def run() -> T:
             return await work(self._watch, self._store)
 
@@ -51,15 +45,12 @@ class ServedPage:
         self.do(change)
 
     def snapshot(self) -> Snapshot:
-        """What is shown."""
         snapshot = self._watch.snapshot
         assert snapshot is not None
         return snapshot
 
 
 class TimedSource(Source, Protocol):
-    """A source with a clock."""
-
     def now(self) -> float:
         """Return wall-clock seconds of the swarm's clock."""
 
@@ -77,14 +68,8 @@ def served_page(
 ) -> Iterator[ServedPage]:
     """Serve a page on loopback while the body runs.
 
-    Args:
-        source: Where records come from.
-        swarm: What it agreed on.
-        bootstraps: Ids of the peers that the link names.
-        prepare: Fills the history.
-        first_looks: At the source, before anybody sees the page; ``between_looks`` is called after each.
-        is_live: Whether to go on looking; else the page shows what it has until `ServedPage.show`.
-    """
+    ``prepare`` fills the history. There are ``first_looks`` at the source before anybody sees the page;
+    ``between_looks`` is called after each. Unless ``is_live``, the page shows what it has until `ServedPage.show`."""
     ready: list[ServedPage] = []
     failed: list[BaseException] = []
     began = threading.Event()
