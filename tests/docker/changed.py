@@ -37,7 +37,8 @@ IMAGE = (
 def decide(changed: Sequence[str] | None) -> tuple[str, str]:
     """Return the decision and its reason.
 
-    ``changed`` has paths from the repository's root; None if they cannot be known."""
+    ``changed`` has paths from the repository's root; None if they cannot be known.
+    """
     if changed is None:
         return "image", "what changed cannot be known: no earlier commit is there"
     for patterns, decision in ((CONTAINERS, "all"), (IMAGE, "image")):

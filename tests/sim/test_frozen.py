@@ -80,7 +80,8 @@ def in_phase(phase: str) -> Arm:
 def measure(swarm: Swarm, arm: Arm, role: str = "follower", frozen: int = 1) -> Cost:
     """Run rounds until all is usual, freeze peers in the next one, and go on without them.
 
-    With ``leader`` those freeze that lead the round, or would next; with ``follower`` those that would last."""
+    With ``leader`` those freeze that lead the round, or would next; with ``follower`` those that would last.
+    """
     cost = Cost()
 
     async def main(network: SimulatedNetwork) -> None:

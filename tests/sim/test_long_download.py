@@ -35,7 +35,8 @@ HISTORY_ROUNDS = 4
 class Swarm(SimulatedSwarm):
     """Trainers of a model of some chunks, whose sources send them slowly, at so many bytes per second each.
 
-    ``kept`` has the chunks that downloads kept."""
+    ``kept`` has the chunks that downloads kept.
+    """
 
     def __init__(self, network: SimulatedNetwork, upload: float, patch: pytest.MonkeyPatch, disk: Path) -> None:
         super().__init__(network, make_manifest(history_rounds=HISTORY_ROUNDS), 1)

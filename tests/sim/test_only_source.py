@@ -28,8 +28,7 @@ ROUNDS = 60
 
 
 class OneSource:
-    """A swarm of the product's trainers in which state is slow to download: chunks that were kept, and rounds by
-    name."""
+    """A swarm of the product's trainers in which state is slow to download."""
 
     def __init__(self, swarm: ProductSwarm, patch: pytest.MonkeyPatch) -> None:
         self.swarm = swarm

@@ -19,7 +19,8 @@ ROUNDS = 2
 async def done_ratio(network: SimulatedNetwork, speeds: Sequence[float], microbatches: int, at_once: int) -> float:
     """Microbatches of committed rounds, as a share of what the hosts of a stage could do in the same time.
 
-    ``speeds`` are of the hosts of each of two stages, in microbatches a second."""
+    ``speeds`` are of the hosts of each of two stages, in microbatches a second.
+    """
     pipeline = Pipeline(network, make_manifest(2, global_batch=microbatches * SAMPLES))
     for stage in range(2):
         for index, speed in enumerate(speeds):

@@ -37,7 +37,8 @@ def simulated(
 
     The test's first argument is then the context's value. Its argument ``network`` is the simulated network. pytest
     passes all others. ``seed`` may be several, with each of which the test runs, or a function of the test's other
-    arguments; by default it is the test's argument ``seed``, or 1. ``options`` are those of `simulate`."""
+    arguments; by default it is the test's argument ``seed``, or 1. ``options`` are those of `simulate`.
+    """
 
     def decorate(test: Test) -> Callable[..., None]:
         names = list(inspect.signature(test).parameters)
@@ -70,7 +71,8 @@ def simulated(
 def given(*names: str, by: Callable[[Test, dict[str, Any]], object]) -> Callable[[Test], Callable[..., None]]:
     """Return a decorator for tests that get arguments of these names from ``by``, not from pytest.
 
-    ``by`` gets the test, to be called with these arguments by name, and its other arguments, which pytest gives it."""
+    ``by`` gets the test, to be called with these arguments by name, and its other arguments, which pytest gives it.
+    """
 
     def decorate(test: Test) -> Callable[..., None]:
         wanted = list(inspect.signature(test).parameters)

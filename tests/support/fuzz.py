@@ -27,7 +27,8 @@ def fitting(schema: Any, known: Known | None = None) -> Values:
     """Return plain values within a schema's types and bounds; a rule between fields may still refuse them.
 
     A tagged base stands for the messages derived from it. ``known`` has strategies for schemas with rules that random
-    values seldom keep."""
+    values seldom keep.
+    """
     return st.one_of([right for right, _ in _leaves(schema, known)])
 
 
@@ -39,7 +40,8 @@ def malformed(schema: Any, known: Known | None = None) -> Values:
 def check(schema: type[Message], data: st.DataObject, known: Known | None = None) -> Any:
     """Assert that messages within their bounds are read as they were sent, and that others are refused.
 
-    Returns the message that was read; None if a rule between its fields refused it."""
+    Returns the message that was read; None if a rule between its fields refused it.
+    """
     with pytest.raises(IntegrityError):
         from_wire(schema, data.draw(malformed(schema, known)))
     values = _over_the_wire(data.draw(fitting(schema, known)))

@@ -11,7 +11,8 @@ from p2ptrain.progress import Advance
 class ToldJobs:
     """Implements `p2ptrain.progress.Progress`.
 
-    ``told`` has what was told of each job, (done, total) each, and ``running`` those that have not ended."""
+    ``told`` has what was told of each job, (done, total) each, and ``running`` those that have not ended.
+    """
 
     def __init__(self) -> None:
         self.told: dict[str, list[tuple[int, int]]] = {}

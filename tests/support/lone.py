@@ -34,7 +34,8 @@ class LoneSynchronizer:
     """The part of `Synchronizer` that an optimizer and a saver use.
 
     ``forgot`` has the parts of which the saver said that work of an earlier process waits. With ``fail_rounds`` it
-    commits nothing."""
+    commits nothing.
+    """
 
     def __init__(self, state: SharedState, spec: TrainingSpec) -> None:
         self.state = state
@@ -169,7 +170,8 @@ def lone_optimizer(
 ) -> LoneOptimizer:
     """Make an optimizer of a swarm of one, without threads, around SGD of rate 0.1 unless told otherwise.
 
-    ``training`` is the manifest's section, ``round_`` the round in progress."""
+    ``training`` is the manifest's section, ``round_`` the round in progress.
+    """
     module = module or torch.nn.Linear(3, 2)
     usual = {"local_batch": 1, "global_batch": 1, "outer_learning_rate": 1.0}
     manifest = Manifest.model_validate({"name": "lone", "training": training_over(usual, training)})

@@ -15,8 +15,7 @@ def install(
     modules: Mapping[str, str],
     points: Mapping[str, Mapping[str, str]],
 ) -> None:
-    """Install version 1.0 of a package for the rest of the test: sources by module, and entry points by group and
-    name."""
+    """Install version 1.0 of a package: sources by module, and entry points by group and name."""
     for module, source in modules.items():
         (folder / f"{module}.py").write_text(source)
     info = folder / f"{package}-1.0.dist-info"

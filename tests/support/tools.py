@@ -29,7 +29,8 @@ def required() -> frozenset[str]:
 def unavailable(reason: str, *tools: str) -> None:
     """Skip the test that runs, for this reason; fail it instead if one of the tools that it needs is required.
 
-    Nothing happens if the reason is empty."""
+    Nothing happens if the reason is empty.
+    """
     _fail_if_required(reason, tools)
     if reason:
         pytest.skip(reason)

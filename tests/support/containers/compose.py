@@ -108,7 +108,8 @@ class Containers:
     """A project of a compose file; a context manager that removes it and checks that nothing is left.
 
     ``kind`` tells its project from others of this process. ``compose`` is the command, the first version that is there
-    by default."""
+    by default.
+    """
 
     def __init__(self, *files: str, kind: str = "", compose: tuple[str, ...] = (), **variables: str) -> None:
         self._compose = compose or next(iter(compose_versions().values()))

@@ -42,7 +42,8 @@ def write_manifest(path: Path, **sections: Any) -> Manifest:
 def write_role(path: Path, role: str, **values: Any) -> Path:
     """Write the role file of a peer on loopback whose run directory is named like the file.
 
-    Sections are dicts, and replace those by default."""
+    Sections are dicts, and replace those by default.
+    """
     usual = {"network": {"listen": [LOOPBACK]}, "resources": {"device": "cpu", "threads": 1}}
     found = {"role": role, "name": path.stem, "run_dir": path.stem, **usual, **values}
     lines = [f"{key} = {json.dumps(value)}" for key, value in found.items() if not isinstance(value, dict)]

@@ -74,7 +74,8 @@ class Server:
     def fork(self, program: str, arguments: Sequence[str], log: IO[bytes]) -> ForkedProcess:
         """Start a program of `IMPORTS` that a test talks with, in lines of text, over standard input and output.
 
-        Raises OSError when the server has ended."""
+        Raises OSError when the server has ended.
+        """
         stdin_read, stdin_write = os.pipe()
         stdout_read, stdout_write = os.pipe()
         try:
@@ -133,7 +134,8 @@ def _adopt_orphans(yes: bool) -> None:
 def serve(connection: socket.socket) -> Callable[[], int | None] | None:
     """Fork a process for each request.
 
-    Returns, in that process, what it runs; in the server, when nobody can ask any more, None."""
+    Returns, in that process, what it runs; in the server, when nobody can ask any more, None.
+    """
     while True:
         try:
             message, files, *_ = socket.recv_fds(connection, MAX_REQUEST_BYTES, 3)

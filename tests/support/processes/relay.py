@@ -16,7 +16,8 @@ WAITING_PIECES = 256
 class SlowRelay:
     """Passes bytes on to a port on loopback; every piece of the answers arrives late, in order.
 
-    ``delay_seconds`` are the least and the greatest delay of a piece; ``pieces`` counts those that it has delayed."""
+    ``delay_seconds`` are the least and the greatest delay of a piece; ``pieces`` counts those that it has delayed.
+    """
 
     def __init__(self, target_port: int, delay_seconds: tuple[float, float], seed: int) -> None:
         self.port = 0

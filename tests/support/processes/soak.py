@@ -50,7 +50,8 @@ class Growth:
     """How one quantity went.
 
     ``per_hour`` is its slope, by least squares, without the first quarter: a peer that starts grows. ``before`` and
-    ``after`` are its medians in the second and in the last quarter."""
+    ``after`` are its medians in the second and in the last quarter.
+    """
 
     per_hour: float
     before: float

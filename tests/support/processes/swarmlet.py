@@ -42,7 +42,8 @@ class Worker(Teller):
     """One process of `tests.support.processes.worker`; its name is the last part of its run directory.
 
     Its log lies beside that. ``prefix`` is put before its command line, such as ``ip netns exec …``, and has to replace
-    itself by the command."""
+    itself by the command.
+    """
 
     def __init__(self, run_dir: Path, options: dict[str, Any], prefix: Sequence[str] = ()) -> None:
         self.run_dir = run_dir

@@ -23,7 +23,8 @@ PATIENCE_SECONDS = 60.0
 class Teller:
     """One such process. It takes orders on standard input, and its errors go to the end of a log.
 
-    ``events`` has what it said, oldest first, and only grows. Each names its kind under ``event``."""
+    ``events`` has what it said, oldest first, and only grows. Each names its kind under ``event``.
+    """
 
     def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
         self.name = name

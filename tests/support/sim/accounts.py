@@ -42,7 +42,8 @@ class Accounts:
     """Every certified round that any trainer of a swarm applied.
 
     ``bodies`` has the result by the lineage that it leads to, ``books`` that of each trainer's current process,
-    ``crashed`` the trainers that crashed at least once, and ``values`` the same for the values of contributions."""
+    ``crashed`` the trainers that crashed at least once, and ``values`` the same for the values of contributions.
+    """
 
     def __init__(self, swarm: SimulatedSwarm) -> None:
         self.bodies: dict[bytes, Body] = {}

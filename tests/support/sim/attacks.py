@@ -39,7 +39,8 @@ class Situation:
     """What an omniscient attacker knows when it chooses its contributions to a round, counted from 0.
 
     ``own`` is what the hostile peers would send if they were honest, and ``honest`` what the others send, fp32
-    ``[peers, NUM_VALUES]``. ``memory`` is what the attack keeps from round to round."""
+    ``[peers, NUM_VALUES]``. ``memory`` is what the attack keeps from round to round.
+    """
 
     round: int
     own: Tensor
@@ -50,8 +51,7 @@ class Situation:
 
 @dataclass(frozen=True)
 class Attack:
-    """What hostile peers do: what they send, ``[hostile, NUM_VALUES]``, the weight that they claim (None for the
-    true one), and whether they train on label ``9 - y``."""
+    """What hostile peers send, ``[hostile, NUM_VALUES]``, and the weight that they claim; None for the true one."""
 
     lie: Callable[[Situation], Tensor] = lambda now: now.own
     flips_labels: bool = False

@@ -39,7 +39,8 @@ class AveragingPeer:
     """A peer that has a vector to average and nothing else.
 
     ``outcomes`` has what each round gave here, and ``seconds`` how long it took from the roster to the certificate.
-    ``sizes`` says how much of ``vector`` rounds average, in turn; all of it if empty."""
+    ``sizes`` says how much of ``vector`` rounds average, in turn; all of it if empty.
+    """
 
     peer: SimulatedPeer
     rpc: Rpc
@@ -179,7 +180,8 @@ async def start_averagers(
 ) -> list[AveragingPeer]:
     """One averager on each of ``peers``, over its transport or what stands before it; all know of each other.
 
-    ``parts`` are codec and size of the parts of the vector that rounds average in turn; all of it if empty."""
+    ``parts`` are codec and size of the parts of the vector that rounds average in turn; all of it if empty.
+    """
     head = genesis(SWARM, b"d" * 32)
     started = []
     for index, peer in enumerate(peers):

@@ -81,7 +81,8 @@ class Values:
     def was_in(self, outcome: RoundOutcome, tokens: int, stages: list[Body]) -> None:
         """The vector that was offered last is in a round of which this process saw the end.
 
-        ``stages`` are the results that it had a part in, from its own group's up the tree."""
+        ``stages`` are the results that it had a part in, from its own group's up the tree.
+        """
         vector = self._offered[outcome.result.certificate.body.lineage, tokens]
         sent, lost, scale = vector, torch.zeros_like(vector), 1.0
         for body, encoded in zip(stages, outcome.encoded, strict=False):

@@ -222,7 +222,8 @@ class DirectedMover(StageMigrator):
 class CountingPeer(PipelinePeer):
     """A peer of such a pipeline.
 
-    ``told`` is called with what it comes to: passes, phases of a round and of a move, outputs that came home."""
+    ``told`` is called with what it comes to: passes, phases of a round and of a move, outputs that came home.
+    """
 
     plan: CountingPlan
 
@@ -306,7 +307,8 @@ class CountedPipeline(Pipeline):
         failed.
 
         With ``may_fork``, hosts of a stage could not reach each other for a while, or were stopped, so that it may have
-        had two lineages. One of them lost, and what was done there is in the lost one."""
+        had two lineages. One of them lost, and what was done there is in the lost one.
+        """
         for stage in range(self.plan.num_stages):
             heads = {
                 peer.hosted.units[0].synchronizer.head.lineage: peer

@@ -142,7 +142,8 @@ def with_sources(
 def slow_downloads(patch: pytest.MonkeyPatch, chunk_bytes: int, upload: float) -> list[int]:
     """Cut states into chunks of this size, of which sources send so many bytes a second.
 
-    Returns the list of chunks that downloads keep from now on."""
+    Returns the list of chunks that downloads keep from now on.
+    """
     digest.cut_of.cache_clear()
     for module in (digest, state_server):
         patch.setattr(module, "CHUNK_BYTES", chunk_bytes)

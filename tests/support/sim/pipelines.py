@@ -259,7 +259,8 @@ class Pipeline:
     """Simulated peers of one pipeline.
 
     ``sent`` says which accepted microbatch had which number, ``failed`` has the numbers of what is said not to have
-    come through, and ``former`` peers that died and were started again."""
+    come through, and ``former`` peers that died and were started again.
+    """
 
     network: SimulatedNetwork
     manifest: Manifest

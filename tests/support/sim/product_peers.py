@@ -106,7 +106,8 @@ class ProductSwarm:
     def start(self, name: str, max_rounds: int = 0, role: str = "trainer", **config: Any) -> None:
         """Start a peer, or start it again after it ended; it leaves at ``max_rounds`` if not 0.
 
-        ``config`` is more of its role file."""
+        ``config`` is more of its role file.
+        """
         before = self.network.peers.get(name)
         if before is not None and before.alive:
             self.network.crash(before)

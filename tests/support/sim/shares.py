@@ -30,7 +30,8 @@ VERIFIER = NamedSigner("anybody")
 class Group:
     """Members of one roster of which each owns an equal share; nothing is sent, all is computed here.
 
-    ``part_codecs`` says how a member's parts travel, where not as the mean does."""
+    ``part_codecs`` says how a member's parts travel, where not as the mean does.
+    """
 
     spec: AveragingSpec
     codec: Codec

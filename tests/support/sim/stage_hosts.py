@@ -256,7 +256,8 @@ async def send_raw(
 ) -> dict[str, Any]:
     """Send a hop as nobody should; the first message that is not a heartbeat nor news.
 
-    Raises RefusedError if the host refuses it, and PeerRefusedError if the host takes it for no hop at all."""
+    Raises RefusedError if the host refuses it, and PeerRefusedError if the host takes it for no hop at all.
+    """
     async with rpc.open(host.id, host.service, request, 5.0) as channel:
         for each in data:
             await channel.send_bytes(each)

@@ -25,7 +25,8 @@ def in_tree(
 ) -> Callable[[Test], Callable[..., None]]:
     """Return a decorator for tests that get a network and averagers on it, ``network`` and ``started``.
 
-    ``num_peers`` and ``seed`` are the test's arguments of these names by default."""
+    ``num_peers`` and ``seed`` are the test's arguments of these names by default.
+    """
 
     def run(test: Test, arguments: dict[str, Any]) -> None:
         async def main(network: SimulatedNetwork) -> None:

@@ -36,7 +36,8 @@ PAYLOADS = {
 def poisoned(value: T, text: str, keep: frozenset[str] = frozenset()) -> T:
     """A copy of a value in which all text, at any depth, is ``text``, and all bytes begin with it.
 
-    Fields named in ``keep`` stay as they are, and so do those with a fixed choice of words."""
+    Fields named in ``keep`` stay as they are, and so do those with a fixed choice of words.
+    """
     return typing.cast(T, _poisoned(value, text, keep))
 
 

@@ -56,7 +56,8 @@ HOSTILE_NAMES = (
 class MadeUpSwarm:
     """A `p2ptrain.monitor.watch.Source` without a network.
 
-    Set ``answers`` to False to make the directory fall silent."""
+    Set ``answers`` to False to make the directory fall silent.
+    """
 
     def __init__(
         self,

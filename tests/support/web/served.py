@@ -13,7 +13,8 @@ TOKENS, PROMPT_TOKENS = 64, 200
 def served(seconds: float, per_second: float = 0.5, first_token: float = 0.4, token: float = 0.04) -> ServingReport:
     """The report of a peer that started to serve ``seconds`` ago; what it counts grows with that and never falls.
 
-    ``first_token`` and ``token`` are the middles of the times to the first token and to further ones, in seconds."""
+    ``first_token`` and ``token`` are the middles of the times to the first token and to further ones, in seconds.
+    """
     requests = int(seconds * per_second)
     failed = requests // 50
     done = requests - failed

@@ -34,7 +34,8 @@ class Visit:
     """One visitor's tab, of a site whose ``origin`` alone may be asked for anything.
 
     ``complaints`` has what the page did that it should not: errors and warnings of its scripts, requests to others,
-    dialogs."""
+    dialogs.
+    """
 
     def __init__(self, page: Page, origin: str) -> None:
         self.page = page

@@ -69,7 +69,8 @@ def served_page(
     """Serve a page on loopback while the body runs.
 
     ``prepare`` fills the history. There are ``first_looks`` at the source before anybody sees the page;
-    ``between_looks`` is called after each. Unless ``is_live``, the page shows what it has until `ServedPage.show`."""
+    ``between_looks`` is called after each. Unless ``is_live``, the page shows what it has until `ServedPage.show`.
+    """
     ready: list[ServedPage] = []
     failed: list[BaseException] = []
     began = threading.Event()
