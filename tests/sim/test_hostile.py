@@ -12,15 +12,7 @@ import pytest
 from p2ptrain.averaging.allreduce.member import ALLREDUCE
 from p2ptrain.averaging.allreduce.messages import Bring, FromOwner, Mask, Request, Signature
 from p2ptrain.averaging.allreduce.streams import ANOTHER_RESULT, BAD_ANSWER, BAD_SIGNATURE
-from p2ptrain.averaging.grouping.messages import (
-    JOIN,
-    Answer,
-    Behind,
-    Formed,
-    Join,
-    Redirected,
-    Refused,
-)
+from p2ptrain.averaging.grouping.messages import JOIN, Answer, Behind, Formed, Join, Redirected, Refused
 from p2ptrain.averaging.protocol.certificate import Ticket
 from p2ptrain.errors import PeerRefusedError
 from p2ptrain.network.simulated import SimulatedNetwork

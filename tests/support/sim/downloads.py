@@ -127,10 +127,7 @@ async def sources(network: SimulatedNetwork, count: int) -> AsyncIterator[Source
 
 
 def with_sources(
-    num_sources: int,
-    check: Callable[[Sources], Awaitable[None]],
-    model: LinkModel = FAST,
-    seed: int = 1,
+    num_sources: int, check: Callable[[Sources], Awaitable[None]], model: LinkModel = FAST, seed: int = 1
 ) -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with sources(network, num_sources) as swarm:

@@ -26,12 +26,7 @@ from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.network.simulated.network import SimulatedPeer
 from tests.support.sim.accounts import Accounts
 from tests.support.sim.hostile import BROKEN_PARTS, HOSTILITIES
-from tests.support.sim.pipeline_schedules import (
-    FAULTS_IN,
-    draw_pipeline_schedule,
-    find_pipeline_problems,
-    problems_of,
-)
+from tests.support.sim.pipeline_schedules import FAULTS_IN, draw_pipeline_schedule, find_pipeline_problems, problems_of
 from tests.support.sim.pipeline_schedules import PHASES as PIPELINE_PHASES
 from tests.support.sim.trainers import SimulatedSwarm, SimulatedTrainer, make_manifest
 
