@@ -21,18 +21,15 @@ FRAGMENTS = {"fragments": 2, "outer": "adam", "outer_learning_rate": 0.01}
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("fragments", "overlap_steps"), [(2, 0), (2, 2), (1, 3)])
-def test_they_keep_every_promise_whatever_befalls_them(fragments: int, overlap_steps: int) -> None:
-    for seed in (*range(40, 45), *changing_seeds(f"streaming {fragments} {overlap_steps}", 5)):
-        schedule = replace(draw_schedule(seed, 2, 6), fragments=fragments, overlap_steps=overlap_steps)
-        assert find_problems(schedule) == []
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(("fragments", "overlap_steps"), [(2, 0), (2, 2), (1, 3)])
-def test_so_do_those_larger_than_a_group(fragments: int, overlap_steps: int) -> None:
-    for seed in (*range(100, 102), *changing_seeds(f"larger {fragments} {overlap_steps}", 2)):
-        schedule = replace(draw_schedule(seed, 5, 9), group_size=3, fragments=fragments, overlap_steps=overlap_steps)
-        assert find_problems(schedule) == []
+@pytest.mark.parametrize(("peers", "group_size", "first", "count"), [((2, 6), 0, 40, 5), ((5, 9), 3, 100, 2)])
+def test_they_keep_every_promise_whatever_befalls_them(
+    peers: tuple[int, int], group_size: int, first: int, count: int, fragments: int, overlap_steps: int
+) -> None:
+    """Also where they are more than a group."""
+    changing = changing_seeds(f"streaming {fragments} {overlap_steps} {count}", count)
+    for seed in (*range(first, first + count), *changing):
+        schedule = replace(draw_schedule(seed, *peers), fragments=fragments, overlap_steps=overlap_steps)
+        assert find_problems(replace(schedule, group_size=group_size or schedule.group_size)) == []
 
 
 @simulated(seed=2)

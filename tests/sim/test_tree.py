@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 import torch
 
 from p2ptrain.averaging.commit.attempt import AttemptFailedError
 from p2ptrain.averaging.grouping.cells import Cells
+from p2ptrain.averaging.protocol.certificate import Body
 from p2ptrain.averaging.vector.error_feedback import ErrorFeedback
 from p2ptrain.codecs import get_codec
 from p2ptrain.network.simulated import SimulatedNetwork
 from tests.support.coroutines import simulated
 from tests.support.sim.averagers import AveragingPeer, start_averagers
 from tests.support.sim.peers import until
-from tests.support.sim.trees import SPEC, assert_all_took_part, exact_mean, grow, hit_first_delegate, in_tree
+from tests.support.sim.trees import (
+    SPEC,
+    assert_all_took_part,
+    before_representing,
+    exact_mean,
+    grow,
+    hit_first_delegate,
+    in_tree,
+)
 
 
 @pytest.mark.parametrize(("num_peers", "seed"), [(12, 1), (12, 2), (24, 3), (64, 4)])
@@ -123,22 +131,15 @@ async def test_a_delegate_that_falls_silent_with_a_ticket_in_makes_room_for_the_
     late: list[AveragingPeer] = []  # Another cell's delegate, so that the ticket of the silent one waits.
     silent: list[AveragingPeer] = []
 
-    def hold_or_cut(each: AveragingPeer) -> None:
-        represent = each.averager._represent
+    async def hold_or_cut(each: AveragingPeer, body: Body) -> None:
+        if not late:
+            late.append(each)
+            await asyncio.sleep(3.5)
+        elif not silent and len(body.members) >= 3:
+            silent.append(each)
+            network.loop.call_later(0.2, network.cut, each.peer, context=network.context)
 
-        async def changed(*arguments: Any) -> Any:
-            if not late:
-                late.append(each)
-                await asyncio.sleep(3.5)
-            elif not silent and len(arguments[1].certificate.body.members) >= 3:
-                silent.append(each)
-                network.loop.call_later(0.2, network.cut, each.peer, context=network.context)
-            return await represent(*arguments)
-
-        each.averager._represent = changed  # type: ignore[method-assign, assignment]
-
-    for each in started:
-        hold_or_cut(each)
+    before_representing(started, hold_or_cut)
     tasks = {each: asyncio.create_task(each.try_round()) for each in started}
     await until(lambda: bool(silent), 60)
     others = [each for each in started if each is not silent[0]]
@@ -160,14 +161,8 @@ async def test_nobody_stands_in_for_a_delegate_at_a_tenth_of_the_speed(
         log._parts = [(codec, len(each.vector)) for codec, _ in log._parts]
     stood: list[bytes] = []
 
-    def count(each: AveragingPeer) -> None:
-        represent = each.averager._represent
-
-        async def counted(*arguments: Any) -> Any:
-            stood.append(arguments[1].certificate.body.body_hash)
-            return await represent(*arguments)
-
-        each.averager._represent = counted  # type: ignore[method-assign, assignment]
+    async def count(each: AveragingPeer, body: Body) -> None:
+        stood.append(body.body_hash)
 
     def crawl(who: AveragingPeer) -> None:
         who.peer.uplink.bytes_per_second = who.peer.downlink.bytes_per_second = 1.25e6
@@ -179,8 +174,7 @@ async def test_nobody_stands_in_for_a_delegate_at_a_tenth_of_the_speed(
             await asyncio.sleep(0.1)
 
     crawling: list[asyncio.Task[None]] = []
-    for each in started:
-        count(each)
+    before_representing(started, count)
     hit_first_delegate(started, crawl, least=3)
     assert all(await asyncio.gather(*(each.try_round() for each in started)))
     crawling[0].cancel()

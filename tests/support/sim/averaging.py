@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -48,9 +48,6 @@ class RosterMember:
             raise self.result.failure
         assert self.result.certificate is not None
         return self.result.certificate
-
-    def encode_in(self, codec: Codec) -> None:
-        self.session.contribution = replace(self.session.contribution, codec=codec)
 
     @property
     def refused(self) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,7 @@ from p2ptrain.averaging.protocol.certificate import Head, genesis
 from p2ptrain.errors import IntegrityError, TemporaryError
 from p2ptrain.network.chunks.fetch import FetchOptions, FetchReport
 from p2ptrain.network.rpc.channel import LeastRate
-from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
+from p2ptrain.network.simulated import LinkModel, SimulatedNetwork
 from p2ptrain.training.state import digest
 from p2ptrain.training.state.digest import ChunkedBytes, NamedTensors, merkle_tree, new_tensors
 from p2ptrain.training.state.layout import Layout
@@ -124,16 +124,6 @@ class Sources:
 async def sources(network: SimulatedNetwork, count: int) -> AsyncIterator[Sources]:
     async with members(network, count + 1) as everyone:
         yield Sources(network, everyone)
-
-
-def with_sources(
-    num_sources: int, check: Callable[[Sources], Awaitable[None]], model: LinkModel = FAST, seed: int = 1
-) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with sources(network, num_sources) as swarm:
-            await check(swarm)
-
-    simulate(main, seed=seed, model=model)
 
 
 def slow_downloads(patch: pytest.MonkeyPatch, chunk_bytes: int, upload: float) -> list[int]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import torch
 
 from p2ptrain.averaging.grouping.cells import Cells
-from p2ptrain.averaging.protocol.certificate import Head
+from p2ptrain.averaging.protocol.certificate import Body, Head
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from tests.support.coroutines import Test, given
@@ -53,25 +53,36 @@ def exact_mean(started: list[AveragingPeer]) -> torch.Tensor:
     return torch.stack([each.vector.double() for each in started]).mean(0).float()
 
 
+def before_representing(
+    started: list[AveragingPeer], hook: Callable[[AveragingPeer, Body], Coroutine[Any, Any, None]]
+) -> None:
+    """Await ``hook(peer, its cell's result)`` whenever a peer is about to stand for its cell."""
+
+    def watch(each: AveragingPeer) -> None:
+        represent = each.averager._represent
+
+        async def watched(*arguments: Any) -> Any:
+            await hook(each, arguments[1].certificate.body)
+            return await represent(*arguments)
+
+        each.averager._represent = watched  # type: ignore[method-assign, assignment]
+
+    for each in started:
+        watch(each)
+
+
 def hit_first_delegate(
     started: list[AveragingPeer], fault: Callable[[AveragingPeer], object], least: int = 1
 ) -> list[AveragingPeer]:
     """Let ``fault`` befall the first peer that is about to stand for a cell of ``least``; the list then holds it."""
     hit: list[AveragingPeer] = []
 
-    def watch(each: AveragingPeer) -> None:
-        represent = each.averager._represent
+    async def hit_once(each: AveragingPeer, body: Body) -> None:
+        if not hit and len(body.members) >= least:
+            hit.append(each)
+            fault(each)
 
-        async def represent_or_fail(*arguments: Any) -> Any:
-            if not hit and len(arguments[1].certificate.body.members) >= least:
-                hit.append(each)
-                fault(each)
-            return await represent(*arguments)
-
-        each.averager._represent = represent_or_fail  # type: ignore[method-assign, assignment]
-
-    for each in started:
-        watch(each)
+    before_representing(started, hit_once)
     return hit
 
 
