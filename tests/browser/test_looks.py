@@ -1,7 +1,5 @@
 """What people see: no serious barrier to anybody, nothing cut off on a phone, all of it within the keyboard's reach."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Iterator

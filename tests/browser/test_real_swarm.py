@@ -1,7 +1,5 @@
 """The page beside a swarm of real processes: it shows who is there, and follows as they come and are killed."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import time

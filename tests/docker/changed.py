@@ -6,8 +6,6 @@ prints the decision on standard output and its reason on standard error. Continu
 tests take as long as all others together. ``make test-all`` and ``make test-docker`` do not ask. Needs Python alone.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import os
 import subprocess

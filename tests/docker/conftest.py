@@ -1,7 +1,5 @@
 """One image and one swarm for all tests of this folder: both take minutes to make."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """The compose file for a public host: a bootstrap peer that relays and a status page, without the organizer's key."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

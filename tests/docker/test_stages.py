@@ -1,7 +1,5 @@
 """A model in two stages, each hosted by containers that hold no more of it: it learns, and outlives one of them."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A swarm in containers: it learns, outlives what is done to its containers, and comes back from its volumes."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -1,7 +1,5 @@
 """The rate-limited namespaces of the benchmarks: their rates, and that nothing of them stays."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest

@@ -1,7 +1,5 @@
 """How peers reach each other through gateways that translate addresses: real daemons in network namespaces."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator

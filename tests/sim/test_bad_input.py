@@ -4,8 +4,6 @@ Four members, of which the first owns no share and sends its parts by hand. The 
 there: the same attempt, without a wait, and bit for bit the mean of the other three.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math

@@ -1,7 +1,5 @@
 """A peer whose contributions cannot count says so, begins anew, and ends with a clear error if that does not help."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """How training ends: at the last round for everybody, and with an error when nothing can mend what is wrong."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Delegates that lie about their cells, about each other's shares, or about the swarm's result."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from typing import Any

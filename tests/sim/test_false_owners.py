@@ -1,7 +1,5 @@
 """One owner in four returns a false mean; the others find it, go on without it, and tell everybody."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Sequence

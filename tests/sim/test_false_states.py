@@ -1,7 +1,5 @@
 """A newcomer is offered a state that is not the swarm's: nothing of it is taken over."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager

@@ -4,8 +4,6 @@ Frozen means stopped (SIGSTOP): its connections stand, and nothing more comes. C
 freezes is measured in virtual time, and the two after it.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field

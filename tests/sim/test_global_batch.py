@@ -1,7 +1,5 @@
 """Whole models that average gradients (`every = 1`), at a learning rate that changes with every round."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

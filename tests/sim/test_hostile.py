@@ -1,7 +1,5 @@
 """One peer in four lies in every way that the protocol has words for; the others go on, equal and finite."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace

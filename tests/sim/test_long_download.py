@@ -1,7 +1,5 @@
 """A newcomer arrives however long its download takes, while rounds go on every few seconds and sources leave."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import math

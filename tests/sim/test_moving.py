@@ -1,7 +1,5 @@
 """Hosts that move while others do: each says where it goes, and the others decide with that in mind."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The only peer that holds the state dies while a newcomer downloads it."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A fault exactly as a peer enters a phase of a round; and networks, directories and clocks that are slow or wrong."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import statistics

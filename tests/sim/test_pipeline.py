@@ -1,7 +1,5 @@
 """Simulated pipelines: stages train as one model, each microbatch counts once at each, whatever fails on the way."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 

@@ -4,8 +4,6 @@ What must hold is said and checked in `tests.support.sim.pipeline_schedules`. A 
 that runs it again; ``make schedules ARGS=--pipelines`` runs as many other seeds as one likes.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 

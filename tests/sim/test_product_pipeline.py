@@ -1,7 +1,5 @@
 """Pipelines of the peers that `p2ptrain peer` runs, from role file to summary, on a simulated network."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import Counter, defaultdict

@@ -1,7 +1,5 @@
 """What peers report of their rounds, and of what they contributed, is what happened."""
 
-from __future__ import annotations
-
 import pytest
 
 from p2ptrain.network.simulated import SimulatedNetwork

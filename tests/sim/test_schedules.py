@@ -5,8 +5,6 @@ fifty change with the commit (`tests.support.seeds`). A failure names its seed a
 by event. ``make test-all`` tries thousands; ``make schedules`` runs as many other seeds as one likes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Peers that are killed and started again without end: rounds go on, and nothing piles up in the survivors."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 

@@ -1,7 +1,5 @@
 """Peers that start together: one lineage from the first round on. Peers that start again: no wait for what is over."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 

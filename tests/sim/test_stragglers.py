@@ -1,7 +1,5 @@
 """What slow, stopped and unreachable members cost the others of a group; in virtual time, with vectors of real size."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import statistics

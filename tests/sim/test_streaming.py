@@ -1,7 +1,5 @@
 """Swarms whose rounds synchronise one fragment each, also under compute: the same promises, under the same faults."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

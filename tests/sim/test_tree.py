@@ -1,7 +1,5 @@
 """Swarms larger than a group: cells, delegates, and how everybody comes to the same result."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Trainers of different speeds (`every = H`): the swarm does what its machines can, and nobody stands still."""
 
-from __future__ import annotations
-
 import random
 import statistics
 from collections.abc import Sequence

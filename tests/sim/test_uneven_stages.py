@@ -1,7 +1,5 @@
 """Stage hosts of different speeds: a round waits for no queue of a slow one."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Vectors for tests, and what codecs make of them."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

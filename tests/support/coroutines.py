@@ -1,7 +1,5 @@
 """Tests that are coroutines: in virtual time on a simulated network, or on a real event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """Messages drawn from their schema's own types and bounds, and others that are just outside of them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

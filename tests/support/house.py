@@ -4,8 +4,6 @@
 profiler sees while three simulated trainers average.
 """
 
-from __future__ import annotations
-
 import ast
 import statistics
 import sys

@@ -1,7 +1,5 @@
 """Listening to long jobs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

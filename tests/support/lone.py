@@ -1,7 +1,5 @@
 """A `SwarmOptimizer` whose swarm is this process alone: every contribution is applied at once, without a network."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Channels that change what is sent on them, below the protocol code that would never say so."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

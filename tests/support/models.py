@@ -1,7 +1,5 @@
 """Small models of every family, what goes into them, and folders that hold them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable

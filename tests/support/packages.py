@@ -1,7 +1,5 @@
 """Packages that a test installs: modules and entry points in a folder of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

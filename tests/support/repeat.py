@@ -6,8 +6,6 @@ Each result is written to a log when its test ends. A run that was stopped goes 
 commit and by number of busy loops. The exit code is 1 if a test failed, 130 after Ctrl-C.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -4,8 +4,6 @@
 checked out. pytest prints it above the tests, and a failure names the command that runs its schedule again.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import os

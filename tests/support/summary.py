@@ -6,8 +6,6 @@ reads from the folder, for each suite, ``NAME.step`` (``SECONDS EXITCODE``) and,
 format); ``NAME.left-out`` is empty. The exit code is 1 if something failed, or if nothing passed at all.
 """
 
-from __future__ import annotations
-
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter

@@ -4,8 +4,6 @@
 integration names those that it installed, so that a test that did not run cannot look like one that passed.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 

@@ -1,7 +1,5 @@
 """Adapters over the frozen int8 stages of a pretrained model, trained by real processes and used with peft."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

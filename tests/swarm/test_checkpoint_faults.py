@@ -1,7 +1,5 @@
 """A trainer's disk is full while it writes a checkpoint, and a trainer is killed in the middle of writing one."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import resource

@@ -1,7 +1,5 @@
 """Everybody dies at once: the swarm goes on from the newest checkpoints that are whole."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import signal

@@ -1,7 +1,5 @@
 """SIGTERM while a round, or a batch, does not end: the last committed state is on disk, and the process is gone."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import resource

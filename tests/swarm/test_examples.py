@@ -1,7 +1,5 @@
 """The examples run as a reader would run them: each alone, one with two peers and a restart."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Peers meet through the example's directory server, and average; they find each other again when it comes back."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The DHT directory with real daemons on loopback: who sees whom, and which records are refused."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

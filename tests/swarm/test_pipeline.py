@@ -1,7 +1,5 @@
 """A model in stages, hosted by real processes: they choose what to host, die, stop, and training goes on."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

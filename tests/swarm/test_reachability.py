@@ -1,7 +1,5 @@
 """Finding out how a peer is reached, with real daemons on loopback; tests/nat has gateways, too."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`Swarm` and `SwarmOptimizer` in a researcher's own script: the same mathematics, and torch's usual manners."""
 
-from __future__ import annotations
-
 import copy
 import os
 import signal

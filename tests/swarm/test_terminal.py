@@ -1,7 +1,5 @@
 """What commands draw on a real terminal, how they leave it, and that none of that reaches a pipe."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Iterator

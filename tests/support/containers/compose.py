@@ -4,8 +4,6 @@ Talks to whatever engine ``docker`` talks to, through Compose v2 and Debian's do
 network and volume of a swarm carries its project's label, which is how the end checks that nothing is left.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
@@ -235,7 +233,7 @@ class Containers:
             *docker("volume", "ls", "--quiet", "--filter", label).split(),
         ]
 
-    def __enter__(self) -> Containers:
+    def __enter__(self) -> "Containers":
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:

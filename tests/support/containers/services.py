@@ -4,8 +4,6 @@ It has no network but loopback. Python and the package are where the unit expect
 here. Needs root, ``systemd-nspawn`` (Debian's systemd-container), and a kernel with overlayfs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
@@ -75,7 +73,7 @@ class ServiceMachine(contextlib.ExitStack):
         self._folder = folder
         self._leader = 0
 
-    def __enter__(self) -> ServiceMachine:
+    def __enter__(self) -> "ServiceMachine":
         (self._folder / "files").mkdir()
         with contextlib.ExitStack() as stack:
             self.root = stack.enter_context(_files(self._folder / "files"))

@@ -1,7 +1,5 @@
 """Real peers for swarm tests: transports on loopback, peers in processes of their own, and waiting with a deadline."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Peers with direct connections on loopback, whose daemons are pairs of Unix sockets within this process."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -24,7 +22,7 @@ HERE = "/ip4/127.0.0.1/tcp/1"
 class FakeControl:
     """Daemons that know each other by name, and say that they are connected at ``ways``."""
 
-    def __init__(self, name: str, network: dict[str, FakeControl]) -> None:
+    def __init__(self, name: str, network: dict[str, "FakeControl"]) -> None:
         self.name = name
         self.ways: list[tuple[str, str]] = []
         self.num_asked = 0

@@ -1,7 +1,5 @@
 """Files of peers that commands run: manifests and role files before, metrics and checkpoints afterwards."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

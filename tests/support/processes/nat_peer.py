@@ -16,8 +16,6 @@ answered by a line:
     Close all connections with a peer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

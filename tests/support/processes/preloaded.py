@@ -5,8 +5,6 @@ that asked for it: the server forks twice and, meanwhile, that process adopts wh
 (``PR_SET_CHILD_SUBREAPER``). So signals, exit codes and the tree of processes are those of any child. Linux only.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import importlib

@@ -1,7 +1,5 @@
 """A TCP relay that takes its time: whoever is dialled through it answers late."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random

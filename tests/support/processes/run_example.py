@@ -1,7 +1,5 @@
 """Run one of the examples as a script on loopback: ``python -m tests.support.processes.run_example FILE ARGUMENTS``."""
 
-from __future__ import annotations
-
 import functools
 import runpy
 import sys

@@ -9,8 +9,6 @@ daemons. The exit code is 1 if something grew without bound, if no round was com
 states differed, or if a schedule failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

@@ -9,8 +9,6 @@ round of its stage has in it. It obeys one order a line on standard input:
     Say what is kept: microbatches that are not settled, and bytes, by trainer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

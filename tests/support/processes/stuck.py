@@ -1,7 +1,5 @@
 """``p2ptrain`` with a trainer, or a host of the last stage, whose thirteenth batch never ends."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Swarms of real processes for tests: start workers and commands, follow what they say, and leave nothing behind."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -122,7 +120,7 @@ class Swarmlet:
             worker.wait_for_commit(len(workers))
         return workers
 
-    def __enter__(self) -> Swarmlet:
+    def __enter__(self) -> "Swarmlet":
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:

@@ -1,7 +1,5 @@
 """Processes that say what they do, one JSON object a line on standard output."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

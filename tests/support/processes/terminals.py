@@ -1,7 +1,5 @@
 """Commands on a terminal of their own, as a person has one: what they draw, and how they leave it."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty
@@ -91,7 +89,7 @@ class TerminalCommand:
         same = termios.tcgetattr(self._terminal) == self._before
         return same and shown and OTHER_SCREEN not in self.raw and self.text.removesuffix("^C").endswith("\n")
 
-    def __enter__(self) -> TerminalCommand:
+    def __enter__(self) -> "TerminalCommand":
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:

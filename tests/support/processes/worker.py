@@ -22,8 +22,6 @@ says what can be set. It obeys one order a line on standard input, and leaves wh
     Say goodbye and end.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

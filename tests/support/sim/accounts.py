@@ -4,8 +4,6 @@ Every token that a trainer made is at any time in exactly one place: in a certif
 dropped for a reason that the trainer gives. `tests.support.sim.conservation` does the same for the values.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise

@@ -5,8 +5,6 @@ owners of the shares reduce the pseudo-gradients as they do in a real round: enc
 and combined by the rule of the manifest. Only the network is left out, and owners do not lie here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Callable

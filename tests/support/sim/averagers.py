@@ -1,7 +1,5 @@
 """Averagers on a simulated network, without a model: they average vectors round after round."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -48,7 +46,7 @@ class AveragingPeer:
     averager: Averager
     spec: AveragingSpec
     vector: torch.Tensor
-    others: list[AveragingPeer] = field(default_factory=list)
+    others: list["AveragingPeer"] = field(default_factory=list)
     outcomes: list[RoundOutcome] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     sizes: tuple[int, ...] = ()

@@ -1,7 +1,5 @@
 """Members of one roster on a simulated network, below matchmaking."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ by the rules of the design and in double precision. `Conservation` compares what
 with what its contributors sent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -52,7 +50,7 @@ class Values:
         is_replaced: Whether the shared state is being replaced by one that was downloaded.
     """
 
-    def __init__(self, trainer: SimulatedTrainer, everybody: Conservation) -> None:
+    def __init__(self, trainer: SimulatedTrainer, everybody: "Conservation") -> None:
         self.trainer = trainer
         self._everybody = everybody
         size = trainer.state.layout.num_values

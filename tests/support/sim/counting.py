@@ -3,8 +3,6 @@
 All of the protocol is real; only the arithmetic of a stage is replaced.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A newcomer and peers that serve it their state, in simulation."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Owners that return another mean than they should, and what they say when somebody asks."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 from collections.abc import Awaitable, Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Trainers that lie: what they send is changed on its way out, below the protocol code that would never say so."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager

@@ -4,8 +4,6 @@ The product trains on a thread that waits for coroutines on the event loop (`p2p
 the loop stands still while the thread runs, and the thread stands still until the loop comes to its next turn.
 """
 
-from __future__ import annotations
-
 import asyncio
 import queue
 import threading

@@ -4,8 +4,6 @@ A simulated newcomer downloads a state of about 100 MB from one source in this p
 size and the most memory beyond what there was before: the newcomer's own state counts as there, mapped files do not.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -1,7 +1,5 @@
 """Simulated peers with an `Rpc` each, for tests of protocol code."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager

@@ -11,8 +11,6 @@ each of them counts at most once at each stage, exactly once at all if it was re
 Run it with ``python -m tests.support.sim.schedules --pipelines``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

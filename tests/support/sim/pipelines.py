@@ -1,7 +1,5 @@
 """Pipelines of simulated peers for tests: hosts of a small model's stages, trainers, and what must hold among them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
@@ -77,7 +75,7 @@ def sample(manifest: Manifest, number: int) -> torch.Tensor:
     return torch.randint(manifest.model.vocabulary, (SAMPLES, manifest.model.context + 1), generator=generator)
 
 
-async def tell(by: PipelinePeer, host: PipelinePeer, closing: bool) -> None:
+async def tell(by: "PipelinePeer", host: "PipelinePeer", closing: bool) -> None:
     """Tell a host that one is in its round, and whether to close that with what there is."""
     assert host.hosted is not None
     averager = host.hosted.units[0].synchronizer.averager

@@ -1,7 +1,5 @@
 """The product's own peers on a simulated network: `p2ptrain.node.run.serve_and_close` and all that it starts."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field

@@ -9,8 +9,6 @@ roster; nothing of a hostile member's broken parts in any mean; no stream or tas
 Run as a program, it tries as many seeds as there is time for: see `main`.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import itertools

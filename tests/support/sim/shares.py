@@ -1,7 +1,5 @@
 """One owner's share in memory: parts, commitments, a statement and openings, honest or not."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Stage hosts on a simulated network, without rounds: real stages, real hops, and sums that can be compared exactly."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager

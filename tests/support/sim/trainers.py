@@ -1,7 +1,5 @@
 """Simulated trainers: the real synchronisation code around a tiny model, and the invariants that always hold."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections import Counter
@@ -83,7 +81,7 @@ class Ledger:
     produced: dict[str, int] = field(default_factory=dict)
     commits: list[tuple[float, str, int]] = field(default_factory=list)
 
-    def check_head(self, trainer: SimulatedTrainer) -> None:
+    def check_head(self, trainer: "SimulatedTrainer") -> None:
         """Holders of one lineage hold the same bits."""
         head = trainer.sync.head
         digest = self.digests.setdefault(head.lineage, head.digest)

@@ -1,7 +1,5 @@
 """Simulated swarms that are larger than a group, of averagers alone."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine

@@ -1,7 +1,5 @@
 """Text that tries to become something else on a page, put into every field that holds text, whatever its name."""
 
-from __future__ import annotations
-
 import typing
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass

@@ -4,8 +4,6 @@ Everything is a function of a seed and the clock: peers join and leave, rounds g
 ``python -m tests.support.web.made_up_swarm --peers 200 --port 8090`` serves the page over one, so that anyone can look.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import hashlib

@@ -1,7 +1,5 @@
 """`p2ptrain monitor` as a process, for tests: its page, its API, and its end in good order."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -1,7 +1,5 @@
 """What a peer reports that serves so many requests a second, at latencies as they are usually spread."""
 
-from __future__ import annotations
-
 import math
 
 from p2ptrain.network.records.serving import BOUNDS, Latencies, ServingReport, ServingTotals

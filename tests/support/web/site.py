@@ -1,7 +1,5 @@
 """The web application over peers that a test makes up, asked without a network."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass

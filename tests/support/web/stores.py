@@ -1,7 +1,5 @@
 """Histories and watches for one scenario, and peers to keep in them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """A visitor with a real browser, Debian's Chromium, who notes everything that a page should not do."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A made-up swarm to watch: records, reports, results, and a source that tells of them."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The status page over made-up peers, served from a thread: a browser drives the main one."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading
