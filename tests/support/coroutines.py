@@ -52,7 +52,7 @@ def simulated(
                     named["network"] = network
                 endings: list[Callable[[], Awaitable[object]]] = []
                 _ENDINGS.set(endings)
-                await _within(setup, (network, *given), test, named)
+                await _within(setup and functools.partial(setup, network, *given), test, named)
                 for close in reversed(endings):
                     await close()
 
@@ -66,64 +66,41 @@ def simulated(
     return decorate
 
 
-def given(*names: str, by: Callable[[Test, dict[str, Any]], object]) -> Callable[[Test], Callable[..., None]]:
-    """Return a decorator for tests that get arguments of these names from ``by``, not from pytest.
-
-    ``by`` gets the test, to be called with these arguments by name, and its other arguments, which pytest gives it.
-    """
-
-    def decorate(test: Test) -> Callable[..., None]:
-        wanted = list(inspect.signature(test).parameters)
-
-        @functools.wraps(test)
-        def run(**arguments: Any) -> None:
-            async def body(**offered: Any) -> None:
-                await test(**{name: value for name, value in offered.items() if name in wanted}, **arguments)
-
-            by(body, arguments)
-
-        return _declared(run, [name for name in wanted if name not in names])
-
-    return decorate
-
-
 def on_loop(test: Test) -> Callable[..., None]:
-    return on_loop_within(None)(test)
-
-
-def on_loop_within(setup: Setup | None, *given: Any, **options: Any) -> Callable[[Test], Callable[..., None]]:
-    """Run a test on asyncio's event loop, within the context ``setup(*given, **options)``, its first argument."""
-
-    def decorate(test: Test) -> Callable[..., None]:
-        @functools.wraps(test)
-        def run(**named: Any) -> None:
-            made = None if setup is None else functools.partial(setup, **options)
-            asyncio.run(_in_time(made, given, test, named))
-
-        return _declared(run, list(inspect.signature(test).parameters)[setup is not None :])
-
-    return decorate
+    return _on(asyncio.run)(test)
 
 
 def on_uvloop(test: Test) -> Callable[..., None]:
     """Run a test on uvloop, as peers do."""
-    return given(by=lambda body, _: uvloop.run(_in_time(None, (), body, {})))(test)
+    return _on(uvloop.run)(test)
+
+
+def on_loop_within(setup: Setup, *given: Any, **options: Any) -> Callable[[Test], Callable[..., None]]:
+    """Run a test on asyncio's event loop, within the context ``setup(*given, **options)``, its first argument."""
+    return _on(asyncio.run, functools.partial(setup, *given, **options))
 
 
 def on_both_loops(test: Test) -> Callable[..., None]:
-    return on_both_loops_within(None)(test)
+    return _on(None)(test)
 
 
-def on_both_loops_within(setup: Setup | None, *given: Any) -> Callable[[Test], Callable[..., None]]:
+def on_both_loops_within(setup: Setup, *given: Any) -> Callable[[Test], Callable[..., None]]:
     """Run a test on both event loops, within the context ``setup(*given)``, its first argument."""
+    return _on(None, functools.partial(setup, *given))
+
+
+def _on(loop: Callable[..., None] | None, setup: Setup | None = None) -> Callable[[Test], Callable[..., None]]:
+    """Run a test with ``loop``, such as `asyncio.run`; with each in turn if it is None."""
 
     def decorate(test: Test) -> Callable[..., None]:
         @functools.wraps(test)
         def run(**named: Any) -> None:
-            on_loop: Any = named.pop("on_loop")
-            on_loop(_in_time(setup, given, test, named))
+            run_here: Any = loop or named.pop("on_loop")
+            run_here(_in_time(setup, test, named))
 
         names = list(inspect.signature(test).parameters)[setup is not None :]
+        if loop is not None:
+            return _declared(run, names)
         return parametrized(_declared(run, [*names, "on_loop"]), "on_loop", [asyncio.run, uvloop.run])
 
     return decorate
@@ -134,17 +111,17 @@ def parametrized(test: Callable[..., None], name: str, values: Sequence[Any]) ->
     return mark(test)
 
 
-async def _within(setup: Setup | None, given: tuple[Any, ...], test: Test, named: dict[str, Any]) -> None:
+async def _within(setup: Setup | None, test: Test, named: dict[str, Any]) -> None:
     if setup is None:
         await test(**named)
         return
-    async with setup(*given) as value:
+    async with setup() as value:
         await test(value, **named)
 
 
-async def _in_time(setup: Setup | None, given: tuple[Any, ...], test: Test, named: dict[str, Any]) -> None:
+async def _in_time(setup: Setup | None, test: Test, named: dict[str, Any]) -> None:
     async with asyncio.timeout(REAL_SECONDS):
-        await _within(setup, given, test, named)
+        await _within(setup, test, named)
 
 
 def _declared(test: Callable[..., None], names: list[str]) -> Callable[..., None]:

@@ -2,7 +2,8 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any
 
 import torch
@@ -10,34 +11,18 @@ import torch
 from p2ptrain.averaging.grouping.cells import Cells
 from p2ptrain.averaging.protocol.certificate import Body, Head
 from p2ptrain.manifest import AveragingSpec
-from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from tests.support.coroutines import Test, given
-from tests.support.sim.averagers import AveragingPeer, start_averagers, stop_averagers
+from p2ptrain.network.simulated import SimulatedNetwork
+from tests.support.sim.averagers import AveragingPeer, start_averagers
 
 NUM_VALUES = 512
 SPEC = AveragingSpec(codec="fp32", aggregation="mean", group_size=8, grace_seconds=1.0)
 
 
-def in_tree(
-    num_peers: int | None = None, seed: int | None = None, spec: AveragingSpec = SPEC
-) -> Callable[[Test], Callable[..., None]]:
-    """Return a decorator for tests that get a network and averagers on it, ``network`` and ``started``.
-
-    ``num_peers`` and ``seed`` are the test's arguments of these names by default.
-    """
-
-    def run(test: Test, arguments: dict[str, Any]) -> None:
-        async def main(network: SimulatedNetwork) -> None:
-            peers = [network.add_peer(f"p{i}") for i in range(num_peers or arguments["num_peers"])]
-            started = await start_averagers(network, peers, spec, NUM_VALUES)
-            try:
-                await test(network=network, started=started)
-            finally:
-                await stop_averagers(started)
-
-        simulate(main, seed=arguments["seed"] if seed is None else seed)
-
-    return given("network", "started", by=run)
+@asynccontextmanager
+async def averagers(
+    network: SimulatedNetwork, num_peers: int, spec: AveragingSpec = SPEC
+) -> AsyncIterator[list[AveragingPeer]]:
+    yield await start_averagers(network, [network.add_peer(f"p{i}") for i in range(num_peers)], spec, NUM_VALUES)
 
 
 async def grow(started: list[AveragingPeer]) -> Head:
