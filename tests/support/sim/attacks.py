@@ -23,8 +23,8 @@ from p2ptrain.runtime import Runtime
 PIXELS, HIDDEN, CLASSES = 36, 24, 10
 SHAPES = ((PIXELS, HIDDEN), (HIDDEN,), (HIDDEN, CLASSES), (CLASSES,))
 NUM_VALUES = sum(torch.Size(shape).numel() for shape in SHAPES)
+NUM_PEERS = 10
 LOCAL_STEPS, BATCH, RATE, OUTER_RATE = 6, 32, 0.15, 1.0
-SLOW_STEPS = 2
 LABEL_NOISE = 0.1
 """The fraction of labels drawn at random: the loss has a floor, as on real data."""
 LOUD_TOKENS = 10**9
@@ -116,17 +116,9 @@ class Outcome:
 class Study:
     """One data set and one start, for any number of trainings that can be compared."""
 
-    def __init__(
-        self, seed: int = 0, num_peers: int = 10, rounds: int = 32, skew: float = 0.0, num_slow: int = 0
-    ) -> None:
-        """
-        Args:
-            skew: The fraction of a peer's samples that are all of one class, another for each peer.
-            num_slow: So many peers, the first ones, take `SLOW_STEPS` local steps a round.
-        """
-        self.num_peers = num_peers
+    def __init__(self, seed: int = 0, rounds: int = 32, skew: float = 0.0) -> None:
+        """``skew`` is the fraction of a peer's samples that are all of one class, another for each peer."""
         self.rounds = rounds
-        self._steps = torch.tensor([SLOW_STEPS] * num_slow + [LOCAL_STEPS] * (num_peers - num_slow))
         self._seed = seed
         self._skew = skew
         generator = Generator().manual_seed(seed)
@@ -156,12 +148,12 @@ class Study:
     def _run(self, spec: AveragingSpec, attack: Attack, num_hostile: int, num_shares: int) -> Outcome:
         generator, dice = Generator().manual_seed(self._seed + 1), Generator().manual_seed(self._seed + 2)
         parameters, memory, refused = self._start.clone(), list[Tensor](), dict[int, int]()
-        honest = self.num_peers - num_hostile
-        tokens = (self._steps * BATCH).tolist()
+        honest = NUM_PEERS - num_hostile
+        tokens = [LOCAL_STEPS * BATCH] * NUM_PEERS
         if attack.tokens is not None:
             tokens[honest:] = [attack.tokens] * num_hostile
         for number in range(self.rounds):
-            updates = self._local_updates(parameters, generator, honest if attack.flips_labels else self.num_peers)
+            updates = self._local_updates(parameters, generator, honest if attack.flips_labels else NUM_PEERS)
             if num_hostile:
                 now = Situation(number, updates[honest:], updates[:honest], memory, dice)
                 updates = torch.cat([updates[:honest], attack.lie(now)])
@@ -174,16 +166,16 @@ class Study:
 
     def _local_updates(self, parameters: Tensor, generator: Generator, first_flipped: int) -> Tensor:
         """Start minus end of every peer's local steps, ``[peers, NUM_VALUES]``."""
-        local = parameters.repeat(self.num_peers, 1)
-        inputs, labels = self._draw(generator, self.num_peers, LOCAL_STEPS * BATCH)
+        local = parameters.repeat(NUM_PEERS, 1)
+        inputs, labels = self._draw(generator, NUM_PEERS, LOCAL_STEPS * BATCH)
         labels[first_flipped:] = CLASSES - 1 - labels[first_flipped:]
         for step in range(LOCAL_STEPS):
             batch = slice(step * BATCH, (step + 1) * BATCH)
             local.requires_grad_()
             # The sum over peers of each one's mean loss: nobody's gradient depends on the others.
-            loss = _loss(local, inputs[:, batch], labels[:, batch]) * self.num_peers
+            loss = _loss(local, inputs[:, batch], labels[:, batch]) * NUM_PEERS
             (gradient,) = torch.autograd.grad(loss, local)
-            local = local.detach() - RATE * gradient * (step < self._steps)[:, None]
+            local = local.detach() - RATE * gradient
         return parameters - local
 
 

@@ -77,10 +77,10 @@ class AveragingPeer:
         self.averager.matchmaker.set_head(certificate.body.next_head(b"d" * 32, certificate.to_bytes()))
         return outcome
 
-    async def try_round(self, tokens: int = 10) -> bool:
+    async def try_round(self) -> bool:
         """As `round`; whether it was committed."""
         try:
-            await self.round(tokens)
+            await self.round()
         except TemporaryError:
             return False
         return True

@@ -25,7 +25,7 @@ from p2ptrain.pipeline.stage.host import AdmissionQueue, StageHost
 from p2ptrain.pipeline.stage.ledger import Limits
 from p2ptrain.pipeline.stage.service import HostService
 from p2ptrain.pipeline.stage.worker import StageWorker
-from tests.support.sim.peers import SWARM, Member
+from tests.support.sim.peers import SWARM, Member, end_members, start_member
 from tests.support.sim.pipelines import SAMPLES, SlowDevice, make_manifest, sample
 
 GRID = 1024.0
@@ -120,17 +120,12 @@ class Hosts:
         return made
 
     async def add_trainer(self, name: str) -> Member:
-        peer = self.network.add_peer(name)
-        rpc = Rpc(peer.transport, peer.runtime, SWARM)
-        await rpc.start()
-        self.trainers.append(Member(peer, rpc))
+        self.trainers.append(await start_member(self.network.add_peer(name)))
         return self.trainers[-1]
 
     def introduce(self, sequence: int = 1, **liars: int) -> None:
         """Let all hosts know who hosts what; of peers that only say so, too."""
-        states: list[dict[str, HostState]] = [{} for _ in range(self.plan.num_stages)]
-        for each in self.hosts:
-            states[each.stage][each.id] = HostState(1.0, sequence)
+        states = self._states(sequence)
         for name, stage in liars.items():
             states[stage][self.network.peers[name].peer_id] = HostState(1.0, sequence)
         for each in self.hosts:
@@ -138,11 +133,14 @@ class Hosts:
 
     def router(self, member: Member) -> Router:
         router = Router(self.plan.num_stages, member.peer.runtime.random)
+        router.update(self._states(1))
+        return router
+
+    def _states(self, sequence: int) -> list[dict[str, HostState]]:
         states: list[dict[str, HostState]] = [{} for _ in range(self.plan.num_stages)]
         for each in self.hosts:
-            states[each.stage][each.id] = HostState(1.0, 1)
-        router.update(states)
-        return router
+            states[each.stage][each.id] = HostState(1.0, sequence)
+        return states
 
     def hop(self, trainer: Member, number: int, *route: HostPeer, round: int = 0) -> Hop:
         """A microbatch for the first stage; the data follow from its number."""
@@ -151,12 +149,12 @@ class Hosts:
         id = MicrobatchId(trainer.rpc.peer_id, round, number)
         return Hop(id, 0, SAMPLES, tokens[:, 1:].numel(), tuple(each.id for each in route), inputs, targets)
 
-    def hidden(self, trainer: Member, number: int, *route: HostPeer, stage: int = 1) -> Hop:
-        """The same as it comes to a later stage."""
+    def hidden(self, trainer: Member, number: int, *route: HostPeer) -> Hop:
+        """The same as it comes to the second stage."""
         hop = self.hop(trainer, number, *route)
         values = StageCompute(stage_of(self.plan, 0))
         output = values.forward(sample(self.plan.manifest, number)[:, :-1])
-        return Hop(hop.id, stage, hop.samples, hop.tokens, hop.route, pack(output, self.codec), hop.targets)
+        return Hop(hop.id, 1, hop.samples, hop.tokens, hop.route, pack(output, self.codec), hop.targets)
 
     async def send(self, trainer: Member, hop: Hop, planned: HostPeer) -> Reply:
         caller = Caller(trainer.rpc, self.router(trainer), limits=HOP_LIMITS)
@@ -241,12 +239,7 @@ async def hosts(
             if each.peer.alive:
                 network.resume(each.peer)
                 await each.host.close()
-        members = [Member(each.peer, each.rpc) for each in made.hosts]
-        for peer, rpc in [(each.peer, each.rpc) for each in members + made.trainers]:
-            if peer.alive:
-                network.resume(peer)
-                await rpc.close()
-                await peer.close()
+        await end_members(network, [*(Member(each.peer, each.rpc) for each in made.hosts), *made.trainers])
 
 
 async def send_raw(
@@ -284,5 +277,5 @@ def lie(member: Member, stage: int, answer: Callable[[Channel, HopRequest], Awai
     member.rpc.serve_channel(service(stage), HopRequest, serve)
 
 
-async def stay(seconds: float = 3600.0) -> None:
-    await asyncio.sleep(seconds)
+async def stay() -> None:
+    await asyncio.sleep(3600.0)

@@ -111,6 +111,6 @@ def visiting(
         context.close()
 
 
-def screenshot(page: Page, path: Path, *, is_full: bool = True) -> None:
+def screenshot(page: Page, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    page.screenshot(path=path, full_page=is_full, animations="disabled", caret="hide")
+    page.screenshot(path=path, full_page=True, animations="disabled", caret="hide")

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 from p2ptrain.monitor.store import Store
-from p2ptrain.monitor.watch import Source, Watch, watching
+from p2ptrain.monitor.watch import Source, Watch
 from p2ptrain.monitor.web import make_app
 from p2ptrain.network.http_server import listen, serving, url_of
 from p2ptrain.status.tracker import SwarmTracker
@@ -62,12 +62,11 @@ def served_page(
     prepare: Callable[[Store], Awaitable[None]] | None = None,
     first_looks: int = 1,
     between_looks: Callable[[], None] = lambda: None,
-    is_live: bool = False,
 ) -> Iterator[ServedPage]:
     """Serve a page on loopback while the body runs.
 
     ``prepare`` fills the history. There are ``first_looks`` at the source before anybody sees the page;
-    ``between_looks`` is called after each. Unless ``is_live``, the page shows what it has until `ServedPage.show`.
+    ``between_looks`` is called after each. The page shows what it has until `ServedPage.show`.
     """
     ready: list[ServedPage] = []
     failed: list[BaseException] = []
@@ -86,8 +85,6 @@ def served_page(
                 await watch.look()
                 await asyncio.sleep(0)  # Lets the certificates be fetched.
                 between_looks()
-            if is_live:
-                await stack.enter_async_context(watching(watch))
             listener = listen("127.0.0.1", 0, "port")
             url = url_of(listener)
             await stack.enter_async_context(serving(make_app(watch, store, source.now), listener))
