@@ -75,7 +75,7 @@ async def average_until_convicted(honest: list[AveragingPeer], evil: AveragingPe
 
 
 async def go_on(honest: list[AveragingPeer], evil: AveragingPeer) -> None:
-    """Two more rounds, which are right, and the end."""
+    """Two more rounds, which are right."""
     await average_honestly(honest, evil, 2)
     assert_right(honest, evil)
 

@@ -44,7 +44,7 @@ async def begin(
 
 
 async def go_on(pipeline: CountedPipeline, trainer: PipelinePeer, numbers: range, least_done: int = 0) -> None:
-    """Send microbatches, all of which come through, and check what counts once so many are done; then close."""
+    """Send microbatches, all of which come through, and check what counts once so many are done."""
     assert all((await pipeline.feed(trainer, numbers, 6)).values())
     await until(lambda: len(trainer.done) >= least_done)
     await until(pipeline.is_level)
