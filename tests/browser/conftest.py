@@ -1,7 +1,5 @@
 """A browser for all tests here, and a folder for pictures."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Peers say what they like, in every field that there is: it stays text, with scripts and without."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from urllib.parse import quote

@@ -1,7 +1,5 @@
 """What people see: no serious barrier to anybody, nothing cut off on a phone, all of it within the keyboard's reach."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Iterator
@@ -50,7 +48,6 @@ class Sites:
     serving: ServedPage
 
     def paths(self) -> dict[str, tuple[ServedPage, str]]:
-        """Every kind of page, by name."""
         astray = next(peer for peer in self.busy.snapshot().peers if peer.agrees is False)
         server = next(peer for peer in self.serving.snapshot().peers if peer.record.serving is not None)
         return {

@@ -1,7 +1,5 @@
 """The page beside a swarm of real processes: it shows who is there, and follows as they come and are killed."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import time
@@ -56,8 +54,6 @@ SERVED = ("Served tokens per second", "Time to the first token", "Time per furth
 
 @dataclass(frozen=True)
 class Watched:
-    """A swarm, its workers, and its page."""
-
     swarm: Swarmlet
     link: str
     page: StatusPage
@@ -81,7 +77,6 @@ def watched(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 def live(visit: Visit) -> Visit:
-    """The home page, once it follows the swarm."""
     visit.open("/")
     visit.wait_until_live()
     return visit

@@ -6,8 +6,6 @@ prints the decision on standard output and its reason on standard error. Continu
 tests take as long as all others together. ``make test-all`` and ``make test-docker`` do not ask. Needs Python alone.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import os
 import subprocess
@@ -37,8 +35,7 @@ IMAGE = (
 def decide(changed: Sequence[str] | None) -> tuple[str, str]:
     """Return the decision and its reason.
 
-    Args:
-        changed: Paths from the repository's root, with ``/``; None if they cannot be known.
+    ``changed`` has paths from the repository's root; None if they cannot be known.
     """
     if changed is None:
         return "image", "what changed cannot be known: no earlier commit is there"
@@ -71,7 +68,6 @@ def _git(root: Path, *arguments: str) -> str | None:
 
 
 def main() -> int:
-    """Print the decision."""
     changed, base = changed_paths(Path(__file__).resolve().parents[2])
     decision, reason = decide(changed)
     sys.stderr.write(f"tests of containers: {decision}: since {base}, {reason}\n")

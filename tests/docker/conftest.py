@@ -1,7 +1,5 @@
 """One image and one swarm for all tests of this folder: both take minutes to make."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
@@ -12,7 +10,6 @@ from tests.support.tools import unavailable
 
 @pytest.fixture(scope="session")
 def image() -> str:
-    """The name of the image, built from this working tree."""
     unavailable(why_unavailable(), "docker")
     return build_image()
 

@@ -3,8 +3,6 @@
 All other tests of this folder use v2 where there is one.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.containers.compose import Containers, compose_of

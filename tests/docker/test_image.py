@@ -1,7 +1,5 @@
 """The image: what is in it, what is not, and how it behaves as process 1."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The compose file for a public host: a bootstrap peer that relays and a status page, without the organizer's key."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,8 +53,6 @@ def test_it_lets_others_in_relays_and_shows_the_swarm(host: Containers) -> None:
 
 
 def wait_for_health(host: Containers) -> None:
-    """Wait until all of its services say that they are well."""
-
     def is_well() -> bool:
         return [inspect(host.only(each), "{{.State.Health.Status}}") for each in ("seed", "monitor")] == ["healthy"] * 2
 

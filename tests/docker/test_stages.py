@@ -1,7 +1,5 @@
 """A model in two stages, each hosted by containers that hold no more of it: it learns, and outlives one of them."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator
@@ -31,7 +29,6 @@ def stages(image: str) -> Iterator[Containers]:
 
 
 def hosts(swarm: Containers) -> list[int]:
-    """How many hosts each stage has."""
     return [len(stage["hosts"]) for stage in swarm.api("stages")["stages"]]
 
 

@@ -1,7 +1,5 @@
 """A swarm in containers: it learns, outlives what is done to its containers, and comes back from its volumes."""
 
-from __future__ import annotations
-
 import json
 import math
 import time
@@ -172,14 +170,12 @@ def check_good_end(swarm: Containers) -> None:
 
 
 def rounds_of(swarm: Containers, name: str) -> list[dict[str, Any]]:
-    """The committed rounds of a trainer, from its volume."""
     text = from_volume(swarm, "trainers", f"{name}/metrics.jsonl")
     events = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     return [event for event in events if event["kind"] == "round" and event["committed"]]
 
 
 def swarm_link(swarm: Containers) -> str:
-    """The link that joins it."""
     return from_volume(swarm, "link", "link.txt")
 
 

@@ -1,7 +1,5 @@
 """Cables are pulled while peers train: for ten seconds, for a minute, for ever."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The rate-limited namespaces of the benchmarks: their rates, and that nothing of them stays."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest
@@ -17,7 +15,6 @@ NUM_BYTES = 1_000_000
 
 
 def namespaces(network: LimitedNetwork) -> list[str]:
-    """Those of this network that there are."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True, timeout=20).stdout
     own = {place.prefix[-1] for place in network.places}
     return [line.split()[0] for line in listed.splitlines() if line.split()[0] in own]

@@ -3,8 +3,6 @@
 `tests/sim/test_schedules.py` has lossy links in virtual time; here the daemons' TCP has to cope.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 `tests/sim/test_schedules.py` has partitions of every shape; here real daemons lose each other and meet again.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """How peers reach each other through gateways that translate addresses: real daemons in network namespaces."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator
@@ -21,19 +19,15 @@ FIXED = ["/ip4/0.0.0.0/tcp/31337"]
 
 
 class Lab(contextlib.ExitStack):
-    """Hosts and the peers on them."""
-
     def __init__(self, directory: Path) -> None:
         super().__init__()
         self.directory = directory
         self.net = self.enter_context(Internet())
 
     def peer(self, host: Host, name: str, **options: Any) -> NatPeer:
-        """Start a peer; it is killed at the end."""
         return self.enter_context(NatPeer(host, self.directory, name, **options))
 
     def seed(self, name: str = "seed", **options: Any) -> NatPeer:
-        """Start a swarm on a public host."""
         return self.peer(self.net.public(name), name, listen=FIXED, **options)
 
 

@@ -1,7 +1,5 @@
 """Swarms of the product's own peers for tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

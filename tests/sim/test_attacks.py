@@ -1,7 +1,5 @@
 """Two liars in a group of ten: what a training loses under each rule (row by row in docs/explanation/robustness.md)."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import pytest

@@ -4,8 +4,6 @@ Four members, of which the first owns no share and sends its parts by hand. The 
 there: the same attempt, without a wait, and bit for bit the mean of the other three.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math
@@ -43,8 +41,6 @@ Send = Callable[[Channel, bytes], Awaitable[None]]
 
 
 def changed(change: Callable[[bytes], bytes]) -> Send:
-    """One buffer, as it should be, of other bytes."""
-
     async def send(channel: Channel, part: bytes) -> None:
         await channel.send_bytes(change(part))
 
@@ -153,7 +149,6 @@ def assert_went_on_without_it(roster: list[RosterMember], certificates: list[Cer
 
 
 def certified_at(network: SimulatedNetwork) -> float:
-    """The virtual time at which all had their certificates."""
     return next(float(str(event[0])) for event in network.trace if event[1] == "certified")
 
 
@@ -166,7 +161,6 @@ async def bring(rpc: Rpc, other: RosterMember, header: object, send: Send, part:
 
 
 def part_for(evil: RosterMember, other: RosterMember) -> bytes:
-    """What the first member should send to this owner."""
     attempt = evil.attempt
     index = attempt.roster.index_of(other.member.rpc.peer_id)
     return bytes(attempt.codec.encode(evil.session.contribution.vector[BOUNDS[index] : BOUNDS[index + 1]]))

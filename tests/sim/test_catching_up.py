@@ -1,7 +1,5 @@
 """A peer that was away catches up over the fewer bytes, from who has them; its work counts once, whichever way."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -37,7 +35,7 @@ class Checkpoint:
     work: tuple[dict[str, Any], dict[str, torch.Tensor]]
 
     @classmethod
-    def of(cls, trainer: SimulatedTrainer) -> Checkpoint:
+    def of(cls, trainer: SimulatedTrainer) -> "Checkpoint":
         residual = trainer.sync.feedback.residual
         assert residual is not None
         tensors = [(name, tensor.clone()) for name, tensor in trainer.state.tensors()]
@@ -73,7 +71,6 @@ class Trainers:
                 await asyncio.gather(*(self.all[name].synchronize() for name in names))
 
     def step(self, name: str) -> None:
-        """One local step of a trainer."""
         trainer = self.all[name]
         with torch.no_grad():
             for parameter in trainer.module.parameters():
@@ -104,7 +101,6 @@ class Trainers:
         return trainer
 
     def leave(self, name: str) -> None:
-        """Pull a trainer's cable."""
         self.network.cut(self.all[name].peer)
 
     async def come_back(self, name: str) -> SimulatedTrainer:

@@ -1,7 +1,5 @@
 """A peer whose contributions cannot count says so, begins anew, and ends with a clear error if that does not help."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable
@@ -21,7 +19,6 @@ Spoil = Callable[[torch.Tensor], object]
 
 
 def spoil_updates(trainer: SimulatedTrainer, spoil: Spoil, while_: Callable[[], bool] = lambda: True) -> None:
-    """Change what is read from the live model."""
     collect = trainer.work.collect
 
     def collect_spoiled(out: torch.Tensor, *rest: object) -> None:
@@ -68,7 +65,6 @@ async def test_a_peer_whose_contributions_never_count_ends_with_one_line_and_the
     front = max(trainer.sync.head.round for trainer in sound)
     await swarm.until(lambda: min(t.sync.head.round for t in sound) >= front + 3, SECONDS, "the others go on")
     assert all(bool(trainer.state.vector.isfinite().all()) for trainer in sound)
-    await swarm.end()
     told = [record for record in caplog.records if "it was dropped, and this peer begins anew" in record.message]
     assert len(told) == MAX_DROPS - 1
 
@@ -102,4 +98,3 @@ async def test_a_peer_whose_contributions_count_again_is_not_ended_by_those_befo
     assert not any(result.contributed for result in dropped)
     if spoil is SPOILS["refused by the others"]:
         assert any(result.committed for result in dropped), "it keeps a share of the round of the others"
-    await swarm.end()

@@ -1,7 +1,5 @@
 """Delegates that lie about their cells, about each other's shares, or about the swarm's result."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from typing import Any
@@ -15,15 +13,16 @@ from p2ptrain.averaging.grouping.cells import Cells
 from p2ptrain.averaging.protocol.certificate import Ticket
 from p2ptrain.network.chunks.messages import Ask, FromReceiver, Open
 from p2ptrain.network.rpc.channel import Channel
+from tests.support.coroutines import simulated
 from tests.support.sim import false_owners
 from tests.support.sim.averagers import AveragingPeer
 from tests.support.sim.false_owners import Corrupt, corrupt_rounds, falsify
 from tests.support.sim.peers import until
-from tests.support.sim.trees import SPEC, assert_all_took_part, exact_mean, grow, hit_first_delegate, in_tree
+from tests.support.sim.trees import SPEC, assert_all_took_part, averagers, exact_mean, grow, hit_first_delegate
 
 
 @pytest.mark.parametrize("seed", [2, 4, 5, 1002])
-@in_tree(12)
+@simulated(averagers, 12)
 async def test_a_delegate_that_claims_more_than_its_cell_has_is_left_out(
     started: list[AveragingPeer], seed: int
 ) -> None:
@@ -56,7 +55,7 @@ async def test_a_delegate_that_claims_more_than_its_cell_has_is_left_out(
 CHECKED = SPEC.model_copy(update={"codec": "int8", "spot_checks": 4})
 
 
-@in_tree(24, seed=2, spec=CHECKED)
+@simulated(averagers, 24, CHECKED, seed=2)
 async def test_a_delegate_that_hands_in_something_else_than_its_cell_s_result_is_left_out(
     started: list[AveragingPeer],
 ) -> None:
@@ -86,7 +85,7 @@ async def test_a_delegate_that_hands_in_something_else_than_its_cell_s_result_is
 
 
 @pytest.mark.parametrize("demand", [(0, 0), (99,), (), (0,) * 5])
-@in_tree(24, seed=2, spec=CHECKED)
+@simulated(averagers, 24, CHECKED, seed=2)
 async def test_an_owner_that_asks_for_more_than_it_may_gets_nothing_and_is_done_without(
     started: list[AveragingPeer], demand: tuple[int, ...]
 ) -> None:
@@ -114,7 +113,7 @@ def lie_above(who: AveragingPeer, lie: Corrupt) -> None:
     corrupt_rounds(who.averager, lambda session: lie(session) if session.attempt.roster.tickets[0].level else None)
 
 
-@in_tree(12, seed=2, spec=CHECKED)
+@simulated(averagers, 12, CHECKED, seed=2)
 async def test_delegates_check_each_other_s_shares_and_convict_before_all(started: list[AveragingPeer]) -> None:
     await grow(started)
     hit = hit_first_delegate(started, lambda who: lie_above(who, falsify(None)))
@@ -128,7 +127,7 @@ async def test_delegates_check_each_other_s_shares_and_convict_before_all(starte
 
 
 @pytest.mark.fault(40)
-@in_tree(24, seed=2, spec=CHECKED)
+@simulated(averagers, 24, CHECKED, seed=2)
 async def test_a_delegate_that_complains_for_nothing_has_the_others_look_and_go_on(
     started: list[AveragingPeer],
 ) -> None:
@@ -146,7 +145,7 @@ async def test_a_delegate_that_complains_for_nothing_has_the_others_look_and_go_
 
 
 @pytest.mark.parametrize("what", ["chunks", "hashes"])
-@in_tree(12, seed=2, spec=SPEC.model_copy(update={"codec": "fp32"}))
+@simulated(averagers, 12, SPEC.model_copy(update={"codec": "fp32"}), seed=2)
 async def test_false_chunks_of_a_result_are_fetched_elsewhere_and_counted_against_who_sent_them(
     started: list[AveragingPeer], what: str
 ) -> None:

@@ -1,7 +1,5 @@
 """One owner in four returns a false mean; the others find it, go on without it, and tell everybody."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Sequence
@@ -16,7 +14,7 @@ from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork
 from tests.support.coroutines import simulated
 from tests.support.sim import false_owners
-from tests.support.sim.averagers import AveragingPeer, start_averagers, stop_averagers
+from tests.support.sim.averagers import AveragingPeer, start_averagers
 from tests.support.sim.false_owners import Corrupt, corrupt_rounds, falsify
 from tests.support.sim.peers import SWARM, until
 
@@ -77,10 +75,9 @@ async def average_until_convicted(honest: list[AveragingPeer], evil: AveragingPe
 
 
 async def go_on(honest: list[AveragingPeer], evil: AveragingPeer) -> None:
-    """Two more rounds, which are right, and the end."""
+    """Two more rounds, which are right."""
     await average_honestly(honest, evil, 2)
     assert_right(honest, evil)
-    await stop_averagers([*honest, evil])
 
 
 def assert_right(honest: list[AveragingPeer], evil: AveragingPeer) -> None:
@@ -141,7 +138,6 @@ async def test_whenever_an_owner_tells_one_member_of_another_mean_nobody_honest_
         assert not each.averager.evidence.convicted.keys() - {evil.peer.peer_id}
         if delay_seconds < SPEC.grace_seconds:  # Nobody has gone on without it.
             assert each.averager.evidence.convicted
-    await stop_averagers([*honest, evil])
 
 
 @pytest.mark.parametrize("lie", UNPROVABLE.values(), ids=UNPROVABLE.keys())
@@ -158,7 +154,6 @@ async def test_who_does_not_show_what_is_false_brings_nothing_through_either(
         for body in (outcome.result.certificate.body for outcome in each.outcomes[1:]):
             index = body.members.index(evil.peer.peer_id) if evil.peer.peer_id in body.members else -1
             assert index < 0 or body.bounds[index] == body.bounds[index + 1]  # It owns nothing.
-    await stop_averagers([*honest, evil])
 
 
 @simulated(seed=3)
@@ -198,7 +193,6 @@ async def test_a_newcomer_learns_of_the_evidence_from_its_first_group(network: S
         each.others.append(newcomer)
     await asyncio.gather(*(each.round() for each in (*honest, newcomer)))
     await until(lambda: newcomer.membership.is_convicted(evil.peer.peer_id), 20)
-    await stop_averagers([*honest, newcomer, evil])
 
 
 @pytest.mark.fault(40)
@@ -224,4 +218,3 @@ async def test_the_honest_are_never_accused_whatever_the_network_does(network: S
     for each in started:
         assert not each.averager.evidence.convicted
     assert max(len(each.outcomes) for each in started) >= 2
-    await stop_averagers(started)

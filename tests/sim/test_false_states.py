@@ -1,7 +1,5 @@
 """A newcomer is offered a state that is not the swarm's: nothing of it is taken over."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -45,8 +43,6 @@ async def _trainers(network: SimulatedNetwork, names: str) -> AsyncIterator[list
 
 
 def _offer(source: SimulatedTrainer, head: Head) -> None:
-    """Let a trainer offer its state under another head."""
-
     async def info(peer: str, request: Nothing) -> HeldHead:
         return HeldHead(head)
 

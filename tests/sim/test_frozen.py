@@ -4,8 +4,6 @@ Frozen means stopped (SIGSTOP): its connections stand, and nothing more comes. C
 freezes is measured in virtual time, and the two after it.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,16 +28,7 @@ COMPUTE_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Swarm:
-    """The peers of one measurement.
-
-    Attributes:
-        peers: How many.
-        values: Length of the vector.
-        rate: Of each peer's links, bytes per second.
-        latency_seconds: Bounds, one way.
-        spec: How they average.
-        seed: Of the simulation.
-    """
+    """The peers of one measurement; ``rate`` is of each peer's links, in bytes per second."""
 
     peers: int
     values: int = 2_000_000
@@ -80,8 +69,6 @@ Arm = Callable[[AveragingPeer, Callable[[], None]], None]
 
 
 def in_phase(phase: str) -> Arm:
-    """Freeze a peer as it enters a phase."""
-
     def arm(each: AveragingPeer, freeze: Callable[[], None]) -> None:
         each.averager.phase_listeners = [lambda entered, round_: freeze() if entered == phase else None]
 
@@ -91,11 +78,7 @@ def in_phase(phase: str) -> Arm:
 def measure(swarm: Swarm, arm: Arm, role: str = "follower", frozen: int = 1) -> Cost:
     """Run rounds until all is usual, freeze peers in the next one, and go on without them.
 
-    Args:
-        swarm: Who averages.
-        arm: When peers freeze.
-        role: ``leader``: those freeze that lead the round, or would next; ``follower``: those that would last.
-        frozen: How many peers freeze.
+    With ``leader`` those freeze that lead the round, or would next; with ``follower`` those that would last.
     """
     cost = Cost()
 

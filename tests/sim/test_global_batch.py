@@ -1,7 +1,5 @@
 """Whole models that average gradients (`every = 1`), at a learning rate that changes with every round."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest
@@ -39,7 +37,6 @@ async def test_a_survivor_does_not_wait_for_a_dead_leader_to_tell_it_that_the_ba
     round_ = survivor.sync.head.round
     swarm.crash(dead.peer.name)
     await swarm.until(lambda: survivor.sync.head.round >= round_ + 3, 90, "the survivor goes on")
-    await swarm.end()
 
 
 @simulated(seed=8)
@@ -63,4 +60,3 @@ async def test_a_trainer_that_waits_for_a_full_batch_sees_that_the_others_are_ah
     front = max(trainer.sync.head.round for trainer in others)
     network.mend(late.peer)
     await swarm.until(lambda: late.sync.head.round > front, 60, "the late trainer catches up")
-    await swarm.end()

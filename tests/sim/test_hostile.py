@@ -1,7 +1,5 @@
 """One peer in four lies in every way that the protocol has words for; the others go on, equal and finite."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,15 +10,7 @@ import pytest
 from p2ptrain.averaging.allreduce.member import ALLREDUCE
 from p2ptrain.averaging.allreduce.messages import Bring, FromOwner, Mask, Request, Signature
 from p2ptrain.averaging.allreduce.streams import ANOTHER_RESULT, BAD_ANSWER, BAD_SIGNATURE
-from p2ptrain.averaging.grouping.messages import (
-    JOIN,
-    Answer,
-    Behind,
-    Formed,
-    Join,
-    Redirected,
-    Refused,
-)
+from p2ptrain.averaging.grouping.messages import JOIN, Answer, Behind, Formed, Join, Redirected, Refused
 from p2ptrain.averaging.protocol.certificate import Ticket
 from p2ptrain.errors import PeerRefusedError
 from p2ptrain.network.simulated import SimulatedNetwork
@@ -63,7 +53,6 @@ async def go_on(swarm: SimulatedSwarm, honest: list[SimulatedTrainer], rounds: i
 
 
 def failures(trainers: list[SimulatedTrainer]) -> list[str]:
-    """Why synchronisations of these trainers failed."""
     return [result.reason for trainer in trainers for result in trainer.results if not result.committed]
 
 
@@ -80,7 +69,6 @@ async def test_bad_parts_and_means_do_not_stop_the_others(network: SimulatedNetw
         # By itself it may go where it likes.
         if body.round > max(before.values()) and len(body.members) > 1 and evil in body.members:
             assert body.members.index(evil) not in [index for index, *_ in body.contributors]
-    await swarm.end()
 
 
 @pytest.mark.fault(36)
@@ -97,7 +85,6 @@ async def test_bad_masks_and_signatures_do_not_stop_the_others(
         counted = {cause for trainer in honest for peer, cause in trainer.rpc.refusals if peer == evil}
         assert counted & {BAD_ANSWER, BAD_SIGNATURE, ANOTHER_RESULT}
         assert len(failures(honest)) == failed, "no synchronisation of the honest failed"
-    await swarm.end()
 
 
 @pytest.mark.parametrize(("silent_about", "members"), [(Mask, 3), (Signature, 4)])
@@ -126,7 +113,6 @@ async def test_who_falls_silent_is_left_out_if_it_is_waited_for(
     await go_on(swarm, honest)
     sizes = [len(body.members) for body in accounts.bodies.values() if body.round > front + 2]
     assert sizes.count(members) >= ROUNDS // 2
-    await swarm.end()
 
 
 async def different_rosters(tickets: list[Ticket], ticket: Ticket) -> object:
@@ -167,7 +153,6 @@ async def test_a_bad_leader_is_passed_over(network: SimulatedNetwork, answer: Le
     swarm, honest, _ = await start(network, lambda evil: asked.append(lead_badly(evil, answer)))
     await go_on(swarm, honest, rounds=12)
     assert len(asked[0]) >= 3  # It led at least once.
-    await swarm.end()
 
 
 @simulated(seed=5)
@@ -190,7 +175,6 @@ async def test_tickets_that_lie_are_refused_with_a_reason(network: SimulatedNetw
     refusals = [victim.rpc.refusals[evil.peer.peer_id, cause] for cause in ("malformed header", "IntegrityError")]
     assert refusals == [2, 6]
     await go_on(swarm, honest)
-    await swarm.end()
 
 
 @simulated(seed=12)
@@ -211,7 +195,6 @@ async def test_streams_of_rounds_that_are_over_and_of_groups_that_never_were_are
     assert len(over) >= ROUNDS
     assert victim.rpc.refusals[evil.peer.peer_id, "PeerRefusedError"] == before + len(groups)
     await go_on(swarm, honest)
-    await swarm.end()
 
 
 @pytest.mark.fault(35)
@@ -231,4 +214,3 @@ async def test_a_record_that_promises_a_long_lineage_costs_little(
     swarm, honest, _ = await start(network, corrupt)
     await go_on(swarm, honest, rounds=15)
     assert all(trainer.sync.catch_up.resyncs == 0 for trainer in honest)
-    await swarm.end()

@@ -1,7 +1,5 @@
 """Hosts that move while others do: each says where it goes, and the others decide with that in mind."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from dataclasses import replace
@@ -49,13 +47,11 @@ def _each_thinks_it_should_go(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def targets(pipeline: Pipeline) -> Counter[int]:
-    """The stages to which hosts are on their way."""
     going = [(peer.mover.next_stage, peer.stage) for peer in pipeline.alive if peer.mover is not None]
     return Counter(target for target, stage in going if target is not None and target != stage)
 
 
 def moves(pipeline: Pipeline) -> Counter[tuple[int, int]]:
-    """The moves that were made, from where to where."""
     return Counter(move for peer in pipeline.alive for move in peer.moves)
 
 
@@ -72,7 +68,6 @@ async def test_the_next_host_decides_while_another_still_downloads(network: Simu
     assert not targets(pipeline), "moves come to an end"
     assert min(Counter(peer.stage for peer in pipeline.hosts).values()) == 2
     assert max(len(peer.moves) for peer in pipeline.hosts) == 1, "nobody wanders about"
-    await pipeline.close()
 
 
 @pytest.mark.fault(29)
@@ -112,7 +107,6 @@ async def test_of_hosts_that_decide_on_records_before_those_say_so_one_goes(
     await asyncio.sleep(300.0)
     assert moves(pipeline) == {(0, 1): 1}
     assert all(len(peer.all_hosted) == 1 for peer in pipeline.alive), "nothing is left of what others began"
-    await pipeline.close()
 
 
 async def said_by(reader: PipelinePeer, host: PipelinePeer) -> int | None:
@@ -146,4 +140,3 @@ async def test_a_record_says_at_once_whether_its_host_can_move(network: Simulate
     assert await said_by(reader, host) == 0
     await asyncio.sleep(REFRESH_SECONDS + SPREADING_SECONDS)
     assert await said_by(reader, host) is None
-    await pipeline.close()

@@ -1,7 +1,5 @@
 """The only peer that holds the state dies while a newcomer downloads it."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable
@@ -28,13 +26,7 @@ ROUNDS = 60
 
 
 class OneSource:
-    """A swarm of the product's trainers in which state is slow to download.
-
-    Attributes:
-        swarm: Its peers.
-        kept: Chunks that downloads kept.
-        stepped: The rounds at which each peer did its local steps, in order, by name.
-    """
+    """A swarm of the product's trainers in which state is slow to download."""
 
     def __init__(self, swarm: ProductSwarm, patch: pytest.MonkeyPatch) -> None:
         self.swarm = swarm

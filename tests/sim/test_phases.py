@@ -1,7 +1,5 @@
 """A fault exactly as a peer enters a phase of a round; and networks, directories and clocks that are slow or wrong."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import statistics
@@ -24,7 +22,6 @@ NOTICE_SECONDS = 15.0
 
 
 def leads(swarm: SimulatedSwarm, trainer: SimulatedTrainer) -> bool:
-    """Whether it is this trainer's turn to lead the round in progress."""
     head = trainer.sync.head
     peers = [other.peer.peer_id for other in swarm.alive]
     return trainer.peer.peer_id == min(peers, key=lambda peer: rank(peer, Key(head.round, head.lineage, head.present)))
@@ -49,7 +46,6 @@ async def hit(
 
 
 def same_lineage(swarm: SimulatedSwarm) -> bool:
-    """Whether all trainers of the highest round hold one state."""
     front = max(trainer.sync.head.round for trainer in swarm.alive)
     return len({t.sync.head.lineage for t in swarm.alive if t.sync.head.round == front}) == 1
 
@@ -102,7 +98,6 @@ async def test_survivors_commit_the_next_rounds(network: SimulatedNetwork, phase
     await swarm.until(lambda: min(t.sync.head.round for t in others) >= front + 2, 90, "the others go on")
     assert len({trainer.sync.head.digest for trainer in others if trainer.sync.head == others[0].sync.head}) == 1
     await come_back(swarm, [victim.peer.name])
-    await swarm.end()
 
 
 @pytest.mark.fault(19)
@@ -140,7 +135,6 @@ async def test_the_others_end_a_round_without_those_cut_off_within_15_seconds(
         assert network.loop.time() <= cut_at + NOTICE_SECONDS, "nobody goes on"
     assert same_lineage(swarm)
     await come_back(swarm, names)
-    await swarm.end()
 
 
 @pytest.mark.fault(16)
@@ -158,7 +152,6 @@ async def test_who_was_stopped_does_not_end_alone_a_round_that_the_others_ended(
     ends = Counter((body.round, body.lineage) for body in accounts.bodies.values())
     assert len(ends) >= front + 8
     assert max(ends.values()) == 1, "a round ended twice"
-    await swarm.end()
 
 
 @pytest.mark.fault(16)
@@ -184,7 +177,6 @@ async def test_who_was_stopped_in_a_round_of_its_own_does_not_end_it_when_anothe
     await swarm.until(lambda: swarm.in_agreement(front + 8) and same_lineage(swarm), 180, "all are in one lineage")
     ends = Counter((body.round, body.lineage) for body in accounts.bodies.values())
     assert max(ends.values()) == 1, "a round ended twice"
-    await swarm.end()
 
 
 @pytest.mark.fault(3)
@@ -206,7 +198,6 @@ async def test_a_round_that_fails_for_everybody_is_applied_nowhere_and_its_work_
     assert {name: trainer.sync.head for name, trainer in swarm.trainers.items()} == before
     await come_back(swarm, list(swarm.trainers))
     accounts.check_conservation()
-    await swarm.end()
 
 
 @pytest.mark.fault(18)
@@ -230,7 +221,6 @@ async def test_a_peer_that_never_joins_a_round_is_not_waited_for_and_the_reason_
         60,
         "all know the reason",
     )
-    await swarm.end()
 
 
 @pytest.mark.parametrize("phase", ["idle", *PHASES])
@@ -246,7 +236,6 @@ async def test_a_cancelled_synchronization_leaves_the_state_whole(network: Simul
     assert who.peer.transport.num_streams == 0
     network.crash(who.peer)
     await come_back(swarm, [who.peer.name])
-    await swarm.end()
 
 
 @pytest.mark.fault(13)
@@ -261,7 +250,6 @@ async def test_training_goes_on_while_the_directory_does_not_answer(network: Sim
     for peer in network.alive:
         peer.directory.failing = False
     await come_back(swarm, [])
-    await swarm.end()
 
 
 @pytest.mark.fault(14)
@@ -276,7 +264,6 @@ async def test_a_slow_directory_only_slows_joining(network: SimulatedNetwork, se
     await come_back(swarm, [])
     await swarm.until(lambda: any(result.contributed for result in late.results), 90, "the newcomer takes part")
     assert same_lineage(swarm)
-    await swarm.end()
 
 
 @pytest.mark.fault(8)
@@ -314,7 +301,6 @@ async def test_deadlines_of_ten_milliseconds_give_reasons_in_under_a_second(netw
     assert failed
     assert all(result.reason for result in failed)
     assert sorted(result.seconds for result in failed)[len(failed) // 2] < 1.0
-    await swarm.end()
 
 
 @pytest.mark.fault(38)
@@ -327,7 +313,6 @@ async def test_a_clock_that_is_off_forks_nothing_for_good(network: SimulatedNetw
     await swarm.until(lambda: any(r.contributed for r in skewed.results), 120, "the skewed peer contributes")
     await come_back(swarm, [])
     assert same_lineage(swarm)
-    await swarm.end()
 
 
 @simulated(seed=56)
@@ -345,4 +330,3 @@ async def test_two_peers_that_reach_everybody_but_each_other_take_turns(network:
     await swarm.until(lambda: min(t.sync.head.round for t in swarm.alive) >= front + 12, 400, "rounds go on")
     for name in sorted(apart):
         assert swarm.ledger.contributed[name] > told.get(name, 0)
-    await swarm.end()

@@ -1,7 +1,5 @@
 """Simulated pipelines: stages train as one model, each microbatch counts once at each, whatever fails on the way."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 
@@ -87,7 +85,6 @@ async def test_without_failures_stages_train_as_one_process_does(
     await until(lambda: len(trainer.done) == 4 * ROUND)
     assert trainer.feeder is not None
     assert trainer.feeder.resent == trainer.feeder.lost == 0
-    await pipeline.close()
 
 
 @pytest.mark.parametrize(
@@ -112,7 +109,6 @@ async def test_adapters_are_trained_as_in_one_process_and_nothing_else_is(
         values = peer.hosted.units[0].synchronizer.state.layout.num_values
         held = [each for each in peer.hosted.worker.compute.stage.parameters() if each.requires_grad]
         assert values == max(1, sum(each.numel() for each in held)), "more is averaged than adapters"
-    await pipeline.close()
 
 
 @simulated(seed=8)
@@ -131,7 +127,6 @@ async def test_moments_in_8_bits_are_the_same_on_all_hosts_and_on_one_that_joins
         state = peer.hosted.units[0].synchronizer.state
         sizes.add(sum(tensor.nbytes for _, tensor in state.tensors()) / state.layout.num_parameters)
     assert max(sizes) < 6.2, "bytes of state for a parameter"
-    await pipeline.close()
 
 
 @simulated(seed=2)
@@ -150,7 +145,6 @@ async def test_a_stage_of_which_one_host_alone_hears_that_the_round_is_over_goes
     sending = trainer.peer.spawn(trainer.send(3))
     await until(lambda: pipeline.rounds() == {1}, 30.0)
     await sending
-    await pipeline.close()
 
 
 @simulated(seed=3)
@@ -174,7 +168,6 @@ async def test_all_go_on_from_checkpoints_of_which_one_unit_is_a_round_behind(ne
         await after.peer.spawn(after.start())
         pipeline.tasks.append(after.peer.spawn(after.host()))
     await train_round(pipeline, 1)
-    await pipeline.close()
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])
@@ -190,7 +183,6 @@ async def test_a_trainer_that_makes_its_own_loss_trains_the_same_model(
         whole.step(list(numbers))
         await until(lambda: pipeline.rounds() == {number + 1})  # noqa: B023
     check_parameters(pipeline, whole)
-    await pipeline.close()
 
 
 @pytest.mark.parametrize("which", range(3))
@@ -219,7 +211,6 @@ async def test_a_full_round_takes_on_what_a_first_host_had_that_dies_while_outpu
     await until(lambda: pipeline.rounds() == {1})
     del pipeline.peers[which]
     check_parameters(pipeline, whole)
-    await pipeline.close()
 
 
 @simulated(seed=5)
@@ -237,4 +228,3 @@ async def test_an_output_that_no_gradient_is_asked_for_counts_nowhere(network: S
     torch.testing.assert_close(opened.waiting.output.result(), whole.model(tokens[:, :-1]).detach())
     await opened.task
     assert all(peer.hosted and peer.hosted.host.ledger.samples() == 0 for peer in pipeline.hosts)
-    await pipeline.close()

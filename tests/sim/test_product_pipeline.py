@@ -1,7 +1,5 @@
 """Pipelines of the peers that `p2ptrain peer` runs, from role file to summary, on a simulated network."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import Counter, defaultdict
@@ -23,7 +21,6 @@ HOSTS = {"host0a": 0, "host0b": 0, "host1a": 1, "host1b": 1}
 
 
 def start_all(swarm: ProductSwarm, max_rounds: int, hosts: Iterable[str] = HOSTS) -> None:
-    """Hosts of both stages, and two trainers."""
     for name in hosts:
         start_host(swarm, name, max_rounds)
     swarm.start_all(("trainer1", "trainer2"), max_rounds)

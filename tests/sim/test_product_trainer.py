@@ -1,7 +1,5 @@
 """The trainer that `p2ptrain peer` runs, from its role file to its summary, on a simulated network."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """What peers report of their rounds, and of what they contributed, is what happened."""
 
-from __future__ import annotations
-
 import pytest
 
 from p2ptrain.network.simulated import SimulatedNetwork
@@ -36,4 +34,3 @@ async def test_reports_add_up_to_the_lineage_and_name_the_state_that_all_hold(
         assert sum(report.contributed for report in sync.reports) <= sync.replica.trained_rounds
         assert any(report.compute_seconds > 0.0 for report in done), "it trains between two rounds"
     assert all(len(digests) == 1 and bytes(32) not in digests for digests in states.values())
-    await swarm.end()

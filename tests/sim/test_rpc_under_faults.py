@@ -1,7 +1,5 @@
 """Random schedules of calls and faults: each wait ends by its deadline, with a typed result, leaving nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import random

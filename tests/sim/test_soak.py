@@ -1,7 +1,5 @@
 """Peers that are killed and started again without end: rounds go on, and nothing piles up in the survivors."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 
@@ -61,4 +59,3 @@ async def test_rounds_go_on_and_no_task_piles_up_while_peers_are_killed_and_star
     assert max(gaps) < LONGEST_GAP_SECONDS
     assert len(gaps) > 10
     assert await tasks_at_rest() <= before + FEW_TASKS
-    await swarm.end()

@@ -1,7 +1,5 @@
 """Peers that start together: one lineage from the first round on. Peers that start again: no wait for what is over."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 
@@ -23,7 +21,6 @@ async def test_peers_that_start_within_seconds_do_not_fork(network: SimulatedNet
         swarm.start(f"t{index}", step_seconds=generator.choice((0.02, 0.1, 0.5)))
         await asyncio.sleep(generator.choice((0.0, 0.05, 0.5, 2.0)) * generator.random())
     await swarm.until(lambda: swarm.in_agreement(4), 120, "all train together")
-    await swarm.end()
     assert swarm.ledger.forked_rounds == []
 
 
@@ -49,5 +46,4 @@ async def test_a_swarm_below_its_minimum_goes_on_soon_after_the_missing_peer_is_
         # Two rounds without waiting for one matchmaking deadline: those that waited meet the one that came.
         enough = manifest.averaging.matchmaking_seconds * 0.9
         await swarm.until(lambda reached=stands_at + 2: swarm.in_agreement(reached), enough, "all go on")  # type: ignore[misc]
-    await swarm.end()
     assert swarm.ledger.forked_rounds == []

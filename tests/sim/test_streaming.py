@@ -1,7 +1,5 @@
 """Swarms whose rounds synchronise one fragment each, also under compute: the same promises, under the same faults."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 
@@ -21,18 +19,15 @@ FRAGMENTS = {"fragments": 2, "outer": "adam", "outer_learning_rate": 0.01}
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("fragments", "overlap_steps"), [(2, 0), (2, 2), (1, 3)])
-def test_they_keep_every_promise_whatever_befalls_them(fragments: int, overlap_steps: int) -> None:
-    for seed in (*range(40, 45), *changing_seeds(f"streaming {fragments} {overlap_steps}", 5)):
-        schedule = replace(draw_schedule(seed, 2, 6), fragments=fragments, overlap_steps=overlap_steps)
-        assert find_problems(schedule) == []
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(("fragments", "overlap_steps"), [(2, 0), (2, 2), (1, 3)])
-def test_so_do_those_larger_than_a_group(fragments: int, overlap_steps: int) -> None:
-    for seed in (*range(100, 102), *changing_seeds(f"larger {fragments} {overlap_steps}", 2)):
-        schedule = replace(draw_schedule(seed, 5, 9), group_size=3, fragments=fragments, overlap_steps=overlap_steps)
-        assert find_problems(schedule) == []
+@pytest.mark.parametrize(("peers", "group_size", "first", "count"), [((2, 6), 0, 40, 5), ((5, 9), 3, 100, 2)])
+def test_they_keep_every_promise_whatever_befalls_them(
+    peers: tuple[int, int], group_size: int, first: int, count: int, fragments: int, overlap_steps: int
+) -> None:
+    """Also where they are more than a group."""
+    changing = changing_seeds(f"streaming {fragments} {overlap_steps} {count}", count)
+    for seed in (*range(first, first + count), *changing):
+        schedule = replace(draw_schedule(seed, *peers), fragments=fragments, overlap_steps=overlap_steps)
+        assert find_problems(replace(schedule, group_size=group_size or schedule.group_size)) == []
 
 
 @simulated(seed=2)
@@ -49,7 +44,6 @@ async def test_laggards_find_as_many_rounds_of_each_fragment(network: SimulatedN
     history, last = trainer.sync.averager.round_log, trainer.sync.head.round
     assert len(history.chain(lineages[last - 4])) == 4
     assert history.chain(lineages[last - 5]) == []
-    await swarm.end()
 
 
 @simulated(seed=1)
@@ -75,4 +69,3 @@ async def test_a_round_moves_its_fragment_alone(network: SimulatedNetwork) -> No
         assert after == before + 1
         assert not bool(moved[~own].any())
         assert bool(moved[own].any())
-    await swarm.end()

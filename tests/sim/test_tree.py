@@ -1,47 +1,54 @@
 """Swarms larger than a group: cells, delegates, and how everybody comes to the same result."""
 
-from __future__ import annotations
-
 import asyncio
-from typing import Any
 
 import pytest
 import torch
 
 from p2ptrain.averaging.commit.attempt import AttemptFailedError
 from p2ptrain.averaging.grouping.cells import Cells
+from p2ptrain.averaging.protocol.certificate import Body
 from p2ptrain.averaging.vector.error_feedback import ErrorFeedback
 from p2ptrain.codecs import get_codec
 from p2ptrain.network.simulated import SimulatedNetwork
 from tests.support.coroutines import simulated
-from tests.support.sim.averagers import AveragingPeer, start_averagers, stop_averagers
+from tests.support.sim.averagers import AveragingPeer, start_averagers
 from tests.support.sim.peers import until
-from tests.support.sim.trees import SPEC, assert_all_took_part, exact_mean, grow, hit_first_delegate, in_tree
+from tests.support.sim.trees import (
+    SPEC,
+    assert_all_took_part,
+    averagers,
+    before_representing,
+    exact_mean,
+    grow,
+    hit_first_delegate,
+)
 
 
 @pytest.mark.parametrize(("num_peers", "seed"), [(12, 1), (12, 2), (24, 3), (64, 4)])
-@in_tree()
-async def test_all_peers_come_to_the_exact_mean_of_all(started: list[AveragingPeer], num_peers: int, seed: int) -> None:
-    await grow(started)
-    waiting: set[AveragingPeer] = set()
-    for _ in range(2):
-        done = await asyncio.gather(*(each.try_round() for each in started))
-        there = [each for each, committed in zip(started, done, strict=True) if committed]
-        assert len({each.outcomes[-1].result.certificate.body.body_hash for each in there}) == 1
-        body = there[0].outcomes[-1].result.certificate.body
-        assert body.levels == Cells(SPEC.group_size).num_levels(num_peers) > 1
-        contributed = [each for each in there if each.outcomes[-1].contributed]
-        assert len(contributed) >= 0.8 * num_peers, "a cell that overflows leaves some out, seldom"
-        assert len(waiting.intersection(contributed)) >= 0.8 * len(waiting), "and not the same ones again"
-        waiting = set(started).difference(contributed)
-        assert body.tokens == 10 * len(contributed)
-        torch.testing.assert_close(there[0].mean(), exact_mean(contributed), rtol=1e-5, atol=1e-6)
-        assert all(torch.equal(each.mean(), there[0].mean()) for each in there)
-        places = sorted(each.outcomes[-1].position for each in there)
-        assert places == [(rank, len(there)) for rank in range(len(there))]
+@simulated()
+async def test_all_peers_come_to_the_exact_mean_of_all(network: SimulatedNetwork, num_peers: int, seed: int) -> None:
+    async with averagers(network, num_peers) as started:
+        await grow(started)
+        waiting: set[AveragingPeer] = set()
+        for _ in range(2):
+            done = await asyncio.gather(*(each.try_round() for each in started))
+            there = [each for each, committed in zip(started, done, strict=True) if committed]
+            assert len({each.outcomes[-1].result.certificate.body.body_hash for each in there}) == 1
+            body = there[0].outcomes[-1].result.certificate.body
+            assert body.levels == Cells(SPEC.group_size).num_levels(num_peers) > 1
+            contributed = [each for each in there if each.outcomes[-1].contributed]
+            assert len(contributed) >= 0.8 * num_peers, "a cell that overflows leaves some out, seldom"
+            assert len(waiting.intersection(contributed)) >= 0.8 * len(waiting), "and not the same ones again"
+            waiting = set(started).difference(contributed)
+            assert body.tokens == 10 * len(contributed)
+            torch.testing.assert_close(there[0].mean(), exact_mean(contributed), rtol=1e-5, atol=1e-6)
+            assert all(torch.equal(each.mean(), there[0].mean()) for each in there)
+            places = sorted(each.outcomes[-1].position for each in there)
+            assert places == [(rank, len(there)) for rank in range(len(there))]
 
 
-@in_tree(12, seed=2, spec=SPEC.model_copy(update={"min_peers": 7}))
+@simulated(averagers, 12, SPEC.model_copy(update={"min_peers": 7}), seed=2)
 async def test_cells_smaller_than_the_least_number_of_peers_average_in_a_swarm_that_has_it(
     started: list[AveragingPeer],
 ) -> None:
@@ -52,7 +59,7 @@ async def test_cells_smaller_than_the_least_number_of_peers_average_in_a_swarm_t
     assert sum(body.peers) == len(started)
 
 
-@in_tree(12, seed=2)
+@simulated(averagers, 12, seed=2)
 async def test_when_a_delegate_fails_the_next_one_brings_its_cell_s_result(started: list[AveragingPeer]) -> None:
     await grow(started)
 
@@ -68,9 +75,9 @@ async def test_when_a_delegate_fails_the_next_one_brings_its_cell_s_result(start
     assert torch.equal(hit[0].mean(), started[0].mean())
 
 
-@in_tree(12, seed=2)
+@simulated(averagers, 12, seed=2)
 async def test_a_delegate_that_falls_silent_costs_the_other_cells_no_round(
-    network: SimulatedNetwork, started: list[AveragingPeer]
+    started: list[AveragingPeer], network: SimulatedNetwork
 ) -> None:
     head = await grow(started)
     hit = hit_first_delegate(started, lambda who: network.cut(who.peer))
@@ -94,9 +101,9 @@ async def test_a_delegate_that_falls_silent_costs_the_other_cells_no_round(
     assert [each.outcomes[-1].result.certificate.body for each in started].count(last) > len(started) / 2
 
 
-@in_tree(12, seed=2)
+@simulated(averagers, 12, seed=2)
 async def test_a_cell_whose_delegate_falls_silent_is_counted_in_the_same_round(
-    network: SimulatedNetwork, started: list[AveragingPeer]
+    started: list[AveragingPeer], network: SimulatedNetwork
 ) -> None:
     await grow(started)
     # Of two members one cannot certify what the other did not sign.
@@ -115,30 +122,23 @@ async def test_a_cell_whose_delegate_falls_silent_is_counted_in_the_same_round(
     await tasks[hit[0]]
 
 
-@in_tree(12, seed=2, spec=SPEC.model_copy(update={"grace_seconds": 2.0}))
+@simulated(averagers, 12, SPEC.model_copy(update={"grace_seconds": 2.0}), seed=2)
 async def test_a_delegate_that_falls_silent_with_a_ticket_in_makes_room_for_the_next(
-    network: SimulatedNetwork, started: list[AveragingPeer]
+    started: list[AveragingPeer], network: SimulatedNetwork
 ) -> None:
     await grow(started)
     late: list[AveragingPeer] = []  # Another cell's delegate, so that the ticket of the silent one waits.
     silent: list[AveragingPeer] = []
 
-    def hold_or_cut(each: AveragingPeer) -> None:
-        represent = each.averager._represent
+    async def hold_or_cut(each: AveragingPeer, body: Body) -> None:
+        if not late:
+            late.append(each)
+            await asyncio.sleep(3.5)
+        elif not silent and len(body.members) >= 3:
+            silent.append(each)
+            network.loop.call_later(0.2, network.cut, each.peer, context=network.context)
 
-        async def changed(*arguments: Any) -> Any:
-            if not late:
-                late.append(each)
-                await asyncio.sleep(3.5)
-            elif not silent and len(arguments[1].certificate.body.members) >= 3:
-                silent.append(each)
-                network.loop.call_later(0.2, network.cut, each.peer, context=network.context)
-            return await represent(*arguments)
-
-        each.averager._represent = changed  # type: ignore[method-assign, assignment]
-
-    for each in started:
-        hold_or_cut(each)
+    before_representing(started, hold_or_cut)
     tasks = {each: asyncio.create_task(each.try_round()) for each in started}
     await until(lambda: bool(silent), 60)
     others = [each for each in started if each is not silent[0]]
@@ -149,9 +149,9 @@ async def test_a_delegate_that_falls_silent_with_a_ticket_in_makes_room_for_the_
     await tasks[silent[0]]
 
 
-@in_tree(12, seed=2)
+@simulated(averagers, 12, seed=2)
 async def test_nobody_stands_in_for_a_delegate_at_a_tenth_of_the_speed(
-    network: SimulatedNetwork, started: list[AveragingPeer]
+    started: list[AveragingPeer], network: SimulatedNetwork
 ) -> None:
     await grow(started)
     for each in started:
@@ -160,14 +160,8 @@ async def test_nobody_stands_in_for_a_delegate_at_a_tenth_of_the_speed(
         log._parts = [(codec, len(each.vector)) for codec, _ in log._parts]
     stood: list[bytes] = []
 
-    def count(each: AveragingPeer) -> None:
-        represent = each.averager._represent
-
-        async def counted(*arguments: Any) -> Any:
-            stood.append(arguments[1].certificate.body.body_hash)
-            return await represent(*arguments)
-
-        each.averager._represent = counted  # type: ignore[method-assign, assignment]
+    async def count(each: AveragingPeer, body: Body) -> None:
+        stood.append(body.body_hash)
 
     def crawl(who: AveragingPeer) -> None:
         who.peer.uplink.bytes_per_second = who.peer.downlink.bytes_per_second = 1.25e6
@@ -179,8 +173,7 @@ async def test_nobody_stands_in_for_a_delegate_at_a_tenth_of_the_speed(
             await asyncio.sleep(0.1)
 
     crawling: list[asyncio.Task[None]] = []
-    for each in started:
-        count(each)
+    before_representing(started, count)
     hit_first_delegate(started, crawl, least=3)
     assert all(await asyncio.gather(*(each.try_round() for each in started)))
     crawling[0].cancel()
@@ -188,9 +181,9 @@ async def test_nobody_stands_in_for_a_delegate_at_a_tenth_of_the_speed(
     assert started[0].outcomes[-1].result.certificate.body.tokens == 10 * len(started)
 
 
-@in_tree(16, seed=3)
+@simulated(averagers, 16, seed=3)
 async def test_a_swarm_that_grows_beyond_a_group_and_shrinks_again_goes_on(
-    network: SimulatedNetwork, started: list[AveragingPeer]
+    started: list[AveragingPeer], network: SimulatedNetwork
 ) -> None:
     levels: list[int] = []
     for present in (6, 6, 16, 16, 16, 5, 5, 5):
@@ -246,4 +239,3 @@ async def test_what_codecs_drop_on_all_levels_comes_again(network: SimulatedNetw
     assert counted == 3
     kept = torch.stack([f.residual.double() for f in feedbacks if f.residual is not None]).mean(0)
     torch.testing.assert_close(wanted - got, kept, rtol=0, atol=1e-3)
-    await stop_averagers(started)

@@ -1,7 +1,5 @@
 """Trainers of different speeds (`every = H`): the swarm does what its machines can, and nobody stands still."""
 
-from __future__ import annotations
-
 import random
 import statistics
 from collections.abc import Sequence
@@ -58,7 +56,6 @@ async def committed_ratio(
 
 
 def mixed_speeds(seed: int) -> list[float]:
-    """Speeds that follow from a seed."""
     generator = random.Random(seed)
     return [generator.choice((1.0, 1.3, 2.0, 3.0, 5.0, 8.0, 13.0)) for _ in range(generator.randint(2, 6))]
 
@@ -103,7 +100,6 @@ async def test_the_others_go_on_at_full_speed_when_one_goes_in_mid_round(network
     assert await measure(swarm, 3) >= 0.95
     for trainer in swarm.alive:
         accounts.check(trainer)
-    await swarm.end()
 
 
 @pytest.mark.fault(51)
@@ -116,7 +112,6 @@ async def test_a_newcomer_of_another_speed_adds_what_it_can(network: SimulatedNe
     front = swarm.trainers["t0"].sync.head.round
     await until_round(swarm, front + 3)
     assert await measure(swarm, 4) >= 0.95
-    await swarm.end()
 
 
 @pytest.mark.fault(51)
@@ -156,7 +151,6 @@ async def test_a_peer_whose_step_takes_longer_than_a_round_holds_nobody_up_and_i
     steps = swarm.manifest.training.every * 4 / 3  # The slow peer's share of the goal is done by the others.
     assert seconds <= 40 * (1.2 * (steps * 1.0 + 1.0)) + swarm.manifest.averaging.grace_seconds
     assert swarm.ledger.contributed["slow"] >= counted + 2 * TOKENS_PER_STEP
-    await swarm.end()
 
 
 @pytest.mark.fault(51)
@@ -171,4 +165,3 @@ async def test_a_fast_peer_does_more_steps_and_weighs_more(network: SimulatedNet
     slow, fast = weights[trainer.peer.peer_id], weights[swarm.trainers["t2"].peer.peer_id]
     assert 6 <= fast / slow <= 10
     assert 0.8 <= sum(weights.values()) / (3 * EVERY * TOKENS_PER_STEP) <= 1.2
-    await swarm.end()

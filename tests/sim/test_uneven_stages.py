@@ -1,7 +1,5 @@
 """Stage hosts of different speeds: a round waits for no queue of a slow one."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 
@@ -19,11 +17,7 @@ ROUNDS = 2
 async def done_ratio(network: SimulatedNetwork, speeds: Sequence[float], microbatches: int, at_once: int) -> float:
     """Microbatches of committed rounds, as a share of what the hosts of a stage could do in the same time.
 
-    Args:
-        network: Carries the pipeline.
-        speeds: Of the hosts of each of two stages: microbatches a second.
-        microbatches: In a round.
-        at_once: Under way at any time.
+    ``speeds`` are of the hosts of each of two stages, in microbatches a second.
     """
     pipeline = Pipeline(network, make_manifest(2, global_batch=microbatches * SAMPLES))
     for stage in range(2):

@@ -1,7 +1,5 @@
 """Vectors for tests, and what codecs make of them."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 
@@ -9,7 +7,6 @@ from p2ptrain.codecs import Codec, Decoder
 
 
 def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Values from N(0, 1)."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 

@@ -1,12 +1,11 @@
 """Tests that are coroutines: in virtual time on a simulated network, or on a real event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -18,6 +17,12 @@ Test = Callable[..., Awaitable[None]]
 Setup = Callable[..., AbstractAsyncContextManager[Any]]
 REAL_SECONDS = 100.0
 """How long a test may take on a real event loop."""
+_ENDINGS: ContextVar[list[Callable[[], Awaitable[object]]]] = ContextVar("endings")
+
+
+def at_end(close: Callable[[], Awaitable[object]]) -> None:
+    """Have the `simulated` test in progress await ``close()`` when it has passed; elsewhere the caller closes."""
+    _ENDINGS.get([]).append(close)
 
 
 def simulated(
@@ -29,14 +34,8 @@ def simulated(
     """Run a test in virtual time, within the context ``setup(network, *given)`` if there is a setup.
 
     The test's first argument is then the context's value. Its argument ``network`` is the simulated network. pytest
-    passes all others.
-
-    Args:
-        setup: Makes the context, such as `tests.support.sim.peers.members`.
-        given: Passed to ``setup``.
-        seed: Of `simulate`; or several, with each of which the test runs; or a function of the test's other arguments.
-            By default the test's argument ``seed``, or 1.
-        options: Of `simulate`.
+    passes all others. ``seed`` may be several, with each of which the test runs, or a function of the test's other
+    arguments; by default it is the test's argument ``seed``, or 1. ``options`` are those of `simulate`.
     """
 
     def decorate(test: Test) -> Callable[..., None]:
@@ -51,7 +50,11 @@ def simulated(
             async def main(network: SimulatedNetwork) -> None:
                 if "network" in names:
                     named["network"] = network
-                await _within(setup, (network, *given), test, named)
+                endings: list[Callable[[], Awaitable[object]]] = []
+                _ENDINGS.set(endings)
+                await _within(setup and functools.partial(setup, network, *given), test, named)
+                for close in reversed(endings):
+                    await close()
 
             simulate(main, number(**named) if callable(number) else number, **options)
 
@@ -63,94 +66,65 @@ def simulated(
     return decorate
 
 
-def given(*names: str, by: Callable[[Test, dict[str, Any]], object]) -> Callable[[Test], Callable[..., None]]:
-    """Return a decorator for tests some of whose arguments do not come from pytest.
-
-    Args:
-        names: Of these arguments; a test takes those that it needs.
-        by: Gets the test, to be called with these arguments by name, and its other arguments, which pytest gives it.
-    """
-
-    def decorate(test: Test) -> Callable[..., None]:
-        wanted = list(inspect.signature(test).parameters)
-
-        @functools.wraps(test)
-        def run(**arguments: Any) -> None:
-            async def body(**offered: Any) -> None:
-                await test(**{name: value for name, value in offered.items() if name in wanted}, **arguments)
-
-            by(body, arguments)
-
-        return _declared(run, [name for name in wanted if name not in names])
-
-    return decorate
-
-
 def on_loop(test: Test) -> Callable[..., None]:
-    """Run a test on asyncio's event loop."""
-    return on_loop_within(None)(test)
-
-
-def on_loop_within(setup: Setup | None, *given: Any, **options: Any) -> Callable[[Test], Callable[..., None]]:
-    """Run a test on asyncio's event loop, within the context ``setup(*given, **options)``, its first argument."""
-
-    def decorate(test: Test) -> Callable[..., None]:
-        @functools.wraps(test)
-        def run(**named: Any) -> None:
-            made = None if setup is None else functools.partial(setup, **options)
-            asyncio.run(_in_time(made, given, test, named))
-
-        return _declared(run, list(inspect.signature(test).parameters)[setup is not None :])
-
-    return decorate
+    return _on(asyncio.run)(test)
 
 
 def on_uvloop(test: Test) -> Callable[..., None]:
     """Run a test on uvloop, as peers do."""
-    return given(by=lambda body, _: uvloop.run(_in_time(None, (), body, {})))(test)
+    return _on(uvloop.run)(test)
+
+
+def on_loop_within(setup: Setup, *given: Any, **options: Any) -> Callable[[Test], Callable[..., None]]:
+    """Run a test on asyncio's event loop, within the context ``setup(*given, **options)``, its first argument."""
+    return _on(asyncio.run, functools.partial(setup, *given, **options))
 
 
 def on_both_loops(test: Test) -> Callable[..., None]:
-    """Run a test on asyncio's event loop and on uvloop."""
-    return on_both_loops_within(None)(test)
+    return _on(None)(test)
 
 
-def on_both_loops_within(setup: Setup | None, *given: Any) -> Callable[[Test], Callable[..., None]]:
+def on_both_loops_within(setup: Setup, *given: Any) -> Callable[[Test], Callable[..., None]]:
     """Run a test on both event loops, within the context ``setup(*given)``, its first argument."""
+    return _on(None, functools.partial(setup, *given))
+
+
+def _on(loop: Callable[..., None] | None, setup: Setup | None = None) -> Callable[[Test], Callable[..., None]]:
+    """Run a test with ``loop``, such as `asyncio.run`; with each in turn if it is None."""
 
     def decorate(test: Test) -> Callable[..., None]:
         @functools.wraps(test)
         def run(**named: Any) -> None:
-            on_loop: Any = named.pop("on_loop")
-            on_loop(_in_time(setup, given, test, named))
+            run_here: Any = loop or named.pop("on_loop")
+            run_here(_in_time(setup, test, named))
 
         names = list(inspect.signature(test).parameters)[setup is not None :]
+        if loop is not None:
+            return _declared(run, names)
         return parametrized(_declared(run, [*names, "on_loop"]), "on_loop", [asyncio.run, uvloop.run])
 
     return decorate
 
 
 def parametrized(test: Callable[..., None], name: str, values: Sequence[Any]) -> Callable[..., None]:
-    """Have pytest run a test with each of these values."""
     mark: Callable[[Callable[..., None]], Callable[..., None]] = pytest.mark.parametrize(name, values)
     return mark(test)
 
 
-async def _within(setup: Setup | None, given: tuple[Any, ...], test: Test, named: dict[str, Any]) -> None:
+async def _within(setup: Setup | None, test: Test, named: dict[str, Any]) -> None:
     if setup is None:
         await test(**named)
         return
-    async with setup(*given) as value:
+    async with setup() as value:
         await test(value, **named)
 
 
-async def _in_time(setup: Setup | None, given: tuple[Any, ...], test: Test, named: dict[str, Any]) -> None:
+async def _in_time(setup: Setup | None, test: Test, named: dict[str, Any]) -> None:
     async with asyncio.timeout(REAL_SECONDS):
-        await _within(setup, given, test, named)
+        await _within(setup, test, named)
 
 
 def _declared(test: Callable[..., None], names: list[str]) -> Callable[..., None]:
-    """Have pytest pass these fixtures and parameters."""
     parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
     vars(test)["__signature__"] = inspect.Signature(parameters)
     return test

@@ -1,7 +1,5 @@
 """Messages drawn from their schema's own types and bounds, and others that are just outside of them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,9 +24,8 @@ _LONGEST = 1 << 16
 def fitting(schema: Any, known: Known | None = None) -> Values:
     """Return plain values within a schema's types and bounds; a rule between fields may still refuse them.
 
-    Args:
-        schema: A `Message`; a tagged base stands for those derived from it.
-        known: What to draw for schemas with rules that random values seldom keep.
+    A tagged base stands for the messages derived from it. ``known`` has strategies for schemas with rules that random
+    values seldom keep.
     """
     return st.one_of([right for right, _ in _leaves(schema, known)])
 
@@ -41,8 +38,7 @@ def malformed(schema: Any, known: Known | None = None) -> Values:
 def check(schema: type[Message], data: st.DataObject, known: Known | None = None) -> Any:
     """Assert that messages within their bounds are read as they were sent, and that others are refused.
 
-    Returns:
-        The message that was read; None if a rule between its fields refused it.
+    Returns the message that was read; None if a rule between its fields refused it.
     """
     with pytest.raises(IntegrityError):
         from_wire(schema, data.draw(malformed(schema, known)))
@@ -130,7 +126,6 @@ def _shown(low: int | None, high: int | None, most: int = _MOST_CHARS) -> int:
 
 
 def _of_length(low: int | None, high: int | None, make: Callable[[int], Any]) -> Values:
-    """Values that are one too short or one too long."""
     lengths = [*([low - 1] if low else []), *([high + 1] if high is not None and high < _LONGEST else [])]
     return st.sampled_from([make(length) for length in lengths]) if lengths else st.nothing()
 
@@ -159,8 +154,6 @@ def _fields(info: inspect.StructType | inspect.DataclassType, known: Known) -> t
 
 
 def _replaced(right: Values, key: Any, values: Values) -> Values:
-    """Values of a dictionary or list with others at one place."""
-
     def replace(both: tuple[Any, Any]) -> Any:
         changed = both[0].copy()
         changed[key] = both[1]

@@ -4,8 +4,6 @@
 profiler sees while three simulated trainers average.
 """
 
-from __future__ import annotations
-
 import ast
 import statistics
 import sys
@@ -24,14 +22,7 @@ ROUNDS = 3
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure, with its goal and where the most is.
-
-    Attributes:
-        name: Its name.
-        value: Its value.
-        goal: The most that it should be.
-        where: Which file, class or folder has the most; empty for sums.
-    """
+    """One figure, the most that it should be, and which file, class or folder has the most."""
 
     name: str
     value: float
@@ -42,9 +33,8 @@ class Figure:
         return f"{self.name:34} {self.value:8,.0f} of {self.goal:8,.0f}  {self.where}"
 
 
-def modules(root: Path = PACKAGE) -> dict[Path, ast.Module]:
-    """Return the parsed modules below a folder."""
-    return {path: ast.parse(path.read_text()) for path in sorted(root.rglob("*.py"))}
+def modules() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def count_lines(root: Path) -> int:
@@ -52,9 +42,9 @@ def count_lines(root: Path) -> int:
     return sum(path.read_text().count("\n") for path in root.rglob("*.py"))
 
 
-def largest_folder(root: Path = PACKAGE) -> tuple[int, str]:
+def largest_folder() -> tuple[int, str]:
     """Return how many modules the fullest folder has, and which it is."""
-    folders = Counter(path.parent for path in root.rglob("*.py"))
+    folders = Counter(path.parent for path in PACKAGE.rglob("*.py"))
     folder, number = folders.most_common(1)[0]
     return number, str(folder.relative_to(ROOT))
 

@@ -1,7 +1,5 @@
 """Listening to long jobs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,9 +9,7 @@ from p2ptrain.progress import Advance
 class ToldJobs:
     """Implements `p2ptrain.progress.Progress`.
 
-    Attributes:
-        told: By job: what was told of it, (done, total) each.
-        running: Those that have not ended.
+    ``told`` has what was told of each job, (done, total) each, and ``running`` those that have not ended.
     """
 
     def __init__(self) -> None:
@@ -22,7 +18,6 @@ class ToldJobs:
 
     @contextmanager
     def __call__(self, name: str, unit: str = "bytes") -> Iterator[Advance]:
-        """See `Progress.__call__`."""
         told = self.told.setdefault(name, [])
         self.running.append(name)
         try:

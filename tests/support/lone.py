@@ -1,7 +1,5 @@
 """A `SwarmOptimizer` whose swarm is this process alone: every contribution is applied at once, without a network."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -33,9 +31,8 @@ PEER = "me"
 class LoneSynchronizer:
     """The part of `Synchronizer` that an optimizer and a saver use.
 
-    Attributes:
-        forgot: The parts of which the saver said that work of an earlier process waits.
-        fail_rounds: Commit nothing.
+    ``forgot`` has the parts of which the saver said that work of an earlier process waits. With ``fail_rounds`` it
+    commits nothing.
     """
 
     def __init__(self, state: SharedState, spec: TrainingSpec) -> None:
@@ -106,7 +103,6 @@ def lone_peer(
     clip_norm: float = 0.0,
     **training: Any,
 ) -> Iterator[LonePeer]:
-    """One peer that trains ``module``."""
     manifest = Manifest.model_validate(
         {"name": "lone", "model": {"family": "custom"}, "data": {"source": "custom"}, "training": training}
     )
@@ -124,8 +120,6 @@ def lone_peer(
 
 
 class InlineBridge(Bridge):
-    """Runs a coroutine to its end at once, in the calling thread."""
-
     def __init__(self) -> None:
         """No loop is needed."""
 
@@ -146,11 +140,7 @@ class InlineBridge(Bridge):
 
 @dataclasses.dataclass
 class LoneOptimizer:
-    """What `lone_optimizer` makes.
-
-    Attributes:
-        applied_rates: Learning rate of each step that the wrapped optimizer took.
-    """
+    """What `lone_optimizer` makes, with the learning rate of each step that the wrapped optimizer took."""
 
     module: torch.nn.Module
     optimizer: SwarmOptimizer
@@ -158,7 +148,6 @@ class LoneOptimizer:
     applied_rates: list[float] = dataclasses.field(default_factory=list)
 
     def step(self, gradient: float = 1.0) -> None:
-        """Take one step with this gradient everywhere."""
         for parameter in self.module.parameters():
             parameter.grad = torch.full_like(parameter, gradient)
         self.optimizer.step()
@@ -179,13 +168,7 @@ def lone_optimizer(
 ) -> LoneOptimizer:
     """Make an optimizer of a swarm of one, without threads, around SGD of rate 0.1 unless told otherwise.
 
-    Args:
-        schedule: By the swarm's step.
-        round_: The round in progress.
-        make: Makes the wrapped optimizer.
-        module: The model; a linear layer by default.
-        clip_norm: Norm limit of gradients; 0 for none.
-        training: Of the manifest.
+    ``training`` is the manifest's section, ``round_`` the round in progress.
     """
     module = module or torch.nn.Linear(3, 2)
     usual = {"local_batch": 1, "global_batch": 1, "outer_learning_rate": 1.0}

@@ -1,7 +1,5 @@
 """Channels that change what is sent on them, below the protocol code that would never say so."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +13,6 @@ BulkLie = Callable[[bytes], bytes]
 
 
 class LyingChannel:
-    """A channel that changes what its owner sends."""
-
     def __init__(
         self, channel: Channel, lie: Lie = lambda to, message: message, bulk_lie: BulkLie = lambda data: data
     ) -> None:
@@ -28,9 +24,7 @@ class LyingChannel:
         return getattr(self._channel, name)
 
     async def send(self, message: object) -> None:
-        """Send something else."""
         await self._channel.send(self._lie(self._channel.remote, to_wire(message)))
 
     async def send_bytes(self, data: bytes, **options: Any) -> None:
-        """Send other bytes."""
         await self._channel.send_bytes(self._bulk_lie(bytes(data)), **options)

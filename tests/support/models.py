@@ -1,7 +1,5 @@
 """Small models of every family, what goes into them, and folders that hold them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable
@@ -27,7 +25,6 @@ each = pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
 
 
 def sample(spec: ModelSpec, seed: int = 0) -> torch.Tensor:
-    """Two inputs of a model."""
     generator = torch.Generator().manual_seed(seed)
     if spec.family == "vit":
         return torch.randn(2, spec.channels, spec.image_size, spec.image_size, generator=generator)
@@ -46,7 +43,6 @@ def input_gradient(
 
 
 def parts(cuts: set[int], num_blocks: int) -> list[Span]:
-    """The spans between cuts."""
     ends = [0, *sorted(cuts), num_blocks]
     return [Span(start, stop) for start, stop in itertools.pairwise(ends)]
 

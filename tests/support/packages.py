@@ -1,7 +1,5 @@
 """Packages that a test installs: modules and entry points in a folder of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,15 +13,7 @@ def install(
     modules: Mapping[str, str],
     points: Mapping[str, Mapping[str, str]],
 ) -> None:
-    """Install version 1.0 of a package for the rest of the test.
-
-    Args:
-        folder: Where to.
-        monkeypatch: Of the test.
-        package: Its name.
-        modules: Source by module.
-        points: By group of entry points: what each name leads to.
-    """
+    """Install version 1.0 of a package: sources by module, and entry points by group and name."""
     for module, source in modules.items():
         (folder / f"{module}.py").write_text(source)
     info = folder / f"{package}-1.0.dist-info"

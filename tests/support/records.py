@@ -1,7 +1,5 @@
 """Records that peers publish, for tests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from p2ptrain.network.records.record import PeerRecord

@@ -6,8 +6,6 @@ Each result is written to a log when its test ends. A run that was stopped goes 
 commit and by number of busy loops. The exit code is 1 if a test failed, 130 after Ctrl-C.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json
@@ -47,7 +45,6 @@ class _Recorder:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Record outcomes where `LOG_VARIABLE` says."""
     path = os.environ.get(LOG_VARIABLE)
     if path and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Recorder(Path(path)))
@@ -57,11 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def collect(paths: Sequence[str], options: Sequence[str]) -> list[str]:
-    """Return the ids of all tests at these paths.
-
-    Raises:
-        SystemExit: pytest cannot collect them.
-    """
+    """Return the ids of all tests at these paths."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-n", "0", *options, *paths]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -94,7 +87,6 @@ def busy_loops(number: int) -> Iterator[None]:
 
 
 def run_pass(tests: Sequence[str], log: Path, options: Sequence[str]) -> None:
-    """Run these tests once; what they say goes to standard output."""
     wanted = log.with_suffix(".tests")
     wanted.write_text("\n".join(tests))
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "tests.support.repeat", *options, f"@{wanted}"]
@@ -105,7 +97,6 @@ def run_pass(tests: Sequence[str], log: Path, options: Sequence[str]) -> None:
 
 
 def default_log(busy: int) -> Path:
-    """Return where the results of this commit are kept."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     ).stdout.strip()

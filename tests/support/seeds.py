@@ -4,8 +4,6 @@
 checked out. pytest prints it above the tests, and a failure names the command that runs its schedule again.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import os
@@ -20,7 +18,6 @@ FIRST = 1_000_000
 
 @functools.cache
 def base_seed() -> int:
-    """Return the number that all changing seeds follow from."""
     given = os.environ.get(VARIABLE)
     if given:
         return int(given)

@@ -1,7 +1,5 @@
 """Settings of tests over those that a test has by default."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from p2ptrain.manifest import TrainingSpec

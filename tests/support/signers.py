@@ -1,7 +1,5 @@
 """A signer that needs no keys."""
 
-from __future__ import annotations
-
 import hashlib
 
 from p2ptrain.signing import Signer

@@ -1,7 +1,5 @@
 """State that is slow to download."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from typing import Any
 from weakref import WeakKeyDictionary

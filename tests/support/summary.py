@@ -6,8 +6,6 @@ reads from the folder, for each suite, ``NAME.step`` (``SECONDS EXITCODE``) and,
 format); ``NAME.left-out`` is empty. The exit code is 1 if something failed, or if nothing passed at all.
 """
 
-from __future__ import annotations
-
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
@@ -17,14 +15,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Suite:
-    """What one suite did.
-
-    Attributes:
-        name: Its name.
-        passed, failed, skipped: Numbers of tests; one for a step that is no test.
-        seconds: Of wall-clock time.
-        reasons: Why tests were skipped, each with how many.
-    """
+    """What one suite did: numbers of tests, one for a step that is no test, and why how many were skipped."""
 
     name: str
     passed: int
@@ -66,7 +57,6 @@ def table(suites: list[Suite], left_out: list[str]) -> str:
 
 
 def main(folder: Path) -> int:
-    """Print the table; the exit code says whether all is well."""
     steps = sorted(folder.glob("*.step"), key=lambda path: path.stat().st_mtime)
     suites = [read_suite(step) for step in steps]
     sys.stdout.write(table(suites, sorted(path.stem for path in folder.glob("*.left-out"))) + "\n")

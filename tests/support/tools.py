@@ -4,8 +4,6 @@
 integration names those that it installed, so that a test that did not run cannot look like one that passed.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 
@@ -19,11 +17,7 @@ TOOLS = (
 
 
 def required() -> frozenset[str]:
-    """Return the tools that must be here.
-
-    Raises:
-        pytest.UsageError: `VARIABLE` names something else than `TOOLS`.
-    """
+    """Return the tools that must be here; UsageError if `VARIABLE` names something else than `TOOLS`."""
     named = {word.strip() for word in os.environ.get(VARIABLE, "").split(",")} - {""}
     if unknown := named - {*TOOLS, "all"}:
         raise pytest.UsageError(f"{VARIABLE}: {', '.join(sorted(unknown))} is none of {', '.join(TOOLS)}, all")
@@ -31,11 +25,9 @@ def required() -> frozenset[str]:
 
 
 def unavailable(reason: str, *tools: str) -> None:
-    """Skip the test that runs; fail it instead if one of its tools is required.
+    """Skip the test that runs, for this reason; fail it instead if one of the tools that it needs is required.
 
-    Args:
-        reason: Why it cannot run here. Empty if it can: nothing happens.
-        tools: What it needs, of `TOOLS`.
+    Nothing happens if the reason is empty.
     """
     _fail_if_required(reason, tools)
     if reason:

@@ -4,8 +4,6 @@ Waits in these tests have deadlines of their own. What ends a test that hangs al
 on a machine that does several other things.
 """
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

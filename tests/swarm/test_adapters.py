@@ -1,7 +1,5 @@
 """Adapters over the frozen int8 stages of a pretrained model, trained by real processes and used with peft."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -36,7 +34,6 @@ def tokens() -> torch.Tensor:
 
 
 def loss_of(model: torch.nn.Module) -> float:
-    """Of a transformers model, in nats."""
     with torch.no_grad():
         logits = model(tokens()[:, :-1]).logits
     return float(cross_entropy(logits.flatten(0, 1), tokens()[:, 1:].flatten()))

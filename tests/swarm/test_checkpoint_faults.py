@@ -1,7 +1,5 @@
 """A trainer's disk is full while it writes a checkpoint, and a trainer is killed in the middle of writing one."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import resource
@@ -62,8 +60,6 @@ class LoneTrainer:
         return list(self.folder.glob(f".unfinished-*/{SHARED_FILE}"))
 
     def wait_for(self, process: subprocess.Popen[bytes], what: str, condition: Callable[[], bool]) -> None:
-        """Wait until a condition holds while the trainer runs."""
-
         def holds() -> bool:
             assert process.poll() is None, self.log.read_text()
             return condition()

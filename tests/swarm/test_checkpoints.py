@@ -1,7 +1,5 @@
 """Everybody dies at once: the swarm goes on from the newest checkpoints that are whole."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import signal
@@ -61,11 +59,9 @@ class Machines:
         return self.directory / f"{name}.log"
 
     def rounds(self, name: str) -> list[dict[str, Any]]:
-        """A trainer's committed rounds."""
         return committed(self.directory / name)
 
     def checkpoints(self, name: str) -> list[Path]:
-        """A trainer's checkpoints, oldest first."""
         return checkpoints(self.directory / name)
 
 

@@ -1,7 +1,5 @@
 """What commands and scripts say and exit with when they cannot go on: real processes, real daemons."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

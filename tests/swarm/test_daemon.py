@@ -1,7 +1,5 @@
 """The daemon under a transport: how it starts, what happens when it dies, and that it never outlives its owner."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os

@@ -1,7 +1,5 @@
 """Direct connections between peers with real daemons: the same streams and errors, and a way around failures."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """SIGTERM while a round, or a batch, does not end: the last committed state is on disk, and the process is gone."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import resource
@@ -53,7 +51,6 @@ class Trainers:
         return self.directory / f"{name}.log"
 
     def rounds(self, name: str) -> int:
-        """The rounds that it has committed."""
         return max(0, last_round(self.directory / name))
 
     def link(self, name: str) -> str:

@@ -1,7 +1,5 @@
 """The examples run as a reader would run them: each alone, one with two peers and a restart."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -16,7 +14,6 @@ TIMEOUT_SECONDS = 200
 
 
 def start(name: str, *arguments: str | Path) -> subprocess.Popen[str]:
-    """Start an example."""
     return subprocess.Popen(
         [sys.executable, "-m", "tests.support.processes.run_example", f"examples/{name}.py", *map(str, arguments)],
         cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -24,7 +21,6 @@ def start(name: str, *arguments: str | Path) -> subprocess.Popen[str]:
 
 
 def link_of(process: subprocess.Popen[str]) -> str:
-    """The link that it prints."""
     assert process.stdout is not None
     for line in process.stdout:
         if found := re.search(r"p2ptrain://[^']+", line):

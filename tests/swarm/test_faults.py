@@ -4,8 +4,6 @@ Three real processes train a tiny model. Most tests share one swarm: each breaks
 three peers in agreement for the next one.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

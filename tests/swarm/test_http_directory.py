@@ -1,7 +1,5 @@
 """Peers meet through the example's directory server, and average; they find each other again when it comes back."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import sys
@@ -19,7 +17,6 @@ from tests.support.processes.swarmlet import Swarmlet, check_states, nothing_lef
 
 @contextlib.contextmanager
 def server(port: int) -> Iterator[str]:
-    """The example's server in a process of its own."""
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "examples/http_directory.py", "--port", str(port)]
     process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -38,7 +35,6 @@ def answers(url: str) -> bool:
 
 
 def peers_at(url: str, link: str) -> set[str]:
-    """The peers whose records the server has."""
     swarm = SwarmLink.parse(link).digest
     answer = msgpack.unpackb(httpx.get(f"{url}/{peers_key(swarm).replace('/', '%2F')}").content)
     return {msgpack.unpackb(msgpack.unpackb(value)[0])["peer"] for value in answer["records"]}

@@ -1,7 +1,5 @@
 """Peers join while others train, while sources of state die, and while the bootstrap peer is down."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

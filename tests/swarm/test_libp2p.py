@@ -1,7 +1,5 @@
 """The libp2p transport with real daemons on loopback: streams, dialling, limits and relays."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import threading

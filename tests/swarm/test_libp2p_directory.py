@@ -1,7 +1,5 @@
 """The DHT directory with real daemons on loopback: who sees whom, and which records are refused."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -42,8 +40,6 @@ asyncio.run(main())
 
 
 class Peer:
-    """A peer with its directory."""
-
     def __init__(self, identity: Identity, transport: Libp2pTransport, directory: Libp2pDirectory) -> None:
         self.identity, self.transport, self.directory = identity, transport, directory
 

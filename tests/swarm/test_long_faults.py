@@ -3,8 +3,6 @@
 What the others do meanwhile is checked, and that whoever was away comes back without help.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import signal

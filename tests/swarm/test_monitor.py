@@ -1,7 +1,5 @@
 """`p2ptrain monitor` beside a swarm of real processes: what it shows is what happens."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 from typing import Any

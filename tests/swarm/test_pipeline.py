@@ -1,7 +1,5 @@
 """A model in stages, hosted by real processes: they choose what to host, die, stop, and training goes on."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -68,18 +66,15 @@ def stages(tmp_path: Path) -> Iterator[Stages]:
 
 
 def rounds(log: Path) -> list[int]:
-    """The rounds that a trainer has seen begin."""
     return [int(number) for number in re.findall(r"pipeline\.client\.trainer: round (\d+)", log.read_text())]
 
 
 def hosts(log: Path) -> int | None:
-    """The stage that a peer says that it hosts."""
     found = re.search(r"hosting .* as stage (\d+): (.*)", log.read_text())
     return int(found[1]) if found else None
 
 
 def wait_for_rounds(log: Path, more: int, seconds: float = 90.0) -> None:
-    """Wait until a trainer has seen so many rounds more."""
     before = len(rounds(log))
     wait_until(lambda: len(rounds(log)) >= before + more, seconds)
 

@@ -1,7 +1,5 @@
 """Finding out how a peer is reached, with real daemons on loopback; tests/nat has gateways, too."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -52,10 +50,7 @@ async def test_a_swarm_on_loopback_is_direct_without_asking(tmp_path: Path, monk
 
     monkeypatch.setattr(reach, "ask_back", ask)
     async with started(tmp_path, "seed") as seed, started(tmp_path, "joiner", seed.network.link) as joiner:
-        assert (seed.network.reach.standing.reachability, joiner.record.describe().reachability) == (
-            "direct",
-            "direct",
-        )
+        assert (seed.network.reach.standing.reachability, joiner.record.describe().reachability) == ("direct", "direct")
         assert joiner.record.describe().addresses
 
 

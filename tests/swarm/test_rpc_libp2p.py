@@ -1,7 +1,5 @@
 """Requests and channels over real daemons on loopback; the same scenario as on the simulated network."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """A script of one's own: it goes on where it ended, and it is told in one line what cannot work."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

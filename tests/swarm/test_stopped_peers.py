@@ -5,8 +5,6 @@ ends: its daemon still takes streams for it, and its kernel bytes. It stops itse
 phase is hit for certain. (`test_faults` kills them.)
 """
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import threading

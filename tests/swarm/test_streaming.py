@@ -1,7 +1,5 @@
 """Rounds of one fragment each that run under compute, in real processes: the same bits, also after a kill."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`Swarm` and `SwarmOptimizer` in a researcher's own script: the same mathematics, and torch's usual manners."""
 
-from __future__ import annotations
-
 import copy
 import os
 import signal
@@ -29,7 +27,6 @@ GLOBAL_BATCH = 16
 
 @contextmanager
 def lone_swarm(directory: Path, averaging: dict[str, Any] | None = None, **training: Any) -> Iterator[Swarm]:
-    """A swarm of this process alone."""
     averaging = {"codec": "fp32", **(averaging or {})}
     manifest = Manifest.model_validate(make_manifest(training=training, averaging=averaging))
     with nothing_left_behind(), Swarm.create(manifest, run_dir=directory, listen=("/ip4/127.0.0.1/tcp/0",)) as swarm:
@@ -37,7 +34,6 @@ def lone_swarm(directory: Path, averaging: dict[str, Any] | None = None, **train
 
 
 def wrap(swarm: Swarm, **options: Any) -> tuple[torch.nn.Module, SwarmOptimizer]:
-    """Return a model, and the swarm's optimizer of it."""
     model = make_model(8)
     return model, swarm.optimizer(model, make_optimizer(model), **options)
 

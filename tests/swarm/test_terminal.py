@@ -1,7 +1,5 @@
 """What commands draw on a real terminal, how they leave it, and that none of that reaches a pipe."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Iterator
@@ -18,7 +16,6 @@ from tests.support.processes.terminals import CTRL_C, TerminalCommand
 
 @pytest.fixture(scope="module")
 def seeded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seed]:
-    """The bootstrap peer of a tiny model's swarm."""
     folder = tmp_path_factory.mktemp("seeded")
     text = write_text(folder / "text.txt")
     swarm = init(folder / "swarm", *set_options(data={"source": f"path:{text}"}, model=TINY))

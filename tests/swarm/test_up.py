@@ -1,7 +1,5 @@
 """`p2ptrain up`: a whole swarm by one command, and no process left of it."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

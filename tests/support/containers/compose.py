@@ -4,8 +4,6 @@ Talks to whatever engine ``docker`` talks to, through Compose v2 and Debian's do
 network and volume of a swarm carries its project's label, which is how the end checks that nothing is left.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
@@ -42,11 +40,7 @@ def run(
     check: bool = True,
     variables: Mapping[str, str] | None = None,
 ) -> str:
-    """Run a command; its output.
-
-    Raises:
-        AssertionError: It failed, and ``check`` is set; with what it said.
-    """
+    """Run a command, which must succeed if ``check``; its output."""
     done = subprocess.run(
         command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         timeout=timeout_seconds, env={**os.environ, **(variables or {})},
@@ -56,12 +50,10 @@ def run(
 
 
 def docker(*arguments: str, check: bool = True, timeout_seconds: float = COMMAND_SECONDS) -> str:
-    """Run a ``docker`` command; its output."""
     return run("docker", *arguments, check=check, timeout_seconds=timeout_seconds)
 
 
 def inspect(container: str, template: str) -> str:
-    """One fact about a container (or image), by Docker's template."""
     return docker("inspect", "--format", template, container)
 
 
@@ -113,11 +105,8 @@ def build_image() -> str:
 class Containers:
     """A project of a compose file; a context manager that removes it and checks that nothing is left.
 
-    Args:
-        files: The compose file, and those that change it for the test.
-        kind: Tells its project from others of this process; the first file's folder by default.
-        compose: The command; by default that of the first of `compose_versions`.
-        variables: For them, beside those below.
+    ``kind`` tells its project from others of this process. ``compose`` is the command, the first version that is there
+    by default.
     """
 
     def __init__(self, *files: str, kind: str = "", compose: tuple[str, ...] = (), **variables: str) -> None:
@@ -135,7 +124,6 @@ class Containers:
         }
 
     def compose(self, *arguments: str, timeout_seconds: float = COMMAND_SECONDS) -> str:
-        """Run a Compose command on this project."""
         files = [part for file in self.files for part in ("--file", file)]
         command = (*self._compose, "--project-name", self.project, *files, *arguments)
         return run(*command, timeout_seconds=timeout_seconds, variables=self._variables)
@@ -153,7 +141,6 @@ class Containers:
         return docker("ps", "--all", "--quiet", "--no-trunc", *options).split()[::-1]
 
     def only(self, service: str) -> str:
-        """The one container of a service."""
         (container,) = self.ids(service)
         return container
 
@@ -165,11 +152,7 @@ class Containers:
     # What the status page says, asked from this machine
 
     def api(self, path: str) -> Any:
-        """An answer of the status page's JSON API.
-
-        Raises:
-            OSError: The page is not there.
-        """
+        """An answer of the status page's JSON API; OSError while the page is not there."""
         address = docker("port", self.only("monitor"), "8080/tcp", check=False).splitlines()
         if not address or address[0].startswith("Error"):
             raise ConnectionError("the status page has no port")
@@ -177,11 +160,9 @@ class Containers:
             return json.load(answer)
 
     def peers(self) -> dict[str, dict[str, Any]]:
-        """Peers by name."""
         return {peer["name"]: {**peer["record"], **peer} for peer in self.api("peers")["peers"]}
 
     def round(self) -> int:
-        """The number of committed rounds."""
         return int(self.api("headline")["round"])
 
     def counted(self) -> set[str]:
@@ -207,11 +188,7 @@ class Containers:
     # Waiting
 
     def wait_until(self, what: str, condition: Callable[[], bool], timeout_seconds: float = PATIENCE_SECONDS) -> None:
-        """Poll until ``condition()`` holds. That a page does not answer, or shows no such peer, is no answer yet.
-
-        Raises:
-            AssertionError: It does not within the time; says what the swarm looks like.
-        """
+        """Poll until ``condition()`` holds. That a page does not answer, or shows no such peer, is no answer yet."""
         deadline = time.monotonic() + timeout_seconds
         while True:
             with contextlib.suppress(OSError, KeyError):
@@ -222,7 +199,6 @@ class Containers:
             time.sleep(0.5)
 
     def wait_for_rounds(self, more: int, timeout_seconds: float = PATIENCE_SECONDS) -> None:
-        """Wait until so many more rounds are committed."""
         wanted = self.round() + more
         self.wait_until(f"{more} more rounds", lambda: self.round() >= wanted, timeout_seconds)
 
@@ -238,7 +214,6 @@ class Containers:
         self.wait_until(f"a round with {', '.join(names)}", is_in)
 
     def describe(self) -> str:
-        """What there is, for the message of a failure."""
         parts = [docker("ps", "--all", "--filter", f"name={self.project}", "--format", "{{.Names}} {{.Status}}")]
         for path in ("headline", "peers"):
             try:
@@ -251,7 +226,6 @@ class Containers:
     # The end
 
     def left_over(self) -> list[str]:
-        """Ids of everything in the engine that belongs to this project."""
         label = f"label=com.docker.compose.project={self.project}"
         return [
             *self.ids(),
@@ -259,7 +233,7 @@ class Containers:
             *docker("volume", "ls", "--quiet", "--filter", label).split(),
         ]
 
-    def __enter__(self) -> Containers:
+    def __enter__(self) -> "Containers":
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -270,6 +244,5 @@ class Containers:
 
 
 def _socket() -> str:
-    """The path of the engine's socket."""
     host = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
     return str(Path(host.removeprefix("unix://")))

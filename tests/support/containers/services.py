@@ -4,8 +4,6 @@ It has no network but loopback. Python and the package are where the unit expect
 here. Needs root, ``systemd-nspawn`` (Debian's systemd-container), and a kernel with overlayfs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
@@ -53,7 +51,6 @@ def why_unavailable() -> str:
 
 @contextlib.contextmanager
 def _files(folder: Path) -> Iterator[Path]:
-    """This machine's files, copied on write."""
     _run("mount", "-t", "tmpfs", "-o", f"size={SPACE}", "tmpfs", str(folder))
     try:
         upper, work, root = (folder / name for name in ("upper", "work", "root"))
@@ -69,18 +66,14 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 class ServiceMachine(contextlib.ExitStack):
-    """Such a machine, with the unit installed as its header says; a context manager that ends and removes it.
-
-    Args:
-        folder: For its files and its log; empty.
-    """
+    """Such a machine, with the unit installed as its header says; a context manager that ends and removes it."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self._folder = folder
         self._leader = 0
 
-    def __enter__(self) -> ServiceMachine:
+    def __enter__(self) -> "ServiceMachine":
         (self._folder / "files").mkdir()
         with contextlib.ExitStack() as stack:
             self.root = stack.enter_context(_files(self._folder / "files"))
@@ -92,17 +85,12 @@ class ServiceMachine(contextlib.ExitStack):
         return self
 
     def write(self, path: str, text: str) -> None:
-        """Write a file of the machine."""
         file = self.root / path.lstrip("/")
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
 
     def run(self, *command: str, check: bool = True) -> str:
-        """Run a command there; its output.
-
-        Raises:
-            AssertionError: It failed, and ``check`` is set; with what it said.
-        """
+        """Run a command there, which must succeed if ``check``; its output."""
         done = subprocess.run(
             ["nsenter", "--target", str(self._leader), "--all", "--", *command], check=False, text=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=COMMAND_SECONDS,
@@ -117,7 +105,6 @@ class ServiceMachine(contextlib.ExitStack):
         return [values[name] for name in properties]
 
     def journal(self, service: str) -> str:
-        """What a service has logged."""
         return self.run("journalctl", "--unit", service, "--output=cat", "--no-pager")
 
     def _install(self) -> None:

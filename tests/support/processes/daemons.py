@@ -1,7 +1,5 @@
 """Real peers for swarm tests: transports on loopback, peers in processes of their own, and waiting with a deadline."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -49,13 +47,11 @@ asyncio.run(main())
 
 
 async def echo(stream: Stream) -> None:
-    """Serves `ECHO`: sends every byte back."""
     while True:
         await stream.write(await stream.read(1))
 
 
 async def echoes(stream: Stream) -> bool:
-    """Whether a byte comes back from a peer that serves `echo`."""
     await stream.write(b"x")
     return await stream.read(1) == b"x"
 
@@ -68,7 +64,6 @@ def free_port() -> int:
 
 
 def port_of(link: str) -> int:
-    """The TCP port of the first address of a swarm link."""
     return int(SwarmLink.parse(link).addresses[0].split("/")[4])
 
 
@@ -89,7 +84,6 @@ def refusing(port: int) -> Iterator[None]:
 
 
 def is_alive(process_id: int) -> bool:
-    """Whether a process exists and is not a zombie."""
     try:
         state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -1,7 +1,5 @@
 """Peers with direct connections on loopback, whose daemons are pairs of Unix sockets within this process."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -24,7 +22,7 @@ HERE = "/ip4/127.0.0.1/tcp/1"
 class FakeControl:
     """Daemons that know each other by name, and say that they are connected at ``ways``."""
 
-    def __init__(self, name: str, network: dict[str, FakeControl]) -> None:
+    def __init__(self, name: str, network: dict[str, "FakeControl"]) -> None:
         self.name = name
         self.ways: list[tuple[str, str]] = []
         self.num_asked = 0
@@ -131,11 +129,7 @@ async def opened(a: DirectPeer, b: DirectPeer) -> tuple[SealedSocket, SealedSock
 
 
 class Dialler:
-    """What a peer that was made an offer knows: the way in for tests that go wrong on it.
-
-    Attributes:
-        hello: The first bytes to send.
-    """
+    """What a peer that was made an offer knows: the way in for tests that go wrong on it."""
 
     def __init__(self, listener: DirectPeer, name: str) -> None:
         private = X25519PrivateKey.generate()
@@ -146,14 +140,12 @@ class Dialler:
         self._port = listener.listener.port
 
     async def connect(self, hello: bytes | None = None) -> SealedSocket:
-        """Connect, and send the first bytes, or others."""
         stream = SealedSocket(self.sealing, self.opening, lambda _: False)
         await asyncio.get_running_loop().create_connection(lambda: stream, "127.0.0.1", self._port)
         await SocketStream.write(stream, self.hello if hello is None else hello)
         return stream
 
     async def is_let_in(self, hello: bytes | None = None) -> bool:
-        """Whether the listener accepts the first bytes."""
         stream = await self.connect(hello)
         try:
             await stream.expect(Kind.READY)

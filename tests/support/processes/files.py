@@ -1,7 +1,5 @@
 """Files of peers that commands run: manifests and role files before, metrics and checkpoints afterwards."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ SENTENCE = "the quick brown fox jumps over the lazy dog. "
 
 
 def write_text(path: Path, repeats: int = 2000) -> Path:
-    """Write a text that a tiny model learns quickly."""
     path.write_text(SENTENCE * repeats)
     return path
 
@@ -34,7 +31,6 @@ def set_options(**sections: Any) -> list[str]:
 
 
 def write_manifest(path: Path, **sections: Any) -> Manifest:
-    """Write a manifest that somebody has signed."""
     manifest = Manifest.model_validate(sections)
     with Identity.ephemeral() as organizer:
         path.write_bytes(SignedManifest.create(manifest, organizer).to_bytes())
@@ -44,10 +40,7 @@ def write_manifest(path: Path, **sections: Any) -> Manifest:
 def write_role(path: Path, role: str, **values: Any) -> Path:
     """Write the role file of a peer on loopback whose run directory is named like the file.
 
-    Args:
-        path: The file.
-        role: Of the peer.
-        values: Of the file: plain ones, and sections as dicts, which replace those by default.
+    Sections are dicts, and replace those by default.
     """
     usual = {"network": {"listen": [LOOPBACK]}, "resources": {"device": "cpu", "threads": 1}}
     found = {"role": role, "name": path.stem, "run_dir": path.stem, **usual, **values}
@@ -67,7 +60,6 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def committed(run_dir: Path) -> list[dict[str, Any]]:
-    """Return a trainer's committed rounds, as `metrics`."""
     return [values for values in metrics(run_dir) if values.get("committed")]
 
 
@@ -77,10 +69,8 @@ def last_round(run_dir: Path) -> int:
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """Return a peer's checkpoints, oldest first."""
     return sorted((run_dir / "checkpoints").glob("[0-9]*-round-*"))
 
 
 def round_of(checkpoint: Path) -> int:
-    """Return the round of a checkpoint."""
     return int(checkpoint.name.rpartition("-")[2])

@@ -110,7 +110,6 @@ class Internet:
         _run("ip", "-n", self._wire, "link", "set", self._ports[host.namespace], "down")
 
     def plug_in(self, host: Host) -> None:
-        """Put the cable of a public host back."""
         _run("ip", "-n", self._wire, "link", "set", self._ports[host.namespace], "up")
 
     def lose(self, host: Host, percent: int) -> None:
@@ -143,7 +142,6 @@ class Internet:
             _run("ip", "-n", self._wire, "link", "set", self._ports[host.namespace], "master", "other")
 
     def heal(self, *hosts: Host) -> None:
-        """Put public hosts back on the wire of all."""
         for host in hosts:
             _run("ip", "-n", self._wire, "link", "set", self._ports[host.namespace], "master", "wire")
 
@@ -177,23 +175,16 @@ class Internet:
 
 
 class Host:
-    """A machine in an `Internet`.
-
-    Attributes:
-        namespace: Its name.
-        address: Its IPv4 address, as it sees it itself.
-    """
+    """A machine in an `Internet`: the name of its namespace, and its IPv4 address as it sees it itself."""
 
     def __init__(self, namespace: str, address: str) -> None:
         self.namespace = namespace
         self.address = address
 
     def command(self, *arguments: str) -> list[str]:
-        """A command line that runs ``arguments`` on this host."""
         return ["ip", "netns", "exec", self.namespace, *arguments]
 
     def received_bytes(self) -> int:
-        """What has come over its cable so far."""
         path = "/sys/class/net/wan/statistics/rx_bytes"
         return int(subprocess.run(self.command("cat", path), check=True, capture_output=True, text=True).stdout)
 
@@ -215,11 +206,9 @@ class NatPeer(Teller):
 
     @property
     def joined(self) -> dict[str, Any]:
-        """What it said when it had joined: ``peer``, ``link``, ``settle_seconds``."""
         return self.wait_for("joined")
 
     def order(self, *order: Any) -> Any:
-        """The result of an order: see `tests.support.processes.nat_peer`."""
         since = len(self.events)
         self.tell(json.dumps(order))
         return self.wait_for("answer", since=since)["result"]

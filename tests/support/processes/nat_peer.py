@@ -16,8 +16,6 @@ answered by a line:
     Close all connections with a peer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys
@@ -39,17 +37,14 @@ from tests.support.processes.swarmlet import MANIFEST
 
 
 def say(event: str, **values: Any) -> None:
-    """Tell the test something."""
     print(json.dumps({"event": event, **values}), flush=True)  # noqa: T201
 
 
 async def echo(channel: Channel, request: dict[str, Any]) -> None:
-    """Send back what comes."""
     await channel.send_bytes(await channel.receive_bytes(request["size"], 30))
 
 
 async def obey(peer: Peer, order: list[Any]) -> Any:
-    """Carry out one order; its result."""
     match order:
         case ["send", str(other), int(size)]:
             async with peer.rpc.open(other, "echo", {"size": size}, 10) as channel:
@@ -78,7 +73,6 @@ def _daemon(peer: Peer) -> Libp2pTransport:
 
 
 async def tell_standing(peer: Peer) -> None:
-    """Say how the peer is reached, whenever that changes."""
     told = None
     while True:
         if peer.network.reach.standing != told:
@@ -88,7 +82,6 @@ async def tell_standing(peer: Peer) -> None:
 
 
 async def main(name: str, run_dir: str, link: str = "", relay: bool = False, **network: Any) -> None:
-    """Run the peer until standard input ends."""
     settle_seconds = 0.0
     settle = Reach.settle
 

@@ -5,8 +5,6 @@ that asked for it: the server forks twice and, meanwhile, that process adopts wh
 (``PR_SET_CHILD_SUBREAPER``). So signals, exit codes and the tree of processes are those of any child. Linux only.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import importlib
@@ -72,15 +70,9 @@ class Server:
         self.process_ids: set[int] = set()
 
     def fork(self, program: str, arguments: Sequence[str], log: IO[bytes]) -> ForkedProcess:
-        """Start a program that a test talks with, in lines of text, over standard input and output.
+        """Start a program of `IMPORTS` that a test talks with, in lines of text, over standard input and output.
 
-        Args:
-            program: A key of `IMPORTS`.
-            arguments: Of its command line.
-            log: Where its standard error goes.
-
-        Raises:
-            OSError: The server has ended.
+        Raises OSError when the server has ended.
         """
         stdin_read, stdin_write = os.pipe()
         stdout_read, stdout_write = os.pipe()
@@ -140,8 +132,7 @@ def _adopt_orphans(yes: bool) -> None:
 def serve(connection: socket.socket) -> Callable[[], int | None] | None:
     """Fork a process for each request.
 
-    Returns:
-        In that process, what it runs; in the server, when nobody can ask any more, None.
+    Returns, in that process, what it runs; in the server, when nobody can ask any more, None.
     """
     while True:
         try:

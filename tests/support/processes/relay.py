@@ -1,7 +1,5 @@
 """A TCP relay that takes its time: whoever is dialled through it answers late."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random
@@ -16,18 +14,10 @@ WAITING_PIECES = 256
 class SlowRelay:
     """Passes bytes on to a port on loopback; every piece of the answers arrives late, in order.
 
-    Attributes:
-        port: Where it listens on loopback.
-        pieces: How many pieces of answers it has delayed.
+    ``delay_seconds`` are the least and the greatest delay of a piece; ``pieces`` counts those that it has delayed.
     """
 
     def __init__(self, target_port: int, delay_seconds: tuple[float, float], seed: int) -> None:
-        """
-        Args:
-            target_port: Where it leads.
-            delay_seconds: The least and the greatest delay of a piece.
-            seed: Of the delays.
-        """
         self.port = 0
         self.pieces = 0
         self._target_port = target_port
@@ -36,7 +26,6 @@ class SlowRelay:
         self._connections: set[asyncio.Task[None]] = set()
 
     async def serve(self, ready: threading.Event, over: asyncio.Event) -> None:
-        """Listen until ``over``."""
         server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         self.port = server.sockets[0].getsockname()[1]
         ready.set()
@@ -91,7 +80,6 @@ class SlowRelay:
 
 @contextlib.contextmanager
 def slow_relay(target_port: int, delay_seconds: tuple[float, float], seed: int = 1) -> Iterator[SlowRelay]:
-    """A `SlowRelay` on a thread of its own."""
     relay, ready = SlowRelay(target_port, delay_seconds, seed), threading.Event()
     stop: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 

@@ -1,7 +1,5 @@
 """Run one of the examples as a script on loopback: ``python -m tests.support.processes.run_example FILE ARGUMENTS``."""
 
-from __future__ import annotations
-
 import functools
 import runpy
 import sys
@@ -11,7 +9,6 @@ from p2ptrain import Swarm
 
 
 def main() -> None:
-    """Run it with its swarm on loopback."""
     for name in ("join", "create"):
         method: Any = getattr(Swarm, name)
         setattr(Swarm, name, functools.partial(method, listen=("/ip4/127.0.0.1/tcp/0",)))

@@ -9,8 +9,6 @@ daemons. The exit code is 1 if something grew without bound, if no round was com
 states differed, or if a schedule failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os
@@ -49,9 +47,8 @@ ALLOWANCES = {"memory": 64.0, "files": 24.0, "threads": 8.0, "tasks": 48.0, "pro
 class Growth:
     """How one quantity went.
 
-    Attributes:
-        per_hour: Its slope, by least squares, without the first quarter: a peer that starts grows.
-        before, after: Its medians in the second and in the last quarter.
+    ``per_hour`` is its slope, by least squares, without the first quarter: a peer that starts grows. ``before`` and
+    ``after`` are its medians in the second and in the last quarter.
     """
 
     per_hour: float
@@ -60,12 +57,7 @@ class Growth:
 
 
 def growth(times: Sequence[float], values: Sequence[float]) -> Growth:
-    """Return how a quantity went.
-
-    Args:
-        times: Seconds, ascending; at least 8.
-        values: One for each.
-    """
+    """Return how a quantity went, from at least 8 values at ascending seconds."""
     first = len(times) // 4
     steady, since = list(values[first:]), list(times[first:])
     slope = statistics.linear_regression(since, steady).slope
@@ -81,7 +73,6 @@ class Record:
     problems: list[str] = field(default_factory=list)
 
     def add(self, at: float, **measured: float) -> None:
-        """Add a sample of all quantities."""
         self.times.append(at)
         for name, value in measured.items():
             self.values[name].append(value)
@@ -117,7 +108,6 @@ class Chaos:
         self._committed_at: dict[str, float] = {}
 
     def run(self, seconds: float) -> None:
-        """Go on for so long; what fails is in the record."""
         first = self.swarm.start(UNHARMED[0], step_seconds=STEP_SECONDS)
         self._link = first.link
         self._up[first.name] = first
@@ -223,7 +213,6 @@ class Chaos:
 
 @contextlib.contextmanager
 def schedules(minutes: float, output: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Try simulated schedules in a process of its own meanwhile."""
     first = changing_seeds("soak", 1)[0]
     command = [sys.executable, "-m", "tests.support.sim.schedules", "--first", str(first), "--minutes", str(minutes)]
     with output.open("wb") as log:

@@ -9,8 +9,6 @@ round of its stage has in it. It obeys one order a line on standard input:
     Say what is kept: microbatches that are not settled, and bytes, by trainer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -28,8 +26,6 @@ from p2ptrain.pipeline.stage.host import StageHost
 
 
 class Watch:
-    """Follows the stage host of this process."""
-
     def __init__(self, told: IO[str]) -> None:
         self._told = told
         self._host: StageHost | None = None

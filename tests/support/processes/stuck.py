@@ -1,7 +1,5 @@
 """``p2ptrain`` with a trainer, or a host of the last stage, whose thirteenth batch never ends."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable
@@ -31,7 +29,6 @@ def _stuck(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def main() -> int:
-    """Run the command line."""
     patched: Any = trainer, StageCompute
     patched[0].language_model_loss = _stuck(patched[0].language_model_loss)
     patched[1].loss = _stuck(patched[1].loss)

@@ -1,7 +1,5 @@
 """Swarms of real processes for tests: start workers and commands, follow what they say, and leave nothing behind."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -34,7 +32,6 @@ MANIFEST: dict[str, Any] = {
 
 
 def make_manifest(**sections: dict[str, Any]) -> dict[str, Any]:
-    """`MANIFEST` with some values of its sections replaced."""
     found = {**MANIFEST, **{name: {**MANIFEST[name], **values} for name, values in sections.items()}}
     return {**found, "training": training_over(MANIFEST["training"], sections.get("training", {}))}
 
@@ -42,10 +39,8 @@ def make_manifest(**sections: dict[str, Any]) -> dict[str, Any]:
 class Worker(Teller):
     """One process of `tests.support.processes.worker`; its name is the last part of its run directory.
 
-    Args:
-        run_dir: Where it keeps its key; its log lies beside it.
-        options: `tests.support.processes.worker.Options`.
-        prefix: Put before its command line, such as ``ip netns exec …``; has to replace itself by the command.
+    Its log lies beside that. ``prefix`` is put before its command line, such as ``ip netns exec …``, and has to replace
+    itself by the command.
     """
 
     def __init__(self, run_dir: Path, options: dict[str, Any], prefix: Sequence[str] = ()) -> None:
@@ -60,16 +55,13 @@ class Worker(Teller):
 
     @property
     def link(self) -> str:
-        """The swarm link that leads to it."""
         return str(self.wait_for("joined")["link"])
 
     @property
     def daemon(self) -> int:
-        """The process id of its network daemon."""
         return int(self.wait_for("joined")["daemon"])
 
     def rounds(self, since: int = 0) -> list[Event]:
-        """Its synchronisations, from event number ``since`` on."""
         return [event for event in self.events[since:] if event["event"] == "round"]
 
     def wait_for_commit(
@@ -84,7 +76,6 @@ class Worker(Teller):
         return self.wait_for("round", fits, since, timeout_seconds)
 
     def order(self, word: str) -> None:
-        """Give it an order: see `tests.support.processes.worker`."""
         self.tell(word)
 
     def signal_all(self, number: signal.Signals) -> None:
@@ -93,7 +84,6 @@ class Worker(Teller):
         self.process.send_signal(number)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal."""
         self.process.send_signal(number)
 
     def end(self) -> None:
@@ -130,7 +120,7 @@ class Swarmlet:
             worker.wait_for_commit(len(workers))
         return workers
 
-    def __enter__(self) -> Swarmlet:
+    def __enter__(self) -> "Swarmlet":
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -179,7 +169,6 @@ def wait_for_peace(*workers: Worker, timeout_seconds: float = PATIENCE_SECONDS) 
 
 
 def command(*arguments: str | Path) -> list[str]:
-    """The command line of ``p2ptrain``."""
     return [sys.executable, "-m", "p2ptrain", *map(str, arguments)]
 
 
@@ -226,8 +215,6 @@ def background_command(log: Path, *arguments: str | Path) -> Iterator[subprocess
 
 @dataclass(frozen=True)
 class Seed:
-    """A bootstrap peer: its organizer's folder, the link, and its process."""
-
     directory: Path
     link: str
     process: subprocess.Popen[Any]
@@ -243,7 +230,6 @@ def seeding(directory: Path, listen: str = LOOPBACK) -> Iterator[Seed]:
 
 
 def init(directory: Path, *options: str | Path) -> Path:
-    """Make an organizer's folder."""
     done = run_command("init", directory, *options)
     assert done.returncode == 0, done.stderr
     return directory

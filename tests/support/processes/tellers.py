@@ -1,7 +1,5 @@
 """Processes that say what they do, one JSON object a line on standard output."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -21,16 +19,9 @@ PATIENCE_SECONDS = 60.0
 
 
 class Teller:
-    """One such process. It takes orders on standard input, and its errors go to a log.
+    """One such process. It takes orders on standard input, and its errors go to the end of a log.
 
-    Args:
-        name: Its name in failures.
-        command: Its command line.
-        log: Where its standard error goes, at the end.
-
-    Attributes:
-        name, log, process: As given, and what was started.
-        events: What it said, oldest first; only grows. Each names its kind under ``event``.
+    ``events`` has what it said, oldest first, and only grows. Each names its kind under ``event``.
     """
 
     def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
@@ -82,7 +73,6 @@ class Teller:
         return f"{brief}\n{self.log.read_text()[-1500:]}"
 
     def tell(self, line: str) -> None:
-        """Write a line to its standard input."""
         assert self.process.stdin is not None
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
@@ -98,6 +88,5 @@ class Teller:
         return code
 
     def kill(self) -> None:
-        """SIGKILL it; its daemon goes with it."""
         self.process.kill()
         self.wait()

@@ -1,7 +1,5 @@
 """Commands on a terminal of their own, as a person has one: what they draw, and how they leave it."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty
@@ -25,11 +23,7 @@ END_MARK = "\x1b[999z"
 
 
 class TerminalCommand:
-    """A ``p2ptrain`` command in the foreground of a pseudo-terminal; a context manager that kills it at the end.
-
-    Attributes:
-        process: The command.
-    """
+    """A ``p2ptrain`` command in the foreground of a pseudo-terminal; a context manager that kills it at the end."""
 
     def __init__(
         self, *arguments: str | Path, columns: int = 80, lines: int = 24, environment: Mapping[str, str] | None = None
@@ -63,7 +57,6 @@ class TerminalCommand:
 
     @property
     def text(self) -> str:
-        """The same without commands."""
         return SEQUENCE.sub("", self.raw)
 
     def wait_for(self, text: str, since: int = 0) -> None:
@@ -74,11 +67,9 @@ class TerminalCommand:
         assert text in self.text[since:], self.text[-3000:]
 
     def press(self, keys: bytes) -> None:
-        """Type."""
         os.write(self._master, keys)
 
     def wait(self) -> int:
-        """Wait for its end, and for all that it wrote; return its exit code."""
         code = self.process.wait(PATIENCE_SECONDS)
         self._read_all()
         return code
@@ -98,7 +89,7 @@ class TerminalCommand:
         same = termios.tcgetattr(self._terminal) == self._before
         return same and shown and OTHER_SCREEN not in self.raw and self.text.removesuffix("^C").endswith("\n")
 
-    def __enter__(self) -> TerminalCommand:
+    def __enter__(self) -> "TerminalCommand":
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:

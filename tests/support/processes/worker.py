@@ -22,8 +22,6 @@ says what can be set. It obeys one order a line on standard input, and leaves wh
     Say goodbye and end.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses
@@ -70,18 +68,13 @@ TRUTH = torch.linspace(-1.0, 1.0, WIDTH)
 
 @dataclass(frozen=True)
 class Options:
-    """What one worker does; JSON on its command line.
+    """What one worker does; JSON on its command line. Without a ``link`` it starts the swarm of ``manifest``.
 
     Attributes:
-        link: The swarm to join; without one, ``manifest`` starts one.
-        manifest: Values of a manifest.
-        run_dir: Where its key is kept; its last part is its name.
-        hidden: Width of the model.
         seed: Of the samples that it draws.
         step_seconds: Pause before each step, so that many workers can share a machine.
         hold: Begin without training, until told to ``go``.
         tell_values: Tell all parameters and the indices of the samples with every round.
-        listen: Where it listens.
         save_rounds: Rounds between checkpoints; 0 saves at the end only.
         serves: Requests per second that its record says it serves; 0 for a record without that part.
         upload: Bytes per second that it sends of its state; 0 for no limit.
@@ -106,7 +99,6 @@ class Options:
 
 
 def make_model(hidden: int) -> torch.nn.Module:
-    """Two layers, the same on every peer."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         return torch.nn.Sequential(torch.nn.Linear(WIDTH, hidden), torch.nn.Tanh(), torch.nn.Linear(hidden, 1))
@@ -119,13 +111,11 @@ def make_samples(indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def loss_of(model: torch.nn.Module, indices: list[int]) -> torch.Tensor:
-    """Mean squared error on these samples."""
     points, targets = make_samples(indices)
     return torch.nn.functional.mse_loss(model(points), targets)
 
 
 def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """What every worker wraps."""
     return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
 
 
@@ -133,15 +123,12 @@ _say_lock = threading.Lock()
 
 
 def say(event: str, **values: Any) -> None:
-    """Tell the test something."""
     with _say_lock:
         sys.stdout.write(json.dumps({"event": event, **values}) + "\n")
         sys.stdout.flush()
 
 
 class Orders:
-    """What the test wants, from standard input."""
-
     def __init__(self, hold: bool) -> None:
         self.leave = threading.Event()
         self.corrupt = threading.Event()
@@ -177,7 +164,6 @@ class Orders:
         self.leave.set()
 
     def count_tasks(self) -> None:
-        """Say how many tasks there are; on the event loop."""
         say("census", tasks=len(asyncio.all_tasks()))
 
     def on_phase(self, phase: str, round_: int) -> None:
@@ -243,7 +229,6 @@ def follow_downloads(orders: Orders) -> None:
 
 
 def train(swarm: Swarm, options: Options, orders: Orders) -> None:
-    """Train until told to leave."""
     model, spec = make_model(options.hidden), swarm.manifest.training
     opt = swarm.optimizer(model, make_optimizer(model), clip_norm=spec.clip_norm, tokens_per_step=spec.local_batch)
     synchronizer = swarm._peer.held.synchronizer
@@ -286,7 +271,6 @@ def train(swarm: Swarm, options: Options, orders: Orders) -> None:
 
 
 def step(opt: SwarmOptimizer, synchronizer: Synchronizer, options: Options, pending: list[int], loss: float) -> None:
-    """Take one step, and tell of the synchronisation if there was one."""
     opt.last_result = None
     opt.step()
     opt.zero_grad()
@@ -340,8 +324,6 @@ def report_serving(swarm: Swarm, per_second: float) -> None:
 
 
 def set_clock(ahead_seconds: float) -> None:
-    """Give the peers of this process a wall clock that is off."""
-
     def make_runtime(name: str = "cpu", scratch: Path | None = None) -> Runtime:
         return dataclasses.replace(real_runtime(name, scratch), clock=lambda: time.time() + ahead_seconds)
 
@@ -349,7 +331,6 @@ def set_clock(ahead_seconds: float) -> None:
 
 
 def main() -> int:
-    """Run one worker; the exit code is the error's, as on the command line."""
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     options = Options(**json.loads(sys.argv[1]))

@@ -4,8 +4,6 @@ Every token that a trainer made is at any time in exactly one place: in a certif
 dropped for a reason that the trainer gives. `tests.support.sim.conservation` does the same for the values.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -41,11 +39,8 @@ class Book:
 class Accounts:
     """Every certified round that any trainer of a swarm applied.
 
-    Attributes:
-        bodies: By the lineage that it leads to: the result.
-        books: By trainer: of its current process.
-        crashed: Names of trainers that crashed at least once.
-        values: The same for the values of contributions.
+    ``bodies`` has the result by the lineage that it leads to, ``books`` that of each trainer's current process,
+    ``crashed`` the trainers that crashed at least once, and ``values`` the same for the values of contributions.
     """
 
     def __init__(self, swarm: SimulatedSwarm) -> None:
@@ -116,7 +111,6 @@ class Accounts:
         return found
 
     def is_within(self, lineage: bytes, later: bytes) -> bool:
-        """Whether ``later`` is ``lineage`` or continues it."""
         while later != lineage and later in self.bodies:
             later = self.bodies[later].lineage
         return later == lineage

@@ -5,8 +5,6 @@ owners of the shares reduce the pseudo-gradients as they do in a real round: enc
 and combined by the rule of the manifest. Only the network is left out, and owners do not lie here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Callable
@@ -25,8 +23,8 @@ from p2ptrain.runtime import Runtime
 PIXELS, HIDDEN, CLASSES = 36, 24, 10
 SHAPES = ((PIXELS, HIDDEN), (HIDDEN,), (HIDDEN, CLASSES), (CLASSES,))
 NUM_VALUES = sum(torch.Size(shape).numel() for shape in SHAPES)
+NUM_PEERS = 10
 LOCAL_STEPS, BATCH, RATE, OUTER_RATE = 6, 32, 0.15, 1.0
-SLOW_STEPS = 2
 LABEL_NOISE = 0.1
 """The fraction of labels drawn at random: the loss has a floor, as on real data."""
 LOUD_TOKENS = 10**9
@@ -36,14 +34,10 @@ Generator = torch.Generator
 
 @dataclass
 class Situation:
-    """What an omniscient attacker knows when it chooses its contributions to a round.
+    """What an omniscient attacker knows when it chooses its contributions to a round, counted from 0.
 
-    Attributes:
-        round: From 0.
-        own: What the hostile peers would send if they were honest, fp32 ``[hostile, NUM_VALUES]``.
-        honest: What the honest peers send, fp32 ``[honest, NUM_VALUES]``.
-        memory: What the attack keeps from round to round.
-        random: The attacker's dice.
+    ``own`` is what the hostile peers would send if they were honest, and ``honest`` what the others send, fp32
+    ``[peers, NUM_VALUES]``. ``memory`` is what the attack keeps from round to round.
     """
 
     round: int
@@ -55,13 +49,7 @@ class Situation:
 
 @dataclass(frozen=True)
 class Attack:
-    """What hostile peers do.
-
-    Attributes:
-        lie: From a situation to what they send, ``[hostile, NUM_VALUES]``.
-        flips_labels: Whether they train on label ``9 - y``.
-        tokens: The weight that they claim; None for the true one.
-    """
+    """What hostile peers send, ``[hostile, NUM_VALUES]``, and the weight that they claim; None for the true one."""
 
     lie: Callable[[Situation], Tensor] = lambda now: now.own
     flips_labels: bool = False
@@ -82,13 +70,11 @@ def inner_product(scale: float) -> Callable[[Situation], Tensor]:
 
 
 def stale(now: Situation) -> Tensor:
-    """The honest contribution of ten rounds ago."""
     now.memory.append(now.own)
     return now.memory[max(0, now.round - 10)]
 
 
 def replay(now: Situation) -> Tensor:
-    """The honest contribution of the first round, in every round."""
     now.memory.append(now.own)
     return now.memory[0]
 
@@ -121,12 +107,7 @@ ROW_33 = ("sign flip", "a little is enough", "inner product x 0.5", "inner produ
 
 @dataclass
 class Outcome:
-    """How a training went.
-
-    Attributes:
-        loss: Cross-entropy on held-out data afterwards.
-        refused: By peer: in how many rounds an owner refused its part.
-    """
+    """Cross-entropy on held-out data after a training, and in how many rounds an owner refused a peer's part."""
 
     loss: float
     refused: dict[int, int] = field(default_factory=dict)
@@ -135,20 +116,9 @@ class Outcome:
 class Study:
     """One data set and one start, for any number of trainings that can be compared."""
 
-    def __init__(
-        self, seed: int = 0, num_peers: int = 10, rounds: int = 32, skew: float = 0.0, num_slow: int = 0
-    ) -> None:
-        """
-        Args:
-            seed: Of data and of the order in which they are drawn.
-            num_peers: Size of the group.
-            rounds: Rounds of a training.
-            skew: The fraction of a peer's samples that are all of one class, another for each peer.
-            num_slow: So many peers, the first ones, take `SLOW_STEPS` local steps a round.
-        """
-        self.num_peers = num_peers
+    def __init__(self, seed: int = 0, rounds: int = 32, skew: float = 0.0) -> None:
+        """``skew`` is the fraction of a peer's samples that are all of one class, another for each peer."""
         self.rounds = rounds
-        self._steps = torch.tensor([SLOW_STEPS] * num_slow + [LOCAL_STEPS] * (num_peers - num_slow))
         self._seed = seed
         self._skew = skew
         generator = Generator().manual_seed(seed)
@@ -178,12 +148,12 @@ class Study:
     def _run(self, spec: AveragingSpec, attack: Attack, num_hostile: int, num_shares: int) -> Outcome:
         generator, dice = Generator().manual_seed(self._seed + 1), Generator().manual_seed(self._seed + 2)
         parameters, memory, refused = self._start.clone(), list[Tensor](), dict[int, int]()
-        honest = self.num_peers - num_hostile
-        tokens = (self._steps * BATCH).tolist()
+        honest = NUM_PEERS - num_hostile
+        tokens = [LOCAL_STEPS * BATCH] * NUM_PEERS
         if attack.tokens is not None:
             tokens[honest:] = [attack.tokens] * num_hostile
         for number in range(self.rounds):
-            updates = self._local_updates(parameters, generator, honest if attack.flips_labels else self.num_peers)
+            updates = self._local_updates(parameters, generator, honest if attack.flips_labels else NUM_PEERS)
             if num_hostile:
                 now = Situation(number, updates[honest:], updates[:honest], memory, dice)
                 updates = torch.cat([updates[:honest], attack.lie(now)])
@@ -196,16 +166,16 @@ class Study:
 
     def _local_updates(self, parameters: Tensor, generator: Generator, first_flipped: int) -> Tensor:
         """Start minus end of every peer's local steps, ``[peers, NUM_VALUES]``."""
-        local = parameters.repeat(self.num_peers, 1)
-        inputs, labels = self._draw(generator, self.num_peers, LOCAL_STEPS * BATCH)
+        local = parameters.repeat(NUM_PEERS, 1)
+        inputs, labels = self._draw(generator, NUM_PEERS, LOCAL_STEPS * BATCH)
         labels[first_flipped:] = CLASSES - 1 - labels[first_flipped:]
         for step in range(LOCAL_STEPS):
             batch = slice(step * BATCH, (step + 1) * BATCH)
             local.requires_grad_()
             # The sum over peers of each one's mean loss: nobody's gradient depends on the others.
-            loss = _loss(local, inputs[:, batch], labels[:, batch]) * self.num_peers
+            loss = _loss(local, inputs[:, batch], labels[:, batch]) * NUM_PEERS
             (gradient,) = torch.autograd.grad(loss, local)
-            local = local.detach() - RATE * gradient * (step < self._steps)[:, None]
+            local = local.detach() - RATE * gradient
         return parameters - local
 
 

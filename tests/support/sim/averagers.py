@@ -1,7 +1,5 @@
 """Averagers on a simulated network, without a model: they average vectors round after round."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -25,6 +23,7 @@ from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
 from p2ptrain.network.transport import Transport
+from tests.support.coroutines import at_end
 from tests.support.records import record_of
 from tests.support.sim.averaging import HEAD, make_ticket
 from tests.support.sim.peers import SWARM, Member, members
@@ -38,10 +37,8 @@ RECORD_SECONDS = 120.0
 class AveragingPeer:
     """A peer that has a vector to average and nothing else.
 
-    Attributes:
-        outcomes: What each round gave here, in order.
-        seconds: How long each took, from the roster to the certificate.
-        sizes: How much of ``vector`` rounds average, in turn; all of it if empty.
+    ``outcomes`` has what each round gave here, and ``seconds`` how long it took from the roster to the certificate.
+    ``sizes`` says how much of ``vector`` rounds average, in turn; all of it if empty.
     """
 
     peer: SimulatedPeer
@@ -50,7 +47,7 @@ class AveragingPeer:
     averager: Averager
     spec: AveragingSpec
     vector: torch.Tensor
-    others: list[AveragingPeer] = field(default_factory=list)
+    others: list["AveragingPeer"] = field(default_factory=list)
     outcomes: list[RoundOutcome] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     sizes: tuple[int, ...] = ()
@@ -81,10 +78,10 @@ class AveragingPeer:
         self.averager.matchmaker.set_head(certificate.body.next_head(b"d" * 32, certificate.to_bytes()))
         return outcome
 
-    async def try_round(self, tokens: int = 10) -> bool:
+    async def try_round(self) -> bool:
         """As `round`; whether it was committed."""
         try:
-            await self.round(tokens)
+            await self.round()
         except TemporaryError:
             return False
         return True
@@ -95,14 +92,12 @@ class AveragingPeer:
             pass
 
     def mean(self) -> torch.Tensor:
-        """The last round's mean, decoded."""
         result, out = self.outcomes[-1].result, torch.zeros_like(self.vector)
         decode_means(self.spec, get_codec(self.spec.codec), result.certificate.body, result.means, out)
         return out
 
 
 def record_at(peer: SimulatedPeer, head: Head) -> PeerRecord:
-    """What a peer that trains from this head publishes."""
     return record_of(peer.peer_id, name=peer.name, round=head.round, lineage=head.lineage, digest=head.digest)
 
 
@@ -145,7 +140,6 @@ class GroupingPeer:
         return self.matchmaker.position.is_closing
 
     async def participate(self) -> None:
-        """Take part from now on."""
         self.matchmaker.participate(True)
 
     def line(self) -> list[str]:
@@ -153,7 +147,6 @@ class GroupingPeer:
         return self.leaders.candidates(Key(HEAD.round, HEAD.lineage), [])
 
     async def find_group(self) -> Roster:
-        """Look for a group for the first round."""
         return await self.matchmaker.find_group(make_ticket(self.member))
 
 
@@ -186,13 +179,7 @@ async def start_averagers(
 ) -> list[AveragingPeer]:
     """One averager on each of ``peers``, over its transport or what stands before it; all know of each other.
 
-    Args:
-        network: Carries them.
-        peers: Where they run.
-        spec: How they average.
-        num_values: Length of their vectors.
-        transport_of: What a peer's streams go over.
-        parts: Codec and size of the parts of the vector that rounds average in turn; all of it if empty.
+    ``parts`` are codec and size of the parts of the vector that rounds average in turn; all of it if empty.
     """
     head = genesis(SWARM, b"d" * 32)
     started = []
@@ -210,11 +197,11 @@ async def start_averagers(
         started.append(AveragingPeer(peer, rpc, membership, averager, spec, vector, sizes=sizes, owner=owner))
     for each in started:
         each.others = [other for other in started if other is not each]
+    at_end(lambda: stop_averagers(started))
     return started
 
 
 async def stop_averagers(started: list[AveragingPeer]) -> None:
-    """Close those that still live."""
     for each in started:
         if each.peer.alive:
             await each.averager.close()

@@ -1,10 +1,8 @@
 """Members of one roster on a simulated network, below matchmaking."""
 
-from __future__ import annotations
-
 import asyncio
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -31,12 +29,7 @@ UNSEEN = Observer(lambda phase: None, lambda *transfer: None, lambda evidence: N
 
 @dataclass
 class RosterMember:
-    """One member's side of one attempt.
-
-    Attributes:
-        result: What `run` came to.
-        ended_at: When, on the loop's clock.
-    """
+    """One member's side of one attempt; what `run` came to, and when, on the loop's clock."""
 
     member: Member
     attempt: Attempt
@@ -55,23 +48,16 @@ class RosterMember:
         assert self.result.certificate is not None
         return self.result.certificate
 
-    def encode_in(self, codec: Codec) -> None:
-        """Let this member's parts travel in another codec."""
-        self.session.contribution = replace(self.session.contribution, codec=codec)
-
     @property
     def refused(self) -> dict[str, str]:
-        """By member: why this one refused its part."""
         return {other.peer: other.refusal for other in self.session.others if other.refusal}
 
     @property
     def refused_by(self) -> dict[int, str]:
-        """By owner: why it refused this member's part."""
         return {owner.index: owner.refused_us for owner in self.session.owners if owner.refused_us}
 
 
 def make_ticket(member: Member, tokens: int = 10, head: Head = HEAD) -> Ticket:
-    """A ticket of this member for the round of ``head``."""
     nonce = random.Random(member.rpc.peer_id).randbytes(16)
     peer = member.rpc.peer_id
     ticket = Ticket(peer, head.round, head.lineage, head.digest, b"y" * 32, tokens, 1, 0, True, b"", nonce)
@@ -117,7 +103,6 @@ async def run_all(roster: list[RosterMember]) -> list[Certificate | BaseExceptio
 
 
 def decoded(member: RosterMember) -> torch.Tensor:
-    """The mean that a member holds."""
     attempt = member.attempt
     bounds, out = attempt.bounds, torch.zeros(attempt.bounds[-1])
     for index, mean in enumerate(attempt.means):
@@ -128,6 +113,5 @@ def decoded(member: RosterMember) -> torch.Tensor:
 
 
 async def stop(roster: list[RosterMember], linger: bool = False) -> None:
-    """End all streams."""
     for each in roster:
         await each.session.close(linger=linger)

@@ -1,7 +1,5 @@
 """Two peers and a channel between them, for tests of channels and of what they are made of."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any

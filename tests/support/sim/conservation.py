@@ -5,8 +5,6 @@ by the rules of the design and in double precision. `Conservation` compares what
 with what its contributors sent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -32,7 +30,6 @@ Key = tuple[bytes, str]
 
 
 def decoded(codec: Codec, data: Buffer, low: int, high: int) -> Tensor:
-    """A slice's values, fp64."""
     out = torch.empty(high - low, dtype=torch.float32)
     codec.part(low, high).decode_into(data, out)
     return out.double()
@@ -53,7 +50,7 @@ class Values:
         is_replaced: Whether the shared state is being replaced by one that was downloaded.
     """
 
-    def __init__(self, trainer: SimulatedTrainer, everybody: Conservation) -> None:
+    def __init__(self, trainer: SimulatedTrainer, everybody: "Conservation") -> None:
         self.trainer = trainer
         self._everybody = everybody
         size = trainer.state.layout.num_values
@@ -67,7 +64,6 @@ class Values:
     # --- what the trainer does ------------------------------------------------------------------------------------
 
     def step(self, step: Callable[[], None]) -> None:
-        """A local step."""
         self.is_replaced = False  # There may have been no work to carry.
         before = self._waiting_work()
         step()
@@ -83,10 +79,7 @@ class Values:
     def was_in(self, outcome: RoundOutcome, tokens: int, stages: list[Body]) -> None:
         """The vector that was offered last is in a round of which this process saw the end.
 
-        Args:
-            outcome: What it took home.
-            tokens: Of the vector.
-            stages: The results that it had a part in, from its own group's up the tree.
+        ``stages`` are the results that it had a part in, from its own group's up the tree.
         """
         vector = self._offered[outcome.result.certificate.body.lineage, tokens]
         sent, lost, scale = vector, torch.zeros_like(vector), 1.0
@@ -162,7 +155,6 @@ class Values:
         self.work = torch.zeros_like(self.work)
 
     def lost_residual(self) -> None:
-        """Error feedback was reset."""
         self.dropped += self.residual
         self.residual = torch.zeros_like(self.residual)
 
@@ -203,7 +195,6 @@ class Conservation:
     """The values of all processes of a simulation, and of the rounds that they shared.
 
     Attributes:
-        spec: The manifest's section on averaging.
         sent: What arrived at the owners of shares, for rounds of which the sender saw the end.
         exact: By result and index of the owner: the mean of its share before it was encoded.
         results: By hash: what any group on any level certified.

@@ -3,8 +3,6 @@
 All of the protocol is real; only the arithmetic of a stage is replaced.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -38,8 +36,6 @@ TOKENS = 4
 
 
 class CountingPlan(PipelinePlan):
-    """Stages with nothing but places."""
-
     def __init__(self, manifest: Manifest) -> None:
         super().__init__(manifest)
         self.accounts = Accounts()
@@ -72,8 +68,6 @@ class CountingPlan(PipelinePlan):
 
 
 class CountingStage(nn.Module):
-    """A place for every microbatch."""
-
     def __init__(self) -> None:
         super().__init__()
         self.places = nn.Parameter(torch.zeros(PLACES))
@@ -100,7 +94,6 @@ class CountingCompute(StageCompute):
 
 
 def payloads(number: int) -> tuple[Payload, Payload]:
-    """Inputs and targets of a microbatch."""
     tokens = torch.full((1, TOKENS), number, dtype=torch.int64)
     return pack(tokens, "fp32"), pack(tokens, "fp32")
 
@@ -140,7 +133,6 @@ class Accounts:
         watch_head(synchronizer.replica, moved)
 
     def chain(self, hosted: HostedStage) -> list[bytes]:
-        """The lineages that led to a host's state, one for each round, the latest first."""
         chain = [hosted.units[0].synchronizer.head.lineage]
         while (hosted.number, chain[-1]) in self.before:
             chain.append(self.before[hosted.number, chain[-1]])
@@ -175,7 +167,6 @@ class WatchedDevice(SlowDevice):
         self._told = told
 
     async def run(self, kind: Pass, work: Callable[[], T]) -> Timed[T]:
-        """See `Device.run`."""
         self._told(f"before {kind.name.lower()}")
         result = await super().run(kind, work)
         self._told(f"after {kind.name.lower()}")
@@ -198,11 +189,9 @@ class DirectedMover(StageMigrator):
 
     @property
     def is_leaving(self) -> bool:
-        """Whether it is about to leave its stage."""
         return self._is_leaving or self._told.is_set()
 
     def go(self, target: int) -> None:
-        """Move to another stage now."""
         self._destination = target
         self._told.set()
 
@@ -211,7 +200,6 @@ class DirectedMover(StageMigrator):
         return True
 
     async def run(self) -> None:
-        """See `StageMigrator.run`."""
         hosting = asyncio.create_task(self.hosted.run(), name="hosting")
         told = asyncio.create_task(self._told.wait(), name="told")
         try:
@@ -232,8 +220,7 @@ class DirectedMover(StageMigrator):
 class CountingPeer(PipelinePeer):
     """A peer of such a pipeline.
 
-    Attributes:
-        told: Called with what it comes to: passes, phases of a round and of a move, outputs that came home.
+    ``told`` is called with what it comes to: passes, phases of a round and of a move, outputs that came home.
     """
 
     plan: CountingPlan
@@ -255,11 +242,9 @@ class CountingPeer(PipelinePeer):
 
     @property
     def is_leaving(self) -> bool:
-        """Whether it is about to leave its stage."""
         return isinstance(self.mover, DirectedMover) and self.mover.is_leaving
 
     def go(self, target: int) -> None:
-        """Move to another stage now."""
         assert isinstance(self.mover, DirectedMover)
         self.mover.go(target)
 
@@ -299,9 +284,8 @@ class CountingPeer(PipelinePeer):
 
 @dataclass
 class CountedPipeline(Pipeline):
-    """A pipeline with its accounts."""
-
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.plan = CountingPlan(self.manifest)
         self.make = self._make
 
@@ -309,7 +293,6 @@ class CountedPipeline(Pipeline):
         return CountingPeer(simulated, self.plan, stage, pass_seconds)
 
     def is_level(self) -> bool:
-        """Whether all hosts of each stage are at one head."""
         heads = {
             (peer.hosted.number, peer.hosted.units[0].synchronizer.head.lineage)
             for peer in self.alive
@@ -318,11 +301,11 @@ class CountedPipeline(Pipeline):
         return len(heads) == self.plan.num_stages
 
     def check(self, may_fork: bool = False) -> None:
-        """A microbatch counts at most once at each stage, exactly once if it was reported done, nowhere if it failed.
+        """A microbatch counts at most once at each stage, exactly once if it was reported done, nowhere if it
+        failed.
 
-        Args:
-            may_fork: Whether hosts of a stage could not reach each other for a while, or were stopped, so that it may
-                have had two lineages. One of them lost, and what was done there is in the lost one.
+        With ``may_fork``, hosts of a stage could not reach each other for a while, or were stopped, so that it may have
+        had two lineages. One of them lost, and what was done there is in the lost one.
         """
         for stage in range(self.plan.num_stages):
             heads = {

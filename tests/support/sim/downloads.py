@@ -1,10 +1,8 @@
 """A newcomer and peers that serve it their state, in simulation."""
 
-from __future__ import annotations
-
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,7 +16,7 @@ from p2ptrain.averaging.protocol.certificate import Head, genesis
 from p2ptrain.errors import IntegrityError, TemporaryError
 from p2ptrain.network.chunks.fetch import FetchOptions, FetchReport
 from p2ptrain.network.rpc.channel import LeastRate
-from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
+from p2ptrain.network.simulated import LinkModel, SimulatedNetwork
 from p2ptrain.training.state import digest
 from p2ptrain.training.state.digest import ChunkedBytes, NamedTensors, merkle_tree, new_tensors
 from p2ptrain.training.state.layout import Layout
@@ -74,7 +72,6 @@ class OneState:
 
 
 def tensors_of(partial: PartialDownload) -> NamedTensors:
-    """What arrived, put in place."""
     tensors = new_tensors(partial.specs)
     chunks = ChunkedBytes(tensors)
     for index, _ in partial.chunks():
@@ -83,11 +80,7 @@ def tensors_of(partial: PartialDownload) -> NamedTensors:
 
 
 class Sources:
-    """A newcomer (member 0) and sources with equal states.
-
-    Attributes:
-        seconds: How long the last download took.
-    """
+    """A newcomer (member 0) and sources with equal states; ``seconds`` is how long the last download took."""
 
     seconds: float
 
@@ -122,35 +115,19 @@ class Sources:
         return self.partial.is_complete and merkle_tree(tensors_of(self.partial)).root == self.head.digest
 
     def refusals(self, source: int) -> int:
-        """How often the newcomer counted that a source sent bad state."""
         return self.newcomer.rpc.refusals[self.ids[source], "bad state"]
 
 
 @asynccontextmanager
 async def sources(network: SimulatedNetwork, count: int) -> AsyncIterator[Sources]:
-    """A newcomer and so many sources."""
     async with members(network, count + 1) as everyone:
         yield Sources(network, everyone)
-
-
-def with_sources(
-    num_sources: int,
-    check: Callable[[Sources], Awaitable[None]],
-    model: LinkModel = FAST,
-    seed: int = 1,
-) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        async with sources(network, num_sources) as swarm:
-            await check(swarm)
-
-    simulate(main, seed=seed, model=model)
 
 
 def slow_downloads(patch: pytest.MonkeyPatch, chunk_bytes: int, upload: float) -> list[int]:
     """Cut states into chunks of this size, of which sources send so many bytes a second.
 
-    Returns:
-        The chunks that downloads keep from now on.
+    Returns the list of chunks that downloads keep from now on.
     """
     digest.cut_of.cache_clear()
     for module in (digest, state_server):

@@ -1,7 +1,5 @@
 """Owners that return another mean than they should, and what they say when somebody asks."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -100,7 +98,6 @@ def state_fewer(session: AllReduceSession) -> None:
 
 
 def audit_of(session: AllReduceSession) -> Audit:
-    """Its side of the checks."""
     assert isinstance(session.verifier, SpotChecks)
     return session.verifier.audit
 

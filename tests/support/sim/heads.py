@@ -1,7 +1,5 @@
 """Follow the head of a simulated peer's state."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from p2ptrain.averaging.protocol.certificate import Head

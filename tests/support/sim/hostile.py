@@ -1,7 +1,5 @@
 """Trainers that lie: what they send is changed on its way out, below the protocol code that would never say so."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -58,17 +56,14 @@ def lead_badly(trainer: SimulatedTrainer, answer: Lead) -> list[str]:
 
 
 async def never(*args: object) -> Any:
-    """Does not answer in any deadline's time."""
     await asyncio.sleep(3600)
 
 
 def with_field(name: str, value: object) -> Lie:
-    """Change one field wherever it is sent."""
     return lambda to, message: {**message, name: value} if name in message else message
 
 
 def without_field(name: str) -> Lie:
-    """Leave one field out wherever it is sent."""
     return lambda to, message: {key: value for key, value in message.items() if key != name} or {"nothing": 0}
 
 
@@ -104,7 +99,6 @@ def boast(trainer: SimulatedTrainer) -> None:
 
 
 def hide_in_leading(trainer: SimulatedTrainer) -> None:
-    """Never answer a ticket."""
     lead_badly(trainer, never)
 
 

@@ -4,8 +4,6 @@ The product trains on a thread that waits for coroutines on the event loop (`p2p
 the loop stands still while the thread runs, and the thread stands still until the loop comes to its next turn.
 """
 
-from __future__ import annotations
-
 import asyncio
 import queue
 import threading
@@ -30,17 +28,11 @@ class _KilledError(BaseException):
 
 @dataclass
 class _End:
-    """The thread's last turn."""
-
     error: BaseException | None
 
 
 class LockstepBridge(Bridge):
-    """The product's bridge, whose thread runs only while the loop waits for it.
-
-    Args:
-        loop: The simulation's.
-    """
+    """The product's bridge, whose thread runs only while the simulation's loop waits for it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop)

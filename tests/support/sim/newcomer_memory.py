@@ -4,8 +4,6 @@ A simulated newcomer downloads a state of about 100 MB from one source in this p
 size and the most memory beyond what there was before: the newcomer's own state counts as there, mapped files do not.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys
@@ -23,7 +21,6 @@ LINK = LinkModel(latency_seconds=(0.005, 0.02), up_bytes_per_second=50e6, down_b
 
 
 def anonymous_bytes() -> int:
-    """The memory of this process that no file backs."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
 
@@ -45,7 +42,6 @@ class Peak:
             self.most = max(self.most, anonymous_bytes())
 
     def end(self) -> int:
-        """The bytes beyond those at the beginning."""
         self._over.set()
         self._thread.join()
         return self.most - self.before
@@ -72,7 +68,6 @@ async def download(network: SimulatedNetwork, folder: Path) -> dict[str, int]:
 
 
 def main() -> None:
-    """Print what was measured."""
     torch.set_num_threads(1)
     told: list[dict[str, int]] = []
 

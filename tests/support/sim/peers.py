@@ -1,13 +1,10 @@
 """Simulated peers with an `Rpc` each, for tests of protocol code."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from p2ptrain.manifest import PROTOCOL_VERSION
 from p2ptrain.network.rpc.endpoint import Rpc, RpcLimits
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
 
@@ -16,17 +13,12 @@ SWARM = b"\x07" * 32
 
 @dataclass
 class Member:
-    """A simulated peer and its `Rpc`."""
-
     peer: SimulatedPeer
     rpc: Rpc
 
 
-async def start_member(
-    network: SimulatedNetwork, peer: SimulatedPeer, *, limits: RpcLimits | None = None, protocol: int = PROTOCOL_VERSION
-) -> Member:
-    """An `Rpc` that answers, on ``peer``."""
-    rpc = Rpc(peer.transport, peer.runtime, SWARM, limits, protocol=protocol)
+async def start_member(peer: SimulatedPeer, *, limits: RpcLimits | None = None) -> Member:
+    rpc = Rpc(peer.transport, peer.runtime, SWARM, limits)
     await rpc.start()
     return Member(peer, rpc)
 
@@ -36,15 +28,20 @@ async def members(
     network: SimulatedNetwork, num_peers: int, *, limits: RpcLimits | None = None
 ) -> AsyncIterator[list[Member]]:
     """Start ``num_peers`` peers called ``peer0``…; close those that still live at the end."""
-    started = [await start_member(network, network.add_peer(f"peer{i}"), limits=limits) for i in range(num_peers)]
+    started = [await start_member(network.add_peer(f"peer{i}"), limits=limits) for i in range(num_peers)]
     try:
         yield started
     finally:
-        for member in started:
-            if member.peer.alive:
-                network.resume(member.peer)
-                await member.rpc.close()
-                await member.peer.close()
+        await end_members(network, started)
+
+
+async def end_members(network: SimulatedNetwork, started: Iterable[Member]) -> None:
+    """Close those that still live, stopped ones, too."""
+    for member in started:
+        if member.peer.alive:
+            network.resume(member.peer)
+            await member.rpc.close()
+            await member.peer.close()
 
 
 async def until(condition: Callable[[], bool], timeout_seconds: float = 60.0, step_seconds: float = 0.01) -> float:

@@ -11,8 +11,6 @@ each of them counts at most once at each stage, exactly once at all if it was re
 Run it with ``python -m tests.support.sim.schedules --pipelines``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math
@@ -57,10 +55,9 @@ class PipelineSchedule:
     """How a pipeline starts and what befalls it.
 
     Attributes:
-        seed: What it was drawn from, and its simulation follows.
-        bounds: What else it was drawn from: the arguments of `draw_pipeline_schedule`.
+        seed: What it was drawn from, and its simulation follows; ``bounds``: the other arguments of
+            `draw_pipeline_schedule`.
         hosts: How many there are of each stage.
-        trainers: How many there are.
         own_losses: How many of the trainers make their own loss.
         is_both: Whether the first host trains, too.
         events: (seconds after the one before, fault, number that chooses whom), in order.
@@ -80,7 +77,6 @@ class PipelineSchedule:
 
     @property
     def command(self) -> str:
-        """The command that runs this schedule alone."""
         low, high, events = self.bounds
         options = f"--count 1 --min-peers {low} --max-peers {high} --max-events {events} --verbose"
         return f"python -m tests.support.sim.schedules --pipelines --first {self.seed} {options}"
@@ -111,11 +107,7 @@ def draw_pipeline_schedule(seed: int, min_peers: int = 2, max_peers: int = 16, m
 
 
 class PipelineRun:
-    """One schedule, its pipeline, and what befalls it.
-
-    Attributes:
-        hits: How often who was hit in which phase.
-    """
+    """One schedule, its pipeline, what befalls it, and how often who was hit in which phase."""
 
     def __init__(self, schedule: PipelineSchedule, network: SimulatedNetwork) -> None:
         self.schedule = schedule
@@ -143,7 +135,6 @@ class PipelineRun:
         self.pipeline.make = make_and_watch
 
     async def run(self) -> None:
-        """All of it, from the start of the pipeline to its end."""
         schedule, pipeline = self.schedule, self.pipeline
         for stage, count in enumerate(schedule.hosts):
             for number in range(count):
@@ -354,8 +345,6 @@ class PipelineRun:
 
 
 class Drawn(Protocol):
-    """A schedule of any kind."""
-
     @property
     def seed(self) -> int: ...
     @property

@@ -1,7 +1,5 @@
 """Pipelines of simulated peers for tests: hosts of a small model's stages, trainers, and what must hold among them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
@@ -33,6 +31,7 @@ from p2ptrain.pipeline.stage.units import HostingOptions
 from p2ptrain.pipeline.stage.worker import StageWorker
 from p2ptrain.pipeline.view import PipelineView
 from p2ptrain.training.sync.synchronizer import RoundResult
+from tests.support.coroutines import at_end
 from tests.support.records import record_of
 
 SAMPLES = 2
@@ -72,12 +71,11 @@ def make_manifest(
 
 
 def sample(manifest: Manifest, number: int) -> torch.Tensor:
-    """The tokens of a microbatch: ``[2, context + 1]``."""
     generator = torch.Generator().manual_seed(number)
     return torch.randint(manifest.model.vocabulary, (SAMPLES, manifest.model.context + 1), generator=generator)
 
 
-async def tell(by: PipelinePeer, host: PipelinePeer, closing: bool) -> None:
+async def tell(by: "PipelinePeer", host: "PipelinePeer", closing: bool) -> None:
     """Tell a host that one is in its round, and whether to close that with what there is."""
     assert host.hosted is not None
     averager = host.hosted.units[0].synchronizer.averager
@@ -121,17 +119,14 @@ class PipelinePeer:
 
     @property
     def is_moving(self) -> bool:
-        """Whether it takes on another stage while it hosts one."""
         return len(self._hosted) > 1
 
     @property
     def hosted(self) -> HostedStage | None:
-        """What it hosts; while it moves, what it has hosted so far."""
         return self._hosted[0] if self._hosted else None
 
     @property
     def all_hosted(self) -> list[HostedStage]:
-        """What it hosts, with what it takes on while it moves."""
         return list(self._hosted)
 
     def _make_device(self) -> Device:
@@ -154,7 +149,6 @@ class PipelinePeer:
         return pack(tokens[:, :-1], codec), pack(tokens[:, 1:], codec)
 
     def round_ended(self, hosted: HostedStage, result: RoundResult) -> None:
-        """See `StageObserver`."""
         self.results.append(result)
         self.presence.changed()
 
@@ -190,7 +184,6 @@ class PipelinePeer:
             await find_the_others(self.presence, unit.synchronizer, unit.work)
 
     async def take_on(self, number: int) -> HostedStage:
-        """See `p2ptrain.pipeline.migration.Stages`."""
         made = self._make_stage(number, self._make_device())
         self._hosted.append(made)
         try:
@@ -201,31 +194,26 @@ class PipelinePeer:
         return made
 
     async def step_in(self, hosted: HostedStage) -> None:
-        """See `p2ptrain.pipeline.migration.Stages`."""
         hosted.participate()
         await asyncio.gather(*(step_in(self.presence, unit.synchronizer) for unit in hosted.units))
 
     async def give_up(self, hosted: HostedStage) -> None:
-        """See `p2ptrain.pipeline.migration.Stages`."""
         self._hosted = [other for other in self._hosted if other is not hosted]
         await hosted.close()
 
     def moved(self, hosted: HostedStage) -> None:
-        """See `p2ptrain.pipeline.migration.Stages`."""
         assert self.stage is not None
         self.moves.append((self.stage, hosted.number))
         self._hosted, self.stage = [hosted], hosted.number
         self.presence.changed()
 
     async def start_feeding(self) -> MicrobatchSender:
-        """Be a trainer, too."""
         caller = self.view.new_caller(self.rpc, HOP_LIMITS)
         first = self.peer.incarnation << 32
         self.feeder = MicrobatchSender(caller, first, lambda accepted: self.done.append(accepted.id))
         return self.feeder
 
     async def send(self, number: int) -> Accepted:
-        """Send the microbatch of a number through."""
         assert self.feeder is not None
         inputs, targets = self._payloads(number)
         return await self.feeder.send(inputs, targets, targets.shape[0], targets.shape[0] * targets.shape[1])
@@ -255,8 +243,6 @@ class PipelinePeer:
 
 
 class SlowDevice(Device):
-    """A device whose passes take time in the simulation."""
-
     def __init__(self, runtime: Any, seconds: float) -> None:
         super().__init__(runtime)
         self._seconds = seconds
@@ -270,10 +256,8 @@ class SlowDevice(Device):
 class Pipeline:
     """Simulated peers of one pipeline.
 
-    Attributes:
-        sent: What was accepted: which microbatch had which number.
-        failed: Numbers of what is said not to have come through.
-        former: Peers that died and were started again.
+    ``sent`` says which accepted microbatch had which number, ``failed`` has the numbers of what is said not to have
+    come through, and ``former`` peers that died and were started again.
     """
 
     network: SimulatedNetwork
@@ -287,12 +271,13 @@ class Pipeline:
     is_stopping: bool = False
     make: Callable[[SimulatedPeer, int | None, float], PipelinePeer] | None = None
 
+    def __post_init__(self) -> None:
+        at_end(self.close)
+
     async def add(self, name: str, stage: int | None, pass_seconds: float = 0.0) -> PipelinePeer:
-        """One more peer; a host begins to take part."""
         return await self.begin(self.network.add_peer(name), stage, pass_seconds)
 
     async def begin(self, simulated: SimulatedPeer, stage: int | None, pass_seconds: float = 0.0) -> PipelinePeer:
-        """Begin to host a stage, or to train, on a peer of the network."""
         if self.make is not None:
             peer = self.make(simulated, stage, pass_seconds)
         else:
@@ -312,7 +297,6 @@ class Pipeline:
         return [peer for peer in self.peers if peer.hosted is not None]
 
     def rounds(self) -> set[int]:
-        """Those in which hosts are."""
         return {peer.hosted.host.ledger.round for peer in self.alive if peer.hosted is not None}
 
     @property
@@ -345,7 +329,6 @@ class Pipeline:
         return results
 
     async def close(self) -> None:
-        """End all that live."""
         for peer in self.alive:
             self.network.resume(peer.peer)
         for task in self.tasks:
@@ -353,6 +336,7 @@ class Pipeline:
         await asyncio.gather(*self.tasks, return_exceptions=True)
         for peer in self.alive:
             await peer.peer.spawn(peer.close())
+        self.peers.clear()
 
 
 class WholeModel:
@@ -370,7 +354,6 @@ class WholeModel:
         )  # fmt: skip
 
     def step(self, numbers: list[int]) -> None:
-        """One step on these microbatches."""
         tokens = torch.cat([sample(self.manifest, number) for number in numbers])
         self.optimizer.zero_grad()
         loss = functional.cross_entropy(self.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())

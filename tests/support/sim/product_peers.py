@@ -1,7 +1,5 @@
 """The product's own peers on a simulated network: `p2ptrain.node.run.serve_and_close` and all that it starts."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -58,11 +56,7 @@ def small_manifest(text: Path, training: dict[str, Any], *, num_stages: int = 1,
 
 
 class SimulatedNode(Peer):
-    """The product's peer on a simulated transport and directory.
-
-    Attributes:
-        digests: Of each lineage, shared by all nodes.
-    """
+    """The product's peer on a simulated transport and directory; all nodes share the digest of each lineage."""
 
     def __init__(self, simulated: SimulatedPeer, options: PeerOptions, digests: dict[bytes, bytes]) -> None:
         async def start_transport(options: TransportOptions) -> Transport:
@@ -108,13 +102,9 @@ class ProductSwarm:
     before_step: Callable[[str, Trainer], None] = lambda name, trainer: None
 
     def start(self, name: str, max_rounds: int = 0, role: str = "trainer", **config: Any) -> None:
-        """Start a peer, or start it again after it ended; it leaves at ``max_rounds``.
+        """Start a peer, or start it again after it ended; it leaves at ``max_rounds`` if not 0.
 
-        Args:
-            name: Decides its identity.
-            max_rounds: 0 for never.
-            role: As in its role file.
-            config: More of that file.
+        ``config`` is more of its role file.
         """
         before = self.network.peers.get(name)
         if before is not None and before.alive:
@@ -145,7 +135,6 @@ class ProductSwarm:
             await peer.close()
 
     def start_all(self, names: Iterable[str], *arguments: Any, **config: Any) -> None:
-        """Start peers alike."""
         for name in names:
             self.start(name, *arguments, **config)
 
@@ -161,7 +150,6 @@ class ProductSwarm:
         return self.network.loop.time() - began
 
     async def lose_network(self, name: str) -> None:
-        """End the peer's network daemon."""
         node = self.nodes[name]
         await node.network.transport.close()
         node.network.lose("killed")
@@ -183,7 +171,6 @@ class ProductSwarm:
             await asyncio.sleep(0.25)
 
     async def end(self) -> None:
-        """Wait until all peers have ended."""
         await asyncio.gather(*self.tasks.values())
 
     def saved_head(self, name: str) -> tuple[int, bytes]:
@@ -196,13 +183,11 @@ class ProductSwarm:
         return checkpoint.head.round, checkpoint.head.digest
 
     def summary(self, name: str) -> Summary:
-        """What the peer wrote at its end."""
         summary = read_summary(self.folder / name / SUMMARY_FILE)
         assert summary is not None
         return summary
 
     def sync(self, name: str) -> Synchronizer:
-        """A trainer's, or that of the stage that a peer hosts."""
         synchronizer = self.nodes[name].held.synchronizer
         assert synchronizer is not None
         return synchronizer
@@ -213,7 +198,6 @@ class ProductSwarm:
         return node.held.synchronizer.head.round if node is not None and node.held.synchronizer is not None else -1
 
     def heads(self) -> set[tuple[int, bytes]]:
-        """Round and digest of every peer's state."""
         syncs = [node.held.synchronizer for node in self.nodes.values()]
         return {(sync.head.round, sync.head.digest) for sync in syncs if sync is not None}
 

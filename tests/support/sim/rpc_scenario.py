@@ -1,7 +1,5 @@
 """One conversation of two `Rpc`, for any transport: calls, channels, refusals, deadlines and cancellation."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Awaitable, Callable

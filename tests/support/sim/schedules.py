@@ -9,8 +9,6 @@ roster; nothing of a hostile member's broken parts in any mean; no stream or tas
 Run as a program, it tries as many seeds as there is time for: see `main`.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import itertools
@@ -26,12 +24,7 @@ from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.network.simulated.network import SimulatedPeer
 from tests.support.sim.accounts import Accounts
 from tests.support.sim.hostile import BROKEN_PARTS, HOSTILITIES
-from tests.support.sim.pipeline_schedules import (
-    FAULTS_IN,
-    draw_pipeline_schedule,
-    find_pipeline_problems,
-    problems_of,
-)
+from tests.support.sim.pipeline_schedules import FAULTS_IN, draw_pipeline_schedule, find_pipeline_problems, problems_of
 from tests.support.sim.pipeline_schedules import PHASES as PIPELINE_PHASES
 from tests.support.sim.trainers import SimulatedSwarm, SimulatedTrainer, make_manifest
 
@@ -52,21 +45,14 @@ RECOVERY_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a swarm starts and what befalls it.
+    """How a swarm starts and what befalls it; ``codec`` to ``global_batch`` are of the manifest.
 
     Attributes:
-        seed: What it was drawn from, and its simulation follows.
-        bounds: What else it was drawn from: the arguments of `draw_schedule`.
-        num_peers: Trainers at the start.
+        seed: What it was drawn from, and its simulation follows; ``bounds``: the other arguments of `draw_schedule`.
         events: (seconds after the one before, fault, number that chooses whom), in order.
-        codec, small_tensors, rule: Of the manifest's averaging.
         loss: Of each piece of data on its way.
         slow: How many of the trainers have a tenth of the speed, in computing and on the network.
         hostility: What the last trainer does; empty if it is honest.
-        group_size: Of the manifest; more trainers than this average in a tree of groups.
-        fragments: Of the manifest: parts of the model that take turns.
-        overlap_steps: Of the manifest: steps while a round is under way.
-        spot_checks: Chunks of each share that the group computes again.
         global_batch: Samples of a round in which gradients are averaged (``every = 1``); 0 for pseudo-gradients.
     """
 
@@ -88,7 +74,6 @@ class Schedule:
 
     @property
     def training(self) -> dict[str, int]:
-        """What differs in the manifest's section on training."""
         if self.global_batch and self.fragments == 1 and not self.overlap_steps:
             return {"every": 1, "global_batch": self.global_batch, "local_batch": 1}
         every = max(4, 2 * self.fragments * self.overlap_steps)
@@ -96,7 +81,6 @@ class Schedule:
 
     @property
     def command(self) -> str:
-        """The command that runs this schedule alone."""
         low, high, events = self.bounds
         options = f"--count 1 --min-peers {low} --max-peers {high} --max-events {events} --verbose"
         options += f" --fragments {self.fragments} --overlap-steps {self.overlap_steps}"
@@ -126,8 +110,6 @@ def draw_schedule(seed: int, min_peers: int = 2, max_peers: int = 8, max_events:
 
 
 class Run:
-    """One schedule, its swarm, and what befalls it."""
-
     def __init__(self, schedule: Schedule, network: SimulatedNetwork) -> None:
         self.schedule = schedule
         self.network = network
@@ -154,7 +136,6 @@ class Run:
         self.swarm._launch = launch_and_corrupt  # type: ignore[method-assign, assignment]
 
     async def run(self) -> None:
-        """All of it, from the start of the swarm to its end."""
         rate = SLOW_BYTES_PER_SECOND * (self.schedule.num_peers + MOST_JOINERS)
         for index in range(self.schedule.num_peers):
             if index < self.schedule.slow:

@@ -1,7 +1,5 @@
 """One owner's share in memory: parts, commitments, a statement and openings, honest or not."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Callable, Sequence
@@ -30,10 +28,7 @@ VERIFIER = NamedSigner("anybody")
 class Group:
     """Members of one roster of which each owns an equal share; nothing is sent, all is computed here.
 
-    Attributes:
-        vectors: What each member contributes.
-        part_codecs: By member: how its parts travel, where not as the mean does.
-        tokens: Of each member.
+    ``part_codecs`` says how a member's parts travel, where not as the mean does.
     """
 
     spec: AveragingSpec
@@ -92,7 +87,6 @@ class Group:
         return audit, share, data
 
     def tree(self, owner: int, mean: bytearray) -> SumTree:
-        """Over a mean of the owner's share."""
         low, high = self.bounds[owner : owner + 2]
         return mean_tree(self.codec.part(low, high), mean, high - low, chunk_values(self.codec))
 
@@ -118,6 +112,5 @@ def run_check(group: Group, owner: int, falsify: Callable[[OwnShare, bytearray],
 
 
 def vectors(count: int, size: int, seed: int = 0) -> list[Tensor]:
-    """Standard normal ones."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(size, generator=generator) for _ in range(count)]

@@ -1,7 +1,5 @@
 """Stage hosts on a simulated network, without rounds: real stages, real hops, and sums that can be compared exactly."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -27,7 +25,7 @@ from p2ptrain.pipeline.stage.host import AdmissionQueue, StageHost
 from p2ptrain.pipeline.stage.ledger import Limits
 from p2ptrain.pipeline.stage.service import HostService
 from p2ptrain.pipeline.stage.worker import StageWorker
-from tests.support.sim.peers import SWARM, Member
+from tests.support.sim.peers import SWARM, Member, end_members, start_member
 from tests.support.sim.pipelines import SAMPLES, SlowDevice, make_manifest, sample
 
 GRID = 1024.0
@@ -40,11 +38,7 @@ async def no_news(stage: int, host: str) -> None:
 
 
 class ExactSum(GradientSum):
-    """Adds multiples of 1/1024, so that no addition rounds, and what is taken out leaves no trace.
-
-    Attributes:
-        passes: How many gradients were added.
-    """
+    """Adds multiples of 1/1024, so that no addition rounds, and what is taken out leaves no trace; counts gradients."""
 
     passes = 0
 
@@ -64,23 +58,17 @@ class OpenRound(AdmissionQueue):
 
 @cache
 def stage_of(plan: PipelinePlan, stage: int) -> Stage:
-    """A stage that nobody changes."""
     return build_stage(plan.manifest.model, plan.spans[stage])
 
 
 @cache
 def plan_of(num_stages: int) -> PipelinePlan:
-    """The plan of a small model, always the same."""
     return PipelinePlan(make_manifest(num_stages))
 
 
 @dataclass
 class HostPeer:
-    """A simulated peer with one stage.
-
-    Attributes:
-        router: Of whom its host calls.
-    """
+    """A simulated peer with one stage, and the router of its host."""
 
     peer: SimulatedPeer
     rpc: Rpc
@@ -132,31 +120,27 @@ class Hosts:
         return made
 
     async def add_trainer(self, name: str) -> Member:
-        """A peer without a stage."""
-        peer = self.network.add_peer(name)
-        rpc = Rpc(peer.transport, peer.runtime, SWARM)
-        await rpc.start()
-        self.trainers.append(Member(peer, rpc))
+        self.trainers.append(await start_member(self.network.add_peer(name)))
         return self.trainers[-1]
 
     def introduce(self, sequence: int = 1, **liars: int) -> None:
         """Let all hosts know who hosts what; of peers that only say so, too."""
-        states: list[dict[str, HostState]] = [{} for _ in range(self.plan.num_stages)]
-        for each in self.hosts:
-            states[each.stage][each.id] = HostState(1.0, sequence)
+        states = self._states(sequence)
         for name, stage in liars.items():
             states[stage][self.network.peers[name].peer_id] = HostState(1.0, sequence)
         for each in self.hosts:
             each.router.update(states)
 
     def router(self, member: Member) -> Router:
-        """A trainer's."""
         router = Router(self.plan.num_stages, member.peer.runtime.random)
+        router.update(self._states(1))
+        return router
+
+    def _states(self, sequence: int) -> list[dict[str, HostState]]:
         states: list[dict[str, HostState]] = [{} for _ in range(self.plan.num_stages)]
         for each in self.hosts:
-            states[each.stage][each.id] = HostState(1.0, 1)
-        router.update(states)
-        return router
+            states[each.stage][each.id] = HostState(1.0, sequence)
+        return states
 
     def hop(self, trainer: Member, number: int, *route: HostPeer, round: int = 0) -> Hop:
         """A microbatch for the first stage; the data follow from its number."""
@@ -165,15 +149,14 @@ class Hosts:
         id = MicrobatchId(trainer.rpc.peer_id, round, number)
         return Hop(id, 0, SAMPLES, tokens[:, 1:].numel(), tuple(each.id for each in route), inputs, targets)
 
-    def hidden(self, trainer: Member, number: int, *route: HostPeer, stage: int = 1) -> Hop:
-        """The same as it comes to a later stage."""
+    def hidden(self, trainer: Member, number: int, *route: HostPeer) -> Hop:
+        """The same as it comes to the second stage."""
         hop = self.hop(trainer, number, *route)
         values = StageCompute(stage_of(self.plan, 0))
         output = values.forward(sample(self.plan.manifest, number)[:, :-1])
-        return Hop(hop.id, stage, hop.samples, hop.tokens, hop.route, pack(output, self.codec), hop.targets)
+        return Hop(hop.id, 1, hop.samples, hop.tokens, hop.route, pack(output, self.codec), hop.targets)
 
     async def send(self, trainer: Member, hop: Hop, planned: HostPeer) -> Reply:
-        """Send it as a trainer does."""
         caller = Caller(trainer.rpc, self.router(trainer), limits=HOP_LIMITS)
         return await trainer.peer.spawn(caller.send(hop, planned.id, no_news))
 
@@ -205,7 +188,6 @@ def expected_sums(plan: PipelinePlan, numbers: list[int]) -> list[torch.Tensor]:
 
 
 def bits(each: HostPeer) -> bytes:
-    """Of a host's sum."""
     return each.sum.values.numpy().tobytes()
 
 
@@ -233,7 +215,6 @@ async def send_and_settle(swarm: Hosts, trainer: Member, number: int, route: lis
 
 
 def heads(hop: Hop) -> tuple[dict[str, Any], list[Any]]:
-    """A hop as it goes over the wire."""
     return to_wire(hop.request), [hop.inputs.data, hop.targets.data]
 
 
@@ -258,12 +239,7 @@ async def hosts(
             if each.peer.alive:
                 network.resume(each.peer)
                 await each.host.close()
-        members = [Member(each.peer, each.rpc) for each in made.hosts]
-        for peer, rpc in [(each.peer, each.rpc) for each in members + made.trainers]:
-            if peer.alive:
-                network.resume(peer)
-                await rpc.close()
-                await peer.close()
+        await end_members(network, [*(Member(each.peer, each.rpc) for each in made.hosts), *made.trainers])
 
 
 async def send_raw(
@@ -271,9 +247,7 @@ async def send_raw(
 ) -> dict[str, Any]:
     """Send a hop as nobody should; the first message that is not a heartbeat nor news.
 
-    Raises:
-        RefusedError: The host refuses it.
-        PeerRefusedError: The host takes it for no hop at all.
+    Raises RefusedError if the host refuses it, and PeerRefusedError if the host takes it for no hop at all.
     """
     async with rpc.open(host.id, host.service, request, 5.0) as channel:
         for each in data:
@@ -287,8 +261,6 @@ async def send_raw(
 
 
 class RefusedError(Exception):
-    """A host refused what was sent, by a message."""
-
     def __init__(self, kind: str, reason: str) -> None:
         super().__init__(f"{kind}: {reason}")
         self.reason = reason
@@ -305,6 +277,5 @@ def lie(member: Member, stage: int, answer: Callable[[Channel, HopRequest], Awai
     member.rpc.serve_channel(service(stage), HopRequest, serve)
 
 
-async def stay(seconds: float = 3600.0) -> None:
-    """Do nothing for long."""
-    await asyncio.sleep(seconds)
+async def stay() -> None:
+    await asyncio.sleep(3600.0)

@@ -1,7 +1,5 @@
 """Simulated trainers: the real synchronisation code around a tiny model, and the invariants that always hold."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections import Counter
@@ -26,6 +24,7 @@ from p2ptrain.training.local_update import LocalContribution
 from p2ptrain.training.state.initial_state import initial_state
 from p2ptrain.training.sync.replica import Replica
 from p2ptrain.training.sync.synchronizer import RoundResult, Synchronizer
+from tests.support.coroutines import at_end
 from tests.support.records import record_of
 from tests.support.settings import training_over
 
@@ -34,7 +33,6 @@ BASE_RATE = 0.01
 
 
 def rate_factor(round_: int) -> float:
-    """The learning rate's schedule with ``every = 1``."""
     return 1.0 / (1 + round_ % 5)
 
 
@@ -83,7 +81,7 @@ class Ledger:
     produced: dict[str, int] = field(default_factory=dict)
     commits: list[tuple[float, str, int]] = field(default_factory=list)
 
-    def check_head(self, trainer: SimulatedTrainer) -> None:
+    def check_head(self, trainer: "SimulatedTrainer") -> None:
         """Holders of one lineage hold the same bits."""
         head = trainer.sync.head
         digest = self.digests.setdefault(head.lineage, head.digest)
@@ -95,7 +93,6 @@ class Ledger:
 
     @property
     def forked_rounds(self) -> list[int]:
-        """Rounds that ended in more than one result."""
         return sorted(number for number, count in Counter(self.rounds.values()).items() if count > 1)
 
 
@@ -147,7 +144,6 @@ class SimulatedTrainer:
         self.is_hostile = False
 
     def state_changed(self) -> None:
-        """See `p2ptrain.averaging.context.Owner`."""
         self.ledger.check_head(self)
         self.presence.changed()
 
@@ -180,7 +176,6 @@ class SimulatedTrainer:
 
     @property
     def steps_in_round(self) -> int:
-        """As the product's optimizer counts them."""
         return max(0, self.work.steps - self.first_step)
 
     async def _is_due(self, batch_seconds: float) -> bool:
@@ -251,7 +246,6 @@ class SimulatedTrainer:
         return result
 
     async def close(self) -> None:
-        """Leave in good order."""
         self.status = "draining"
         await self.presence.close()
         await self.sync.close()
@@ -260,8 +254,6 @@ class SimulatedTrainer:
 
 
 class SimulatedSwarm:
-    """Several trainers on one simulated network."""
-
     def __init__(self, network: SimulatedNetwork, manifest: Manifest, seed: int) -> None:
         self.network = network
         self.manifest = manifest
@@ -269,9 +261,9 @@ class SimulatedSwarm:
         self.ledger = Ledger()
         self.trainers: dict[str, SimulatedTrainer] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
+        at_end(self.end)
 
     def start(self, name: str, step_seconds: float = 0.5, **options: float) -> SimulatedTrainer:
-        """Start a new trainer."""
         return self._launch(self.network.add_peer(name, **options), step_seconds)
 
     def restart(self, name: str, step_seconds: float = 0.5) -> SimulatedTrainer:
@@ -286,12 +278,10 @@ class SimulatedSwarm:
 
     @property
     def alive(self) -> list[SimulatedTrainer]:
-        """Trainers whose peers have not crashed."""
         return [trainer for trainer in self.trainers.values() if trainer.peer.alive]
 
     @property
     def honest(self) -> list[SimulatedTrainer]:
-        """Those of them that do as they should."""
         return [trainer for trainer in self.alive if not trainer.is_hostile]
 
     def crash(self, name: str) -> None:
@@ -321,7 +311,6 @@ class SimulatedSwarm:
         return bool(reached) and min(reached) >= rounds and max(reached) - min(reached) <= 1
 
     def describe(self) -> str:
-        """Where everybody stands, for error messages."""
         return "; ".join(
             f"{t.peer.name} r{t.sync.head.round} {t.sync.head.lineage.hex()[:6]} {t.sync.averager.phase} {t.status}"
             f" {t.results[-1].reason if t.results else '-'}"
@@ -329,7 +318,6 @@ class SimulatedSwarm:
         )
 
     async def end(self) -> None:
-        """Stop all trainers in good order."""
         for trainer in self.alive:
             trainer.stop = True
         pending = [task for name, task in self.tasks.items() if self.trainers[name].peer.alive and not task.done()]

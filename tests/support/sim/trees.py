@@ -1,48 +1,28 @@
 """Simulated swarms that are larger than a group, of averagers alone."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any
 
 import torch
 
 from p2ptrain.averaging.grouping.cells import Cells
-from p2ptrain.averaging.protocol.certificate import Head
+from p2ptrain.averaging.protocol.certificate import Body, Head
 from p2ptrain.manifest import AveragingSpec
-from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from tests.support.coroutines import Test, given
-from tests.support.sim.averagers import AveragingPeer, start_averagers, stop_averagers
+from p2ptrain.network.simulated import SimulatedNetwork
+from tests.support.sim.averagers import AveragingPeer, start_averagers
 
 NUM_VALUES = 512
 SPEC = AveragingSpec(codec="fp32", aggregation="mean", group_size=8, grace_seconds=1.0)
 
 
-def in_tree(
-    num_peers: int | None = None, seed: int | None = None, spec: AveragingSpec = SPEC
-) -> Callable[[Test], Callable[..., None]]:
-    """Return a decorator for tests that get a network and averagers on it, ``network`` and ``started``.
-
-    Args:
-        num_peers: How many averagers; the test's argument of this name by default, as with ``seed``.
-        seed: Of the simulation.
-        spec: How they average.
-    """
-
-    def run(test: Test, arguments: dict[str, Any]) -> None:
-        async def main(network: SimulatedNetwork) -> None:
-            peers = [network.add_peer(f"p{i}") for i in range(num_peers or arguments["num_peers"])]
-            started = await start_averagers(network, peers, spec, NUM_VALUES)
-            try:
-                await test(network=network, started=started)
-            finally:
-                await stop_averagers(started)
-
-        simulate(main, seed=arguments["seed"] if seed is None else seed)
-
-    return given("network", "started", by=run)
+@asynccontextmanager
+async def averagers(
+    network: SimulatedNetwork, num_peers: int, spec: AveragingSpec = SPEC
+) -> AsyncIterator[list[AveragingPeer]]:
+    yield await start_averagers(network, [network.add_peer(f"p{i}") for i in range(num_peers)], spec, NUM_VALUES)
 
 
 async def grow(started: list[AveragingPeer]) -> Head:
@@ -56,25 +36,36 @@ def exact_mean(started: list[AveragingPeer]) -> torch.Tensor:
     return torch.stack([each.vector.double() for each in started]).mean(0).float()
 
 
+def before_representing(
+    started: list[AveragingPeer], hook: Callable[[AveragingPeer, Body], Coroutine[Any, Any, None]]
+) -> None:
+    """Await ``hook(peer, its cell's result)`` whenever a peer is about to stand for its cell."""
+
+    def watch(each: AveragingPeer) -> None:
+        represent = each.averager._represent
+
+        async def watched(*arguments: Any) -> Any:
+            await hook(each, arguments[1].certificate.body)
+            return await represent(*arguments)
+
+        each.averager._represent = watched  # type: ignore[method-assign, assignment]
+
+    for each in started:
+        watch(each)
+
+
 def hit_first_delegate(
     started: list[AveragingPeer], fault: Callable[[AveragingPeer], object], least: int = 1
 ) -> list[AveragingPeer]:
     """Let ``fault`` befall the first peer that is about to stand for a cell of ``least``; the list then holds it."""
     hit: list[AveragingPeer] = []
 
-    def watch(each: AveragingPeer) -> None:
-        represent = each.averager._represent
+    async def hit_once(each: AveragingPeer, body: Body) -> None:
+        if not hit and len(body.members) >= least:
+            hit.append(each)
+            fault(each)
 
-        async def represent_or_fail(*arguments: Any) -> Any:
-            if not hit and len(arguments[1].certificate.body.members) >= least:
-                hit.append(each)
-                fault(each)
-            return await represent(*arguments)
-
-        each.averager._represent = represent_or_fail  # type: ignore[method-assign, assignment]
-
-    for each in started:
-        watch(each)
+    before_representing(started, hit_once)
     return hit
 
 

@@ -1,7 +1,5 @@
 """Text that tries to become something else on a page, put into every field that holds text, whatever its name."""
 
-from __future__ import annotations
-
 import typing
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
@@ -36,10 +34,7 @@ PAYLOADS = {
 def poisoned(value: T, text: str, keep: frozenset[str] = frozenset()) -> T:
     """A copy of a value in which all text, at any depth, is ``text``, and all bytes begin with it.
 
-    Args:
-        value: Dataclasses, dicts, tuples and lists of plain values.
-        text: What to put.
-        keep: Names of fields that stay as they are. Fields with a fixed choice of words stay, too.
+    Fields named in ``keep`` stay as they are, and so do those with a fixed choice of words.
     """
     return typing.cast(T, _poisoned(value, text, keep))
 

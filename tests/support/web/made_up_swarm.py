@@ -4,8 +4,6 @@ Everything is a function of a seed and the clock: peers join and leave, rounds g
 ``python -m tests.support.web.made_up_swarm --peers 200 --port 8090`` serves the page over one, so that anyone can look.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import hashlib
@@ -56,8 +54,7 @@ HOSTILE_NAMES = (
 class MadeUpSwarm:
     """A `p2ptrain.monitor.watch.Source` without a network.
 
-    Attributes:
-        answers: Whether looking at it works; set it to False to make the directory fall silent.
+    Set ``answers`` to False to make the directory fall silent.
     """
 
     def __init__(
@@ -75,11 +72,9 @@ class MadeUpSwarm:
         """
         Args:
             num_peers: That it has when all of them are there, at most 2000.
-            seed: Of everything that differs between peers and rounds.
             clock: Wall-clock seconds; the swarm's tenth round is under way at its first value.
             num_astray: Peers whose state is not that of the others.
             hostile: Whether peers try to break the page by what they say.
-            num_stages: Into which the model is cut.
             bare_stages: Those that nobody hosts.
             serves: Whether every third peer serves the model, too.
         """
@@ -113,7 +108,6 @@ class MadeUpSwarm:
     # --- what a Source has ----------------------------------------------------------------------------------------
 
     def now(self) -> float:
-        """The clock's time."""
         return self._clock()
 
     async def look(self) -> Look:
@@ -201,7 +195,6 @@ class MadeUpSwarm:
         )  # fmt: skip
 
     def _stage(self, index: int) -> int:
-        """Which stage a host has; of a model that is not cut, 0."""
         if self._num_stages == 1:
             return 0
         return self._hosted[(index - self._num_bootstraps) % len(self._hosted)]
@@ -275,7 +268,6 @@ class MadeUpSwarm:
         return report
 
     def _num_members(self, body: Body, index: int) -> int:
-        """In the round of this peer: of a pipeline, of its stage."""
         if self._num_stages == 1:
             return sum(body.peers)
         return sum(
@@ -286,7 +278,6 @@ class MadeUpSwarm:
         return self._chain[round_ - 1 - FIRST_ROUND].next_lineage if round_ > FIRST_ROUND else self._hash("lineage")
 
     def _extend_chain(self, upto: int) -> None:
-        """Make the results of all rounds below ``upto``."""
         while len(self._chain) < upto - FIRST_ROUND:
             self._chain.append(self._result(FIRST_ROUND + len(self._chain)))
 

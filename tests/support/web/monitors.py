@@ -1,7 +1,5 @@
 """`p2ptrain monitor` as a process, for tests: its page, its API, and its end in good order."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal
@@ -23,28 +21,22 @@ START_SECONDS = 2 * PATIENCE_SECONDS
 
 
 class StatusPage:
-    """A status page that is served."""
-
     def __init__(self, url: str) -> None:
         self.url = url
 
     def get(self, path: str) -> str:
-        """What is served at a path."""
         with urllib.request.urlopen(self.url + path, timeout=10) as answer:
             return str(answer.read().decode())
 
     def api(self, path: str) -> Any:
-        """The same of the API, parsed."""
         return json.loads(self.get(f"api/v1/{path}"))
 
     def names(self) -> set[str]:
-        """Of all peers that it shows."""
         return {peer["name"] for peer in self.api("peers")["peers"]}
 
 
 @contextmanager
 def monitoring(link: str, database: Path, log: Path) -> Iterator[StatusPage]:
-    """A monitor of a swarm, ended in good order afterwards."""
     log.unlink(missing_ok=True)
     with background_command(log, "monitor", link, "--port", "0", "--db", database) as monitor:
         wait_until(lambda: "status page: " in log.read_text(), START_SECONDS)

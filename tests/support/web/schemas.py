@@ -1,7 +1,5 @@
 """Whether a value is what the OpenAPI document says."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a peer reports that serves so many requests a second, at latencies as they are usually spread."""
 
-from __future__ import annotations
-
 import math
 
 from p2ptrain.network.records.serving import BOUNDS, Latencies, ServingReport, ServingTotals
@@ -13,10 +11,7 @@ TOKENS, PROMPT_TOKENS = 64, 200
 def served(seconds: float, per_second: float = 0.5, first_token: float = 0.4, token: float = 0.04) -> ServingReport:
     """The report of a peer that started to serve ``seconds`` ago; what it counts grows with that and never falls.
 
-    Args:
-        seconds: Since it started.
-        per_second: Requests.
-        first_token: Middle of the times to the first token, in seconds; ``token``: of those for further ones.
+    ``first_token`` and ``token`` are the middles of the times to the first token and to further ones, in seconds.
     """
     requests = int(seconds * per_second)
     failed = requests // 50

@@ -1,7 +1,5 @@
 """The web application over peers that a test makes up, asked without a network."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -21,8 +19,6 @@ from tests.support.web.watched import SWARM, FakeSource
 
 @dataclass
 class Site:
-    """A page over a made-up swarm."""
-
     app: ASGIApp
     client: httpx.AsyncClient
     watch: Watch

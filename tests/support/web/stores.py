@@ -1,7 +1,5 @@
 """Histories and watches for one scenario, and peers to keep in them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,7 +17,6 @@ from tests.support.web.watched import START, SWARM, FakeSource, trainer, views_o
 
 @asynccontextmanager
 async def open_store(path: Path | None = None, swarm: str = SWARM.digest) -> AsyncIterator[Store]:
-    """Open a store at ``path``, or in memory."""
     store = await Store.open(path, swarm, START)
     try:
         yield store
@@ -61,5 +58,4 @@ async def watched(
 
 
 def peer(id: str = "a", **changes: object) -> PeerView:
-    """A trainer, as it is shown."""
     return views_of(trainer(id, **changes))[0]

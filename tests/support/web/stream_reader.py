@@ -1,7 +1,5 @@
 """A reader of the page's stream of changes, which can leave: httpx's transport waits for the end of an answer."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

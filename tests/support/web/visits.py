@@ -1,7 +1,5 @@
 """A visitor with a real browser, Debian's Chromium, who notes everything that a page should not do."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
@@ -31,13 +29,10 @@ def launch(playwright: Playwright) -> Browser:
 
 
 class Visit:
-    """One visitor's tab.
+    """One visitor's tab, of a site whose ``origin`` alone may be asked for anything.
 
-    Attributes:
-        page: Playwright's.
-        origin: The only one that may be asked for anything, such as ``http://127.0.0.1:8080``.
-        complaints: What the page did that it should not: errors and warnings of its scripts, requests to others,
-            dialogs.
+    ``complaints`` has what the page did that it should not: errors and warnings of its scripts, requests to others,
+    dialogs.
     """
 
     def __init__(self, page: Page, origin: str) -> None:
@@ -74,7 +69,6 @@ class Visit:
         return self.page
 
     def wait_until_live(self) -> None:
-        """Wait until the stream of changes flows."""
         self.page.locator("#connection.live").wait_for()
 
     def names(self) -> set[str]:
@@ -82,7 +76,6 @@ class Visit:
         return set(self.page.locator("#peer-table tbody th").all_inner_texts())
 
     def check(self) -> None:
-        """Nothing was wrong so far."""
         assert self.complaints == [], self.complaints
         assert self.page.evaluate(f"window.{SENTINEL}") is None, "text of a peer was executed"
 
@@ -102,16 +95,7 @@ def visiting(
     with_scripts: bool = True,
     permissions: Sequence[str] = (),
 ) -> Iterator[Visit]:
-    """A visitor of one site, in a profile of its own; nothing may have been wrong when they leave.
-
-    Args:
-        browser: See `launch`.
-        url: Any of the site.
-        is_dark: Which colours the visitor likes.
-        size: Of the window, in CSS pixels.
-        with_scripts: Whether pages may run scripts.
-        permissions: Playwright's names.
-    """
+    """A visitor of one site, in a profile of its own; nothing may have been wrong when they leave."""
     parts = urlsplit(url)
     context = browser.new_context(
         color_scheme="dark" if is_dark else "light", viewport=size, java_script_enabled=with_scripts,
@@ -127,7 +111,6 @@ def visiting(
         context.close()
 
 
-def screenshot(page: Page, path: Path, *, is_full: bool = True) -> None:
-    """Keep what a page looks like, as PNG."""
+def screenshot(page: Page, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    page.screenshot(path=path, full_page=is_full, animations="disabled", caret="hide")
+    page.screenshot(path=path, full_page=True, animations="disabled", caret="hide")

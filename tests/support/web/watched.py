@@ -1,7 +1,5 @@
 """A made-up swarm to watch: records, reports, results, and a source that tells of them."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -40,13 +38,11 @@ def report(round_: int, **changes: Any) -> RoundReport:
 
 
 def aborted(round_: int, reason: str = "too few peers", **changes: Any) -> RoundReport:
-    """An attempt that broke."""
     broken = replace(report(round_), committed=False, contributed=False, digest=bytes(32), members=0, contributors=0)
     return replace(broken, reason=reason, **changes)
 
 
 def digest_after(round_: int) -> bytes:
-    """Of the state with this round applied."""
     return hashlib.sha256(b"digest %d" % round_).digest()
 
 
@@ -119,7 +115,6 @@ def snapshot_of(
 
 
 def views_of(*records: PeerRecord) -> tuple[PeerView, ...]:
-    """How these peers are shown."""
     return snapshot_of(records).peers
 
 
@@ -153,7 +148,6 @@ class FakeSource:
         self.num_looks = 0
 
     def now(self) -> float:
-        """See `p2ptrain.monitor.watch.Source`, as for all below."""
         return self.time
 
     async def look(self) -> Look:

@@ -1,7 +1,5 @@
 """The status page over made-up peers, served from a thread: a browser drives the main one."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading
@@ -9,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 from p2ptrain.monitor.store import Store
-from p2ptrain.monitor.watch import Source, Watch, watching
+from p2ptrain.monitor.watch import Source, Watch
 from p2ptrain.monitor.web import make_app
 from p2ptrain.network.http_server import listen, serving, url_of
 from p2ptrain.status.tracker import SwarmTracker
@@ -20,11 +18,7 @@ PATIENCE_SECONDS = 60.0
 
 
 class ServedPage:
-    """A page and what it is made of; all of it lives on another thread's event loop.
-
-    Attributes:
-        url: Where it is, with a slash at the end.
-    """
+    """A page and what it is made of; all of it lives on another thread's event loop."""
 
     def __init__(self, url: str, watch: Watch, store: Store, loop: asyncio.AbstractEventLoop) -> None:
         self.url = url
@@ -33,8 +27,6 @@ class ServedPage:
         self._loop = loop
 
     def do(self, work: Callable[[Watch, Store], Awaitable[T]]) -> T:
-        """Do something there, and wait for it."""
-
         async def run() -> T:
             return await work(self._watch, self._store)
 
@@ -51,15 +43,12 @@ class ServedPage:
         self.do(change)
 
     def snapshot(self) -> Snapshot:
-        """What is shown."""
         snapshot = self._watch.snapshot
         assert snapshot is not None
         return snapshot
 
 
 class TimedSource(Source, Protocol):
-    """A source with a clock."""
-
     def now(self) -> float:
         """Return wall-clock seconds of the swarm's clock."""
 
@@ -73,17 +62,11 @@ def served_page(
     prepare: Callable[[Store], Awaitable[None]] | None = None,
     first_looks: int = 1,
     between_looks: Callable[[], None] = lambda: None,
-    is_live: bool = False,
 ) -> Iterator[ServedPage]:
     """Serve a page on loopback while the body runs.
 
-    Args:
-        source: Where records come from.
-        swarm: What it agreed on.
-        bootstraps: Ids of the peers that the link names.
-        prepare: Fills the history.
-        first_looks: At the source, before anybody sees the page; ``between_looks`` is called after each.
-        is_live: Whether to go on looking; else the page shows what it has until `ServedPage.show`.
+    ``prepare`` fills the history. There are ``first_looks`` at the source before anybody sees the page;
+    ``between_looks`` is called after each. The page shows what it has until `ServedPage.show`.
     """
     ready: list[ServedPage] = []
     failed: list[BaseException] = []
@@ -102,8 +85,6 @@ def served_page(
                 await watch.look()
                 await asyncio.sleep(0)  # Lets the certificates be fetched.
                 between_looks()
-            if is_live:
-                await stack.enter_async_context(watching(watch))
             listener = listen("127.0.0.1", 0, "port")
             url = url_of(listener)
             await stack.enter_async_context(serving(make_app(watch, store, source.now), listener))

@@ -30,7 +30,7 @@ async def pair(network: SimulatedNetwork, sender: RpcLimits, receiver: RpcLimits
         return request
 
     started = [
-        await start_member(network, network.add_peer(name), limits=limits)
+        await start_member(network.add_peer(name), limits=limits)
         for name, limits in (("sender", sender), ("receiver", receiver))
     ]
     left, right = (member.rpc for member in started)

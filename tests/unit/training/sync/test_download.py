@@ -173,7 +173,7 @@ async def test_a_source_that_falls_silent_does_not_hold_up_the_rest(swarm: Sourc
 @simulated(members, 2, seed=1, model=FAST)
 async def test_a_slow_source_does_not_set_the_pace(everyone: list[Member], network: SimulatedNetwork) -> None:
     slow = network.add_peer("slow", up_bytes_per_second=1e5)
-    everyone.append(await start_member(network, slow))
+    everyone.append(await start_member(slow))
     swarm = Sources(network, everyone)
     await swarm.download()
     assert swarm.is_right()
@@ -272,7 +272,7 @@ async def test_the_slowest_source_gives_its_place_to_one_that_was_not_asked_yet(
 ) -> None:
     for index in range(5):
         rate = 4e6 if index == 4 else 1e4
-        everyone.append(await start_member(network, network.add_peer(f"s{index}", up_bytes_per_second=rate)))
+        everyone.append(await start_member(network.add_peer(f"s{index}", up_bytes_per_second=rate)))
     swarm = Sources(network, everyone)
     downloaded = await swarm.download()
     assert swarm.is_right()
