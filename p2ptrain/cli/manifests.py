@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from p2ptrain.config import read_toml
-from p2ptrain.errors import IncompatibleError, UsageError
+from p2ptrain.errors import IncompatibleError, ManifestError, UsageError
 from p2ptrain.manifest import PROTOCOL_VERSION, Manifest, SignedManifest, parse_manifest
+from p2ptrain.network.identity import Identity
 
 if TYPE_CHECKING:
     from p2ptrain.signing import Signer
@@ -87,3 +89,12 @@ def write_atomically(path: Path, data: bytes) -> None:
     partial = path.with_name(f".{path.name}.partial")
     partial.write_bytes(data)
     partial.replace(path)
+
+
+def first_signed(files: Sequence[Path], digest: bytes | None) -> Manifest | None:
+    """Return the first valid signed manifest with ``digest``, if given; raise `OSError` if a file cannot be read."""
+    with Identity.ephemeral() as verifier:
+        for file in files:
+            with contextlib.suppress(ManifestError):
+                return SignedManifest.from_bytes(file.read_bytes(), digest, verifier).manifest
+    return None

@@ -33,11 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if (arguments.action == "export") != (arguments.output is not None):
         raise UsageError("'export' takes PATH and OUTPUT, the others PATH alone; see 'p2ptrain checkpoint --help'")
-    from p2ptrain.cli.checkpoints import export, find_checkpoints, list_all, verify
+    from p2ptrain.cli.checkpoints import export, find_checkpoints, find_stage_checkpoints, list_all, verify
+    from p2ptrain.cli.stage_export import export_stages
 
     paths = find_checkpoints(arguments.path)
-    if arguments.action == "export":
-        export(arguments, paths)
+    if arguments.action == "export" and (of_stages := find_stage_checkpoints(arguments.path)):
+        export_stages(of_stages, arguments)
+    elif arguments.action == "export":
+        export(paths[-1], arguments)
     elif arguments.action == "verify":
         verify(paths)
     else:

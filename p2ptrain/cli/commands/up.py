@@ -49,7 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise UsageError(f"--{name} {value}: give a number above 0")
     if arguments.summary is not None:
         _check_writable(arguments.summary)
-    from p2ptrain.cli.local_swarm import make_plan, run_swarm
+    from p2ptrain.cli.local_swarm import run_swarm
+    from p2ptrain.cli.plan import make_plan
     from p2ptrain.cli.running import run_async
 
     return run_async(run_swarm(make_plan(arguments), arguments.summary))

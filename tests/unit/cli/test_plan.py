@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from p2ptrain.cli.commands.up import add_arguments
-from p2ptrain.cli.local_swarm import DEFAULT_MINUTES, make_plan
 from p2ptrain.cli.main import Parser
+from p2ptrain.cli.plan import DEFAULT_MINUTES, make_plan
 from p2ptrain.config import PeerConfig
 from p2ptrain.errors import ConfigError
 

@@ -1,0 +1,122 @@
+"""The plan of ``p2ptrain up``: a signed manifest, and a role file for each peer."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from p2ptrain.cli.manifests import KEY_FILE, load_manifest, parse_settings, sign_manifest
+from p2ptrain.cli.running import default_run_dir
+from p2ptrain.cli.screen.live import Goal
+from p2ptrain.cli.toml import to_toml
+from p2ptrain.config import PeerConfig
+from p2ptrain.errors import ManifestError, UsageError
+from p2ptrain.manifest import SIGNED_FILE, Manifest, SignedManifest
+from p2ptrain.network.identity import Identity
+from p2ptrain.signing import Signer
+
+DEFAULT_MINUTES = 3.0
+DEMO_SETTINGS: dict[str, Any] = {"name": "demo", "training.every": 1, "training.local_batch": 8}
+"""Settings without ``--manifest``. Rounds are cheap on loopback, and with ``every = 1`` the swarm learns exactly as one
+process with the same global batch."""
+_LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Role files of the peers, the goal, and whether to serve the status page (``monitor``)."""
+
+    run_dir: Path
+    bootstrap: Path
+    trainers: tuple[Path, ...]
+    goal: Goal
+    monitor: bool
+
+
+def make_plan(arguments: argparse.Namespace) -> Plan:
+    """Create the run directory with the signed manifest and the role files; raise if an option or a file is invalid."""
+    demo = DEMO_SETTINGS if arguments.manifest is None else {}
+    overrides = demo | parse_settings(arguments.set) | _manifest_overrides(arguments)
+    manifest = load_manifest(arguments.manifest, overrides)
+    run_dir: Path = (arguments.run_dir or default_run_dir(f"up-{time.strftime('%Y%m%d-%H%M%S')}")).absolute()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with Identity.create_or_load(run_dir / KEY_FILE) as organizer:
+        done = _rounds_done(run_dir, manifest, organizer)
+        sign_manifest(manifest, organizer, run_dir / SIGNED_FILE)
+    threads = arguments.threads or max(1, len(os.sched_getaffinity(0)) // arguments.peers)
+    log = {"level": arguments.log_level or "info"}
+    if arguments.log_format is not None:
+        log["format"] = arguments.log_format
+
+    def role_file(role: str, name: str, sections: dict[str, Any]) -> Path:
+        values = {"role": role, "name": name, "run_dir": run_dir / name, "manifest": run_dir / SIGNED_FILE}
+        settings = {"network": {"listen": [_LOOPBACK]}, "log": log}
+        if arguments.weights is not None and role != "bootstrap":
+            values["weights"] = arguments.weights.absolute()
+        return _write_role_file(run_dir / f"{name}.toml", values | settings | sections)
+
+    # An absolute round, because trainers may join in different rounds.
+    at_round = done + arguments.rounds if arguments.rounds else 0
+    sections = {
+        "resources": {"device": arguments.device or "auto", "threads": threads},
+        "stop_after": {"at_round": at_round},
+    }
+    role, stages = "both" if manifest.in_stages else "trainer", _num_stages(manifest, arguments.peers)
+    bootstrap, trainers = role_file("bootstrap", "bootstrap", {}), []
+    for number in range(arguments.peers):
+        hosting = {"pipeline": {"stage": number % stages}} if manifest.in_stages else {}
+        trainers.append(role_file(role, f"trainer-{number + 1}", sections | hosting))
+    minutes = arguments.minutes or (0.0 if arguments.rounds or manifest.training.rounds else DEFAULT_MINUTES)
+    return Plan(
+        run_dir,
+        bootstrap,
+        tuple(trainers),
+        Goal(minutes, min(filter(None, (at_round, manifest.training.rounds)), default=0)),
+        not arguments.no_monitor,
+    )
+
+
+def _num_stages(manifest: Manifest, peers: int) -> int:
+    if not manifest.in_stages:
+        return 1
+    from p2ptrain.pipeline.plan import PipelinePlan
+
+    stages = PipelinePlan(manifest).num_stages
+    if peers < stages:
+        raise UsageError(f"--peers {peers}: the model has {stages} stages, and each needs a host")
+    return stages
+
+
+def _rounds_done(run_dir: Path, manifest: Manifest, verifier: Signer) -> int:
+    """Return the round of the newest checkpoint in the directory; 0 without one, or with another manifest."""
+    try:
+        former = SignedManifest.from_bytes((run_dir / SIGNED_FILE).read_bytes(), manifest.digest, verifier)
+    except (OSError, ManifestError):
+        return 0
+    assert former.manifest == manifest
+    patterns = ("*/checkpoints/*-round-*", "*/checkpoints/*/*-round-*")  # The second matches stages.
+    names = [path.name for pattern in patterns for path in run_dir.glob(pattern)]
+    return max((int(number) for name in names if (number := name.rpartition("-")[2]).isdecimal()), default=0)
+
+
+def _manifest_overrides(arguments: argparse.Namespace) -> dict[str, Any]:
+    data = arguments.data
+    if data is not None and data != "stdlib" and not data.startswith(("datasets:", "path:")):
+        if not Path(data).exists():
+            raise UsageError(f"--data {data}: no such file or folder; datasets of a hub are written datasets:NAME")
+        data = f"path:{Path(data).absolute()}"
+    overrides = {
+        "training.every": arguments.every, "averaging.codec": arguments.codec, "data.source": data,
+        "pipeline.stages": arguments.stages,
+    }  # fmt: skip
+    return {key: value for key, value in overrides.items() if value is not None}
+
+
+def _write_role_file(path: Path, values: dict[str, Any]) -> Path:
+    path.write_text(to_toml(values), encoding="utf-8")
+    PeerConfig.load(path)  # Refuses an invalid option here instead of in a child's log.
+    return path
