@@ -7,6 +7,7 @@ point. A manifest never carries code; it pins the packages that provide its exte
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 from typing import Generic, TypeVar, cast
 
@@ -20,6 +21,10 @@ class Extensions(Generic[T]):
 
     An entry point resolves to an instance, or to a class without constructor arguments. A package cannot override a
     built-in name.
+
+    Attributes:
+        get: Returns the extension of a name. Raises `IncompatibleError` if no installed package provides it, it fails
+            to load, or it breaks its contract.
     """
 
     def __init__(self, group: str, what: str, kind: Callable[..., T], own: Mapping[str, str], check: str = "") -> None:
@@ -37,19 +42,13 @@ class Extensions(Generic[T]):
         self._kind = cast(type[T], kind)
         self._own = {name: EntryPoint(name, value, group) for name, value in own.items()}
         self._check = EntryPoint("check", check, group) if check else None
-        self._loaded: dict[str, T] = {}
+        self.get: Callable[[str], T] = lru_cache(maxsize=None)(self._load)
 
     def names(self) -> tuple[str, ...]:
         """Return all names, built-in ones first. Slow: reads the metadata of all installed packages."""
         return tuple(dict.fromkeys([*self.own, *(point.name for point in entry_points(group=self._group))]))
 
-    def get(self, name: str) -> T:
-        """Return the extension ``name``.
-
-        Raises `IncompatibleError` if no installed package provides it, it fails to load, or it breaks its contract.
-        """
-        if name in self._loaded:
-            return self._loaded[name]
+    def _load(self, name: str) -> T:
         point = self.find(name)
         where = f"the {self._what} {name!r} of {point.value}"
         try:
@@ -64,7 +63,6 @@ class Extensions(Generic[T]):
                 self._check.load()(found)
             except Exception as error:  # A package's code may raise anything.
                 raise IncompatibleError(f"{where} is refused: {error}") from error
-        self._loaded[name] = found
         return found
 
     def find(self, name: str) -> EntryPoint:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.allreduce.runner import AttemptRunner, GroupResult
 from p2ptrain.averaging.commit.attempt import AttemptFailedError
-from p2ptrain.averaging.commit.broadcast import DecidedError, Path, ResultBroadcast, TreePath
-from p2ptrain.averaging.commit.round_log import ContributionLog, Result, RoundLog
+from p2ptrain.averaging.commit.broadcast import DecidedError, ResultBroadcast
+from p2ptrain.averaging.commit.round_log import ContributionLog, Path, Result, RoundLog, TreePath
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.cells import delegate_order
 from p2ptrain.averaging.grouping.matchmaker import Matchmaker

@@ -15,13 +15,12 @@ import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Annotated
 
 from msgspec import Meta
 
-from p2ptrain.averaging.commit.result_chunks import RESULT, Means, ResultChunks
-from p2ptrain.averaging.commit.round_log import KNOWN_WAIT_SECONDS, RoundLog
+from p2ptrain.averaging.commit.result_chunks import RESULT, ResultChunks
+from p2ptrain.averaging.commit.round_log import KNOWN_WAIT_SECONDS, Path, RoundLog, TreePath
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.protocol.certificate import MAX_LEVELS, Body, Certificate
 from p2ptrain.averaging.timing.deadlines import (
@@ -57,8 +56,6 @@ MAX_CELLS_KEPT = 8
 
 OUTCOME = "broadcast.outcome"
 FAILURES = (PeerError, DeadlineError, IntegrityError)
-Path = tuple[Certificate, ...]
-"""The certificates of the levels above a cell, up to the round's last."""
 
 
 class AskOutcome(Message, frozen=True):
@@ -84,31 +81,6 @@ class Outcome(FromDelegate, frozen=True, tag="outcome"):
 
 class DecidedError(TemporaryError):
     """The round has ended, but this peer could not fetch its result; a replay can fetch it later."""
-
-
-@dataclass(frozen=True)
-class TreePath:
-    """The path of a cell's result into the round's result; ``means`` are those of the last certificate."""
-
-    path: Path
-    means: Means
-
-    def counts(self, body: Body) -> bool:
-        """True if `path` proves that the round's result contains a cell's result."""
-        for certificate in self.path:
-            above = certificate.body
-            if body.body_hash not in above.counted_children:
-                return False
-            body = above
-        return True
-
-    def position_of(self, body: Body, index: int) -> tuple[int, int]:
-        """Return the index among all peers of the round of member ``index`` of a group at level 0, and their number."""
-        for certificate in self.path:
-            above = certificate.body
-            index += sum(above.peers[: above.children.index(body.body_hash)])
-            body = above
-        return index, sum(body.peers)
 
 
 class ResultBroadcast:

@@ -52,6 +52,10 @@ BYTES_PER_SOURCE = 4 << 20
 MAX_OWN_RESULTS = 8
 
 
+Path = tuple[Certificate, ...]
+"""The certificates of the levels above a cell, up to the round's last."""
+
+
 @dataclass(frozen=True)
 class Result:
     """A certificate and the encoded mean of each share."""
@@ -62,6 +66,31 @@ class Result:
     @property
     def num_bytes(self) -> int:
         return sum(len(mean) for mean in self.means)
+
+
+@dataclass(frozen=True)
+class TreePath:
+    """The path of a cell's result into the round's result; ``means`` are those of the last certificate."""
+
+    path: Path
+    means: Means
+
+    def counts(self, body: Body) -> bool:
+        """True if `path` proves that the round's result contains a cell's result."""
+        for certificate in self.path:
+            above = certificate.body
+            if body.body_hash not in above.counted_children:
+                return False
+            body = above
+        return True
+
+    def position_of(self, body: Body, index: int) -> tuple[int, int]:
+        """Return the index among all peers of the round of member ``index`` of a group at level 0, and their number."""
+        for certificate in self.path:
+            above = certificate.body
+            index += sum(above.peers[: above.children.index(body.body_hash)])
+            body = above
+        return index, sum(body.peers)
 
 
 class RoundLog:
