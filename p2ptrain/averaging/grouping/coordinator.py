@@ -80,15 +80,14 @@ class Coordinator:
     def give_way(self, key: Key, peer: str, closing: bool) -> bool:
         """If a peer leads the round rather than this one, redirect this group's members to it, and return True.
 
-        Views of failures differ, so a leader without members also yields to one that is ``closing``: that one's group
-        has a quorum. Of two with a quorum, `Leaders.priority` decides. No leader yields to a suspect.
+        Views of failures differ, so a leader whose own group is not closing also yields to one that is ``closing``:
+        that one's group has a quorum. Of two with a quorum, `Leaders.priority` decides. No leader yields to a suspect.
         """
         group, own = self._groups.get(key), self._context.rpc.peer_id
         if group is None or group.over or self._membership.is_suspect(peer):
             return False
-        alone = group.members.keys() <= {group.slot_of(own)}
         outranked = self._leaders.priority(key, peer) < self._leaders.priority(key, own)
-        if not (self._goes_before(key, peer) or (closing and (alone or outranked))):
+        if not (self._goes_before(key, peer) or (closing and (not group.closing or outranked))):
             return False
         group.answer_all(messages.Redirected(peer))
         return True
