@@ -108,11 +108,17 @@ class _CountingStream(Stream):
             self._name = self._name_in(data)
         return data
 
+    async def read_into(self, view: memoryview) -> None:
+        view[:] = await self.read(len(view))
+
     def _name_in(self, header: bytes) -> str:
         return str(unpack(header, self.remote, dict).get("name", "?"))
 
     async def close(self) -> None:
         await self._stream.close()
+
+    async def rest(self) -> None:
+        await self.close()
 
     def abort(self) -> None:
         self._stream.abort()

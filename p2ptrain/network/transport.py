@@ -40,20 +40,20 @@ class Stream(ABC):
     async def read(self, num_bytes: int) -> bytes:
         """Return exactly ``num_bytes`` bytes; raise `PeerLostError` if the stream ends first."""
 
+    @abstractmethod
     async def read_into(self, view: memoryview) -> None:
         """Fill ``view`` (writable, bytes), without a copy where possible; raise as `read`.
 
         The caller must not use ``view`` meanwhile.
         """
-        view[:] = await self.read(len(view))
 
     @abstractmethod
     async def close(self) -> None:
         """Flush for a bounded time and end the stream; idempotent and never raises."""
 
+    @abstractmethod
     async def rest(self) -> None:
         """Close a stream without data in flight, as both ends know; its connection may carry another stream."""
-        await self.close()
 
     @abstractmethod
     def abort(self) -> None:

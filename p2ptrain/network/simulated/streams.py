@@ -224,11 +224,17 @@ class SimulatedStream(Stream):
             await incoming.wait_for_data(num_bytes)
         return incoming.take(num_bytes)
 
+    async def read_into(self, view: memoryview) -> None:
+        view[:] = await self.read(len(view))
+
     async def close(self) -> None:
         """See `Stream.close`; written data is still delivered while this peer lives."""
         if not self.over:
             self._finish()
             self.outgoing.end()
+
+    async def rest(self) -> None:
+        await self.close()
 
     def abort(self) -> None:
         if not self.over:

@@ -8,6 +8,7 @@ from p2ptrain.errors import DeadlineError, PeerLostError, PeerRefusedError, Reso
 from p2ptrain.network.rpc.channel import Channel, ChannelLimits
 from p2ptrain.network.rpc.frames import FRAME, MAX_REASON_BYTES, error_frame, ping_frame
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork
+from p2ptrain.network.simulated.streams import SimulatedStream
 from p2ptrain.network.transport import Stream
 from tests.support.coroutines import simulated
 from tests.support.sim.channels import against, conversation, talkers
@@ -197,7 +198,7 @@ async def test_who_receives_from_a_channel_that_another_task_closes_loses_its_pe
         await asyncio.sleep(1)
         await stream.close()
 
-    monkeypatch.setattr(Stream, "rest", rest)
+    monkeypatch.setattr(SimulatedStream, "rest", rest)
 
     async with conversation(network, lambda channel: channel.lost) as (channel, _, _):
         receives = channel.receive(dict, 600) if what == "message" else channel.receive_bytes(10, 600)
@@ -243,7 +244,7 @@ async def test_a_stream_rests_when_both_ends_know_that_nothing_more_comes(
         rested.append(stream.remote)
         await stream.close()
 
-    monkeypatch.setattr(Stream, "rest", rest)
+    monkeypatch.setattr(SimulatedStream, "rest", rest)
 
     async def server(channel: Channel) -> None:
         if ending == "refused":
