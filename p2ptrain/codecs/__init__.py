@@ -7,8 +7,7 @@ by its manifest name. `warm_up` loads the native versions. A mean of contributio
 
 from __future__ import annotations
 
-from p2ptrain.codecs.arrays import CodecError
-from p2ptrain.codecs.base import Codec, Decoder
+from p2ptrain.codecs.base import Codec, CodecError, Decoder
 from p2ptrain.codecs.part_list import PartList, fewer_bytes_listed
 from p2ptrain.codecs.registry import CODECS, codec_at, dense_codec, get_codec, smaller_codecs, warm_up
 

@@ -34,8 +34,7 @@ import numpy.typing as npt
 import torch
 
 from p2ptrain.buffers import Buffer
-from p2ptrain.codecs.arrays import CHUNK_VALUES, Bytes, CodecError, chunks
-from p2ptrain.codecs.base import NativeCodec
+from p2ptrain.codecs.base import CHUNK_VALUES, Bytes, CodecError, NativeCodec, chunks
 
 SCALE_BYTES: Final = 4
 MIN_PEAK: Final = 2.0**-100

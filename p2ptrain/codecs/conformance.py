@@ -17,8 +17,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from p2ptrain.codecs.arrays import CodecError
-from p2ptrain.codecs.base import ENERGY_VALUES, Codec
+from p2ptrain.codecs.base import ENERGY_VALUES, Codec, CodecError
 from p2ptrain.extensions import require
 
 MAX_VALUE_BYTES = 8

@@ -10,8 +10,7 @@ import numpy.typing as npt
 import torch
 
 from p2ptrain.buffers import Buffer
-from p2ptrain.codecs.arrays import CHUNK_VALUES, Bytes, CodecError, check_vector, chunks
-from p2ptrain.codecs.base import NOT_FINITE, NativeCodec
+from p2ptrain.codecs.base import CHUNK_VALUES, NOT_FINITE, Bytes, CodecError, NativeCodec, check_vector, chunks
 
 Words = npt.NDArray[np.unsignedinteger[Any]]
 

@@ -16,8 +16,7 @@ from itertools import pairwise
 import torch
 
 from p2ptrain.buffers import Buffer
-from p2ptrain.codecs.arrays import check_vector
-from p2ptrain.codecs.base import Codec
+from p2ptrain.codecs.base import Codec, check_vector
 
 Span = tuple[int, int, Codec]
 """First value, end, and codec of a span."""

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from p2ptrain.buffers import Buffer
-from p2ptrain.codecs.arrays import CodecError, byte_array, check_vector
-from p2ptrain.codecs.base import Codec, Decoder
+from p2ptrain.codecs.base import Codec, CodecError, Decoder, byte_array, check_vector
 
 if TYPE_CHECKING:
     import torch

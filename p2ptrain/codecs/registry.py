@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from p2ptrain.codecs.arrays import CodecError
-from p2ptrain.codecs.base import ENERGY_VALUES, Codec, NativeCodec
+from p2ptrain.codecs.base import ENERGY_VALUES, Codec, CodecError, NativeCodec
 from p2ptrain.extensions import Extensions
 from p2ptrain.native.load import Function, load_functions
 
@@ -44,12 +43,11 @@ SAMPLE_BLOCKS = 12
 _once = threading.Lock()
 
 
-def get_codec(name: str) -> Codec:
-    """Return the shared, stateless codec called ``name``.
+get_codec = CODECS.get
+"""Returns the shared, stateless codec of a name.
 
-    Raises `IncompatibleError` if this machine has no such codec, or a package's codec fails `check_codec`.
-    """
-    return CODECS.get(name)
+Raises `IncompatibleError` if this machine has no such codec, or a package's codec fails `check_codec`.
+"""
 
 
 @lru_cache(maxsize=16)
@@ -62,6 +60,7 @@ def dense_codec(codec: Codec) -> Codec:
     return get_codec(DENSE) if codec.sparse else codec
 
 
+@lru_cache(maxsize=16)
 def codec_at(codec: Codec, level: int) -> Codec:
     """Return the codec for groups on ``level`` of the tree; above level 0 means are no longer sparse."""
     return get_codec(DENSE) if level and codec.sparse else codec

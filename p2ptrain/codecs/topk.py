@@ -33,8 +33,7 @@ import numpy.typing as npt
 import torch
 
 from p2ptrain.buffers import Buffer
-from p2ptrain.codecs.arrays import Bytes, CodecError, Floats, chunks
-from p2ptrain.codecs.base import NativeCodec
+from p2ptrain.codecs.base import Bytes, CodecError, Floats, NativeCodec, chunks
 
 CHUNK = 4096
 ROWS_AT_ONCE = 64

@@ -123,7 +123,7 @@ def centered_clip(parts: list[Tensor], center_ratio: float, iterations: int) -> 
     """
     import torch
 
-    from p2ptrain.codecs.arrays import sum_of_squares
+    from p2ptrain.codecs.base import sum_of_squares
 
     num_parts = len(parts)
     center = _middle([part.clone() for part in parts])
@@ -208,7 +208,7 @@ class Rule(ABC):
     """Stateless rule that combines the contributions to a share; either a `WeightedRule` or a `VotingRule`.
 
     Other packages add rules through the entry point group ``p2ptrain.rules``. A rule must give the same bits on every
-    machine: single fp32 operations in a fixed order, norms by `p2ptrain.codecs.arrays.sum_of_squares`, double scalars.
+    machine: single fp32 operations in a fixed order, norms by `p2ptrain.codecs.base.sum_of_squares`, double scalars.
     `p2ptrain.averaging.vector.conformance` checks this.
     """
 

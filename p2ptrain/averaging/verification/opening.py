@@ -303,7 +303,7 @@ def judge(opened: Opened, position: int, opening: Opening, mean: bytes | memoryv
     """
     import torch
 
-    from p2ptrain.codecs.arrays import sums_of_squares
+    from p2ptrain.codecs.base import sums_of_squares
 
     share, chunk = opened.statement.share, opened.keys[position][0]
     low, high = rules.span(share.low, share.high, chunk)

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from p2ptrain.codecs.arrays import CodecError
+from p2ptrain.codecs.base import CodecError
 from p2ptrain.models.stage import WHOLE, StageContext
 from p2ptrain.pipeline.messages import BadMicrobatchError, Hop, Payload, check_values, pack, unpack
 from p2ptrain.pipeline.plan import PipelinePlan

@@ -26,7 +26,7 @@ COMMAND = "p2ptrain.cli.main"
 STUCK = "tests.support.processes.stuck"
 TRAINING = (
     "torch._dynamo", "cid", "netaddr", "p2ptrain.node.roles.training", "p2ptrain.training.state.adamw",
-    "p2ptrain.codecs.arrays",
+    "p2ptrain.codecs.base",
 )  # fmt: skip
 IMPORTS = {
     WORKER: (WORKER, *TRAINING),

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from p2ptrain.codecs import CODECS, Codec, get_codec
-from p2ptrain.codecs.arrays import CHUNK_VALUES, SUM_COLUMNS, sum_of_squares
-from p2ptrain.codecs.base import NativeCodec
+from p2ptrain.codecs.base import CHUNK_VALUES, SUM_COLUMNS, NativeCodec, sum_of_squares
 from p2ptrain.codecs.conformance import check_codec, fingerprint
 from p2ptrain.codecs.dense import Fp32Codec
 from p2ptrain.extensions import ContractError

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2ptrain.codecs import Codec, CodecError, PartList, get_codec
-from p2ptrain.codecs.arrays import Floats
+from p2ptrain.codecs.base import Floats
 from p2ptrain.codecs.mixed import by_size
 from tests.support.codecs import decode, gaussian
 
