@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from p2ptrain.averaging.grouping.membership import Membership
+from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.runtime import Runtime
@@ -47,3 +48,13 @@ class PeerContext:
     spec: AveragingSpec
     membership: Membership
     owner: Owner = field(default_factory=Unconcerned)
+
+    def certificate(self, raw: bytes) -> Certificate:
+        """Return a certificate in wire form, which may come from anybody, once it is verified.
+
+        Raises:
+            IntegrityError: It is malformed, of another swarm, without a majority, or breaks the manifest's bounds.
+        """
+        certificate = Certificate.from_bytes(raw, self.swarm, self.signer)
+        certificate.body.check_allowed(self.spec)
+        return certificate

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from functools import partial
 
 from p2ptrain.averaging.protocol.certificate import Certificate, fetch_certificates
 from p2ptrain.errors import BootstrapError
@@ -37,7 +38,8 @@ class Observer:
     async def certificates_after(self, peer: str, lineage: bytes) -> list[Certificate]:
         """Return a peer's verified certificates that follow on a lineage, oldest first; see `fetch_certificates`."""
         own = self.peer
-        return await fetch_certificates(own.rpc, peer, lineage, own.rpc.swarm, own.identity, proofs=True)
+        read = partial(Certificate.from_bytes, swarm=own.rpc.swarm, verifier=own.identity)
+        return await fetch_certificates(own.rpc, peer, lineage, read, proofs=True)
 
     async def peers(self) -> list[PeerRecord]:
         """Return the records of all peers, ordered by peer id; retry until the directory answers.

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from p2ptrain.averaging.protocol.certificate import Head
+from p2ptrain.averaging.protocol.certificate import MAX_COUNT, Body, Certificate, Head, vote
+from p2ptrain.errors import IntegrityError
 from p2ptrain.network.schema import Nothing
 from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.training.sync.state_server import HeldHead
@@ -17,9 +18,9 @@ from tests.support.sim.trainers import Ledger, SimulatedTrainer, make_manifest
 
 
 @asynccontextmanager
-async def _trainers(network: SimulatedNetwork, names: str) -> AsyncIterator[list[SimulatedTrainer]]:
+async def _trainers(network: SimulatedNetwork, names: str, min_peers: int = 1) -> AsyncIterator[list[SimulatedTrainer]]:
     """Trainers that have averaged once, but for the last, which has only seen their records."""
-    manifest, ledger = make_manifest(history_rounds=1), Ledger()
+    manifest, ledger = make_manifest(history_rounds=1, min_peers=min_peers), Ledger()
     trainers = [SimulatedTrainer(network.add_peer(name), manifest, ledger) for name in names]
     *members, newcomer = trainers
     try:
@@ -85,3 +86,74 @@ async def test_a_state_whose_digest_most_others_do_not_announce_is_refused(netwo
         assert newcomer.sync.head == before
         assert await newcomer.sync.catch_up.follow(b.peer.peer_id, None)
         assert newcomer.sync.head == b.sync.head
+
+
+def _falsify(trainer: SimulatedTrainer) -> None:
+    """Change a trainer's state, with the digest that belongs to it."""
+    with torch.no_grad():
+        trainer.state.vector.add_(1.0)
+    trainer.sync.state.head = replace(trainer.sync.head, digest=trainer.state.tree().root)
+
+
+async def _average(*members: SimulatedTrainer) -> None:
+    for each in members:
+        each._step()
+    await asyncio.gather(*(each.synchronize() for each in members))
+
+
+@simulated(seed=3)
+async def test_a_false_state_is_refused_by_the_certificate_of_the_round_after_it(network: SimulatedNetwork) -> None:
+    """No record tells the liar's state apart: the others are a round further by then."""
+    async with _trainers(network, "abln") as (a, b, liar, newcomer):
+        _falsify(liar)
+        await liar.presence.publish()
+        liar.sync.participate(False)
+        await _average(a, b)
+        await asyncio.sleep(30.0)
+        await newcomer.presence.refresh()
+        assert await newcomer.sync.catch_up.follow(liar.peer.peer_id, None)
+        assert newcomer.sync.head == a.sync.head
+        assert newcomer.sync.catch_up.resyncs == 1
+
+
+@simulated(seed=4)
+async def test_a_peer_whose_own_state_is_false_does_not_replay_rounds_on_it(network: SimulatedNetwork) -> None:
+    async with _trainers(network, "abcn") as (a, b, damaged, _):
+        _falsify(damaged)
+        damaged._step()
+        damaged.sync.participate(False)
+        await _average(a, b)
+        assert await damaged.sync.catch_up.follow(a.peer.peer_id, damaged.work)
+        assert damaged.sync.head == a.sync.head
+        assert damaged.sync.catch_up.resyncs == 1
+        assert damaged.work.tokens == 0, "work on top of a false state is dropped"
+
+
+FORGERIES: dict[str, Callable[[Body], Body]] = {
+    "tokens": lambda body: replace(body, contributors=((0, 1 << 40, 1),)),
+    "the end of the range": lambda body: replace(body, tokens_before=MAX_COUNT - 1),
+    "too few peers": lambda body: body,
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+@simulated(seed=5)
+async def test_a_certificate_that_breaks_the_manifests_bounds_is_followed_by_nobody(
+    network: SimulatedNetwork, forgery: str
+) -> None:
+    """One stranger signs it, as the only member of its roster."""
+    async with _trainers(network, "abn", min_peers=2 if forgery == "too few peers" else 1) as (a, _, newcomer):
+        honest = Certificate.from_bytes(a.sync.head.certificate, a.swarm, a.peer.signer).body
+        alone = replace(
+            honest, members=(a.peer.peer_id,), peers=(1,), bounds=(0, honest.bounds[-1]), hashes=honest.hashes[:1],
+            contributors=((0, 10, 1),),
+        )  # fmt: skip
+        body = FORGERIES[forgery](alone)
+        body.check()
+        raw = Certificate(body, ((a.peer.peer_id, a.peer.signer.sign(vote(body.body_hash))),)).to_bytes()
+        _offer(a, body.next_head(a.sync.head.digest, raw))
+        before = newcomer.sync.head
+        assert not await newcomer.sync.catch_up.follow(a.peer.peer_id, None)
+        assert newcomer.sync.head == before
+        with pytest.raises(IntegrityError, match=r"tokens|room|peers"):
+            newcomer.sync.replica.context.certificate(raw)

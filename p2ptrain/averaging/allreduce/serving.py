@@ -12,7 +12,7 @@ from p2ptrain.averaging.commit.result_chunks import Source
 from p2ptrain.averaging.commit.round_log import RoundLog
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.cells import Cells
-from p2ptrain.averaging.protocol.certificate import Certificate, Roster
+from p2ptrain.averaging.protocol.certificate import Roster
 from p2ptrain.averaging.timing.deadlines import keepalive_seconds
 from p2ptrain.errors import IntegrityError, PeerRefusedError, ProtocolError
 from p2ptrain.network.rpc.channel import Channel
@@ -79,7 +79,7 @@ class RunningSessions:
         if index < 0 or not raw:
             raise IntegrityError("its result's certificate is missing")
         ticket = roster.tickets[index]
-        body = Certificate.from_bytes(raw, self._context.swarm, self._context.signer).body
+        body = self._context.certificate(raw).body
         if (
             (body.body_hash, body.tokens, body.most_samples, sum(body.peers))
             != (ticket.child, ticket.tokens, ticket.samples, ticket.peers)

@@ -298,6 +298,7 @@ class Attempt:
             swarm=self.swarm,
             round=self.head.round,
             lineage=self.head.lineage,
+            digest=self.head.digest,
             tokens_before=self.head.tokens,
             samples_before=self.head.samples,
             group_id=self.roster.group_id,

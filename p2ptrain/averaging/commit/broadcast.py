@@ -258,10 +258,11 @@ class ResultBroadcast:
         path: list[Certificate] = []
         below = cell
         for item in raw:
-            certificate = Certificate.from_bytes(item, self._context.swarm, self._context.signer)
+            certificate = self._context.certificate(item)
             above = certificate.body
             if not (
-                (above.round, above.lineage, above.levels) == (cell.round, cell.lineage, cell.levels)
+                (above.round, above.lineage, above.digest) == (cell.round, cell.lineage, cell.digest)
+                and above.levels == cell.levels
                 and (above.tokens_before, above.samples_before) == (cell.tokens_before, cell.samples_before)
                 and above.level == below.level + 1
                 and below.body_hash in above.children

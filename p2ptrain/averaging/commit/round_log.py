@@ -243,7 +243,7 @@ class RoundLog:
     async def certificates_after(self, peer: str, lineage: bytes, *, proofs: bool = False) -> list[Certificate]:
         """Fetch and verify a peer's chain of certificates; see `fetch_certificates`."""
         context = self._context
-        return await fetch_certificates(context.rpc, peer, lineage, context.swarm, context.signer, proofs=proofs)
+        return await fetch_certificates(context.rpc, peer, lineage, context.certificate, proofs=proofs)
 
     async def fetch_means(self, sources: Sequence[str], body: Body, timeout_seconds: float | None = None) -> Means:
         """Fetch the encoded means of a result, and check every chunk against the body's hashes.

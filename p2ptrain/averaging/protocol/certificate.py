@@ -10,6 +10,7 @@ proves its lineage by its *chain*, the certificates after an earlier head.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, ClassVar, Self
@@ -18,6 +19,7 @@ from msgspec import Meta
 
 from p2ptrain.errors import IntegrityError, ProtocolError
 from p2ptrain.hashing import HASH_BYTES, canonical_bytes
+from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.schema import Hash, Message, from_bytes, to_bytes, to_wire
 from p2ptrain.signing import Signer
@@ -153,11 +155,16 @@ class Ticket(Signed):
         return self.peer
 
     def check_weight(self, max_weight: float) -> None:
-        """Raise `IntegrityError` if the ticket claims more tokens or samples than the manifest allows a peer."""
-        if self.tokens > max_weight * self.peers:
-            raise IntegrityError(f"a ticket claims a weight of more than {max_weight:g} tokens for each peer")
-        if self.samples > max_weight:  # Otherwise the data position could exceed a head's range.
-            raise IntegrityError(f"a ticket claims more than {max_weight:g} samples")
+        """See `check_weight`."""
+        check_weight(self.tokens, self.samples, self.peers, max_weight)
+
+
+def check_weight(tokens: int, samples: int, peers: int, max_weight: float) -> None:
+    """Raise `IntegrityError` if ``peers`` claim more tokens or samples than the manifest allows."""
+    if tokens > max_weight * peers:
+        raise IntegrityError(f"a weight of more than {max_weight:g} tokens for each peer")
+    if samples > max_weight:  # Otherwise the data position could exceed a head's range.
+        raise IntegrityError(f"more than {max_weight:g} samples for each peer")
 
 
 @dataclass(frozen=True)
@@ -193,6 +200,7 @@ class Body:
     Attributes:
         swarm: The manifest's digest, 32 bytes.
         lineage: The lineage that it extends, 32 bytes.
+        digest: The digest of the state that it extends, 32 bytes: a certificate vouches for the state before it.
         tokens_before: The lineage's tokens before this round.
         samples_before: Its data position before this round.
         contributors: (index in the roster, tokens, samples) of each member whose contribution is in the mean.
@@ -208,6 +216,7 @@ class Body:
     swarm: Hash
     round: Count
     lineage: Hash
+    digest: Hash
     tokens_before: Count
     samples_before: Count
     group_id: Hash
@@ -238,6 +247,25 @@ class Body:
             and len(self.children) == (size if self.level else 0)
         ):
             raise IntegrityError("a result's body has fields that do not fit together")
+
+    def check_allowed(self, spec: AveragingSpec) -> None:
+        """Raise `IntegrityError` unless the result keeps to the manifest, and leaves room for the rounds after it."""
+        if not self.contributors or len(self.members) > spec.group_size:
+            raise IntegrityError("a result is nobody's, or of more members than a group may have")
+        if self.is_last and sum(self.peers) < spec.min_peers:
+            raise IntegrityError(f"a result is of fewer than {spec.min_peers} peers")
+        for index, tokens, samples in self.contributors:
+            check_weight(tokens, samples, self.peers[index], spec.max_weight)
+        if max(self.round + 1, self.tokens_before + self.tokens, self.next_samples) > MAX_COUNT:
+            raise IntegrityError("a result leaves no room for the rounds after it")
+
+    def check_follows(self, head: Head) -> None:
+        """Raise `IntegrityError` unless this is a result of the round in progress after ``head``."""
+        counts = (self.round, self.tokens_before, self.samples_before)
+        if self.lineage != head.lineage or counts != (head.round, head.tokens, head.samples):
+            raise IntegrityError("a certificate's counts do not follow from its lineage")
+        if self.digest != head.digest:
+            raise IntegrityError("a certificate is of another state than its lineage has here")
 
     def to_bytes(self) -> bytes:
         """Return canonical msgpack."""
@@ -361,9 +389,11 @@ class Chain(Message, frozen=True):
 
 
 async def fetch_certificates(
-    rpc: Rpc, peer: str, lineage: bytes, swarm: bytes, verifier: Signer, *, proofs: bool = False
+    rpc: Rpc, peer: str, lineage: bytes, read: Callable[[bytes], Certificate], *, proofs: bool = False
 ) -> list[Certificate]:
     """Return a peer's certificates from ``lineage`` on, verified and connected; see `RoundLog.certificates_after`.
+
+    ``read`` parses and verifies one, and raises `IntegrityError` if it is not valid.
 
     Raises:
         PeerError, DeadlineError: The call failed.
@@ -375,7 +405,7 @@ async def fetch_certificates(
     certificates = []
     for item in reply.certificates:
         try:
-            certificate = Certificate.from_bytes(item, swarm, verifier)
+            certificate = read(item)
         except IntegrityError as error:
             raise ProtocolError(peer, f"sent a history in which {error}") from error
         if certificate.body.lineage != lineage or not certificate.body.is_last:

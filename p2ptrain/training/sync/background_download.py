@@ -74,6 +74,7 @@ class StateDownload:
         self._source = ""
         self._must_be_one_round = False
         self._link = asyncio.Lock()
+        self._extending = asyncio.Lock()
         self._waiting: dict[str, Stamp] = {}
         self._wanted = asyncio.Event()
         self._news = asyncio.Event()
@@ -97,7 +98,7 @@ class StateDownload:
             tasks.start(self._collect(), "collect rounds")
             with self._jobs("downloading the state") as advance:
                 logged, layout = _logged(advance), self._state.layout.fingerprint
-                while not (partial.is_complete and self._fits_together(partial)):
+                while not await self._is_over(partial):
                     await download_state(self._context.rpc, self._sources, layout, partial, self, advance=logged)
             yield
 
@@ -105,7 +106,7 @@ class StateDownload:
         if self._partial is None:
             rounds, context = self._folder / "rounds" if self._folder else None, self._context
             self._partial = await context.runtime.offload(PartialDownload.open, self._part)
-            self.rounds = await context.runtime.offload(RoundsSince.open, rounds, context.swarm, context.signer)
+            self.rounds = await context.runtime.offload(RoundsSince.open, rounds, context.certificate)
             for _, stamp in self._partial.chunks():  # Their digests were believed when they were kept.
                 self._claims.setdefault(stamp.lineage, {})[self._context.rpc.peer_id] = stamp.digest
             if self._partial.num_done:
@@ -162,10 +163,23 @@ class StateDownload:
             pass
 
     def _believed(self, lineage: bytes) -> bytes:
-        """Return the most frequent digest at a lineage, by peers' records and by the stamps that they sent."""
+        """Return the digest at a lineage: the one that the next certificate vouches for, or the most frequent.
+
+        Until a later round is certified, peers' records and the stamps that they sent count.
+        """
+        position = self.rounds.positions.get(lineage, len(self.rounds.certificates))
+        if position < len(self.rounds.certificates):
+            return self.rounds.certificates[position].body.digest
         votes = {record.peer: record.digest for record in self._membership.records() if record.lineage == lineage}
         counted = Counter({**votes, **self._claims.get(lineage, {})}.values())
         return counted.most_common(1)[0][0] if counted else b""
+
+    async def _is_over(self, partial: PartialDownload) -> bool:
+        """True if all chunks are here and fit, also with the newest certificate, which vouches for the state before."""
+        if partial.is_complete:
+            async with self._extending:
+                await self._extend()
+        return partial.is_complete and self._fits_together(partial)
 
     def _fits_together(self, partial: PartialDownload) -> bool:
         """Drop chunks that do not fit the others; return True if all fit.
@@ -191,8 +205,9 @@ class StateDownload:
                     await self._wanted.wait()
             was_wanted = self._wanted.is_set()
             self._wanted.clear()
-            if not await self._extend() and was_wanted:
-                await self._skip_a_gap()
+            async with self._extending:
+                if not await self._extend() and was_wanted:
+                    await self._skip_a_gap()
 
     async def _extend(self) -> bool:
         """Fetch the newer results of the first peer that has any; return True if there were some."""

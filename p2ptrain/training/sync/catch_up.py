@@ -119,6 +119,9 @@ class CatchUp:
             holder, chain = await self._chain_of_others(source)
         if not chain:
             return await self._download(source, work, keep_work=True)
+        if chain[0].body.digest != self._state.head.digest:
+            logger.warning("the swarm went on from another state than this peer's: its own is wrong")
+            return await self._download(source, work, keep_work=False, chain=chain)
         replay_bytes = sum(self._round_log.num_bytes_of(holder, each.body) for each in chain)
         is_download, reason = choose_way(len(chain), replay_bytes, self._state_bytes())
         logger.info("catching up with peer %s: %s", holder[-8:], reason)
@@ -149,8 +152,7 @@ class CatchUp:
         for number, certificate in enumerate(chain):
             advance(number, len(chain))
             body, head = certificate.body, self._state.head
-            if (body.tokens_before, body.samples_before) != (head.tokens, head.samples):
-                raise IntegrityError("a certificate's counts do not follow from its lineage")
+            body.check_follows(head)
             if body.levels != self._matchmaker.cells.num_levels(head.present):
                 raise IntegrityError("a certificate is of another tree than its lineage has")
             chunks = self._round_log.chunks_of(holder, body)

@@ -187,6 +187,7 @@ class Replica:
 
     async def _apply(self, result: Result, work: Contribution | None, contributed: bool) -> None:
         body = result.certificate.body
+        body.check_follows(self.state.head)
         tree_root = await self.context.runtime.compute(self._take_step, result, work, contributed)
         if contributed:
             self._drops_in_a_row = 0

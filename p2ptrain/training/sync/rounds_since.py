@@ -10,6 +10,7 @@ import mmap
 import os
 import shutil
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from p2ptrain.buffers import Buffer
 from p2ptrain.errors import IntegrityError, ResourceError
 from p2ptrain.hashing import HASH_BYTES, bulk_hash
 from p2ptrain.network.schema import from_bytes, to_bytes
-from p2ptrain.signing import Signer
 
 BASE_FILE = "base"
 _LENGTH = struct.Struct(">Q")
@@ -42,8 +42,11 @@ class RoundsSince:
         self._means: list[list[Buffer]] = []
 
     @classmethod
-    def open(cls, folder: Path | None, swarm: bytes, verifier: Signer) -> RoundsSince:
-        """Return the intact part of the chain that an earlier process left in a folder."""
+    def open(cls, folder: Path | None, read: Callable[[bytes], Certificate]) -> RoundsSince:
+        """Return the intact part of the chain that an earlier process left in a folder.
+
+        ``read`` parses and verifies a certificate.
+        """
         rounds = cls(folder)
         if folder is None or not (folder / BASE_FILE).is_file():
             return rounds
@@ -52,7 +55,7 @@ class RoundsSince:
             rounds._begin(base)
             while (path := rounds._path(len(rounds.certificates))).is_file():
                 certificate, means = _read(path)
-                found = Certificate.from_bytes(bytes(certificate), swarm, verifier)
+                found = read(bytes(certificate))
                 if found.body.lineage != rounds.tip:
                     break
                 rounds._take(found, means)

@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.membership import Membership
-from p2ptrain.averaging.protocol.certificate import Certificate, Head, genesis
+from p2ptrain.averaging.protocol.certificate import Head, genesis
 from p2ptrain.errors import DeadlineError, IncompatibleError, IntegrityError, PeerError, TemporaryError
 from p2ptrain.network.chunks.messages import Open
 from p2ptrain.network.chunks.server import ChunkServer, Ration
@@ -171,6 +171,6 @@ def check_head(context: PeerContext, membership: Membership, head: Head) -> None
         if head != genesis(context.swarm, head.digest):
             raise IntegrityError("a head at round 0 is not a beginning")
         return
-    body = Certificate.from_bytes(head.certificate, context.swarm, context.signer).body
+    body = context.certificate(head.certificate).body
     if body.next_head(head.digest, head.certificate) != head:
         raise IntegrityError("a head does not follow from its certificate")

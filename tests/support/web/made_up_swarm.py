@@ -304,6 +304,7 @@ class MadeUpSwarm:
             swarm=self._digest,
             round=round_,
             lineage=lineage,
+            digest=self._hash("state", round_),
             tokens_before=before.tokens_before + before.tokens if before else 10**9,
             samples_before=0,
             group_id=self._hash("group", round_),

@@ -85,7 +85,7 @@ def result(round_: int, lineage: bytes, members: Sequence[str] = ("a", "b", "c")
     """What a group agreed on: all contribute 100 tokens each but the last member."""
     size = len(members)
     usual = Body(
-        b"s" * 32, round_, lineage, 100 * round_, 8 * round_, b"g" * 32, tuple(members),
+        b"s" * 32, round_, lineage, b"d" * 32, 100 * round_, 8 * round_, b"g" * 32, tuple(members),
         tuple((index, 100, 8) for index in range(size - 1)), "int8/1", tuple(range(size + 1)), (b"h" * 32,) * size,
         present=size, peers=(1,) * size,
     )  # fmt: skip

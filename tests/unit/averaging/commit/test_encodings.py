@@ -78,8 +78,8 @@ def test_delegates_average_means_densely() -> None:
     def body(level: int) -> Body:
         """Of two members."""
         return Body(
-            b"s" * 32, 3, b"l" * 32, 0, 0, b"g" * 32, ("a", "b"), ((0, 1, 1), (1, 1, 1)), "", (0, 4096, NUM_VALUES),
-            (b"h" * 32,) * 2, 4, level, 2, (2, 2), (),
+            b"s" * 32, 3, b"l" * 32, b"d" * 32, 0, 0, b"g" * 32, ("a", "b"), ((0, 1, 1), (1, 1, 1)), "",
+            (0, 4096, NUM_VALUES), (b"h" * 32,) * 2, 4, level, 2, (2, 2), (),
         )  # fmt: skip
 
     codecs = [mean_codec_of(spec("mean"), get_codec("topk"), body(level)) for level in (0, 1)]

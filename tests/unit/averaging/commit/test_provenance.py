@@ -43,8 +43,9 @@ class Handed:
             hashes.append(root)
         members = tuple(f"member{i}" for i in range(len(hashes)))
         self.body = Body(
-            b"s" * 32, 3, b"l" * 32, 0, 0, b"g" * 32, members, ((0, 10, 1),), f"{codec.name}/{codec.version}",
-            self.bounds, tuple(hashes), present=40, levels=2, peers=(1,) * len(members),
+            b"s" * 32, 3, b"l" * 32, b"d" * 32, 0, 0, b"g" * 32, members, ((0, 10, 1),),
+            f"{codec.name}/{codec.version}", self.bounds, tuple(hashes),
+            present=40, levels=2, peers=(1,) * len(members),
         )  # fmt: skip
         parts = [codec.part(first, last) for first, last in pairwise(self.bounds)]
         self.source = Source(self.body, parts, chunk_values(codec))

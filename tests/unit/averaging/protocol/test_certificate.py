@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2ptrain.averaging.protocol.certificate import Body, Certificate, Head, Roster, Ticket, genesis, vote
+from p2ptrain.averaging.protocol.certificate import MAX_COUNT, Body, Certificate, Head, Roster, Ticket, genesis, vote
 from p2ptrain.errors import IntegrityError
 from p2ptrain.hashing import canonical_bytes
+from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.schema import from_wire, to_wire
 from tests.support.signers import NamedSigner
 
@@ -28,8 +29,9 @@ def make_ticket(peer: str, **fields: Any) -> Ticket:
 def make_body(members: str = "abc", contributors: tuple[int, ...] = (0, 2)) -> Body:
     size = len(members)
     return Body(
-        SWARM, 3, b"l" * 32, 500, 60, b"g" * 32, tuple(members), tuple((i, 100, 8 + i) for i in contributors),
-        "int8/1", tuple(range(size + 1)), tuple(hashlib.sha256(bytes([i])).digest() for i in range(size)),
+        SWARM, 3, b"l" * 32, b"d" * 32, 500, 60, b"g" * 32, tuple(members),
+        tuple((i, 100, 8 + i) for i in contributors), "int8/1", tuple(range(size + 1)),
+        tuple(hashlib.sha256(bytes([i])).digest() for i in range(size)),
         size, 0, 1, (1,) * size,
     )  # fmt: skip
 
@@ -142,6 +144,47 @@ def test_a_body_whose_fields_do_not_fit_together_is_refused(change: dict[str, An
         Body.from_bytes(replace(make_body(), **change).to_bytes())
 
 
+SPEC = AveragingSpec(min_peers=2, group_size=3, max_weight=1e4)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"contributors": ()}, "nobody"),
+        ({"members": tuple("abcd"), "peers": (1,) * 4, "bounds": (0,) * 5, "hashes": (b"h" * 32,) * 4}, "more members"),
+        ({"contributors": ((0, 10_001, 8),)}, "tokens"),
+        ({"contributors": ((0, 100, 10_001),)}, "samples"),
+        ({"tokens_before": MAX_COUNT - 199}, "no room"),
+        ({"samples_before": MAX_COUNT - 29}, "no room"),
+        ({"round": MAX_COUNT}, "no room"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_result_that_breaks_the_manifests_bounds_is_not_allowed(change: dict[str, Any], why: str) -> None:
+    make_body().check_allowed(SPEC)
+    with pytest.raises(IntegrityError, match=why):
+        replace(make_body(), **change).check_allowed(SPEC)
+
+
+def test_a_round_of_fewer_peers_than_the_minimum_is_not_allowed_but_a_cell_of_them_is() -> None:
+    alone = make_body("a", contributors=(0,))
+    with pytest.raises(IntegrityError, match="fewer than 2 peers"):
+        alone.check_allowed(SPEC)
+    replace(alone, levels=2).check_allowed(SPEC)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"round": 4}, {"tokens": 501}, {"samples": 61}, {"lineage": b"m" * 32}, {"digest": b"e" * 32}],
+    ids=str,
+)
+def test_a_result_follows_its_own_head_alone(change: dict[str, Any]) -> None:
+    head = Head(3, b"l" * 32, 500, 60, b"d" * 32)
+    make_body().check_follows(head)
+    with pytest.raises(IntegrityError):
+        make_body().check_follows(replace(head, **change))
+
+
 @pytest.mark.parametrize("number", [math.inf, math.nan, 1.5, True, "1"], ids=str)
 def test_numbers_that_are_no_integers_make_a_body_malformed(number: object) -> None:
     with pytest.raises(IntegrityError):
@@ -151,7 +194,7 @@ def test_numbers_that_are_no_integers_make_a_body_malformed(number: object) -> N
 def test_the_lineage_depends_on_every_field_of_the_body() -> None:
     body = make_body()
     changes: list[dict[str, Any]] = [
-        {"round": 4}, {"tokens_before": 501}, {"contributors": ((0, 100, 8),)},
+        {"round": 4}, {"digest": b"e" * 32}, {"tokens_before": 501}, {"contributors": ((0, 100, 8),)},
         {"hashes": (b"h" * 32, *body.hashes[1:])}, {"bounds": (0, 1, 1, 3)},
     ]  # fmt: skip
     assert len({replace(body, **change).next_lineage for change in [{}, *changes]}) == 1 + len(changes)
