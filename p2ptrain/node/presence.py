@@ -27,15 +27,15 @@ FAREWELL_TIMEOUT_SECONDS = 5.0
 
 
 class RecordReader:
-    """Reads the records of a swarm's peers; each distinct record is verified once."""
+    """Reads the records of a swarm's peers; each distinct record is verified, or refused and counted, once."""
 
     def __init__(self, directory: Callable[[], Directory], swarm: bytes, verifier: Signer) -> None:
         self._directory = directory
         self._swarm = swarm
         self._verifier = verifier
-        self._seen: dict[str, tuple[bytes, PeerRecord, int]] = {}
+        self._seen: dict[str, tuple[bytes, PeerRecord | None, int]] = {}
         self.rejected = 0
-        """Number of records dropped as invalid."""
+        """Number of distinct records dropped as invalid."""
 
     async def read(self, timeout_seconds: float) -> list[tuple[PeerRecord, int, float]] | None:
         """Return all (record, sequence, expiry), ordered by peer id; None if the directory does not answer."""
@@ -43,24 +43,29 @@ class RecordReader:
         if entries is None:
             return None
         result = []
-        seen: dict[str, tuple[bytes, PeerRecord, int]] = {}
+        seen: dict[str, tuple[bytes, PeerRecord | None, int]] = {}
         for peer in sorted(entries):
-            entry = entries[peer]
+            value = entries[peer].value
             known = self._seen.get(peer)
-            if known is None or known[0] != entry.value:
-                try:
-                    opened = open_record(entry.value, RECORD_KIND, self._swarm, self._verifier)
-                    if opened.peer != peer:
-                        raise IntegrityError("it is stored under another peer's id")
-                    known = (entry.value, PeerRecord.from_payload(peer, opened.payload), opened.sequence)
-                except IntegrityError as error:
-                    self.rejected += 1
-                    logger.info("dropped the record of peer %s: %s", peer[-8:], error)
-                    continue
+            if known is None or known[0] != value:
+                known = value, *self._verified(peer, value)
             seen[peer] = known
-            result.append((known[1], known[2], entry.expires_at))
+            if known[1] is not None:
+                result.append((known[1], known[2], entries[peer].expires_at))
         self._seen = seen
         return result
+
+    def _verified(self, peer: str, value: bytes) -> tuple[PeerRecord | None, int]:
+        """Return a peer's record and its sequence; None and 0 for one that is dropped."""
+        try:
+            opened = open_record(value, RECORD_KIND, self._swarm, self._verifier)
+            if opened.peer != peer:
+                raise IntegrityError("it is stored under another peer's id")
+            return PeerRecord.from_payload(peer, opened.payload), opened.sequence
+        except IntegrityError as error:
+            self.rejected += 1
+            logger.info("dropped the record of peer %s: %s", peer[-8:], error)
+            return None, 0
 
 
 class Presence:
