@@ -10,7 +10,7 @@ import psutil
 
 from p2ptrain.config import PeerConfig, parse_size
 from p2ptrain.errors import ConfigError, ResourceError
-from p2ptrain.manifest import Manifest, SignedManifest
+from p2ptrain.manifest import Manifest
 from p2ptrain.models import PROCESS_BYTES, estimate_memory_bytes, num_parameters
 from p2ptrain.models.pretrained import local_data, not_given
 from p2ptrain.pipeline.measure import available_memory
@@ -22,13 +22,13 @@ _MOMENTS = {"average": 0, "nesterov": 1, "adam": 2}
 _SPARE_DISK_BYTES = 200_000_000
 
 
-def describe(signed: SignedManifest, config: PeerConfig) -> str:
+def describe(manifest: Manifest, config: PeerConfig) -> str:
     """Return lines about what joining downloads, runs and exposes."""
-    manifest, resources, directory = signed.manifest, config.resources, config.network.directory
+    resources, directory = config.resources, config.network.directory
     caps = [f"{name} {human_bytes(rate)}/s" for name, rate in (("up", resources.up), ("down", resources.down)) if rate]
     runs, sends = _of_stages(manifest, config) if manifest.in_stages else _of_whole_model(manifest, config)
     return "\n".join([
-        f"swarm      {manifest.name!r}, by organizer {signed.organizer}",
+        f"swarm      {manifest.name!r}, by organizer {manifest.organizer}",
         *runs,
         f"sends      {sends}{'; ' + ', '.join(caps) if caps else ''}",
         f"exposes    {', '.join(config.network.listen)}: this machine's addresses, name, speed and progress are"

@@ -1,8 +1,9 @@
 """The manifest: the settings of a swarm, identified by their digest and signed by the organizer.
 
 The organizer writes a manifest as TOML (``run.toml``). Peers exchange it as a *signed manifest*: canonical msgpack with
-sorted keys, and the organizer's signature. The swarm link holds its SHA-256 digest, so no peer can substitute another
-manifest. The docstrings of the settings become the comments of ``run.toml``.
+sorted keys, and the organizer's signature. The swarm link holds its SHA-256 digest, which covers the organizer's id: no
+peer can substitute another manifest or another organizer. The docstrings of the settings become the comments of
+``run.toml``.
 """
 
 from __future__ import annotations
@@ -381,6 +382,8 @@ class Manifest(Section):
     """A name for people; not unique."""
     protocol: int = PROTOCOL_VERSION
     """The wire protocol's version."""
+    organizer: str = Field("", pattern=r"^[A-Za-z0-9]{0,64}$")
+    """The peer id of the key that signs the manifest; 'p2ptrain seed' and 'p2ptrain up' set it."""
     model: ModelSpec = ModelSpec()
     data: DataSpec = DataSpec()
     training: TrainingSpec = TrainingSpec()
@@ -432,7 +435,7 @@ class Manifest(Section):
 
     @property
     def digest(self) -> bytes:
-        """The swarm's identity: SHA-256 of `to_bytes`, 32 bytes."""
+        """The swarm's identity, once it names its organizer: SHA-256 of `to_bytes`, 32 bytes."""
         return hashlib.sha256(self.to_bytes()).digest()
 
 
@@ -472,20 +475,21 @@ def parse_manifest(values: dict[str, Any], where: str) -> Manifest:
 
 
 class SignedManifest:
-    """A manifest with the organizer's signature."""
+    """A manifest that names its organizer, with the organizer's signature."""
 
-    def __init__(self, manifest: Manifest, organizer: str, proof: bytes) -> None:
+    def __init__(self, manifest: Manifest, proof: bytes) -> None:
         self.manifest = manifest
-        self.organizer = organizer
         self.proof = proof
 
     @classmethod
     def create(cls, manifest: Manifest, organizer: Signer) -> SignedManifest:
-        return cls(manifest, organizer.peer_id, organizer.sign(b"p2ptrain manifest" + manifest.digest))
+        """Return the manifest signed; ``organizer`` replaces the one that it names."""
+        manifest = manifest.model_copy(update={"organizer": organizer.peer_id})
+        return cls(manifest, organizer.sign(b"p2ptrain manifest" + manifest.digest))
 
     def to_bytes(self) -> bytes:
         """Return the wire and file format."""
-        return canonical_bytes({"manifest": self.manifest.to_bytes(), "organizer": self.organizer, "proof": self.proof})
+        return canonical_bytes({"manifest": self.manifest.to_bytes(), "proof": self.proof})
 
     @classmethod
     def from_bytes(cls, data: bytes, digest: bytes | None, verifier: Signer) -> SignedManifest:
@@ -504,15 +508,21 @@ class SignedManifest:
             )
         try:
             outer = msgpack.unpackb(data, raw=False)
-            body, organizer, proof = outer["manifest"], outer["organizer"], outer["proof"]
+            body, proof = outer["manifest"], outer["proof"]
             values = msgpack.unpackb(body, raw=False)
+            organizer = values["organizer"]
             if not (isinstance(organizer, str) and isinstance(proof, bytes) and isinstance(values, dict)):
                 raise ValueError("fields have the wrong types")
         except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
             raise ManifestError("the manifest cannot be parsed: ask the organizer for a new link") from error
         actual = hashlib.sha256(body).digest()
         if digest is not None and actual != digest:
-            raise ManifestError("the manifest does not match the link's digest: do not trust the peer that sent it")
+            raise ManifestError(
+                "the manifest does not match the link's digest, so it is another one, or another organizer's: do not"
+                " trust the peer that sent it"
+            )
         if not verifier.verify(organizer, b"p2ptrain manifest" + actual, proof):
-            raise ManifestError("the manifest is not signed by its organizer: do not trust the peer that sent it")
-        return cls(parse_manifest(values, "manifest"), organizer, proof)
+            raise ManifestError(
+                "the manifest is not signed by the organizer that it names: do not trust the peer that sent it"
+            )
+        return cls(parse_manifest(values, "manifest"), proof)

@@ -47,8 +47,8 @@ def test_any_change_is_another_swarm(change: dict[str, Any]) -> None:
 def test_a_signed_manifest_survives_the_wire() -> None:
     signed = SignedManifest.create(Manifest(name="x"), ALICE)
     received = SignedManifest.from_bytes(signed.to_bytes(), signed.manifest.digest, MALLORY)
-    assert received.manifest == signed.manifest
-    assert (received.organizer, received.proof) == (signed.organizer, signed.proof)
+    assert received.manifest == signed.manifest == Manifest(name="x", organizer="alice")
+    assert received.proof == signed.proof
 
 
 def test_another_manifest_than_the_links_is_refused() -> None:
@@ -58,18 +58,30 @@ def test_another_manifest_than_the_links_is_refused() -> None:
 
 
 def test_a_manifest_that_its_organizer_did_not_sign_is_refused() -> None:
-    signed = SignedManifest.create(Manifest(), MALLORY)
-    forged = SignedManifest(signed.manifest, ALICE.peer_id, signed.proof)
-    with pytest.raises(ManifestError, match="not signed"):
-        SignedManifest.from_bytes(forged.to_bytes(), signed.manifest.digest, ALICE)
+    signed = SignedManifest.create(Manifest(), ALICE)
+    forged = SignedManifest(signed.manifest, SignedManifest.create(Manifest(), MALLORY).proof)
+    for digest in (signed.manifest.digest, None):
+        with pytest.raises(ManifestError, match="not signed"):
+            SignedManifest.from_bytes(forged.to_bytes(), digest, ALICE)
+
+
+@pytest.mark.fault(47)
+def test_a_manifest_that_another_key_signed_again_is_not_the_links() -> None:
+    signed, again = (SignedManifest.create(Manifest(), organizer) for organizer in (ALICE, MALLORY))
+    assert again.manifest == signed.manifest.model_copy(update={"organizer": "mallory"})
+    with pytest.raises(ManifestError, match="another organizer's"):
+        SignedManifest.from_bytes(again.to_bytes(), signed.manifest.digest, ALICE)
 
 
 SIGNED = SignedManifest.create(Manifest(), ALICE).to_bytes()
 GARBAGE = [
     b"\xc1", b"\x00" * 40, b"\x93\x01\x02\x03", b"x" * (MAX_MANIFEST_BYTES + 1), SIGNED[:-1], SIGNED + b"\x00",
-    msgpack.packb({"manifest": 1, "organizer": 2, "proof": 3}),
-    msgpack.packb({"manifest": b"\xc1", "organizer": "alice", "proof": b""}),
-    msgpack.packb({"manifest": msgpack.packb([1]), "organizer": "alice", "proof": b""}),
+    msgpack.packb({"manifest": 1, "proof": 3}),
+    msgpack.packb({"manifest": b"\xc1", "proof": b""}),
+    msgpack.packb({"manifest": msgpack.packb([1]), "proof": b""}),
+    msgpack.packb({"manifest": msgpack.packb({}), "proof": b""}),
+    msgpack.packb({"manifest": msgpack.packb({"organizer": 2}), "proof": b""}),
+    msgpack.packb({"manifest": msgpack.packb({"organizer": "alice"}), "proof": 3}),
 ]  # fmt: skip
 
 
@@ -193,5 +205,6 @@ def test_a_pipeline_survives_the_wire_and_names_the_swarm() -> None:
     manifests = [parse_manifest({"training": {"every": 1}, "pipeline": pipeline}, "a") for pipeline in pipelines]
     for manifest in manifests:
         signed = SignedManifest.create(manifest, ALICE)
-        assert SignedManifest.from_bytes(signed.to_bytes(), manifest.digest, MALLORY).manifest == manifest
+        received = SignedManifest.from_bytes(signed.to_bytes(), signed.manifest.digest, MALLORY)
+        assert received.manifest == signed.manifest
     assert len({manifest.digest for manifest in manifests}) == 6

@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_compatible(signed.manifest)
     overrides |= in_pipeline(arguments, signed.manifest)
     config = PeerConfig.load(None, overrides)
-    print(describe(signed, config))
+    print(describe(signed.manifest, config))
     if not confirm("Take part?", assume_yes=arguments.yes):
         print("nothing was started")
         return 0

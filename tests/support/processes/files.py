@@ -31,10 +31,10 @@ def set_options(**sections: Any) -> list[str]:
 
 
 def write_manifest(path: Path, **sections: Any) -> Manifest:
-    manifest = Manifest.model_validate(sections)
     with Identity.ephemeral() as organizer:
-        path.write_bytes(SignedManifest.create(manifest, organizer).to_bytes())
-    return manifest
+        signed = SignedManifest.create(Manifest.model_validate(sections), organizer)
+    path.write_bytes(signed.to_bytes())
+    return signed.manifest
 
 
 def write_role(path: Path, role: str, **values: Any) -> Path:

@@ -10,7 +10,7 @@ from p2ptrain.cli.running import confirm
 from p2ptrain.cli.terms import check_machine, describe
 from p2ptrain.config import PeerConfig
 from p2ptrain.errors import ConfigError, IncompatibleError, ResourceError, UsageError
-from p2ptrain.manifest import AveragingSpec, DataSpec, Manifest, ModelSpec, SignedManifest, parse_manifest
+from p2ptrain.manifest import AveragingSpec, DataSpec, Manifest, ModelSpec, parse_manifest
 
 
 def config(tmp_path: Path) -> PeerConfig:
@@ -19,7 +19,7 @@ def config(tmp_path: Path) -> PeerConfig:
 
 
 def test_what_is_shown_says_what_is_downloaded_run_sent_exposed_and_written(tmp_path: Path) -> None:
-    text = describe(SignedManifest(Manifest(name="swarm x"), "QmOrganizer", b""), config(tmp_path))
+    text = describe(Manifest(name="swarm x", organizer="QmOrganizer"), config(tmp_path))
     for words in ("swarm x", "QmOrganizer", "stdlib", "int8", "1.0 MB/s", "0.0.0.0", str(tmp_path / "run")):
         assert words in text
     assert [line.split()[0] for line in text.splitlines()] == [
@@ -77,7 +77,7 @@ def test_what_a_host_of_a_stage_downloads_is_what_is_trained(tmp_path: Path) -> 
     host = config(tmp_path).model_copy(update={"role": "stage"})
 
     def shown(**sections: object) -> str:
-        return describe(SignedManifest(parse_manifest({**STAGES, **sections}, "run.toml"), "Qm", b""), host)
+        return describe(parse_manifest({**STAGES, **sections}, "run.toml"), host)
 
     digests = ["0" * 64] * 6
     weights = {"weights": "hub:owner/name", "weight_digests": digests}
