@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import re
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import msgpack
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from p2ptrain.errors import ManifestError
 from p2ptrain.hashing import canonical_bytes
@@ -29,8 +31,19 @@ SIGNED_FILE = "manifest.bin"
 """File name of a signed manifest, beside an organizer's ``run.toml`` and in each peer's run directory."""
 
 
-WEIGHTS_PATTERN = r"^(|local:[\w.-]+|hub:[\w.-]+(/[\w.-]+)?(@[\w./-]+)?)$"
+_SHARED = r"local:[\w.-]+|hub:[\w.-]+(/[\w.-]+)?(@[\w./-]+)?"
+WEIGHTS_PATTERN = rf"^(|{_SHARED})$"
 """Location of a pretrained model."""
+
+DATA_FORMS = {
+    "source": (
+        r"stdlib|custom|datasets:[\w.-]+/[\w.-]+(:[\w.-]+)?|path:.+",
+        "stdlib, path:DIR_OR_FILE, datasets:OWNER/NAME (:CONFIG may follow), or custom",
+    ),
+    "tokenizer": (rf"bytes|{_SHARED}|path:.+", "bytes, path:DIR, hub:OWNER/NAME (@REVISION may follow) or local:NAME"),
+}
+"""Pattern and description of settings of `DataSpec`. ``datasets:NAME`` without an owner is refused: NAME can be a
+loader that reads the working directory."""
 
 EXTENSION_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 """The name of an entry point, such as a codec's."""
@@ -65,7 +78,7 @@ class ModelSpec(Section):
         "channels": _families("vit"),
         "classes": _families("vit"),
     }
-    family: str = "llama"
+    family: str = Field("llama", pattern=EXTENSION_PATTERN)
     """``llama``, ``gpt2`` or ``vit`` (built here from the settings below), one that an installed package brings, or
     ``custom`` (the researcher's own script builds it)."""
     layers: int = Field(4, ge=1, le=1024)
@@ -123,8 +136,8 @@ class DataSpec(Section):
     """Which text the swarm reads."""
 
     source: str = "stdlib"
-    """``stdlib`` (the Python standard library's sources), ``datasets:NAME``, ``path:DIR_OR_FILE`` of a copy that every
-    peer has there (the path is public), or ``custom``."""
+    """``stdlib`` (the Python standard library's sources), ``datasets:OWNER/NAME``, ``path:DIR_OR_FILE`` of a copy that
+    every peer has there (the path is public), or ``custom``."""
     tokenizer: str = "bytes"
     """``bytes``; ``hub:OWNER/NAME`` (and, if not the newest, ``@REVISION``) of a Hugging Face tokenizer to download;
     ``path:DIR`` of one that every peer has there; or ``local:NAME``, that of ``model.weights``."""
@@ -132,6 +145,14 @@ class DataSpec(Section):
     """Share of the text kept for measuring loss, never trained on."""
     seed: int = Field(1, ge=0, lt=1 << 63)
     """Seed of the order in which samples are read."""
+
+    @field_validator(*DATA_FORMS)
+    @classmethod
+    def _is_known(cls, value: str, info: ValidationInfo) -> str:
+        pattern, words = DATA_FORMS[info.field_name or ""]
+        if not re.fullmatch(pattern, value):
+            raise ValueError(f"{value!r} is unknown: use {words}")
+        return value
 
 
 OUTER_LEARNING_RATES = {"average": 1.0, "nesterov": 0.7, "adam": 0.01}
@@ -404,6 +425,16 @@ class Manifest(Section):
         return self.pipeline.is_used or self.lora is not None
 
     @model_validator(mode="after")
+    def _is_printable(self) -> Manifest:
+        for key, text in _texts(self.model_dump()):
+            for character in text:
+                if not character.isprintable():
+                    raise ValueError(
+                        f"{key} holds the character U+{ord(character):04X}, which does not print: remove it"
+                    )
+        return self
+
+    @model_validator(mode="after")
     def _fits_together(self) -> Manifest:
         idle = self.pipeline.model_fields_set - {"stages", "cuts", "stage_memory"}
         if idle and not self.in_stages:
@@ -437,6 +468,18 @@ class Manifest(Section):
     def digest(self) -> bytes:
         """The swarm's identity, once it names its organizer: SHA-256 of `to_bytes`, 32 bytes."""
         return hashlib.sha256(self.to_bytes()).digest()
+
+
+def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield each text in plain values, with its dotted key."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _texts(inner, f"{key}.{name}" if key else name)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts(inner, key)
 
 
 def explain(error: ValidationError, where: str, model: type[BaseModel]) -> str:

@@ -109,7 +109,7 @@ def _spec_of(folder: Path, context: int) -> ModelSpec:
     path = folder / CONFIG
     try:
         kind = json.loads(path.read_text())["model_type"]
-        theirs: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+        theirs: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(f"{path} cannot be read: {reason}; is it the folder of a Hugging Face model?") from error

@@ -19,6 +19,7 @@ from p2ptrain.errors import ConfigError, ManifestError, UsageError
 from p2ptrain.manifest import DataSpec, Manifest, ModelSpec, parse_manifest
 from p2ptrain.models import Span, build_model, build_stage, export_hugging_face, model_blocks
 from p2ptrain.models.pretrained import describe_pretrained, local_data, weights_folder
+from p2ptrain.models.tokenizers import byte_tokenizer, load_pretrained_tokenizer
 from p2ptrain.models.weights import INDEX, SINGLE
 from tests.support.models import SPECS, each, write_shards
 
@@ -142,6 +143,22 @@ def test_a_folder_that_only_its_name_is_known_of_has_to_be_given(tmp_path: Path)
     assert local_data(manifest, tmp_path).tokenizer == f"path:{tmp_path}"
     assert weights_folder(spec, Span(0, 1), tmp_path) == tmp_path
     assert weights_folder(ModelSpec(), Span(0, 1), tmp_path) is None
+
+
+@pytest.mark.fault(47)
+def test_a_tokenizer_and_a_model_that_bring_code_do_not_run_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("builtins.input", lambda question: "yes")  # To the question of transformers.
+    folder, has_run = tmp_path / "evil", tmp_path / "has-run"
+    byte_tokenizer(128).save_pretrained(folder)
+    (folder / "evil.py").write_text(f"open({str(has_run)!r}, 'w')\nclass Evil: pass\n")
+    brings = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(brings))
+    (folder / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}}))
+    with pytest.raises(ConfigError, match="custom code"):
+        load_pretrained_tokenizer(f"path:{folder}")
+    with pytest.raises(ConfigError, match="custom code"):
+        describe_pretrained(str(folder))
+    assert not has_run.exists()
 
 
 REVISION = "5" * 40
