@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from p2ptrain.cli.manifests import KEY_FILE, load_manifest, parse_settings, write_atomically
+from p2ptrain.cli.manifests import KEY_FILE, load_manifest, named_paths, parse_settings, write_atomically
 from p2ptrain.cli.running import default_run_dir
 from p2ptrain.cli.screen.live import Goal
 from p2ptrain.cli.toml import to_toml
@@ -53,8 +53,11 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     if arguments.log_format is not None:
         log["format"] = arguments.log_format
 
+    own = [Path(value.removeprefix("path:")).expanduser().absolute() for value in named_paths(manifest).values()]
+
     def role_file(role: str, name: str, sections: dict[str, Any]) -> Path:
         values = {"role": role, "name": name, "run_dir": run_dir / name, "manifest": run_dir / SIGNED_FILE}
+        values["allow_path"] = own
         settings = {"network": {"listen": [_LOOPBACK]}, "log": log}
         if arguments.weights is not None and role != "bootstrap":
             values["weights"] = arguments.weights.absolute()

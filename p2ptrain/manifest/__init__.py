@@ -137,10 +137,10 @@ class DataSpec(Section):
 
     source: str = "stdlib"
     """``stdlib`` (the Python standard library's sources), ``datasets:OWNER/NAME``, ``path:DIR_OR_FILE`` of a copy that
-    every peer has there (the path is public), or ``custom``."""
+    every peer has there and allows with ``--allow-path`` (the path is public), or ``custom``."""
     tokenizer: str = "bytes"
     """``bytes``; ``hub:OWNER/NAME`` (and, if not the newest, ``@REVISION``) of a Hugging Face tokenizer to download;
-    ``path:DIR`` of one that every peer has there; or ``local:NAME``, that of ``model.weights``."""
+    ``path:DIR`` of one that every peer has there, and allows; or ``local:NAME``, that of ``model.weights``."""
     held_out_fraction: float = Field(0.02, gt=0, lt=0.5)
     """Share of the text kept for measuring loss, never trained on."""
     seed: int = Field(1, ge=0, lt=1 << 63)

@@ -1,11 +1,12 @@
-"""Peers take a manifest from its organizer alone, whoever relays it."""
+"""Peers take a manifest from its organizer alone, whoever relays it, and read no file of theirs that it names."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
 from p2ptrain.config import PeerConfig
-from p2ptrain.errors import ManifestError
+from p2ptrain.errors import ConfigError, ManifestError
 from p2ptrain.manifest import Manifest, SignedManifest
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.network.rpc.endpoint import Rpc
@@ -13,7 +14,7 @@ from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.node.meeting import serve_manifest
 from p2ptrain.node.options import peer_options
 from tests.support.coroutines import at_end, simulated
-from tests.support.sim.product_peers import SimulatedNode
+from tests.support.sim.product_peers import Begin, SimulatedNode
 
 
 @pytest.mark.fault(47)
@@ -34,3 +35,18 @@ async def test_a_newcomer_refuses_a_manifest_that_its_source_signed_again(
     at_end(lambda: node.close(farewell=False))
     with pytest.raises(ManifestError, match=reason):
         await node._start(link, None)
+
+
+@pytest.mark.fault(47)
+@simulated()
+async def test_a_trainer_reads_no_text_at_a_path_that_it_does_not_allow(
+    network: SimulatedNetwork, begin: Begin
+) -> None:
+    swarm = begin(network, {"every": 4})
+    swarm.start("host", 3)
+    await asyncio.sleep(1.0)
+    swarm.start("stranger", 3, allow_path=[swarm.folder / "host"])
+    with pytest.raises(ConfigError, match=f"--allow-path {swarm.folder}/text.txt"):
+        await swarm.tasks["stranger"]
+    await swarm.tasks["host"]
+    assert swarm.summary("host").round == 3

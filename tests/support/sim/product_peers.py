@@ -120,7 +120,8 @@ class ProductSwarm:
         values = {
             "role": role, "name": name, "run_dir": run_dir, "manifest": run_dir / "manifest.bin",
             "network": {"listen": ["/ip4/127.0.0.1/tcp/0"]}, "resources": {"device": "cpu"},
-            "stop_after": {"at_round": max_rounds}, "checkpoints": {"every_rounds": 1}, **config,
+            "stop_after": {"at_round": max_rounds}, "checkpoints": {"every_rounds": 1}, "allow_path": [self.folder],
+            **config,
         }  # fmt: skip
         self.tasks[name] = peer.spawn(self._run(peer, PeerConfig.model_validate(values)))
 

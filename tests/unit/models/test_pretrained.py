@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -139,10 +139,54 @@ def test_a_folder_that_only_its_name_is_known_of_has_to_be_given(tmp_path: Path)
         weights_folder(spec, Span(0, 1))
     manifest = Manifest(model=spec, data=DataSpec(tokenizer="local:model"))
     with pytest.raises(ConfigError, match=r"data\.tokenizer is local:model.*--weights"):
-        local_data(manifest, None)
-    assert local_data(manifest, tmp_path).tokenizer == f"path:{tmp_path}"
+        local_data(manifest, None, [])
+    assert local_data(manifest, tmp_path, []).tokenizer == f"path:{tmp_path}"
     assert weights_folder(spec, Span(0, 1), tmp_path) == tmp_path
     assert weights_folder(ModelSpec(), Span(0, 1), tmp_path) is None
+
+
+@pytest.mark.fault(47)
+def test_a_path_of_the_manifest_counts_where_its_links_lead(tmp_path: Path) -> None:
+    shared, private = tmp_path / "shared", tmp_path / "private"
+    for folder in (shared, private):
+        folder.mkdir()
+    (tmp_path / "alias").symlink_to(shared)
+    (shared / "way-out").symlink_to(private)
+
+    def reads(place: Path | str, *allowed: Path) -> bool:
+        try:
+            return local_data(Manifest(data=DataSpec(source=f"path:{place}")), None, allowed) is not None
+        except ConfigError:
+            return False
+
+    assert reads(shared, shared)
+    assert reads(shared / "not-there-yet.txt", private, shared)
+    assert reads(tmp_path / "alias" / "text", tmp_path / "alias")
+    assert reads(shared / "way-out", tmp_path)
+    for place in (private, shared / "way-out" / "diary.txt", f"{shared}/../private", f"{shared}-too", "~", "/"):
+        assert not reads(place, shared), place
+    assert not reads(shared)
+
+
+@pytest.mark.fault(47)
+def test_nothing_is_looked_up_at_a_path_that_is_not_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_up: list[str] = []
+
+    def watched(real: Callable[..., Any]) -> Callable[..., Any]:
+        def look(path: Any, *more: Any, **named: Any) -> Any:
+            looked_up.append(str(path))
+            return real(path, *more, **named)
+
+        return look
+
+    for name in ("stat", "lstat", "readlink", "open", "scandir", "listdir"):
+        monkeypatch.setattr(os, name, watched(getattr(os, name)))
+    manifest = Manifest(data=DataSpec(source="path:/net/mallory.example/probe"))
+    with pytest.raises(ConfigError, match="--allow-path"):
+        local_data(manifest, None, [tmp_path])
+    assert not [path for path in looked_up if "mallory" in path]
+    local_data(manifest, None, [Path("/net")])
+    assert [path for path in looked_up if "mallory" in path], "the test sees no look-up"
 
 
 @pytest.mark.fault(47)
