@@ -32,6 +32,7 @@ class Observation:
         losses: Median losses of the window before the last and of the last; None without enough of them.
         bootstraps: Ids of the peers that the swarm link names.
         forked_since: Wall-clock second since which peers of one round follow different lineages; None if none do.
+        jump: Rounds and tokens by which the head lately advanced at once, if that is impossible; else None.
         directory_answers: True if the last lookup was answered.
     """
 
@@ -50,6 +51,7 @@ class Observation:
     losses: tuple[float, float] | None = None
     bootstraps: Sequence[str] = ()
     forked_since: float | None = None
+    jump: tuple[int, int] | None = None
     directory_answers: bool = True
     served: Served = NOTHING
 

@@ -256,6 +256,7 @@ class SwarmView:
         manifest: By section: names and values.
         num_blocks: 0 if unknown.
         group_size: Limit of peers that average together.
+        max_weight: Most tokens that one peer may contribute to a round.
         spans: By stage: its first block and the one after its last; one span for a model that is not cut.
         goal: When a round is due.
         missing: Why the model's blocks are unknown, and what to do; empty if they are known.
@@ -270,6 +271,7 @@ class SwarmView:
     protocol: int
     num_blocks: int
     group_size: int
+    max_weight: float
     spans: tuple[tuple[int, int], ...]
     goal: RoundGoal
     missing: str = ""
