@@ -50,7 +50,7 @@ STALE_SECONDS = 60.0
 TABLE_COLUMNS = (
     "peer", "name", "role", "state", "round", "spans", "stages", "version", "reachability", "loss",
     "tokens_per_second", "sent_per_second", "received_per_second", "bytes_sent", "bytes_received", "trained_tokens",
-    "trained_rounds", "started_at", "last_seen", "agrees", "served_per_second",
+    "trained_rounds", "started_at", "last_seen", "agrees", "proven", "served_per_second",
 )  # fmt: skip
 NO_SUCH_PEER = "no such peer is in the swarm now"
 STATIC = Path(__file__).parent / "static"

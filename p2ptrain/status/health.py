@@ -230,6 +230,7 @@ def headline(scene: Scene, alerts: Sequence[Alert]) -> Headline:
         tokens_per_second=seen.tokens_per_second,
         peers=len(scene.peers),
         training=len(training),
+        unproven=sum(peer.proven is False for peer in scene.peers),
         round=round_,
         round_tokens=tokens,
         round_needs=needs,

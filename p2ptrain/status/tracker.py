@@ -145,6 +145,7 @@ class SwarmTracker:
             sightings=list(self._sightings.values()),
             rates=self._rates,
             rounds=self._rounds.views(),
+            proven=self._rounds.proven(),
             groups=self._rounds.groups([record.peer for record in trainers]),
             tokens_per_second=self._tokens.tokens_per_second,
             committed=self._rounds.committed,
