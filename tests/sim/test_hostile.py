@@ -40,12 +40,14 @@ async def start(
     return swarm, honest, accounts
 
 
-async def go_on(swarm: SimulatedSwarm, honest: list[SimulatedTrainer], rounds: int = ROUNDS) -> None:
+async def go_on(
+    swarm: SimulatedSwarm, honest: list[SimulatedTrainer], rounds: int = ROUNDS, seconds: float = SECONDS
+) -> None:
     """The honest trainers come ``rounds`` rounds further, together, with contributions of each."""
     front = max(trainer.sync.head.round for trainer in honest)
     before = {trainer.peer.name: swarm.ledger.contributed.get(trainer.peer.name, 0) for trainer in honest}
     await swarm.until(
-        lambda: min(trainer.sync.head.round for trainer in honest) >= front + rounds, SECONDS, "the honest go on"
+        lambda: min(trainer.sync.head.round for trainer in honest) >= front + rounds, seconds, "the honest go on"
     )
     assert len({t.sync.head.digest for t in honest if t.sync.head.lineage == honest[0].sync.head.lineage}) == 1
     for trainer in honest:
@@ -151,7 +153,7 @@ LEADERS: dict[str, Lead] = {
 async def test_a_bad_leader_is_passed_over(network: SimulatedNetwork, answer: Lead) -> None:
     asked: list[list[str]] = []
     swarm, honest, _ = await start(network, lambda evil: asked.append(lead_badly(evil, answer)))
-    await go_on(swarm, honest, rounds=12)
+    await go_on(swarm, honest, rounds=12, seconds=2 * SECONDS)  # Each round that it leads costs a deadline.
     assert len(asked[0]) >= 3  # It led at least once.
 
 
