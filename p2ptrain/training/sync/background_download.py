@@ -22,7 +22,6 @@ from p2ptrain.averaging.protocol.certificate import Certificate, Head
 from p2ptrain.errors import IncompatibleError, IntegrityError, TemporaryError
 from p2ptrain.progress import Advance, Progress
 from p2ptrain.tasks import Tasks, together
-from p2ptrain.training.state.digest import CHUNK_BYTES
 from p2ptrain.training.state.shared_state import Stamp
 from p2ptrain.training.sync.download import PartialDownload, download_state
 from p2ptrain.training.sync.replica import Replica
@@ -40,9 +39,6 @@ MAX_BATCH_BYTES = 4 << 20
 """Size limit of `MAX_AT_ONCE` results fetched at once."""
 LOG_SECONDS = 60.0
 """Interval between log lines of a long download."""
-
-MAX_STATE_RATIO = 16
-"""Limit of the state's size in sizes of its parameters; no optimizer shares more."""
 
 SOURCE_FAILURES = (TemporaryError, IntegrityError, IncompatibleError)
 """Errors that a broken or hostile peer can cause; none of them may end training.
@@ -96,9 +92,9 @@ class StateDownload:
         async with Tasks() as tasks:
             tasks.start(self._collect(), "collect rounds")
             with self._jobs("downloading the state") as advance:
-                logged, layout = _logged(advance), self._state.layout.fingerprint
+                logged = _logged(advance)
                 while not (partial.is_complete and self._fits_together(partial)):
-                    await download_state(self._context.rpc, self._sources, layout, partial, self, advance=logged)
+                    await download_state(self._context.rpc, self._sources, self._state, partial, self, advance=logged)
             yield
 
     async def _open(self, source: str, head: Head) -> PartialDownload:
@@ -134,12 +130,6 @@ class StateDownload:
         return [self._source, *(record.peer for record in records)]
 
     # Which chunks to take
-
-    def check_size(self, num_bytes: int) -> None:
-        """See `Admission`; the check keeps a liar from filling this peer's disk."""
-        most = MAX_STATE_RATIO * self._state.vector.nbytes + CHUNK_BYTES
-        if num_bytes > most:
-            raise IntegrityError(f"a state of {num_bytes >> 20} MiB is more than a model of this size can have")
 
     async def admit(self, source: str, stamp: Stamp) -> None:
         """See `Admission`: the round's result must be here, and no other digest may be more frequent."""
