@@ -79,9 +79,9 @@ async def serve(role: str, num_values: int) -> None:
     module = torch.nn.Module()
     module.weight = torch.nn.Parameter(torch.randn(num_values, generator=torch.Generator().manual_seed(1)))
     layout = Layout.from_module(module)
+    state = SharedState(module, layout, AverageStep(layout, 0.7))
     async with loopback_peer() as peer:
         if role == "source":
-            state = SharedState(module, layout, AverageStep(layout, 0.7))
             state.head = genesis(SWARM, state.tree().root)
             StateServer(peer.rpc, state)
             await peer.transport.serve(RAW, lambda stream: _send_raw(stream, 4 * num_values))
@@ -92,14 +92,14 @@ async def serve(role: str, num_values: int) -> None:
             if command == "raw":
                 await _receive_raw(peer, source, 4 * num_values)
             else:
-                await _download(peer, source, layout.fingerprint)
+                await _download(peer, source, state)
             say(seconds=time.monotonic() - started)
 
 
-async def _download(peer: LoopbackPeer, source: str, fingerprint: bytes) -> None:
+async def _download(peer: LoopbackPeer, source: str, own: SharedState) -> None:
     async with asyncio.timeout(TURN_SECONDS):
         admission = _Admission(await fetch_head(peer.rpc, source))
-        await download_state(peer.rpc, lambda: [source], fingerprint, PartialDownload(), admission)
+        await download_state(peer.rpc, lambda: [source], own, PartialDownload(), admission)
 
 
 class _Admission:
@@ -107,9 +107,6 @@ class _Admission:
 
     def __init__(self, head: Head) -> None:
         self._stamp = Stamp.of(head)
-
-    def check_size(self, num_bytes: int) -> None:
-        pass
 
     async def admit(self, source: str, stamp: Stamp) -> None:
         if stamp != self._stamp:

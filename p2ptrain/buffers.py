@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import os
 import weakref
+from pathlib import Path
 
 HUGE_PAGE_BYTES = 2 << 20
 LEAST_LENT_BYTES = 1 << 20
@@ -24,6 +26,16 @@ def new_buffer(num_bytes: int) -> memoryview:
     if num_bytes < HUGE_PAGE_BYTES:
         return memoryview(bytearray(num_bytes))
     return memoryview(_pages(num_bytes, are_huge=True))
+
+
+def file_buffer(path: Path, num_bytes: int) -> memoryview:
+    """Return writable memory mapped to a file, which keeps what it holds; raise `OSError` if the disk is full."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, num_bytes)  # On a full disk a write to mapped memory is SIGBUS.
+        return memoryview(mmap.mmap(descriptor, num_bytes))
+    finally:
+        os.close(descriptor)
 
 
 class Pool:

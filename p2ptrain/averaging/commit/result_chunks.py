@@ -60,7 +60,8 @@ RESULT_RATE = LeastRate(65536.0, 30.0)
 """Minimum rate of a source of a result, when no round waits for it."""
 CHUNK_BYTES = 1 << 18
 """Target size of a chunk; one leaf if that is larger."""
-MAX_HASH_BYTES = 8 << 20
+HASH_WIRE_BYTES = 34
+"""Size of an encoded `Hash`."""
 Span = tuple[int, int]
 """Half-open range ``(first, end)`` of values or bytes."""
 FRAMING_BYTES = 64
@@ -165,7 +166,8 @@ class ResultChunks:
 
     async def agree(self, channel: Channel, options: FetchOptions) -> int:
         """See `Target`."""
-        told = await channel.receive(ChunkHashes, options.open_seconds, MAX_HASH_BYTES)
+        max_bytes = FRAMING_BYTES + HASH_WIRE_BYTES * self.num_chunks
+        told = await channel.receive(ChunkHashes, options.open_seconds, max_bytes)
         await self.trust(channel.remote, told.hashes)
         return 0
 

@@ -16,7 +16,7 @@ Three judgements outlast a peer's own signs of life:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from p2ptrain.averaging.grouping.cells import Key
@@ -168,6 +168,13 @@ class Membership:
             known.broken_promises += 1
             known.is_doubted |= stalled
             known.mistrust_until = self._runtime.now() + pause
+
+    def mistrust_sources(self, liars: Iterable[str], slow: Iterable[str]) -> None:
+        """Mistrust the sources of a transfer that lied, and doubt those that were too slow."""
+        for peer in liars:
+            self.mistrust(peer)
+        for peer in slow:
+            self.mistrust(peer, stalled=True)
 
     def kept_promise(self, peer: str) -> None:
         if (known := self._known.get(peer)) is not None:

@@ -120,8 +120,14 @@ class FetchReport:
 
     @property
     def liars(self) -> list[PeerId]:
-        """The sources with an integrity or protocol fault."""
-        return [peer for peer, fault in self.faults.items() if isinstance(fault, IntegrityError | ProtocolError)]
+        """The sources that sent something false."""
+        kinds = IntegrityError | ProtocolError | IncompatibleError
+        return [peer for peer, fault in self.faults.items() if isinstance(fault, kinds)]
+
+    @property
+    def slow(self) -> list[PeerId]:
+        """The sources that stayed below the minimum rate or missed a deadline."""
+        return [peer for peer, fault in self.faults.items() if isinstance(fault, DeadlineError)]
 
 
 async def fetch(

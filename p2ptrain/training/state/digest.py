@@ -23,14 +23,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 import torch
 from msgspec import Meta
 from torch import Tensor
 
-from p2ptrain.buffers import new_buffer
+from p2ptrain.buffers import file_buffer, new_buffer
 from p2ptrain.hashing import HASH_BYTES, bulk_hash, canonical_bytes
 from p2ptrain.network.schema import Message
 
@@ -93,15 +94,22 @@ class Description(Message, frozen=True):
         return sum(spec.num_bytes for spec in self.tensors)
 
 
-def _dtype_name(tensor: Tensor) -> Any:
-    return str(tensor.dtype).removeprefix("torch.")
+def specs_of(tensors: NamedTensors) -> tuple[TensorSpec, ...]:
+    return tuple(
+        TensorSpec(name, cast("Any", str(tensor.dtype).removeprefix("torch.")), tuple(tensor.shape))
+        for name, tensor in tensors
+    )
 
 
-def new_tensors(specs: Sequence[TensorSpec]) -> list[tuple[str, Tensor]]:
-    """Return zeroed CPU tensors with these specs in one buffer; raise `MemoryError` if it does not fit."""
+def new_tensors(specs: Sequence[TensorSpec], path: Path | None = None) -> list[tuple[str, Tensor]]:
+    """Return zeroed CPU tensors with these specs in one buffer, or in a new file.
+
+    Raises `MemoryError` if they do not fit into memory, `OSError` if they do not fit on the disk.
+    """
     aligned = (-(-spec.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for spec in specs)
     *starts, end = accumulate(aligned, initial=0)
-    memory = torch.frombuffer(new_buffer(max(end, 1)), dtype=torch.uint8)
+    buffer = new_buffer(max(end, 1)) if path is None else file_buffer(path, max(end, 1))
+    memory = torch.frombuffer(buffer, dtype=torch.uint8)
     return [
         (spec.name, memory[start : start + spec.num_bytes].view(DTYPES[spec.dtype]).reshape(spec.shape))
         for spec, start in zip(specs, starts, strict=True)
@@ -233,7 +241,7 @@ class ChunkedBytes:
     """The bytes of a sequence of tensors in chunks; refers to their memory, copies nothing."""
 
     def __init__(self, tensors: NamedTensors) -> None:
-        self.specs = tuple(TensorSpec(name, _dtype_name(tensor), tuple(tensor.shape)) for name, tensor in tensors)
+        self.specs = specs_of(tensors)
         self.cut = cut_of(self.specs)
         self.num_chunks = self.cut.num_chunks
         self._views = [byte_view(tensor) for _, tensor in tensors]

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -24,13 +25,20 @@ from torch import Tensor, nn
 from p2ptrain.errors import IncompatibleError
 from p2ptrain.training.gradients import is_sparse
 from p2ptrain.training.learning_rate import WrappedOptimizer
-from p2ptrain.training.state.digest import NamedTensors
+from p2ptrain.training.state.digest import NamedTensors, TensorSpec, specs_of
 from p2ptrain.training.state.layout import Fragment, Layout
 
 BLOCK_VALUES = 1 << 18
 """Values per block of work, so that temporaries stay within 1 MiB."""
 
+MAX_TENSORS_PER_PARAMETER = 8
+"""Limit of a torch optimizer's tensors for one parameter, each at most of its size. Such a state is not known in
+advance: a download of it is at most nine times the model's size."""
+
 _PREFIX = "optim."
+
+
+_NUMBERS: dict[str, Callable[[float], bool | int | float]] = {"bool": bool, "int": int, "float": float}
 
 
 class Stepper(ABC):
@@ -42,6 +50,15 @@ class Stepper(ABC):
 
         The set may change between rounds: a torch optimizer has no state before its first step.
         """
+
+    @property
+    @abstractmethod
+    def max_tensors(self) -> int:
+        """Limit of the number of `state_tensors`."""
+
+    @abstractmethod
+    def check_specs(self, specs: Sequence[TensorSpec]) -> None:
+        """Raise `IncompatibleError` unless `state_tensors` can have these specs."""
 
     @abstractmethod
     def load_state_tensors(self, tensors: NamedTensors) -> None:
@@ -81,9 +98,16 @@ class VectorStep(Stepper):
     def state_tensors(self) -> list[tuple[str, Tensor]]:
         return list(self._state)
 
-    def load_state_tensors(self, tensors: NamedTensors) -> None:
-        if _shapes(tensors) != _shapes(self._state):
+    @property
+    def max_tensors(self) -> int:
+        return len(self._state)
+
+    def check_specs(self, specs: Sequence[TensorSpec]) -> None:
+        if tuple(specs) != specs_of(self._state):
             raise IncompatibleError(self.misfit)
+
+    def load_state_tensors(self, tensors: NamedTensors) -> None:
+        self.check_specs(specs_of(tensors))
         if not self.is_sound([tensor for _, tensor in tensors]):
             raise IncompatibleError(self.unsound)
         for (_, mine), (_, theirs) in zip(self._state, tensors, strict=True):
@@ -258,12 +282,16 @@ class GradientStep(Stepper):
                 tensors.append((f"{_PREFIX}{entry.name}.{key}", shared))
         return tensors
 
-    def load_state_tensors(self, tensors: NamedTensors) -> None:
-        """See `Stepper.load_state_tensors`; the optimizer need not have stepped yet."""
+    @property
+    def max_tensors(self) -> int:
+        return MAX_TENSORS_PER_PARAMETER * len(self._layout.parameter_entries)
+
+    def check_specs(self, specs: Sequence[TensorSpec]) -> None:
+        """See `Stepper.check_specs`; the optimizer need not have stepped yet."""
         entries = {entry.name: (entry, parameter) for entry, parameter in self._layout.parameters_of(self._module)}
-        places = self._places()
-        state: dict[int, dict[str, Tensor | bool | int | float]] = {}
-        for name, tensor in tensors:
+        places, counts = self._places(), Counter[str]()
+        for spec in specs:
+            name = spec.name
             owner, _, key = name.removeprefix(_PREFIX).rpartition(".")
             if not name.startswith(_PREFIX) or owner not in entries:
                 raise IncompatibleError(f"optimizer state {name[:100]!r} belongs to no parameter of this model")
@@ -272,14 +300,31 @@ class GradientStep(Stepper):
                 raise IncompatibleError(
                     f"optimizer state {name[:100]!r} belongs to a parameter that is not optimized here"
                 )
-            key, _, kind = key.partition(":")
-            if tensor.dtype != torch.float32 or tensor.numel() > max(1, entry.num_values):
+            if spec.dtype != "float32" or math.prod(spec.shape) > max(1, entry.num_values):
                 raise IncompatibleError(f"optimizer state {name[:100]!r} does not fit its parameter")
-            number = {"bool": bool, "int": int, "float": float}.get(kind)
-            if kind and (number is None or tensor.numel() != 1 or not math.isfinite(float(tensor))):
+            kind = key.partition(":")[2]
+            if kind and (kind not in _NUMBERS or math.prod(spec.shape) != 1):
                 raise IncompatibleError(f"optimizer state {name[:100]!r} is not a number")
-            state.setdefault(places[id(parameter)], {})[key] = (
-                tensor.clone() if number is None else number(float(tensor))
+            counts[owner] += 1
+            if counts[owner] > MAX_TENSORS_PER_PARAMETER:
+                raise IncompatibleError(
+                    f"optimizer state {name[:100]!r} is one of more than {MAX_TENSORS_PER_PARAMETER} of its parameter:"
+                    " choose an optimizer that keeps fewer"
+                )
+
+    def load_state_tensors(self, tensors: NamedTensors) -> None:
+        """See `Stepper.load_state_tensors`; the optimizer need not have stepped yet."""
+        self.check_specs(specs_of(tensors))
+        parameters = {entry.name: parameter for entry, parameter in self._layout.parameters_of(self._module)}
+        places = self._places()
+        state: dict[int, dict[str, Tensor | bool | int | float]] = {}
+        for name, tensor in tensors:
+            owner, _, key = name.removeprefix(_PREFIX).rpartition(".")
+            key, _, kind = key.partition(":")
+            if kind and not math.isfinite(float(tensor)):
+                raise IncompatibleError(f"optimizer state {name[:100]!r} is not a number")
+            state.setdefault(places[id(parameters[owner])], {})[key] = (
+                _NUMBERS[kind](float(tensor)) if kind else tensor.clone()
             )
         self._load(state)
 
@@ -338,10 +383,6 @@ def clip_scale(mean: Tensor, num_parameters: int, clip_norm: float) -> float:
         block = mean[start : min(start + BLOCK_VALUES, num_parameters)]
         squares += float(block.double().square_().sum())
     return min(1.0, clip_norm / (math.sqrt(squares) + 1e-6))
-
-
-def _shapes(tensors: NamedTensors) -> list[tuple[str, torch.Size, torch.dtype]]:
-    return [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
 
 
 def _blocks(fragment: Fragment) -> Iterator[tuple[slice, slice]]:

@@ -15,17 +15,26 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.errors import IncompatibleError, TemporaryError
 from p2ptrain.hashing import HASH_BYTES
-from p2ptrain.training.state.digest import ChunkedBytes, MerkleTree, NamedTensors, TensorSpec, new_tensors, tree_of
+from p2ptrain.training.state.digest import (
+    ChunkedBytes,
+    MerkleTree,
+    NamedTensors,
+    TensorSpec,
+    new_tensors,
+    specs_of,
+    tree_of,
+)
 from p2ptrain.training.state.layout import Fragment, Fragments, Layout
 from p2ptrain.training.state.outer_optimizers import Stepper
 
 VECTOR_NAME = "vector"
+SPEC_BYTES = 512
+"""Limit of an encoded `TensorSpec` without its parameter's name, and of what surrounds a `Description`."""
 
 _STAMP = struct.Struct(f">Q{HASH_BYTES}s{HASH_BYTES}s")
 
@@ -105,6 +114,18 @@ class SharedState:
         self._hashed = chunks, tree
         return tree
 
+    @property
+    def max_description_bytes(self) -> int:
+        """Limit of the size of an encoded `Description` that `check_specs` accepts."""
+        longest = max((len(entry.name.encode()) for entry in self.layout.entries), default=0)
+        return (1 + self.stepper.max_tensors) * (longest + SPEC_BYTES) + SPEC_BYTES
+
+    def check_specs(self, specs: tuple[TensorSpec, ...]) -> None:
+        """Raise `IncompatibleError` unless a state of this model and optimizer can have these specs."""
+        if specs[:1] != specs_of([(VECTOR_NAME, self.vector)]):
+            raise IncompatibleError("the state is that of another model: check that all peers build the same one")
+        self.stepper.check_specs(specs[1:])
+
     def apply(self, mean: Tensor, round_: int, fragment: Fragment | None = None) -> None:
         """Take the shared step on a round's certified mean (fp32, ``[fragment.num_values]``, CPU).
 
@@ -120,7 +141,7 @@ class SharedState:
         Raises:
             IncompatibleError: They do not fit this model and optimizer; nothing was changed.
         """
-        self._check_vector(tensors)
+        self.check_specs(specs_of(tensors))
         with self._lock:
             self._unsettle()
             self.stepper.load_state_tensors(tensors[1:])
@@ -134,6 +155,7 @@ class SharedState:
         Raises:
             IncompatibleError: ``specs``, the tensors of the chunks, do not fit this model and optimizer.
         """
+        self.check_specs(specs)
         with self._lock:
             self._unsettle()
             tensors = self.tensors()
@@ -141,7 +163,6 @@ class SharedState:
             if live.specs != specs:  # A torch optimizer has no state before its first step.
                 tensors = new_tensors(specs)
                 live = ChunkedBytes(tensors)
-                self._check_vector(tensors)
                 tensors[0][1].copy_(self.vector)
             for index, data in chunks:
                 live.write(index, data)
@@ -206,8 +227,3 @@ class SharedState:
 
     def _unsettle(self) -> None:
         self.is_settled, self._hashed = False, None
-
-    def _check_vector(self, tensors: NamedTensors) -> None:
-        fits = bool(tensors) and tensors[0][0] == VECTOR_NAME
-        if not fits or tensors[0][1].shape != self.vector.shape or tensors[0][1].dtype != torch.float32:
-            raise IncompatibleError("the state is that of another model: check that all peers build the same one")

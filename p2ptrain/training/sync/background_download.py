@@ -19,10 +19,10 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 
 from p2ptrain.averaging.commit.round_log import Result
 from p2ptrain.averaging.protocol.certificate import Certificate, Head
-from p2ptrain.errors import IncompatibleError, IntegrityError, TemporaryError
+from p2ptrain.errors import IncompatibleError, IntegrityError, ResourceError, TemporaryError
 from p2ptrain.progress import Advance, Progress
 from p2ptrain.tasks import Tasks, together
-from p2ptrain.training.state.digest import CHUNK_BYTES
+from p2ptrain.training.state.digest import NamedTensors, new_tensors, specs_of
 from p2ptrain.training.state.shared_state import Stamp
 from p2ptrain.training.sync.download import PartialDownload, download_state
 from p2ptrain.training.sync.replica import Replica
@@ -38,11 +38,10 @@ ADMISSION_SECONDS = 60.0
 MAX_AT_ONCE = 8
 MAX_BATCH_BYTES = 4 << 20
 """Size limit of `MAX_AT_ONCE` results fetched at once."""
+MIN_ROUNDS_BYTES = 64 << 20
+"""The results of the rounds since may take as many bytes as the state, or these if they are more."""
 LOG_SECONDS = 60.0
 """Interval between log lines of a long download."""
-
-MAX_STATE_RATIO = 16
-"""Limit of the state's size in sizes of its parameters; no optimizer shares more."""
 
 SOURCE_FAILURES = (TemporaryError, IntegrityError, IncompatibleError)
 """Errors that a broken or hostile peer can cause; none of them may end training.
@@ -97,9 +96,12 @@ class StateDownload:
         async with Tasks() as tasks:
             tasks.start(self._collect(), "collect rounds")
             with self._jobs("downloading the state") as advance:
-                logged, layout = _logged(advance), self._state.layout.fingerprint
+                logged = _logged(advance)
                 while not await self._is_over(partial):
-                    await download_state(self._context.rpc, self._sources, layout, partial, self, advance=logged)
+                    report = await download_state(
+                        self._context.rpc, self._sources, self._state, partial, self, advance=logged
+                    )
+                    self._membership.mistrust_sources(report.liars, report.slow)
             yield
 
     async def _open(self, source: str, head: Head) -> PartialDownload:
@@ -116,7 +118,7 @@ class StateDownload:
                 )  # fmt: skip
         if self.rounds.base is not None:
             await self._extend()
-        if head.lineage not in self.rounds.positions:
+        if head.lineage not in self.rounds.positions or self._has_too_many_rounds:
             self._begin_at(head)
         self._claims.setdefault(head.lineage, {})[source] = head.digest
         return self._partial
@@ -135,12 +137,6 @@ class StateDownload:
         return [self._source, *(record.peer for record in records)]
 
     # Which chunks to take
-
-    def check_size(self, num_bytes: int) -> None:
-        """See `Admission`; the check keeps a liar from filling this peer's disk."""
-        most = MAX_STATE_RATIO * self._state.vector.nbytes + CHUNK_BYTES
-        if num_bytes > most:
-            raise IntegrityError(f"a state of {num_bytes >> 20} MiB is more than a model of this size can have")
 
     async def admit(self, source: str, stamp: Stamp) -> None:
         """See `Admission`: the round's result must be here, and no other digest may be more frequent."""
@@ -208,6 +204,16 @@ class StateDownload:
             async with self._extending:
                 if not await self._extend() and was_wanted:
                     await self._skip_a_gap()
+            if self._has_too_many_rounds:
+                raise TemporaryError(
+                    "the results of the rounds since a download began are more bytes than the state: this peer's link"
+                    " is too slow for the swarm, or the source makes rounds up"
+                )
+
+    @property
+    def _has_too_many_rounds(self) -> bool:
+        state_bytes = sum(tensor.nbytes for _, tensor in self._state.tensors())
+        return self.rounds.num_bytes > max(MIN_ROUNDS_BYTES, state_bytes)
 
     async def _extend(self) -> bool:
         """Fetch the newer results of the first peer that has any; return True if there were some."""
@@ -215,6 +221,8 @@ class StateDownload:
             try:
                 chain = await self._round_log.certificates_after(peer, self.rounds.tip)
                 for some in self._batches(peer, chain):
+                    if self._has_too_many_rounds:
+                        return True
                     async with self._link:
                         sources = [peer, *(other for other in self._sources() if other != peer)]
                         bodies = [certificate.body for certificate in some]
@@ -269,22 +277,48 @@ class StateDownload:
 
     # Putting it together
 
-    def newest(self) -> tuple[int, bytes]:
-        """Return the position of the newest chunks among the rounds since, and their lineage."""
+    def newest(self) -> tuple[int, Head]:
+        """Return the position of the newest chunks among the rounds since, and their head."""
         assert self._partial is not None
         stamps = {stamp.lineage for _, stamp in self._partial.chunks()}
-        return max((self.rounds.positions.get(lineage, 0), lineage) for lineage in stamps)
+        position, lineage = max((self.rounds.positions.get(lineage, 0), lineage) for lineage in stamps)
+        return position, self.rounds.head_at(position, self._believed(lineage))
 
     async def assemble(self) -> Head:
         """Overwrite the shared state with the chunks, each brought to the newest round; return its head.
 
         Raises:
-            IntegrityError: The result has the wrong digest; the shared state is invalid until a new download. If the
-                chunks were of several rounds, the next download takes them from one round.
+            IntegrityError: The result has the wrong digest; the shared state is as before. If the chunks were of
+                several rounds, the next download takes them from one round.
         """
+        before = await self._context.runtime.compute(self._copy_state) if self._state.head.round else []
+        try:
+            return await self._assemble()
+        except Exception:
+            self.discard()
+            if before:
+                await self._context.runtime.compute(self._state.replace, before, self._state.head)
+            raise
+
+    def _copy_state(self) -> NamedTensors:
+        """Return a copy of the shared state, in a file if there is a folder."""
+        tensors = self._state.tensors()
+        path = self._folder / "before" if self._folder else None
+        try:
+            copies = new_tensors(specs_of(tensors), path)
+        except OSError as error:
+            raise ResourceError(f"cannot write to {path} ({error.strerror}): free some space") from error
+        finally:
+            if path is not None:
+                path.unlink(missing_ok=True)  # The memory lasts as long as its mapping.
+        for (_, copy), (_, tensor) in zip(copies, tensors, strict=True):
+            copy.copy_(tensor)
+        return copies
+
+    async def _assemble(self) -> Head:
         partial, rounds = self._partial, self.rounds
         assert partial is not None
-        newest, lineage = self.newest()
+        newest, head = self.newest()
         by_position: dict[int, list[int]] = {}
         for index, stamp in partial.chunks():
             by_position.setdefault(rounds.positions.get(stamp.lineage, 0), []).append(index)
@@ -298,11 +332,10 @@ class StateDownload:
                     await self._context.runtime.compute(self._replica.step, rounds.result(position))
                 advance(position - oldest, newest - oldest)
         root = (await self._context.runtime.compute(self._state.tree)).root
-        if root != self._believed(lineage):
+        if root != head.digest:
             self._must_be_one_round = newest > oldest
-            self.discard()
             raise IntegrityError("the downloaded state does not have its digest: it is downloaded anew")
-        return rounds.head_at(newest, root)
+        return head
 
     def discard(self) -> None:
         """Forget the download and delete its files, those of an earlier process included."""

@@ -3,6 +3,9 @@
 A stale peer replays the rounds that it missed, or downloads the state if that is fewer bytes (`choose_way`). Both lead
 to the same bits.
 
+A catch-up of a peer that has trained runs beside training. It fetches without the model, and changes the state only
+while a caller lends it the work at rest (`CatchUp.follow`, `CatchUp.apply_fetched`).
+
 Local work is carried to the new state only where it cannot count twice. The certificates between two states tell
 whether the work has counted. If they are known, replay and download treat local work alike. Work on top of a damaged
 state is dropped.
@@ -11,21 +14,26 @@ state is dropped.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 from p2ptrain.averaging.commit.attempt import AttemptFailedError
 from p2ptrain.averaging.commit.round_log import Result
 from p2ptrain.averaging.grouping.membership import ACTIVE_STATES
 from p2ptrain.averaging.protocol.certificate import Certificate, Head
-from p2ptrain.errors import IncompatibleError, IntegrityError, PeerRefusedError, ResourceError
+from p2ptrain.errors import IncompatibleError, IntegrityError, PeerRefusedError, ResourceError, TemporaryError
+from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.progress import Advance, Progress
-from p2ptrain.tasks import Tasks, to_its_end, together
+from p2ptrain.tasks import Tasks, to_its_end, together, until_ended
 from p2ptrain.training.sync.background_download import SOURCE_FAILURES, StateDownload
 from p2ptrain.training.sync.replica import Contribution, Replica
 from p2ptrain.training.sync.state_server import check_head, fetch_head
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 DOWNLOAD_BELOW = 0.9
 """A download needs fewer bytes than this part of a replay's. A replay also fills the history, from which other peers
@@ -36,8 +44,16 @@ STALL_SECONDS = 4.0
 """A source that fails after this time is doubted: it must prove its state before this peer follows it again."""
 MAX_DOUBTED_ASKED = 4
 """Limit of concurrent checks of doubted peers."""
+FOREGROUND_SECONDS = 4.0
+"""Time for which a round waits for a catch-up; after that, the catch-up goes on beside training."""
+MAX_CATCH_UPS = 4
+"""Limit of concurrent catch-ups, one for each source; at most one of them downloads the state."""
 MAX_REPAIRS = 10
 """Consecutive failed repairs that end training."""
+
+
+class _BusyError(TemporaryError):
+    """Another download of the state is under way; the source is not at fault."""
 
 
 class CatchUp:
@@ -60,6 +76,12 @@ class CatchUp:
         self._failed_repairs = 0
         self._tasks = Tasks()
         self._checks: dict[str, asyncio.Task[None]] = {}
+        self._running: dict[str, asyncio.Task[bool]] = {}
+        self._is_downloading = False
+        self._waiting: set[asyncio.Task[Any]] = set()
+        self._lent = asyncio.Event()
+        self._applying = asyncio.Lock()
+        self._work: Contribution | None = None
         self.resyncs = 0
         self.incompatible: dict[str, str] = {}
 
@@ -67,20 +89,101 @@ class CatchUp:
         await self._tasks.close()
         self._downloaded.close()
 
+    @property
+    def is_running(self) -> bool:
+        """True if a catch-up goes on beside training."""
+        return any(not task.done() for task in self._running.values())
+
     async def follow(self, source: str, work: Contribution | None) -> bool:
-        """Catch up with one peer; return True on success."""
+        """Catch up with one peer; return True on success.
+
+        A peer that has trained waits for `FOREGROUND_SECONDS`. Then the catch-up goes on beside training, and applies
+        its results within `apply_fetched`.
+        """
         if self._membership.is_doubted(source):
             self._membership.suspect(source, "let others wait for what it did not hold")
             self.check_soon(source)
             return False
+        is_new = source not in self._running
+        if is_new:
+            if len(self._running) >= MAX_CATCH_UPS:
+                return False
+            self._running[source] = self._tasks.call(self._follow(source), f"follow-{source[-8:]}")
+        task = self._running[source]
+        if is_new or not self._has_trained:
+            async with self._lend(work):
+                await asyncio.wait({task}, timeout=FOREGROUND_SECONDS if self._has_trained else None)
+        self._forget_ended()
+        if not task.done():  # Until this peer has caught up, its rounds do without the source.
+            self._membership.suspect(source, "is ahead, and takes long to follow")
+            return False
+        return not task.cancelled() and task.result()
+
+    async def apply_fetched(self, work: Contribution | None) -> None:
+        """Apply the results that catch-ups beside training have fetched; call while ``work`` is at rest.
+
+        Raises:
+            ResourceError: One of them found too little disk or memory.
+        """
+        self._forget_ended()
+        if self._waiting:
+            async with self._lend(work):
+                await asyncio.wait(set(self._waiting), timeout=FOREGROUND_SECONDS)
+
+    def _forget_ended(self) -> None:
+        ended = [(source, task) for source, task in self._running.items() if task.done()]
+        for source, task in ended:
+            del self._running[source]
+            if not task.cancelled():
+                task.result()
+
+    def is_following(self, record: PeerRecord) -> bool:
+        """True if a catch-up beside training leads to a peer or to its head."""
+        is_on_the_way = self._is_downloading and record.lineage in self._downloaded.rounds.positions
+        return record.peer in self._running or is_on_the_way
+
+    @property
+    def _has_trained(self) -> bool:
+        return self._state.head.round > 0
+
+    async def _follow(self, source: str) -> bool:
         started = asyncio.get_running_loop().time()
         try:
-            await self._catch_up(source, work)
+            await self._catch_up(source)
+        except _BusyError:
+            return False
         except SOURCE_FAILURES as error:
             self._blame(source, error, started)
             return False
         self._membership.kept_promise(source)
+        self._membership.answered(source)
         return True
+
+    @contextlib.asynccontextmanager
+    async def _lend(self, work: Contribution | None) -> AsyncIterator[None]:
+        """Allow catch-ups to apply results to the state and ``work`` until the body ends."""
+        self._work = work
+        self._lent.set()
+        try:
+            yield
+        finally:
+            self._lent.clear()
+            async with self._applying:  # Wait for an application in progress.
+                self._work = None
+
+    async def _apply(self, change: Callable[[Contribution | None], Coroutine[Any, Any, T]]) -> T:
+        """Run a change of the state, to its end, once the caller lends its work."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._waiting.add(task)
+        try:
+            while True:
+                await self._lent.wait()
+                async with self._applying:
+                    if self._lent.is_set():
+                        return await to_its_end(change(self._work))
+        finally:
+            self._waiting.discard(task)
 
     def _blame(self, source: str, error: Exception, asked_at: float) -> None:
         logger.info("could not follow peer %s: %s", source[-8:], error)
@@ -112,28 +215,29 @@ class CatchUp:
         else:
             self._membership.vouch(peer)
 
-    async def _catch_up(self, source: str, work: Contribution | None) -> None:
+    async def _catch_up(self, source: str) -> None:
         chain = await self._round_log.certificates_after(source, self._state.head.lineage)
         holder = source
         if not chain:
             holder, chain = await self._chain_of_others(source)
         if not chain:
-            return await self._download(source, work, keep_work=True)
+            return await self._download(source, keep_work=True)
         if chain[0].body.digest != self._state.head.digest:
             logger.warning("the swarm went on from another state than this peer's: its own is wrong")
-            return await self._download(source, work, keep_work=False, chain=chain)
+            return await self._download(source, keep_work=False, chain=chain)
         replay_bytes = sum(self._round_log.num_bytes_of(holder, each.body) for each in chain)
         is_download, reason = choose_way(len(chain), replay_bytes, self._state_bytes())
         logger.info("catching up with peer %s: %s", holder[-8:], reason)
         if is_download:
             try:
-                return await self._download(source, work, keep_work=True, chain=chain)
+                return await self._download(source, keep_work=True, chain=chain)
             except (*SOURCE_FAILURES, ResourceError) as error:
                 logger.info("could not download from peer %s: %s", source[-8:], error)
         try:
             with self._jobs("replaying missed rounds", "rounds") as advance:
-                await self._replay(holder, chain, work, advance)
-            self._downloaded.discard()
+                await self._replay(holder, chain, advance)
+            if not self._is_downloading:
+                self._downloaded.discard()
         except SOURCE_FAILURES as error:
             if holder == source and not isinstance(error, PeerRefusedError):
                 raise
@@ -141,12 +245,10 @@ class CatchUp:
             logger.info("peer %s could not replay it all: %s", holder[-8:], error)
             if not isinstance(error, PeerRefusedError):
                 self._membership.mistrust(holder)
-            await self._download(source, work, keep_work=True, chain=chain)
+            await self._download(source, keep_work=True, chain=chain)
 
-    async def _replay(
-        self, holder: str, chain: Sequence[Certificate], work: Contribution | None, advance: Advance
-    ) -> None:
-        if work is not None and work.tokens > 0:
+    async def _replay(self, holder: str, chain: Sequence[Certificate], advance: Advance) -> None:
+        if self._work is not None and self._work.tokens > 0:
             self._matchmaker.announce_soon(chain[-1].body.next_head(b"", b""))
         others = [peer for peer in self._peers_at(chain[-1].body.next_lineage) if peer != holder]
         for number, certificate in enumerate(chain):
@@ -157,10 +259,14 @@ class CatchUp:
                 raise IntegrityError("a certificate is of another tree than its lineage has")
             chunks = self._round_log.chunks_of(holder, body)
             report = await self._round_log.fetch(chunks, [holder, *others])
-            for liar in report.liars:
-                self._membership.mistrust(liar)
-            await self._replica.apply_missed(Result(certificate, chunks.means), work)
+            self._membership.mistrust_sources(report.liars, report.slow)
+            await self._apply(partial(self._apply_missed, Result(certificate, chunks.means)))
             logger.info("replayed round %d from peer %s", body.round, holder[-8:])
+
+    async def _apply_missed(self, result: Result, work: Contribution | None) -> None:
+        if result.certificate.body.lineage != self._state.head.lineage:
+            raise AttemptFailedError("this peer's own rounds went on meanwhile")
+        await self._replica.apply_missed(result, work)
 
     async def _chain_of_others(self, source: str) -> tuple[str, list[Certificate]]:
         """Return another peer and its certificates up to the head of ``source``, or ``source`` and no certificates."""
@@ -208,9 +314,14 @@ class CatchUp:
         same = [r.peer for r in records if r.lineage == self._state.head.lineage]
         agreeing = [r.peer for r in records if r.peer in same and r.digest == self._state.head.digest]
         first = agreeing if own_digest_is_right else [peer for peer in same if peer not in agreeing]
+        for task in self._running.values():
+            task.cancel()
+        await until_ended(*self._running.values())
+        self._running.clear()
         for peer in dict.fromkeys([*first, *self._membership.alive_trainers()]):
             try:
-                await self._download(peer, work, keep_work=False)
+                async with self._lend(work):
+                    await self._download(peer, keep_work=False)
                 self._failed_repairs = 0
                 return
             except SOURCE_FAILURES as error:
@@ -223,22 +334,25 @@ class CatchUp:
             )
         raise AttemptFailedError("the state in memory is wrong and no peer could send a right one")
 
-    async def _download(
-        self, source: str, work: Contribution | None, keep_work: bool, chain: Sequence[Certificate] = ()
-    ) -> None:
+    async def _download(self, source: str, keep_work: bool, chain: Sequence[Certificate] = ()) -> None:
         """Fetch the whole state, ``source`` first, and the rounds since, without a deadline.
 
         ``chain`` holds the known certificates from this peer's lineage on.
         """
+        if self._is_downloading:
+            raise _BusyError("another download of the state is under way")
+        self._is_downloading = True
+        try:
+            await self._download_from(source, keep_work, chain)
+        finally:
+            self._is_downloading = False
+
+    async def _download_from(self, source: str, keep_work: bool, chain: Sequence[Certificate]) -> None:
         head = await self._head_ahead(source, accepts_own_lineage=not keep_work)
         if chain and between(chain, self._state.head.lineage, head.lineage) is None:  # The source committed more.
             chain = [*chain, *await self._round_log.certificates_after(source, chain[-1].body.next_lineage)]
         async with self._downloaded.fetched(source, head):
-            position = await to_its_end(self._take_over(work, keep_work, chain))
-            logger.info("downloaded the state of round %d from peer %s", self._state.head.round, source[-8:])
-            while position < len(self._downloaded.rounds.certificates):  # The list may grow during the loop.
-                await self._replica.apply_missed(self._downloaded.rounds.result(position), work)
-                position += 1
+            await self._apply(partial(self._take_over, source, keep_work, chain))
         self._downloaded.discard()
 
     async def _head_ahead(self, source: str, *, accepts_own_lineage: bool = False) -> Head:
@@ -250,13 +364,20 @@ class CatchUp:
             raise AttemptFailedError(f"peer {source[-8:]} is not ahead of this one")
         return head
 
-    async def _take_over(self, work: Contribution | None, keep_work: bool, chain: Sequence[Certificate]) -> int:
-        """Replace the shared state by the download; return how many of the rounds since it includes."""
-        count, lineage = self._downloaded.newest()
-        missed = between([*chain, *self._downloaded.rounds.certificates], self._state.head.lineage, lineage)
+    async def _take_over(
+        self, source: str, keep_work: bool, chain: Sequence[Certificate], work: Contribution | None
+    ) -> None:
+        """Replace the shared state by the download, and apply the rounds since."""
+        position, head, rounds = *self._downloaded.newest(), self._downloaded.rounds
+        if keep_work and not head.outranks(self._state.head):
+            return logger.info("the downloaded state is not used: this peer's own is ahead of it by now")
+        missed = between([*chain, *rounds.certificates], self._state.head.lineage, head.lineage)
         await self._replica.replace(self._downloaded.assemble, missed, work, keep_work)
         self.resyncs += 1
-        return count
+        logger.info("downloaded the state of round %d from peer %s", self._state.head.round, source[-8:])
+        while position < len(rounds.certificates):  # The list may grow during the loop.
+            await self._replica.apply_missed(rounds.result(position), work)
+            position += 1
 
 
 def choose_way(num_rounds: int, replay_bytes: int, download_bytes: int) -> tuple[bool, str]:

@@ -13,7 +13,6 @@ by a crash.
 
 from __future__ import annotations
 
-import mmap
 import os
 import shutil
 import struct
@@ -21,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from p2ptrain.buffers import new_buffer
+from p2ptrain.buffers import file_buffer, new_buffer
 from p2ptrain.errors import IncompatibleError, IntegrityError, ResourceError, TemporaryError
 from p2ptrain.hashing import HASH_BYTES
 from p2ptrain.network.chunks.fetch import BadContentError, FetchOptions, FetchReport, fetch
@@ -41,10 +40,9 @@ from p2ptrain.training.state.digest import (
     leaf_of,
     proves,
 )
-from p2ptrain.training.state.shared_state import Stamp, stamped_bytes
+from p2ptrain.training.state.shared_state import SharedState, Stamp, stamped_bytes
 from p2ptrain.training.sync.state_server import STATE, HeldState
 
-MAX_DESCRIPTION_BYTES = 16 << 20
 EXPECTED_BYTES = 64 << 20
 """Size hint for the transport; the exact size is known only on the stream."""
 
@@ -57,9 +55,6 @@ _ENTRY = struct.Struct(f">I{Stamp.NUM_BYTES}s{HASH_BYTES}s")
 
 class Admission(Protocol):
     """Decides which states' chunks a download takes."""
-
-    def check_size(self, num_bytes: int) -> None:
-        """Raise `IntegrityError` for a state larger than this model's can be; called before memory is allocated."""
 
     async def admit(self, source: str, stamp: Stamp) -> None:
         """Return once chunks of this state are useful; called when a source's stamp changes.
@@ -76,7 +71,7 @@ class Admission(Protocol):
 async def download_state(
     rpc: Rpc,
     find_sources: Callable[[], Sequence[str]],
-    layout: bytes,
+    own: SharedState,
     partial: PartialDownload,
     admission: Admission,
     options: FetchOptions | None = None,
@@ -84,10 +79,10 @@ async def download_state(
 ) -> FetchReport:
     """Download the missing chunks of a state; raises the errors of `p2ptrain.network.chunks.fetch.fetch`.
 
-    ``layout`` is this model's fingerprint; a state of another layout is refused. ``partial`` keeps the chunks, also if
+    A state that ``own`` could not hold is refused before a byte of it is kept. ``partial`` keeps the chunks, also if
     this raises. ``advance`` receives verified and total bytes.
     """
-    return await fetch(rpc, STATE, b"", _Target(rpc, layout, partial, admission, advance), find_sources, options)
+    return await fetch(rpc, STATE, b"", _Target(rpc, own, partial, admission, advance), find_sources, options)
 
 
 class _Target:
@@ -97,10 +92,10 @@ class _Target:
     expected_bytes = EXPECTED_BYTES
 
     def __init__(
-        self, rpc: Rpc, layout: bytes, partial: PartialDownload, admission: Admission, advance: Advance
+        self, rpc: Rpc, own: SharedState, partial: PartialDownload, admission: Admission, advance: Advance
     ) -> None:
         self._runtime = rpc.runtime
-        self._layout = layout
+        self._own = own
         self._partial = partial
         self._admission = admission
         self._advance = advance
@@ -123,19 +118,18 @@ class _Target:
     async def agree(self, channel: Channel, options: FetchOptions) -> int:
         """Receive and check a source's description; a chunk proves the first one before memory is allocated."""
         source, num_bytes = channel.remote, 0
-        held = await channel.receive(HeldState, options.open_seconds, MAX_DESCRIPTION_BYTES)
-        if held.layout != self._layout:
+        held = await channel.receive(HeldState, options.open_seconds, self._own.max_description_bytes)
+        if held.layout != self._own.layout.fingerprint:
             raise IncompatibleError(f"peer {source[-8:]} trains a model of another shape")
         if not self._partial.specs:
-            num_bytes = await self._take_first(channel, held.description, options.least)
+            num_bytes = await self._take_first(channel, held.description.tensors, options.least)
         if held.description.tensors != self._partial.specs:
             raise TemporaryError(f"peer {source[-8:]} holds a state of other tensors")
         return num_bytes
 
-    async def _take_first(self, channel: Channel, description: Description, least: LeastRate) -> int:
-        self._admission.check_size(description.num_bytes)
-        source, specs = channel.remote, description.tensors
-        cut = cut_of(specs)
+    async def _take_first(self, channel: Channel, specs: tuple[TensorSpec, ...], least: LeastRate) -> int:
+        self._own.check_specs(specs)
+        source, cut = channel.remote, cut_of(specs)
         if not cut.num_chunks:
             raise IntegrityError(f"peer {source[-8:]} described a state of nothing")
         buffer = memoryview(bytearray(stamped_bytes(cut.chunk_bytes(0), cut.depth)))
@@ -255,12 +249,7 @@ class PartialDownload:
         if self._folder is None:
             self._data = new_buffer(num_bytes)
         else:
-            descriptor = os.open(self._folder / CHUNKS_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                os.posix_fallocate(descriptor, 0, num_bytes)  # On a full disk a write to mapped memory is SIGBUS.
-                self._data = memoryview(mmap.mmap(descriptor, num_bytes))
-            finally:
-                os.close(descriptor)
+            self._data = file_buffer(self._folder / CHUNKS_FILE, num_bytes)
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             self._index = os.open(self._folder / INDEX_FILE, flags, 0o600)
         self.specs, self._description = specs, description_hash(specs)

@@ -32,6 +32,7 @@ class RoundsSince:
         base: The head where the chain begins; None before `start`.
         certificates: In the order of the rounds.
         positions: By lineage on the chain: how many results lead to it from the base.
+        num_bytes: Size of the results and their certificates.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -40,6 +41,7 @@ class RoundsSince:
         self.certificates: list[Certificate] = []
         self.positions: dict[bytes, int] = {}
         self._means: list[list[Buffer]] = []
+        self.num_bytes = 0
 
     @classmethod
     def open(cls, folder: Path | None, read: Callable[[bytes], Certificate]) -> RoundsSince:
@@ -103,6 +105,7 @@ class RoundsSince:
     def _take(self, certificate: Certificate, means: list[Buffer]) -> None:
         self.certificates.append(certificate)
         self._means.append(means)
+        self.num_bytes += len(certificate.to_bytes()) + sum(map(len, means))
         self.positions[certificate.body.next_lineage] = len(self.certificates)
 
     def result(self, position: int) -> Result:
@@ -119,7 +122,7 @@ class RoundsSince:
     def discard(self) -> None:
         """Forget the chain and delete its files."""
         self.base = None
-        self.certificates, self._means, self.positions = [], [], {}
+        self.certificates, self._means, self.positions, self.num_bytes = [], [], {}, 0
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 

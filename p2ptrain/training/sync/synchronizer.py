@@ -18,7 +18,7 @@ from p2ptrain.averaging.commit.attempt import AttemptFailedError, UnencodableErr
 from p2ptrain.averaging.grouping.matchmaker import BehindError, MismatchError, NoGroupError
 from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.errors import TemporaryError
-from p2ptrain.network.records.record import RoundReport
+from p2ptrain.network.records.record import PeerRecord, RoundReport
 from p2ptrain.progress import Progress, no_progress
 from p2ptrain.training.data.windows import Place, place_among
 from p2ptrain.training.sync.catch_up import CatchUp
@@ -181,6 +181,8 @@ class Synchronizer:
     async def _prepare(self, work: Contribution, before: Head) -> tuple[torch.Tensor, int, int] | RoundResult:
         for _ in range(MAX_RETRIES):
             await self.follow_swarm(work)
+            if self.catch_up.is_running and self._are_all_ahead():
+                return RoundResult(self.head != before, self.head.round, "catching up beside the local steps")
             if 0 < self.last_round <= self.head.round:
                 return RoundResult(self.head != before, self.head.round, "the last round is over")
             if await self.replica.is_intact():
@@ -205,7 +207,8 @@ class Synchronizer:
             return await self._drop(work, str(error))
         if isinstance(error, BehindError):
             if not await self.catch_up.follow(error.source, work):
-                raise AttemptFailedError(f"{error}, but its source failed") from error
+                reason = "goes on" if self.catch_up.is_running else "failed"
+                raise AttemptFailedError(f"{error}, and catching up {reason}") from error
             return None
         if not self.catch_up.others_hold_another_state():
             raise AttemptFailedError(f"{error}, but nobody announces another: not believed") from error
@@ -243,12 +246,17 @@ class Synchronizer:
         """True if a trusted peer announces a head that outranks this peer's."""
         return self._best_source() is not None
 
+    def _are_all_ahead(self) -> bool:
+        """True if each trusted peer is ahead, so that a round without them would fork the lineage."""
+        return all(_is_ahead(_announced(record), self.head) for record in self._membership.trusted_records())
+
     async def follow_swarm(self, work: Contribution | None) -> bool:
         """Catch up with the best lineage that a trusted peer announces; return True if this peer's head moved.
 
         A doubted peer must prove its state in the background first. Else it could stall each round until a timeout.
         """
         before = self.head
+        await self.catch_up.apply_fetched(work)
         for _ in range(3):
             best = self._best_source()
             if best is None:
@@ -259,8 +267,8 @@ class Synchronizer:
     def _best_source(self) -> str | None:
         best, source = self.head, None
         for record in self._membership.trusted_records():
-            announced = Head(record.round, record.lineage, record.lineage_tokens, 0, record.digest)
-            if announced.lineage != best.lineage and announced.outranks(best):
+            announced = _announced(record)
+            if _is_ahead(announced, best) and not self.catch_up.is_following(record):
                 if self._membership.is_doubted(record.peer):
                     self.catch_up.check_soon(record.peer)
                 else:
@@ -270,3 +278,11 @@ class Synchronizer:
     def is_due(self, steps: int) -> bool:
         """True if a peer with this many steps in the round should contribute now; safe from any thread."""
         return self.position.is_closing or self.pacing.is_due(steps)
+
+
+def _announced(record: PeerRecord) -> Head:
+    return Head(record.round, record.lineage, record.lineage_tokens, 0, record.digest)
+
+
+def _is_ahead(announced: Head, head: Head) -> bool:
+    return announced.lineage != head.lineage and announced.outranks(head)

@@ -1,7 +1,6 @@
 """A newcomer and peers that serve it their state, in simulation."""
 
 import asyncio
-import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -53,13 +52,8 @@ def advance(state: SharedState) -> None:
 class OneState:
     """Admits chunks of one state alone; implements `p2ptrain.training.sync.download.Admission`."""
 
-    def __init__(self, head: Head, most_bytes: float = math.inf) -> None:
+    def __init__(self, head: Head) -> None:
         self.head = head
-        self.most_bytes = most_bytes
-
-    def check_size(self, num_bytes: int) -> None:
-        if num_bytes > self.most_bytes:
-            raise IntegrityError("too large")
 
     async def admit(self, source: str, stamp: Stamp) -> None:
         if stamp.lineage != self.head.lineage:
@@ -99,12 +93,11 @@ class Sources:
 
     async def download(self, resume: PartialDownload | None = None, **options: Any) -> FetchReport:
         self.partial = resume if resume is not None else PartialDownload()
-        layout = options.pop("layout", self.layout)
-        admission = OneState(self.head, options.pop("most_bytes", math.inf))
+        own, admission = options.pop("own", self.states[0]), OneState(self.head)
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
-            return await download_state(self.newcomer.rpc, lambda: self.ids, layout, self.partial, admission, **options)
+            return await download_state(self.newcomer.rpc, lambda: self.ids, own, self.partial, admission, **options)
         finally:
             self.seconds = loop.time() - began
 

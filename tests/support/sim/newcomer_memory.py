@@ -58,7 +58,8 @@ async def download(network: SimulatedNetwork, folder: Path) -> dict[str, int]:
         await trainer.rpc.start()
     peak = Peak()
     peak.begin()
-    await newcomer.sync.catch_up._download(source.peer.peer_id, newcomer.work, keep_work=False)
+    async with newcomer.sync.catch_up._lend(newcomer.work):
+        await newcomer.sync.catch_up._download(source.peer.peer_id, keep_work=False)
     extra = peak.end()
     assert newcomer.state.tree().root == source.sync.head.digest
     num_bytes = sum(tensor.nbytes for _, tensor in newcomer.state.tensors())

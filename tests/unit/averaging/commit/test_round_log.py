@@ -6,11 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from p2ptrain.averaging.commit.result_chunks import ChunkHashes
 from p2ptrain.averaging.commit.round_log import MAX_CERTIFICATES, Result, RoundLog
 from p2ptrain.averaging.protocol.certificate import AskChain, Certificate, Chain, vote
 from p2ptrain.codecs import Codec, get_codec
 from p2ptrain.codecs.mixed import by_size
 from p2ptrain.errors import IntegrityError, PeerRefusedError, ProtocolError
+from p2ptrain.network.chunks.messages import Open
+from p2ptrain.network.rpc.channel import Channel
 from tests.support.coroutines import simulated
 from tests.support.sim.averaging import NUM_VALUES, SPEC, RosterMember, make_roster, stop
 from tests.support.sim.peers import Member, members
@@ -120,6 +123,20 @@ async def test_a_source_that_sends_other_means_is_found_out(swarm: list[Member])
     reader._parts = [(roster[1].attempt.codec, NUM_VALUES + 1)]
     with pytest.raises(ProtocolError, match="another size"):
         await reader.fetch_means([source], result.certificate.body, 5.0)
+
+
+@pytest.mark.fault(43)
+@simulated(members, 2, seed=4)
+async def test_more_hashes_than_a_result_has_chunks_are_not_read(swarm: list[Member]) -> None:
+    roster, result = await certify(swarm)
+    source, reader = roster[0].member.rpc, roster[1].history
+
+    async def lie(channel: Channel, request: Open) -> None:
+        await channel.send(ChunkHashes((bytes(32),) * 10_000))
+
+    source.serve_channel("chunks.result", Open, lie)
+    with pytest.raises(IntegrityError, match="bytes"):
+        await reader.fetch_means([source.peer_id], result.certificate.body, 5.0)
 
 
 @simulated(members, 2, seed=5)

@@ -20,9 +20,15 @@ from p2ptrain.training.learning_rate import WrappedOptimizer
 from p2ptrain.training.state import adamw
 from p2ptrain.training.state import outer_optimizers as outer
 from p2ptrain.training.state.adamw import BETA1, BETA2, CODE_BLOCK, EPSILON, AdamWStep, Codes
-from p2ptrain.training.state.digest import byte_view
+from p2ptrain.training.state.digest import TensorSpec, byte_view
 from p2ptrain.training.state.layout import Layout
-from p2ptrain.training.state.outer_optimizers import AdamStep, AverageStep, GradientStep, NesterovStep
+from p2ptrain.training.state.outer_optimizers import (
+    MAX_TENSORS_PER_PARAMETER,
+    AdamStep,
+    AverageStep,
+    GradientStep,
+    NesterovStep,
+)
 from tests.support.codecs import exact_values
 
 SPEC = TrainingSpec(every=1, learning_rate=0.02, weight_decay=0.1, warmup_steps=4, clip_norm=2.0)
@@ -359,6 +365,19 @@ def test_state_that_does_not_fit_is_refused_and_changes_nothing(name: str, tenso
         stepper.load_state_tensors([*before, (name, tensor)])
     for (_, old), (_, now) in zip(before, stepper.state_tensors(), strict=True):
         assert torch.equal(old, now)
+
+
+def test_a_parameter_has_no_more_state_than_the_limit() -> None:
+    _, layout, stepper, _ = gradient_step()
+    most = [
+        TensorSpec(f"optim.{entry.name}.{number}", "float32", tuple(entry.shape))
+        for entry in layout.parameter_entries
+        for number in range(MAX_TENSORS_PER_PARAMETER)
+    ]
+    stepper.check_specs(most)
+    assert len(most) == stepper.max_tensors
+    with pytest.raises(IncompatibleError, match="more than 8"):
+        stepper.check_specs([*most, TensorSpec(f"{most[0].name}9", "float32", ())])
 
 
 def test_an_optimizer_of_another_module_is_refused() -> None:

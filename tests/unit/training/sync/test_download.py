@@ -1,6 +1,8 @@
 """A download ends with the right bytes or an error, whatever its sources do."""
 
 import asyncio
+import contextlib
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -13,21 +15,20 @@ from p2ptrain.errors import (
     P2PTrainError,
     PeerLostError,
 )
-from p2ptrain.hashing import HASH_BYTES
 from p2ptrain.network.chunks.fetch import FetchOptions
 from p2ptrain.network.chunks.messages import Ask, FromReceiver, Open
 from p2ptrain.network.rpc.channel import Channel, LeastRate
+from p2ptrain.network.schema import to_bytes, to_wire
 from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.training.state.digest import (
     CHUNK_BYTES,
     ChunkedBytes,
     Description,
     TensorSpec,
-    cut_of,
     leaf_of,
     merkle_tree,
 )
-from p2ptrain.training.state.shared_state import Stamp
+from p2ptrain.training.state.outer_optimizers import AverageStep
 from p2ptrain.training.sync.download import PartialDownload, download_state
 from p2ptrain.training.sync.state_server import HeldState
 from tests.support.coroutines import simulated
@@ -120,28 +121,83 @@ async def test_only_liars_is_an_integrity_error_and_nothing_false_is_kept(swarm:
 async def test_a_false_description_is_found_before_memory_is_given_to_it(swarm: Sources) -> None:
     async def lie(channel: Channel, request: Open) -> None:
         huge = (TensorSpec("vector", "float32", (1 << 30,)),)
-        cut = cut_of(huge)
         await channel.send(HeldState(swarm.layout, Description(huge)))
-        await channel.receive(FromReceiver, 10)
-        stamp = Stamp.of(swarm.head).to_bytes()
-        await channel.send_bytes(bytes(cut.chunk_bytes(0)) + stamp + bytes(HASH_BYTES * cut.depth))
         await channel.receive(FromReceiver, 10)
 
     swarm.sources[0].rpc.serve_channel("chunks.state", Open, lie)
     downloaded = await swarm.download()
     assert swarm.is_right()
-    assert "digest" in str(downloaded.faults[swarm.ids[0]])
+    assert "another model" in str(downloaded.faults[swarm.ids[0]])
     assert swarm.refusals(0) == 1
 
 
 @simulated(sources, 1, seed=1, model=FAST)
-async def test_a_state_larger_than_it_can_be_is_refused_before_there_is_room_for_it(swarm: Sources) -> None:
-    with pytest.raises(IntegrityError, match="too large"):
-        await swarm.download(most_bytes=NUM_VALUES * 8 - 1)
+async def test_a_state_of_other_tensors_is_refused_before_there_is_room_for_it(swarm: Sources) -> None:
+    own = shared_state()
+    own.stepper = AverageStep(own.layout, 0.7)
+    with pytest.raises(IncompatibleError, match="same outer optimizer"):
+        await swarm.download(own=own)
     assert not swarm.partial.specs
     assert swarm.refusals(0) == 1
-    await swarm.download(most_bytes=NUM_VALUES * 8)
+    await swarm.download()
     assert swarm.is_right()
+
+
+LIES: dict[str, list[TensorSpec]] = {
+    "1 TiB": [TensorSpec("vector", "float32", (1 << 38,))],
+    "other shapes": [TensorSpec("vector", "float32", (NUM_VALUES // 2, 2))],
+    "one more": [
+        TensorSpec("vector", "float32", (NUM_VALUES,)),
+        TensorSpec("outer.momentum", "float32", (NUM_VALUES,)),
+        TensorSpec("outer.more", "float32", (1,)),
+    ],
+    "another dtype": [
+        TensorSpec("vector", "float32", (NUM_VALUES,)),
+        TensorSpec("outer.momentum", "float64", (NUM_VALUES,)),
+    ],
+    "very many": [TensorSpec("vector", "float32", (NUM_VALUES,))]
+    + [TensorSpec(f"{number}", "bool", (0,)) for number in range(200_000)],
+}
+
+
+@pytest.mark.fault(43)
+@pytest.mark.parametrize("tensors", LIES.values(), ids=LIES)
+@simulated(sources, 1, seed=1, model=FAST)
+async def test_tensors_that_are_not_the_model_s_are_refused_and_nothing_of_them_is_kept(
+    swarm: Sources, tensors: list[TensorSpec]
+) -> None:
+    asked = list[object]()
+    message = {"layout": swarm.layout, "description": {"tensors": to_wire(tensors)}}
+
+    async def lie(channel: Channel, request: Open) -> None:
+        await channel.send(message)
+        with contextlib.suppress(P2PTrainError):
+            asked.append(await channel.receive(FromReceiver, 10))
+
+    swarm.sources[0].rpc.serve_channel("chunks.state", Open, lie)
+    tracemalloc.start()
+    try:
+        with pytest.raises((IncompatibleError, IntegrityError)):
+            await swarm.download()
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert not asked
+    assert not swarm.partial.specs
+    assert swarm.refusals(0) == 1
+    assert most < 15 * len(to_bytes(message)) + CHUNK_BYTES, "the sender's included"
+
+
+@pytest.mark.fault(9)
+@simulated(sources, 3, seed=range(3), model=FAST)
+async def test_two_that_agree_on_other_bytes_or_another_digest_do_not_outdo_one_that_is_right(swarm: Sources) -> None:
+    for state in swarm.states[:2]:
+        state.vector[CHUNK_VALUES:].add_(1.0)
+    swarm.states[1].head = replace(swarm.head, digest=swarm.states[1].tree().root)
+    downloaded = await swarm.download()
+    assert swarm.is_right()
+    assert set(downloaded.liars) == set(swarm.ids[:2])
+    assert [swarm.refusals(source) for source in range(3)] == [1, 1, 0]
 
 
 @pytest.mark.parametrize("hello", [{}, {"description": {"tensors": [["vector", "float32", [3]]] * 2}}])
@@ -217,7 +273,7 @@ async def test_the_only_source_dies_and_another_completes_what_there_is(swarm: S
     partial = PartialDownload()
     ids, admission = swarm.ids, OneState(swarm.head)
     task = swarm.newcomer.peer.spawn(
-        download_state(swarm.newcomer.rpc, lambda: ids[:1], swarm.layout, partial, admission)
+        download_state(swarm.newcomer.rpc, lambda: ids[:1], swarm.states[0], partial, admission)
     )
     await until_started(swarm, partial, 4)
     swarm.network.crash(swarm.sources[0].peer)
@@ -225,7 +281,7 @@ async def test_the_only_source_dies_and_another_completes_what_there_is(swarm: S
         await task
     before = partial.num_done
     assert 4 <= before < NUM_CHUNKS
-    downloaded = await download_state(swarm.newcomer.rpc, lambda: ids[1:], swarm.layout, partial, admission)
+    downloaded = await download_state(swarm.newcomer.rpc, lambda: ids[1:], swarm.states[0], partial, admission)
     assert merkle_tree(tensors_of(partial)).root == swarm.head.digest
     assert downloaded.bytes_from[ids[1]] <= (NUM_CHUNKS - before) * CHUNK_BYTES
 
@@ -234,7 +290,7 @@ async def test_the_only_source_dies_and_another_completes_what_there_is(swarm: S
 async def test_a_source_that_comes_while_the_download_goes_on_is_asked_too(swarm: Sources) -> None:
     partial, known = PartialDownload(), swarm.ids[:1]
     task = swarm.newcomer.peer.spawn(
-        download_state(swarm.newcomer.rpc, lambda: known, swarm.layout, partial, OneState(swarm.head))
+        download_state(swarm.newcomer.rpc, lambda: known, swarm.states[0], partial, OneState(swarm.head))
     )
     await until_started(swarm, partial, 2)
     known.append(swarm.ids[1])
@@ -247,7 +303,7 @@ async def test_a_source_that_comes_while_the_download_goes_on_is_asked_too(swarm
 @simulated(sources, 2, seed=1, model=FAST)
 async def test_another_model_is_refused_as_incompatible(swarm: Sources) -> None:
     with pytest.raises(IncompatibleError, match="another shape"):
-        await swarm.download(layout=b"x" * 32)
+        await swarm.download(own=shared_state(NUM_VALUES - 1))
 
 
 @simulated(sources, 1, seed=1, model=replace(FAST, up_bytes_per_second=5000.0))
@@ -307,7 +363,7 @@ async def test_a_state_that_is_not_finite_is_refused_and_no_source_blamed(swarm:
 async def test_no_other_peer_is_said_at_once(swarm: Sources) -> None:
     me = swarm.newcomer
     with pytest.raises(PeerLostError, match="no other peer"):
-        await download_state(me.rpc, lambda: [me.rpc.peer_id], swarm.layout, PartialDownload(), OneState(swarm.head))
+        await download_state(me.rpc, lambda: [me.rpc.peer_id], swarm.states[0], PartialDownload(), OneState(swarm.head))
 
 
 @simulated(sources, 4, seed=range(12), model=FAST)

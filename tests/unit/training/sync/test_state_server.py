@@ -30,7 +30,7 @@ from tests.support.sim.peers import Member, members
 async def download_from(source: Member, state: SharedState, newcomer: Member, partial: PartialDownload) -> str:
     """Why a source refused a download; empty if it did not."""
     try:
-        await download_state(newcomer.rpc, lambda: [source.rpc.peer_id], state.layout.fingerprint, partial, AnyState())
+        await download_state(newcomer.rpc, lambda: [source.rpc.peer_id], state, partial, AnyState())
     except PeerRefusedError as error:
         return str(error)
     return ""
@@ -116,9 +116,6 @@ async def test_no_copy_of_the_state_is_made_however_many_download_while_rounds_g
 
 class AnyState:
     """Admits all chunks; implements `p2ptrain.training.sync.download.Admission`."""
-
-    def check_size(self, num_bytes: int) -> None:
-        pass
 
     async def admit(self, source: str, stamp: Stamp) -> None:
         pass
