@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from p2ptrain.averaging.commit.attempt import AttemptFailedError
 from p2ptrain.averaging.commit.round_log import Result
 from p2ptrain.averaging.grouping.membership import ACTIVE_STATES
-from p2ptrain.averaging.protocol.certificate import Certificate, Head
+from p2ptrain.averaging.protocol.certificate import Body, Certificate, Head
 from p2ptrain.errors import IncompatibleError, IntegrityError, PeerRefusedError, ResourceError, TemporaryError
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.progress import Advance, Progress
@@ -52,8 +52,8 @@ MAX_REPAIRS = 10
 """Consecutive failed repairs that end training."""
 
 
-class _BusyError(TemporaryError):
-    """Another download of the state is under way; the source is not at fault."""
+class _NoFaultError(TemporaryError):
+    """A catch-up ended, and its source is not at fault."""
 
 
 class CatchUp:
@@ -150,7 +150,7 @@ class CatchUp:
         started = asyncio.get_running_loop().time()
         try:
             await self._catch_up(source)
-        except _BusyError:
+        except _NoFaultError:
             return False
         except SOURCE_FAILURES as error:
             self._blame(source, error, started)
@@ -254,6 +254,7 @@ class CatchUp:
         for number, certificate in enumerate(chain):
             advance(number, len(chain))
             body, head = certificate.body, self._state.head
+            self._check_not_overtaken(body)
             body.check_follows(head)
             if body.levels != self._matchmaker.cells.num_levels(head.present):
                 raise IntegrityError("a certificate is of another tree than its lineage has")
@@ -264,9 +265,12 @@ class CatchUp:
             logger.info("replayed round %d from peer %s", body.round, holder[-8:])
 
     async def _apply_missed(self, result: Result, work: Contribution | None) -> None:
-        if result.certificate.body.lineage != self._state.head.lineage:
-            raise AttemptFailedError("this peer's own rounds went on meanwhile")
+        self._check_not_overtaken(result.certificate.body)
         await self._replica.apply_missed(result, work)
+
+    def _check_not_overtaken(self, body: Body) -> None:
+        if body.lineage != self._state.head.lineage:
+            raise _NoFaultError("this peer's own rounds went on meanwhile")
 
     async def _chain_of_others(self, source: str) -> tuple[str, list[Certificate]]:
         """Return another peer and its certificates up to the head of ``source``, or ``source`` and no certificates."""
@@ -340,7 +344,7 @@ class CatchUp:
         ``chain`` holds the known certificates from this peer's lineage on.
         """
         if self._is_downloading:
-            raise _BusyError("another download of the state is under way")
+            raise _NoFaultError("another download of the state is under way")
         self._is_downloading = True
         try:
             await self._download_from(source, keep_work, chain)
