@@ -177,6 +177,9 @@ class PeerConfig(Section):
     """Signed manifest (``manifest.bin``) as ``p2ptrain seed`` writes it; None fetches it by the link."""
     weights: Path | None = None
     """Local copy of the pretrained model; None takes the one that the manifest names."""
+    allow_path: tuple[Path, ...] = ()
+    """Folders and files that the manifest may name as ``path:…`` for this peer to read, with all below them. List only
+    those whose text the swarm may train on."""
     summary: Path | None = None
     """Another path for the summary, besides ``summary.json`` in ``run_dir``."""
     drain_seconds: float = Field(45.0, ge=3, le=86400, allow_inf_nan=False)
@@ -229,8 +232,8 @@ class PeerConfig(Section):
 
     def _relative_to(self, folder: Path, sources: Mapping[str, str]) -> PeerConfig:
         paths = {
-            key: folder / value
-            for key in ("run_dir", "manifest", "weights", "summary")
+            key: tuple(folder / each for each in value) if isinstance(value, tuple) else folder / value
+            for key in ("run_dir", "manifest", "weights", "allow_path", "summary")
             if (value := getattr(self, key)) is not None and sources.get(key, "command line") != "command line"
         }
         return self.model_copy(update=paths)

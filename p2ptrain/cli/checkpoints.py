@@ -118,13 +118,13 @@ def export(path: Path, arguments: argparse.Namespace) -> None:
         IncompatibleError: It is of another swarm or model.
     """
     from p2ptrain.models import build_model, export_hugging_face
-    from p2ptrain.models.pretrained import local_data
+    from p2ptrain.models.pretrained import local_tokenizer
     from p2ptrain.training.checkpoints.files import load_checkpoint
     from p2ptrain.training.state.layout import Layout
 
     checkpoint, output = load_checkpoint(path, bars), arguments.output
     manifest = _manifest_of(checkpoint, arguments.manifest)
-    tokenizer = local_data(manifest, arguments.weights).tokenizer
+    tokenizer = local_tokenizer(manifest, arguments.weights, arguments.allow_path or ())
     model = build_model(manifest.model)
     layout = Layout.from_module(model)
     vector = checkpoint.tensors[0][1]

@@ -69,13 +69,18 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
     return values
 
 
+def named_paths(manifest: Manifest) -> dict[str, str]:
+    """Return the local paths in the manifest by key, each after ``path:``."""
+    values = {"data.source": manifest.data.source, "data.tokenizer": manifest.data.tokenizer}
+    return {key: value for key, value in values.items() if value.startswith("path:")}
+
+
 def public_paths(manifest: Manifest) -> list[str]:
     """Return a warning for each local path in the manifest, which everyone with the swarm's link can read."""
-    values = {"data.source": manifest.data.source, "data.tokenizer": manifest.data.tokenizer}
     return [
-        f"{key} = {value!r} is public, and every peer needs a copy at that path"
-        for key, value in values.items() if value.startswith("path:")
-    ]  # fmt: skip
+        f"{key} = {value!r} is public, and every peer needs a copy at that path, and --allow-path with it"
+        for key, value in named_paths(manifest).items()
+    ]
 
 
 def sign_manifest(manifest: Manifest, organizer: Signer, path: Path) -> SignedManifest:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from p2ptrain.cli.manifests import KEY_FILE, load_manifest, parse_settings, sign_manifest
+from p2ptrain.cli.manifests import KEY_FILE, load_manifest, named_paths, parse_settings, write_atomically
 from p2ptrain.cli.running import default_run_dir
 from p2ptrain.cli.screen.live import Goal
 from p2ptrain.cli.toml import to_toml
@@ -45,15 +45,19 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     run_dir: Path = (arguments.run_dir or default_run_dir(f"up-{time.strftime('%Y%m%d-%H%M%S')}")).absolute()
     run_dir.mkdir(parents=True, exist_ok=True)
     with Identity.create_or_load(run_dir / KEY_FILE) as organizer:
-        done = _rounds_done(run_dir, manifest, organizer)
-        sign_manifest(manifest, organizer, run_dir / SIGNED_FILE)
+        signed = SignedManifest.create(manifest, organizer)
+        done = _rounds_done(run_dir, signed.manifest, organizer)
+        write_atomically(run_dir / SIGNED_FILE, signed.to_bytes())
     threads = arguments.threads or max(1, len(os.sched_getaffinity(0)) // arguments.peers)
     log = {"level": arguments.log_level or "info"}
     if arguments.log_format is not None:
         log["format"] = arguments.log_format
 
+    own = [Path(value.removeprefix("path:")).expanduser().absolute() for value in named_paths(manifest).values()]
+
     def role_file(role: str, name: str, sections: dict[str, Any]) -> Path:
         values = {"role": role, "name": name, "run_dir": run_dir / name, "manifest": run_dir / SIGNED_FILE}
+        values["allow_path"] = own
         settings = {"network": {"listen": [_LOOPBACK]}, "log": log}
         if arguments.weights is not None and role != "bootstrap":
             values["weights"] = arguments.weights.absolute()

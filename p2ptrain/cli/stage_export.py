@@ -60,20 +60,20 @@ def export_stages(paths: Sequence[Path], arguments: argparse.Namespace) -> None:
             values[parameter] = vector[offset : offset + size].view(shape)
             offset += size
     with bars(f"writing {output}", ""):
-        _write(values, manifest, output, arguments.weights)
+        _write(values, manifest, output, arguments)
     use = f"; in Python: peft.PeftModel.from_pretrained(model, {str(output)!r})" if manifest.lora is not None else ""
     print(f"wrote {output}: round {joined.round} of {plan.num_stages} stages{use}")
 
 
-def _write(values: dict[str, torch.Tensor], manifest: Manifest, output: Path, weights: Path | None) -> None:
+def _write(values: dict[str, torch.Tensor], manifest: Manifest, output: Path, arguments: argparse.Namespace) -> None:
     from p2ptrain.models import build_model, export_hugging_face
     from p2ptrain.models.adapters import export_adapters
-    from p2ptrain.models.pretrained import local_data
+    from p2ptrain.models.pretrained import local_tokenizer
 
     if manifest.lora is not None:
         _, _, place = manifest.model.weights.partition(":")
         return export_adapters(values, manifest.model, manifest.lora, output, place.partition("@")[0] or None)
-    tokenizer = local_data(manifest, weights).tokenizer
+    tokenizer = local_tokenizer(manifest, arguments.weights, arguments.allow_path or ())
     model = build_model(manifest.model)
     model.load_state_dict(values)
     export_hugging_face(model, manifest.model, output, tokenizer)

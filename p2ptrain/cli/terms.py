@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import psutil
 
 from p2ptrain.config import PeerConfig, parse_size
 from p2ptrain.errors import ConfigError, ResourceError
-from p2ptrain.manifest import Manifest, SignedManifest
+from p2ptrain.manifest import Manifest
 from p2ptrain.models import PROCESS_BYTES, estimate_memory_bytes, num_parameters
 from p2ptrain.models.pretrained import local_data, not_given
 from p2ptrain.pipeline.measure import available_memory
@@ -22,20 +23,28 @@ _MOMENTS = {"average": 0, "nesterov": 1, "adam": 2}
 _SPARE_DISK_BYTES = 200_000_000
 
 
-def describe(signed: SignedManifest, config: PeerConfig) -> str:
-    """Return lines about what joining downloads, runs and exposes."""
-    manifest, resources, directory = signed.manifest, config.resources, config.network.directory
+def describe(manifest: Manifest, config: PeerConfig) -> str:
+    """Return lines about what joining downloads, runs and exposes.
+
+    The manifest's texts are quoted, in letters of one column, and long lines go on indented: no text looks like a line.
+
+    Raises:
+        ConfigError: The manifest names files of this machine that the config does not allow, or that it lacks.
+    """
+    resources, directory = config.resources, config.network.directory
     caps = [f"{name} {human_bytes(rate)}/s" for name, rate in (("up", resources.up), ("down", resources.down)) if rate]
     runs, sends = _of_stages(manifest, config) if manifest.in_stages else _of_whole_model(manifest, config)
-    return "\n".join([
-        f"swarm      {manifest.name!r}, by organizer {signed.organizer}",
+    lines = [
+        f"swarm      {manifest.name!r}, by organizer {manifest.organizer}",
         *runs,
         f"sends      {sends}{'; ' + ', '.join(caps) if caps else ''}",
         f"exposes    {', '.join(config.network.listen)}: this machine's addresses, name, speed and progress are"
         " public to the swarm; none of your files are",
         *([f"tells      {directory} the same"] if directory else []),
         f"writes     {config.run_dir}",
-    ])  # fmt: skip
+    ]
+    width = shutil.get_terminal_size().columns
+    return "\n".join(textwrap.fill(line, width, subsequent_indent=" " * 11, break_on_hyphens=False) for line in lines)
 
 
 def _of_whole_model(manifest: Manifest, config: PeerConfig) -> tuple[list[str], str]:
@@ -44,9 +53,10 @@ def _of_whole_model(manifest: Manifest, config: PeerConfig) -> tuple[list[str], 
     moments = 2 if training.every == 1 else _MOMENTS[training.outer]
     threads = {0: "all threads", 1: "1 thread"}.get(resources.threads, f"{resources.threads} threads")
     memory = human_bytes(estimate_memory_bytes(manifest.model, training))
+    source = local_data(manifest, config.weights, config.allow_path).source
     runs = [
         f"downloads  the state of the model, about {human_bytes(parameters * 4 * (1 + moments))}, from peers",
-        f"runs       {manifest.model.family}, {human_count(parameters)} parameters, on {manifest.data.source};"
+        f"runs       {manifest.model.family}, {human_count(parameters)} parameters, on {source!a};"
         f" device {resources.device}, {threads}, about {memory} of memory",
     ]
     steps = "gradients each global batch" if training.every == 1 else f"{training.every} steps"
@@ -71,15 +81,16 @@ def _of_stages(manifest: Manifest, config: PeerConfig) -> tuple[list[str], str]:
         state = between(sizes, human_bytes)
         runs.append(f"downloads  the state of one of {plan.num_stages} stages, about {state}, from peers")
         if manifest.model.weights and config.weights is None:
-            runs.append(f"begins     with the blocks of that stage in {manifest.model.weights}")
+            runs.append(f"begins     with the blocks of that stage in {manifest.model.weights!a}")
         runs.append(
             f"hosts      {which} of {manifest.model.family}, {parameters} parameters; device {config.resources.device},"
             f" about {between(needs, human_bytes)} of memory"
         )
         if manifest.lora is not None:
-            runs.append(f"trains     adapters of {', '.join(manifest.lora.targets)} alone")
+            runs.append(f"trains     adapters of {', '.join(map(ascii, manifest.lora.targets))} alone")
     if config.role != "stage":
-        runs.append(f"reads      {manifest.data.source}, and sends it through all stages")
+        source = local_data(manifest, config.weights, config.allow_path).source
+        runs.append(f"reads      {source!a}, and sends it through all stages")
     return runs, f"{manifest.pipeline.codec} activations, {manifest.averaging.codec} updates"
 
 
@@ -124,7 +135,7 @@ def check_machine(manifest: Manifest, config: PeerConfig) -> None:
         )
     needs = {}
     if config.role != "stage":
-        data = local_data(manifest, config.weights)
+        data = local_data(manifest, config.weights, config.allow_path)
         needs = {"data.source": data.source, "data.tokenizer": data.tokenizer}
     if manifest.model.weights.startswith("local:") and (config.role != "trainer" or not manifest.in_stages):
         if config.weights is None:

@@ -1,18 +1,21 @@
 """The manifest: the settings of a swarm, identified by their digest and signed by the organizer.
 
 The organizer writes a manifest as TOML (``run.toml``). Peers exchange it as a *signed manifest*: canonical msgpack with
-sorted keys, and the organizer's signature. The swarm link holds its SHA-256 digest, so no peer can substitute another
-manifest. The docstrings of the settings become the comments of ``run.toml``.
+sorted keys, and the organizer's signature. The swarm link holds its SHA-256 digest, which covers the organizer's id: no
+peer can substitute another manifest or another organizer. The docstrings of the settings become the comments of
+``run.toml``.
 """
 
 from __future__ import annotations
 
 import difflib
 import hashlib
+import re
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import msgpack
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from p2ptrain.errors import ManifestError
 from p2ptrain.hashing import canonical_bytes
@@ -28,8 +31,19 @@ SIGNED_FILE = "manifest.bin"
 """File name of a signed manifest, beside an organizer's ``run.toml`` and in each peer's run directory."""
 
 
-WEIGHTS_PATTERN = r"^(|local:[\w.-]+|hub:[\w.-]+(/[\w.-]+)?(@[\w./-]+)?)$"
+_SHARED = r"local:[\w.-]+|hub:[\w.-]+(/[\w.-]+)?(@[\w./-]+)?"
+WEIGHTS_PATTERN = rf"^(|{_SHARED})$"
 """Location of a pretrained model."""
+
+DATA_FORMS = {
+    "source": (
+        r"stdlib|custom|datasets:[\w.-]+/[\w.-]+(:[\w.-]+)?|path:.+",
+        "stdlib, path:DIR_OR_FILE, datasets:OWNER/NAME (:CONFIG may follow), or custom",
+    ),
+    "tokenizer": (rf"bytes|{_SHARED}|path:.+", "bytes, path:DIR, hub:OWNER/NAME (@REVISION may follow) or local:NAME"),
+}
+"""Pattern and description of settings of `DataSpec`. ``datasets:NAME`` without an owner is refused: NAME can be a
+loader that reads the working directory."""
 
 EXTENSION_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 """The name of an entry point, such as a codec's."""
@@ -64,7 +78,7 @@ class ModelSpec(Section):
         "channels": _families("vit"),
         "classes": _families("vit"),
     }
-    family: str = "llama"
+    family: str = Field("llama", pattern=EXTENSION_PATTERN)
     """``llama``, ``gpt2`` or ``vit`` (built here from the settings below), one that an installed package brings, or
     ``custom`` (the researcher's own script builds it)."""
     layers: int = Field(4, ge=1, le=1024)
@@ -122,15 +136,23 @@ class DataSpec(Section):
     """Which text the swarm reads."""
 
     source: str = "stdlib"
-    """``stdlib`` (the Python standard library's sources), ``datasets:NAME``, ``path:DIR_OR_FILE`` of a copy that every
-    peer has there (the path is public), or ``custom``."""
+    """``stdlib`` (the Python standard library's sources), ``datasets:OWNER/NAME``, ``path:DIR_OR_FILE`` of a copy that
+    every peer has there and allows with ``--allow-path`` (the path is public), or ``custom``."""
     tokenizer: str = "bytes"
     """``bytes``; ``hub:OWNER/NAME`` (and, if not the newest, ``@REVISION``) of a Hugging Face tokenizer to download;
-    ``path:DIR`` of one that every peer has there; or ``local:NAME``, that of ``model.weights``."""
+    ``path:DIR`` of one that every peer has there, and allows; or ``local:NAME``, that of ``model.weights``."""
     held_out_fraction: float = Field(0.02, gt=0, lt=0.5)
     """Share of the text kept for measuring loss, never trained on."""
     seed: int = Field(1, ge=0, lt=1 << 63)
     """Seed of the order in which samples are read."""
+
+    @field_validator(*DATA_FORMS)
+    @classmethod
+    def _is_known(cls, value: str, info: ValidationInfo) -> str:
+        pattern, words = DATA_FORMS[info.field_name or ""]
+        if not re.fullmatch(pattern, value):
+            raise ValueError(f"{value!r} is unknown: use {words}")
+        return value
 
 
 OUTER_LEARNING_RATES = {"average": 1.0, "nesterov": 0.7, "adam": 0.01}
@@ -381,6 +403,8 @@ class Manifest(Section):
     """A name for people; not unique."""
     protocol: int = PROTOCOL_VERSION
     """The wire protocol's version."""
+    organizer: str = Field("", pattern=r"^[A-Za-z0-9]{0,64}$")
+    """The peer id of the key that signs the manifest; 'p2ptrain seed' and 'p2ptrain up' set it."""
     model: ModelSpec = ModelSpec()
     data: DataSpec = DataSpec()
     training: TrainingSpec = TrainingSpec()
@@ -399,6 +423,16 @@ class Manifest(Section):
     def in_stages(self) -> bool:
         """True if stage hosts hold the model, and trainers send microbatches through them."""
         return self.pipeline.is_used or self.lora is not None
+
+    @model_validator(mode="after")
+    def _is_printable(self) -> Manifest:
+        for key, text in _texts(self.model_dump()):
+            for character in text:
+                if not character.isprintable():
+                    raise ValueError(
+                        f"{key} holds the character U+{ord(character):04X}, which does not print: remove it"
+                    )
+        return self
 
     @model_validator(mode="after")
     def _fits_together(self) -> Manifest:
@@ -432,8 +466,20 @@ class Manifest(Section):
 
     @property
     def digest(self) -> bytes:
-        """The swarm's identity: SHA-256 of `to_bytes`, 32 bytes."""
+        """The swarm's identity, once it names its organizer: SHA-256 of `to_bytes`, 32 bytes."""
         return hashlib.sha256(self.to_bytes()).digest()
+
+
+def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield each text in plain values, with its dotted key."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _texts(inner, f"{key}.{name}" if key else name)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts(inner, key)
 
 
 def explain(error: ValidationError, where: str, model: type[BaseModel]) -> str:
@@ -472,20 +518,21 @@ def parse_manifest(values: dict[str, Any], where: str) -> Manifest:
 
 
 class SignedManifest:
-    """A manifest with the organizer's signature."""
+    """A manifest that names its organizer, with the organizer's signature."""
 
-    def __init__(self, manifest: Manifest, organizer: str, proof: bytes) -> None:
+    def __init__(self, manifest: Manifest, proof: bytes) -> None:
         self.manifest = manifest
-        self.organizer = organizer
         self.proof = proof
 
     @classmethod
     def create(cls, manifest: Manifest, organizer: Signer) -> SignedManifest:
-        return cls(manifest, organizer.peer_id, organizer.sign(b"p2ptrain manifest" + manifest.digest))
+        """Return the manifest signed; ``organizer`` replaces the one that it names."""
+        manifest = manifest.model_copy(update={"organizer": organizer.peer_id})
+        return cls(manifest, organizer.sign(b"p2ptrain manifest" + manifest.digest))
 
     def to_bytes(self) -> bytes:
         """Return the wire and file format."""
-        return canonical_bytes({"manifest": self.manifest.to_bytes(), "organizer": self.organizer, "proof": self.proof})
+        return canonical_bytes({"manifest": self.manifest.to_bytes(), "proof": self.proof})
 
     @classmethod
     def from_bytes(cls, data: bytes, digest: bytes | None, verifier: Signer) -> SignedManifest:
@@ -504,15 +551,21 @@ class SignedManifest:
             )
         try:
             outer = msgpack.unpackb(data, raw=False)
-            body, organizer, proof = outer["manifest"], outer["organizer"], outer["proof"]
+            body, proof = outer["manifest"], outer["proof"]
             values = msgpack.unpackb(body, raw=False)
+            organizer = values["organizer"]
             if not (isinstance(organizer, str) and isinstance(proof, bytes) and isinstance(values, dict)):
                 raise ValueError("fields have the wrong types")
         except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
             raise ManifestError("the manifest cannot be parsed: ask the organizer for a new link") from error
         actual = hashlib.sha256(body).digest()
         if digest is not None and actual != digest:
-            raise ManifestError("the manifest does not match the link's digest: do not trust the peer that sent it")
+            raise ManifestError(
+                "the manifest does not match the link's digest, so it is another one, or another organizer's: do not"
+                " trust the peer that sent it"
+            )
         if not verifier.verify(organizer, b"p2ptrain manifest" + actual, proof):
-            raise ManifestError("the manifest is not signed by its organizer: do not trust the peer that sent it")
-        return cls(parse_manifest(values, "manifest"), organizer, proof)
+            raise ManifestError(
+                "the manifest is not signed by the organizer that it names: do not trust the peer that sent it"
+            )
+        return cls(parse_manifest(values, "manifest"), proof)

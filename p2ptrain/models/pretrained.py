@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,17 +54,45 @@ def not_given(key: str, source: str) -> str:
     )
 
 
-def local_data(manifest: Manifest, given: Path | None) -> DataSpec:
-    """Return the manifest's data settings, with the tokenizer from the local folder of the pretrained model.
+def local_data(manifest: Manifest, given: Path | None, allowed: Sequence[Path]) -> DataSpec:
+    """Return the manifest's data settings with `local_tokenizer`; raise `ConfigError` as it, for the text, too."""
+    _check_allowed("data.source", manifest.data.source, allowed)
+    return manifest.data.model_copy(update={"tokenizer": local_tokenizer(manifest, given, allowed)})
 
-    Raises `ConfigError` if every peer has to supply the tokenizer, and this one did not.
+
+def local_tokenizer(manifest: Manifest, given: Path | None, allowed: Sequence[Path]) -> str:
+    """Return the manifest's tokenizer, or ``path:…`` of the local folder of the pretrained model whose it is.
+
+    Args:
+        given: That folder, as the volunteer gave it.
+        allowed: Files and folders that the manifest may name, with all below them.
+
+    Raises:
+        ConfigError: Every peer has to supply the tokenizer, and this one did not; or it lies outside ``allowed``.
     """
-    data = manifest.data
-    if given is not None and data.tokenizer == manifest.model.weights:
-        return data.model_copy(update={"tokenizer": f"path:{given}"})
-    if data.tokenizer.startswith("local:"):
-        raise ConfigError(not_given("data.tokenizer", data.tokenizer))
-    return data
+    name = manifest.data.tokenizer
+    if given is not None and name == manifest.model.weights:
+        return f"path:{given}"
+    if name.startswith("local:"):
+        raise ConfigError(not_given("data.tokenizer", name))
+    _check_allowed("data.tokenizer", name, allowed)
+    return name
+
+
+def _check_allowed(key: str, source: str, allowed: Sequence[Path]) -> None:
+    """Raise `ConfigError` if the manifest names a path outside ``allowed``, with symlinks resolved."""
+    kind, _, name = source.partition(":")
+    place = Path(os.path.expanduser(name)).absolute()
+
+    def is_below(folder: Path) -> bool:
+        # Names are compared first, so that no place elsewhere is touched, not even to resolve it.
+        return place.is_relative_to(folder.absolute()) and place.resolve().is_relative_to(folder.resolve())
+
+    if kind == "path" and not any(map(is_below, allowed)):
+        raise ConfigError(
+            f"the swarm's {key} is {source!r}, a path on this machine that is not allowed: if you trust the swarm with"
+            f" what is there, add --allow-path {shlex.quote(str(place))}; never allow a folder with private files"
+        )
 
 
 def describe_pretrained(source: str, context: int = 0, jobs: Progress = no_progress) -> ModelSpec:
@@ -109,7 +140,7 @@ def _spec_of(folder: Path, context: int) -> ModelSpec:
     path = folder / CONFIG
     try:
         kind = json.loads(path.read_text())["model_type"]
-        theirs: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+        theirs: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(f"{path} cannot be read: {reason}; is it the folder of a Hugging Face model?") from error

@@ -20,12 +20,22 @@ def load_pretrained_tokenizer(name: str) -> Any:
 
     try:
         if kind == "path":
-            return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        owner, _, revision = place.partition("@")
-        return AutoTokenizer.from_pretrained(owner, revision=revision or "main")
+            return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        repository, _, revision = place.partition("@")
+        repository = hub_name("data.tokenizer", repository)
+        return AutoTokenizer.from_pretrained(repository, revision=revision or "main", trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(f"data.tokenizer: {place} holds no usable tokenizer: {reason}") from error
+
+
+def hub_name(key: str, name: str) -> str:
+    """Return the name of a hub's repository; raise `ConfigError` if a loader would read a local folder instead."""
+    if Path(name).exists():
+        raise ConfigError(
+            f"{key}: {name!r} is to come from the hub, but a folder here has that name: start in another folder"
+        )
+    return name
 
 
 def byte_tokenizer(context: int) -> Any:

@@ -1,7 +1,8 @@
 """The swarm link: the text from which a new peer finds and verifies a swarm.
 
 ``p2ptrain://<digest>?d=<directory>&b=<multiaddr>&b=<multiaddr>…`` holds the manifest's digest in base58, the directory
-unless it is the DHT, and bootstrap peers' addresses. The digest pins the manifest, so bootstrap peers cannot forge it.
+unless it is the DHT, and bootstrap peers' addresses. The digest pins the manifest and its organizer's id, so bootstrap
+peers can forge neither.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _FIX = "copy the whole link that 'p2ptrain seed' prints"
 
 @dataclass(frozen=True)
 class SwarmLink:
-    """The manifest's SHA-256 digest and the bootstrap peers' addresses.
+    """The manifest's SHA-256 digest (`Manifest.digest`) and the bootstrap peers' addresses.
 
     Attributes:
         addresses: Multiaddrs that each end in ``/p2p/<peer id>``, 1 to `MAX_ADDRESSES`.

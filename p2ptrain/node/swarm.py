@@ -103,6 +103,8 @@ class Swarm:
     ) -> Swarm:
         """Start a swarm with this peer as organizer and first member; `link` invites other peers.
 
+        The swarm is that of this peer's key: a script that starts it again needs the same ``run_dir``.
+
         Args:
             manifest: The swarm's; for the other arguments see `join`.
             directory: Where peers find each other: ``https://…`` of a server such as examples/http_directory.py, or

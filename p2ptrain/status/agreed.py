@@ -22,7 +22,7 @@ def swarm_view(signed: SignedManifest, link: SwarmLink, records: Sequence[PeerRe
         digest=manifest.digest.hex(),
         link=str(link),
         command=f"p2ptrain join {shlex.quote(str(link))}",
-        signer=signed.organizer,
+        signer=manifest.organizer,
         manifest=manifest.model_dump(mode="json"),
         protocol=manifest.protocol,
         num_blocks=spans[-1][1],

@@ -55,7 +55,7 @@ class Stages:
     def _arguments(self, name: str) -> list[str]:
         return [
             "join", self.link, "--yes", "--run-dir", str(self.directory / name), "--listen", LOOPBACK,
-            "--threads", "1",
+            "--threads", "1", "--allow-path", str(self.directory / "text"),
         ]  # fmt: skip
 
 

@@ -25,7 +25,7 @@ def seeded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seed]:
 
 def joining(seeded: Seed, run_dir: Path) -> list[str | Path]:
     machine = ["--device", "cpu", "--threads", "1", "--listen", LOOPBACK, "--name", "maple"]
-    return ["join", seeded.link, "--yes", "--run-dir", run_dir, *machine]
+    return ["join", seeded.link, "--yes", "--run-dir", run_dir, "--allow-path", seeded.directory.parent, *machine]
 
 
 def test_join_draws_drains_on_ctrl_c_and_leaves_the_terminal_as_it_was(tmp_path: Path, seeded: Seed) -> None:
@@ -53,7 +53,7 @@ def test_join_draws_drains_on_ctrl_c_and_leaves_the_terminal_as_it_was(tmp_path:
 
 
 def test_a_second_ctrl_c_ends_a_peer_at_once_and_leaves_the_terminal_as_it_was(tmp_path: Path, seeded: Seed) -> None:
-    role = write_role(tmp_path / "birch.toml", "trainer", link=seeded.link)
+    role = write_role(tmp_path / "birch.toml", "trainer", link=seeded.link, allow_path=[str(seeded.directory.parent)])
     with nothing_left_behind(), TerminalCommand("peer", role, columns=40) as peer:
         peer.wait_for("now      training")
         peer.press(CTRL_C)

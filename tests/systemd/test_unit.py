@@ -22,6 +22,7 @@ role = "trainer"
 name = "lone"
 run_dir = "{STATE}/lone"
 manifest = "/etc/p2ptrain/manifest.bin"
+allow_path = ["/etc/p2ptrain/text.txt"]
 [network]
 listen = ["/ip4/127.0.0.1/tcp/0"]
 [resources]

@@ -39,8 +39,11 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_
 
 
 def test_paths_of_a_file_are_relative_to_it_and_those_of_the_command_line_are_not(tmp_path: Path) -> None:
-    path = write(tmp_path, 'role = "bootstrap"\nmanifest = "manifest.bin"\nrun_dir = "runs/a"\n')
+    path = write(
+        tmp_path, 'role = "bootstrap"\nmanifest = "manifest.bin"\nrun_dir = "runs/a"\nallow_path = ["a", "/b"]\n'
+    )
     config = PeerConfig.load(path, {"run_dir": "elsewhere"})
+    assert config.allow_path == (tmp_path / "a", Path("/b"))
     assert config.manifest == tmp_path / "manifest.bin"
     assert config.run_dir == Path("elsewhere")
 

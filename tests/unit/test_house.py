@@ -1,5 +1,6 @@
 """The package and its tests grow no further: what `tests.support.house` counts stays within these limits."""
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,15 @@ def test_lines_stay_within_their_limit(root: Path) -> None:
 def test_no_folder_of_the_package_is_too_full() -> None:
     number, folder = house.largest_folder()
     assert number <= MAX_FILES, f"{folder} has {number} modules: merge those that change together"
+
+
+@pytest.mark.fault(47)
+def test_no_loader_may_run_code_of_a_repository() -> None:
+    calls = [node for tree in house.modules().values() for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    loads = [call for call in calls if ast.unparse(call.func).endswith((".from_pretrained", ".load_dataset"))]
+    assert len(loads) >= 4
+    for call in loads:
+        assert "trust_remote_code=False" in ast.unparse(call)
 
 
 def test_no_module_imports_too_many_others() -> None:

@@ -1,5 +1,6 @@
 import math
 import tomllib
+from collections.abc import Callable
 from typing import Any
 
 import msgpack
@@ -47,8 +48,8 @@ def test_any_change_is_another_swarm(change: dict[str, Any]) -> None:
 def test_a_signed_manifest_survives_the_wire() -> None:
     signed = SignedManifest.create(Manifest(name="x"), ALICE)
     received = SignedManifest.from_bytes(signed.to_bytes(), signed.manifest.digest, MALLORY)
-    assert received.manifest == signed.manifest
-    assert (received.organizer, received.proof) == (signed.organizer, signed.proof)
+    assert received.manifest == signed.manifest == Manifest(name="x", organizer="alice")
+    assert received.proof == signed.proof
 
 
 def test_another_manifest_than_the_links_is_refused() -> None:
@@ -58,18 +59,82 @@ def test_another_manifest_than_the_links_is_refused() -> None:
 
 
 def test_a_manifest_that_its_organizer_did_not_sign_is_refused() -> None:
-    signed = SignedManifest.create(Manifest(), MALLORY)
-    forged = SignedManifest(signed.manifest, ALICE.peer_id, signed.proof)
-    with pytest.raises(ManifestError, match="not signed"):
-        SignedManifest.from_bytes(forged.to_bytes(), signed.manifest.digest, ALICE)
+    signed = SignedManifest.create(Manifest(), ALICE)
+    forged = SignedManifest(signed.manifest, SignedManifest.create(Manifest(), MALLORY).proof)
+    for digest in (signed.manifest.digest, None):
+        with pytest.raises(ManifestError, match="not signed"):
+            SignedManifest.from_bytes(forged.to_bytes(), digest, ALICE)
+
+
+@pytest.mark.fault(47)
+def test_a_manifest_that_another_key_signed_again_is_not_the_links() -> None:
+    signed, again = (SignedManifest.create(Manifest(), organizer) for organizer in (ALICE, MALLORY))
+    assert again.manifest == signed.manifest.model_copy(update={"organizer": "mallory"})
+    with pytest.raises(ManifestError, match="another organizer's"):
+        SignedManifest.from_bytes(again.to_bytes(), signed.manifest.digest, ALICE)
+
+
+DIGESTS = ["0" * 64]
+FORGERIES: dict[str, Callable[[str], dict[str, Any]]] = {
+    "data.source": lambda text: {"data": {"source": f"path:/a{text}b"}},
+    "data.tokenizer": lambda text: {"data": {"tokenizer": f"path:/a{text}b"}},
+    "lora.targets": lambda text: {"training": {"every": 1}, "lora": {"targets": ["q_proj", f"a{text}b"]}},
+    "name": lambda text: {"name": f"a{text}b"},
+    "model.family": lambda text: {"model": {"family": f"a{text}b"}},
+    "model.weights": lambda text: {"model": {"weights": f"local:a{text}b", "weight_digests": DIGESTS}},
+    "averaging.codec": lambda text: {"averaging": {"codec": f"a{text}b"}},
+    "packages.0": lambda text: {"packages": [f"a{text}b==1"]},
+    "organizer": lambda text: {"organizer": f"a{text}b"},
+}
+"""Of each setting that takes free text: a manifest with a text in its middle."""
+
+
+@pytest.mark.fault(47)
+@pytest.mark.parametrize("field", FORGERIES)
+@given(
+    character=st.sampled_from("\n\r\t\x1b\x7f\x85\u200b\u200d\u2028\u2029\u202a\u202e\u2066\u2069") | st.characters()
+)
+def test_every_text_of_a_manifest_prints_on_one_line(field: str, character: str) -> None:
+    if character.isprintable():
+        return
+    with pytest.raises(ManifestError, match=rf"^run\.toml: {field}") as caught:
+        parse_manifest(FORGERIES[field](character), "run.toml")
+    assert str(caught.value).isprintable()
+
+
+def test_the_character_that_does_not_print_is_named() -> None:
+    with pytest.raises(ManifestError, match=r"data\.source holds the character U\+202E.*remove it"):
+        parse_manifest({"data": {"source": "path:/srv/\u202etxt"}}, "run.toml")
+    parse_manifest({"data": {"source": "path:/srv/Übung 1/日本.txt"}}, "run.toml")
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"source": "web"}, r"data\.source: 'web' is unknown: use stdlib, path:DIR_OR_FILE, datasets:OWNER/NAME"),
+        ({"source": "path:"}, "'path:' is unknown"),
+        ({"source": "datasets:text"}, "'datasets:text' is unknown"),  # It would read the working directory.
+        ({"source": "datasets:/home/ada"}, "is unknown"),
+        ({"source": "datasets:a/b/c"}, "is unknown"),
+        ({"tokenizer": "words"}, r"data\.tokenizer: 'words' is unknown: use bytes, path:DIR, hub:OWNER/NAME"),
+        ({"tokenizer": "hub:/home/ada"}, "is unknown"),
+        ({"tokenizer": "hub:~/models/x"}, "is unknown"),
+    ],
+)
+def test_text_and_tokenizer_have_a_known_form(values: dict[str, str], words: str) -> None:
+    with pytest.raises(ManifestError, match=words):
+        parse_manifest({"data": values}, "run.toml")
 
 
 SIGNED = SignedManifest.create(Manifest(), ALICE).to_bytes()
 GARBAGE = [
     b"\xc1", b"\x00" * 40, b"\x93\x01\x02\x03", b"x" * (MAX_MANIFEST_BYTES + 1), SIGNED[:-1], SIGNED + b"\x00",
-    msgpack.packb({"manifest": 1, "organizer": 2, "proof": 3}),
-    msgpack.packb({"manifest": b"\xc1", "organizer": "alice", "proof": b""}),
-    msgpack.packb({"manifest": msgpack.packb([1]), "organizer": "alice", "proof": b""}),
+    msgpack.packb({"manifest": 1, "proof": 3}),
+    msgpack.packb({"manifest": b"\xc1", "proof": b""}),
+    msgpack.packb({"manifest": msgpack.packb([1]), "proof": b""}),
+    msgpack.packb({"manifest": msgpack.packb({}), "proof": b""}),
+    msgpack.packb({"manifest": msgpack.packb({"organizer": 2}), "proof": b""}),
+    msgpack.packb({"manifest": msgpack.packb({"organizer": "alice"}), "proof": 3}),
 ]  # fmt: skip
 
 
@@ -193,5 +258,6 @@ def test_a_pipeline_survives_the_wire_and_names_the_swarm() -> None:
     manifests = [parse_manifest({"training": {"every": 1}, "pipeline": pipeline}, "a") for pipeline in pipelines]
     for manifest in manifests:
         signed = SignedManifest.create(manifest, ALICE)
-        assert SignedManifest.from_bytes(signed.to_bytes(), manifest.digest, MALLORY).manifest == manifest
+        received = SignedManifest.from_bytes(signed.to_bytes(), signed.manifest.digest, MALLORY)
+        assert received.manifest == signed.manifest
     assert len({manifest.digest for manifest in manifests}) == 6

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from p2ptrain.cli.commands.peer import add_allow_path
 from p2ptrain.errors import UsageError
 
 
@@ -24,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights", type=Path, metavar="DIR", help="export: the pretrained model, if the swarm takes its tokenizer"
     )
+    add_allow_path(parser)
     parser.add_argument(
         "--by-round", action="store_true",
         help="export: join stages of one round though no host heard that all had saved it (the run ended before)",

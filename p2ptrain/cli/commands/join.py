@@ -2,6 +2,7 @@
 
 Take part in a swarm. Fetches its manifest and checks that it is the one that the link names, shows what will be
 downloaded, run and exposed, asks once, checks that this machine can do it, takes on the swarm's state and trains.
+If the manifest names text or a tokenizer on this machine, --allow-path must name it, or a folder above it.
 Ctrl-C leaves in good order. Started again with the same --run-dir, this peer has the same identity.
 On a terminal a live view of the peer and its swarm stands below the log; in a pipe there are log lines alone.
 
@@ -64,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_compatible(signed.manifest)
     overrides |= in_pipeline(arguments, signed.manifest)
     config = PeerConfig.load(None, overrides)
-    print(describe(signed, config))
+    print(describe(signed.manifest, config))
     if not confirm("Take part?", assume_yes=arguments.yes):
         print("nothing was started")
         return 0

@@ -29,6 +29,7 @@ def add_peer_arguments(parser: argparse.ArgumentParser) -> None:
         "--weights", type=Path, metavar="DIR", help="the pretrained model, if this machine has it already"
     )
     machine = parser.add_argument_group("what it may use of this machine")
+    add_allow_path(machine)
     machine.add_argument("--device", metavar="auto|cpu|cuda:N", help="where to train (default auto)")
     machine.add_argument("--threads", type=int, metavar="N", help="CPU threads (default one per core)")
     machine.add_argument("--max-memory", metavar="SIZE", help="resident memory, such as 4GB")
@@ -41,11 +42,19 @@ def add_peer_arguments(parser: argparse.ArgumentParser) -> None:
     network.add_argument("--nat-port-map", action="store_true", default=None, help="ask the gateway to forward a port")
 
 
+def add_allow_path(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--allow-path", action="append", type=Path, metavar="DIR",
+        help="a folder or file that the swarm's manifest may name to be read here (default none; trusted ones alone)",
+    )  # fmt: skip
+
+
 def peer_overrides(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options of `add_peer_arguments` by configuration key; None for an option that is not given."""
     return {
         "name": arguments.name,
         "weights": arguments.weights,
+        "allow_path": arguments.allow_path,
         "resources.device": arguments.device,
         "resources.threads": arguments.threads,
         "resources.max_memory": arguments.max_memory,

@@ -37,8 +37,8 @@ def load_text(peer: Peer, config: PeerConfig) -> Corpus:
     """Return the manifest's text; raise `UsageError` if the model does not learn from text."""
     model = peer.manifest.model
     check_reads_text(model)
-    data, cache = local_data(peer.manifest, config.weights), config.run_dir.parent / "data"
-    return load_corpus(data, model.context, model.vocabulary, cache, peer.jobs)
+    data = local_data(peer.manifest, config.weights, config.allow_path)
+    return load_corpus(data, model.context, model.vocabulary, config.run_dir.parent / "data", peer.jobs)
 
 
 def build_whole_model(peer: Peer, config: PeerConfig) -> torch.nn.Module:

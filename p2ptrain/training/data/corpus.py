@@ -7,7 +7,8 @@ positions (`p2ptrain.training.data.windows`). Sources:
   version; no tests, no site-packages, and no generated tables, which would lower the held-out loss. Another version of
   Python (or a patched one) has another fingerprint.
 - ``path:DIR_OR_FILE``: text files below a folder, or one file.
-- ``datasets:NAME`` or ``datasets:NAME:CONFIG``: the ``text`` column of a Hugging Face data set (needs ``datasets``).
+- ``datasets:OWNER/NAME`` or ``datasets:OWNER/NAME:CONFIG``: the ``text`` column of a Hugging Face data set (needs
+  ``datasets``).
 
 Whole documents are held out, so held-out text is never trained on. Each document ends with an end mark: byte 0 for the
 byte tokenizer, else the tokenizer's end-of-sequence token.
@@ -117,11 +118,11 @@ def read_documents(source: str) -> Iterator[Document]:
     kind, _, argument = source.partition(":")
     if source == "stdlib":
         return _standard_library()
-    if kind == "path" and argument:
+    if kind == "path":
         return _path(Path(argument).expanduser())
-    if kind == "datasets" and argument:
+    if kind == "datasets":
         return _data_set(argument)
-    raise ConfigError(f"unknown data.source {source!r}: use stdlib, path:DIR_OR_FILE or datasets:NAME")
+    raise ConfigError(f"data.source {source!r} is for a script that reads text of its own: run the organizer's script")
 
 
 def split_documents(documents: list[Document], fraction: float, seed: int) -> tuple[list[Document], list[Document]]:
@@ -198,6 +199,8 @@ def _read_files(root: Path, names: list[str]) -> Iterator[Document]:
 
 
 def _data_set(argument: str) -> Iterator[Document]:
+    from p2ptrain.models.tokenizers import hub_name
+
     try:
         import datasets  # type: ignore[import-not-found, import-untyped, unused-ignore]
     except ImportError as error:
@@ -205,8 +208,9 @@ def _data_set(argument: str) -> Iterator[Document]:
             f"data.source datasets:{argument} needs the package 'datasets': run pip install datasets"
         ) from error
     name, _, config = argument.partition(":")
+    name = hub_name("data.source", name)
     try:
-        rows = datasets.load_dataset(name, config or None, split="train")
+        rows = datasets.load_dataset(name, config or None, split="train", trust_remote_code=False)
     except Exception as error:  # The library raises errors of many kinds, its own and others'.
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(f"data.source datasets:{argument} cannot be loaded: {reason}") from error

@@ -31,19 +31,19 @@ def set_options(**sections: Any) -> list[str]:
 
 
 def write_manifest(path: Path, **sections: Any) -> Manifest:
-    manifest = Manifest.model_validate(sections)
     with Identity.ephemeral() as organizer:
-        path.write_bytes(SignedManifest.create(manifest, organizer).to_bytes())
-    return manifest
+        signed = SignedManifest.create(Manifest.model_validate(sections), organizer)
+    path.write_bytes(signed.to_bytes())
+    return signed.manifest
 
 
 def write_role(path: Path, role: str, **values: Any) -> Path:
-    """Write the role file of a peer on loopback whose run directory is named like the file.
+    """Write the role file of a peer on loopback whose run directory is named like the file, with the text beside it.
 
     Sections are dicts, and replace those by default.
     """
     usual = {"network": {"listen": [LOOPBACK]}, "resources": {"device": "cpu", "threads": 1}}
-    found = {"role": role, "name": path.stem, "run_dir": path.stem, **usual, **values}
+    found = {"role": role, "name": path.stem, "run_dir": path.stem, "allow_path": ["."], **usual, **values}
     lines = [f"{key} = {json.dumps(value)}" for key, value in found.items() if not isinstance(value, dict)]
     for name, section in found.items():
         if isinstance(section, dict):

@@ -31,6 +31,7 @@ from p2ptrain.training import optimizer
 from p2ptrain.training.checkpoints.files import load_newest_valid
 from p2ptrain.training.loop import Trainer
 from p2ptrain.training.sync.synchronizer import Synchronizer
+from tests.support.signers import NamedSigner
 from tests.support.sim.lockstep import LockstepBridge
 from tests.support.sim.pipelines import SlowDevice
 
@@ -101,6 +102,10 @@ class ProductSwarm:
     step_seconds: dict[str, float] = field(default_factory=dict)
     before_step: Callable[[str, Trainer], None] = lambda name, trainer: None
 
+    def __post_init__(self) -> None:
+        self._signed = SignedManifest.create(self.manifest, NamedSigner("organizer"))
+        self.manifest = self._signed.manifest
+
     def start(self, name: str, max_rounds: int = 0, role: str = "trainer", **config: Any) -> None:
         """Start a peer, or start it again after it ended; it leaves at ``max_rounds`` if not 0.
 
@@ -115,20 +120,20 @@ class ProductSwarm:
         values = {
             "role": role, "name": name, "run_dir": run_dir, "manifest": run_dir / "manifest.bin",
             "network": {"listen": ["/ip4/127.0.0.1/tcp/0"]}, "resources": {"device": "cpu"},
-            "stop_after": {"at_round": max_rounds}, "checkpoints": {"every_rounds": 1}, **config,
+            "stop_after": {"at_round": max_rounds}, "checkpoints": {"every_rounds": 1}, "allow_path": [self.folder],
+            **config,
         }  # fmt: skip
         self.tasks[name] = peer.spawn(self._run(peer, PeerConfig.model_validate(values)))
 
     async def _run(self, peer: SimulatedPeer, config: PeerConfig) -> None:
         name = peer.name
         signals = self.signals[name] = StopSignals()
-        signed = SignedManifest.create(self.manifest, peer.signer)
         others = tuple(other.address for other in self.network.alive if other is not peer)
         link = SwarmLink(self.manifest.digest, others) if others else None
         options = peer_options(config, peer.peer_id)
         node = self.nodes[name] = SimulatedNode(peer, options, self.digests)
         try:
-            await node._start(link, signed)
+            await node._start(link, self._signed)
             await serve_and_close(node, config, signals)
         finally:
             await node.close(farewell=False)

@@ -92,16 +92,16 @@ class MadeUpSwarm:
         self._ids = [base58.b58encode(b"\x12\x20" + self._hash("peer", i)).decode() for i in range(num_peers)]
         self._num_bootstraps = min(3, max(1, num_peers // 20))
         self._cells = Cells(GROUP_SIZE)
-        manifest = Manifest(
+        signed = SignedManifest.create(Manifest(
             name="made-up-swarm", model=ModelSpec(layers=12), averaging=AveragingSpec(group_size=GROUP_SIZE),
             training=TrainingSpec(every=1 if num_stages > 1 else 32), pipeline=PipelineSpec(stages=num_stages),
-        )  # fmt: skip
-        self._digest = manifest.digest
-        self.link = SwarmLink(manifest.digest, tuple(
+        ), NamedSigner("organizer"))  # fmt: skip
+        self._digest = signed.manifest.digest
+        self.link = SwarmLink(self._digest, tuple(
             f"/ip4/203.0.113.{5 + i}/tcp/31337/p2p/{peer}"
             for i, peer in enumerate(self._ids[: self._num_bootstraps] or [self._id_of_nobody()])
         ))  # fmt: skip
-        self.swarm: SwarmView = swarm_view(SignedManifest.create(manifest, NamedSigner("organizer")), self.link)
+        self.swarm: SwarmView = swarm_view(signed, self.link)
         self._chain: list[Body] = []
         self._reports: dict[tuple[int, int], RoundReport] = {}
 

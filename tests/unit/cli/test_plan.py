@@ -31,6 +31,14 @@ def test_the_plan_has_one_role_file_for_each_peer_and_all_listen_on_loopback(tmp
     assert not any(config.network.nat_port_map or config.network.auto_nat for config in configs)
 
 
+def test_its_peers_may_read_what_its_own_manifest_names_and_nothing_else(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.touch()
+    for words, allowed in ((["--data", str(text)], (text,)), ([], ())):
+        plan = make_plan(arguments(tmp_path, *words))
+        assert {PeerConfig.load(path).allow_path for path in plan.trainers} == {allowed}
+
+
 @pytest.mark.parametrize(
     ("words", "minutes", "rounds"),
     [([], DEFAULT_MINUTES, 0), (["--rounds", "5"], 0.0, 5), (["--minutes", "0.5", "--rounds", "5"], 0.5, 5)],

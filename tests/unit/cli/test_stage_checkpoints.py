@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from p2ptrain.cli.main import main
-from p2ptrain.cli.manifests import sign_manifest
+from p2ptrain.manifest import SignedManifest
 from p2ptrain.models import build_stage
 from p2ptrain.network.identity import Identity
 from p2ptrain.pipeline.checkpoints.saving import unit_folder
@@ -18,15 +18,16 @@ from p2ptrain.training.checkpoints.files import save_checkpoint
 from p2ptrain.training.checkpoints.stage_list import STAGES_FILE, StageList, write_stage_list
 from tests.support.sim.pipelines import make_manifest
 
-PLAN = PipelinePlan(make_manifest(2, tied=True))
+with Identity.ephemeral() as organizer:
+    SIGNED = SignedManifest.create(make_manifest(2, tied=True), organizer)
+PLAN = PipelinePlan(SIGNED.manifest)
 
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
     """The run directories of a host of each stage, with complete checkpoints of round 10 and newer ones of round 20."""
-    with Identity.create_or_load(tmp_path / "organizer.key") as organizer:
-        (tmp_path / "runs").mkdir()
-        sign_manifest(PLAN.manifest, organizer, tmp_path / "runs" / "manifest.bin")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "manifest.bin").write_bytes(SIGNED.to_bytes())
     digests = {10: save(tmp_path / "runs", 10, 0.5), 20: save(tmp_path / "runs", 20, 0.25)}
     for path in checkpoints(tmp_path / "runs", 10):
         write_stage_list(path, StageList(PLAN.manifest.digest, 10, digests[10]))

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,6 +19,7 @@ from p2ptrain.errors import ConfigError, ManifestError, UsageError
 from p2ptrain.manifest import DataSpec, Manifest, ModelSpec, parse_manifest
 from p2ptrain.models import Span, build_model, build_stage, export_hugging_face, model_blocks
 from p2ptrain.models.pretrained import describe_pretrained, local_data, weights_folder
+from p2ptrain.models.tokenizers import byte_tokenizer, load_pretrained_tokenizer
 from p2ptrain.models.weights import INDEX, SINGLE
 from tests.support.models import SPECS, each, write_shards
 
@@ -138,10 +139,70 @@ def test_a_folder_that_only_its_name_is_known_of_has_to_be_given(tmp_path: Path)
         weights_folder(spec, Span(0, 1))
     manifest = Manifest(model=spec, data=DataSpec(tokenizer="local:model"))
     with pytest.raises(ConfigError, match=r"data\.tokenizer is local:model.*--weights"):
-        local_data(manifest, None)
-    assert local_data(manifest, tmp_path).tokenizer == f"path:{tmp_path}"
+        local_data(manifest, None, [])
+    assert local_data(manifest, tmp_path, []).tokenizer == f"path:{tmp_path}"
     assert weights_folder(spec, Span(0, 1), tmp_path) == tmp_path
     assert weights_folder(ModelSpec(), Span(0, 1), tmp_path) is None
+
+
+@pytest.mark.fault(47)
+def test_a_path_of_the_manifest_counts_where_its_links_lead(tmp_path: Path) -> None:
+    shared, private = tmp_path / "shared", tmp_path / "private"
+    for folder in (shared, private):
+        folder.mkdir()
+    (tmp_path / "alias").symlink_to(shared)
+    (shared / "way-out").symlink_to(private)
+
+    def reads(place: Path | str, *allowed: Path) -> bool:
+        try:
+            return local_data(Manifest(data=DataSpec(source=f"path:{place}")), None, allowed) is not None
+        except ConfigError:
+            return False
+
+    assert reads(shared, shared)
+    assert reads(shared / "not-there-yet.txt", private, shared)
+    assert reads(tmp_path / "alias" / "text", tmp_path / "alias")
+    assert reads(shared / "way-out", tmp_path)
+    for place in (private, shared / "way-out" / "diary.txt", f"{shared}/../private", f"{shared}-too", "~", "/"):
+        assert not reads(place, shared), place
+    assert not reads(shared)
+
+
+@pytest.mark.fault(47)
+def test_nothing_is_looked_up_at_a_path_that_is_not_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_up: list[str] = []
+
+    def watched(real: Callable[..., Any]) -> Callable[..., Any]:
+        def look(path: Any, *more: Any, **named: Any) -> Any:
+            looked_up.append(str(path))
+            return real(path, *more, **named)
+
+        return look
+
+    for name in ("stat", "lstat", "readlink", "open", "scandir", "listdir"):
+        monkeypatch.setattr(os, name, watched(getattr(os, name)))
+    manifest = Manifest(data=DataSpec(source="path:/net/mallory.example/probe"))
+    with pytest.raises(ConfigError, match="--allow-path"):
+        local_data(manifest, None, [tmp_path])
+    assert not [path for path in looked_up if "mallory" in path]
+    local_data(manifest, None, [Path("/net")])
+    assert [path for path in looked_up if "mallory" in path], "the test sees no look-up"
+
+
+@pytest.mark.fault(47)
+def test_a_tokenizer_and_a_model_that_bring_code_do_not_run_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("builtins.input", lambda question: "yes")  # To the question of transformers.
+    folder, has_run = tmp_path / "evil", tmp_path / "has-run"
+    byte_tokenizer(128).save_pretrained(folder)
+    (folder / "evil.py").write_text(f"open({str(has_run)!r}, 'w')\nclass Evil: pass\n")
+    brings = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(brings))
+    (folder / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}}))
+    with pytest.raises(ConfigError, match="custom code"):
+        load_pretrained_tokenizer(f"path:{folder}")
+    with pytest.raises(ConfigError, match="custom code"):
+        describe_pretrained(str(folder))
+    assert not has_run.exists()
 
 
 REVISION = "5" * 40

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 from p2ptrain.cli.commands.join import add_arguments, check_compatible, in_pipeline
+from p2ptrain.cli.commands.peer import peer_overrides
 from p2ptrain.cli.running import confirm
 from p2ptrain.cli.terms import check_machine, describe
 from p2ptrain.config import PeerConfig
 from p2ptrain.errors import ConfigError, IncompatibleError, ResourceError, UsageError
-from p2ptrain.manifest import AveragingSpec, DataSpec, Manifest, ModelSpec, SignedManifest, parse_manifest
+from p2ptrain.manifest import AveragingSpec, DataSpec, Manifest, ModelSpec, parse_manifest
 
 
 def config(tmp_path: Path) -> PeerConfig:
@@ -18,11 +19,22 @@ def config(tmp_path: Path) -> PeerConfig:
     return PeerConfig.load(None, overrides)
 
 
-def test_what_is_shown_says_what_is_downloaded_run_sent_exposed_and_written(tmp_path: Path) -> None:
-    text = describe(SignedManifest(Manifest(name="swarm x"), "QmOrganizer", b""), config(tmp_path))
+def allowing(own: PeerConfig, *paths: str | Path) -> PeerConfig:
+    return own.model_copy(update={"allow_path": tuple(map(Path, paths))})
+
+
+def labels(text: str) -> list[str]:
+    return [line.split()[0] for line in text.splitlines() if not line.startswith(" " * 11)]
+
+
+def test_what_is_shown_says_what_is_downloaded_run_sent_exposed_and_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    text = describe(Manifest(name="swarm x", organizer="QmOrganizer"), config(tmp_path))
     for words in ("swarm x", "QmOrganizer", "stdlib", "int8", "1.0 MB/s", "0.0.0.0", str(tmp_path / "run")):
         assert words in text
-    assert [line.split()[0] for line in text.splitlines()] == [
+    assert labels(text) == [
         "swarm", "downloads", "runs", "sends", "exposes", "writes",
     ]  # fmt: skip
 
@@ -48,7 +60,43 @@ def test_a_model_that_is_too_large_for_this_machine_is_refused(tmp_path: Path) -
 
 def test_text_that_is_not_here_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="/no/such"):
-        check_machine(Manifest(data=DataSpec(source="path:/no/such")), config(tmp_path))
+        check_machine(Manifest(data=DataSpec(source="path:/no/such")), allowing(config(tmp_path), "/no"))
+
+
+@pytest.mark.fault(47)
+@pytest.mark.parametrize("columns", [20, 80, 200])
+@pytest.mark.parametrize("letter", [" ", "x", "日"])
+def test_no_text_of_a_manifest_looks_like_a_line_of_what_is_shown(
+    letter: str, columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    own = allowing(config(tmp_path), "/srv")
+    expected = labels(describe(Manifest(), own))
+    for length in range(columns + 1):
+        source = f"path:/srv/{letter * length}exposes    nothing"
+        shown = describe(Manifest(data=DataSpec(source=source)), own)
+        assert labels(shown) == expected
+        # Letters that take two columns would let the terminal begin a line of its own.
+        assert shown.isascii()
+        assert max(map(len, shown.splitlines())) <= columns
+
+
+@pytest.mark.fault(47)
+def test_nobody_is_asked_about_files_that_are_not_allowed(tmp_path: Path) -> None:
+    diary = f"path:{tmp_path / 'diary.txt'}"
+    for data in ({"source": diary}, {"tokenizer": diary}):
+        manifest = parse_manifest({"data": data}, "run.toml")
+        for ask in (describe, check_machine):
+            with pytest.raises(ConfigError, match=r"--allow-path .*diary\.txt.* never allow .* private files"):
+                ask(manifest, config(tmp_path))
+        assert labels(describe(manifest, allowing(config(tmp_path), tmp_path))) == labels(
+            describe(Manifest(), config(tmp_path))
+        )
+    assert config(tmp_path).allow_path == ()
+    given = joining("--allow-path", "a", "--allow-path", "b")
+    given.log_format = given.log_level = None
+    own = PeerConfig.load(None, peer_overrides(given) | {"role": "trainer", "link": "p2ptrain://x"})
+    assert own.allow_path == (Path("a"), Path("b"))
 
 
 STAGES = {"training": {"every": 1}, "pipeline": {"stages": 2}}
@@ -77,13 +125,13 @@ def test_what_a_host_of_a_stage_downloads_is_what_is_trained(tmp_path: Path) -> 
     host = config(tmp_path).model_copy(update={"role": "stage"})
 
     def shown(**sections: object) -> str:
-        return describe(SignedManifest(parse_manifest({**STAGES, **sections}, "run.toml"), "Qm", b""), host)
+        return describe(parse_manifest({**STAGES, **sections}, "run.toml"), host)
 
     digests = ["0" * 64] * 6
     weights = {"weights": "hub:owner/name", "weight_digests": digests}
     everything, adapters = shown(), shown(lora={"targets": ["q_proj"], "rank": 1}, model=weights)
-    assert "begins     with the blocks of that stage in hub:owner/name" in adapters
-    assert "trains     adapters of q_proj alone" in adapters
+    assert "begins     with the blocks of that stage in 'hub:owner/name'" in adapters
+    assert "trains     adapters of 'q_proj' alone" in adapters
     sizes = [re.search(r"stages, about (\S+) (\S+)", text) for text in (everything, adapters)]
     assert [size[2].rstrip(",") for size in sizes if size] == ["MB", "kB"]
 
@@ -95,7 +143,7 @@ def test_each_role_is_asked_for_what_it_needs_alone(tmp_path: Path) -> None:
         "data": {"tokenizer": model, "source": f"path:{tmp_path}"},
     }
     manifest = parse_manifest({**STAGES, **sections}, "run.toml")
-    own = config(tmp_path)
+    own = allowing(config(tmp_path), tmp_path)
     for role, missing in (("stage", r"model\.weights .*--weights"), ("trainer", r"data\.tokenizer")):
         with pytest.raises(ConfigError, match=missing):
             check_machine(manifest, own.model_copy(update={"role": role}))

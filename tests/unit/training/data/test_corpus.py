@@ -140,8 +140,7 @@ def test_text_that_cannot_be_used_is_explained_in_one_line(tmp_path: Path) -> No
         f"path:{tmp_path}/none": "does not exist",
         f"path:{tmp_path}/empty": "holds no text",
         f"path:{tmp_path}/short.txt": "too short",
-        "path:": "unknown data.source",
-        "web": "unknown data.source 'web': use stdlib, path:DIR_OR_FILE or datasets:NAME",
+        "custom": "run the organizer's script",
     }
     for source, message in cases.items():
         with pytest.raises(ConfigError, match=message) as caught:
@@ -152,8 +151,6 @@ def test_text_that_cannot_be_used_is_explained_in_one_line(tmp_path: Path) -> No
 def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="to at least that"):
         load_corpus(DataSpec(), 128, 100)
-    with pytest.raises(ConfigError, match="use bytes, path:DIR or hub:"):
-        load_corpus(DataSpec(tokenizer="words"), 128, 256)
     with pytest.raises(ConfigError, match="holds no usable tokenizer"):
         load_corpus(DataSpec(tokenizer=f"path:{tmp_path}"), 128, 256)
 
@@ -181,14 +178,28 @@ class Rows(list[dict[str, str]]):
 def test_a_data_set_is_read_by_its_text_column(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def load_dataset(name: str, config: str | None, split: str) -> Rows:
-        asked.append((name, config, split))
+    def load_dataset(name: str, config: str | None, split: str, trust_remote_code: bool) -> Rows:
+        asked.append((name, config, split, trust_remote_code))
         return Rows({"text": f"row {number}\0"} if number else {"text": ""} for number in range(3))
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     found = [document.content for document in read_documents("datasets:some/name:small")]
     assert found == [b"row 1", b"row 2"]
-    assert asked == [("some/name", "small", "train")]
+    assert asked == [("some/name", "small", "train", False)]
+
+
+@pytest.mark.fault(47)
+@pytest.mark.parametrize("names", [{"source": "datasets:some/name"}, {"tokenizer": "hub:some/name"}])
+def test_a_local_folder_is_never_read_in_place_of_the_hub(
+    names: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from p2ptrain.models.tokenizers import byte_tokenizer
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda *names, **options: Rows()))
+    byte_tokenizer(128).save_pretrained("some/name")
+    with pytest.raises(ConfigError, match=r"data\..*'some/name' is to come from the hub.* start in another folder"):
+        load_corpus(DataSpec.model_validate(names), 128, 256)
 
 
 def test_reading_and_encoding_are_told_as_jobs_unless_the_cache_has_the_text(tmp_path: Path) -> None:
