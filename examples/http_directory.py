@@ -1,27 +1,30 @@
 """A directory for the swarms of a lab, on one web server; `p2ptrain.network.http_directory` says how it is asked.
 
     python examples/http_directory.py --port 8080
-    p2ptrain seed DIR --directory http://HOST:8080
+    p2ptrain seed DIR --directory http://192.0.2.7:8080
 
-With --certificate and --key it serves HTTPS. It holds records in memory, for any swarm: peers publish theirs every few
-seconds, so nothing is lost when it starts again. It takes signed records alone, and the newest of each peer.
+It holds records in memory, for any swarm: peers publish theirs every few seconds, so nothing is lost when it starts
+again. It takes signed records alone, and the newest of each peer. It serves plain HTTP: for HTTPS, put a web server
+with TLS before it.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import re
 import time
 from dataclasses import dataclass, field
 
 import msgpack
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from p2ptrain.errors import IntegrityError
+from p2ptrain.network.http_server import listen, serving, url_of
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.records.record import MAX_RECORD_BYTES, MAX_SUBKEYS, RecordGuard
 
@@ -94,18 +97,22 @@ def make_app() -> Starlette:
     return Starlette(routes=routes)
 
 
+async def serve(options: argparse.Namespace) -> None:
+    """Serve until the server ends."""
+    listener = listen(options.host, options.port, "--port")
+    async with serving(make_app(), listener, [options.host, *options.host_name]) as server:
+        print(url_of(listener), flush=True)
+        await server
+
+
 def main() -> None:
     """Serve until Ctrl-C."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--host", default="127.0.0.1", help="the address to serve at (default %(default)s)")
     parser.add_argument("--port", type=int, default=8080)
-    parser.add_argument("--certificate", help="a PEM file")
-    parser.add_argument("--key", help="a PEM file")
-    options = parser.parse_args()
-    uvicorn.run(
-        make_app(), host=options.host, port=options.port, ssl_certfile=options.certificate, ssl_keyfile=options.key,
-        limit_concurrency=256, access_log=False,
-    )  # fmt: skip
+    parser.add_argument("--host-name", action="append", default=[], help="a name of this machine in peers' URLs")
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(serve(parser.parse_args()))
 
 
 if __name__ == "__main__":

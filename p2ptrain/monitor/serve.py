@@ -7,7 +7,7 @@ import contextlib
 import logging
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,13 @@ TURN_SECONDS = 0.0005
 
 
 async def serve(
-    link: SwarmLink, host: str, port: int, *, db: Path | None, webhook: str | None, stall_seconds: float,
-    on_ready: Callable[[str], None],
+    link: SwarmLink, host: str, port: int, *, names: Sequence[str], db: Path | None, webhook: str | None,
+    stall_seconds: float, on_ready: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Watch a swarm and serve its page until SIGINT or SIGTERM.
 
     Args:
+        names: Host names to answer under, beside ``host``, IP addresses and ``localhost``.
         db: File of the history; None keeps it in memory.
         webhook: URL for alerts; None for none.
         stall_seconds: Time without a committed round after which an alert is raised.
@@ -64,7 +65,7 @@ async def serve(
         tracker = SwarmTracker(swarm, now(), bootstraps(link), stall_seconds)
         watch = Watch(observer, tracker, store, notified)
         looking = await stack.enter_async_context(watching(watch))
-        web = await stack.enter_async_context(serving(make_app(watch, store, now), listener))
+        web = await stack.enter_async_context(serving(make_app(watch, store, now), listener, [host, *names]))
         on_ready(url_of(listener))
         notify("READY=1")
         async with Tasks() as tasks:

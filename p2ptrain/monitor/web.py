@@ -1,6 +1,6 @@
 """The web application: pages, JSON under ``/api/v1``, a stream of changes, and metrics; read-only, without cookies.
 
-Text of peers is untrusted: templates escape it, and scripts set it as text, never as markup. A strict
+Text of peers is untrusted: templates escape it, and scripts set it as text, never as markup. The server's
 Content-Security-Policy forbids resources of other hosts.
 """
 
@@ -25,7 +25,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from p2ptrain.errors import ResourceError
 from p2ptrain.monitor.metrics import exposition
@@ -33,6 +33,7 @@ from p2ptrain.monitor.openapi import document
 from p2ptrain.monitor.pages import SHOWN_ROUNDS, Pages, matching
 from p2ptrain.monitor.store import ALL_SERIES, WINDOWS, Store
 from p2ptrain.monitor.watch import Watch
+from p2ptrain.network.http_server import client_network
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.status.stages import coverage
 from p2ptrain.status.views import PeerView, Rates, Snapshot, fields_of, plain
@@ -40,6 +41,8 @@ from p2ptrain.status.views import PeerView, Rates, Snapshot, fields_of, plain
 logger = logging.getLogger(__name__)
 
 MAX_STREAMS = 256
+MAX_ADDRESS_STREAMS = MAX_STREAMS // 2
+"""Streams to one address; both limits are half of the connections, so that pages load beside them."""
 HEARTBEAT_SECONDS = 15.0
 MAX_LIMIT = 5_000
 STALE_SECONDS = 60.0
@@ -47,21 +50,10 @@ STALE_SECONDS = 60.0
 TABLE_COLUMNS = (
     "peer", "name", "role", "state", "round", "spans", "stages", "version", "reachability", "loss",
     "tokens_per_second", "sent_per_second", "received_per_second", "bytes_sent", "bytes_received", "trained_tokens",
-    "trained_rounds", "started_at", "last_seen", "agrees", "served_per_second",
+    "trained_rounds", "started_at", "last_seen", "agrees", "proven", "served_per_second",
 )  # fmt: skip
 NO_SUCH_PEER = "no such peer is in the swarm now"
 STATIC = Path(__file__).parent / "static"
-HEADERS = {
-    "content-security-policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
-        "manifest-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
-    ),
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cross-origin-opener-policy": "same-origin",
-    "cross-origin-resource-policy": "same-origin",
-    "permissions-policy": "camera=(), geolocation=(), microphone=()",
-}
 
 
 def _is_ordered(kind: Any) -> bool:
@@ -95,26 +87,11 @@ ANSWERS: Mapping[str, Callable[[Snapshot], Any]] = {
 def make_app(watch: Watch, store: Store, now: Callable[[], float] = time.time) -> ASGIApp:
     """Return the web application; ``now`` returns wall-clock seconds of the swarm's clock."""
     web = _Web(watch, store, now)
-    app = Starlette(
+    return Starlette(
         routes=[*web.routes(), Mount("/static", StaticFiles(directory=STATIC), name="static")],
         middleware=[Middleware(GZipMiddleware, minimum_size=2048, compresslevel=3)],
         exception_handlers={HTTPException: _explain, ResourceError: _explain_no_history},
     )
-    return _SecurityHeaders(app)  # Outermost, because Starlette answers unhandled errors outside its middleware.
-
-
-class _SecurityHeaders:
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-        self._headers = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", []), *self._headers]
-            await send(message)
-
-        await self._app(scope, receive, send_with_headers)
 
 
 async def _explain(request: Request, error: Exception) -> Response:
@@ -135,7 +112,7 @@ class _Web:
         self._store = store
         self._now = now
         self._pages = Pages(store)
-        self._streams = 0
+        self._streams: list[str] = []
         self._cached: tuple[Snapshot | None, dict[str, bytes]] = (None, {})
 
     def routes(self) -> list[Route]:
@@ -247,29 +224,26 @@ class _Web:
     # --- changes --------------------------------------------------------------------------------------------------
 
     async def _stream(self, request: Request) -> Response:
-        if self._streams >= MAX_STREAMS:
+        client = client_network(request.scope.get("client"))
+        if len(self._streams) >= MAX_STREAMS or self._streams.count(client) >= MAX_ADDRESS_STREAMS:
             raise HTTPException(503, "too many watch this page live: it can be loaded again by hand")
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         if request.method == "HEAD":
             return Response(headers=headers, media_type="text/event-stream")
-        return StreamingResponse(self._changes(request), media_type="text/event-stream", headers=headers)
+        return _CountedStream(self._changes(request), self._streams, client, headers)
 
     async def _changes(self, request: Request) -> AsyncIterator[bytes]:
-        self._streams += 1
-        try:
-            yield b"retry: 3000\n\n"
-            seen: Snapshot | None = None
-            while not await request.is_disconnected():
-                try:
-                    async with asyncio.timeout(HEARTBEAT_SECONDS):
-                        seen = await self._watch.wait_for_change(seen)
-                except TimeoutError:
-                    yield b": still here\n\n"
-                    continue
-                body = self._made_once("live", _live).body
-                yield b"event: snapshot\ndata: " + bytes(body) + b"\n\n"
-        finally:
-            self._streams -= 1
+        yield b"retry: 3000\n\n"
+        seen: Snapshot | None = None
+        while not await request.is_disconnected():
+            try:
+                async with asyncio.timeout(HEARTBEAT_SECONDS):
+                    seen = await self._watch.wait_for_change(seen)
+            except TimeoutError:
+                yield b": still here\n\n"
+                continue
+            body = self._made_once("live", _live).body
+            yield b"event: snapshot\ndata: " + bytes(body) + b"\n\n"
 
     # --- for machines ---------------------------------------------------------------------------------------------
 
@@ -283,6 +257,21 @@ class _Web:
         if not snapshot.directory_answers:
             return _json({"status": "the swarm's directory does not answer"}, 503)
         return _json({"status": "ok"})
+
+
+class _CountedStream(StreamingResponse):
+    """A stream of events that is listed among the open ones until it ends, also if it never begins."""
+
+    def __init__(self, content: AsyncIterator[bytes], streams: list[str], client: str, headers: dict[str, str]) -> None:
+        super().__init__(content, media_type="text/event-stream", headers=headers)
+        self._streams, self._client = streams, client
+        streams.append(client)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._streams.remove(self._client)
 
 
 def _live(snapshot: Snapshot) -> dict[str, Any]:

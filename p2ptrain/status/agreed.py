@@ -27,6 +27,7 @@ def swarm_view(signed: SignedManifest, link: SwarmLink, records: Sequence[PeerRe
         protocol=manifest.protocol,
         num_blocks=spans[-1][1],
         group_size=manifest.averaging.group_size,
+        max_weight=manifest.averaging.max_weight,
         spans=spans,
         goal=round_goal(manifest),
         missing=what_is_missing(manifest),

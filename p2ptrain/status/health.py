@@ -98,6 +98,16 @@ def _fork(scene: Scene) -> Iterator[Alert]:
         yield Alert("fork", "critical", "", text)
 
 
+def _jump(scene: Scene) -> Iterator[Alert]:
+    if scene.seen.jump is not None:
+        rounds, tokens = scene.seen.jump
+        text = (
+            f"the swarm's head jumped by {rounds} rounds and {tokens} tokens, more than its peers can have done:"
+            " unless you know why, stop them, and start them again from checkpoints of before"
+        )
+        yield Alert("jump", "critical", "", text)
+
+
 def _loss(scene: Scene) -> Iterator[Alert]:
     for peer in scene.trainers:
         if peer.record.diverged:
@@ -187,7 +197,7 @@ def _versions(scene: Scene) -> Iterator[Alert]:
 
 
 RULES: tuple[Callable[[Scene], Iterator[Alert]], ...] = (
-    _directory, _stages, _fork, _stall, _rounds, _digests, _loss, _bootstraps, _clocks, _versions,
+    _directory, _stages, _fork, _jump, _stall, _rounds, _digests, _loss, _bootstraps, _clocks, _versions,
 )  # fmt: skip
 
 
@@ -220,6 +230,7 @@ def headline(scene: Scene, alerts: Sequence[Alert]) -> Headline:
         tokens_per_second=seen.tokens_per_second,
         peers=len(scene.peers),
         training=len(training),
+        unproven=sum(peer.proven is False for peer in scene.peers),
         round=round_,
         round_tokens=tokens,
         round_needs=needs,

@@ -208,6 +208,13 @@ class RoundBook:
             for peer in sorted(missing)[:MAX_ABSENCES]
         ]
 
+    def proven(self) -> frozenset[str] | None:
+        """Return the members of the last certified rounds; None without any, or if one names delegates alone."""
+        bodies = [entry.body for entry in self._entries.values() if entry.body is not None]
+        if not bodies or any(body.levels > 1 for body in bodies):
+            return None
+        return frozenset(peer for body in bodies for peer in body.members)
+
     def groups(self, peers: Sequence[str]) -> list[GroupView]:
         """Return the last certified round's groups, by cell of the lowest level; empty if too little is known.
 
@@ -340,6 +347,10 @@ class SwarmRounds:
             merged({stage: views[number] for stage, views in by_stage.items() if number in views})
             for number in sorted(numbers, reverse=True)
         ]
+
+    def proven(self) -> frozenset[str] | None:
+        """See `RoundBook.proven`; None in a pipeline."""
+        return self._books[WHOLE].proven() if self._num_stages == 1 else None
 
     def groups(self, peers: Sequence[str]) -> list[GroupView]:
         """See `RoundBook.groups`; empty in a pipeline."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from p2ptrain.network.records.record import PeerRecord, Sighting, StageReport
 from p2ptrain.status.health import Scene, find_alerts, headline
 from p2ptrain.status.serving import NOTHING, Served, percentiles, serving_view, totals_of
-from p2ptrain.status.stages import WHOLE, Held, joined, positions, reports_of, stage_views
+from p2ptrain.status.stages import TRAINING_ROLES, WHOLE, Held, joined, positions, reports_of, stage_views
 from p2ptrain.status.views import GroupView, HostedView, PeerView, Rates, RoundView, Snapshot, SwarmView
 
 Place = tuple[int, bytes, int]
@@ -32,6 +32,8 @@ class Observation:
         losses: Median losses of the window before the last and of the last; None without enough of them.
         bootstraps: Ids of the peers that the swarm link names.
         forked_since: Wall-clock second since which peers of one round follow different lineages; None if none do.
+        proven: Ids of the members of the last certified rounds; None if no certificates tell.
+        jump: Rounds and tokens by which the head lately advanced at once, if that is impossible; else None.
         directory_answers: True if the last lookup was answered.
     """
 
@@ -50,13 +52,15 @@ class Observation:
     losses: tuple[float, float] | None = None
     bootstraps: Sequence[str] = ()
     forked_since: float | None = None
+    jump: tuple[int, int] | None = None
+    proven: Collection[str] | None = None
     directory_answers: bool = True
     served: Served = NOTHING
 
 
 def build_snapshot(seen: Observation, now: float) -> Snapshot:
     """Return the swarm at ``now``, in seconds since the epoch."""
-    peers = peer_views(seen.sightings, seen.rates, seen.swarm.spans, now)
+    peers = peer_views(seen.sightings, seen.rates, seen.swarm.spans, now, seen.proven)
     stages = stage_views(seen.swarm.spans, peers)
     scene = Scene(seen, peers, stages, now)
     alerts = find_alerts(scene)
@@ -76,17 +80,19 @@ def build_snapshot(seen: Observation, now: float) -> Snapshot:
 
 
 def peer_views(
-    sightings: Sequence[Sighting], rates: Mapping[str, Rates], spans: Sequence[tuple[int, int]], now: float
-) -> list[PeerView]:
+    sightings: Sequence[Sighting], rates: Mapping[str, Rates], spans: Sequence[tuple[int, int]], now: float,
+    proven: Collection[str] | None = None,
+) -> list[PeerView]:  # fmt: skip
     """Return one view for each peer, ordered by name, then id.
 
     Args:
         rates: By peer id; 0 for a missing peer.
         spans: By stage: its first block and the one after its last; one span for a model that is not cut.
         now: Wall-clock second.
+        proven: See `Observation`.
     """
     majority = majority_digests([each.record for each in sightings], len(spans))
-    views = [_peer_view(each, rates.get(each.record.peer, Rates()), majority, spans, now) for each in sightings]
+    views = [_peer_view(each, rates.get(each.record.peer, Rates()), majority, spans, now, proven) for each in sightings]
     return sorted(views, key=lambda view: (view.name.casefold(), view.record.peer))
 
 
@@ -106,8 +112,9 @@ def majority_digests(records: Sequence[PeerRecord], num_stages: int = 1) -> dict
 
 
 def _peer_view(
-    seen: Sighting, rates: Rates, majority: Mapping[Place, bytes], spans: Sequence[tuple[int, int]], now: float
-) -> PeerView:
+    seen: Sighting, rates: Rates, majority: Mapping[Place, bytes], spans: Sequence[tuple[int, int]], now: float,
+    proven: Collection[str] | None,
+) -> PeerView:  # fmt: skip
     record, num_stages = seen.record, len(spans)
     hosting = [_hosted_view(each, majority, spans) for each in reports_of(record, num_stages)]
     if num_stages > 1:
@@ -127,6 +134,7 @@ def _peer_view(
         stages=tuple(each.report.unit for each in hosting if each.report.unit < num_stages),
         hosting=tuple(hosting),
         agrees=all(agreements) if agreements else None,
+        proven=record.peer in proven if proven is not None and record.role in TRAINING_ROLES else None,
         first_token=percentiles(totals.first_token),
         token=percentiles(totals.token),
     )

@@ -26,6 +26,13 @@ MIN_TREND_POINTS = 20
 GATHER_SECONDS = 10.0
 """Window that merges failovers into one event; > the publication interval, so that all senders have reported."""
 
+JUMP_ROUNDS, MAX_ROUNDS_PER_SECOND = 64, 10
+"""Rounds that a head may advance between two looks: these, and so many for each second between them."""
+JUMP_SECONDS = 600.0
+"""A jump of the head is shown this long."""
+Heads = Mapping[int, tuple[int, int]]
+"""By stage: the median round, and the median tokens of the lineages."""
+
 
 class SwarmTracker:
     """One swarm over successive looks."""
@@ -54,6 +61,8 @@ class SwarmTracker:
         self._losses: deque[tuple[float, float]] = deque()
         self._last_commit: float | None = None
         self._forked_since: float | None = None
+        self._heads: tuple[float, Heads, int] = (since, {}, 0)
+        self._jump: tuple[float, tuple[int, int]] | None = None
         self._failovers: dict[str, str] = {}
         self._failovers_since = 0.0
 
@@ -86,6 +95,7 @@ class SwarmTracker:
         self.serving.learn(look.sightings, now)
         if len(medians) >= self._num_stages:  # A token counts once all stages have counted it.
             self._tokens.update(now, min(tokens for _, tokens in medians.values()))
+        self._follow_heads([each for each in self.trainers if each.state == "training"], now)
         losses = [each.loss for each in self.trainers if each.loss is not None and each.state == "training"]
         if losses:
             self._losses.append((now, statistics.median(losses)))
@@ -135,6 +145,7 @@ class SwarmTracker:
             sightings=list(self._sightings.values()),
             rates=self._rates,
             rounds=self._rounds.views(),
+            proven=self._rounds.proven(),
             groups=self._rounds.groups([record.peer for record in trainers]),
             tokens_per_second=self._tokens.tokens_per_second,
             committed=self._rounds.committed,
@@ -146,6 +157,7 @@ class SwarmTracker:
             losses=self._trend(self._look.at),
             bootstraps=self._bootstraps,
             forked_since=self._fork(trainers, self._look.at),
+            jump=self._jump[1] if self._jump is not None and self._look.at < self._jump[0] + JUMP_SECONDS else None,
             directory_answers=self._look.sightings is not None,
             served=self.serving.served(),
         )
@@ -163,6 +175,15 @@ class SwarmTracker:
             self._forked_since = now
         return self._forked_since
 
+    def _follow_heads(self, training: Sequence[PeerRecord], now: float) -> None:
+        """Compare the heads of training peers with those of the last look that had any."""
+        heads, (at, before, trained) = median_positions(training, self._num_stages), self._heads
+        if heads:
+            self._heads = now, heads, len(training)
+            peers = max(trained, len(training))  # Some may have left since they contributed.
+            jump = impossible_advance(before, heads, now - at, peers * self._swarm.max_weight)
+            self._jump = (now, jump) if jump is not None else self._jump
+
     def _trend(self, now: float) -> tuple[float, float] | None:
         while self._losses and self._losses[0][0] < now - 2 * TREND_SECONDS:
             self._losses.popleft()
@@ -172,6 +193,18 @@ class SwarmTracker:
         if min(len(before), len(late)) < MIN_TREND_POINTS:
             return None
         return statistics.median(before), statistics.median(late)
+
+
+def impossible_advance(before: Heads, now: Heads, seconds: float, max_tokens: float) -> tuple[int, int] | None:
+    """Return the rounds and tokens by which a head advanced, if its peers cannot have done them; else None.
+
+    ``seconds`` passed in between. All peers together may contribute ``max_tokens`` to a round.
+    """
+    for stage in before.keys() & now.keys():
+        rounds, tokens = (late - early for early, late in zip(before[stage], now[stage], strict=True))
+        if rounds > JUMP_ROUNDS + MAX_ROUNDS_PER_SECOND * seconds or tokens > max_tokens * max(1, rounds):
+            return rounds, tokens
+    return None
 
 
 class Looking:
@@ -224,7 +257,7 @@ class TokenRate:
         return (after - before) / max(last - first, 1e-9)
 
 
-def median_positions(records: Sequence[PeerRecord], num_stages: int) -> dict[int, tuple[int, int]]:
+def median_positions(records: Sequence[PeerRecord], num_stages: int) -> Heads:
     """Return the median round of each stage's peers, and the median tokens of their lineages.
 
     Only training peers count if there are any, so that newcomers do not move the median.

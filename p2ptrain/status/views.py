@@ -62,6 +62,8 @@ class PeerView:
         hosting: Reports of these stages, and of shared embeddings.
         agrees: True if its state matches most peers at its lineage and round; None without other peers there. In a
             pipeline, all hosted states have to match.
+        proven: True if a certificate that this monitor has checked names it as a member of one of the last rounds; None
+            if it does not train, or if no certificate tells.
         first_token: From request to first token, since the peer's start; ``token``: between tokens.
     """
 
@@ -73,6 +75,7 @@ class PeerView:
     stages: tuple[int, ...]
     hosting: tuple[HostedView, ...]
     agrees: bool | None
+    proven: bool | None
     first_token: Percentiles
     token: Percentiles
 
@@ -200,6 +203,7 @@ class Headline:
         reasons: One line each, the most severe first.
         loss: Median over training peers; None before the first batch.
         tokens_per_second: In committed rounds; None before two of them were seen.
+        unproven: Peers among ``peers`` that train by their own word alone: `PeerView.proven` is False.
         round_tokens: Peers' tokens for the current round; ``round_needs``: tokens at which it is due, 0 if unknown.
         round_seconds: Median time between committed rounds.
         committed, aborted: Rounds since the monitor's start.
@@ -213,6 +217,7 @@ class Headline:
     tokens_per_second: float | None
     peers: int
     training: int
+    unproven: int
     round: int
     round_tokens: int
     round_needs: int
@@ -256,6 +261,7 @@ class SwarmView:
         manifest: By section: names and values.
         num_blocks: 0 if unknown.
         group_size: Limit of peers that average together.
+        max_weight: Most tokens that one peer may contribute to a round.
         spans: By stage: its first block and the one after its last; one span for a model that is not cut.
         goal: When a round is due.
         missing: Why the model's blocks are unknown, and what to do; empty if they are known.
@@ -270,6 +276,7 @@ class SwarmView:
     protocol: int
     num_blocks: int
     group_size: int
+    max_weight: float
     spans: tuple[tuple[int, int], ...]
     goal: RoundGoal
     missing: str = ""

@@ -17,6 +17,10 @@ from p2ptrain.errors import UsageError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("link", metavar="LINK", help="the swarm link, 'p2ptrain://…', in quotes")
     parser.add_argument("--host", default="127.0.0.1", help="where to serve at (default 127.0.0.1: this machine only)")
+    parser.add_argument(
+        "--host-name", action="append", default=[], metavar="NAME",
+        help="answer also under this name, such as page.example.org (default: IP addresses, localhost); repeatable",
+    )  # fmt: skip
     parser.add_argument("--port", type=int, default=8080, help="port to serve at (default 8080; 0 takes a free one)")
     parser.add_argument("--db", type=Path, metavar="FILE", help="keep history here (default: in memory, until it ends)")
     parser.add_argument("--webhook", metavar="URL", help="send alerts there, as JSON, when they begin and end")
@@ -33,14 +37,18 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--stall-minutes {arguments.stall_minutes}: give a number above 0")
     if arguments.webhook and not _is_web_address(arguments.webhook):
         raise UsageError(f"--webhook {arguments.webhook}: give a URL that starts with http:// or https://")
+    from p2ptrain.network.http_server import host_name
     from p2ptrain.network.link import SwarmLink
 
+    for name in arguments.host_name:
+        if not name or host_name(name) != name.lower():
+            raise UsageError(f"--host-name {name}: give a name without http:// and port, such as page.example.org")
     link = SwarmLink.parse(arguments.link)
     from p2ptrain.cli.running import run_async
     from p2ptrain.monitor.serve import serve
 
     run_async(serve(
-        link, arguments.host, arguments.port, db=arguments.db, webhook=arguments.webhook,
+        link, arguments.host, arguments.port, names=arguments.host_name, db=arguments.db, webhook=arguments.webhook,
         stall_seconds=60 * arguments.stall_minutes,
         on_ready=lambda url: print(f"status page: {url}  (Ctrl-C ends it)", flush=True),
     ))  # fmt: skip

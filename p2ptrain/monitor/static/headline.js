@@ -16,6 +16,8 @@ export function showHeadline({ headline, alerts }) {
   setText(byId("n-tokens"), orDash(headline.tokens_per_second, count));
   setText(byId("n-peers"), headline.peers);
   setText(byId("n-training"), headline.training);
+  setText(byId("n-unproven"), headline.unproven);
+  show(byId("unproven"), headline.unproven > 0);
   setText(byId("n-round"), headline.round);
   setText(byId("n-seconds"), orDash(headline.round_seconds, duration));
   setText(byId("n-committed"), headline.committed);

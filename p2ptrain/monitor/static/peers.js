@@ -17,7 +17,7 @@ const CELLS = {
   spans: ({ spans, stages }) =>
     (spans.map(([first, end]) => (end - first === 1 ? `${first}` : `${first}–${end - 1}`)).join(", ") || "–")
     + (stages.length ? ` stage ${stages.join(", ")}` : ""),
-  state: (row) => (row.agrees === false ? `${row.state}, astray` : row.state),
+  state: (row) => row.state + (row.agrees === false ? ", astray" : "") + (row.proven === false ? ", unproven" : ""),
   loss: (row) => orDash(row.loss, (loss) => loss.toFixed(3)),
   tokens_per_second: (row) => count(row.tokens_per_second),
   sent_per_second: (row) => bytes(row.sent_per_second),

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp
 from p2ptrain.monitor.store import Store
 from p2ptrain.monitor.watch import Watch
 from p2ptrain.monitor.web import make_app
+from p2ptrain.network.http_server import Guard
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.status.views import SwarmView
 from tests.support.web.stores import watched
@@ -39,7 +40,7 @@ async def served(*records: PeerRecord, looks: int = 1, swarm: SwarmView = SWARM)
     """Serve a page over these peers, after so many looks."""
     async with watched(*records, swarm=swarm, bootstraps=["gone"]) as found:
         app = make_app(found.watch, found.store, found.source.now)
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        transport = httpx.ASGITransport(Guard(app, ["monitor"]), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://monitor") as client:
             for _ in range(looks):
                 await found.watch.look()

@@ -10,8 +10,9 @@ from starlette.types import ASGIApp, Message, Scope
 class Reader:
     """A browser that follows the stream, one event after the other."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, address: str = "127.0.0.1") -> None:
         self._app = app
+        self._address = address
         self._sent: asyncio.Queue[Message] = asyncio.Queue()
         self._gone = asyncio.Event()
         self._asked = False
@@ -21,7 +22,7 @@ class Reader:
         scope: Scope = {
             "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "GET",
             "scheme": "http", "path": "/api/v1/stream", "raw_path": b"/api/v1/stream", "query_string": b"",
-            "root_path": "", "headers": [(b"accept-encoding", b"gzip")], "client": ("127.0.0.1", 1),
+            "root_path": "", "headers": [(b"accept-encoding", b"gzip")], "client": (self._address, 1),
             "server": ("monitor", 80),
         }  # fmt: skip
         await self._app(scope, self._receive, self._sent.put)

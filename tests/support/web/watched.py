@@ -17,7 +17,7 @@ START = 1_700_000_000.0
 SWARM = SwarmView(
     name="tiny", digest="ab" * 32, link="p2ptrain://swarm", command="p2ptrain join p2ptrain://swarm",
     signer="organizer", manifest={"model": {"layers": 4}}, protocol=1, num_blocks=4, group_size=4,
-    spans=((0, 4),), goal=RoundGoal(0, False),
+    max_weight=1e6, spans=((0, 4),), goal=RoundGoal(0, False),
 )  # fmt: skip
 CUT = replace(SWARM, num_blocks=8, spans=((0, 2), (2, 4), (4, 6), (6, 8)))
 """The same, of a model that is cut into four stages."""

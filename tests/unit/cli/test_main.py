@@ -13,6 +13,7 @@ from p2ptrain.cli.commands import monitor
 from p2ptrain.errors import ConfigError, IntegrityError, P2PTrainError, ResourceError
 from tests.support.processes.commands import ROOT, assert_one_line_error, p2ptrain
 
+NO_NAMES = ("http://page.example", "page.example:80", "")
 NO_HOOKS = ("example.org/hook", "file:///etc/passwd", "http://", "http://::1]/", "http://example.org:port/")
 
 
@@ -78,6 +79,10 @@ def test_every_command_documents_itself_its_log_options_and_the_exit_codes(name:
         (["monitor", "p2ptrain://nonsense"], 3, "link"),
         *((["monitor", "p2ptrain://nonsense", f"--port={port}"], 2, "from 0 to 65535") for port in (65536, -1)),
         *((["monitor", "p2ptrain://nonsense", f"--stall-minutes={time}"], 2, "above 0") for time in (0, "nan")),
+        *(
+            (["monitor", "p2ptrain://nonsense", f"--host-name={name}"], 2, "without http:// and port")
+            for name in NO_NAMES
+        ),
         *((["monitor", "p2ptrain://nonsense", f"--webhook={url}"], 2, f"--webhook {url}") for url in NO_HOOKS),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -11,7 +11,8 @@ import pytest
 from p2ptrain.monitor import web
 from p2ptrain.monitor.openapi import document
 from p2ptrain.monitor.store import ALL_SERIES
-from p2ptrain.monitor.web import COLUMNS, HEADERS, STALE_SECONDS, TABLE_COLUMNS
+from p2ptrain.monitor.web import COLUMNS, STALE_SECONDS, TABLE_COLUMNS
+from p2ptrain.network.http_server import HEADERS
 from p2ptrain.status.views import Event
 from tests.support.coroutines import on_loop, on_loop_within
 from tests.support.web.schemas import misfits
@@ -307,16 +308,31 @@ async def test_a_quiet_stream_shows_that_it_is_alive(monkeypatch: pytest.MonkeyP
         await reader.leave()
 
 
+@pytest.mark.parametrize("limit", ["MAX_STREAMS", "MAX_ADDRESS_STREAMS"])
 @on_loop
-async def test_no_more_than_so_many_streams_and_room_again_when_one_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web, "MAX_STREAMS", 2)
+async def test_no_more_than_so_many_streams_and_room_again_when_one_ends(
+    limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web, limit, 2)
     async with served(ADA) as site:
-        readers = [Reader(site.app) for _ in range(2)]
-        for reader in readers:
-            await reader.snapshot()
+        readers = [Reader(site.app) for _ in range(5)]
+        statuses = [(await reader.next())["status"] for reader in readers]
+        assert statuses == [200, 200, 503, 503, 503], "also of those that come at once"
         assert (await site.get("/api/v1/stream")).status_code == 503
         await readers[0].leave()
         last = Reader(site.app)
         await last.snapshot()
-        await last.leave()
-        await readers[1].leave()
+        for reader in (last, *readers[1:]):
+            await reader.leave()
+
+
+@on_loop
+async def test_streams_of_one_address_leave_room_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "MAX_ADDRESS_STREAMS", 1)
+    async with served(ADA) as site:
+        readers = [
+            Reader(site.app, address) for address in ("2001:db8::1", "2001:db8::2", "2001:db8:0:1::1", "10.0.0.1")
+        ]
+        assert [(await reader.next())["status"] for reader in readers] == [200, 503, 200, 200]
+        for reader in readers:
+            await reader.leave()

@@ -51,6 +51,7 @@ CASES: list[Case] = [
      {"rounds": rounds_with(SAME, SAME)}),
     ("fork", "critical", "", ("split", "2 min", "restart"), {"forked_since": START - 2 * FORK_SECONDS},
      {"forked_since": START - FORK_SECONDS + 1.0}),
+    ("jump", "critical", "", ("500 rounds", "7000 tokens", "checkpoints"), {"jump": (500, 7000)}, {"jump": None}),
     ("loss", "critical", "e", ("Eve", "restart"), {"peers": [ADA, BOB, replace(EVE, loss=None, diverged=True)]},
      {"peers": [ADA, BOB, replace(EVE, loss=None)]}),
     ("rising", "warning", "", ("3.000", "2.500", "learning rate"), {"losses": (2.5, 3.0)}, {"losses": (2.5, 2.6)}),

@@ -303,3 +303,14 @@ def test_a_swarm_that_starts_again_from_an_old_checkpoint_is_shown() -> None:
     assert tell(book, "a", report(100), usual=101) == [], "it was committed long ago, for all that is known"
     assert tell(book, "a", report(100), report(101), usual=102) == [101]
     assert [view.round for view in book.views()] == [101, 100]
+
+
+def test_certificates_prove_their_members_unless_they_name_delegates_alone() -> None:
+    book = a_book()
+    assert book.proven() is None
+    book.certify(result(7, LINEAGE, "ab"), START)
+    book.certify(result(8, LINEAGE, "bc"), START)
+    tell(book, "phantom", report(7), report(8))
+    assert book.proven() == frozenset("abc")
+    book.certify(result(9, LINEAGE, "ab", levels=2), START)
+    assert book.proven() is None

@@ -136,3 +136,11 @@ def test_json_cannot_end_a_script_or_a_line() -> None:
     text = to_json(value).decode()
     assert not set("<\u2028\u2029") & set(text)
     assert json.loads(text) == value
+
+
+def test_trainers_that_no_certificate_names_are_counted_apart() -> None:
+    records = [trainer("a"), trainer("x"), trainer("boot", role="bootstrap")]
+    shown = snapshot_of(records, proven={"a"})
+    assert {view.record.peer: view.proven for view in shown.peers} == {"a": True, "x": False, "boot": None}
+    assert (shown.headline.peers, shown.headline.unproven) == (3, 1)
+    assert (snapshot_of(records).headline.unproven, snapshot_of(records).peers[0].proven) == (0, None)

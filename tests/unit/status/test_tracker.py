@@ -1,8 +1,12 @@
-"""How fast a swarm trains: over whole rounds, whatever they last."""
+"""How fast a swarm trains: over whole rounds, whatever they last; and a head that no peers can have made."""
+
+from collections.abc import Sequence
 
 import pytest
 
-from p2ptrain.status.tracker import RATE_SECONDS, TokenRate
+from p2ptrain.network.records.record import PeerRecord
+from p2ptrain.status.tracker import JUMP_ROUNDS, MAX_ROUNDS_PER_SECOND, RATE_SECONDS, TokenRate
+from tests.support.web.watched import SWARM, after_looks, trainer
 
 
 def observed(rate: TokenRate, now: float, tokens: int) -> float | None:
@@ -38,3 +42,42 @@ def test_a_first_look_in_the_middle_of_a_round_is_no_end_of_one() -> None:
     assert observed(rate, 9.9, 7000) is None
     assert observed(rate, 10.0, 8000) is None
     assert observed(rate, 20.0, 9000) == pytest.approx(100.0)
+
+
+def at(round_: int, tokens: int = 8000, peers: str = "abc", state: str = "training") -> list[PeerRecord]:
+    """Peers that announce this head."""
+    return [trainer(peer, round=round_, lineage_tokens=tokens, state=state) for peer in peers]
+
+
+MOST = JUMP_ROUNDS + 2 * MAX_ROUNDS_PER_SECOND
+"""Rounds that a head may advance in the two seconds between two looks."""
+WEIGHT = 3 * int(SWARM.max_weight)
+"""Tokens that three peers may contribute to a round."""
+
+
+@pytest.mark.parametrize(
+    ("looks", "jumps"),
+    [
+        ([at(8), at(8 + MOST + 1)], True),
+        ([at(8), at(8 + MOST)], False),
+        ([at(8), at(9, 8001 + WEIGHT)], True),
+        ([at(8), at(9, 8000 + WEIGHT)], False),
+        ([at(8), at(8, 8001 + WEIGHT)], True),
+        ([at(8), at(10, 8000 + 2 * WEIGHT)], False),
+        ([at(8), at(9, 8000 + WEIGHT, peers="a")], False),
+        ([at(8), at(8, state="syncing"), at(5000)], True),
+        ([at(0, state="syncing"), at(5000)], False),
+        ([[], at(5000)], False),
+        ([at(8), [*at(8), *at(1 << 40, peers="xy")]], False),
+        ([at(5000), at(8)], False),
+    ],
+)
+def test_a_head_jumps_that_its_peers_cannot_have_made(looks: Sequence[list[PeerRecord]], jumps: bool) -> None:
+    rules = [alert.rule for alert in after_looks(*looks).alerts]
+    assert ("jump" in rules) is jumps
+
+
+def test_a_jump_is_shown_for_a_while_also_when_all_goes_on() -> None:
+    looks = [at(8), at(5000), *(at(5001 + number) for number in range(9))]
+    assert "jump" in [alert.rule for alert in after_looks(*looks, seconds=60.0).alerts]
+    assert "jump" not in [alert.rule for alert in after_looks(*looks, at(5011), at(5012), seconds=60.0).alerts]
