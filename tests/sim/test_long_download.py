@@ -265,9 +265,9 @@ async def test_a_trainer_keeps_its_state_if_the_downloaded_one_has_another_diges
         try:
             return await assemble(download)
         except IntegrityError:
-            refused.append(late.sync.head.round)
             assert torch.equal(late.state.vector, before)
             assert late.state.tree().root == late.sync.head.digest
+            refused.append(late.sync.head.round)
             raise
 
     monkeypatch.setattr(SharedState, "apply", apply_as_lamb)
