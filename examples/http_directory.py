@@ -3,9 +3,8 @@
     python examples/http_directory.py --port 8080
     p2ptrain seed DIR --directory http://192.0.2.7:8080
 
-It holds records in memory, for any swarm: peers publish theirs every few seconds, so nothing is lost when it starts
-again. It takes signed records alone, and the newest of each peer. It serves plain HTTP: for HTTPS, put a web server
-with TLS before it.
+With --tls it serves HTTPS. It holds records in memory, for any swarm: peers publish theirs every few seconds, so
+nothing is lost when it starts again. It takes signed records alone, and the newest of each peer.
 """
 
 from __future__ import annotations
@@ -100,8 +99,8 @@ def make_app() -> Starlette:
 async def serve(options: argparse.Namespace) -> None:
     """Serve until the server ends."""
     listener = listen(options.host, options.port, "--port")
-    async with serving(make_app(), listener, [options.host, *options.host_name]) as server:
-        print(url_of(listener), flush=True)
+    async with serving(make_app(), listener, [options.host, *options.host_name], options.tls) as server:
+        print(url_of(listener).replace("http", "https" if options.tls else "http", 1), flush=True)
         await server
 
 
@@ -111,6 +110,7 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1", help="the address to serve at (default %(default)s)")
     parser.add_argument("--port", type=int, default=8080)
     parser.add_argument("--host-name", action="append", default=[], help="a name of this machine in peers' URLs")
+    parser.add_argument("--tls", nargs=2, metavar=("CERTIFICATE", "KEY"), help="PEM files")
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(serve(parser.parse_args()))
 

@@ -188,15 +188,18 @@ def url_of(listener: socket.socket) -> str:
 
 @contextlib.asynccontextmanager
 async def serving(
-    app: ASGIApp, listener: socket.socket, names: Collection[str] = ()
+    app: ASGIApp, listener: socket.socket, names: Collection[str] = (), tls: tuple[str, str] | None = None
 ) -> AsyncIterator[asyncio.Task[None]]:
     """Serve ``app`` while the body runs, under IP addresses, ``localhost`` and ``names``.
 
-    Yields the server's task, which ends early only if the server fails.
+    ``tls`` are the files of a certificate and its key (PEM). Then the bounds hold from the end of a handshake on;
+    asyncio ends one that takes 60 s. Yields the server's task, which ends early only if the server fails.
     """
+    certificate, key = tls or (None, None)
     config = uvicorn.Config(
         Guard(app, names), http=_Connection, ws="none", lifespan="off", log_config=None, log_level="error",
         access_log=False, server_header=False, proxy_headers=False, timeout_graceful_shutdown=DRAIN_SECONDS,
+        ssl_certfile=certificate, ssl_keyfile=key,
     )  # fmt: skip
     with listener:
         server = _Server(config)
