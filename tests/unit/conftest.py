@@ -1,4 +1,4 @@
-"""What all tests of the command line share."""
+"""What all unit tests share."""
 
 import logging
 from collections.abc import Iterator
