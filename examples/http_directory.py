@@ -33,7 +33,7 @@ KEY = re.compile(r"p2ptrain/([0-9a-f]{64})/[a-z]{1,16}")
 
 @dataclass
 class Shelf:
-    """What is held under one key: by peer, its sealed record, and when that expires."""
+    """The records under one key: by peer, its sealed record, and when that expires."""
 
     guard: RecordGuard
     records: dict[str, tuple[bytes, float]] = field(default_factory=dict)
