@@ -19,7 +19,7 @@ HOURS ?= 1
 SEEDS ?= 2000
 
 .PHONY: help venv demo test test-unit test-swarm test-nat test-systemd test-browser test-docker test-gpu test-all soak \
-	wheels schedules lint format bench bench-averaging bench-convergence bench-moshpit bench-groups bench-monitor bench-pipeline bench-uneven clean
+	lab chaos fuzz wheels schedules lint format bench bench-averaging bench-convergence bench-moshpit bench-groups bench-monitor bench-pipeline bench-uneven clean
 
 help:  ## show this
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -79,6 +79,17 @@ test-all: $(STAMP)  ## all that .ci/run checks, slow tests, containers, each ben
 
 soak: $(STAMP)  ## HOURS=N of random faults, real and simulated; fails when memory, files, tasks or processes grow
 	$(BIN)/python -m tests.support.processes.soak --hours $(HOURS) $(ARGS)
+
+lab: $(STAMP)  ## a scenario of faults and attacks: ARGS="SCENARIO.toml [--real] [--seed N]", or ARGS=all; see docs/lab.md
+	$(BIN)/python -m tests.lab $(ARGS)
+
+chaos: $(STAMP)  ## every scenario and 200 random ones, simulated; writes docs/explanation/reliability.md; ARGS="--count 2000"
+	$(BIN)/python -m tests.lab.chaos $(ARGS)
+
+fuzz: $(STAMP)  ## every decoder under atheris for 20 seconds each; ARGS="--seconds 600 [--keep] [TARGET]"
+	@$(BIN)/python -c 'import atheris' 2>/dev/null || \
+		PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[fuzz]'
+	$(BIN)/python -m tests.fuzz $(ARGS)
 
 wheels: $(STAMP)  ## fill wheels/, from which an image is built without a registry
 	deploy/container/wheels.sh $(BIN)/python

@@ -17,19 +17,24 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tests.support.processes.daemons import ROOT
 from tests.support.processes.tellers import Teller
 
 WIRE = "45.10.0"
 RULES = """
 table ip nat {
-  chain out { type nat hook postrouting priority 100; oifname "wan" masquerade; }
+  chain out { type nat hook postrouting priority 100; oifname "wan" masquerade PORTS; }
 }
 table ip gate {
   chain in { type filter hook forward priority 0; iifname "wan" ct state new drop; }
   chain own { type filter hook input priority 0; iifname "wan" ct state new drop; }
 }
 """
-"""A gateway that lets connections out, behind its own address, and none in; what it was not asked for is dropped."""
+"""A gateway that lets connections out, behind its own address, and none in; what it was not asked for is dropped.
+
+``PORTS`` is empty for a gateway that keeps a host's port, whoever it talks with, and ``fully-random`` for a symmetric
+one, which takes another port for each connection.
+"""
 
 
 @functools.cache
@@ -59,7 +64,9 @@ class Internet:
         self._hosts = 0
         self._outside: dict[str, str] = {}
         self._ports: dict[str, str] = {}
+        self._behind: set[str] = set()
         self._has_other_wire = False
+        self._relay: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Internet:
         try:
@@ -81,7 +88,7 @@ class Internet:
         namespace = self._namespace(name)
         return Host(namespace, self._plug_in(namespace))
 
-    def private(self, name: str) -> Host:
+    def private(self, name: str, *, symmetric: bool = False) -> Host:
         """A host behind a gateway of its own, which nobody outside can dial."""
         gate, host = self._namespace(f"{name}g"), self._namespace(name)
         self._outside[gate] = self._plug_in(gate)
@@ -91,8 +98,11 @@ class Internet:
         _run("ip", "-n", host, "address", "add", "192.168.7.2/24", "dev", "eth")
         _run("ip", "-n", host, "link", "set", "eth", "up")
         _run("ip", "-n", host, "route", "add", "default", "via", "192.168.7.1")
+        rules = RULES.replace("PORTS", "fully-random" if symmetric else "")
         _run("ip", "netns", "exec", gate, "sysctl", "-qw", "net.ipv4.ip_forward=1")
-        _run("ip", "netns", "exec", gate, "nft", "-f", "-", text=RULES)
+        _run("ip", "netns", "exec", gate, "nft", "-f", "-", text=rules)
+        self._ports[host] = self._ports[gate]
+        self._behind.add(host)
         return Host(host, "192.168.7.2")
 
     def _plug_in(self, namespace: str) -> str:
@@ -104,6 +114,25 @@ class Internet:
         _run("ip", "-n", namespace, "link", "set", "wan", "up")
         self._ports[namespace] = port
         return address
+
+    def lengthen(self, megabits: float, delay_seconds: float, loss: float) -> None:
+        """Put `tests.lab.relay` into every cable: once, when all hosts are there; the delay is one end's."""
+        cables = []
+        for namespace in [name for name in self._ports if name not in self._behind]:
+            number = self._ports[namespace].removeprefix("port")
+            for here, device in ((namespace, "wan"), (self._wire, f"port{number}")):
+                _run("ip", "netns", "exec", here, sys.executable, "-m", "tests.lab.relay", "--plain", device)
+            names = f"near{number}", f"far{number}"
+            _run("ip", "-n", self._wire, "link", "set", f"port{number}", "nomaster")
+            _run("ip", "-n", self._wire, "link", "add", names[0], "type", "veth", "peer", "name", names[1])
+            _run("ip", "-n", self._wire, "link", "set", names[0], "up")
+            _run("ip", "-n", self._wire, "link", "set", names[1], "master", "wire", "up")
+            cables.append((f"port{number}", names[0], megabits, delay_seconds, loss))
+        self._ports = {name: port.replace("port", "far") for name, port in self._ports.items()}
+        command = ["ip", "netns", "exec", self._wire, sys.executable, "-m", "tests.lab.relay", json.dumps(cables)]
+        self._relay = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        assert self._relay.stdout is not None
+        assert self._relay.stdout.readline() == "ready\n"
 
     def unplug(self, host: Host) -> None:
         """Pull the cable of a public host: nothing gets through any more, and nobody is told."""
@@ -153,6 +182,10 @@ class Internet:
         return namespace
 
     def _remove(self) -> None:
+        if self._relay is not None and self._relay.stdout is not None:
+            self._relay.kill()
+            self._relay.wait()
+            self._relay.stdout.close()
         for namespace in reversed(self._namespaces):
             with contextlib.suppress(subprocess.CalledProcessError):
                 _run("ip", "netns", "delete", namespace)
@@ -221,4 +254,4 @@ class NatPeer(Teller):
 
 
 def _run(*arguments: str, text: str = "") -> None:
-    subprocess.run(arguments, input=text, text=True, capture_output=True, check=True, timeout=20)
+    subprocess.run(arguments, cwd=ROOT, input=text, text=True, capture_output=True, check=True, timeout=20)

@@ -1,0 +1,18 @@
+"""Fill the directory with records of nearly the greatest length, each with a key of its own."""
+
+import asyncio
+
+from p2ptrain.network.records.record import peers_key, seal_record
+from tests.lab.stranger import Stranger
+
+
+async def attack(stranger: Stranger, count: int = 1250, record_bytes: int = 15_000) -> None:
+    keys, sequence = [stranger.new_signer() for _ in range(count)], 0
+    while True:
+        sequence += 1
+        for key in keys:
+            expires_at = stranger.runtime.now() + 300.0
+            junk = {"name": "x" * record_bytes}
+            sealed = seal_record("peer", stranger.swarm, junk, sequence, expires_at, key)
+            await stranger.directory.publish(peers_key(stranger.swarm), key.peer_id, sealed, expires_at, 5.0)
+        await asyncio.sleep(60.0)

@@ -1,0 +1,217 @@
+"""Runs of a scenario with real processes in network namespaces, with no route out; needs root, ``ip`` and ``nft``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from tests.lab.scenario import Attackers, Measured, Scenario
+from tests.support.processes.nat import Host, Internet, NatPeer, why_unavailable
+from tests.support.processes.swarmlet import Swarmlet, Worker, nothing_left_behind
+from tests.support.processes.tellers import Event, Teller
+
+START_SECONDS = 180.0
+RECOVERY_SECONDS = 120.0
+PAUSE_SECONDS = 0.5
+HIDDEN = 8
+"""Of the workers' model."""
+
+
+class RealRun:
+    """One run of a scenario; `play` ends everything that it started."""
+
+    def __init__(self, scenario: Scenario, folder: Path, net: Internet, stack: contextlib.ExitStack) -> None:
+        self.scenario = scenario
+        self.folder = folder
+        self.net = net
+        self.stack = stack
+        self.swarm = stack.enter_context(Swarmlet(folder, **scenario.manifest))
+        self.hosts: dict[str, Host] = {}
+        self.workers: dict[str, Worker] = {}
+        self.strangers: list[Teller] = []
+        self.link = ""
+        self.measured = Measured(scenario.seconds)
+        self._before: dict[str, float] = {}
+
+    def play(self, disturbed: bool) -> Measured:
+        self._start(disturbed)
+        names, measured, unharmed = list(self.workers), self.measured, self.scenario.unharmed
+        self._wait(lambda: all(self._committed(name, len(names)) for name in names), START_SECONDS)
+        began, plan = time.monotonic(), self._plan() if disturbed else []
+        self._before = {name: self._memory_mb(name) for name in unharmed}
+        fronts = {name: self._front(name) for name in names}
+        marks = {name: len(self.workers[name].events) for name in names}
+        last, gap = dict.fromkeys(unharmed, 0), began
+        while (now := time.monotonic()) < began + self.scenario.seconds:
+            while plan and plan[0][0] <= now - began:
+                plan.pop(0)[1]()
+            self._look(unharmed)
+            for name in unharmed:
+                if (count := len(self._commits(name, marks[name]))) > last[name]:
+                    last[name], gap = count, now
+            measured.longest_gap = max(measured.longest_gap, now - gap)
+            time.sleep(PAUSE_SECONDS)
+        measured.rounds = min(self._front(name) - fronts[name] for name in unharmed)
+        self._recover()
+        self._count(marks, fronts)
+        return measured
+
+    # --- starting
+
+    def _start(self, disturbed: bool) -> None:
+        scenario = self.scenario
+        for name, group in scenario.named():
+            symmetric = group.nat == "symmetric"
+            made = self.net.public(name) if group.nat == "none" else self.net.private(name, symmetric=symmetric)
+            self.hosts[name] = made
+        if disturbed:
+            for number, attackers in enumerate(scenario.attackers):
+                for index in range(attackers.count):
+                    self.hosts[f"x{number}-{index}"] = self.net.public(f"x{number}-{index}")
+        link = scenario.link
+        # Each way between two peers leads through two cables.
+        self.net.lengthen(link.megabits, link.delay_ms / 2000, link.loss_percent / 200)
+        for name, group in scenario.named():
+            if group.role == "bootstrap":
+                listen = ["/ip4/0.0.0.0/tcp/31337"]
+                peer = NatPeer(self.hosts[name], self.folder, name, relay=True, listen=listen)
+                self.link = self.link or str(self.stack.enter_context(peer).joined["link"])
+        for name, group in scenario.named():
+            if group.role == "trainer":
+                self._start_worker(name, group.step_seconds)
+                self.link = self.link or self.workers[name].link
+
+    def _start_worker(self, name: str, step_seconds: float) -> None:
+        self.workers[name] = self.swarm.start(
+            name, self.link or None, prefix=self.hosts[name].command(), listen="/ip4/0.0.0.0/tcp/0", hidden=HIDDEN,
+            step_seconds=step_seconds,
+        )  # fmt: skip
+
+    def _plan(self) -> list[tuple[float, Callable[[], None]]]:
+        plan: list[tuple[float, Callable[[], None]]] = [
+            (at, lambda kind=kind, names=names: self._befall(kind, names))  # type: ignore[misc]
+            for at, kind, names in self.scenario.timeline()
+        ]
+        for number, group in enumerate(self.scenario.attackers):
+            plan.append((group.at, lambda number=number, group=group: self._attack(number, group)))  # type: ignore[misc]
+        return sorted(plan, key=lambda each: each[0])
+
+    def _befall(self, kind: str, names: tuple[str, ...]) -> None:
+        hosts = [self.hosts[name] for name in names]
+        match kind:
+            case "partition":
+                self.net.part(*hosts)
+            case "heal":
+                self.net.heal(*hosts)
+            case "restart":
+                groups = dict(self.scenario.named())
+                for name in names:
+                    self._start_worker(name, groups[name].step_seconds)
+            case "kill":
+                for name in names:
+                    self.workers[name].kill()
+            case "stop" | "resume":
+                for name in names:
+                    self.workers[name].signal_all(signal.SIGSTOP if kind == "stop" else signal.SIGCONT)
+            case "cut" | "mend":
+                for host in hosts:
+                    (self.net.unplug if kind == "cut" else self.net.plug_in)(host)
+
+    def _attack(self, number: int, group: Attackers) -> None:
+        for index in range(group.count):
+            name = f"x{number}-{index}"
+            options = {
+                "name": name, "link": self.link, "attack": group.attack, "options": group.options, "hidden": HIDDEN,
+            }  # fmt: skip
+            command = [sys.executable, "-m", "tests.lab.attacker", json.dumps(options)]
+            stranger = Teller(name, self.hosts[name].command(*command), self.folder / f"{name}.log")
+            self.stack.callback(stranger.kill)
+            self.strangers.append(stranger)
+
+    # --- watching
+
+    def _wait(self, condition: Callable[[], bool], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, [self.workers[name].last_words() for name in self.workers]
+            time.sleep(PAUSE_SECONDS)
+
+    def _commits(self, name: str, since: int = 0) -> list[Event]:
+        return [event for event in self.workers[name].rounds(since) if event["committed"]]
+
+    def _committed(self, name: str, members: int) -> bool:
+        return any(event["members"] == members for event in self._commits(name))
+
+    def _front(self, name: str) -> int:
+        return max((event["round"] for event in self.workers[name].rounds()), default=0)
+
+    def _memory_mb(self, name: str) -> float:
+        worker, total = self.workers[name], 0
+        for process_id in (worker.process.pid, worker.daemon):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                total += psutil.Process(process_id).memory_info().rss
+        return total / (1 << 20)
+
+    def _look(self, unharmed: list[str]) -> None:
+        for name in unharmed:
+            if self.workers[name].process.poll() is not None:
+                self._problem(f"{name} ended: {self.workers[name].last_words()[-300:]}")
+            self.measured.peak_mb = max(self.measured.peak_mb, self._memory_mb(name) - self._before[name])
+        for stranger in self.strangers:
+            if stranger.process.poll() is not None:
+                raise RuntimeError(f"the attack {stranger.name} ended: {stranger.last_words()}")
+
+    def _problem(self, what: str) -> None:
+        if what not in self.measured.problems:
+            self.measured.problems.append(what)
+
+    def _recover(self) -> None:
+        """Wait until one round is in the lineages of all trainers that are there, and began after this call."""
+        marks = {name: len(worker.events) for name, worker in self.workers.items() if worker.process.poll() is None}
+        began = time.monotonic()
+
+        def heads() -> list[set[str]]:
+            return [{event["lineage"] for event in self._commits(name, mark)} for name, mark in marks.items()]
+
+        with contextlib.suppress(AssertionError):
+            self._wait(lambda: bool(set.intersection(*heads())), RECOVERY_SECONDS)
+        self.measured.recovery = time.monotonic() - began
+        self.measured.lineages = 1 if set.intersection(*heads()) else len(marks)
+
+    def _count(self, marks: dict[str, int], fronts: dict[str, int]) -> None:
+        """Count tokens and whose they are, in the rounds that honest trainers tell of."""
+        honest = {e["peer"] for worker in self.swarm.workers for e in worker.events if e["event"] == "joined"}
+        seen: dict[str, dict[str, int]] = {}
+        for worker in self.swarm.workers:
+            for event in worker.rounds():
+                if not event["intact"]:
+                    self._problem(f"{worker.name}: its state has another digest than its head at {event['round']}")
+                if event["round"] > max(fronts.values()) and event.get("counted"):
+                    seen[event["lineage"]] = event["counted"]
+        for counts in seen.values():
+            self.measured.foreign_rounds += not honest.intersection(counts)
+            self.measured.stranger_rounds += bool(honest.intersection(counts)) and bool(counts.keys() - honest)
+            self.measured.tokens += sum(tokens for peer, tokens in counts.items() if peer in honest)
+
+
+def run_real(scenario: Scenario, *, disturbed: bool) -> Measured:
+    """Run a scenario with real processes.
+
+    Raises:
+        ValueError: The scenario does not say ``real = true``, or this machine cannot make the namespaces.
+    """
+    if not scenario.real or (reason := why_unavailable()):
+        raise ValueError(reason if scenario.real else "the scenario does not say real = true")
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="p2ptrain-lab-")))
+        stack.enter_context(nothing_left_behind())
+        net = stack.enter_context(Internet())
+        return RealRun(scenario, folder, net, stack).play(disturbed)

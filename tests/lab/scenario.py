@@ -1,0 +1,251 @@
+"""A scenario of the laboratory: what its TOML file says, and what a run of it is measured against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+ATTACKS = Path(__file__).parent / "attacks"
+SCENARIOS = Path(__file__).parent / "scenarios"
+OPPOSITES = {"kill": "restart", "stop": "resume", "cut": "mend", "partition": "heal"}
+"""The fault that undoes a fault."""
+
+Mode = Literal["simulated", "real"]
+Nat = Literal["none", "port-restricted", "symmetric"]
+Seconds = Annotated[float, Meta(ge=0, le=86_400)]
+Rate = Annotated[float, Meta(gt=0, le=100_000)]
+
+
+class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A part of a scenario's file."""
+
+
+class Peers(Part, frozen=True):
+    """Honest peers that are alike: ``t0``, ``t1``, … trainers and ``b0``, ``b1``, … bootstrap peers, counted in order.
+
+    Attributes:
+        step_seconds: Of a trainer's local step.
+        nat: The kind of gateway in front of each; a simulation only takes them for unreachable.
+    """
+
+    count: Annotated[int, Meta(ge=1, le=64)]
+    role: Literal["trainer", "bootstrap"] = "trainer"
+    step_seconds: Annotated[float, Meta(gt=0, le=60)] = 0.5
+    nat: Nat = "none"
+
+
+class Link(Part, frozen=True):
+    """Every peer's link: rate in each direction, one-way delay between two peers, and loss."""
+
+    megabits: Rate = 100.0
+    delay_ms: Annotated[float, Meta(ge=0, le=5_000)] = 40.0
+    loss_percent: Annotated[float, Meta(ge=0, le=50)] = 0.0
+
+
+class Fault(Part, frozen=True):
+    """A fault of trainers, by name, at a time; it is undone ``seconds`` later, or not at all with 0."""
+
+    kind: Literal["kill", "restart", "stop", "resume", "cut", "mend", "partition", "heal"]
+    at: Seconds
+    peers: tuple[str, ...] = ()
+    seconds: Seconds = 0.0
+
+    def __post_init__(self) -> None:
+        if self.seconds and self.kind not in OPPOSITES:
+            raise ValueError(f"nothing undoes {self.kind}")
+
+
+class Attackers(Part, frozen=True):
+    """Strangers with keys of their own, which run one attack from a time on; ``options`` are the attack's own."""
+
+    attack: Annotated[str, Meta(pattern="^[a-z_]+$")]
+    at: Seconds = 10.0
+    count: Annotated[int, Meta(ge=1, le=16)] = 1
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class Expect(Part, frozen=True):
+    """What must hold.
+
+    Attributes:
+        rounds_per_minute: Of the slowest trainer that no fault hits, at least.
+        share: Of the undisturbed run's rounds, at least.
+        memory_mb: Growth over the undisturbed run, for each honest peer, at most.
+        one_lineage: True if all honest trainers must be on one lineage at the end, and contribute to it.
+        foreign_rounds: Rounds that an honest peer applied and that no honest peer signed, at most.
+    """
+
+    rounds_per_minute: Annotated[float, Meta(ge=0)] = 1.0
+    share: Annotated[float, Meta(ge=0, le=1)] = 0.8
+    memory_mb: Annotated[float, Meta(ge=0)] = 64.0
+    one_lineage: bool = True
+    foreign_rounds: Annotated[int, Meta(ge=0)] = 0
+
+
+class Scenario(Part, frozen=True):
+    """One experiment.
+
+    Attributes:
+        promise: What it shows, in one sentence.
+        seconds: How long the swarm is watched, once all train.
+        real: True if it also runs with real processes in network namespaces.
+        manifest: Sections that override those of the tests' manifest.
+        known_failure: Why it fails today; empty if it must pass. ``known_failure_in`` names the modes.
+    """
+
+    promise: Annotated[str, Meta(min_length=1, max_length=400)]
+    peers: Annotated[tuple[Peers, ...], Meta(min_length=1)]
+    seconds: Annotated[float, Meta(ge=10, le=86_400)] = 180.0
+    real: bool = False
+    link: Link = Link()
+    manifest: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
+    faults: tuple[Fault, ...] = ()
+    attackers: tuple[Attackers, ...] = ()
+    expect: Expect = Expect()
+    known_failure: str = ""
+    known_failure_in: tuple[Mode, ...] = ("simulated", "real")
+
+    def __post_init__(self) -> None:
+        names = {name for name, peers in self.named() if peers.role == "trainer"}
+        if not names:
+            raise ValueError("nobody trains")
+        for fault in self.faults:
+            if unknown := set(fault.peers) - names:
+                raise ValueError(f"faults: no trainer is called {', '.join(sorted(unknown))}")
+            if fault.at + fault.seconds > self.seconds:
+                raise ValueError(f"faults: {fault.kind} at {fault.at:g} s is not over at the end")
+        for group in self.attackers:
+            if not (ATTACKS / f"{group.attack}.py").exists():
+                raise ValueError(f"attackers: there is no tests/lab/attacks/{group.attack}.py")
+
+    def named(self) -> Iterator[tuple[str, Peers]]:
+        """Yield the name and the group of each honest peer, bootstrap peers first."""
+        for role in ("bootstrap", "trainer"):
+            groups = [group for group in self.peers if group.role == role]
+            for number, group in enumerate(each for each in groups for _ in range(each.count)):
+                yield f"{role[0]}{number}", group
+
+    @property
+    def unharmed(self) -> list[str]:
+        """The trainers that no fault hits."""
+        hit = {name for fault in self.faults for name in fault.peers if fault.kind != "partition"}
+        return [name for name, group in self.named() if group.role == "trainer" and name not in hit]
+
+    def timeline(self) -> list[tuple[float, str, tuple[str, ...]]]:
+        """Return (time, fault, peers) in order, with what undoes the faults."""
+        found: list[tuple[float, str, tuple[str, ...]]] = [(f.at, f.kind, f.peers) for f in self.faults]
+        found += [(f.at + f.seconds, OPPOSITES[f.kind], f.peers) for f in self.faults if f.seconds]
+        return sorted(found, key=lambda each: each[0])
+
+    def is_known_to_fail(self, mode: Mode) -> bool:
+        return bool(self.known_failure) and mode in self.known_failure_in
+
+
+def read_scenario(path: Path) -> Scenario:
+    """Read a scenario's file; raise `ValueError` that names file, field and bound."""
+    try:
+        return msgspec.toml.decode(path.read_bytes(), type=Scenario)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+@dataclass
+class Measured:
+    """What one run came to.
+
+    Attributes:
+        rounds: Committed in the watched time by the slowest trainer that no fault hits.
+        tokens: Of honest peers in the longest lineage, from the watched time.
+        peak_mb: The process's peak of memory in a simulation; for real the largest growth of one peer.
+        foreign_rounds: Rounds that an honest peer applied and no honest peer signed.
+        stranger_rounds: Rounds with a stranger's contribution, which honest peers signed, too.
+        lineages: Of the honest trainers at the end; 1 if all are on one.
+        longest_gap: Seconds in which no honest trainer committed a round.
+        recovery: Seconds from the end until all honest trainers had committed on one lineage.
+        problems: Broken invariants, and peers that ended.
+    """
+
+    seconds: float
+    rounds: int = 0
+    tokens: int = 0
+    peak_mb: float = 0.0
+    foreign_rounds: int = 0
+    stranger_rounds: int = 0
+    lineages: int = 0
+    longest_gap: float = 0.0
+    recovery: float = 0.0
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def rounds_per_minute(self) -> float:
+        return 60.0 * self.rounds / self.seconds
+
+
+@dataclass
+class Verdict:
+    """A run beside the undisturbed run of the same seed, and what of the expectations did not hold."""
+
+    name: str
+    mode: Mode
+    seed: int
+    scenario: Scenario
+    run: Measured
+    undisturbed: Measured
+    violations: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        expect, run = self.scenario.expect, self.run
+        if run.rounds_per_minute < expect.rounds_per_minute:
+            self._add(f"{run.rounds_per_minute:.1f} rounds a minute, not {expect.rounds_per_minute:g}")
+        if self.share < expect.share:
+            self._add(f"{self.share:.0%} of the undisturbed rounds, not {expect.share:.0%}")
+        if self.memory_mb > expect.memory_mb:
+            self._add(f"{self.memory_mb:.0f} MB more memory for each peer, not {expect.memory_mb:g}")
+        if expect.one_lineage and run.lineages != 1:
+            self._add(f"{run.lineages} lineages at the end")
+        if run.foreign_rounds > expect.foreign_rounds:
+            self._add(f"{run.foreign_rounds} rounds applied that no honest peer signed")
+        self.violations += run.problems
+
+    def _add(self, violation: str) -> None:
+        self.violations.append(violation)
+
+    @property
+    def share(self) -> float:
+        return self.run.rounds / self.undisturbed.rounds if self.undisturbed.rounds else 0.0
+
+    @property
+    def goodput(self) -> float:
+        """Honest tokens that count, as a share of the undisturbed run's."""
+        return self.run.tokens / self.undisturbed.tokens if self.undisturbed.tokens else 0.0
+
+    @property
+    def memory_mb(self) -> float:
+        peers = sum(group.count for group in self.scenario.peers) if self.mode == "simulated" else 1
+        return max(0.0, self.run.peak_mb - self.undisturbed.peak_mb) / peers
+
+    @property
+    def outcome(self) -> str:
+        """``holds``, ``FAILS``, ``fails as known``, or ``PASSES UNEXPECTEDLY``."""
+        if self.scenario.is_known_to_fail(self.mode):
+            return "fails as known" if self.violations else "PASSES UNEXPECTEDLY"
+        return "FAILS" if self.violations else "holds"
+
+    @property
+    def is_as_expected(self) -> bool:
+        return self.outcome in ("holds", "fails as known")
+
+    def __str__(self) -> str:
+        run = self.run
+        line = (
+            f"{self.name:22} {self.mode:9} {self.outcome:19} {run.rounds_per_minute:5.1f} rounds/min {self.share:4.0%}"
+            f"  +{self.memory_mb:.0f} MB  gap {run.longest_gap:.0f} s  foreign {run.foreign_rounds}"
+            f"  of strangers {run.stranger_rounds}"
+        )
+        known = [f"known: {self.scenario.known_failure}"] if self.outcome == "fails as known" else []
+        return "\n    ".join([line, *known, *(violation[:300] for violation in self.violations)])
