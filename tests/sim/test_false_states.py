@@ -12,7 +12,7 @@ from p2ptrain.averaging.protocol.certificate import MAX_COUNT, Body, Certificate
 from p2ptrain.errors import IntegrityError
 from p2ptrain.network.schema import Nothing
 from p2ptrain.network.simulated import SimulatedNetwork
-from p2ptrain.training.sync.state_server import HeldHead
+from p2ptrain.training.sync.state_server import HeldHead, check_head
 from tests.support.coroutines import simulated
 from tests.support.sim.trainers import Ledger, SimulatedTrainer, make_manifest
 
@@ -157,3 +157,24 @@ async def test_a_certificate_that_breaks_the_manifests_bounds_is_followed_by_nob
         assert newcomer.sync.head == before
         with pytest.raises(IntegrityError, match=r"tokens|room|peers"):
             newcomer.sync.replica.context.certificate(raw)
+
+
+@pytest.mark.fault(42)
+@simulated(seed=6)
+async def test_a_head_that_leaves_no_room_for_later_rounds_is_followed_by_nobody(network: SimulatedNetwork) -> None:
+    """Its certificate keeps to all bounds, but no certificate after it could."""
+    async with _trainers(network, "abn") as (a, _, newcomer):
+        honest = Certificate.from_bytes(a.sync.head.certificate, a.swarm, a.peer.signer).body
+        last = replace(
+            honest, members=(a.peer.peer_id,), peers=(1,), bounds=(0, honest.bounds[-1]), hashes=honest.hashes[:1],
+            contributors=((0, 10, 1),), tokens_before=MAX_COUNT - 10, lineage=b"m" * 32,
+        )  # fmt: skip
+        raw = Certificate(last, ((a.peer.peer_id, a.peer.signer.sign(vote(last.body_hash))),)).to_bytes()
+        context, head = newcomer.sync.replica.context, last.next_head(a.sync.head.digest, raw)
+        context.certificate(raw)
+        with pytest.raises(IntegrityError, match="too little room"):
+            check_head(context, context.membership, head)
+        _offer(a, head)
+        before = newcomer.sync.head
+        assert not await newcomer.sync.catch_up.follow(a.peer.peer_id, None)
+        assert newcomer.sync.head == before

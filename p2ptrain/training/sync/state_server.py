@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.membership import Membership
-from p2ptrain.averaging.protocol.certificate import Head, genesis
+from p2ptrain.averaging.protocol.certificate import MAX_COUNT, Head, genesis
 from p2ptrain.errors import DeadlineError, IncompatibleError, IntegrityError, PeerError, TemporaryError
 from p2ptrain.network.chunks.messages import Open
 from p2ptrain.network.chunks.server import ChunkServer, Ration
@@ -163,7 +163,13 @@ async def fetch_head(rpc: Rpc, source: str) -> Head:
 
 
 def check_head(context: PeerContext, membership: Membership, head: Head) -> None:
-    """Raise `IntegrityError` unless a head's certificate proves it, and no other digest has more votes there."""
+    """Raise `IntegrityError` unless a head's certificate proves it, and no other digest has more votes there.
+
+    A head in the upper half of its numbers' range is refused: with the last one that a certificate allows, a stranger
+    could end all training, because no later round would fit.
+    """
+    if max(head.round, head.tokens, head.samples) > MAX_COUNT // 2:
+        raise IntegrityError("a head leaves too little room for the rounds after it")
     votes = Counter(record.digest for record in membership.records() if record.lineage == head.lineage)
     if votes and votes[head.digest] < max(votes.values()):
         raise IntegrityError("most peers announce another digest for this state")
