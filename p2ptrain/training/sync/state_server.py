@@ -16,8 +16,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from p2ptrain.averaging.context import PeerContext
-from p2ptrain.averaging.grouping.membership import Membership
-from p2ptrain.averaging.protocol.certificate import Head, genesis
+from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.errors import DeadlineError, IncompatibleError, IntegrityError, PeerError, TemporaryError
 from p2ptrain.network.chunks.messages import Open
 from p2ptrain.network.chunks.server import ChunkServer, Ration
@@ -162,15 +161,16 @@ async def fetch_head(rpc: Rpc, source: str) -> Head:
     return held.head
 
 
-def check_head(context: PeerContext, membership: Membership, head: Head) -> None:
-    """Raise `IntegrityError` unless a head's certificate proves it, and no other digest has more votes there."""
-    votes = Counter(record.digest for record in membership.records() if record.lineage == head.lineage)
+def check_head(context: PeerContext, head: Head) -> None:
+    """Raise `IntegrityError` unless a head follows from its certificate, and no other digest has more votes there.
+
+    Whether the certificate counts is another question: see `RoundLog.believe`.
+    """
+    votes = Counter(record.digest for record in context.membership.records() if record.lineage == head.lineage)
     if votes and votes[head.digest] < max(votes.values()):
         raise IntegrityError("most peers announce another digest for this state")
     if head.round == 0:
-        if head != genesis(context.swarm, head.digest):
+        if head != context.genesis(head.digest):
             raise IntegrityError("a head at round 0 is not a beginning")
-        return
-    body = context.certificate(head.certificate).body
-    if body.next_head(head.digest, head.certificate) != head:
+    elif context.certificate(head.certificate).next_head(head.digest, head.table) != head:
         raise IntegrityError("a head does not follow from its certificate")
