@@ -1,10 +1,11 @@
-"""A newcomer's first contact: it asks the known peers for the manifest that its link names."""
+"""A newcomer's first contact: the manifest, from the peers that its link names, and its own credential."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 from msgspec import Meta
@@ -13,16 +14,20 @@ from p2ptrain.errors import (
     BootstrapError,
     DeadlineError,
     IncompatibleError,
+    IntegrityError,
     ManifestError,
+    NotAdmittedError,
     PeerError,
     PeerRefusedError,
     ProtocolError,
     WrongPeerError,
 )
 from p2ptrain.manifest import MAX_MANIFEST_BYTES, SignedManifest
+from p2ptrain.network.admission import Admission, Credential, Invite, solve
 from p2ptrain.network.rpc.endpoint import OTHER_PROTOCOL, OTHER_SWARM, Rpc
-from p2ptrain.network.schema import Message, Nothing
+from p2ptrain.network.schema import Message, Nothing, from_bytes, to_bytes
 from p2ptrain.network.transport import Transport
+from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
 
 logger = logging.getLogger(__name__)
@@ -32,6 +37,8 @@ CONNECT_SECONDS = 30.0
 FIRST_DIAL_SECONDS = 5.0
 MANIFEST_SECONDS = 10.0
 PAUSE_SECONDS = 0.5
+CREDENTIAL_FILE = "credential.bin"
+"""Name of a peer's pass, or of its solution of the puzzle, in its run directory."""
 MAX_REPLY_BYTES = 2 * MAX_MANIFEST_BYTES
 
 
@@ -114,3 +121,62 @@ def _raise_if_final(failures: Sequence[PeerRefusedError | WrongPeerError]) -> No
         raise IncompatibleError(
             f"the swarm refuses this version ({reasons[0]}): install the version that the swarm runs"
         )
+
+
+def is_for_all(invite: bytes) -> bool:
+    """True if a link's invite admits each peer that holds it; False for the pass of one peer, or for none.
+
+    Raises `NotAdmittedError` if it is damaged.
+    """
+    if not invite:
+        return False
+    try:
+        return isinstance(from_bytes(Credential, invite), Invite)
+    except IntegrityError as error:
+        raise NotAdmittedError("the link's invite is damaged: copy the whole link") from error
+
+
+def credential_at_hand(admission: Admission, peer: str, invite: bytes, run_dir: Path | None) -> tuple[bytes, str]:
+    """Return a credential that admits a peer, and an empty text; or none, and why the peer is not admitted.
+
+    ``invite`` is the link's, with which a peer signs its own pass, or a pass. An earlier credential is in ``run_dir``.
+    """
+    if not (missing := admission.admitted(peer)):
+        return b"", ""
+    if is_for_all(invite):
+        invite = to_bytes(admission.use(from_bytes(Invite, invite), peer))
+    kept = run_dir / CREDENTIAL_FILE if run_dir is not None else None
+    reasons = []
+    for credential in filter(None, (invite, kept.read_bytes() if kept is not None and kept.is_file() else b"")):
+        reasons.append(admission.admitted(peer, credential))
+        if not reasons[-1]:
+            return credential, ""
+    return b"", next(iter(reasons), missing)
+
+
+async def own_credential(
+    admission: Admission, peer: str, invite: bytes, run_dir: Path | None, runtime: Runtime
+) -> bytes:
+    """Return a peer's credential and keep it in ``run_dir``; solve the puzzle if the swarm is open.
+
+    Raises `NotAdmittedError` if the peer has nothing that admits it; for the arguments see `credential_at_hand`.
+    """
+    credential, reason = credential_at_hand(admission, peer, invite, run_dir)
+    if reason and admission.mode == "open":
+        logger.info("solving the swarm's puzzle of %d bits, once", admission.puzzle_bits)
+        credential = to_bytes(await runtime.offload(solve, admission.swarm, peer, admission.puzzle_bits))
+        reason = admission.admitted(peer, credential)
+    if reason:
+        raise NotAdmittedError(what_to_do(admission, peer, reason))
+    if credential and run_dir is not None:
+        (run_dir / CREDENTIAL_FILE).write_bytes(credential)
+    return credential
+
+
+def what_to_do(admission: Admission, peer: str, reason: str) -> str:
+    """Return the message of a `NotAdmittedError`: why the swarm does not admit a peer, and the remedy."""
+    link = "an invite link (p2ptrain://…invite=…), or for " if admission.mode == "invite" else ""
+    return (
+        f"the swarm does not admit this peer: {reason}. Ask its organizer for {link}a pass, which"
+        f" 'p2ptrain invite DIR --peer {peer}' makes, and join with that link"
+    )

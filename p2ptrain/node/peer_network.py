@@ -7,6 +7,7 @@ import logging
 from contextlib import AsyncExitStack
 
 from p2ptrain.averaging.grouping.membership import Membership
+from p2ptrain.network.admission import Admission
 from p2ptrain.network.directory import Directory
 from p2ptrain.network.factory import LIBP2P, DirectoryOptions, TransportOptions
 from p2ptrain.network.identity import Identity
@@ -14,6 +15,7 @@ from p2ptrain.network.libp2p.transport import Libp2pSettings, Libp2pTransport
 from p2ptrain.network.link import MAX_ADDRESSES, SwarmLink
 from p2ptrain.network.rpc.endpoint import Rpc, RpcLimits
 from p2ptrain.network.transport import Transport
+from p2ptrain.node.meeting import is_for_all, own_credential
 from p2ptrain.node.nat.contacts import MAX_KNOWN_ADDRESSES, dialable, known_addresses, remember_addresses
 from p2ptrain.node.nat.reach import FixedReach, Reach
 from p2ptrain.node.options import PeerOptions, Starters
@@ -35,6 +37,7 @@ class PeerNetwork:
         transport, reach: Set by `connect`; ``directory`` by `join`.
         lost: Resolves to the reason when the network daemon is gone for good.
         clock_note: About a corrected clock, for people; empty if it agrees with the swarm's.
+        invite: Goes into ``link``; empty for none.
         close: Ends directory, RPC and transport; idempotent.
     """
 
@@ -48,6 +51,7 @@ class PeerNetwork:
     ) -> None:
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.clock_note = ""
+        self.invite = b""
         self.transport: Transport
         self.rpc: Rpc
         self.reach: Reach | FixedReach
@@ -69,11 +73,14 @@ class PeerNetwork:
 
     @property
     def link(self) -> SwarmLink:
-        """A swarm link through this peer, without loopback addresses unless there are no others."""
+        """A swarm link through this peer, without loopback addresses unless there are no others.
+
+        It admits others if this peer has an invite.
+        """
         addresses = self.reach.standing.addresses
         outside = [address for address in addresses if "/127.0.0.1/" not in address and "/ip6/::1/" not in address]
         directory = self._directory_name if self._directory_name != LIBP2P else ""
-        return SwarmLink(self.rpc.swarm, tuple(outside or addresses)[:MAX_ADDRESSES], directory)
+        return SwarmLink(self.rpc.swarm, tuple(outside or addresses)[:MAX_ADDRESSES], directory, self.invite)
 
     async def connect(self, swarm: bytes, link: SwarmLink | None) -> tuple[str, ...]:
         """Start the transport and RPC; return the addresses of the peers that link, role file and earlier runs name."""
@@ -97,6 +104,19 @@ class PeerNetwork:
         else:
             self.reach = FixedReach(self.transport)
         return self._bootstrap
+
+    async def admit(self, admission: Admission, link: SwarmLink | None) -> None:
+        """Serve only peers that the swarm admits, and make this peer's own credential.
+
+        Raises `NotAdmittedError` if it has nothing that admits it; a client needs nothing.
+        """
+        options, self.rpc.admission = self._options, admission
+        if options.role != "client":
+            invite = (link.invite if link is not None else b"") or options.invite
+            self.rpc.credential = await own_credential(
+                admission, self._identity.peer_id, invite, options.run_dir, self._runtime
+            )
+            self.invite = invite if is_for_all(invite) else b""
 
     async def join(self) -> None:
         """Determine the reachability, then start the directory."""

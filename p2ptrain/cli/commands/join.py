@@ -2,6 +2,7 @@
 
 Take part in a swarm. Fetches its manifest and checks that it is the one that the link names, shows what will be
 downloaded, run and exposed, asks once, checks that this machine can do it, takes on the swarm's state and trains.
+Most swarms admit peers with an invite: a link with 'invite=' lets this peer in, and is remembered in --run-dir.
 If the manifest names text or a tokenizer on this machine, --allow-path must name it, or a folder above it.
 Ctrl-C leaves in good order. Started again with the same --run-dir, this peer has the same identity.
 On a terminal a live view of the peer and its swarm stands below the log; in a pipe there are log lines alone.
@@ -13,14 +14,16 @@ of them; --role and --stage say otherwise.
 from __future__ import annotations
 
 import argparse
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from p2ptrain.cli.commands.peer import add_peer_arguments, peer_overrides
-from p2ptrain.errors import IncompatibleError, UsageError
+from p2ptrain.errors import IncompatibleError, NotAdmittedError, UsageError
 
 if TYPE_CHECKING:
     from p2ptrain.manifest import Manifest
+    from p2ptrain.network.link import SwarmLink
 
 LOG_LEVEL = "info"
 
@@ -63,6 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     }
     signed = run_async(fetch_manifest(link))
     check_compatible(signed.manifest)
+    check_admission(signed.manifest, link, Path(overrides["run_dir"]))
     overrides |= in_pipeline(arguments, signed.manifest)
     config = PeerConfig.load(None, overrides)
     print(describe(signed.manifest, config))
@@ -90,6 +94,21 @@ def in_pipeline(arguments: argparse.Namespace, manifest: Manifest) -> dict[str, 
         "both" if arguments.stage is not None or has_room(manifest, arguments.max_memory) else "trainer"
     )
     return {"role": role, "pipeline.stage": arguments.stage}
+
+
+def check_admission(manifest: Manifest, link: SwarmLink, run_dir: Path) -> None:
+    """Raise `NotAdmittedError`, with this peer's id, if neither the link nor an earlier run admits this peer."""
+    from p2ptrain.network.admission import Admission
+    from p2ptrain.network.identity import IDENTITY_FILE, Identity
+    from p2ptrain.node.meeting import credential_at_hand, what_to_do
+
+    if manifest.admission.mode == "open":
+        return
+    admission = Admission(manifest, time.time)
+    with Identity.create_or_load(run_dir / IDENTITY_FILE) as identity:
+        _, reason = credential_at_hand(admission, identity.peer_id, link.invite, run_dir)
+        if reason:
+            raise NotAdmittedError(what_to_do(admission, identity.peer_id, reason))
 
 
 def check_compatible(manifest: Manifest) -> None:
