@@ -33,6 +33,7 @@ MAX_REVOCATION_BYTES = 3072  # about 165 marks; < `records.record.MAX_RECORD_BYT
 MAX_GRANTS = 16384
 OPEN_PROTOCOLS = frozenset({"manifest", "history.after", "reach.carry"})
 """Names that peers serve to all: what a newcomer asks first, what an observer reads, and the self-test of relays."""
+BANNED = "the organizer has banned this peer"
 NOT_ADMITTED = "not admitted"
 """Start of the refusal of a stream; the reason follows."""
 
@@ -252,7 +253,7 @@ class Admission:
         if peer == self._organizer:
             return ""
         if self._banned and mark(peer) in self._banned:
-            return "the organizer has banned this peer"
+            return BANNED
         if peer in self._founders or peer in self._listed or peer in self.members:
             return ""
         if self.mode == "open" and not self.puzzle_bits:

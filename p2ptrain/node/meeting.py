@@ -23,7 +23,7 @@ from p2ptrain.errors import (
     WrongPeerError,
 )
 from p2ptrain.manifest import MAX_MANIFEST_BYTES, SignedManifest
-from p2ptrain.network.admission import Admission, Credential, Invite, solve
+from p2ptrain.network.admission import BANNED, Admission, Credential, Invite, solve
 from p2ptrain.network.rpc.endpoint import OTHER_PROTOCOL, OTHER_SWARM, Rpc
 from p2ptrain.network.schema import Message, Nothing, from_bytes, to_bytes
 from p2ptrain.network.transport import Transport
@@ -176,7 +176,9 @@ async def own_credential(
 def what_to_do(admission: Admission, peer: str, reason: str) -> str:
     """Return the message of a `NotAdmittedError`: why the swarm does not admit a peer, and the remedy."""
     link = "an invite link (p2ptrain://…invite=…), or for " if admission.mode == "invite" else ""
-    return (
-        f"the swarm does not admit this peer: {reason}. Ask its organizer for {link}a pass, which"
-        f" 'p2ptrain invite DIR --peer {peer}' makes, and join with that link"
+    remedy = (
+        "only its organizer can take that back"
+        if reason == BANNED
+        else f"ask its organizer for {link}a pass, which 'p2ptrain invite DIR --peer {peer}' makes"
     )
+    return f"the swarm does not admit this peer: {reason}; {remedy}"

@@ -106,7 +106,9 @@ class PeerThread:
             resources.callback(runtime.close)
             self.thread = LoopThread()
             resources.callback(self.thread.stop)
-            invite = to_bytes(Issuer(signed.manifest, identity).standing_invite()) if signed is not None else b""
+            invite = b""
+            if signed is not None and signed.manifest.admission.mode == "invite":
+                invite = to_bytes(Issuer(signed.manifest, identity).standing_invite())
             options = PeerOptions("trainer", name, "cpu", run_dir, network, invite=invite)
             self.peer = self.thread.call(Peer.start(identity, options, runtime, link=link, signed=signed))
             resources.callback(lambda: self.thread.call(self.peer.close()))
