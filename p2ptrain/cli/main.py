@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from types import ModuleType
 from typing import NoReturn
 
 from p2ptrain import runtime
@@ -33,7 +34,7 @@ COMMANDS = {
     "checkpoint": "list, verify and export checkpoints",
 }
 
-_FOLDERS = dict.fromkeys(("invite", "revoke", "ban", "members"), "admission.")
+_ADMISSION = ("invite", "revoke", "ban", "members")
 
 EXIT_CODES = """exit codes:
   0    done
@@ -102,7 +103,7 @@ def _dispatch(argv: list[str]) -> int:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "see 'p2ptrain --help'"
         raise UsageError(f"there is no command {name!r}; {hint}")
-    command = import_module(f"p2ptrain.cli.commands.{_FOLDERS.get(name, '')}{name}")
+    command = module_of(name)
     parser = Parser(
         prog=f"p2ptrain {name}",
         description=str(command.__doc__).partition("\n\n")[2],
@@ -128,6 +129,11 @@ def _add_log_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), help="the least severe messages to show"
     )
+
+
+def module_of(command: str) -> ModuleType:
+    """Return the module of a command."""
+    return import_module(f"p2ptrain.cli.commands.{'admission.' if command in _ADMISSION else ''}{command}")
 
 
 def _overview() -> str:

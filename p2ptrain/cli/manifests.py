@@ -96,10 +96,14 @@ def public_paths(manifest: Manifest) -> list[str]:
 def sign_manifest(manifest: Manifest, organizer: Signer, path: Path, seed_dir: Path) -> SignedManifest:
     """Sign a manifest into ``path``, and write the invite of its seed's link beside it.
 
-    The peer whose run directory is ``seed_dir`` founds the swarm.
+    The peer whose run directory is ``seed_dir`` founds the swarm. If ``path`` holds the same manifest already, its
+    founder stays, so that a seed that lost its key goes on with the same swarm.
     """
+    former = former_manifest(path, organizer)
     with Identity.create_or_load(seed_dir / IDENTITY_FILE) as seed:
         signed = SignedManifest.create(manifest, organizer, seed.peer_id)
+    if former is not None and former == signed.manifest.model_copy(update={"founders": former.founders}):
+        signed = SignedManifest.create(former, organizer)
     invite = path.with_name(INVITE_FILE)
     if signed.manifest.admission.mode == "invite":
         revocations = read_revocations(signed.manifest, path.with_name(REVOCATIONS_FILE))
@@ -108,6 +112,14 @@ def sign_manifest(manifest: Manifest, organizer: Signer, path: Path, seed_dir: P
         invite.unlink(missing_ok=True)
     write_atomically(path, signed.to_bytes())
     return signed
+
+
+def former_manifest(path: Path, verifier: Signer) -> Manifest | None:
+    """Return the signed manifest in a file; None if there is none."""
+    try:
+        return SignedManifest.from_bytes(path.read_bytes(), None, verifier).manifest
+    except (OSError, ManifestError):
+        return None
 
 
 def read_revocations(manifest: Manifest, path: Path) -> Revocations:

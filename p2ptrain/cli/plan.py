@@ -9,15 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from p2ptrain.cli.manifests import KEY_FILE, load_manifest, named_paths, parse_settings, sign_manifest
+from p2ptrain.cli.manifests import (
+    KEY_FILE,
+    former_manifest,
+    load_manifest,
+    named_paths,
+    parse_settings,
+    sign_manifest,
+)
 from p2ptrain.cli.running import default_run_dir
 from p2ptrain.cli.screen.live import Goal
 from p2ptrain.cli.toml import to_toml
 from p2ptrain.config import PeerConfig
-from p2ptrain.errors import ManifestError, UsageError
-from p2ptrain.manifest import SIGNED_FILE, Manifest, SignedManifest
+from p2ptrain.errors import UsageError
+from p2ptrain.manifest import SIGNED_FILE, Manifest
 from p2ptrain.network.identity import Identity
-from p2ptrain.signing import Signer
 
 DEFAULT_MINUTES = 3.0
 DEMO_SETTINGS: dict[str, Any] = {"name": "demo", "training.every": 1, "training.local_batch": 8}
@@ -45,7 +51,7 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     run_dir: Path = (arguments.run_dir or default_run_dir(f"up-{time.strftime('%Y%m%d-%H%M%S')}")).absolute()
     run_dir.mkdir(parents=True, exist_ok=True)
     with Identity.create_or_load(run_dir / KEY_FILE) as organizer:
-        former = _former_manifest(run_dir, organizer)
+        former = former_manifest(run_dir / SIGNED_FILE, organizer)
         manifest = sign_manifest(manifest, organizer, run_dir / SIGNED_FILE, run_dir / "bootstrap").manifest
         done = _rounds_done(run_dir) if former == manifest else 0
     threads = arguments.threads or max(1, len(os.sched_getaffinity(0)) // arguments.peers)
@@ -93,13 +99,6 @@ def _num_stages(manifest: Manifest, peers: int) -> int:
     if peers < stages:
         raise UsageError(f"--peers {peers}: the model has {stages} stages, and each needs a host")
     return stages
-
-
-def _former_manifest(run_dir: Path, verifier: Signer) -> Manifest | None:
-    try:
-        return SignedManifest.from_bytes((run_dir / SIGNED_FILE).read_bytes(), None, verifier).manifest
-    except (OSError, ManifestError):
-        return None
 
 
 def _rounds_done(run_dir: Path) -> int:

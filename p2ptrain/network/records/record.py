@@ -45,6 +45,8 @@ Name = Annotated[str, Meta(max_length=64)]
 Version = Annotated[str, Meta(max_length=32)]
 Note = Annotated[str, Meta(max_length=MAX_NOTE_CHARS)]
 Address = Annotated[str, Meta(max_length=MAX_ADDRESS_CHARS)]
+CredentialBytes = Annotated[bytes, Meta(max_length=MAX_CREDENTIAL_BYTES)]
+RevocationBytes = Annotated[bytes, Meta(max_length=MAX_REVOCATION_BYTES)]
 Addresses = Annotated[tuple[Address, ...], Meta(max_length=MAX_ADDRESSES)]
 _CONTEXT = b"p2ptrain record\0"
 _VERIFIED_CACHE = 16384
@@ -264,8 +266,8 @@ class PeerRecord:
     failovers: Count = 0
     next_stage: Count | None = None
     serving: ServingReport | None = None
-    credential: Annotated[bytes, Meta(max_length=MAX_CREDENTIAL_BYTES)] = b""
-    revocations: Annotated[bytes, Meta(max_length=MAX_REVOCATION_BYTES)] = b""
+    credential: CredentialBytes = b""
+    revocations: RevocationBytes = b""
 
     def __post_init__(self) -> None:
         if len({stage.unit for stage in self.stages}) < len(self.stages):
