@@ -210,7 +210,7 @@ class Issuer:
 
 @dataclass(frozen=True)
 class Grant:
-    """What a verified credential gives its peer; ``invite`` is the mark of the invite's key."""
+    """The rights that a verified credential gives its peer; ``invite`` is the mark of the invite's key."""
 
     credential: bytes
     expires: int = 0

@@ -12,18 +12,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from contextlib import AsyncExitStack
-from dataclasses import replace
 
 from p2ptrain.averaging.grouping.membership import Membership
-from p2ptrain.errors import NotAdmittedError
 from p2ptrain.manifest import SignedManifest
-from p2ptrain.network.admission import Admission
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.link import SwarmLink
-from p2ptrain.node.meeting import ask_for_manifest, serve_manifest, what_to_do
+from p2ptrain.node.meeting import Entry, ask_for_manifest, serve_manifest
 from p2ptrain.node.options import PeerOptions, Starters
 from p2ptrain.node.peer_network import PeerNetwork
 from p2ptrain.node.presence import Presence
@@ -31,8 +26,6 @@ from p2ptrain.node.reports.record import OwnRecord
 from p2ptrain.node.roles.held import HeldState
 from p2ptrain.runtime import Runtime
 from p2ptrain.tasks import Tasks
-
-REVOCATION_SECONDS = 2.0  # between looks at the organizer's file
 
 
 class Peer:
@@ -43,7 +36,7 @@ class Peer:
     Attributes:
         signed: The swarm's manifest, with its organizer's signature; ``swarm``: its digest, 32 bytes.
         admission: Decides who is in the swarm.
-        dismissed: Resolves to the reason when the swarm admits this peer no longer.
+        entry: This peer's own admission.
         jobs: Its long-running jobs.
         on_close: Registers a function that `close` awaits, before those that were registered earlier.
     """
@@ -59,7 +52,6 @@ class Peer:
         self.record = OwnRecord(identity.peer_id, options, runtime, self.network)
         self.jobs = self.record.jobs
         self.held = HeldState(self)
-        self.dismissed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.record.parts.append(self.held.describe)
         self._is_present = False
         self._tasks = Tasks()
@@ -106,45 +98,29 @@ class Peer:
         self.rpc = network.rpc
         self.signed = signed or await ask_for_manifest(network.transport, self.rpc, known, self.identity)
         self.manifest = self.signed.manifest
-        self.admission = Admission(self.manifest, self.runtime.now)
         serve_manifest(self.rpc, self.signed)
-        await network.admit(self.admission, link)
+        self.entry = Entry(self.manifest, self.identity.peer_id, self.options, self.runtime)
+        self.rpc.admission = self.admission = self.entry.admission
+        if self.options.role != "client":
+            self.rpc.credential, network.invite = await self.entry.enter(link)
         await network.join()
         self.presence = Presence(
             lambda: network.directory, self.runtime, self.swarm, self.identity, self.membership, self.record.describe
         )
         self.presence.reader.admission = self.admission
+        self.record.parts.append(self.entry.describe)
         self.state_changed = self.presence.changed
         self._is_present = True
         if self.options.role == "client":
             await self.presence.refresh()
             return
         await self.presence.start()
-        self._check_admission()
-        if self.dismissed.done():
-            raise NotAdmittedError(self.dismissed.result())
-        self.presence.listeners.append(self._check_admission)
-        if self.options.revocations is not None:
-            self.record.parts.append(lambda own: replace(own, revocations=self.admission.signed_revocations))
-            self._tasks.keep(self._follow_revocations, "revocations")
+        self.entry.check()
+        self.presence.listeners.append(self.entry.check_later)
+        self._tasks.keep(lambda: self.entry.follow_revocations(self.presence.changed), "revocations")
         self._tasks.keep(lambda: network.reach.watch(self.presence.changed, network.lose), "reach")
         self._tasks.keep(network.follow_clocks, "clock")
         self._tasks.keep(network.keep_remembering, "remember-peers")
-
-    def _check_admission(self, *_: object) -> None:
-        """Resolve ``dismissed`` if newer revocations, or an expiry, ended this peer's admission."""
-        reason = self.admission.admitted(self.identity.peer_id)
-        if reason and not self.dismissed.done():
-            self.dismissed.set_result(what_to_do(self.admission, self.identity.peer_id, reason))
-
-    async def _follow_revocations(self) -> None:
-        """Publish the organizer's list whenever its file has changed."""
-        assert self.options.revocations is not None
-        while True:
-            with contextlib.suppress(OSError):
-                if self.admission.learn(await asyncio.to_thread(self.options.revocations.read_bytes)):
-                    self.presence.changed()
-            await asyncio.sleep(REVOCATION_SECONDS)
 
     @property
     def is_reachable(self) -> bool:

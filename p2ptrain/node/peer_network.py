@@ -7,7 +7,6 @@ import logging
 from contextlib import AsyncExitStack
 
 from p2ptrain.averaging.grouping.membership import Membership
-from p2ptrain.network.admission import Admission
 from p2ptrain.network.directory import Directory
 from p2ptrain.network.factory import LIBP2P, DirectoryOptions, TransportOptions
 from p2ptrain.network.identity import Identity
@@ -15,7 +14,6 @@ from p2ptrain.network.libp2p.transport import Libp2pSettings, Libp2pTransport
 from p2ptrain.network.link import MAX_ADDRESSES, SwarmLink
 from p2ptrain.network.rpc.endpoint import Rpc, RpcLimits
 from p2ptrain.network.transport import Transport
-from p2ptrain.node.meeting import is_for_all, own_credential
 from p2ptrain.node.nat.contacts import MAX_KNOWN_ADDRESSES, dialable, known_addresses, remember_addresses
 from p2ptrain.node.nat.reach import FixedReach, Reach
 from p2ptrain.node.options import PeerOptions, Starters
@@ -104,19 +102,6 @@ class PeerNetwork:
         else:
             self.reach = FixedReach(self.transport)
         return self._bootstrap
-
-    async def admit(self, admission: Admission, link: SwarmLink | None) -> None:
-        """Serve only peers that the swarm admits, and make this peer's own credential.
-
-        Raises `NotAdmittedError` if it has nothing that admits it; a client needs nothing.
-        """
-        options, self.rpc.admission = self._options, admission
-        if options.role != "client":
-            invite = (link.invite if link is not None else b"") or options.invite
-            self.rpc.credential = await own_credential(
-                admission, self._identity.peer_id, invite, options.run_dir, self._runtime
-            )
-            self.invite = invite if is_for_all(invite) else b""
 
     async def join(self) -> None:
         """Determine the reachability, then start the directory."""

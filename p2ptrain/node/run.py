@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from p2ptrain.config import PeerConfig
-from p2ptrain.errors import ConfigError, NotAdmittedError, TemporaryError
+from p2ptrain.errors import ConfigError, TemporaryError
 from p2ptrain.manifest import SIGNED_FILE, SignedManifest
 from p2ptrain.network.identity import IDENTITY_FILE, Identity
 from p2ptrain.network.link import SwarmLink
@@ -76,7 +76,7 @@ async def serve_and_close(
     """
     try:
         peer.network.lost.add_done_callback(lambda lost: signals.stop(f"the network daemon ended: {lost.result()}"))
-        peer.dismissed.add_done_callback(lambda dismissed: signals.stop(dismissed.result()))
+        peer.entry.dismissed.add_done_callback(lambda dismissed: signals.stop(dismissed.result()))
         _keep_manifest(peer.signed, config.run_dir / SIGNED_FILE)
         if on_start is not None:
             on_start(peer)
@@ -92,8 +92,7 @@ async def serve_and_close(
     finally:
         notify("STOPPING=1")
         await peer.close()
-    if peer.dismissed.done():
-        raise NotAdmittedError(peer.dismissed.result())
+    peer.entry.check()
     if signals.reason.startswith("the network daemon ended"):
         raise TemporaryError(f"{signals.reason}; the state is saved: start this peer again")
 

@@ -14,16 +14,14 @@ of them; --role and --stage say otherwise.
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from p2ptrain.cli.commands.peer import add_peer_arguments, peer_overrides
-from p2ptrain.errors import IncompatibleError, NotAdmittedError, UsageError
+from p2ptrain.errors import IncompatibleError, UsageError
 
 if TYPE_CHECKING:
     from p2ptrain.manifest import Manifest
-    from p2ptrain.network.link import SwarmLink
 
 LOG_LEVEL = "info"
 
@@ -49,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from p2ptrain.cli.running import confirm, default_run_dir, run_async, run_configured_peer
-    from p2ptrain.cli.terms import check_machine, describe
+    from p2ptrain.cli.terms import check_admission, check_machine, describe
     from p2ptrain.config import PeerConfig
     from p2ptrain.network.link import SwarmLink
     from p2ptrain.node.observe import fetch_manifest
@@ -66,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     }
     signed = run_async(fetch_manifest(link))
     check_compatible(signed.manifest)
-    check_admission(signed.manifest, link, Path(overrides["run_dir"]))
+    check_admission(signed.manifest, link.invite, Path(overrides["run_dir"]))
     overrides |= in_pipeline(arguments, signed.manifest)
     config = PeerConfig.load(None, overrides)
     print(describe(signed.manifest, config))
@@ -94,21 +92,6 @@ def in_pipeline(arguments: argparse.Namespace, manifest: Manifest) -> dict[str, 
         "both" if arguments.stage is not None or has_room(manifest, arguments.max_memory) else "trainer"
     )
     return {"role": role, "pipeline.stage": arguments.stage}
-
-
-def check_admission(manifest: Manifest, link: SwarmLink, run_dir: Path) -> None:
-    """Raise `NotAdmittedError`, with this peer's id, if neither the link nor an earlier run admits this peer."""
-    from p2ptrain.network.admission import Admission
-    from p2ptrain.network.identity import IDENTITY_FILE, Identity
-    from p2ptrain.node.meeting import credential_at_hand, what_to_do
-
-    if manifest.admission.mode == "open":
-        return
-    admission = Admission(manifest, time.time)
-    with Identity.create_or_load(run_dir / IDENTITY_FILE) as identity:
-        _, reason = credential_at_hand(admission, identity.peer_id, link.invite, run_dir)
-        if reason:
-            raise NotAdmittedError(what_to_do(admission, identity.peer_id, reason))
 
 
 def check_compatible(manifest: Manifest) -> None:

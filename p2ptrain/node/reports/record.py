@@ -63,7 +63,6 @@ class OwnRecord:
             direct_refusals=network.transport.num_refused,
             clock_skew_seconds=-self._runtime.clock_offset_seconds,
             note=self.note or self.jobs.note() or network.clock_note or standing.note,
-            credential=network.rpc.credential,
         )
         for part in self.parts:
             record = part(record)

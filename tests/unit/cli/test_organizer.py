@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from p2ptrain.cli.commands.admission.invite import seconds
+from p2ptrain.cli.commands.admission.organizer import change, mark_of
 from p2ptrain.cli.main import main
 from p2ptrain.cli.manifests import KEY_FILE, read_revocations, sign_manifest
-from p2ptrain.cli.organizer import change, mark_of
 from p2ptrain.errors import UsageError
 from p2ptrain.manifest import INVITE_FILE, REVOCATIONS_FILE, SIGNED_FILE, AdmissionSpec, Manifest
 from p2ptrain.network.admission import Invite, mark

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from p2ptrain.cli.organizer import Organizer, change
+    from p2ptrain.cli.commands.admission.organizer import Organizer, change
     from p2ptrain.network.admission import mark
     from p2ptrain.network.link import is_peer_id
 

@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     import secrets
     from dataclasses import replace
 
-    from p2ptrain.cli.organizer import Organizer
+    from p2ptrain.cli.commands.admission.organizer import Organizer
     from p2ptrain.network.admission import mark
     from p2ptrain.network.link import is_peer_id
     from p2ptrain.network.schema import to_bytes

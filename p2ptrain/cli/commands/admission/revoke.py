@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from p2ptrain.cli.organizer import Organizer, change, mark_of
+    from p2ptrain.cli.commands.admission.organizer import Organizer, change, mark_of
     from p2ptrain.cli.running import run_async
     from p2ptrain.network.link import is_peer_id
 

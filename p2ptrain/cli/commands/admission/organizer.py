@@ -1,4 +1,4 @@
-"""What the organizer's commands share: the key, the signed manifest and the list of revocations in a folder."""
+"""The organizer's folder: its key, the signed manifest and the list of revocations."""
 
 from __future__ import annotations
 
