@@ -84,6 +84,7 @@ def forged(credential: Pass, **changes: Any) -> bytes:
 def test_forged_passes_are_refused() -> None:
     good = from_bytes(Pass, invited())
     own = Issuer(SignedManifest.create(Manifest(), MALLORY).manifest, MALLORY)
+    own._swarm, own.is_organizer = SWARM.digest, False  # It signs for this swarm.
     stolen = {
         "of another peer": passed("carol"),
         "an invited peer's": invited("carol"),
