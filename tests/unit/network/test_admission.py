@@ -19,13 +19,11 @@ from p2ptrain.network.admission import (
     Pass,
     Revocations,
     Solution,
-    Voucher,
     mark,
     solve,
 )
 from p2ptrain.network.schema import from_bytes, to_bytes
 from p2ptrain.signing import issuing_key
-from tests.support import fuzz
 from tests.support.signers import NamedSigner
 
 ORGANIZER, ISSUER, MALLORY = NamedSigner("organizer"), NamedSigner("issuer"), NamedSigner("mallory")
@@ -209,12 +207,6 @@ def test_what_is_remembered_of_peers_is_bounded(monkeypatch: pytest.MonkeyPatch)
 def test_a_key_that_the_manifest_does_not_name_issues_nothing() -> None:
     with pytest.raises(ConfigError, match="another organizer"):
         Issuer(SWARM, MALLORY)
-
-
-@given(st.data())
-def test_credentials_and_lists_are_read_within_their_bounds_alone(data: st.DataObject) -> None:
-    fuzz.check(Voucher, data)
-    fuzz.check(Revocations, data)
 
 
 @given(st.binary(max_size=MAX_CREDENTIAL_BYTES))
