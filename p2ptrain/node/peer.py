@@ -97,8 +97,9 @@ class Peer:
         serve_manifest(self.rpc, self.signed)
         await network.join()
         self.presence = Presence(
-            lambda: network.directory, self.runtime, self.swarm, self.identity, self.membership, self.record.describe
+            lambda: network.directory, self.rpc, self.identity, self.membership, self.record.describe
         )
+        self.presence.exchange.contacts.update(dict.fromkeys(address.rpartition("/")[2] for address in known))
         self.state_changed = self.presence.changed
         self._is_present = True
         if self.options.role == "client":

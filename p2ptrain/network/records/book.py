@@ -1,0 +1,165 @@
+"""`RecordBook`: the newest verified record of each peer that this one knows, bounded.
+
+A peer that this one has spoken with is *met*: it exists, and holds the key of its id. Everything else is hearsay, which
+anybody can make up in any amount. So met peers' records are asked for first and evicted last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from p2ptrain.errors import IntegrityError
+from p2ptrain.network.records.record import MAX_LIFETIME_SECONDS, RECORD_KIND, PeerRecord, open_record
+from p2ptrain.runtime import Runtime
+from p2ptrain.signing import Signer
+
+MAX_HELD = 1024
+"""Records held; of the largest ones these are 4 MiB."""
+MAX_REFUSED = 4096
+MET_SECONDS = 600.0
+"""Time for which a peer stays met after the last contact."""
+_ENTRY = struct.Struct(">8sQ?")
+ENTRY_BYTES = _ENTRY.size
+
+
+@dataclass(frozen=True)
+class Held:
+    """A verified record, with its sealed form; ``rank`` decides which hearsay is evicted."""
+
+    record: PeerRecord
+    sequence: int
+    expires_at: float
+    value: bytes
+    rank: bytes
+
+
+class RecordBook:
+    """Verified records by peer, this one's own included; each distinct one is verified, or refused and counted, once.
+
+    ``on_record`` is called with each newer record.
+    """
+
+    def __init__(self, swarm: bytes, signer: Signer, runtime: Runtime, on_record: Callable[[Held], None]) -> None:
+        self.rejected = 0
+        """Number of distinct records dropped as invalid."""
+        self._swarm = swarm
+        self._signer = signer
+        self._runtime = runtime
+        self._on_record = on_record
+        self._held: dict[str, Held] = {}
+        """The last learnt one is last."""
+        self._peers: dict[bytes, str] = {}
+        self._met: dict[str, float] = {}
+        self._refused: OrderedDict[bytes, None] = OrderedDict()
+        self._salt = runtime.random.randbytes(16)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def take(self, value: bytes) -> bool:
+        """Take in a sealed record; True unless it is invalid. An older one than the held one changes nothing."""
+        digest = hashlib.sha256(value).digest()
+        if digest in self._refused:
+            self._refused.move_to_end(digest)
+            return False
+        try:
+            self._take(value)
+        except IntegrityError:
+            self.rejected += 1
+            self._refused[digest] = None
+            if len(self._refused) > MAX_REFUSED:
+                self._refused.popitem(last=False)
+            return False
+        return True
+
+    def _take(self, value: bytes) -> None:
+        opened = open_record(value, RECORD_KIND, self._swarm, self._signer)
+        now, known = self._runtime.now(), self._held.get(opened.peer)
+        if opened.expires_at > now + MAX_LIFETIME_SECONDS:
+            raise IntegrityError("a record claims to live too long: ignored")
+        record = PeerRecord.from_payload(opened.peer, opened.payload)
+        if opened.expires_at <= now or (known is not None and known.sequence >= opened.sequence):
+            return
+        self._held.pop(opened.peer, None)
+        rank = hashlib.sha256(self._salt + opened.peer.encode()).digest()
+        held = self._held[opened.peer] = Held(record, opened.sequence, opened.expires_at, value, rank)
+        self._peers[fingerprint_of(opened.peer)] = opened.peer
+        if len(self._held) > MAX_HELD:
+            self._evict()
+        if opened.peer in self._held:
+            self._on_record(held)
+
+    def _evict(self) -> None:
+        self.forget_expired()
+        if len(self._held) > MAX_HELD:
+            others = self._held.keys() - {self._signer.peer_id}
+            self._drop(max(others, key=lambda peer: (peer not in self._met, self._held[peer].rank)))
+
+    def _drop(self, peer: str) -> None:
+        del self._held[peer]
+        self._peers.pop(fingerprint_of(peer), None)
+        self._met.pop(peer, None)
+
+    def forget_expired(self) -> None:
+        """Drop expired records, and contacts that are too long ago."""
+        now = self._runtime.now()
+        for peer in [peer for peer, held in self._held.items() if held.expires_at <= now]:
+            self._drop(peer)
+        self._met = {peer: at for peer, at in self._met.items() if now < at + MET_SECONDS}
+
+    def meet(self, peer: str) -> None:
+        """Record that this peer has just spoken with another, if it holds the other's record."""
+        if peer in self._held:
+            self._met[peer] = self._runtime.now()
+
+    def held(self) -> list[Held]:
+        """Return all unexpired records, ordered by peer id."""
+        self.forget_expired()
+        return [self._held[peer] for peer in sorted(self._held)]
+
+    def met(self) -> list[str]:
+        """Return the met peers, ordered by id."""
+        return sorted(self._met)
+
+    def hearsay(self) -> list[str]:
+        """Return the held peers that are not met, ordered by id."""
+        return sorted(self._held.keys() - self._met.keys())
+
+    # Exchange
+
+    def offer(self, limit: int) -> bytes:
+        """Return packed entries of held records, at most ``limit``: those learnt last, met ones apart, and others."""
+        peers = list(reversed(self._held))
+        if len(peers) > limit:
+            met = [peer for peer in peers if peer in self._met]
+            hearsay = [peer for peer in peers if peer not in self._met]
+            newest = [*met[: limit // 2], *hearsay[: limit // 4]]
+            rest = [*met[limit // 2 :], *hearsay[limit // 4 :]]
+            peers = [*newest, *self._runtime.random.sample(rest, limit - len(newest))]
+        return b"".join(
+            _ENTRY.pack(fingerprint_of(peer), self._held[peer].sequence, peer in self._met) for peer in peers
+        )
+
+    def missing(self, entries: bytes) -> list[bytes]:
+        """Return the fingerprints of offered records that are newer than the held ones, the best proven first."""
+        found: list[tuple[int, float, bytes]] = []
+        for fingerprint, sequence, is_met_there in _ENTRY.iter_unpack(entries):
+            peer = self._peers.get(fingerprint)
+            if peer is None or self._held[peer].sequence < sequence:
+                proof = 0 if peer in self._met else 1 if is_met_there else 2
+                found.append((proof, self._runtime.random.random(), fingerprint))
+        return [fingerprint for _, _, fingerprint in sorted(found)]
+
+    def values(self, fingerprints: Iterable[bytes]) -> list[bytes]:
+        """Return the held sealed records of fingerprints."""
+        peers = (self._peers.get(fingerprint, "") for fingerprint in fingerprints)
+        return [self._held[peer].value for peer in peers if peer in self._held]
+
+
+def fingerprint_of(peer: str) -> bytes:
+    """Return a peer's name in offers, 8 bytes."""
+    return hashlib.sha256(peer.encode()).digest()[:8]
