@@ -176,7 +176,9 @@ class Presence:
 
     async def _keep_exchanging(self) -> None:
         while True:
-            await asyncio.sleep(REFRESH_SECONDS * self._runtime.random.uniform(0.8, 1.2))
+            # In a swarm of a few, each new record is pushed to all of them.
+            pause = REFRESH_SECONDS * (1 if self.exchange.num_met > 2 * NUM_PUSHED else 2)
+            await asyncio.sleep(pause * self._runtime.random.uniform(0.8, 1.2))
             partners = self.exchange.partners(1)
             self._note(any([await self.exchange.exchange(partner) for partner in partners]))
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from p2ptrain.network.records.record import PeerRecord
+from p2ptrain.network.records.exchange import RecordExchange
 from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.node.presence import LEAST_PAUSE_SECONDS, PUBLISH_SECONDS, REFRESH_SECONDS
 from p2ptrain.pipeline.migration import LEAST_STAY_SECONDS, PROMISE_SECONDS
@@ -43,7 +43,13 @@ def _each_thinks_it_should_go(monkeypatch: pytest.MonkeyPatch) -> None:
         return [replace(host, speed=1.01 * host.speed) for host in hosts(self)]
 
     monkeypatch.setattr(PipelineView, "hosts", faster)
-    monkeypatch.setattr("p2ptrain.network.simulated.directory.PROPAGATION_SECONDS", (0.4, 0.6))
+    exchange = RecordExchange.exchange
+
+    async def exchange_slowly(self: RecordExchange, peer: str) -> bool:
+        await asyncio.sleep(0.5)
+        return await exchange(self, peer)
+
+    monkeypatch.setattr(RecordExchange, "exchange", exchange_slowly)
 
 
 def targets(pipeline: Pipeline) -> Counter[int]:
@@ -88,7 +94,7 @@ async def test_of_hosts_that_decide_on_records_before_those_say_so_one_goes(
     async def read(peer: PipelinePeer) -> None:
         """Read records so often that all of a stage see at the same time that somebody is gone."""
         while True:
-            await peer.presence.refresh()
+            peer.presence._note(True)
             assert peer.mover is not None
             if peer.mover.next_stage not in (None, peer.stage):
                 wanted.add(peer.peer.name)
@@ -111,11 +117,9 @@ async def test_of_hosts_that_decide_on_records_before_those_say_so_one_goes(
 
 async def said_by(reader: PipelinePeer, host: PipelinePeer) -> int | None:
     """Where a host's record says that it goes, as another peer reads it now."""
-    records = await reader.presence.reader.read(5.0)
-    assert records is not None
-    (record,) = (record for record, _, _ in records if record.peer == host.peer.peer_id)
-    assert isinstance(record, PeerRecord)
-    return record.next_stage
+    assert await reader.presence.exchange.exchange(host.peer.peer_id)
+    (held,) = (held for held in reader.presence.book.held() if held.record.peer == host.peer.peer_id)
+    return held.record.next_stage
 
 
 @pytest.mark.parametrize("seed", range(3))

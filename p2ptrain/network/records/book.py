@@ -28,12 +28,13 @@ ENTRY_BYTES = _ENTRY.size
 
 @dataclass(frozen=True)
 class Held:
-    """A verified record, with its sealed form; ``rank`` decides which hearsay is evicted."""
+    """A verified record, with its sealed form and the hash of that; ``rank`` decides which hearsay is evicted."""
 
     record: PeerRecord
     sequence: int
     expires_at: float
     value: bytes
+    digest: bytes
     rank: bytes
 
 
@@ -52,6 +53,7 @@ class RecordBook:
         self._on_record = on_record
         self._held: dict[str, Held] = {}
         """The last learnt one is last."""
+        self._digests: set[bytes] = set()
         self._peers: dict[bytes, str] = {}
         self._met: dict[str, float] = {}
         self._refused: OrderedDict[bytes, None] = OrderedDict()
@@ -63,11 +65,13 @@ class RecordBook:
     def take(self, value: bytes) -> bool:
         """Take in a sealed record; True unless it is invalid. An older one than the held one changes nothing."""
         digest = hashlib.sha256(value).digest()
+        if digest in self._digests:
+            return True
         if digest in self._refused:
             self._refused.move_to_end(digest)
             return False
         try:
-            self._take(value)
+            self._take(value, digest)
         except IntegrityError:
             self.rejected += 1
             self._refused[digest] = None
@@ -76,7 +80,7 @@ class RecordBook:
             return False
         return True
 
-    def _take(self, value: bytes) -> None:
+    def _take(self, value: bytes, digest: bytes) -> None:
         opened = open_record(value, RECORD_KIND, self._swarm, self._signer)
         now, known = self._runtime.now(), self._held.get(opened.peer)
         if opened.expires_at > now + MAX_LIFETIME_SECONDS:
@@ -84,9 +88,12 @@ class RecordBook:
         record = PeerRecord.from_payload(opened.peer, opened.payload)
         if opened.expires_at <= now or (known is not None and known.sequence >= opened.sequence):
             return
-        self._held.pop(opened.peer, None)
+        if known is not None:
+            self._digests.discard(known.digest)
+            del self._held[opened.peer]
+        self._digests.add(digest)
         rank = hashlib.sha256(self._salt + opened.peer.encode()).digest()
-        held = self._held[opened.peer] = Held(record, opened.sequence, opened.expires_at, value, rank)
+        held = self._held[opened.peer] = Held(record, opened.sequence, opened.expires_at, value, digest, rank)
         self._peers[fingerprint_of(opened.peer)] = opened.peer
         if len(self._held) > MAX_HELD:
             self._evict()
@@ -100,7 +107,7 @@ class RecordBook:
             self._drop(max(others, key=lambda peer: (peer not in self._met, self._held[peer].rank)))
 
     def _drop(self, peer: str) -> None:
-        del self._held[peer]
+        self._digests.discard(self._held.pop(peer).digest)
         self._peers.pop(fingerprint_of(peer), None)
         self._met.pop(peer, None)
 
@@ -144,15 +151,21 @@ class RecordBook:
             _ENTRY.pack(fingerprint_of(peer), self._held[peer].sequence, peer in self._met) for peer in peers
         )
 
-    def missing(self, entries: bytes) -> list[bytes]:
-        """Return the fingerprints of offered records that are newer than the held ones, the best proven first."""
-        found: list[tuple[int, float, bytes]] = []
+    def missing(self, entries: bytes) -> tuple[list[bytes], list[bytes]]:
+        """Return the fingerprints of offered records that are newer than the held ones: of met peers, and of others.
+
+        Those others that the partner has met come first.
+        """
+        met, others = list[bytes](), list[tuple[bool, float, bytes]]()
         for fingerprint, sequence, is_met_there in _ENTRY.iter_unpack(entries):
             peer = self._peers.get(fingerprint)
-            if peer is None or self._held[peer].sequence < sequence:
-                proof = 0 if peer in self._met else 1 if is_met_there else 2
-                found.append((proof, self._runtime.random.random(), fingerprint))
-        return [fingerprint for _, _, fingerprint in sorted(found)]
+            if peer is not None and self._held[peer].sequence >= sequence:
+                continue
+            if peer in self._met:
+                met.append(fingerprint)
+            else:
+                others.append((not is_met_there, self._runtime.random.random(), fingerprint))
+        return met, [fingerprint for *_, fingerprint in sorted(others)]
 
     def values(self, fingerprints: Iterable[bytes]) -> list[bytes]:
         """Return the held sealed records of fingerprints."""

@@ -99,15 +99,21 @@ class Budget:
     """Bytes that may be spent: ``first`` at once, then ``rate`` a second, of which ten seconds' worth accumulate."""
 
     def __init__(self, rate: float, first: float) -> None:
+        self.most = 10 * rate
         self._rate = rate
         self._left = first
         self._at = asyncio.get_running_loop().time()
 
+    def left(self) -> float:
+        """Return the bytes that are left; negative after the last spending exceeded them."""
+        now = asyncio.get_running_loop().time()
+        self._left = max(self._left, min(self._left + self._rate * (now - self._at), self.most))
+        self._at = now
+        return self._left
+
     def spend(self, num_bytes: int) -> bool:
         """Spend bytes; False if none were left before."""
-        now = asyncio.get_running_loop().time()
-        self._left = max(self._left, min(self._left + self._rate * (now - self._at), 10 * self._rate))
-        self._at, had = now, self._left
+        had = self.left()
         self._left -= num_bytes
         return had > 0
 
@@ -174,18 +180,18 @@ class RecordExchange:
         return True
 
     async def _take(self, channel: Channel, offer: Offer) -> None:
+        """Take newer records: of met peers while the budget lasts, of others while half of it is left."""
         self._learn(channel.remote, offer.record)
-        wanted = self.book.missing(offer.entries)
-        while wanted and self._reading.spend(0):
-            batch, wanted = wanted[:NUM_WANTED], wanted[NUM_WANTED:]
-            await channel.send(Want(batch))
-            reply = await channel.receive(Records, EXCHANGE_SECONDS, MAX_RECORDS_BYTES)
-            self._reading.spend(sum(map(len, reply.records)))
-            if not reply.records:
-                return
-            for value in reply.records:
-                if not self.book.take(value):
-                    raise ProtocolError(channel.remote, "sent a record that is invalid")
+        for wanted, reserve in zip(self.book.missing(offer.entries), (0.0, self._reading.most / 2), strict=True):
+            for start in range(0, len(wanted), NUM_WANTED):
+                if self._reading.left() <= reserve:
+                    break
+                await channel.send(Want(wanted[start : start + NUM_WANTED]))
+                reply = await channel.receive(Records, EXCHANGE_SECONDS, MAX_RECORDS_BYTES)
+                self._reading.spend(sum(map(len, reply.records)))
+                for value in reply.records:
+                    if not self.book.take(value):
+                        raise ProtocolError(channel.remote, "sent a record that is invalid")
 
     def _learn(self, peer: str, record: bytes) -> None:
         """Take a peer's own record, which proves that it is there."""
