@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.network.directory import Directory
 from p2ptrain.network.records.book import Held
-from p2ptrain.network.records.exchange import READ_BYTES_PER_SECOND, RecordExchange
+from p2ptrain.network.records.exchange import RecordExchange
 from p2ptrain.network.records.record import (
     MAX_LIFETIME_SECONDS,
     MAX_PAYLOAD_BYTES,
@@ -39,12 +39,14 @@ SMALL_SWARM = 64
 """Peers up to which a record is written every `PUBLISH_SECONDS`, and reaches all in about as long."""
 LARGE_PAYLOAD_BYTES = 900
 """Of a record in a large swarm: it has room for one round's report."""
+WRITE_BYTES_PER_SECOND = 12_000.0
+"""Of all records of a large swarm together; < `READ_BYTES_PER_SECOND`, so that peers can keep up."""
 REFRESH_SECONDS = 1.0
 """Pause between exchanges."""
 NUM_PUSHED = 4
 """Partners that get a new record at once."""
-FEW_PEERS = 4
-"""Met peers below which the directory is read often."""
+FEW_PEERS = 5
+"""Met peers, this one included, below which the directory is read often."""
 LOOK_SECONDS = 2.0
 RARE_LOOK_SECONDS = 45.0
 LEAST_PAUSE_SECONDS = 0.5
@@ -108,7 +110,7 @@ class Presence:
 
     async def refresh(self) -> bool:
         """Read now: from other peers, and while few are known all of the directory; return True if any answered."""
-        answers = self.exchange.num_met < FEW_PEERS and await self._look(range(NUM_SHARDS))
+        answers = len(self.book.met()) < FEW_PEERS and await self._look(range(NUM_SHARDS))
         return self._note(await self._push() or answers)
 
     def _note(self, is_answered: bool) -> bool:
@@ -127,9 +129,9 @@ class Presence:
 
     def _write(self) -> None:
         """Seal this peer's record anew."""
-        now, num_peers = self._runtime.now(), self.exchange.num_met
+        now, num_peers = self._runtime.now(), len(self.book.known())
         is_large = num_peers > SMALL_SWARM
-        self._pause = num_peers * len(self.exchange.own) / READ_BYTES_PER_SECOND if is_large else PUBLISH_SECONDS
+        self._pause = num_peers * len(self.exchange.own) / WRITE_BYTES_PER_SECOND if is_large else PUBLISH_SECONDS
         self._sequence = max(self._sequence + 1, int(now * 1000))
         self._expires_at = now + min(LIFETIME_SECONDS / PUBLISH_SECONDS * self._pause, 0.9 * MAX_LIFETIME_SECONDS)
         payload = self._describe().to_payload(LARGE_PAYLOAD_BYTES if is_large else MAX_PAYLOAD_BYTES)
@@ -165,7 +167,7 @@ class Presence:
 
     async def _keep_publishing(self) -> None:
         while True:
-            least = max(LEAST_PAUSE_SECONDS, self._pause * min(0.5, self.exchange.num_met / (2 * SMALL_SWARM)))
+            least = max(LEAST_PAUSE_SECONDS, self._pause * min(0.5, len(self.book.met()) / (2 * SMALL_SWARM)))
             await asyncio.sleep(least)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._pause * self._runtime.random.uniform(0.8, 1.2) - least):
@@ -177,7 +179,7 @@ class Presence:
     async def _keep_exchanging(self) -> None:
         while True:
             # In a swarm of a few, each new record is pushed to all of them.
-            pause = REFRESH_SECONDS * (1 if self.exchange.num_met > 2 * NUM_PUSHED else 2)
+            pause = REFRESH_SECONDS * (1 if len(self.book.met()) > 2 * NUM_PUSHED else 2)
             await asyncio.sleep(pause * self._runtime.random.uniform(0.8, 1.2))
             partners = self.exchange.partners(1)
             self._note(any([await self.exchange.exchange(partner) for partner in partners]))
@@ -186,7 +188,7 @@ class Presence:
         loop, next_look = asyncio.get_running_loop(), 0.0
         while True:
             await asyncio.sleep(LOOK_SECONDS * self._runtime.random.uniform(0.8, 1.2))
-            has_few = self.exchange.num_met < FEW_PEERS
+            has_few = len(self.book.met()) < FEW_PEERS
             if has_few or self._stored_until < (self._runtime.now() + self._expires_at) / 2:
                 await self._store()
             if has_few or loop.time() >= next_look:

@@ -3,6 +3,7 @@
 import asyncio
 import random
 import statistics
+from dataclasses import replace
 
 import pytest
 
@@ -102,10 +103,13 @@ async def test_peers_know_each_other_beside_a_flood_of_records_of_strangers(netw
 
 @pytest.mark.fault(35)
 @simulated(seed=4)
-async def test_an_invalid_record_of_a_partner_is_verified_once_and_ends_the_exchange(network: SimulatedNetwork) -> None:
+async def test_an_invalid_record_is_verified_once_and_its_sender_left_alone(network: SimulatedNetwork) -> None:
     a, liar = await started(network, 2)
     await liar.presence._tasks.close()
-    liar.presence.exchange.own = random.Random(4).randbytes(200)
+    await a.presence._tasks.close()
+    book = liar.presence.book
+    held = replace(book.held()[-1], value=random.Random(4).randbytes(200), sequence=1 << 60)
+    book._held = {liar.id: held}
     for _ in range(3):
         assert not await a.presence.exchange.exchange(liar.id)
     assert a.presence.book.rejected == 1

@@ -1,7 +1,8 @@
 """`RecordBook`: the newest verified record of each peer that this one knows, bounded.
 
-A peer that this one has spoken with is *met*: it exists, and holds the key of its id. Everything else is hearsay, which
-anybody can make up in any amount. So met peers' records are asked for first and evicted last.
+A peer that this one has spoken with is *met*: it exists, and holds the key of its id. A peer is *known* if it is met,
+or if two met peers have met it. Everything else is hearsay, which anybody can make up in any amount. So records of
+known peers are asked for first and evicted last.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 
 from p2ptrain.errors import IntegrityError
@@ -56,11 +57,17 @@ class RecordBook:
         self._digests: set[bytes] = set()
         self._peers: dict[bytes, str] = {}
         self._met: dict[str, float] = {}
+        self._met_by: dict[str, str] = {}
+        """By peer: the first met peer that has met it, or empty if there are two."""
         self._refused: OrderedDict[bytes, None] = OrderedDict()
         self._salt = runtime.random.randbytes(16)
 
     def __len__(self) -> int:
         return len(self._held)
+
+    def peers(self) -> Set[str]:
+        """Return the peers of all records, this one included."""
+        return self._held.keys()
 
     def take(self, value: bytes) -> bool:
         """Take in a sealed record; True unless it is invalid. An older one than the held one changes nothing."""
@@ -104,12 +111,16 @@ class RecordBook:
         self.forget_expired()
         if len(self._held) > MAX_HELD:
             others = self._held.keys() - {self._signer.peer_id}
-            self._drop(max(others, key=lambda peer: (peer not in self._met, self._held[peer].rank)))
+            self._drop(max(others, key=lambda peer: (not self._is_known(peer), self._held[peer].rank)))
 
     def _drop(self, peer: str) -> None:
         self._digests.discard(self._held.pop(peer).digest)
         self._peers.pop(fingerprint_of(peer), None)
         self._met.pop(peer, None)
+        self._met_by.pop(peer, None)
+
+    def _is_known(self, peer: str) -> bool:
+        return peer in self._met or self._met_by.get(peer) == ""
 
     def forget_expired(self) -> None:
         """Drop expired records, and contacts that are too long ago."""
@@ -118,10 +129,11 @@ class RecordBook:
             self._drop(peer)
         self._met = {peer: at for peer, at in self._met.items() if now < at + MET_SECONDS}
 
-    def meet(self, peer: str) -> None:
-        """Record that this peer has just spoken with another, if it holds the other's record."""
+    def meet(self, peer: str) -> bool:
+        """Record that this peer has just spoken with another; False if it does not hold the other's record."""
         if peer in self._held:
             self._met[peer] = self._runtime.now()
+        return peer in self._held
 
     def held(self) -> list[Held]:
         """Return all unexpired records, ordered by peer id."""
@@ -129,18 +141,22 @@ class RecordBook:
         return [self._held[peer] for peer in sorted(self._held)]
 
     def met(self) -> list[str]:
-        """Return the met peers, ordered by id."""
+        """Return the met peers, this one included, ordered by id."""
         return sorted(self._met)
 
-    def hearsay(self) -> list[str]:
-        """Return the held peers that are not met, ordered by id."""
-        return sorted(self._held.keys() - self._met.keys())
+    def known(self) -> list[str]:
+        """Return the known peers, this one included, ordered by id."""
+        return sorted(filter(self._is_known, self._held))
 
     # Exchange
 
     def offer(self, limit: int) -> bytes:
-        """Return packed entries of held records, at most ``limit``: those learnt last, met ones apart, and others."""
-        peers = list(reversed(self._held))
+        """Return packed entries of held records, at most ``limit``.
+
+        First this peer's own, then those learnt last, of met peers and of others, and some of the rest.
+        """
+        own = self._signer.peer_id
+        peers = sorted(reversed(self._held), key=lambda peer: peer != own)
         if len(peers) > limit:
             met = [peer for peer in peers if peer in self._met]
             hearsay = [peer for peer in peers if peer not in self._met]
@@ -151,21 +167,23 @@ class RecordBook:
             _ENTRY.pack(fingerprint_of(peer), self._held[peer].sequence, peer in self._met) for peer in peers
         )
 
-    def missing(self, entries: bytes) -> tuple[list[bytes], list[bytes]]:
-        """Return the fingerprints of offered records that are newer than the held ones: of met peers, and of others.
+    def missing(self, entries: bytes, partner: str) -> tuple[list[bytes], list[bytes]]:
+        """Return the fingerprints of a partner's newer records: of known peers, and of others.
 
         Those others that the partner has met come first.
         """
-        met, others = list[bytes](), list[tuple[bool, float, bytes]]()
+        known, others = list[bytes](), list[tuple[bool, float, bytes]]()
         for fingerprint, sequence, is_met_there in _ENTRY.iter_unpack(entries):
             peer = self._peers.get(fingerprint)
+            if peer is not None and is_met_there and partner in self._met:
+                self._met_by[peer] = "" if self._met_by.setdefault(peer, partner) != partner else partner
             if peer is not None and self._held[peer].sequence >= sequence:
                 continue
-            if peer in self._met:
-                met.append(fingerprint)
+            if peer is not None and self._is_known(peer):
+                known.append(fingerprint)
             else:
                 others.append((not is_met_there, self._runtime.random.random(), fingerprint))
-        return met, [fingerprint for *_, fingerprint in sorted(others)]
+        return known, [fingerprint for *_, fingerprint in sorted(others)]
 
     def values(self, fingerprints: Iterable[bytes]) -> list[bytes]:
         """Return the held sealed records of fingerprints."""

@@ -5,7 +5,7 @@
     caller                                partner
       | own record                          |
       | ----------------------------------> |
-      |      own record, what it holds      |
+      |           what it holds             |
       | <---------------------------------- |
       | those that are newer there          |
       | ----------------------------------> |   repeated while the caller's budget lasts
@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated
 
 from msgspec import Meta
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 EXCHANGE = "records.exchange"
 EXCHANGE_SECONDS = 4.0
-NUM_OFFERED = 160
+NUM_OFFERED = 128
 """Entries of an offer, unless the caller asks for all."""
 NUM_WANTED = 16
 """Records asked for at once."""
@@ -52,8 +52,8 @@ LONGEST_SILENCE_SECONDS = 120.0
 MAX_SILENT = 2 * MAX_HELD
 STRANGERS_SHARE = 0.25
 """Share of the partners that are taken from hearsay, so that peers meet."""
-READ_BYTES_PER_SECOND = 14_000.0
-"""Bound on the records that a peer reads."""
+READ_BYTES_PER_SECOND = 16_000.0
+"""Bound on the records that a peer asks for."""
 FIRST_READ_BYTES = 2 << 20
 SERVED_BYTES_PER_SECOND = 32_000.0
 """Bound on the bytes that one caller gets; of all together, eight times as many."""
@@ -69,9 +69,8 @@ class Ask(Message, frozen=True):
 
 
 class Offer(Message, frozen=True):
-    """The partner's own record, and packed entries of all that it offers (`RecordBook.offer`)."""
+    """Packed entries of what the partner offers, its own record first (`RecordBook.offer`)."""
 
-    record: SealedRecord
     entries: Annotated[bytes, Meta(max_length=MAX_HELD * ENTRY_BYTES)]
 
     def __post_init__(self) -> None:
@@ -91,7 +90,7 @@ class Records(Message, frozen=True):
     records: Annotated[list[SealedRecord], Meta(max_length=NUM_WANTED)]
 
 
-MAX_OFFER_BYTES = MAX_HELD * ENTRY_BYTES + MAX_RECORD_BYTES + 256
+MAX_OFFER_BYTES = MAX_HELD * ENTRY_BYTES + 256
 MAX_RECORDS_BYTES = NUM_WANTED * (MAX_RECORD_BYTES + 8) + 256
 
 
@@ -138,22 +137,20 @@ class RecordExchange:
         self._serving = Budget(8 * SERVED_BYTES_PER_SECOND, 4 * FIRST_READ_BYTES)
         rpc.serve_channel(EXCHANGE, Ask, self._serve, max_request_bytes=MAX_RECORD_BYTES + 64)
 
-    @property
-    def num_met(self) -> int:
-        """The number of other peers that this one has spoken with lately."""
-        return sum(peer != self._rpc.peer_id for peer in self.book.met())
-
     def partners(self, count: int) -> list[str]:
-        """Choose partners at random: mostly met ones, some from hearsay, and contacts while those are too few."""
+        """Choose partners at random: mostly met ones, some others (known ones first), contacts while those are few."""
         now, random = asyncio.get_running_loop().time(), self._rpc.runtime.random
 
-        def shuffled(peers: list[str]) -> list[str]:
-            silent = {peer for peer, (_, until) in self._silent.items() if until > now}
-            peers = sorted({*peers} - silent - {self._rpc.peer_id})
-            return random.sample(peers, len(peers))
+        silent = {peer for peer, (_, until) in self._silent.items() if until > now}
 
-        met, strangers = shuffled(self.book.met()), shuffled(self.book.hearsay())
-        others = shuffled(list(self.contacts.keys() - {*met, *strangers}))
+        def shuffled(peers: Iterable[str]) -> list[str]:
+            found = sorted({*peers} - silent - {self._rpc.peer_id})
+            return random.sample(found, len(found))
+
+        met, known, held = self.book.met(), self.book.known(), self.book.peers()
+        others = shuffled(self.contacts.keys() - held)
+        strangers = [*shuffled({*known} - {*met}), *shuffled(held - {*known})]
+        met = shuffled(met)
         num_strangers = int(count * STRANGERS_SHARE + random.random())
         chosen = [*strangers[:num_strangers], *met, *strangers[num_strangers:], *others]
         if others and random.random() < STRANGERS_SHARE / 2:  # After a partition, it may be the way to the others.
@@ -180,9 +177,9 @@ class RecordExchange:
         return True
 
     async def _take(self, channel: Channel, offer: Offer) -> None:
-        """Take newer records: of met peers while the budget lasts, of others while half of it is left."""
-        self._learn(channel.remote, offer.record)
-        for wanted, reserve in zip(self.book.missing(offer.entries), (0.0, self._reading.most / 2), strict=True):
+        """Take newer records: of known peers while the budget lasts, of others while half of it is left."""
+        missing = self.book.missing(offer.entries, channel.remote)
+        for wanted, reserve in zip(missing, (0.0, self._reading.most / 2), strict=True):
             for start in range(0, len(wanted), NUM_WANTED):
                 if self._reading.left() <= reserve:
                     break
@@ -192,14 +189,12 @@ class RecordExchange:
                 for value in reply.records:
                     if not self.book.take(value):
                         raise ProtocolError(channel.remote, "sent a record that is invalid")
+        self._meet(channel.remote)
 
-    def _learn(self, peer: str, record: bytes) -> None:
-        """Take a peer's own record, which proves that it is there."""
-        if not record:
+    def _meet(self, peer: str) -> None:
+        """Record that a peer, whose record this one holds, is there."""
+        if not self.book.meet(peer):
             return
-        if not self.book.take(record):
-            raise ProtocolError(peer, "sent a record that is invalid")
-        self.book.meet(peer)
         self.contacts[peer] = None
         self.contacts.move_to_end(peer)
         if len(self.contacts) > MAX_CONTACTS:
@@ -217,9 +212,11 @@ class RecordExchange:
         entries = self.book.offer(MAX_HELD if ask.is_first else NUM_OFFERED)
         if not self._may_get(peer, len(entries)):
             raise ResourceError("asked for records too often")
-        self._learn(peer, ask.record)
+        if ask.record and not self.book.take(ask.record):
+            raise ProtocolError(peer, "sent a record that is invalid")
+        self._meet(peer)
         self._silent.pop(peer, None)
-        await channel.send(Offer(self.own, entries))
+        await channel.send(Offer(entries))
         for _ in range(MAX_WANTS):
             try:
                 want = await channel.receive(Want, EXCHANGE_SECONDS)

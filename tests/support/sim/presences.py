@@ -1,12 +1,14 @@
 """Peers of a simulated swarm that publish their records and know each other, and do nothing else."""
 
 from collections.abc import Callable
+from operator import attrgetter
 
 from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.network.rpc.endpoint import Rpc
-from p2ptrain.network.simulated import SimulatedNetwork
+from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
 from p2ptrain.node.presence import Presence
+from p2ptrain.signing import Signer
 from tests.support.records import record_of
 
 SWARM = b"s" * 32
@@ -15,13 +17,20 @@ SWARM = b"s" * 32
 class PresentPeer:
     """One peer; ``describe`` makes its record."""
 
-    def __init__(self, network: SimulatedNetwork, name: str, describe: Callable[[str], PeerRecord] = record_of) -> None:
+    def __init__(
+        self,
+        network: SimulatedNetwork,
+        name: str,
+        describe: Callable[[str], PeerRecord] = record_of,
+        signer: Callable[[SimulatedPeer], Signer] = attrgetter("signer"),
+    ) -> None:
         self.peer = network.add_peer(name)
         self.id = self.peer.peer_id
+        self.signer = signer(self.peer)
         self.rpc = Rpc(self.peer.transport, self.peer.runtime, SWARM)
         self.membership = Membership(self.id, self.peer.runtime)
         self.presence = Presence(
-            lambda: self.peer.directory, self.rpc, self.peer.signer, self.membership, lambda: describe(self.id)
+            lambda: self.peer.directory, self.rpc, self.signer, self.membership, lambda: describe(self.id)
         )
 
     async def start(self) -> None:
