@@ -1,7 +1,7 @@
 """Hosts that move while others do: each says where it goes, and the others decide with that in mind."""
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import replace
 
 import pytest
@@ -91,20 +91,25 @@ async def test_of_hosts_that_decide_on_records_before_those_say_so_one_goes(
     await asyncio.sleep(LEAST_STAY_SECONDS + 10.0)
     wanted: set[str] = set()
 
-    async def read(peer: PipelinePeer) -> None:
-        """Read records so often that all of a stage see at the same time that somebody is gone."""
+    lost = pipeline.peers[-1]
+
+    async def read() -> None:
+        """Give all hosts the records of half a second ago, so that they see at the same time that one is gone."""
+        told: deque[list[bytes]] = deque(maxlen=5)
         while True:
-            peer.presence._note(True)
-            assert peer.mover is not None
-            if peer.mover.next_stage not in (None, peer.stage):
-                wanted.add(peer.peer.name)
+            told.append([peer.presence.exchange.own for peer in pipeline.alive])
+            for peer in pipeline.alive:
+                if peer is not lost:
+                    for own in told[0]:
+                        peer.presence.book.take(own)
+                    peer.presence._note(True)
+                    assert peer.mover is not None
+                    if peer.mover.next_stage not in (None, peer.stage):
+                        wanted.add(peer.peer.name)
             await asyncio.sleep(0.1)
 
-    lost = pipeline.peers[-1]
-    reading = [peer.peer.spawn(read(peer)) for peer in pipeline.alive if peer is not lost]
+    reading = [network.loop.create_task(read())]
     await asyncio.sleep(10.0)
-    for peer in pipeline.alive:
-        peer.presence.book.take(lost.presence.exchange.own)  # All hold its last record.
     network.crash(lost.peer)
     await asyncio.sleep(40.0)
     for task in reading:
