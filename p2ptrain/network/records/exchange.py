@@ -85,7 +85,7 @@ class Want(Message, frozen=True):
 
 
 class Records(Message, frozen=True):
-    """Those that the partner still holds; none if the caller asks too much."""
+    """The wanted records that the partner still holds; none if the caller asks too much."""
 
     records: Annotated[list[SealedRecord], Meta(max_length=NUM_WANTED)]
 
