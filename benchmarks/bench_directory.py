@@ -4,9 +4,9 @@ python -m benchmarks.bench_directory
 python -m benchmarks.bench_directory --quick
 
 Simulated peers run the product's presence and exchange in virtual time, with records and signatures of real size. They
-are measured once they have met, as after ten minutes. Of 10,000 peers, 100 are live, and each also carries the records
-of 99 others; a peer holds at most 1,024 records, so its cost no longer depends on their number. Real peers are
-processes' worth of daemons on loopback, in one process.
+are measured once they have met, as after ten minutes. Of a large swarm, 250 peers are live, and also carry the records
+that the others write; a peer holds at most 1,024, so with more its cost no longer depends on their number. Real peers
+have daemons of their own on loopback, and share one process.
 """
 
 from __future__ import annotations
@@ -41,9 +41,8 @@ PROOF_BYTES = 552
 REPLICAS = 5
 """DHT nodes that answer a look-up with a shard's sample."""
 MOST_BYTES_PER_SECOND = 20_000.0
-MOST_LIVE = 1000
-CARRYING = 100
-"""Live peers that carry the records of a larger swarm."""
+MOST_LIVE = 250
+"""Live peers; in a larger swarm they carry the records of the others."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ class Swarm:
     def __init__(self, network: SimulatedNetwork, num_peers: int) -> None:
         self.network = network
         self.num_peers = num_peers
-        num_live = num_peers if num_peers <= MOST_LIVE else CARRYING
+        num_live = min(num_peers, MOST_LIVE)
         self.delays: list[float] = []
         self._is_measuring = False
         self.peers = [
@@ -124,7 +123,14 @@ class Swarm:
                 self.delays.append(peer.peer.runtime.now() - sequence / 1000)
             update(record, sequence, expires_at)
 
+        def partners(count: int) -> list[str]:
+            """Choose among those that answer, since carried ones do not."""
+            others = [each.id for each in self.peers if each is not peer]
+            return peer.peer.runtime.random.sample(others, count)
+
         peer.membership.update = measured  # type: ignore[method-assign]
+        if self._others:
+            peer.presence.exchange.partners = partners  # type: ignore[method-assign]
 
     async def _carry(self) -> None:
         """Write the records of those that are not live, each as often as a live peer does."""
