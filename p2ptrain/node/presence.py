@@ -192,7 +192,8 @@ class Presence:
             if has_few or self._stored_until < (self._runtime.now() + self._expires_at) / 2:
                 await self._store()
             if has_few or loop.time() >= next_look:
-                next_look = loop.time() + RARE_LOOK_SECONDS * self._runtime.random.uniform(0.8, 1.2)
+                pause = max(RARE_LOOK_SECONDS, self._pause)  # A large swarm's shards are full.
+                next_look = loop.time() + pause * self._runtime.random.uniform(0.8, 1.2)
                 self._shard = (self._shard + 1) % NUM_SHARDS
                 self._note(await self._look([self._shard]))
 

@@ -99,7 +99,7 @@ class RecordBook:
             self._digests.discard(known.digest)
             del self._held[opened.peer]
         self._digests.add(digest)
-        rank = hashlib.sha256(self._salt + opened.peer.encode()).digest()
+        rank = self._rank(fingerprint_of(opened.peer))
         held = self._held[opened.peer] = Held(record, opened.sequence, opened.expires_at, value, digest, rank)
         self._peers[fingerprint_of(opened.peer)] = opened.peer
         if len(self._held) > MAX_HELD:
@@ -107,11 +107,16 @@ class RecordBook:
         if opened.peer in self._held:
             self._on_record(held)
 
+    def _rank(self, fingerprint: bytes) -> bytes:
+        return hashlib.sha256(self._salt + fingerprint).digest()
+
     def _evict(self) -> None:
         self.forget_expired()
         if len(self._held) > MAX_HELD:
-            others = self._held.keys() - {self._signer.peer_id}
-            self._drop(max(others, key=lambda peer: (not self._is_known(peer), self._held[peer].rank)))
+            self._drop(max(self._held, key=self._dispensability))
+
+    def _dispensability(self, peer: str) -> tuple[bool, bool, bytes]:
+        return peer != self._signer.peer_id, not self._is_known(peer), self._held[peer].rank
 
     def _drop(self, peer: str) -> None:
         self._digests.discard(self._held.pop(peer).digest)
@@ -170,9 +175,11 @@ class RecordBook:
     def missing(self, entries: bytes, partner: str) -> tuple[list[bytes], list[bytes]]:
         """Return the fingerprints of a partner's newer records: of known peers, and of others.
 
-        Those others that the partner has met come first.
+        Those others that the partner has met come first. Without room, records that would be evicted are left out.
         """
         known, others = list[bytes](), list[tuple[bool, float, bytes]]()
+        is_full = len(self._held) >= MAX_HELD
+        worst = max(map(self._dispensability, self._held)) if is_full else (True, True, b"")
         for fingerprint, sequence, is_met_there in _ENTRY.iter_unpack(entries):
             peer = self._peers.get(fingerprint)
             if peer is not None and is_met_there and partner in self._met:
@@ -181,7 +188,7 @@ class RecordBook:
                 continue
             if peer is not None and self._is_known(peer):
                 known.append(fingerprint)
-            else:
+            elif peer is not None or not is_full or (True, True, self._rank(fingerprint)) < worst:
                 others.append((not is_met_there, self._runtime.random.random(), fingerprint))
         return known, [fingerprint for *_, fingerprint in sorted(others)]
 
