@@ -108,7 +108,10 @@ class ChunkPool:
         """
         share = self._shares[source]
         held = {index for other in self._shares.values() if other is not share for index in other.owed}
-        lost = [index for index in share.owed if not self._done[index] and index not in held]
+        # The flags are gone if the receiver was closed first.
+        lost = [
+            index for index in share.owed if index not in held and index < len(self._done) and not self._done[index]
+        ]
         share.owed.clear()
         share.span = self._first_span
         self._plan.get(source, self._pending).extendleft(sorted(lost, reverse=True))

@@ -133,3 +133,11 @@ def test_a_planned_chunk_comes_from_its_source_and_otherwise_from_the_first() ->
     pool.give_back("a")
     pool.leave("a")
     assert sorted(pool.take("c")) == [0, 3, 4]
+
+
+def test_a_source_that_ends_after_its_receiver_was_closed_returns_nothing() -> None:
+    pool, done = pool_of(["a"]), bytearray(4)
+    pool.fill(done)
+    assert pool.take("a")
+    done.clear()
+    assert not pool.give_back("a")
