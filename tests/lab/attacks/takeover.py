@@ -14,7 +14,7 @@ MOVE_ON_SECONDS = 4.0
 
 
 async def attack(
-    stranger: Stranger, tokens_before: int = 1 << 61, tokens: int = 10**9, signers: int = 1, replay: bool = False
+    stranger: Stranger, tokens_before: int = 1 << 60, tokens: int = 10**9, signers: int = 1, replay: bool = False
 ) -> None:
     state, keys = stranger.new_state(), [stranger.signer, *(stranger.new_signer() for _ in range(signers - 1))]
     with torch.no_grad():
