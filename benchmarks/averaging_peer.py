@@ -93,8 +93,8 @@ class Peer:
         certificate = outcome.result.certificate
         await self._runtime.compute(self._decode, outcome)
         finished = time.monotonic()
-        self.averager.round_log.add(outcome.result)
-        self.averager.matchmaker.set_head(certificate.body.next_head(self.averager.head.digest, certificate.to_bytes()))
+        self.averager.round_log.add(outcome.result, self.averager.head)
+        self.averager.matchmaker.set_head(self.averager.head.after(certificate, self.averager.head.digest))
         return {
             "ready": ready,
             "stood": self._stood,
@@ -133,7 +133,7 @@ def _record(peer: str) -> PeerRecord:
     head = _head(0)
     return PeerRecord(
         peer=peer, name="benchmark", version="0", protocol=1, role="trainer", state="training", device="cpu", round=0,
-        lineage=head.lineage, digest=head.digest, lineage_tokens=0, round_tokens=0, loss=None, tokens_per_second=0.0,
+        lineage=head.lineage, digest=head.digest, lineage_tokens=0, lineage_full=head.full, round_tokens=0, loss=None, tokens_per_second=0.0,
         bytes_sent=0, bytes_received=0, reachability="direct", addresses=(), started_at=0.0, last_rounds=(),
     )  # fmt: skip
 

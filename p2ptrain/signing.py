@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
 
 class Signer(ABC):
     """A private key whose public half hashes to ``peer_id``, which is base58."""
@@ -23,3 +25,12 @@ class Signer(ABC):
 
         Returns False for a malformed proof and never raises: proofs come from the network.
         """
+
+    @abstractmethod
+    def derive(self, purpose: bytes) -> bytes:
+        """Return 32 secret bytes, always the same, which only the private key's holder can compute."""
+
+
+def issuing_key(organizer: Signer) -> Ed25519PrivateKey:
+    """Return the key with which an organizer signs invites and passes: Ed25519, for signatures of 64 bytes."""
+    return Ed25519PrivateKey.from_private_bytes(organizer.derive(b"admission"))

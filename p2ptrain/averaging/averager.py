@@ -171,7 +171,6 @@ class Averager:
             result = await self._runner.run(session)
             effort.transfer_seconds += loop.time() - matched
             if isinstance(result, GroupResult):
-                await self.matchmaker.check_alone(roster, loop.time() - matched)
                 return result
             failure = result
         raise failure
@@ -195,8 +194,12 @@ class Averager:
 
     def _signed(self, ticket: Ticket) -> Ticket:
         context = self._context
+        position, is_lowest = self.matchmaker.position, ticket.level == 0
         complete = replace(
             ticket,
+            view=min(MAX_PRESENT, position.attempts),
+            stalled=position.is_stalled(self._spec),
+            leaves=is_lowest and position.leaves,
             reachable=context.owner.is_reachable,
             rates=self._runner.rates.encoded(),
             nonce=context.runtime.random.randbytes(16),
@@ -261,7 +264,8 @@ class Averager:
             if own:
                 return await self._represent(head, result, ticket, on_path)
             self._enter("gather")
-            return await self._broadcast.fetch(delegate, body, self._seconds_above(body), on_path, on_quiet), []
+            seconds = self._seconds_above(body)
+            return await self._broadcast.fetch(delegate, body, head.table, seconds, on_path, on_quiet), []
         except (TemporaryError, IntegrityError) as error:
             logger.info("round %d: delegate %s failed: %s", body.round, delegate[-8:], error)
             if own:
@@ -285,6 +289,7 @@ class Averager:
             level=body.level + 1,
             child=body.body_hash,
             peers=sum(body.peers),
+            census=body.census,
         )
         upper = await self._average_group(head, vector, ticket, _Effort(), result)
         if upper.certificate.body.is_last:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from p2ptrain.averaging.grouping.membership import Membership
-from p2ptrain.averaging.protocol.certificate import Certificate
-from p2ptrain.manifest import AveragingSpec
+from p2ptrain.averaging.protocol.ballots import Ballots
+from p2ptrain.averaging.protocol.certificate import Certificate, Head, genesis
+from p2ptrain.averaging.protocol.table import NO_MEMBERS, Table, founding_table
+from p2ptrain.manifest import AveragingSpec, Manifest
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
@@ -34,11 +37,29 @@ class Unconcerned:
         """Take note of nothing."""
 
 
+def founding_of(manifest: Manifest) -> Table:
+    """Return the member table before the first round of a manifest's swarm, and of each of its stages."""
+    return founding_table(manifest.founders, is_open=manifest.admission.mode == "open")
+
+
+def ballots_in(folder: Path | None, swarm: bytes) -> Ballots:
+    """Return a peer's votes in a swarm or one of its units, kept in ``folder`` if there is one.
+
+    Raises:
+        IntegrityError: The file is damaged.
+    """
+    return Ballots(folder / f"votes-{swarm.hex()[:16]}" if folder is not None else None)
+
+
 @dataclass(frozen=True)
 class PeerContext:
     """One peer in one swarm.
 
-    ``signer`` also verifies other peers' signatures; ``swarm`` is the manifest's digest, 32 bytes.
+    Attributes:
+        signer: Also verifies other peers' signatures.
+        swarm: The manifest's digest, 32 bytes.
+        founding: The member table before the first round.
+        ballots: This peer's votes.
     """
 
     rpc: Rpc
@@ -48,9 +69,17 @@ class PeerContext:
     spec: AveragingSpec
     membership: Membership
     owner: Owner = field(default_factory=Unconcerned)
+    founding: Table = NO_MEMBERS
+    ballots: Ballots = field(default_factory=Ballots)
+
+    def genesis(self, digest: bytes) -> Head:
+        """Return the head of a new lineage, whose initial state has this digest."""
+        return genesis(self.swarm, digest, self.founding)
 
     def certificate(self, raw: bytes) -> Certificate:
-        """Return a certificate in wire form, which may come from anybody, once it is verified.
+        """Return a certificate in wire form, which may come from anybody, with its signatures verified.
+
+        Whether it counts depends on the lineage: see `Table.check`.
 
         Raises:
             IntegrityError: It is malformed, of another swarm, without a majority, or breaks the manifest's bounds.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from p2ptrain.config import read_toml
 from p2ptrain.errors import IncompatibleError, ManifestError, UsageError
 from p2ptrain.manifest import PROTOCOL_VERSION, Manifest, SignedManifest, parse_manifest
-from p2ptrain.network.identity import Identity
+from p2ptrain.network.identity import IDENTITY_FILE, Identity
 
 if TYPE_CHECKING:
     from p2ptrain.signing import Signer
@@ -83,8 +83,10 @@ def public_paths(manifest: Manifest) -> list[str]:
     ]
 
 
-def sign_manifest(manifest: Manifest, organizer: Signer, path: Path) -> SignedManifest:
-    signed = SignedManifest.create(manifest, organizer)
+def sign_manifest(manifest: Manifest, organizer: Signer, path: Path, seed_dir: Path) -> SignedManifest:
+    """Sign a manifest into ``path``; the peer whose run directory is ``seed_dir`` founds the swarm."""
+    with Identity.create_or_load(seed_dir / IDENTITY_FILE) as seed:
+        signed = SignedManifest.create(manifest, organizer, seed.peer_id)
     write_atomically(path, signed.to_bytes())
     return signed
 

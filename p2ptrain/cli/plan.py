@@ -16,7 +16,7 @@ from p2ptrain.cli.toml import to_toml
 from p2ptrain.config import PeerConfig
 from p2ptrain.errors import ManifestError, UsageError
 from p2ptrain.manifest import SIGNED_FILE, Manifest, SignedManifest
-from p2ptrain.network.identity import Identity
+from p2ptrain.network.identity import IDENTITY_FILE, Identity
 from p2ptrain.signing import Signer
 
 DEFAULT_MINUTES = 3.0
@@ -44,8 +44,11 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     manifest = load_manifest(arguments.manifest, overrides)
     run_dir: Path = (arguments.run_dir or default_run_dir(f"up-{time.strftime('%Y%m%d-%H%M%S')}")).absolute()
     run_dir.mkdir(parents=True, exist_ok=True)
-    with Identity.create_or_load(run_dir / KEY_FILE) as organizer:
-        signed = SignedManifest.create(manifest, organizer)
+    with (
+        Identity.create_or_load(run_dir / KEY_FILE) as organizer,
+        Identity.create_or_load(run_dir / "bootstrap" / IDENTITY_FILE) as seed,
+    ):
+        signed = SignedManifest.create(manifest, organizer, seed.peer_id)
         done = _rounds_done(run_dir, signed.manifest, organizer)
         write_atomically(run_dir / SIGNED_FILE, signed.to_bytes())
     threads = arguments.threads or max(1, len(os.sched_getaffinity(0)) // arguments.peers)

@@ -20,7 +20,7 @@ from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_va
 from p2ptrain.errors import ManifestError
 from p2ptrain.hashing import canonical_bytes
 from p2ptrain.manifest.sections import Need, Section
-from p2ptrain.signing import Signer
+from p2ptrain.signing import Signer, issuing_key
 
 PROTOCOL_VERSION = 2
 """Version of the wire protocol; raised with each incompatible change. Peers of other versions are refused."""
@@ -381,6 +381,32 @@ class PipelineSpec(Section):
         return self
 
 
+KEY_PATTERN = r"^[0-9a-f]{64}$"
+"""An Ed25519 public key."""
+PeerName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+MAX_NAMED_PEERS = 1024
+
+
+class AdmissionSpec(Section):
+    """Rules of admission to the swarm. Every mode admits the organizer, the founders, and peers with a pass."""
+
+    needs: ClassVar[dict[str, Need]] = {
+        "members": Need("mode", lambda mode: mode == "allowlist", 'mode = "allowlist"'),
+        "puzzle_bits": Need("mode", lambda mode: mode == "open", 'mode = "open"'),
+    }
+    mode: Literal["open", "invite", "allowlist"] = "invite"
+    """``invite``: peers with an invite link, or a pass of their own; ``allowlist``: ``members``, and peers with a pass;
+    ``open``: everybody who solves a puzzle."""
+    key: str = Field("", pattern=rf"^$|{KEY_PATTERN}")
+    """The public key behind the organizer's invites and passes; it is set when the manifest is signed."""
+    issuers: tuple[Annotated[str, Field(pattern=KEY_PATTERN)], ...] = Field((), max_length=64)
+    """Public keys whose invites and passes count like the organizer's. 'p2ptrain init' prints the one of a new key."""
+    members: tuple[PeerName, ...] = Field((), max_length=MAX_NAMED_PEERS)
+    """Peer ids."""
+    puzzle_bits: int = Field(20, ge=0, le=64)
+    """Difficulty of the puzzle, which each bit doubles: 20 take about a second of a core, once for each peer."""
+
+
 class LoraSpec(Section):
     """Low-rank adapters (LoRA, as peft has them), which are trained instead of the model; the model is frozen."""
 
@@ -405,10 +431,13 @@ class Manifest(Section):
     """The wire protocol's version."""
     organizer: str = Field("", pattern=r"^[A-Za-z0-9]{0,64}$")
     """The peer id of the key that signs the manifest; 'p2ptrain seed' and 'p2ptrain up' set it."""
+    founders: tuple[PeerName, ...] = Field((), max_length=256)
+    """Peer ids of the peers that vote from the beginning; empty for the seed alone."""
     model: ModelSpec = ModelSpec()
     data: DataSpec = DataSpec()
     training: TrainingSpec = TrainingSpec()
     averaging: AveragingSpec = AveragingSpec()
+    admission: AdmissionSpec = AdmissionSpec()
     pipeline: PipelineSpec = PipelineSpec()
     lora: LoraSpec | None = None
     packages: tuple[Annotated[str, Field(pattern=PACKAGE_PATTERN)], ...] = Field((), max_length=16)
@@ -525,9 +554,18 @@ class SignedManifest:
         self.proof = proof
 
     @classmethod
-    def create(cls, manifest: Manifest, organizer: Signer) -> SignedManifest:
-        """Return the manifest signed; ``organizer`` replaces the one that it names."""
-        manifest = manifest.model_copy(update={"organizer": organizer.peer_id})
+    def create(cls, manifest: Manifest, organizer: Signer, seed: str = "") -> SignedManifest:
+        """Return the manifest signed; ``organizer`` and its key replace those that it names.
+
+        ``seed`` is the founder if the manifest names none.
+        """
+        key = issuing_key(organizer).public_key().public_bytes_raw().hex()
+        changes: dict[str, Any] = {
+            "organizer": organizer.peer_id,
+            "admission": manifest.admission.model_copy(update={"key": key}),
+            "founders": manifest.founders or ((seed,) if seed else ()),
+        }
+        manifest = manifest.model_copy(update=changes)
         return cls(manifest, organizer.sign(b"p2ptrain manifest" + manifest.digest))
 
     def to_bytes(self) -> bytes:

@@ -19,10 +19,13 @@ import base58
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import padding, rsa
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from p2ptrain.errors import ConfigError, IdentityError, P2PTrainError, ResourceError
 from p2ptrain.signing import Signer
 
+IDENTITY_FILE = "identity.key"
+"""Name of a peer's key in its run directory."""
 KEY_BITS = 2048
 MAX_KEY_BITS = 4096
 MAX_PROOF_BYTES = 2048
@@ -90,6 +93,10 @@ class Identity(Signer):
         except (InvalidSignature, ValueError):
             return False
         return True
+
+    def derive(self, purpose: bytes) -> bytes:
+        derived = HKDF(hashes.SHA256(), length=32, salt=None, info=_SIGNING_CONTEXT + purpose)
+        return derived.derive(_protobuf_private_key(self._key))
 
     def libp2p_key(self) -> bytes:
         """Return the private key in libp2p's key format."""

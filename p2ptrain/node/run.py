@@ -11,7 +11,7 @@ from pathlib import Path
 from p2ptrain.config import PeerConfig
 from p2ptrain.errors import ConfigError, TemporaryError
 from p2ptrain.manifest import SIGNED_FILE, SignedManifest
-from p2ptrain.network.identity import Identity
+from p2ptrain.network.identity import IDENTITY_FILE, Identity
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.node.options import peer_options
 from p2ptrain.node.peer import Peer
@@ -47,7 +47,7 @@ async def run_peer(
     signals.install()
     link = SwarmLink.parse(config.link) if config.link else None
     with contextlib.ExitStack() as stack:
-        identity = stack.enter_context(contextlib.closing(Identity.create_or_load(run_dir / "identity.key")))
+        identity = stack.enter_context(contextlib.closing(Identity.create_or_load(run_dir / IDENTITY_FILE)))
         signed = signed_manifest or _read_manifest(config, link, identity)
         if link is None and signed is None:
             raise ConfigError(
@@ -137,6 +137,7 @@ def _keep_manifest(signed: SignedManifest, path: Path) -> None:
 
 
 async def _serve(peer: Peer, config: PeerConfig, signals: StopSignals) -> None:
+    peer.held.vote()
     peer.set_state("serving")
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(60 * config.stop_after.minutes or None):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from p2ptrain.manifest import Manifest, SignedManifest
-from p2ptrain.network.identity import Identity
+from p2ptrain.network.identity import IDENTITY_FILE, Identity
 from p2ptrain.network.libp2p.settings import Libp2pSettings
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.node.options import PeerOptions
@@ -97,11 +97,9 @@ class PeerThread:
         if run_dir is not None:
             run_dir.mkdir(parents=True, exist_ok=True)
         with ExitStack() as lock, ExitStack() as resources:
-            identity = (
-                Identity.create_or_load(run_dir / "identity.key") if run_dir is not None else Identity.ephemeral()
-            )
+            identity = Identity.create_or_load(run_dir / IDENTITY_FILE) if run_dir is not None else Identity.ephemeral()
             lock.callback(identity.close)
-            signed = SignedManifest.create(manifest, identity) if manifest is not None else None
+            signed = SignedManifest.create(manifest, identity, identity.peer_id) if manifest is not None else None
             runtime = real_runtime("sync", run_dir)
             resources.callback(runtime.close)
             self.thread = LoopThread()

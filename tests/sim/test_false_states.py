@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from p2ptrain.averaging.protocol.certificate import MAX_COUNT, Body, Certificate, Head, vote
+from p2ptrain.averaging.protocol.certificate import Body, Certificate, Head, vote
+from p2ptrain.averaging.protocol.table import MAX_COUNT
 from p2ptrain.errors import IntegrityError
 from p2ptrain.network.schema import Nothing
 from p2ptrain.network.simulated import SimulatedNetwork
@@ -150,8 +151,9 @@ async def test_a_certificate_that_breaks_the_manifests_bounds_is_followed_by_nob
         )  # fmt: skip
         body = FORGERIES[forgery](alone)
         body.check()
-        raw = Certificate(body, ((a.peer.peer_id, a.peer.signer.sign(vote(body.body_hash))),)).to_bytes()
-        _offer(a, body.next_head(a.sync.head.digest, raw))
+        certificate = Certificate(body, ((a.peer.peer_id, a.peer.signer.sign(vote(body.body_hash))),))
+        raw = certificate.to_bytes()
+        _offer(a, certificate.next_head(a.sync.head.digest, a.sync.head.table))
         before = newcomer.sync.head
         assert not await newcomer.sync.catch_up.follow(a.peer.peer_id, None)
         assert newcomer.sync.head == before

@@ -23,6 +23,7 @@ SLACK = 0.2
 """Of a normal round."""
 ROUNDS_BEFORE = 3
 ROUNDS_AFTER = 2
+VOTE_SECONDS = 0.1  # the founder's vote, when it is needed
 COMPUTE_SECONDS = 2.0
 
 
@@ -160,6 +161,7 @@ def check(swarm: Swarm, cost: Cost) -> None:
     assert cost.lineages == 1
     assert cost.slowest == []
     most = (cost.frozen_at if swarm in SLOW else 0.0) + SLACK * cost.normal + swarm.spec.grace_seconds
+    most += VOTE_SECONDS
     assert cost.rounds[0] <= cost.normal + most, cost
     assert cost.delay_seconds <= most, cost
 

@@ -74,8 +74,16 @@ async def test_bad_parts_and_means_do_not_stop_the_others(network: SimulatedNetw
 
 
 @pytest.mark.fault(36)
-@pytest.mark.parametrize("num_honest", [1, 3])
-@pytest.mark.parametrize("lie", BAD_MESSAGES.values(), ids=BAD_MESSAGES.keys())
+# Beside one honest peer and the founder a liar is a third of the voters: with a mask of one it goes on alone.
+@pytest.mark.parametrize(
+    ("lie", "num_honest"),
+    [
+        pytest.param(lie, number, id=f"{name}-{number}")
+        for name, lie in BAD_MESSAGES.items()
+        for number in (1, 3)
+        if (name, number) != ("mask of one", 1)
+    ],
+)
 @simulated(seed=2)
 async def test_bad_masks_and_signatures_do_not_stop_the_others(
     network: SimulatedNetwork, lie: Lie, num_honest: int

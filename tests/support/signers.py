@@ -16,3 +16,6 @@ class NamedSigner(Signer):
 
     def verify(self, peer_id: str, message: bytes, proof: bytes) -> bool:
         return NamedSigner(peer_id).sign(message) == proof
+
+    def derive(self, purpose: bytes) -> bytes:
+        return hashlib.sha256(b"secret" + self.peer_id.encode() + purpose).digest()

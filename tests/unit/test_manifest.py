@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from p2ptrain.cli.toml import commented_toml
 from p2ptrain.errors import ManifestError
 from p2ptrain.hashing import canonical_bytes
-from p2ptrain.manifest import MAX_MANIFEST_BYTES, Manifest, SignedManifest, parse_manifest
+from p2ptrain.manifest import MAX_MANIFEST_BYTES, AdmissionSpec, Manifest, SignedManifest, parse_manifest
+from p2ptrain.signing import issuing_key
 from tests.support.signers import NamedSigner
 
 VALUES = st.recursive(
@@ -48,7 +49,9 @@ def test_any_change_is_another_swarm(change: dict[str, Any]) -> None:
 def test_a_signed_manifest_survives_the_wire() -> None:
     signed = SignedManifest.create(Manifest(name="x"), ALICE)
     received = SignedManifest.from_bytes(signed.to_bytes(), signed.manifest.digest, MALLORY)
-    assert received.manifest == signed.manifest == Manifest(name="x", organizer="alice")
+    assert received.manifest == signed.manifest
+    key = issuing_key(ALICE).public_key().public_bytes_raw().hex()
+    assert signed.manifest == Manifest(name="x", organizer="alice", admission=AdmissionSpec(key=key))
     assert received.proof == signed.proof
 
 
@@ -69,9 +72,17 @@ def test_a_manifest_that_its_organizer_did_not_sign_is_refused() -> None:
 @pytest.mark.fault(47)
 def test_a_manifest_that_another_key_signed_again_is_not_the_links() -> None:
     signed, again = (SignedManifest.create(Manifest(), organizer) for organizer in (ALICE, MALLORY))
-    assert again.manifest == signed.manifest.model_copy(update={"organizer": "mallory"})
+    assert again.manifest.model_copy(update={"organizer": "alice", "admission": signed.manifest.admission}) == (
+        signed.manifest
+    )
     with pytest.raises(ManifestError, match="another organizer's"):
         SignedManifest.from_bytes(again.to_bytes(), signed.manifest.digest, ALICE)
+
+
+def test_the_seed_founds_the_swarm_unless_the_manifest_names_founders() -> None:
+    assert SignedManifest.create(Manifest(), ALICE, "seed").manifest.founders == ("seed",)
+    assert SignedManifest.create(Manifest(founders=("a", "b")), ALICE, "seed").manifest.founders == ("a", "b")
+    assert SignedManifest.create(Manifest(), ALICE).manifest.founders == ()
 
 
 DIGESTS = ["0" * 64]
@@ -85,6 +96,8 @@ FORGERIES: dict[str, Callable[[str], dict[str, Any]]] = {
     "averaging.codec": lambda text: {"averaging": {"codec": f"a{text}b"}},
     "packages.0": lambda text: {"packages": [f"a{text}b==1"]},
     "organizer": lambda text: {"organizer": f"a{text}b"},
+    "founders.0": lambda text: {"founders": [f"a{text}b"]},
+    "admission.members.0": lambda text: {"admission": {"mode": "allowlist", "members": [f"a{text}b"]}},
 }
 """Of each setting that takes free text: a manifest with a text in its middle."""
 

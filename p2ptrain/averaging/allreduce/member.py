@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.allreduce.messages import Request
+from p2ptrain.averaging.commit.votes import ask_voters
 from p2ptrain.averaging.protocol.certificate import Ticket
 from p2ptrain.averaging.timing.deadlines import keepalive_seconds, silence_seconds
 from p2ptrain.averaging.vector.chunks import PartCheck, RangeCheck, SumTree
@@ -199,6 +200,10 @@ class Verifier:
             AttemptFailedError: A check failed, or an owner was lost.
         """
         return True
+
+    async def ask_voters(self) -> None:
+        """Ask the voters beyond the roster to sign the result."""
+        await ask_voters(self._session.context, self._session.attempt, self._session.own.index)
 
     def fail_on_evidence(self) -> None:
         """Raise `AttemptFailedError` if there is evidence against an owner."""

@@ -63,7 +63,7 @@ class AttemptRunner:
         self._observer = Observer(on_phase, self.rates.observe, self.evidence.add_soon)
         self._slow_checkers: set[str] = set()
         self._durations: dict[int, deque[float]] = {}
-        self._recovery = AttemptRecovery(context, round_log)
+        self._recovery = AttemptRecovery(context, round_log, lambda: matchmaker.position.head)
         self.sessions = RunningSessions(context, matchmaker.cells, round_log)
         self._lingering = Tasks()
 
@@ -119,6 +119,7 @@ class AttemptRunner:
         finally:
             self._lingering.start(self._leave(session, committed=certificate is not None), "linger")
         if certificate is not None:
+            self._lingering.start(self._recovery.endorse(attempt), "endorse")
             return GroupResult(attempt, result, certificate)
         assert result.failure is not None
         return result.failure
@@ -158,7 +159,7 @@ class AttemptRunner:
                 case Trouble.LATE:
                     self._membership.suspect(blame.peer, blame.reason)
                 case Trouble.SLOW:
-                    self._membership.suspect(blame.peer, blame.reason)
+                    self._membership.broke_with(blame.peer, blame.reason, self._matchmaker.last_leader)
                     self.rates.was_late(blame.peer)
                 case Trouble.FAULT:
                     self._membership.broke_with(blame.peer, blame.reason)  # No leader can cause this.

@@ -81,8 +81,8 @@ class RunningSessions:
         ticket = roster.tickets[index]
         body = self._context.certificate(raw).body
         if (
-            (body.body_hash, body.tokens, body.most_samples, sum(body.peers))
-            != (ticket.child, ticket.tokens, ticket.samples, ticket.peers)
+            (body.body_hash, body.tokens, body.most_samples, sum(body.peers), body.census)
+            != (ticket.child, ticket.tokens, ticket.samples, ticket.peers, ticket.census)
             or (body.round, body.lineage, body.level + 1) != (ticket.round, ticket.lineage, ticket.level)
             or peer not in body.members
         ):

@@ -159,6 +159,7 @@ class AllReduceSession:
         self.incoming = IncomingStreams(self)
         self._outgoing: dict[asyncio.Task[None], Member] = {}
         self._closing_mask: asyncio.Task[None] | None = None
+        self._asking: list[asyncio.Task[None]] = []
 
     # --- phases ---------------------------------------------------------------------------------------------------
 
@@ -285,14 +286,16 @@ class AllReduceSession:
         self._enter("commit")
         self.attempt.make_result(self.context.signer)
         if await self.verifier.may_sign():
-            self.attempt.sign(self.context.signer)
+            await self.context.runtime.offload(self.attempt.sign, self.context.signer, self.context.ballots)
         self.has_signed.set()
         self.changed()
 
     async def _collect_signatures(self) -> Certificate:
-        attempt = self.attempt
+        attempt, asking = self.attempt, self._asking
         while (certificate := attempt.certificate()) is None:
             self.verifier.fail_on_evidence()
+            if attempt.is_held and attempt.absent_voters and not asking:
+                asking.append(self.tasks.start(self.verifier.ask_voters(), "ask voters"))
             for member in self.others:
                 if member.contradiction:
                     raise AttemptFailedError(f"{attempt.phase}: {member.contradiction}")
@@ -301,9 +304,20 @@ class AllReduceSession:
             gone = [m for m in missing if m.gave_up or (m.ticket.reachable and m.lost)]
             if len(self.members) - len(gone) < attempt.roster.majority:
                 self.fail_if_lost(gone)
+            self._fail_without_voters({member.peer for member in gone}, all(task.done() for task in asking))
             await self.wait_for(missing)
         self.is_certified.set()
         return certificate
+
+    def _fail_without_voters(self, gone: set[str], were_asked: bool) -> None:
+        """Raise `AttemptFailedError` if too few voters are left to sign, once the absent ones ``were_asked``."""
+        attempt = self.attempt
+        if not attempt.is_last or not attempt.is_held or not were_asked:
+            return
+        possible = {*attempt.proofs, *attempt.roster.members} - (gone - attempt.proofs.keys())
+        assert attempt.body is not None
+        if reason := attempt.head.table.why_invalid(attempt.body, possible):
+            raise AttemptFailedError(f"{attempt.phase}: {reason}", self.ids(m for m in self.others if m.peer in gone))
 
     def _result(self, certificate: Certificate | None, failure: AttemptFailedError | None) -> SessionResult:
         faults = self.verifier.faults
@@ -450,9 +464,9 @@ class AllReduceSession:
         await self.verifier.stop()
         certified = self.is_certified.is_set()
         cut = [task for task, m in self._outgoing.items() if not (m.is_through or (certified and m.has_mean))]
-        for task in cut:
+        for task in (*cut, *self._asking):
             task.cancel()
-        await until_ended(*cut)
+        await until_ended(*cut, *self._asking)
         for task in cut:
             del self._outgoing[task]
 

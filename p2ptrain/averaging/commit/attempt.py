@@ -8,14 +8,16 @@ share's mean is the list of its parts, without further loss, or dense: see `list
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
 from statistics import median_low
 from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.commit.result_chunks import Means, Origin
+from p2ptrain.averaging.protocol.ballots import Ballots
 from p2ptrain.averaging.protocol.certificate import MAX_PRESENT, Body, Certificate, Head, Roster, vote
 from p2ptrain.averaging.vector.chunks import chunk_span, chunk_values, mean_root, num_chunks
 from p2ptrain.averaging.vector.rules import VotingRule, get_rule
@@ -37,6 +39,9 @@ from p2ptrain.signing import Signer
 
 if TYPE_CHECKING:
     import torch
+
+
+logger = logging.getLogger(__name__)
 
 
 def part_codecs(spec: AveragingSpec, codec: Codec, num_values: int) -> tuple[Codec, ...]:
@@ -286,15 +291,22 @@ class Attempt:
         self.pass_on((), verifier)
         self.changed.set()
 
-    def sign(self, signer: Signer) -> None:
+    def sign(self, signer: Signer, ballots: Ballots) -> None:
+        """Sign the result, unless this peer voted for another one in this view, or cannot record its vote."""
         assert self.body is not None
-        self.proofs[signer.peer_id] = signer.sign(vote(self.body.body_hash))
+        try:
+            may_sign = not self.body.is_last or ballots.vote(self.body)
+        except OSError as error:
+            logger.warning("round %d: this peer does not vote: its vote cannot be kept: %s", self.body.round, error)
+            return
+        if may_sign:
+            self.proofs[signer.peer_id] = signer.sign(vote(self.body.body_hash))
 
     def body_of(self, contributors: tuple[int, ...], hashes: tuple[bytes, ...]) -> Body:
         """Return the body of these contributors and means; every member builds the same."""
         tickets = self.roster.tickets
         level, peers = tickets[0].level, tuple(ticket.peers for ticket in tickets)
-        return Body(
+        body = Body(
             swarm=self.swarm,
             round=self.head.round,
             lineage=self.head.lineage,
@@ -312,11 +324,33 @@ class Attempt:
             levels=self.levels,
             peers=peers,
             children=tuple(ticket.child for ticket in tickets) if level else (),
+            view=max(ticket.view for ticket in tickets),
+            is_reduced=self.roster.is_reduced,
+            census=self.head.table.census(tickets, {tickets[index].peer for index in contributors}),
         )
+        return replace(body, table=self.head.table.after(body).hash) if body.is_last else body
+
+    @property
+    def is_last(self) -> bool:
+        """True if the result ends the round."""
+        return self.roster.tickets[0].level == self.levels - 1
+
+    @property
+    def is_held(self) -> bool:
+        """True if a majority of the members signed: they hold the result."""
+        return sum(peer in self.proofs for peer in self.roster.members) >= self.roster.majority
+
+    @property
+    def absent_voters(self) -> list[str]:
+        """The voters beyond the roster whose signatures would count, in order."""
+        table = self.head.table
+        if not self.is_last or (self.roster.is_reduced and any(map(table.row_of, self.roster.members))):
+            return []
+        return sorted(self.head.table.electorate.difference(self.roster.members))
 
     def add_proof(self, peer: str, proof: bytes, verifier: Signer) -> bool:
-        """Store a member's signature of the body; return False if it is not valid."""
-        if self.body is None or peer not in self.roster.members:
+        """Store a member's or voter's signature of the body; return False if it is not valid."""
+        if self.body is None or (peer not in self.roster.members and peer not in self.head.table.electorate):
             return False
         if peer not in self.proofs:
             if not verifier.verify(peer, vote(self.body.body_hash), proof):
@@ -334,7 +368,9 @@ class Attempt:
             self._passed_on.clear()
 
     def certificate(self) -> Certificate | None:
-        """Return the certificate; None until a majority has signed."""
-        if self.body is None or len(self.proofs) < self.roster.majority:
+        """Return the certificate; None until a majority has signed, and enough of the voters."""
+        if self.body is None or not self.is_held:
+            return None
+        if self.is_last and self.head.table.why_invalid(self.body, self.proofs.keys()):
             return None
         return Certificate(self.body, tuple(sorted(self.proofs.items())))

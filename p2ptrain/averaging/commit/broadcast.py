@@ -23,6 +23,7 @@ from p2ptrain.averaging.commit.result_chunks import RESULT, ResultChunks
 from p2ptrain.averaging.commit.round_log import KNOWN_WAIT_SECONDS, Path, RoundLog, TreePath
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.protocol.certificate import MAX_LEVELS, Body, Certificate
+from p2ptrain.averaging.protocol.table import Table
 from p2ptrain.averaging.timing.deadlines import (
     QUIET_GRACES,
     AnswerTimeouts,
@@ -160,6 +161,7 @@ class ResultBroadcast:
         self,
         delegate: str,
         cell: Body,
+        table: Table,
         seconds: float,
         on_path: Callable[[Path], None],
         on_quiet: Callable[[], None] = lambda: None,
@@ -168,6 +170,7 @@ class ResultBroadcast:
 
         Args:
             cell: The cell's result, as all its members hold it.
+            table: The member table before the round.
             on_path: Called with the verified path before the chunks arrive.
             on_quiet: Called when the delegate's keepalives stop; the wait continues.
 
@@ -178,7 +181,7 @@ class ResultBroadcast:
         """
         outcome = await self._ask(delegate, cell, seconds, on_quiet)
         try:
-            path = await self._runtime.offload(self._check_path, cell, outcome.path)
+            path = await self._runtime.offload(self._check_path, cell, table, outcome.path)
         except IntegrityError as error:
             raise ProtocolError(delegate, f"sent a way to the result in which {error}") from error
         chunks = self._round_log.chunks_of(delegate, path[-1].body)
@@ -254,7 +257,7 @@ class ResultBroadcast:
         finally:
             unreached.cancel()
 
-    def _check_path(self, cell: Body, raw: tuple[bytes, ...]) -> Path:
+    def _check_path(self, cell: Body, table: Table, raw: tuple[bytes, ...]) -> Path:
         path: list[Certificate] = []
         below = cell
         for item in raw:
@@ -276,4 +279,5 @@ class ResultBroadcast:
             below = above
         if not below.is_last:
             raise IntegrityError("the last is missing")
+        table.check(path[-1])
         return tuple(path)

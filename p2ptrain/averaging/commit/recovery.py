@@ -24,15 +24,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated
 
 from msgspec import Meta
 
 from p2ptrain.averaging.commit.attempt import Attempt, Standing
 from p2ptrain.averaging.commit.round_log import RoundLog
+from p2ptrain.averaging.commit.votes import LightVotes, ask_voters, endorsed
 from p2ptrain.averaging.context import PeerContext
-from p2ptrain.averaging.protocol.certificate import MAX_MEMBERS, Body, Certificate, Name, Proof
+from p2ptrain.averaging.protocol.certificate import MAX_MEMBERS, Body, Certificate, Head, Name, Proof
 from p2ptrain.averaging.timing.deadlines import silence_seconds, straggler_seconds
 from p2ptrain.buffers import Buffer
 from p2ptrain.codecs import CodecError
@@ -79,11 +80,21 @@ class StandingReply(Message, frozen=True):
 class AttemptRecovery:
     """Answers other members about the attempts that the round log keeps, and recovers broken ones."""
 
-    def __init__(self, context: PeerContext, round_log: RoundLog) -> None:
+    def __init__(
+        self, context: PeerContext, round_log: RoundLog, head: Callable[[], Head | None] = lambda: None
+    ) -> None:
+        """``head`` returns the head of this peer's state."""
+        LightVotes(context, head)
+        self._context = context
         self._rpc = context.rpc
         self._signer = context.signer
+        self._ballots = context.ballots
         self._round_log = round_log
         context.rpc.serve(STANDING, AskStanding, self._serve)
+
+    async def endorse(self, attempt: Attempt) -> None:
+        """Ask the founders to sign a certified result, if it is this peer's turn; see `endorsed`."""
+        self._round_log.endorse(await endorsed(self._context, attempt))
 
     def _abandon(self, attempt: Attempt) -> None:
         """Discard an attempt except for this peer's standing.
@@ -180,7 +191,12 @@ class AttemptRecovery:
         deadline = loop.time() + straggler_seconds(elapsed_seconds, grace)
         fetched_by = deadline + elapsed_seconds
         asked: dict[str, tuple[Standing, float, asyncio.Task[None]]] = {}
-        while not self._is_clear(attempt, others):
+        voting: asyncio.Task[None] | None = None
+        while not self._is_clear(attempt, others) or (voting is not None and not voting.done()):
+            if attempt.certificate() is not None:
+                return
+            if voting is None and attempt.is_held and attempt.absent_voters:
+                voting = tasks.start(ask_voters(self._context, attempt, 0), "ask voters")
             now, own = loop.time(), self._standing(attempt)
             if now >= (fetched_by if attempt.is_fetching else deadline):
                 return
@@ -256,4 +272,4 @@ class AttemptRecovery:
         attempt.means = list(means)
         attempt.body = body
         if not (attempt.audited or attempt.has_renounced):
-            attempt.sign(self._signer)
+            attempt.sign(self._signer, self._ballots)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -18,17 +18,21 @@ from p2ptrain.averaging.protocol.certificate import (
     CALL_TIMEOUT_SECONDS,
     CHAIN,
     MAX_CHAIN_BYTES,
+    MAX_ROOT_BYTES,
+    ROOT,
     AskChain,
+    AskRoot,
     Body,
     Certificate,
     Chain,
     Head,
+    Root,
     fetch_certificates,
 )
 from p2ptrain.averaging.vector.chunks import chunk_values
 from p2ptrain.averaging.verification.opening import Rules, Slice
 from p2ptrain.codecs import Codec, Decoder, codec_at, dense_codec
-from p2ptrain.errors import DeadlineError, PeerRefusedError, ProtocolError
+from p2ptrain.errors import DeadlineError, IntegrityError, PeerRefusedError, ProtocolError
 from p2ptrain.network.chunks.fetch import FetchOptions, FetchReport, fetch
 from p2ptrain.network.chunks.messages import MAX_ASKED, Open
 from p2ptrain.network.chunks.server import ChunkServer, Ration
@@ -38,6 +42,9 @@ if TYPE_CHECKING:
 
 MAX_CERTIFICATES = 256
 """Limit of kept certificates; those of evicted results still prove the lineage."""
+UNPROVED = "a head is not proved by the voters that this peer knows"
+MAX_UNDONE = 64
+"""Limit of full rounds that another lineage can undo."""
 MAX_ATTEMPTS_KEPT = 4
 MIN_LOG_BYTES = 64 << 20
 FOLLOWED_BYTES = 64 << 20
@@ -121,9 +128,13 @@ class RoundLog:
         self.attempts: OrderedDict[bytes, Attempt] = OrderedDict()
         self._results: OrderedDict[bytes, Result] = OrderedDict()
         self._certificates: OrderedDict[bytes, Certificate] = OrderedDict()
+        self._heads: OrderedDict[bytes, Head] = OrderedDict()
         self.shared: OrderedDict[bytes, ResultChunks] = OrderedDict()
         self._changed = asyncio.Event()
+        self._root: Head | None = None
+        self._endorsed: Certificate | None = None
         context.rpc.serve(CHAIN, AskChain, self._serve_chain)
+        context.rpc.serve(ROOT, AskRoot, self._serve_root)
         ChunkServer(context.rpc, RESULT, self._find, RESULT_RATION)
 
     def codec_of(self, round_: int, level: int = 0) -> Codec:
@@ -151,8 +162,8 @@ class RoundLog:
                 return attempt
         return None
 
-    def add(self, result: Result, is_followed: bool = False) -> None:
-        """Keep the newest result, which this peer applied, and release the means of its attempt.
+    def add(self, result: Result, head: Head, is_followed: bool = False) -> None:
+        """Keep the newest result, which this peer applied at ``head``, and release the means of its attempt.
 
         While a newcomer fetches results (``is_followed``), up to `FOLLOWED_BYTES` are kept, because a round may be
         shorter than the newcomer's round trip.
@@ -160,6 +171,11 @@ class RoundLog:
         body = result.certificate.body
         self._results[body.lineage] = result
         self._certificates[body.lineage] = result.certificate
+        self._heads[head.lineage] = head
+        self.endorse(self._endorsed)
+        self.endorse(result.certificate)
+        if len(self._heads) > MAX_UNDONE:
+            self._heads.popitem(last=False)
         self._wake()
         if len(self._certificates) > max(MAX_CERTIFICATES, self._max_rounds):
             self._certificates.popitem(last=False)
@@ -172,10 +188,21 @@ class RoundLog:
         ):
             num_bytes -= self._results.popitem(last=False)[1].num_bytes
 
-    def clear(self) -> None:
-        """Drop all results and certificates, because this peer moved to another lineage."""
+    def endorse(self, certificate: Certificate | None) -> None:
+        """Take the head after a certificate as the root, if the founders signed it; it may be the newest one."""
+        if certificate is None or not self._context.founding.believes(certificate):
+            return
+        self._endorsed, head = certificate, self._heads.get(certificate.body.next_lineage)
+        if head is not None:
+            self._root = replace(head, certificate=certificate.to_bytes())
+            self._endorsed = None
+
+    def begin_at(self, head: Head) -> None:
+        """Drop all results and certificates, because this peer moved to a head that it believes."""
+        self._root = head
         self._results.clear()
         self._certificates.clear()
+        self._heads.clear()
 
     def chain(self, lineage: bytes) -> list[Certificate]:
         """Return the certificates from ``lineage`` to the newest; empty if the result after ``lineage`` is evicted."""
@@ -196,6 +223,11 @@ class RoundLog:
             if sum(map(len, encoded)) > MAX_CHAIN_BYTES // 2:
                 break
         return Chain(tuple(encoded))
+
+    async def _serve_root(self, peer: str, request: AskRoot) -> Root:
+        if self._root is None:
+            raise PeerRefusedError(self._context.rpc.peer_id, "this peer's lineage begins with the first round")
+        return Root(self._root)
 
     # --- served results
 
@@ -240,10 +272,43 @@ class RoundLog:
 
     # --- other peers' results
 
-    async def certificates_after(self, peer: str, lineage: bytes, *, proofs: bool = False) -> list[Certificate]:
-        """Fetch and verify a peer's chain of certificates; see `fetch_certificates`."""
+    async def certificates_after(self, peer: str, head: Head, *, proofs: bool = False) -> list[Certificate]:
+        """Fetch and verify a peer's chain of certificates from a head on; see `fetch_certificates`."""
         context = self._context
-        return await fetch_certificates(context.rpc, peer, lineage, context.certificate, proofs=proofs)
+        return await fetch_certificates(
+            context.rpc, peer, head.lineage, context.certificate, table=head.table, proofs=proofs
+        )
+
+    async def believe(self, source: str, own: Head, head: Head) -> None:
+        """Return if a peer's head follows from this peer's own, or from one shortly before it, where both part.
+
+        Voters that this peer knows must have signed it, or a chain of certificates lead to it. The chain may begin at
+        the source's *root*, an earlier head that voters of this peer's own head signed.
+
+        Raises:
+            PeerError, DeadlineError: The source does not answer.
+            IntegrityError: The source does not prove it.
+        """
+        context = self._context
+        if head.lineage == own.lineage or head.round == 0:
+            return
+        if own.table.believes(context.certificate(head.certificate)):
+            return
+        before = [each for each in reversed(self._heads.values()) if own.full - each.full < MAX_UNDONE]
+        steps = (1 << step for step in range(len(before).bit_length()))
+        for start in (own, *(before[step - 1] for step in steps)):
+            chain = await self.certificates_after(source, start, proofs=True)
+            if head.lineage in {each.body.next_lineage for each in chain}:
+                return
+        root = (
+            await context.rpc.call(source, ROOT, AskRoot(), Root, CALL_TIMEOUT_SECONDS, max_reply_bytes=MAX_ROOT_BYTES)
+        ).head
+        proof = context.certificate(root.certificate)
+        if proof.next_head(root.digest, root.table) != root or not own.table.believes(proof):
+            raise IntegrityError(UNPROVED)
+        chain = await self.certificates_after(source, root, proofs=True)
+        if head.lineage not in {root.lineage, *(each.body.next_lineage for each in chain)}:
+            raise IntegrityError(UNPROVED)
 
     async def fetch_means(self, sources: Sequence[str], body: Body, timeout_seconds: float | None = None) -> Means:
         """Fetch the encoded means of a result, and check every chunk against the body's hashes.

@@ -11,14 +11,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping import messages
 from p2ptrain.averaging.grouping.cells import Key
 from p2ptrain.averaging.grouping.leaders import Leaders, is_ahead, probe, probe_seconds
-from p2ptrain.averaging.grouping.membership import Absentees, rank
-from p2ptrain.averaging.grouping.pending_group import PendingGroup, decide, group_spec
+from p2ptrain.averaging.grouping.membership import rank
+from p2ptrain.averaging.grouping.pending_group import PendingGroup, decide, group_spec, may_reduce
 from p2ptrain.averaging.protocol.certificate import Head, Ticket
 from p2ptrain.averaging.timing.deadlines import LEAST_QUIET_SECONDS, QUIET_GRACES, KeepaliveStatus, send_keepalives
 from p2ptrain.averaging.timing.goal import (
@@ -43,6 +43,11 @@ FORESIGHT_SECONDS = 0.25
 IDLE_GROUP_SECONDS = 120.0
 MAX_PENDING_GROUPS = 8
 MAX_HOPS = 4
+MAX_GUESTS = 16
+GUEST_CHANCES, LONGEST_GUEST_BACKOFF = 3, 16
+"""Rounds that wait for a newcomer in vain, before it is left out for a number of rounds that doubles."""
+ATTEMPTS_BEFORE_REDUCED = 3
+MAX_LATE_GUESTS = 4096
 CONVICTED = "there is evidence that you falsified a mean"
 
 
@@ -61,8 +66,8 @@ class Coordinator:
         self._goal = goal
         self._cells = leaders.position.cells
         self._on_misled = on_misled
-        self.absentees = Absentees()
         self._pace: dict[str, float] = {}
+        self._late_guests: dict[str, tuple[int, int]] = {}
         self._groups: dict[Key, PendingGroup] = {}
         self._tasks = Tasks()
         self.closed = False
@@ -140,8 +145,8 @@ class Coordinator:
         if self._membership.is_convicted(ticket.peer):
             raise PeerRefusedError(self._context.rpc.peer_id, CONVICTED)
         self._membership.heard_from(ticket.peer)
+        self._late_guests.pop(ticket.peer, None)
         self._leaders.reached(ticket.peer)
-        self.absentees.heard_from(ticket.peer)
         async with Tasks() as tasks:
             answer = tasks.call(self.enlist(ticket, head, request.tried, request.hops, request.avoid), "enlist")
             # Without keepalives from a leader that hangs, its followers turn to the next candidate.
@@ -194,7 +199,7 @@ class Coordinator:
         group.report(peer, BatchProgress(report.samples, report.batch_samples, report.batch_seconds, now))
         deadline = now + REPORT_WAIT_SECONDS
         while not (group.closing or group.batch.is_full or group.over):
-            if group.batch.should_begin(peer, self._expected(group), loop.time()):
+            if group.batch.should_begin(peer, self._working(group), loop.time()):
                 return messages.BatchAdvice(closing=False)
             if loop.time() >= deadline:
                 return messages.BatchAdvice(closing=False, wait=True)
@@ -221,7 +226,7 @@ class Coordinator:
         group = self._group_of(peer, report.head)
         if not group.has(peer):
             group.report_steps(peer, StepProgress(report.steps, report.seconds, report.age, now, report.is_stepping))
-        group.steps.foresee(self._expected(group), now)
+        group.steps.foresee(self._working(group), now)
         at = group.steps.at
         closes_in = None if at is None or at - now > LONGEST_BATCH_SECONDS else max(0.0, at - now)
         return messages.StepsAdvice(group.closing or group.over, closes_in)
@@ -259,14 +264,52 @@ class Coordinator:
         return self._leaders.order(key, peer) < self._leaders.order(key, self._context.rpc.peer_id)
 
     def _expected(self, group: PendingGroup) -> list[str]:
-        """Return the slots that a group waits for."""
+        """Return the slots of members that a group waits for."""
         active = {*group.batch.reports, *group.steps.reports, *self._leaders.probers(group.key)}
         peers = {*self._membership.expected(), *(peer for peer in active if not self._membership.is_suspect(peer))}
+        peers = {peer for peer in peers if self._is_member(group, peer)}
         peers.discard(self._context.rpc.peer_id)
         if self._position.participates and self._position.is_of(group.key):
             peers.add(self._context.rpc.peer_id)
         peers -= group.passed
         return sorted({group.slot_of(peer) for peer in peers if self._cells.includes(group.key, peer)})
+
+    def _working(self, group: PendingGroup) -> list[str]:
+        """Return the members and newcomers for which a round is closed."""
+        return [*self._expected(group), *self._guests(group)]
+
+    def _guests(self, group: PendingGroup) -> list[str]:
+        """Return the peers that would join the lineage in this round; few, and seldom one that came late before."""
+        active = {*group.batch.reports, *group.steps.reports, *self._leaders.probers(group.key)}
+        able = [
+            peer
+            for peer in dict.fromkeys([*sorted(active), *self._membership.expected()])
+            if not (self._is_member(group, peer) or peer in group.passed)
+            and group.key.round >= self._late_guests.get(peer, (0, 0))[1]
+            and self._cells.includes(group.key, peer)
+            and not self._membership.is_suspect(peer)
+        ]
+        return able[:MAX_GUESTS]
+
+    def _is_member(self, group: PendingGroup, peer: str) -> bool:
+        """True if a peer is in the lineage's member table; all are before the first round, and in other rounds."""
+        table = self._position.head.table
+        return not table.leading or not self._position.is_of(group.key) or table.row_of(peer) is not None
+
+    def _is_reduced(self, group: PendingGroup, tickets: Sequence[Ticket]) -> bool | None:
+        """Return whether a round of these peers would be reduced; None if it has the voters for neither kind."""
+        table, key = self._position.head.table, group.key
+        if not self._position.is_of(key) or key.level < self._cells.num_levels(key.present) - 1:
+            return False
+        here = {ticket.peer for ticket in tickets}
+        able = [each for each in table.electorate if each in here or self._membership.may_answer(each)]
+        can_be_full = len(able) >= table.quorum and not table.leaves_out_most(table.census(tickets, here))
+        can_be_full &= key.level > 0 or table.is_led_by(here)
+        view = max((ticket.view for ticket in tickets), default=0)
+        # Voters that are there may refuse again and again: then every other attempt does without them.
+        if can_be_full and (view < ATTEMPTS_BEFORE_REDUCED or view % 2 == 0 or not may_reduce(table, tickets)):
+            return False
+        return True if may_reduce(table, tickets) else None
 
     async def _lead(self, group: PendingGroup) -> None:
         """Run one pending group to its end; the leader's main loop."""
@@ -280,10 +323,11 @@ class Coordinator:
                 if self._position.is_ahead_of(group.head):
                     group.answer_all(messages.Behind(self._context.rpc.peer_id))
                     break
-                expected = self._expected(group)
+                expected, guests = self._expected(group), self._guests(group)
                 if not group.closing:
-                    group.steps.foresee(expected, now)
-                decision = decide(group.situation(expected, now), group.spec)
+                    group.steps.foresee(self._working(group), now)
+                has_voters = self._is_reduced(group, group.tickets) is not None
+                decision = decide(group.situation(expected, now, guests, has_voters=has_voters), group.spec)
                 if decision.action == "close" and not group.closing:
                     group.closing = True
                     behind = {each.peer for each in self._membership.records() if each.round < key.round}
@@ -291,9 +335,8 @@ class Coordinator:
                     group.passed |= group.steps.absentees(expected, behind, now, group.spec.grace_seconds)
                     probed_at.clear()
                     self._position.close(key)
-                unasked = self._unasked(group, now) if decision.action == "form" else []
-                if decision.action == "form" and not unasked:
-                    self._finish(group, expected, decision.reason)
+                if decision.action == "form":
+                    self._finish(group, [*expected, *guests], decision.reason)
                     break
                 if decision.action == "give up":
                     alone = len(group.members) == 1
@@ -302,8 +345,8 @@ class Coordinator:
                 if not group.members and now - group.last_activity > IDLE_GROUP_SECONDS:
                     break
                 # Above level 0 the leader probes no peer: each cell chooses its delegate.
-                missing = [] if key.level else [peer for peer in expected if peer not in group.members]
-                missing = unasked or [peer for peer in missing if peer != self._context.rpc.peer_id]
+                missing = [] if key.level else [peer for peer in (*expected, *guests) if peer not in group.members]
+                missing = [peer for peer in missing if peer != self._context.rpc.peer_id]
                 for peer in missing if group.members or group.closing else []:
                     if peer not in probes and now - probed_at.get(peer, -PROBE_SECONDS) >= PROBE_SECONDS:
                         probed_at[peer] = now
@@ -313,9 +356,7 @@ class Coordinator:
                     (probed_at[peer] + PROBE_SECONDS - now for peer in missing if peer in probed_at),
                     default=PROBE_SECONDS,
                 )
-                pause = max(next_probe, MIN_PAUSE_SECONDS)
-                if not unasked:  # Otherwise only the answers matter: all other deadlines have passed.
-                    pause = min(pause, group.next_change(now))
+                pause = min(max(next_probe, MIN_PAUSE_SECONDS), group.next_change(now))
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(pause):
                         await group.changed.wait()
@@ -326,37 +367,31 @@ class Coordinator:
             if self._groups.get(key) is group:
                 del self._groups[key]
 
-    def _unasked(self, group: PendingGroup, now: float) -> list[str]:
-        """Return the absent peers to probe before this group ends the round without them; see `Absentees`."""
-        if group.key.level:
-            return []
-        group.asking_since = now if group.asking_since is None else group.asking_since
-        if now - group.asking_since > group.spec.matchmaking_seconds:
-            return []
-        # After a long suspension all records have expired, but the members of the last round are known.
-        trainers = {*self._membership.trainers(), *self._position.head.members} - {self._context.rpc.peer_id}
-        absent = [peer for peer in sorted(trainers - group.members.keys()) if self._cells.includes(group.key, peer)]
-        return self.absentees.to_ask(group.key, len(group.members), absent, now)
-
     def _finish(self, group: PendingGroup, expected: list[str], reason: str) -> None:
-        late = [] if group.key.level else [peer for peer in expected if peer not in group.members]
-        members = group.form()
+        waited_for = {*expected, *self._membership.expected()}
+        late = [] if group.key.level else [peer for peer in sorted(waited_for) if peer not in group.members]
+        late = [peer for peer in late if self._cells.includes(group.key, peer)]
+        if len(self._late_guests) > MAX_LATE_GUESTS:
+            self._late_guests.clear()
+        for peer in late:
+            if peer in expected and not self._is_member(group, peer):
+                times = 1 + self._late_guests.get(peer, (0, 0))[0]
+                pause = 2 ** (times - GUEST_CHANCES) if times >= GUEST_CHANCES else 0
+                self._late_guests[peer] = times, group.key.round + min(pause, LONGEST_GUEST_BACKOFF)
+        members = group.form(lambda tickets: self._is_reduced(group, tickets))
         for peer in late:
             self._membership.missed_round(peer)
         logger.debug("round %d: group of %d: %s", group.head.round, len(members), reason)
 
     async def _probe(self, peer: str, group: PendingGroup) -> None:
         """Probe a missing peer, and end this group if another leader goes first or the swarm is ahead."""
-        loop, key, seconds = asyncio.get_running_loop(), group.key, probe_seconds(self._spec)
-        asked = loop.time()
+        key = group.key
         try:
-            said = await probe(self._context.rpc, peer, key, seconds, closing=group.closing)
+            said = await probe(self._context.rpc, peer, key, probe_seconds(self._spec), closing=group.closing)
         except PeerRefusedError:
-            self.absentees.answered(peer, key, asked)
             return
         except (PeerError, DeadlineError) as error:
             self._leaders.lost(peer, str(error))
-            self.absentees.silent(peer, asked, loop.time(), seconds)
             return
         finally:
             group.changed.set()
@@ -365,11 +400,11 @@ class Coordinator:
         leader = said.leader
         if self._membership.is_convicted(leader):
             self._on_misled(peer, leader)
-        if not said.is_averaging:
-            self.absentees.answered(peer, key, asked)
         if group.over:
             return
         if is_ahead(said.head, group.head):
             group.answer_all(messages.Behind(peer))
-        elif leader and self._goes_before(key, leader) and not self._membership.is_suspect(leader):
+        elif leader and self._leaders.may_lead(key, leader) and self._goes_before(key, leader):
+            if self._membership.is_suspect(leader):
+                return
             group.answer_all(messages.Redirected(leader))

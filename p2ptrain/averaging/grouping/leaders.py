@@ -39,6 +39,9 @@ class RoundPosition:
         following: The group and the leader to which it sent a ticket.
         closing: The group that should form with the work that this peer has.
         running: The group, leader and members of the attempt that this peer is in.
+        attempts: Attempts at the round in progress that this peer was in.
+        standstill: Seconds for which this peer, while it was awake, has tried to end the round in progress.
+        leaves: True if this peer leaves the swarm after the round in progress.
         on_close: Called each time another peer says that the round in progress closes.
     """
 
@@ -49,6 +52,9 @@ class RoundPosition:
     following: tuple[Key, str] | None = field(default=None, init=False)
     closing: Key | None = field(default=None, init=False)
     running: tuple[Key, str, tuple[str, ...]] | None = field(default=None, init=False)
+    attempts: int = field(default=0, init=False)
+    standstill: float = field(default=0.0, init=False)
+    leaves: bool = field(default=False, init=False)
     on_close: Callable[[], None] = lambda: None
 
     @property
@@ -64,6 +70,20 @@ class RoundPosition:
     def is_of(self, key: Key) -> bool:
         """True if a group belongs to the round in progress."""
         return key[:3] == (self.head.round, self.head.lineage, self.head.present)
+
+    def is_stalled(self, spec: AveragingSpec) -> bool:
+        """True if no full round was possible for so long that this peer agrees to a reduced one."""
+        return self.standstill >= spec.matchmaking_seconds
+
+    def follows(self, head: Head, spec: AveragingSpec) -> bool:
+        """True if this peer should go on from another head.
+
+        It leaves a full head of its own for a reduced lineage only after its own wait: a few members may have closed a
+        round without the others, which are still there.
+        """
+        if head.lineage == self.head.lineage or not head.outranks(self.head):
+            return False
+        return head.full > self.head.full or self.head.is_reduced or not head.is_reduced or self.is_stalled(spec)
 
     def is_ahead_of(self, head: Head) -> bool:
         """True if this peer's head wins over another one, whose round is then over."""
@@ -201,16 +221,32 @@ class Leaders:
         seen = self._seen_of(key)
         return (seen.failures[peer] + seen.detours[peer] + (peer in seen.unreachable), rank(peer, key))
 
+    def may_lead(self, key: Key, peer: str) -> bool:
+        """True if a peer is among the members that lead rounds of this lineage, or if this peer knows of none."""
+        leading = self._leading(key)
+        return peer in leading if leading else True
+
+    def _leading(self, key: Key) -> frozenset[str]:
+        """Return the members that may lead a group; empty before the founding round, and in another round."""
+        position = self.position
+        if not position.is_of(key):
+            return frozenset()
+        return frozenset(peer for peer in position.head.table.leading if position.cells.includes(key, peer))
+
     def candidates(self, key: Key, excluded: Collection[str]) -> list[str]:
         """Return the peers of the cell that may lead, in order; at least this peer.
 
-        Absentees are included: peers that excluded each other would otherwise fork into lone lineages for ever.
+        The lineage's member table names them. Before the founding round, peers know each other by their records alone.
         """
-        membership, own = self.membership, self.position.peer
-        others = {*membership.alive_trainers(), *self.probers(key)}.difference(excluded)
-        there = {own, *(peer for peer in others if not membership.is_convicted(peer))}
-        there = {peer for peer in there if self.position.cells.includes(key, peer)} or {own}
-        return sorted(there, key=lambda peer: self.order(key, peer))
+        membership, own, position = self.membership, self.position.peer, self.position
+        there = self._leading(key)
+        if not there:
+            there = frozenset({own, *membership.alive_trainers(), *self.probers(key)})
+            there = frozenset(peer for peer in there if position.cells.includes(key, peer))
+        absent = {peer for peer in there if membership.is_suspect(peer) or membership.is_resting(peer)}
+        able = (there & self.probers(key) | there - absent).difference(excluded, {own})
+        able = frozenset(peer for peer in able if not membership.is_convicted(peer))
+        return sorted(able | (there & {own}) or {own}, key=lambda peer: self.order(key, peer))
 
     def first(self, key: Key) -> str:
         """Return the peer to report to: the first candidate that is not unreachable."""

@@ -7,7 +7,6 @@ followers are redirected to the leader of smaller rank, and leaders that probe e
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Iterable
 
@@ -15,8 +14,8 @@ from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping import messages
 from p2ptrain.averaging.grouping.cells import Cells, Key
 from p2ptrain.averaging.grouping.coordinator import CONVICTED, MAX_HOPS, Coordinator
-from p2ptrain.averaging.grouping.leaders import Leaders, RoundPosition, is_ahead, probe, probe_seconds
-from p2ptrain.averaging.grouping.membership import ANSWER_SECONDS
+from p2ptrain.averaging.grouping.leaders import Leaders, RoundPosition, probe, probe_seconds
+from p2ptrain.averaging.grouping.pending_group import may_reduce
 from p2ptrain.averaging.grouping.reporting import Pacing, Standby
 from p2ptrain.averaging.protocol.certificate import Head, Roster, Ticket
 from p2ptrain.averaging.timing.deadlines import (
@@ -35,6 +34,7 @@ logger = logging.getLogger(__name__)
 OPEN_TIMEOUT_SECONDS = 8.0
 MAX_GREETED = 64
 RETRY_SECONDS = 0.25
+TICK_SECONDS = 0.5
 MAX_ROSTER_BYTES = 1 << 20
 
 
@@ -77,6 +77,7 @@ class Matchmaker:
         self.leaders = Leaders(self.position, context.membership)
         self._coordinator = Coordinator(context, self.leaders, goal, on_misled)
         self._tasks = Tasks()
+        self._clock: asyncio.TimerHandle | None = None
         self._asking: tuple[str, asyncio.Task[messages.Answer]] | None = None
         self.standby = Standby(context, self.leaders, self._coordinator)
         self.pacing = Pacing(context, self.leaders, goal.steps)
@@ -104,6 +105,8 @@ class Matchmaker:
         """Continue from another head, and expect the members of its last round even without records."""
         self.position.head = head
         self.position.running = None
+        self.position.attempts, self.position.standstill = 0, 0.0
+        self._stop_clock()
         self.standby.moved()
         for peer in self._in_cell(self.position.key, head.members):
             if peer != self._context.rpc.peer_id and self._membership.is_unannounced(peer):
@@ -114,8 +117,9 @@ class Matchmaker:
 
     async def close(self) -> None:
         await self.pacing.close()
-        await self._tasks.close()
         await self._coordinator.close()
+        await self._tasks.close()
+        self._stop_clock()
 
     def announce_soon(self, head: Head) -> None:
         """Run `announce` while this peer still catches up with ``head``: the others wait a grace period for it."""
@@ -129,26 +133,6 @@ class Matchmaker:
         key = self.cells.key_of(head or self.position.head, self._context.rpc.peer_id)
         peers = self._in_cell(key, self._membership.present())[:MAX_GREETED]
         await together("greet", (self._greet(peer, key) for peer in peers))
-
-    async def check_alone(self, roster: Roster, seconds: float) -> None:
-        """Probe the others before this peer ends alone a round that took long: it may have been suspended meanwhile.
-
-        Raises:
-            BehindError: The others have ended the round.
-        """
-        if len(roster.members) > 1 or roster.tickets[0].level or seconds <= ANSWER_SECONDS:
-            return
-        key, ahead, timeout_seconds = self.position.key, list[str](), probe_seconds(self._spec)
-
-        async def ask(peer: str) -> None:
-            with contextlib.suppress(PeerError, DeadlineError):
-                if is_ahead((await probe(self._context.rpc, peer, key, timeout_seconds)).head, self.position.head):
-                    ahead.append(peer)
-
-        trainers = {*self._membership.trainers(), *self.position.head.members} - {self._context.rpc.peer_id}
-        await together("ask", (ask(peer) for peer in self._in_cell(key, sorted(trainers))[:MAX_GREETED]))
-        if ahead:
-            raise BehindError(ahead[0])
 
     def _ask_absentees(self, key: Key, members: tuple[str, ...]) -> None:
         """Probe the expected peers that did not join, in the background.
@@ -184,17 +168,16 @@ class Matchmaker:
         self.cells.check(key)
         if self._membership.is_convicted(peer):
             raise PeerRefusedError(self._context.rpc.peer_id, CONVICTED)
-        self._coordinator.absentees.heard_from(peer)
-        if closing:
+        table = self.position.head.table
+        if closing and (not table.leading or table.row_of(peer) is not None):
             self.position.close(key)
         if key == self.position.key and self.cells.includes(key, peer):
             self.leaders.probed_by(key, peer)
-        followed, running = self.position.following, self.position.running
+        followed = self.position.following
         leader = followed[1] if followed is not None and followed[0] == key else ""
         if leader == self._context.rpc.peer_id and self._coordinator.give_way(key, peer, closing):
             leader = peer
-        is_averaging = running is not None and running[0] == key
-        return messages.ProbeReply(self.position.head.without_proof(), leader, self.leaders.gossip(key), is_averaging)
+        return messages.ProbeReply(self.position.head.without_proof(), leader, self.leaders.gossip(key))
 
     # --- following
 
@@ -216,18 +199,24 @@ class Matchmaker:
         grace = (1 + ticket.level) * self._spec.grace_seconds
         deadline = loop.time() + self._spec.matchmaking_seconds + grace + probe_seconds(self._spec)
         key = self.cells.key_of(ticket, ticket.peer, ticket.level)
-        tried: list[str] = []
+        tried, own = list[str](), self._context.rpc.peer_id
         target, hops = "", 0
+        if self._clock is None and not self._coordinator.closed:
+            self._clock = loop.call_later(TICK_SECONDS, self._count_standstill, loop.time())
         try:
             while (remaining := deadline - loop.time()) > 0:
                 if self._coordinator.closed:
                     raise NoGroupError("this peer is leaving")
                 excluded = [*tried, *sorted(self.leaders.unreachable(key))]
                 leader = self._coordinator.follow(key, target or self.leaders.candidates(key, excluded)[0])
+                if leader == own and not (self.leaders.may_lead(key, own) or self.position.is_stalled(self._spec)):
+                    await asyncio.sleep(RETRY_SECONDS)
+                    raise NoGroupError("none of the members that may lead this round answers")
                 self.position.following = self._last_leader = (key, leader)
                 answer = await self._hand_in(leader, ticket, [*self._suspects(key), *excluded], hops, remaining)
                 if answer is not None and not isinstance(answer, messages.Redirected):
                     roster = self._accept(answer, ticket, leader)
+                    self.position.attempts += 1
                     self.position.running = (key, leader, roster.members)
                     if leader != self._context.rpc.peer_id:
                         self._ask_absentees(key, roster.members)
@@ -249,6 +238,17 @@ class Matchmaker:
         self.group_broke()
         raise NoGroupError("no group was found before the matchmaking deadline")
 
+    def _count_standstill(self, since: float) -> None:
+        """Count the seconds of the round in progress; those in which this process was suspended do not count."""
+        loop = asyncio.get_running_loop()
+        self.position.standstill += min(loop.time() - since, 2 * TICK_SECONDS)
+        self._clock = loop.call_later(TICK_SECONDS, self._count_standstill, loop.time())
+
+    def _stop_clock(self) -> None:
+        if self._clock is not None:
+            self._clock.cancel()
+            self._clock = None
+
     def _suspects(self, key: Key) -> list[str]:
         """Return the suspects of the cell, the first candidate last."""
         there = self._in_cell(key, self._membership.suspects())
@@ -256,7 +256,7 @@ class Matchmaker:
 
     def _next_leader(self, key: Key, leader: str, wanted: str, tried: list[str], hops: int) -> str:
         """Return the peer ``wanted`` to which a leader redirected; empty if this peer must not follow it."""
-        if wanted in self.leaders.unreachable(key):
+        if wanted in self.leaders.unreachable(key) or not self.leaders.may_lead(key, wanted):
             return ""
         if leader == self._context.rpc.peer_id:  # Its own coordinator yielded to the other.
             return wanted
@@ -305,8 +305,8 @@ class Matchmaker:
     def _accept(self, answer: messages.Answer, ticket: Ticket, leader: str) -> Roster:
         """Return the roster of a leader's final answer, or raise the error that the answer means."""
         match answer:
-            case messages.Formed(tickets):
-                return self._check_roster(Roster(tickets), ticket, leader)
+            case messages.Formed(tickets, is_reduced):
+                return self._check_roster(Roster(tickets, is_reduced), ticket, leader)
             case messages.Refused(reason, mismatch, alone):
                 if leader == self._context.rpc.peer_id and alone:
                     self._last_leader = None  # No other peer came: this is no failure of the leader.
@@ -332,6 +332,8 @@ class Matchmaker:
             raise NoGroupError("the leader sent a roster that does not agree with itself")
         if any(self._membership.is_convicted(peer) for peer in roster.members):
             raise NoGroupError("the leader sent a roster with a peer that was proved to have falsified a mean")
+        if roster.is_reduced and not may_reduce(self.position.head.table, roster.tickets):
+            raise NoGroupError("the leader would close the round without voters that may still come")
         key = self.cells.key_of(own, own.peer, own.level)
         peers, is_last = sum(t.peers for t in roster.tickets), key.level == self.cells.num_levels(key.present) - 1
         if is_last and peers < spec.min_peers:

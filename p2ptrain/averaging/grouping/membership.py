@@ -16,7 +16,6 @@ Three judgements outlast a peer's own signs of life:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from p2ptrain.averaging.grouping.cells import Key
@@ -35,10 +34,8 @@ FIRST_MISTRUST_SECONDS = 5.0
 LONGEST_MISTRUST_SECONDS = 240.0
 MAX_AVOIDED_PEERS = 16
 MAX_KNOWN_PEERS = 4096
-ANSWER_SECONDS = 2.0
-"""Time for which a peer's answer about a round holds; < the time that followers wait for a leader."""
-SILENCE_SECONDS = 10.0
-"""Time for which a silent peer is not asked again about any round."""
+UNKNOWN_SUSPICION_SECONDS = 30.0
+"""Backoff for a peer without a record."""
 ARRIVING_STATES = ("starting", "syncing")
 """States of a peer that will send tickets."""
 ACTIVE_STATES = ("training", "paused")
@@ -72,6 +69,7 @@ class Membership:
         self._runtime = runtime
         self._known: dict[str, _Known] = {}
         self._convicted: set[str] = set()
+        self._silent_strangers: dict[str, float] = {}
 
     def update(self, record: PeerRecord, sequence: int, expires_at: float) -> None:
         """Store a verified record; ignore older sequences."""
@@ -103,6 +101,10 @@ class Membership:
     def suspect(self, peer: str, reason: str) -> None:
         """Record that a peer did not answer; rounds do not wait for it until it shows signs of life."""
         if (known := self._known.get(peer)) is None:
+            now = self._runtime.now()
+            self._silent_strangers = {each: until for each, until in self._silent_strangers.items() if until > now}
+            if len(self._silent_strangers) < MAX_KNOWN_PEERS:
+                self._silent_strangers[peer] = now + UNKNOWN_SUSPICION_SECONDS
             return
         known.failures += 1
         pause = min(FIRST_SUSPICION_SECONDS * 2 ** min(known.failures - 1, 16), LONGEST_SUSPICION_SECONDS)
@@ -113,6 +115,7 @@ class Membership:
 
     def heard_from(self, peer: str) -> None:
         """Record that a peer acted (a ticket, a report): suspicion ends at once."""
+        self._silent_strangers.pop(peer, None)
         if (known := self._known.get(peer)) is not None:
             known.failures = 0
             known.suspect_until = 0.0
@@ -205,9 +208,21 @@ class Membership:
         known = self._known.get(peer)
         if peer in self._convicted:
             return True
-        if known is None or known.suspect_sequence < 0:
+        if known is None:
+            return self._silent_strangers.get(peer, 0.0) > self._runtime.now()
+        if known.suspect_sequence < 0:
             return False
         return self._runtime.now() < known.suspect_until or known.sequence <= known.suspect_sequence
+
+    def is_resting(self, peer: str) -> bool:
+        """True if the peer's record says that it sends no tickets now."""
+        known = self._known.get(peer)
+        return known is not None and known.record.state not in (*ACTIVE_STATES, *ARRIVING_STATES)
+
+    def may_answer(self, peer: str) -> bool:
+        """True unless the peer is suspect, or its record has expired; this peer itself is not asked about."""
+        known = self._known.get(peer)
+        return not self.is_suspect(peer) and (known is None or known.expires_at > self._runtime.now())
 
     def suspects(self) -> list[str]:
         """Return the peers that presumably do not answer."""
@@ -254,43 +269,6 @@ class Membership:
             and not self.is_suspect(record.peer)
             and not self.is_mistrusted(record.peer)
         ]
-
-
-class Absentees:
-    """Remembers the absent peers' answers to a leader that would end a round without them. Times are in loop time.
-
-    A suspended process resumes with stale data: all deadlines have passed, and no peer seems to answer. It would end
-    alone a round that the others have ended, and fork the lineage. Unless most peers came, the leader therefore asks
-    each absent trainer first.
-    """
-
-    def __init__(self) -> None:
-        self._answers: dict[str, tuple[Key, float]] = {}
-        self._silences: dict[str, float] = {}
-
-    def to_ask(self, key: Key, present: int, absent: Sequence[str], now: float) -> list[str]:
-        """Return those of the ``absent`` trainers to ask before ``present`` peers end a round without them."""
-        self._answers = {
-            peer: (about, until) for peer, (about, until) in self._answers.items() if about == key and until > now
-        }
-        self._silences = {peer: until for peer, until in self._silences.items() if until > now}
-        known = self._answers.keys() | self._silences.keys()
-        return [] if present > len(absent) else [peer for peer in absent if peer not in known]
-
-    def answered(self, peer: str, key: Key, asked: float) -> None:
-        """Record that a peer, asked at ``asked``, is neither ahead nor ends the round with others."""
-        self._answers[peer] = (key, asked + ANSWER_SECONDS)
-
-    def silent(self, peer: str, asked: float, now: float, timeout_seconds: float) -> None:
-        """Record that a peer, asked at ``asked``, did not answer within the timeout.
-
-        A much longer wait shows that this process was suspended; the answer may be unread.
-        """
-        if now - asked <= 2 * timeout_seconds:
-            self._silences[peer] = asked + SILENCE_SECONDS
-
-    def heard_from(self, peer: str) -> None:
-        self._silences.pop(peer, None)
 
 
 def rank(peer: str, key: Key) -> bytes:

@@ -51,9 +51,10 @@ class Waiting(Answer, Keepalive, frozen=True, tag="waiting"):
 
 
 class Formed(Answer, frozen=True, tag="formed"):
-    """The group has formed; the tickets are in the order of the roster."""
+    """The group has formed; the tickets are in the order of the roster. See `Roster`."""
 
     tickets: Annotated[tuple[Ticket, ...], Meta(min_length=1, max_length=MAX_MEMBERS)]
+    is_reduced: bool = False
 
 
 class Redirected(Answer, frozen=True, tag="redirected"):
@@ -89,13 +90,11 @@ class ProbeReply(Message, frozen=True):
     Attributes:
         leader: The leader that it follows in the group of the probe; empty for none.
         failures: `Leaders.gossip` about that group.
-        is_averaging: True if it is in an attempt to end that round.
     """
 
     head: Head
     leader: Name
     failures: Failures
-    is_averaging: bool
 
 
 class BatchReport(Message, frozen=True):

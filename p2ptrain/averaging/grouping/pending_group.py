@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -16,6 +16,7 @@ from p2ptrain.averaging.grouping.cells import Cells, Key
 from p2ptrain.averaging.grouping.membership import rank
 from p2ptrain.averaging.grouping.messages import Answer, Formed, Refused
 from p2ptrain.averaging.protocol.certificate import Head, Ticket
+from p2ptrain.averaging.protocol.table import Table, quorum_of
 from p2ptrain.averaging.timing.goal import BatchProgress, GlobalBatch, LocalSteps, StepProgress
 from p2ptrain.manifest import AveragingSpec
 
@@ -30,13 +31,27 @@ def group_spec(spec: AveragingSpec, cells: Cells, key: Key) -> AveragingSpec:
     return spec.model_copy(update={"min_peers": 1, "grace_seconds": spec.grace_seconds * (1 + key.level)})
 
 
+def may_reduce(table: Table, tickets: Collection[Ticket]) -> bool:
+    """True if these peers may close a round without the voters of a full one.
+
+    They waited for them, or follow others that did: two thirds of the members that are awake in a reduced lineage.
+    """
+    here = {ticket.peer for ticket in tickets}
+    if len(table.electorate & here) < table.least_of_electorate:
+        return False
+    goes_on = table.is_reduced and len(table.awake & here) >= quorum_of(len(table.awake))
+    return goes_on or all(ticket.stalled for ticket in tickets)
+
+
 @dataclass(frozen=True)
 class Situation:
     """A leader's knowledge about one round.
 
     Attributes:
         ready: Number of peers that sent a ticket.
-        missing: Number of expected peers without one.
+        missing: Number of expected members without one.
+        guests: Number of expected peers without one that are no members yet; they count for no quorum.
+        has_voters: True if enough voters are there to certify a result.
         batch_is_full: True if the peers reached the round's goal together.
         seconds_waiting: Time since the first ticket; 0 without tickets.
         seconds_since_quorum: None before the quorum.
@@ -49,6 +64,8 @@ class Situation:
     seconds_waiting: float
     seconds_since_quorum: float | None
     of_delegates: bool = False
+    guests: int = 0
+    has_voters: bool = True
 
 
 @dataclass(frozen=True)
@@ -79,12 +96,14 @@ def decide(situation: Situation, spec: AveragingSpec) -> Decision:
         hurry = situation.missing > 0 and (situation.batch_is_full or has_quorum(situation, spec))
         reason = f"waiting for {spec.min_peers - situation.ready} more peers: the minimum is unmet"
         return Decision("close" if hurry else "wait", reason)
-    if not situation.missing:
-        return Decision("form", f"all {total} peers are ready")
-    if not has_quorum(situation, spec):
+    if not situation.has_voters or not has_quorum(situation, spec):
+        lacking = "no quorum" if situation.has_voters else "too few voters, is the seed up?"
         if out_of_time:
-            return Decision("give up", f"{situation.ready} of {total} peers are ready: no quorum")
-        return Decision("close" if situation.batch_is_full else "wait", f"{situation.ready} of {total} peers are ready")
+            return Decision("give up", f"{situation.ready} of {total} peers are ready: {lacking}")
+        closes = situation.batch_is_full or has_quorum(situation, spec)
+        return Decision("close" if closes else "wait", f"{situation.ready} of {total} peers are ready: {lacking}")
+    if not situation.missing and not situation.guests:
+        return Decision("form", f"all {total} peers are ready")
     if out_of_time or (situation.seconds_since_quorum or 0.0) >= spec.grace_seconds:
         return Decision("form", f"{situation.ready} of {total} peers are ready and the grace period is over")
     return Decision("close", f"{situation.ready} of {total} peers are ready: a quorum")
@@ -132,7 +151,6 @@ class PendingGroup:
         over: True once members got their answers; later arrivals open a new group.
         changed: Set by every change; the leader's loop clears it.
         last_activity: Time of the last ticket or report.
-        asking_since: Time when the leader first asked absent peers before it forms the group; None before.
     """
 
     head: Head
@@ -147,7 +165,6 @@ class PendingGroup:
     over: bool = field(default=False, init=False)
     changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     last_activity: float = field(default=0.0, init=False)
-    asking_since: float | None = field(default=None, init=False)
     _stirred: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _first_ticket_at: float | None = field(default=None, init=False)
     _quorum_at: float | None = field(default=None, init=False)
@@ -218,13 +235,18 @@ class PendingGroup:
             async with asyncio.timeout(timeout_seconds):
                 await self._stirred.wait()
 
-    def situation(self, expected: list[str], now: float) -> Situation:
-        """Drop members that left, and return the input of `decide` for these expected slots."""
+    def situation(
+        self, expected: list[str], now: float, guests: Collection[str] = (), *, has_voters: bool = True
+    ) -> Situation:
+        """Drop members that left, and return the input of `decide` for these expected slots and guests."""
         self.members = {slot: member for slot, member in self.members.items() if not member.answer.done()}
         missing = [slot for slot in expected if slot not in self.members]
         waiting = 0.0 if self._first_ticket_at is None else now - self._first_ticket_at
         is_full = self.batch.is_full or self.steps.is_due(now)
-        situation = Situation(len(self.members), len(missing), is_full, waiting, None, of_delegates=self.key.level > 0)
+        situation = Situation(
+            len(self.members), len(missing), is_full, waiting, None, self.key.level > 0,
+            len(set(guests) - self.members.keys()), has_voters,
+        )  # fmt: skip
         if not has_quorum(situation, self.spec):
             self._quorum_at = None
             return situation
@@ -250,11 +272,16 @@ class PendingGroup:
                 member.answer.set_result(answer)
         self.stir()
 
-    def form(self) -> list[str]:
+    @property
+    def tickets(self) -> list[Ticket]:
+        return [member.ticket for member in self.members.values() if not member.answer.done()]
+
+    def form(self, is_reduced: Callable[[Sequence[Ticket]], bool | None] = lambda tickets: False) -> list[str]:
         """Form the group, answer all members, and return the peers in it.
 
         It refuses members whose state is not the most common one, members in conflict with others, and members beyond
-        the group size. Refused members keep their work for the next round.
+        the group size. Refused members keep their work for the next round. ``is_reduced`` tells whether the round of
+        the rest would be reduced; None refuses them all.
         """
         digests = Counter((m.ticket.digest, m.ticket.layout) for m in self.members.values())
         common = max(digests, key=lambda key: (digests[key], key))
@@ -273,5 +300,10 @@ class PendingGroup:
         for peer in [peer for peer in chosen if peer not in members]:
             why = "the group is full" if peer in kept else "rounds with you and another member broke again and again"
             chosen[peer].answer.set_result(Refused(f"{why}: your work waits a round"))
-        self.answer_all(Formed(tuple(chosen[peer].ticket for peer in members)))
+        tickets = tuple(chosen[peer].ticket for peer in members)
+        reduced = is_reduced(tickets)
+        if reduced is None:
+            self.answer_all(Refused("too few voters for a certificate are left in the group"))
+        else:
+            self.answer_all(Formed(tickets, reduced))
         return members

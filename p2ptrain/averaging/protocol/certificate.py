@@ -1,22 +1,25 @@
 """Tickets, rosters, results, certificates, and the heads that follow from them, with the bounds of their fields.
 
 A *ticket* is a peer's signed request to average one round. A *roster* is the list of tickets that a leader assembled.
-The roster's members reduce, and each member that holds the whole result signs its *body*. A body signed by a majority
-of the roster is a *certificate*. Only certificates advance a round. A roster has at most one: two majorities of it
-share a member, and a member signs one body per roster. A *head* is the state of a lineage after a certificate. A peer
-proves its lineage by its *chain*, the certificates after an earlier head.
+The roster's members reduce, and each member that holds the whole result signs its *body*. A *certificate* is a body
+with the signatures of a majority of the roster, which holds the result, and of two thirds of the voters in the
+lineage's member table (`p2ptrain.averaging.protocol.table`). Only certificates advance a round. A *head* is the state
+of a lineage after a certificate. A peer proves its lineage by its *chain*, the certificates after an earlier head.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, ClassVar, Self
 
 from msgspec import Meta
 
+from p2ptrain.averaging.protocol.table import MAX_COUNT, MAX_ELECTORATE, NO_MEMBERS, NOTHING_TOLD, Census, Table
+from p2ptrain.averaging.protocol.table import Count as Count
+from p2ptrain.averaging.protocol.table import Name as Name
 from p2ptrain.errors import IntegrityError, ProtocolError
 from p2ptrain.hashing import HASH_BYTES, canonical_bytes
 from p2ptrain.manifest import AveragingSpec
@@ -25,7 +28,6 @@ from p2ptrain.network.schema import Hash, Message, from_bytes, to_bytes, to_wire
 from p2ptrain.signing import Signer
 
 MAX_MEMBERS = 256
-MAX_COUNT = (1 << 62) - 1
 MAX_PRESENT = 1 << 16  # bound on the peers of a swarm; keeps the computation of a tree's shape short
 MAX_LEVELS = 16
 MAX_RATES_BYTES = 1024
@@ -33,12 +35,12 @@ MAX_PROOF_BYTES = 2048
 MAX_CERTIFICATE_BYTES = 1 << 20
 CHAIN = "history.after"
 MAX_CHAIN_BYTES = 4 << 20
+ROOT = "history.root"
+MAX_ROOT_BYTES = 8 << 20
 CALL_TIMEOUT_SECONDS = 12.0
-Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Present = Annotated[int, Meta(ge=0, le=MAX_PRESENT)]
 Positive = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 Level = Annotated[int, Meta(ge=0, lt=MAX_LEVELS)]
-Name = Annotated[str, Meta(max_length=128)]  # a peer's id, or a codec's name
 Proof = Annotated[bytes, Meta(max_length=MAX_PROOF_BYTES)]  # a signature; empty before the value is signed
 
 
@@ -80,6 +82,9 @@ class Head:
         members: Roster of the round before, in order; empty at the start, and after a roster of delegates.
         certificate: Certificate of the round before, in wire form; empty at the start.
         present: Number of peers that the round before counted; 0 at the start.
+        full: `Table.full_round`: round of the newest head of the lineage that a full certificate led to.
+        returned: `Table.num_returned`.
+        table: The lineage's members; empty `without_proof`.
     """
 
     round: Count
@@ -90,19 +95,38 @@ class Head:
     members: Annotated[tuple[Name, ...], Meta(max_length=MAX_MEMBERS)] = ()
     certificate: bytes = b""
     present: Present = 0
+    full: Count = 0
+    returned: Present = 0
+    table: Table = NO_MEMBERS
+
+    @property
+    def is_reduced(self) -> bool:
+        """True if reduced certificates led here from the lineage's newest full one."""
+        return self.full < self.round
 
     def without_proof(self) -> Head:
-        """Return this head without members and certificate, for messages that need not prove it."""
-        return Head(self.round, self.lineage, self.tokens, self.samples, self.digest, present=self.present)
+        """Return this head without members, certificate and table, for messages that need not prove it."""
+        return replace(self, members=(), certificate=b"", table=NO_MEMBERS)
 
     def outranks(self, other: Head) -> bool:
-        """True if this lineage wins: by more tokens, then by more rounds, then by the smaller hash."""
-        return (self.tokens, self.round, other.lineage) > (other.tokens, other.round, self.lineage)
+        """True if this lineage wins: by its newest full round, returned voters, rounds, tokens, and the smaller hash.
+
+        Reduced rounds thus never win over a full one, however many there are.
+        """
+        mine, others = ((each.full, each.returned, each.round, each.tokens) for each in (self, other))
+        return (*mine, other.lineage) > (*others, self.lineage)
+
+    def after(self, certificate: Certificate, digest: bytes) -> Head:
+        """Return the head after a valid certificate; raise `IntegrityError` if it is not valid here.
+
+        ``digest`` is that of the state with its result applied, 32 bytes.
+        """
+        return certificate.next_head(digest, self.table.check(certificate))
 
 
-def genesis(swarm: bytes, digest: bytes) -> Head:
-    """Return the head of a new lineage, whose initial state has this digest."""
-    return Head(0, hashlib.sha256(b"p2ptrain genesis" + swarm + digest).digest(), 0, 0, digest)
+def genesis(swarm: bytes, digest: bytes, table: Table = NO_MEMBERS) -> Head:
+    """Return the head of a new lineage, whose initial state has this digest and whose founders are in ``table``."""
+    return Head(0, hashlib.sha256(b"p2ptrain genesis" + swarm + digest).digest(), 0, 0, digest, table=table)
 
 
 @dataclass(frozen=True)
@@ -124,6 +148,10 @@ class Ticket(Signed):
             level below, and ``tokens`` and ``samples`` are those of this result.
         child: That result's `Body.body_hash`, 32 bytes; empty on level 0.
         peers: Number of peers that the ticket represents; 1 on level 0.
+        view: Attempts at this round that the peer was in.
+        stalled: True if no full round was possible for so long that it agrees to a reduced one.
+        leaves: True if it leaves the swarm after this round.
+        census: Above level 0: that of the result that it brings; None on level 0.
     """
 
     CONTEXT: ClassVar[bytes] = b"p2ptrain ticket"
@@ -143,8 +171,14 @@ class Ticket(Signed):
     level: Level = 0
     child: Annotated[bytes, Meta(max_length=HASH_BYTES)] = b""
     peers: Annotated[int, Meta(ge=1, le=MAX_PRESENT)] = 1
+    view: Present = 0
+    stalled: bool = False
+    leaves: bool = False
+    census: Census | None = None
 
     def __post_init__(self) -> None:
+        if (self.census is None) != (self.level == 0):
+            raise ValueError("a ticket brings another level's members")
         if len(self.child) != (HASH_BYTES if self.level else 0):
             raise ValueError("a ticket brings another level's result")
         if self.peers > 1 and not self.level:
@@ -169,9 +203,13 @@ def check_weight(tokens: int, samples: int, peers: int, max_weight: float) -> No
 
 @dataclass(frozen=True)
 class Roster:
-    """The members of one attempt at a round, in the order of reduction."""
+    """The members of one attempt at a round, in the order of reduction.
+
+    If it ``is_reduced``, they close the round without the voters that a full one needs.
+    """
 
     tickets: tuple[Ticket, ...]
+    is_reduced: bool = False
 
     @cached_property
     def members(self) -> tuple[str, ...]:
@@ -179,14 +217,14 @@ class Roster:
 
     @property
     def majority(self) -> int:
-        """Number of signatures that make a certificate: more than half of the members."""
+        """Number of members that must hold the result, and sign it: more than half."""
         return len(self.tickets) // 2 + 1
 
     @cached_property
     def group_id(self) -> bytes:
         """Id of this attempt, 32 bytes: a hash of all tickets, nonces included."""
         unsigned = [to_wire(replace(ticket, proof=b"")) for ticket in self.tickets]
-        return hashlib.sha256(b"p2ptrain roster" + canonical_bytes(unsigned)).digest()
+        return hashlib.sha256(b"p2ptrain roster" + canonical_bytes([self.is_reduced, unsigned])).digest()
 
     def index_of(self, peer: str) -> int:
         """Return the index of a member; -1 for other peers."""
@@ -211,6 +249,10 @@ class Body:
         levels: Number of the tree's levels; only a result of the last one ends the round.
         peers: By member: number of peers that it represents; all 1 on level 0.
         children: By member: `body_hash` of the lower level's result that it brought, 32 bytes; empty on level 0.
+        view: Most attempts that a member was in before; a voter signs one body of each view.
+        is_reduced: See `Roster`.
+        census: What the round tells about the members of the lineage.
+        table: `Table.hash` after this result; empty below the tree's last level.
     """
 
     swarm: Hash
@@ -230,6 +272,10 @@ class Body:
     levels: Annotated[int, Meta(ge=1, le=MAX_LEVELS)] = 1
     peers: tuple[Annotated[int, Meta(ge=1, le=MAX_PRESENT)], ...] = ()
     children: tuple[Hash, ...] = ()
+    view: Present = 0
+    is_reduced: bool = False
+    census: Census = NOTHING_TOLD
+    table: Annotated[bytes, Meta(max_length=HASH_BYTES)] = b""
 
     def check(self) -> None:
         size, indices = len(self.members), [index for index, *_ in self.contributors]
@@ -245,6 +291,7 @@ class Body:
             and max(self.peers) <= (MAX_PRESENT if self.level else 1)
             and sum(self.peers) <= self.present
             and len(self.children) == (size if self.level else 0)
+            and len(self.table) == (HASH_BYTES if self.is_last else 0)
         ):
             raise IntegrityError("a result's body has fields that do not fit together")
 
@@ -309,24 +356,6 @@ class Body:
         """True if this result is of the tree's last level, and so ends the round."""
         return self.level == self.levels - 1
 
-    def next_head(self, digest: bytes, certificate: bytes) -> Head:
-        """Return the head after this result; raise `IntegrityError` unless it is of the tree's last level.
-
-        ``digest`` is that of the state with this result applied, 32 bytes; ``certificate`` is in wire form.
-        """
-        if not self.is_last:
-            raise IntegrityError("a result of a part of the swarm does not end a round")
-        return Head(
-            self.round + 1,
-            self.next_lineage,
-            self.tokens_before + self.tokens,
-            self.next_samples,
-            digest,
-            self.members if self.levels == 1 else (),
-            certificate,
-            self.present,
-        )
-
     @classmethod
     def from_bytes(cls, data: bytes) -> Body:
         """Parse the output of `to_bytes`; raise `IntegrityError` if it is malformed or not canonical."""
@@ -339,35 +368,67 @@ class Body:
 
 @dataclass(frozen=True)
 class Certificate:
-    """A body with (peer, signature) pairs of a majority of its roster."""
+    """A body with (peer, signature) pairs: of a majority of its roster, and of voters that need not be on it."""
 
     body: Body
-    proofs: Annotated[tuple[tuple[Name, Proof], ...], Meta(max_length=MAX_MEMBERS)]
+    proofs: Annotated[tuple[tuple[Name, Proof], ...], Meta(max_length=MAX_MEMBERS + MAX_ELECTORATE)]
+
+    @cached_property
+    def signers(self) -> frozenset[str]:
+        return frozenset(peer for peer, _ in self.proofs)
 
     def to_bytes(self) -> bytes:
         return to_bytes(self)
 
+    def next_head(self, digest: bytes, table: Table) -> Head:
+        """Return the head after this result, if ``table`` is the one after it; raise `IntegrityError` if not."""
+        body = self.body
+        if not body.is_last or table.hash != body.table:
+            raise IntegrityError("a head has another member table than its certificate")
+        return Head(
+            body.round + 1,
+            body.next_lineage,
+            body.tokens_before + body.tokens,
+            body.next_samples,
+            digest,
+            body.members if body.levels == 1 else (),
+            self.to_bytes(),
+            body.present,
+            table.full_round,
+            table.num_returned,
+            table,
+        )
+
     @classmethod
     def from_bytes(cls, data: bytes, swarm: bytes, verifier: Signer) -> Certificate:
-        """Parse and verify the wire form.
+        """Parse and verify the wire form; whether it counts depends on the lineage (`Table.check`).
 
         Raises:
-            IntegrityError: It is malformed, of another swarm, or lacks valid signatures of a majority.
+            IntegrityError: It is malformed, of another swarm, or has a wrong signature or none of a majority.
         """
         if len(data) > MAX_CERTIFICATE_BYTES:
             raise IntegrityError("a certificate is too large")
         certificate = from_bytes(cls, data)
-        body, proofs = certificate.body, certificate.proofs
+        body = certificate.body
         body.check()
         if body.swarm != swarm:
             raise IntegrityError("a certificate is of another swarm")
-        if len(proofs) > len(body.members) or len({peer for peer, _ in proofs}) < len(proofs):
-            raise IntegrityError("a certificate has more signatures than members")
+        if len(certificate.signers) < len(certificate.proofs):
+            raise IntegrityError("a certificate has two signatures of one peer")
         message = vote(body.body_hash)
-        signers = {peer for peer, proof in proofs if peer in body.members and verifier.verify(peer, message, proof)}
-        if len(signers) <= len(body.members) // 2:
-            raise IntegrityError(f"a certificate has {len(signers)} of {len(body.members)} signatures: not a majority")
+        if not all(verifier.verify(peer, message, proof) for peer, proof in certificate.proofs):
+            raise IntegrityError("a certificate has a signature that does not match its signer")
+        signed = len(certificate.signers.intersection(body.members))
+        if signed <= len(body.members) // 2:
+            raise IntegrityError(f"a certificate has {signed} of {len(body.members)} signatures: not a majority")
         return certificate
+
+
+def head_through(head: Head, chain: Iterable[Certificate]) -> Head:
+    """Return the head, its digest unknown, to which valid certificates lead; raise `IntegrityError` if one is not."""
+    for certificate in chain:
+        head = head.after(certificate, b"")
+    return head
 
 
 def vote(body_hash: bytes) -> bytes:
@@ -388,12 +449,29 @@ class Chain(Message, frozen=True):
     certificates: Annotated[tuple[bytes, ...], Meta(max_length=1 << 16)]
 
 
+class AskRoot(Message, frozen=True):
+    """Request for the receiver's `Root`."""
+
+
+class Root(Message, frozen=True):
+    """The newest head in a peer's history that the founders signed, or else the one where its history begins."""
+
+    head: Head
+
+
 async def fetch_certificates(
-    rpc: Rpc, peer: str, lineage: bytes, read: Callable[[bytes], Certificate], *, proofs: bool = False
+    rpc: Rpc,
+    peer: str,
+    lineage: bytes,
+    read: Callable[[bytes], Certificate],
+    *,
+    table: Table | None,
+    proofs: bool = False,
 ) -> list[Certificate]:
     """Return a peer's certificates from ``lineage`` on, verified and connected; see `RoundLog.certificates_after`.
 
-    ``read`` parses and verifies one, and raises `IntegrityError` if it is not valid.
+    ``read`` parses and verifies one, and raises `IntegrityError` if it is not valid. ``table`` is the one at
+    ``lineage``, by which each must count; an observer without a table passes None, and must not apply the results.
 
     Raises:
         PeerError, DeadlineError: The call failed.
@@ -406,10 +484,11 @@ async def fetch_certificates(
     for item in reply.certificates:
         try:
             certificate = read(item)
+            if certificate.body.lineage != lineage or not certificate.body.is_last:
+                raise ProtocolError(peer, "sent a history that does not connect")
+            table = table.check(certificate) if table is not None else None
         except IntegrityError as error:
             raise ProtocolError(peer, f"sent a history in which {error}") from error
-        if certificate.body.lineage != lineage or not certificate.body.is_last:
-            raise ProtocolError(peer, "sent a history that does not connect")
         lineage = certificate.body.next_lineage
         certificates.append(certificate)
     return certificates

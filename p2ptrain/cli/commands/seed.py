@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         },
     )
     with Identity.create_or_load(folder / KEY_FILE) as organizer:
-        signed = sign_manifest(manifest, organizer, folder / SIGNED_FILE)
+        signed = sign_manifest(manifest, organizer, folder / SIGNED_FILE, run_dir)
     return run_configured_peer(
         config, signed, f"swarm {manifest.name!r} is up; others take part with:\n\np2ptrain join ", arguments.link_file
     )

@@ -187,6 +187,7 @@ class StageReport(msgspec.Struct, frozen=True, array_like=True):
         samples: Settled in this round.
         saved_round: Round of the last checkpoint; 0 for none.
         saved_digest: Of the state in that checkpoint, 32 bytes.
+        lineage_full, lineage_returned: See `PeerRecord`.
     """
 
     unit: Count
@@ -199,6 +200,8 @@ class StageReport(msgspec.Struct, frozen=True, array_like=True):
     samples: Count = 0
     saved_round: Count = 0
     saved_digest: Hash = bytes(32)
+    lineage_full: Count = 0
+    lineage_returned: Count = 0
 
 
 RoundReports = Annotated[tuple[RoundReport, ...], Meta(max_length=MAX_REPORTS)]
@@ -216,6 +219,8 @@ class PeerRecord:
         lineage: Head of the peer's chain of certificates, 32 bytes.
         digest: Of the peer's state, 32 bytes.
         lineage_tokens: Tokens of all the lineage's rounds.
+        lineage_full: Round of its newest head that two thirds of its voters signed.
+        lineage_returned: Voters of that head on the rosters since; 0 if no round closed without the others.
         round_tokens: This peer's tokens in the current round.
         loss: Of the last batches, in nats; None before the first batch.
         addresses: Multiaddrs.
@@ -258,6 +263,8 @@ class PeerRecord:
     clock_skew_seconds: Number = 0.0
     note: Note = ""
     stages: StageReports = ()
+    lineage_full: Count = 0
+    lineage_returned: Count = 0
     failovers: Count = 0
     next_stage: Count | None = None
     serving: ServingReport | None = None
@@ -277,7 +284,8 @@ class PeerRecord:
             if stage.unit == unit:
                 return replace(
                     self, role="trainer", round=stage.round, lineage=stage.lineage, digest=stage.digest,
-                    lineage_tokens=stage.lineage_tokens,
+                    lineage_tokens=stage.lineage_tokens, lineage_full=stage.lineage_full,
+                    lineage_returned=stage.lineage_returned,
                 )  # fmt: skip
         return None
 

@@ -79,6 +79,9 @@ class SimulatedSigner(Signer):
             return False
         return hmac.compare_digest(hashlib.blake2b(message, key=key, digest_size=32).digest(), proof)
 
+    def derive(self, purpose: bytes) -> bytes:
+        return hashlib.blake2b(purpose, key=self._key, digest_size=32, person=b"derive").digest()
+
 
 class SimulatedPeer:
     """One simulated process; created by `SimulatedNetwork.add_peer`, dead after `SimulatedNetwork.crash`.

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from p2ptrain.averaging.context import PeerContext
+from p2ptrain.averaging.context import PeerContext, ballots_in, founding_of
 from p2ptrain.network.records.record import PeerRecord, StageReport
 from p2ptrain.tasks import Tasks
 
@@ -47,11 +47,18 @@ class HeldState:
         self._prepare()
         manifest = peer.manifest
         context = PeerContext(
-            peer.rpc, peer.runtime, peer.identity, peer.swarm, manifest.averaging, peer.membership, peer
-        )
+            peer.rpc, peer.runtime, peer.identity, peer.swarm, manifest.averaging, peer.membership, peer,
+            founding_of(manifest), ballots_in(peer.runtime.scratch, peer.swarm),
+        )  # fmt: skip
         replica = Replica(context, manifest.training, state)
         self._trained = Synchronizer(replica, peer.options.upload_bandwidth, peer.jobs)
         return self._trained
+
+    def vote(self) -> None:
+        """Vote on rounds without holding a state, if this peer is a founder; raise as `vote_as_founder`."""
+        from p2ptrain.node.roles.founder import vote_as_founder
+
+        vote_as_founder(self._peer)
 
     def host(self, stage: HostedStage) -> None:
         """Publish a stage that this peer hosts; raise as `train`."""
@@ -88,6 +95,8 @@ class HeldState:
             lineage=sync.head.lineage,
             digest=sync.head.digest,
             lineage_tokens=sync.head.tokens,
+            lineage_full=sync.head.full,
+            lineage_returned=sync.head.returned,
             last_rounds=tuple(sync.reports),
             trained_tokens=sync.replica.trained_tokens,
             trained_rounds=sync.replica.trained_rounds,

@@ -107,6 +107,8 @@ class HostedStage:
                     self.host.ledger.settled_samples if is_own else 0,
                     saved.round if saved is not None else 0,
                     saved.digest if saved is not None else bytes(32),
+                    head.full,
+                    head.returned,
                 )
             )  # fmt: skip
         return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from p2ptrain.averaging.context import Owner, PeerContext, Unconcerned
+from p2ptrain.averaging.context import Owner, PeerContext, Unconcerned, ballots_in, founding_of
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.pipeline.plan import Unit
 from p2ptrain.pipeline.routing.hop import HopLimits
@@ -50,7 +50,7 @@ def host_unit(
     state = unit_state(part, plan.manifest.training, swarm, plan.manifest.pipeline.moments)
     context = PeerContext(
         rpc.scoped(f"unit{unit.number}"), rpc.runtime, signer, swarm, averaging, view.membership(unit.number),
-        options.owner,
+        options.owner, founding_of(plan.manifest), ballots_in(rpc.runtime.scratch, swarm),
     )  # fmt: skip
     replica = Replica(context, plan.manifest.training, state)
     synchronizer = Synchronizer(replica, options.bandwidth, options.jobs)

@@ -22,7 +22,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from p2ptrain.averaging.protocol.certificate import Head
+from p2ptrain.averaging.protocol.table import Table
 from p2ptrain.errors import CheckpointError, IncompatibleError, IntegrityError, ResourceError
-from p2ptrain.network.schema import from_wire, to_wire
+from p2ptrain.network.schema import from_bytes, from_wire, to_bytes, to_wire
 from p2ptrain.progress import Progress, no_progress
 from p2ptrain.training.checkpoints.sealed_json import DAMAGE, seal, sync_folder, unseal, write_synced
 from p2ptrain.training.checkpoints.stage_list import STAGES_FILE
@@ -220,7 +221,7 @@ def _write_files(
     # Hashed after the write, so that the hash detects changes during the write.
     if merkle_tree(tensors).root != head.digest:
         raise CheckpointError("the shared state has not the digest of its round: nothing was saved; re-sync first")
-    values = to_wire(head)
+    values = to_wire(head) | {"table": to_bytes(head.table)}
     description = {
         "format": FORMAT,
         "swarm": swarm.hex(),
@@ -243,9 +244,10 @@ def describe_checkpoint(path: Path) -> CheckpointInfo:
                 f"{file} has format {description['format']}, this version reads {FORMAT}: use the version that wrote it"
             )
         values = description["head"]
-        for key in ("lineage", "digest", "certificate"):
+        for key in ("lineage", "digest", "certificate", "table"):
             values[key] = bytes.fromhex(values[key])
-        head = from_wire(Head, values)
+        table = from_bytes(Table, values.pop("table"))
+        head = replace(from_wire(Head, values), table=table)
         files: dict[str, dict[str, Any]] = description["files"]
         if set(files) != {SHARED_FILE, LOCAL_FILE}:
             raise ValueError("it does not list the right files")

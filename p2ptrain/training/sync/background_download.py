@@ -201,9 +201,11 @@ class StateDownload:
 
     async def _extend(self) -> bool:
         """Fetch the newer results of the first peer that has any; return True if there were some."""
+        if (tip := self.rounds.tip) is None:
+            return False
         for peer in sorted(self._sources(), key=self._failures.__getitem__):
             try:
-                chain = await self._round_log.certificates_after(peer, self.rounds.tip)
+                chain = await self._round_log.certificates_after(peer, tip)
                 for some in self._batches(peer, chain):
                     async with self._link:
                         sources = [peer, *(other for other in self._sources() if other != peer)]
@@ -235,7 +237,8 @@ class StateDownload:
                 head = await self._head_of(peer)
                 if head.lineage in self.rounds.positions:
                     return
-                check_head(self._context, self._membership, head)
+                check_head(self._context, head)
+                await self._round_log.believe(peer, self._state.head, head)
             except SOURCE_FAILURES:
                 continue
             if best is None or peer in self._waiting or head.outranks(best):
@@ -246,11 +249,12 @@ class StateDownload:
 
     async def _head_of(self, peer: str) -> Head:
         """Return the head of the chunk that a peer waits to send, or its present head if no certificate is found."""
-        stamp = self._waiting.get(peer)
-        if stamp is not None:
-            for certificate in await self._round_log.certificates_after(peer, self.rounds.tip, proofs=True):
-                if certificate.body.next_lineage == stamp.lineage:
-                    return certificate.body.next_head(stamp.digest, certificate.to_bytes())
+        stamp, head = self._waiting.get(peer), self.rounds.tip
+        if stamp is not None and head is not None:
+            for certificate in await self._round_log.certificates_after(peer, head, proofs=True):
+                head = head.after(certificate, stamp.digest)
+                if head.lineage == stamp.lineage:
+                    return head
         return await fetch_head(self._context.rpc, peer)
 
     def _notify(self) -> None:

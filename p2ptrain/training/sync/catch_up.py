@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from p2ptrain.averaging.commit.attempt import AttemptFailedError
 from p2ptrain.averaging.commit.round_log import Result
 from p2ptrain.averaging.grouping.membership import ACTIVE_STATES
-from p2ptrain.averaging.protocol.certificate import Certificate, Head
+from p2ptrain.averaging.protocol.certificate import Certificate, Head, head_through
 from p2ptrain.errors import IncompatibleError, IntegrityError, PeerRefusedError, ResourceError
 from p2ptrain.progress import Advance, Progress
 from p2ptrain.tasks import Tasks, to_its_end, together
@@ -105,7 +105,7 @@ class CatchUp:
     async def _check(self, peer: str) -> None:
         started = asyncio.get_running_loop().time()
         try:
-            if not await self._round_log.certificates_after(peer, self._state.head.lineage):
+            if not await self._round_log.certificates_after(peer, self._state.head):
                 await self._head_ahead(peer)
         except SOURCE_FAILURES as error:
             self._blame(peer, error, started)
@@ -113,12 +113,13 @@ class CatchUp:
             self._membership.vouch(peer)
 
     async def _catch_up(self, source: str, work: Contribution | None) -> None:
-        chain = await self._round_log.certificates_after(source, self._state.head.lineage)
+        chain = await self._round_log.certificates_after(source, self._state.head)
         holder = source
         if not chain:
             holder, chain = await self._chain_of_others(source)
         if not chain:
             return await self._download(source, work, keep_work=True)
+        self._check_ahead(source, head_through(self._state.head, chain))
         if chain[0].body.digest != self._state.head.digest:
             logger.warning("the swarm went on from another state than this peer's: its own is wrong")
             return await self._download(source, work, keep_work=False, chain=chain)
@@ -147,7 +148,7 @@ class CatchUp:
         self, holder: str, chain: Sequence[Certificate], work: Contribution | None, advance: Advance
     ) -> None:
         if work is not None and work.tokens > 0:
-            self._matchmaker.announce_soon(chain[-1].body.next_head(b"", b""))
+            self._matchmaker.announce_soon(head_through(self._state.head, chain))
         others = [peer for peer in self._peers_at(chain[-1].body.next_lineage) if peer != holder]
         for number, certificate in enumerate(chain):
             advance(number, len(chain))
@@ -168,7 +169,7 @@ class CatchUp:
         goal = next((record.lineage for record in active if record.peer == source), None)
         if goal is None:
             return source, []
-        start, others = self._state.head.lineage, [peer for peer in self._peers_at(goal) if peer != source]
+        start, others = self._state.head, [peer for peer in self._peers_at(goal) if peer != source]
 
         async def ask(peer: str) -> list[Certificate]:
             try:
@@ -176,7 +177,7 @@ class CatchUp:
             except SOURCE_FAILURES as error:
                 logger.debug("peer %s tells no history: %s", peer[-8:], error)
                 return []
-            return chain if between(chain, start, goal) else []
+            return chain if between(chain, start.lineage, goal) else []
 
         asked = self._context.runtime.random.sample(others, min(len(others), MAX_OTHERS_ASKED))
         chains = await together("ask", map(ask, asked))
@@ -232,7 +233,8 @@ class CatchUp:
         """
         head = await self._head_ahead(source, accepts_own_lineage=not keep_work)
         if chain and between(chain, self._state.head.lineage, head.lineage) is None:  # The source committed more.
-            chain = [*chain, *await self._round_log.certificates_after(source, chain[-1].body.next_lineage)]
+            since = await self._round_log.certificates_after(source, head_through(self._state.head, chain))
+            chain = [*chain, *since]
         async with self._downloaded.fetched(source, head):
             position = await to_its_end(self._take_over(work, keep_work, chain))
             logger.info("downloaded the state of round %d from peer %s", self._state.head.round, source[-8:])
@@ -244,11 +246,15 @@ class CatchUp:
     async def _head_ahead(self, source: str, *, accepts_own_lineage: bool = False) -> Head:
         """Return the verified head of a peer; raise `AttemptFailedError` unless it outranks this peer's."""
         head = await fetch_head(self._context.rpc, source)
-        check_head(self._context, self._membership, head)
-        own = self._state.head
-        if not (head.outranks(own) or (accepts_own_lineage and head.lineage == own.lineage)):
-            raise AttemptFailedError(f"peer {source[-8:]} is not ahead of this one")
+        check_head(self._context, head)
+        await self._round_log.believe(source, self._state.head, head)
+        if not (accepts_own_lineage and head.lineage == self._state.head.lineage):
+            self._check_ahead(source, head)
         return head
+
+    def _check_ahead(self, source: str, head: Head) -> None:
+        if not self._matchmaker.position.follows(head, self._context.spec):
+            raise AttemptFailedError(f"peer {source[-8:]} is not ahead of this one")
 
     async def _take_over(self, work: Contribution | None, keep_work: bool, chain: Sequence[Certificate]) -> int:
         """Replace the shared state by the download; return how many of the rounds since it includes."""

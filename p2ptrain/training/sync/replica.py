@@ -91,6 +91,8 @@ class Replica:
     def __init__(self, context: PeerContext, training: TrainingSpec, state: SharedState) -> None:
         self.context = context
         self.state = state
+        if state.head.round == 0:
+            state.head = context.genesis(state.head.digest)
         spec, layout, fragments = context.spec, state.layout, state.fragments
         goal = Goal(samples=training.global_batch) if training.every == 1 else Goal(steps=training.steps_per_round)
         codecs = [vector_codec(spec, fragment.layout) for fragment in fragments]
@@ -188,6 +190,7 @@ class Replica:
     async def _apply(self, result: Result, work: Contribution | None, contributed: bool) -> None:
         body = result.certificate.body
         body.check_follows(self.state.head)
+        table = self.state.head.table.check(result.certificate)
         tree_root = await self.context.runtime.compute(self._take_step, result, work, contributed)
         if contributed:
             self._drops_in_a_row = 0
@@ -195,8 +198,9 @@ class Replica:
             self.trained_tokens += tokens
             self.trained_rounds += 1
             self.averager.contributions.consumed([self.fragment_of(body).index])
-        self._set_head(body.next_head(tree_root, result.certificate.to_bytes()))
-        self.averager.round_log.add(result, bool(self._server.chunks.active))
+        before = self.state.head
+        self._set_head(result.certificate.next_head(tree_root, table))
+        self.averager.round_log.add(result, before, bool(self._server.chunks.active))
 
     def _take_step(self, result: Result, work: Contribution | None, contributed: bool) -> bytes:
         body = result.certificate.body
@@ -252,7 +256,7 @@ class Replica:
         self.state.head = head
         await self.context.runtime.compute(self._adopt, work, kept, carries, missed is not None)
         self.averager.contributions.consumed(index for index, part in enumerate(kept) if part is None)
-        self.averager.round_log.clear()
+        self.averager.round_log.begin_at(head)
         self._set_head(head)
 
     def _kept(self, missed: Sequence[Certificate] | None) -> list[float | None]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from p2ptrain.averaging.commit.round_log import Result
 from p2ptrain.averaging.protocol.certificate import Certificate, Head
+from p2ptrain.averaging.protocol.table import Table
 from p2ptrain.buffers import Buffer
 from p2ptrain.errors import IntegrityError, ResourceError
 from p2ptrain.hashing import HASH_BYTES, bulk_hash
@@ -30,6 +31,7 @@ class RoundsSince:
 
     Attributes:
         base: The head where the chain begins; None before `start`.
+        tip: The head after the last result, its digest unknown; None before `start`.
         certificates: In the order of the rounds.
         positions: By lineage on the chain: how many results lead to it from the base.
     """
@@ -37,9 +39,11 @@ class RoundsSince:
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
         self.base: Head | None = None
+        self.tip: Head | None = None
         self.certificates: list[Certificate] = []
         self.positions: dict[bytes, int] = {}
         self._means: list[list[Buffer]] = []
+        self._tables: list[Table] = []
 
     @classmethod
     def open(cls, folder: Path | None, read: Callable[[bytes], Certificate]) -> RoundsSince:
@@ -56,19 +60,12 @@ class RoundsSince:
             while (path := rounds._path(len(rounds.certificates))).is_file():
                 certificate, means = _read(path)
                 found = read(bytes(certificate))
-                if found.body.lineage != rounds.tip:
+                if rounds.tip is None or found.body.lineage != rounds.tip.lineage:
                     break
                 rounds._take(found, means)
         except (OSError, ValueError, IntegrityError, struct.error):
             pass  # A torn result is fetched once more.
         return rounds
-
-    @property
-    def tip(self) -> bytes:
-        """The lineage after the last result, 32 bytes; empty before `start`."""
-        if self.certificates:
-            return self.certificates[-1].body.next_lineage
-        return self.base.lineage if self.base is not None else b""
 
     def start(self, base: Head) -> None:
         """Discard the old chain and begin a new one; raise `ResourceError` if it cannot be written."""
@@ -82,11 +79,11 @@ class RoundsSince:
         self._begin(base)
 
     def _begin(self, base: Head) -> None:
-        self.base = base
+        self.base = self.tip = base
         self.positions = {base.lineage: 0}
 
     def append(self, result: Result) -> None:
-        """Keep the result that follows `tip`; raise `ResourceError` if it cannot be written."""
+        """Keep the valid result that follows `tip`; raise `ResourceError` if it cannot be written."""
         means: list[Buffer] = list(result.means)
         if self._folder is not None:
             path = self._path(len(self.certificates))
@@ -101,6 +98,9 @@ class RoundsSince:
         self._take(result.certificate, means)
 
     def _take(self, certificate: Certificate, means: list[Buffer]) -> None:
+        assert self.tip is not None
+        self._tables.append(self.tip.table.check(certificate))
+        self.tip = certificate.next_head(b"", self._tables[-1])
         self.certificates.append(certificate)
         self._means.append(means)
         self.positions[certificate.body.next_lineage] = len(self.certificates)
@@ -113,13 +113,12 @@ class RoundsSince:
         assert self.base is not None
         if not position:
             return self.base
-        certificate = self.certificates[position - 1]
-        return certificate.body.next_head(digest, certificate.to_bytes())
+        return self.certificates[position - 1].next_head(digest, self._tables[position - 1])
 
     def discard(self) -> None:
         """Forget the chain and delete its files."""
-        self.base = None
-        self.certificates, self._means, self.positions = [], [], {}
+        self.base = self.tip = None
+        self.certificates, self._means, self._tables, self.positions = [], [], [], {}
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -16,8 +16,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from p2ptrain.averaging.context import PeerContext
-from p2ptrain.averaging.grouping.membership import Membership
-from p2ptrain.averaging.protocol.certificate import MAX_COUNT, Head, genesis
+from p2ptrain.averaging.protocol.certificate import MAX_COUNT, Head
 from p2ptrain.errors import DeadlineError, IncompatibleError, IntegrityError, PeerError, TemporaryError
 from p2ptrain.network.chunks.messages import Open
 from p2ptrain.network.chunks.server import ChunkServer, Ration
@@ -162,21 +161,20 @@ async def fetch_head(rpc: Rpc, source: str) -> Head:
     return held.head
 
 
-def check_head(context: PeerContext, membership: Membership, head: Head) -> None:
-    """Raise `IntegrityError` unless a head's certificate proves it, and no other digest has more votes there.
+def check_head(context: PeerContext, head: Head) -> None:
+    """Raise `IntegrityError` unless a head follows from its certificate, and no other digest has more votes there.
 
-    A head in the upper half of its numbers' range is refused: with the last one that a certificate allows, a stranger
-    could end all training, because no later round would fit.
+    Whether the certificate counts is another question: see `RoundLog.believe`. A head in the upper half of its numbers'
+    range is refused: with the last one that a certificate allows, a stranger could end all training, because no later
+    round would fit.
     """
     if max(head.round, head.tokens, head.samples) > MAX_COUNT // 2:
         raise IntegrityError("a head leaves too little room for the rounds after it")
-    votes = Counter(record.digest for record in membership.records() if record.lineage == head.lineage)
+    votes = Counter(record.digest for record in context.membership.records() if record.lineage == head.lineage)
     if votes and votes[head.digest] < max(votes.values()):
         raise IntegrityError("most peers announce another digest for this state")
     if head.round == 0:
-        if head != genesis(context.swarm, head.digest):
+        if head != context.genesis(head.digest):
             raise IntegrityError("a head at round 0 is not a beginning")
-        return
-    body = context.certificate(head.certificate).body
-    if body.next_head(head.digest, head.certificate) != head:
+    elif context.certificate(head.certificate).next_head(head.digest, head.table) != head:
         raise IntegrityError("a head does not follow from its certificate")

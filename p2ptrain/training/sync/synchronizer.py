@@ -181,6 +181,7 @@ class Synchronizer:
     async def _prepare(self, work: Contribution, before: Head) -> tuple[torch.Tensor, int, int] | RoundResult:
         for _ in range(MAX_RETRIES):
             await self.follow_swarm(work)
+            self.position.leaves = 0 < self.last_round <= self.head.round + 1
             if 0 < self.last_round <= self.head.round:
                 return RoundResult(self.head != before, self.head.round, "the last round is over")
             if await self.replica.is_intact():
@@ -259,8 +260,11 @@ class Synchronizer:
     def _best_source(self) -> str | None:
         best, source = self.head, None
         for record in self._membership.trusted_records():
-            announced = Head(record.round, record.lineage, record.lineage_tokens, 0, record.digest)
-            if announced.lineage != best.lineage and announced.outranks(best):
+            announced = Head(
+                record.round, record.lineage, record.lineage_tokens, 0, record.digest,
+                full=record.lineage_full, returned=record.lineage_returned,
+            )  # fmt: skip
+            if announced.outranks(best) and self.position.follows(announced, self._spec):
                 if self._membership.is_doubted(record.peer):
                     self.catch_up.check_soon(record.peer)
                 else:

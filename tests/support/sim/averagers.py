@@ -27,6 +27,7 @@ from tests.support.coroutines import at_end
 from tests.support.records import record_of
 from tests.support.sim.averaging import HEAD, make_ticket
 from tests.support.sim.peers import SWARM, Member, members
+from tests.support.sim.seed import SimulatedSeed
 
 LAYOUT = b"y" * 32
 RECORD_SECONDS = 120.0
@@ -52,6 +53,7 @@ class AveragingPeer:
     seconds: list[float] = field(default_factory=list)
     sizes: tuple[int, ...] = ()
     owner: Unconcerned = field(default_factory=Unconcerned)
+    founder: SimulatedSeed | None = None
 
     def follow(self) -> None:
         """Learn where the others are, and go to the best head among them, as if that took no time."""
@@ -75,7 +77,9 @@ class AveragingPeer:
         self.outcomes.append(outcome)
         self.seconds.append(outcome.transfer_seconds)
         certificate = outcome.result.certificate
-        self.averager.matchmaker.set_head(certificate.body.next_head(b"d" * 32, certificate.to_bytes()))
+        before = self.averager.head
+        self.averager.matchmaker.set_head(before.after(certificate, b"d" * 32))
+        self.averager.round_log.add(outcome.result, before)
         return outcome
 
     async def try_round(self) -> bool:
@@ -98,7 +102,10 @@ class AveragingPeer:
 
 
 def record_at(peer: SimulatedPeer, head: Head) -> PeerRecord:
-    return record_of(peer.peer_id, name=peer.name, round=head.round, lineage=head.lineage, digest=head.digest)
+    return record_of(
+        peer.peer_id, name=peer.name, round=head.round, lineage=head.lineage, digest=head.digest,
+        lineage_full=head.full, lineage_returned=head.returned,
+    )  # fmt: skip
 
 
 def make_matchmaker(
@@ -181,20 +188,23 @@ async def start_averagers(
 
     ``parts`` are codec and size of the parts of the vector that rounds average in turn; all of it if empty.
     """
-    head = genesis(SWARM, b"d" * 32)
-    started = []
+    founder, started = SimulatedSeed(network), []
+    await founder.serve(SWARM, spec)
+    head = genesis(SWARM, b"d" * 32, founder.founding)
     for index, peer in enumerate(peers):
         rpc = Rpc(transport_of(peer), peer.runtime, SWARM)
         membership = Membership(peer.peer_id, peer.runtime)
         owner = Unconcerned()
-        context = PeerContext(rpc, peer.runtime, peer.signer, SWARM, spec, membership, owner)
+        context = PeerContext(rpc, peer.runtime, peer.signer, SWARM, spec, membership, owner, founder.founding)
         round_log = RoundLog(context, parts or [(get_codec(spec.codec), num_values)])
         averager = Averager(context, head, round_log, LAYOUT)
         averager.matchmaker.participate(True)
         await rpc.start()
         vector = torch.randn(num_values, generator=torch.Generator().manual_seed(index))
         sizes = tuple(size for _, size in parts)
-        started.append(AveragingPeer(peer, rpc, membership, averager, spec, vector, sizes=sizes, owner=owner))
+        started.append(
+            AveragingPeer(peer, rpc, membership, averager, spec, vector, sizes=sizes, owner=owner, founder=founder)
+        )
     for each in started:
         each.others = [other for other in started if other is not each]
     at_end(lambda: stop_averagers(started))
@@ -207,3 +217,5 @@ async def stop_averagers(started: list[AveragingPeer]) -> None:
             await each.averager.close()
             await each.rpc.close()
             await each.peer.close()
+        if each.founder is not None:
+            await each.founder.close()

@@ -14,6 +14,7 @@ from p2ptrain.averaging.allreduce.runner import GroupResult
 from p2ptrain.averaging.allreduce.session import AllReduceSession
 from p2ptrain.averaging.allreduce.spot_checks import SpotChecks
 from p2ptrain.averaging.averager import Averager
+from p2ptrain.averaging.commit.attempt import AttemptFailedError
 from p2ptrain.averaging.protocol.certificate import Head, Roster
 from p2ptrain.averaging.vector.chunks import CHUNK_VALUES, mean_root
 from p2ptrain.averaging.vector.reduce import EncodedStream
@@ -210,6 +211,8 @@ def state_two_means(session: AllReduceSession, delay_seconds: float = 0.0) -> No
         assert attempt.contributors is not None
         share.parts, share.trees = session.share.parts, dict(session.share.trees)
         share.measure_own()
+        if share.norms().keys() < set(attempt.contributors):  # The session has ended meanwhile.
+            raise AttemptFailedError("its parts are gone")
         codec, size = share._codec, len(share.own)
         mean = EncodedStream(bytearray(codec.encoded_bytes(size)))
         await share.reduce(context.runtime, attempt.contributors, [10] * len(attempt.contributors), mean)

@@ -33,6 +33,7 @@ from p2ptrain.pipeline.view import PipelineView
 from p2ptrain.training.sync.synchronizer import RoundResult
 from tests.support.coroutines import at_end
 from tests.support.records import record_of
+from tests.support.sim.seed import SimulatedSeed
 
 SAMPLES = 2
 HOP_LIMITS = HopLimits(open_seconds=2.0, quiet_seconds=4.0)
@@ -272,6 +273,11 @@ class Pipeline:
     make: Callable[[SimulatedPeer, int | None, float], PipelinePeer] | None = None
 
     def __post_init__(self) -> None:
+        founder = SimulatedSeed(self.network)
+        self.manifest = self.manifest.model_copy(update={"founders": (founder.peer.peer_id,)})
+        plan = PipelinePlan(self.manifest)
+        units = {f"unit{number}": plan.swarm_of(number) for number in range(plan.num_stages + 1)}
+        founder.peer.spawn(founder.serve(self.manifest.digest, self.manifest.averaging, units))
         at_end(self.close)
 
     async def add(self, name: str, stage: int | None, pass_seconds: float = 0.0) -> PipelinePeer:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from p2ptrain.averaging.context import PeerContext
+from p2ptrain.averaging.context import PeerContext, ballots_in, founding_of
 from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.errors import DivergedError
@@ -27,6 +27,7 @@ from p2ptrain.training.sync.synchronizer import RoundResult, Synchronizer
 from tests.support.coroutines import at_end
 from tests.support.records import record_of
 from tests.support.settings import training_over
+from tests.support.sim.seed import SimulatedSeed
 
 TOKENS_PER_STEP = 10
 BASE_RATE = 0.01
@@ -131,8 +132,9 @@ class SimulatedTrainer:
         )
         self.is_reachable = True
         context = PeerContext(
-            self.rpc, peer.runtime, peer.signer, self.swarm, manifest.averaging, self.membership, self
-        )
+            self.rpc, peer.runtime, peer.signer, self.swarm, manifest.averaging, self.membership, self,
+            founding_of(manifest), ballots_in(peer.runtime.scratch, self.swarm),
+        )  # fmt: skip
         self.sync = Synchronizer(Replica(context, manifest.training, self.state))
         spec = manifest.training
         self.work = LocalContribution(
@@ -151,7 +153,8 @@ class SimulatedTrainer:
         head = self.sync.head
         return record_of(
             self.peer.peer_id, name=self.peer.name, state=self.status, round=head.round, lineage=head.lineage,
-            digest=head.digest, lineage_tokens=head.tokens, round_tokens=self.work.tokens,
+            digest=head.digest, lineage_tokens=head.tokens, lineage_full=head.full,
+            lineage_returned=head.returned, round_tokens=self.work.tokens,
             last_rounds=tuple(self.sync.reports),
         )  # fmt: skip
 
@@ -256,7 +259,9 @@ class SimulatedTrainer:
 class SimulatedSwarm:
     def __init__(self, network: SimulatedNetwork, manifest: Manifest, seed: int) -> None:
         self.network = network
-        self.manifest = manifest
+        self.founder = SimulatedSeed(network)
+        self.manifest = manifest.model_copy(update={"founders": (self.founder.peer.peer_id,)})
+        self.founder.peer.spawn(self.founder.serve(self.manifest.digest, manifest.averaging))
         self.seed = seed
         self.ledger = Ledger()
         self.trainers: dict[str, SimulatedTrainer] = {}
@@ -324,4 +329,5 @@ class SimulatedSwarm:
         for task in pending:
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
+        await self.founder.close()
         self._raise_errors()

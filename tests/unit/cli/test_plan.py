@@ -8,6 +8,8 @@ from p2ptrain.cli.main import Parser
 from p2ptrain.cli.plan import DEFAULT_MINUTES, make_plan
 from p2ptrain.config import PeerConfig
 from p2ptrain.errors import ConfigError
+from p2ptrain.manifest import SIGNED_FILE, SignedManifest
+from p2ptrain.network.identity import IDENTITY_FILE, Identity
 
 
 def arguments(tmp_path: Path, *words: str) -> argparse.Namespace:
@@ -29,6 +31,17 @@ def test_the_plan_has_one_role_file_for_each_peer_and_all_listen_on_loopback(tmp
     assert len({config.run_dir for config in configs}) == 3
     assert all(config.manifest == tmp_path / "manifest.bin" for config in configs)
     assert not any(config.network.nat_port_map or config.network.auto_nat for config in configs)
+
+
+def test_the_bootstrap_peer_founds_the_swarm_and_a_second_run_continues_it(tmp_path: Path) -> None:
+    with Identity.ephemeral() as verifier:
+        first, second = (
+            (make_plan(arguments(tmp_path)), SignedManifest.from_bytes(path.read_bytes(), None, verifier).manifest)[1]
+            for path in [tmp_path / SIGNED_FILE] * 2
+        )
+    with Identity.create_or_load(tmp_path / "bootstrap" / IDENTITY_FILE) as seed:
+        assert first.founders == (seed.peer_id,)
+    assert first.digest == second.digest
 
 
 def test_its_peers_may_read_what_its_own_manifest_names_and_nothing_else(tmp_path: Path) -> None:

@@ -9,13 +9,14 @@ import torch
 from p2ptrain.averaging.commit.result_chunks import ChunkHashes
 from p2ptrain.averaging.commit.round_log import MAX_CERTIFICATES, Result, RoundLog
 from p2ptrain.averaging.protocol.certificate import AskChain, Certificate, Chain, vote
+from p2ptrain.averaging.protocol.table import Census
 from p2ptrain.codecs import Codec, get_codec
 from p2ptrain.codecs.mixed import by_size
 from p2ptrain.errors import IntegrityError, PeerRefusedError, ProtocolError
 from p2ptrain.network.chunks.messages import Open
 from p2ptrain.network.rpc.channel import Channel
 from tests.support.coroutines import simulated
-from tests.support.sim.averaging import NUM_VALUES, SPEC, RosterMember, make_roster, stop
+from tests.support.sim.averaging import HEAD, NUM_VALUES, SPEC, RosterMember, make_roster, stop
 from tests.support.sim.peers import Member, members
 
 
@@ -26,18 +27,22 @@ async def certify(swarm: list[Member], codec: str | Codec = "fp32") -> tuple[lis
     certificate = (await asyncio.gather(*(each.run() for each in roster)))[0]
     await stop(roster, linger=True)
     result = Result(certificate, [mean or b"" for mean in roster[0].attempt.means])
-    roster[0].history.add(result)
+    roster[0].history.add(result, HEAD)
     return roster, result
 
 
 def following(swarm: list[Member], result: Result, count: int = 1) -> list[Result]:
     """A result, and made-up ones of as many rounds after it, signed by all."""
-    results = [result]
+    results, table = [result], HEAD.table.check(result.certificate)
+    bits = bytes([(1 << len(swarm)) - 1])
     for _ in range(count):
         body = results[-1].certificate.body
         after = replace(
-            body, round=body.round + 1, lineage=body.next_lineage, tokens_before=body.tokens_before + body.tokens
-        )
+            body, round=body.round + 1, lineage=body.next_lineage, tokens_before=body.tokens_before + body.tokens,
+            census=Census(bits, bits, bytes(1)),
+        )  # fmt: skip
+        table = table.after(after)
+        after = replace(after, table=table.hash)
         proofs = sorted((m.rpc.peer_id, m.peer.signer.sign(vote(after.body_hash))) for m in swarm)
         results.append(Result(Certificate(after, tuple(proofs)), result.means))
     return results
@@ -54,7 +59,7 @@ def filled(each: RosterMember, results: list[Result], max_rounds: int, max_bytes
     context = replace(each.session.context, spec=spec)
     history = RoundLog(context, [(each.attempt.codec, NUM_VALUES)], max_bytes)
     for result in results:
-        history.add(result)
+        history.add(result, HEAD)
     return history
 
 
@@ -86,9 +91,10 @@ async def test_the_oldest_results_go_first_and_their_certificates_stay(swarm: li
     assert [len(history.chain(start)) for start in starts] == [0, 0, 2, 1]
     assert history.proofs(starts[0]) == [each.certificate for each in results]
     asker, peer = roster[0].history, roster[1].member.rpc.peer_id
-    assert await asker.certificates_after(peer, starts[0]) == []
-    assert len(await asker.certificates_after(peer, starts[0], proofs=True)) == 4
-    history.clear()
+    start = replace(HEAD, lineage=starts[0])
+    assert await asker.certificates_after(peer, start) == []
+    assert len(await asker.certificates_after(peer, start, proofs=True)) == 4
+    history.begin_at(HEAD)
     assert not any(history.chain(start) or history.proofs(start) for start in starts)
 
 
@@ -107,7 +113,7 @@ async def test_as_many_results_are_kept_as_fit_into_the_bytes_and_the_newest_alw
 @simulated(members, 2, seed=3)
 async def test_a_result_that_is_not_kept_is_refused_with_the_reason(swarm: list[Member]) -> None:
     roster, result = await certify(swarm)
-    roster[0].history.clear()
+    roster[0].history.begin_at(HEAD)
     roster[0].history.attempts.clear()
     with pytest.raises(PeerRefusedError, match="not kept here"):
         await roster[1].history.fetch_means([roster[0].member.rpc.peer_id], result.certificate.body, 5.0)
@@ -116,7 +122,7 @@ async def test_a_result_that_is_not_kept_is_refused_with_the_reason(swarm: list[
 @simulated(members, 2, seed=4)
 async def test_a_source_that_sends_other_means_is_found_out(swarm: list[Member]) -> None:
     roster, result = await certify(swarm)
-    roster[0].history.add(Result(result.certificate, [bytes(len(mean)) for mean in result.means]))
+    roster[0].history.add(Result(result.certificate, [bytes(len(mean)) for mean in result.means]), HEAD)
     source, reader = roster[0].member.rpc.peer_id, roster[1].history
     with pytest.raises(IntegrityError, match="do not match its certificate"):
         await reader.fetch_means([source], result.certificate.body, 5.0)
@@ -150,4 +156,4 @@ async def test_a_chain_that_is_malformed_or_does_not_connect_is_refused(swarm: l
 
         roster[0].member.rpc.serve("history.after", AskChain, lie)
         with pytest.raises(ProtocolError, match=refusal):
-            await roster[1].history.certificates_after(roster[0].member.rpc.peer_id, result.certificate.body.lineage)
+            await roster[1].history.certificates_after(roster[0].member.rpc.peer_id, HEAD)

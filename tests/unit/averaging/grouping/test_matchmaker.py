@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from p2ptrain.averaging.grouping import coordinator
 from p2ptrain.averaging.grouping.cells import Key
 from p2ptrain.averaging.grouping.coordinator import MAX_PENDING_GROUPS
 from p2ptrain.averaging.grouping.leaders import MOST_BELIEVED
 from p2ptrain.averaging.grouping.matchmaker import BehindError, MismatchError, NoGroupError
 from p2ptrain.averaging.grouping.messages import JOIN, Answer, Behind, Formed, Join, Redirected, Refused
-from p2ptrain.averaging.grouping.pending_group import Decision, Situation, decide, without_conflicts
+from p2ptrain.averaging.grouping.pending_group import without_conflicts
 from p2ptrain.averaging.protocol.certificate import Roster
 from p2ptrain.errors import PeerRefusedError
 from p2ptrain.manifest import AveragingSpec
@@ -32,26 +31,6 @@ async def common_roster(peers: Peers) -> Roster:
     rosters = await asyncio.gather(*(peer.find_group() for peer in peers))
     assert len(set(rosters)) == 1
     return rosters[0]
-
-
-@simulated(grouping_peers, 2, SPEC, seed=3)
-async def test_a_leader_that_waits_for_the_answers_of_the_absent_rests(
-    peers: Peers, network: SimulatedNetwork, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    decided = []
-
-    def counted(situation: Situation, spec: AveragingSpec) -> Decision:
-        decided.append(situation)
-        return decide(situation, spec)
-
-    monkeypatch.setattr(coordinator, "decide", counted)
-    leader, stopped = peers
-    network.stall(stopped.peer)
-    leader.membership.suspect(stopped.id, "silent")
-    assert len((await leader.find_group()).tickets) == 1
-    assert network.loop.time() > 2.0, "it asked, in vain"
-    assert len(decided) < 100
-    network.resume(stopped.peer)
 
 
 @simulated(grouping_peers, 4, SPEC, seed=3)

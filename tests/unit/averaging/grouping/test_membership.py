@@ -7,12 +7,10 @@ import pytest
 from p2ptrain.averaging.grouping.cells import Cells, Key
 from p2ptrain.averaging.grouping.leaders import MAX_PROBERS, Leaders, RoundPosition
 from p2ptrain.averaging.grouping.membership import (
-    ANSWER_SECONDS,
     MAX_AVOIDED_PEERS,
     MAX_KNOWN_PEERS,
     RECORD_DELAY_SECONDS,
-    SILENCE_SECONDS,
-    Absentees,
+    UNKNOWN_SUSPICION_SECONDS,
     Membership,
 )  # fmt: skip
 from p2ptrain.averaging.protocol.certificate import genesis
@@ -193,13 +191,15 @@ def test_a_peer_that_let_others_wait_is_doubted_until_somebody_vouches_for_it() 
     assert not membership.is_mistrusted("a")
 
 
-def test_nothing_is_kept_about_strangers() -> None:
-    membership, _ = knowing()
+def test_a_peer_without_a_record_is_suspect_for_a_while_and_nothing_else_is_kept_about_it() -> None:
+    membership, clock = knowing()
     membership.suspect("ghost", "x")
     membership.mistrust("ghost")
     membership.broke_with("ghost", "x")
-    assert not membership.is_suspect("ghost")
+    assert membership.is_suspect("ghost")
     assert membership.records() == []
+    clock.now += UNKNOWN_SUSPICION_SECONDS + 1
+    assert not membership.is_suspect("ghost")
 
 
 def test_a_flood_of_records_is_bounded() -> None:
@@ -243,37 +243,3 @@ def test_a_peer_without_a_record_counts_while_it_asks_and_answers() -> None:
     for index in range(1000):
         leaders.probed_by(KEY, f"p{index}")
     assert len(leaders.probers(KEY)) == MAX_PROBERS
-
-
-# Absentees
-
-
-def test_the_larger_part_asks_nobody() -> None:
-    assert Absentees().to_ask(KEY, 2, ["a"], 0.0) == []
-    assert Absentees().to_ask(KEY, 1, ["a"], 0.0) == ["a"]
-    assert Absentees().to_ask(KEY, 2, ["a", "b", "c"], 0.0) == ["a", "b", "c"]
-
-
-def test_who_answered_is_asked_again_about_the_next_round_or_after_a_while() -> None:
-    absent = Absentees()
-    absent.answered("a", KEY, asked=5.0)
-    assert absent.to_ask(KEY, 1, ["a", "b"], 6.0) == ["b"]
-    assert absent.to_ask(KEY, 1, ["a"], 5.0 + ANSWER_SECONDS) == ["a"]
-    absent.answered("a", KEY, asked=8.0)
-    assert absent.to_ask(NEXT, 1, ["a"], 8.0) == ["a"]
-
-
-def test_who_was_silent_is_not_asked_about_later_rounds_until_it_is_heard_from() -> None:
-    absent = Absentees()
-    for peer in ("a", "b"):
-        absent.silent(peer, asked=5.0, now=8.0, timeout_seconds=3.0)
-    assert absent.to_ask(NEXT, 1, ["a", "b"], 9.0) == []
-    absent.heard_from("a")
-    assert absent.to_ask(NEXT, 1, ["a", "b"], 9.0) == ["a"]
-    assert absent.to_ask(NEXT, 1, ["a", "b"], 5.0 + SILENCE_SECONDS) == ["a", "b"]
-
-
-def test_who_stood_still_itself_knows_nothing_of_the_others_silence() -> None:
-    absent = Absentees()
-    absent.silent("a", asked=5.0, now=12.0, timeout_seconds=3.0)
-    assert absent.to_ask(KEY, 1, ["a"], 12.0) == ["a"]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from p2ptrain.averaging.protocol.certificate import Roster
+from p2ptrain.averaging.protocol.table import NOTHING_TOLD
 from p2ptrain.averaging.vector.chunks import CHUNK_VALUES
 from p2ptrain.averaging.vector.reduce import OwnShare
 from p2ptrain.averaging.verification.audit import FalseMeanError
@@ -173,9 +174,9 @@ def test_evidence_is_of_one_swarm() -> None:
 @pytest.mark.parametrize(("round_", "level"), [(3, 0), (3, 1)])
 def test_evidence_is_judged_by_the_rules_of_its_round_and_level(round_: int, level: int) -> None:
     group = make_group()
-    child = b"c" * 32 * level
+    child, census = b"c" * 32 * level, NOTHING_TOLD if level else None
     group.roster = Roster(
-        tuple(replace(ticket, round=round_, level=level, child=child) for ticket in group.roster.tickets)
+        tuple(replace(ticket, round=round_, level=level, child=child, census=census) for ticket in group.roster.tickets)
     )
     with pytest.raises(FalseMeanError) as found:
         run_check(group, 1, flip, [0])

@@ -1,0 +1,182 @@
+"""Votes of peers that were not in the attempt: the seed, slow voters, and all but the delegates of a tree.
+
+They vote on a result's body without the result. A majority of the roster must have signed it before, and more than a
+third of the members that may lead: these hold the result, and strangers and a few liars cannot make one up. A voter
+follows the lineage by its certificates alone, so it can vote before it has applied the rounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from p2ptrain.averaging.commit.attempt import Attempt
+from p2ptrain.averaging.context import PeerContext
+from p2ptrain.averaging.grouping.cells import Cells
+from p2ptrain.averaging.protocol.certificate import (
+    MAX_CERTIFICATE_BYTES,
+    Body,
+    Certificate,
+    Head,
+    Proof,
+    fetch_certificates,
+    vote,
+)
+from p2ptrain.averaging.timing.deadlines import silence_seconds
+from p2ptrain.errors import DeadlineError, IntegrityError, PeerError, PeerRefusedError
+from p2ptrain.network.schema import Message
+from p2ptrain.tasks import together
+
+logger = logging.getLogger(__name__)
+
+VOTE = "ballot.vote"
+FIRST_ASKERS, ASKER_SECONDS = 3, 0.1
+"""Members that ask the voters at once; each further one waits so much longer, and mostly hears of the votes before."""
+REQUEST_BYTES = 4 * MAX_CERTIFICATE_BYTES
+UNKNOWN = "this peer does not know the round before"
+
+
+class AskVote(Message, frozen=True):
+    """Request for the receiver's signature of a result, with those of a majority of its roster, in wire form.
+
+    ``head`` is the one that it extends; None before the receiver says that it does not know it.
+    """
+
+    certificate: bytes
+    head: Head | None = None
+
+
+class Vote(Message, frozen=True):
+    proof: Proof
+
+
+class LightVotes:
+    """Answers requests for votes; ``head`` returns the head of this peer's state, if it holds one."""
+
+    def __init__(self, context: PeerContext, head: Callable[[], Head | None] = lambda: None) -> None:
+        self._context = context
+        self._ballots = context.ballots
+        self._head = head
+        self._voted_at: tuple[bytes, float] = (b"", asyncio.get_running_loop().time())
+        self._turn = asyncio.Lock()
+        context.rpc.serve(VOTE, AskVote, self._serve, max_request_bytes=REQUEST_BYTES)
+
+    async def _serve(self, peer: str, request: AskVote) -> Vote:
+        context = self._context
+        certificate = await context.runtime.offload(context.certificate, request.certificate)
+        async with self._turn:
+            proof = await self._vote(peer, certificate, request.head)
+        return Vote(proof)
+
+    async def _vote(self, peer: str, certificate: Certificate, head: Head | None) -> bytes:
+        """Return this peer's signature of a result; raise `PeerRefusedError` or `IntegrityError` if it must not."""
+        context, body, own = self._context, certificate.body, self._context.rpc.peer_id
+        tip = await self._tip_at(peer, body, head)
+        if tip.lineage not in (body.lineage, body.next_lineage):
+            raise PeerRefusedError(own, UNKNOWN)
+        if tip.lineage != body.next_lineage:  # Otherwise it is certified, and another signature only confirms it.
+            body.check_follows(tip)
+            tip.table.check_body(body)
+            if body.levels != Cells(context.spec.group_size).num_levels(tip.present):
+                raise IntegrityError("a certificate is of another tree than its lineage has")
+            if body.is_reduced:
+                if tip.table.is_open:
+                    raise PeerRefusedError(own, "among strangers, only members close a round without the others")
+                return context.signer.sign(vote(body.body_hash))
+            signed = certificate.signers.intersection(body.members)
+            if (body.levels == 1 and not tip.table.is_led_by(signed)) or tip.table.leaves_out_most(body.census):
+                raise PeerRefusedError(own, "too few of the lineage's members are in this result")
+            now, (lineage, voted_at) = asyncio.get_running_loop().time(), self._voted_at
+            # The roster of an earlier vote may be gone for good, and then never tells that it gave that result up.
+            waited = lineage in (b"", body.lineage) and now - voted_at >= context.spec.matchmaking_seconds
+            if not await context.runtime.offload(self._ballots.vote, body, None if waited else certificate.signers):
+                raise PeerRefusedError(own, "this peer voted for another result of this round")
+            if lineage != body.lineage:
+                self._voted_at = body.lineage, now
+        return context.signer.sign(vote(body.body_hash))
+
+    async def _tip_at(self, peer: str, body: Body, claimed: Head | None) -> Head:
+        """Return the tip, advanced along certificates of ``peer`` if a result is not of its round."""
+        held, tip, context = self._head(), self._ballots.tip, self._context
+        if tip is None or (held is not None and held.outranks(tip)):
+            tip = held
+        if tip is None:
+            first = context.genesis(body.digest)
+            tip = first if first.lineage == body.lineage else context.genesis(bytes(32))
+        if tip.lineage not in (body.lineage, body.next_lineage):
+            later = await self._tip_after(tip, peer, body)
+            if later.lineage != body.lineage and claimed is not None:
+                proof = await context.runtime.offload(context.certificate, claimed.certificate)
+                if proof.next_head(claimed.digest, claimed.table) == claimed and tip.table.believes(proof):
+                    later = claimed
+            if not later.outranks(tip):
+                return tip
+            tip = later
+        if tip.round or tip.lineage == body.lineage:
+            self._ballots.tip = tip
+        return tip
+
+    async def _tip_after(self, tip: Head, peer: str, body: Body) -> Head:
+        """Return the head before a result, reached from ``tip`` by a chain of ``peer``; ``tip`` if there is none."""
+        context = self._context
+        chain = await fetch_certificates(
+            context.rpc, peer, tip.lineage, context.certificate, table=tip.table, proofs=True
+        )
+        following = [*(each.body.digest for each in chain[1:]), body.digest]
+        for certificate, digest in zip(chain, following, strict=False):
+            tip = tip.after(certificate, digest)
+            if tip.lineage == body.lineage:
+                break
+        return tip
+
+
+async def ask_voters(context: PeerContext, attempt: Attempt, index: int) -> None:
+    """Collect the signatures of absent voters, until there is a certificate or each of them was asked.
+
+    ``index`` is this member's on the roster: a few members ask, and others only if that does not suffice.
+    """
+    await asyncio.sleep(max(0, index + 1 - FIRST_ASKERS) * ASKER_SECONDS)
+    if attempt.certificate() is None:
+        await _ask(context, attempt, attempt.absent_voters)
+
+
+async def endorsed(context: PeerContext, attempt: Attempt) -> Certificate | None:
+    """Return an attempt's certificate with the signatures of absent founders, by which newcomers believe it.
+
+    In each round, another member asks for them; the others return None.
+    """
+    index, members = attempt.roster.index_of(context.rpc.peer_id), len(attempt.roster.members)
+    absent = sorted(context.founding.electorate.intersection(attempt.absent_voters) - attempt.proofs.keys())
+    if attempt.body is None or attempt.body.round % members != index or not absent:
+        return None
+    await _ask(context, attempt, absent)
+    return attempt.certificate()
+
+
+async def _ask(context: PeerContext, attempt: Attempt, voters: Sequence[str]) -> None:
+    body = attempt.body
+    if body is None:
+        return
+    members = tuple((peer, proof) for peer, proof in sorted(attempt.proofs.items()) if peer in body.members)
+    request = AskVote(Certificate(body, members).to_bytes())
+    seconds = max(2.0, 2 * silence_seconds(context.spec.grace_seconds))
+
+    async def ask(peer: str) -> None:
+        try:
+            try:
+                reply = await context.rpc.call(peer, VOTE, request, Vote, seconds)
+            except PeerRefusedError as error:
+                if error.reason != UNKNOWN or not attempt.head.round:
+                    raise
+                proved = AskVote(request.certificate, attempt.head)
+                reply = await context.rpc.call(peer, VOTE, proved, Vote, seconds)
+        except PeerRefusedError as error:
+            logger.debug("round %d: peer %s does not vote: %s", body.round, peer[-8:], error.reason)
+        except (PeerError, DeadlineError, IntegrityError) as error:
+            context.membership.suspect(peer, str(error))
+        else:
+            attempt.add_proof(peer, reply.proof, context.signer)
+
+    await together("vote", map(ask, voters))
+    attempt.changed.set()

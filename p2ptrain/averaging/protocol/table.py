@@ -1,0 +1,325 @@
+"""The member table of a lineage: who is in the swarm, and who votes on its next certificate.
+
+Each certificate changes the table, and its body names the hash of the table after it. All holders of a lineage thus
+compute the same table. A *voter* signs the bodies of results. The *electorate* is the voters after the newest full
+certificate. A certificate is full if two thirds of the electorate signed it. Otherwise it is *reduced*: its roster
+closed the round without the electorate. All members that were not there then sleep until they come back.
+
+This is reconfiguration as in viewstamped replication (Liskov and Cowling, MIT-CSAIL-TR-2012-021) and Raft.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+from msgspec import Meta
+
+from p2ptrain.errors import IntegrityError
+from p2ptrain.hashing import bulk_hash
+from p2ptrain.network.schema import to_bytes
+
+if TYPE_CHECKING:
+    from p2ptrain.averaging.protocol.certificate import Body, Certificate, Ticket
+
+MAX_ROWS = 1 << 16
+MAX_COUNT = (1 << 62) - 1
+MAX_ELECTORATE = 256
+"""Of more voters than this, as many are drawn anew at each `EPOCH_ROUNDS`."""
+EPOCH_ROUNDS = 64
+SLEEP_ROUNDS = 8
+"""Rounds without a place on a roster after which a voter's signature is not waited for."""
+FORGET_ROUNDS = 4096
+ESTABLISHED, ESTABLISHED_AMONG_STRANGERS = 4, EPOCH_ROUNDS
+"""Counted rounds after which a member votes."""
+NEW_VOTERS_PART, NEW_MEMBERS_PART, MAX_NEW_MEMBERS = 16, 16, 64
+"""Among strangers, one in so many of the voters may be new in an epoch, and of the members in a round."""
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+Name = Annotated[str, Meta(max_length=128)]  # a peer's id, or a codec's name
+Bits = Annotated[bytes, Meta(max_length=MAX_ROWS // 8)]
+
+
+class Row(NamedTuple):
+    """One member.
+
+    Attributes:
+        since: Round in which it joined.
+        counted: Rounds that include a contribution of it.
+        last: Last round on whose roster it was.
+        votes: True once it is established.
+        elects: True if it was an awake voter after the newest full certificate.
+        returned: True if it elects, and was on a roster since that certificate.
+        is_witness: True for a founder that never contributed: it votes on bodies without the result, and never sleeps
+            while the lineage is full.
+    """
+
+    peer: Name
+    since: Count = 0
+    counted: Count = 0
+    last: Count = 0
+    votes: bool = False
+    sleeps: bool = False
+    elects: bool = False
+    returned: bool = False
+    is_witness: bool = False
+
+
+class Census(NamedTuple):
+    """A round's news of members: bits by row of the table before it, and the peers on rosters without a row."""
+
+    roster: Bits = b""
+    contributed: Bits = b""
+    leaving: Bits = b""
+    joining: Annotated[tuple[Name, ...], Meta(max_length=MAX_ROWS)] = ()
+
+    def merged(self, other: Census) -> Census:
+        """Return the census of two disjoint groups together."""
+        return Census(
+            _either(self.roster, other.roster),
+            _either(self.contributed, other.contributed),
+            _either(self.leaving, other.leaving),
+            tuple(sorted({*self.joining, *other.joining})),
+        )
+
+
+def _either(one: bytes, other: bytes) -> bytes:
+    size = max(len(one), len(other))
+    return (int.from_bytes(one, "little") | int.from_bytes(other, "little")).to_bytes(size, "little")
+
+
+@dataclass(frozen=True)
+class Table:
+    """The members of a lineage at one head.
+
+    Attributes:
+        rows: In the order of joining.
+        is_open: True for a swarm of strangers, in which voters come slowly.
+        full_round: Round of the head after the newest full certificate.
+        is_reduced: True if a reduced certificate followed it.
+        draw: The lineage that draws the electorate of a large swarm; empty before the first epoch.
+    """
+
+    rows: Annotated[tuple[Row, ...], Meta(max_length=MAX_ROWS)] = ()
+    is_open: bool = False
+    full_round: Count = 0
+    is_reduced: bool = False
+    draw: Annotated[bytes, Meta(max_length=32)] = b""
+
+    @cached_property
+    def hash(self) -> bytes:
+        return bulk_hash(b"p2ptrain table", to_bytes(self))
+
+    @cached_property
+    def _index(self) -> dict[str, int]:
+        return {row.peer: index for index, row in enumerate(self.rows)}
+
+    def row_of(self, peer: str) -> Row | None:
+        index = self._index.get(peer)
+        return None if index is None else self.rows[index]
+
+    @cached_property
+    def electorate(self) -> frozenset[str]:
+        """The peers of whose signatures a full certificate needs `quorum`; empty before the founding certificate."""
+        voters = [row.peer for row in self.rows if row.elects]
+        if len(voters) > MAX_ELECTORATE:
+            voters.sort(key=lambda peer: hashlib.sha256(self.draw + peer.encode()).digest())
+        return frozenset(voters[:MAX_ELECTORATE])
+
+    @property
+    def quorum(self) -> int:
+        return quorum_of(len(self.electorate))
+
+    @cached_property
+    def awake(self) -> frozenset[str]:
+        """The voters that do not sleep; in a reduced lineage, these are not the electorate."""
+        return frozenset(row.peer for row in self.rows if row.votes and not row.sleeps)
+
+    @cached_property
+    def leading(self) -> frozenset[str]:
+        """The members that may lead a round: voters that do not sleep, or else members that do not; no witnesses."""
+        there = [row for row in self.rows if not row.sleeps and not row.is_witness]
+        return frozenset(row.peer for row in there if row.votes) or frozenset(row.peer for row in there)
+
+    def is_led_by(self, peers: Collection[str]) -> bool:
+        """True if these are more than a third of the members that may lead, so that one of them is honest."""
+        return not self.leading or 3 * len(self.leading.intersection(peers)) > len(self.leading)
+
+    @cached_property
+    def num_returned(self) -> int:
+        """Members of the electorate that were on rosters since the newest full certificate; 0 while it is the last."""
+        return sum(row.returned for row in self.rows)
+
+    @property
+    def least_of_electorate(self) -> int:
+        """Members of the electorate that must sign a reduced certificate; 0 among peers that were invited."""
+        return -(-len(self.electorate) // 3) if self.is_open else 0
+
+    # --- a round ----------------------------------------------------------------------------------------------------
+
+    def census(self, tickets: Iterable[Ticket], contributing: Collection[str]) -> Census:
+        """Return what these tickets tell; above level 0, what their groups' results tell."""
+        census, joining = Census(), list[str]()
+        roster, contributed, leaving = (bytearray(-(-len(self.rows) // 8)) for _ in range(3))
+        for ticket in tickets:
+            if ticket.census is not None:
+                census = census.merged(ticket.census) if ticket.peer in contributing else census
+                continue
+            index = self._index.get(ticket.peer)
+            if index is None:
+                joining += [ticket.peer] if not ticket.leaves else []
+                continue
+            for bits, holds in (
+                (roster, True),
+                (contributed, ticket.peer in contributing),
+                (leaving, ticket.leaves),
+            ):
+                bits[index // 8] |= holds << index % 8
+        own = Census(bytes(roster), bytes(contributed), bytes(leaving), tuple(sorted(joining)))
+        return own.merged(census)
+
+    def after(self, body: Body) -> Table:
+        """Return the table after a round's result; the caller checks the result."""
+        census, round_, founds = body.census, body.round, not self.electorate
+        rows = []
+        for index, row in enumerate(self.rows):
+            here, counted, leaves = (_has(bits, index) for bits in census[:3])
+            if leaves or self._is_forgotten(row, round_):
+                continue
+            row = row._replace(
+                counted=row.counted + counted,
+                last=round_ if here else row.last,
+                is_witness=row.is_witness and not counted,
+            )
+            if body.is_reduced:
+                row = row._replace(sleeps=not here, returned=row.elects and (row.returned or here))
+            else:
+                tired = not row.is_witness and round_ - row.last >= SLEEP_ROUNDS
+                row = row._replace(sleeps=not here and (tired or (row.sleeps and not row.is_witness)))
+            if not self.is_open:
+                row = row._replace(votes=row.votes or row.counted >= ESTABLISHED)
+            rows.append(row)
+        new = sorted({*census.joining} - self._index.keys())
+        new.sort(key=lambda peer: hashlib.sha256(body.lineage + peer.encode()).digest())
+        if self.is_open and not founds:
+            new = new[: min(MAX_NEW_MEMBERS, max(2, len(rows) // NEW_MEMBERS_PART))]
+        rows += [Row(peer, round_, 0, round_, votes=founds) for peer in new[: MAX_ROWS - len(rows)]]
+        is_epoch = round_ % EPOCH_ROUNDS == 0
+        if is_epoch and self.is_open:
+            rows = _promoted(rows)
+        if body.is_reduced:
+            return replace(self, rows=tuple(rows), is_reduced=True)
+        draw = body.lineage if is_epoch else self.draw
+        rows = _with_voters(rows)
+        rows = [row._replace(elects=row.votes and not row.sleeps, returned=False) for row in rows]
+        return Table(tuple(rows), self.is_open, round_ + 1, draw=draw)
+
+    def _is_forgotten(self, row: Row, round_: int) -> bool:
+        if round_ % EPOCH_ROUNDS or row.is_witness or row.elects:
+            return False
+        return round_ - row.last >= (FORGET_ROUNDS if row.votes else EPOCH_ROUNDS)
+
+    # --- certificates -----------------------------------------------------------------------------------------------
+
+    def why_invalid(self, body: Body, signers: Collection[str]) -> str:
+        """Return why these signatures make no certificate of the next round's result; empty if they do."""
+        voted = len(self.electorate.intersection(signers))
+        if not body.is_reduced:
+            if voted >= self.quorum:
+                return ""
+            return f"{voted} of the {len(self.electorate)} voters signed, and {self.quorum} are needed"
+        signed = len(set(body.members).intersection(signers))
+        if signed < quorum_of(len(body.members)):
+            return f"{signed} of {len(body.members)} members signed, and a reduced round needs two thirds"
+        if voted < self.least_of_electorate:
+            return f"{voted} of the {len(self.electorate)} voters signed, and {self.least_of_electorate} are needed"
+        if self._index.keys().isdisjoint(signers):
+            return "no member of the lineage signed"
+        return ""
+
+    def check(self, certificate: Certificate) -> Table:
+        """Return the table after a certificate; raise `IntegrityError` unless it is valid after this one.
+
+        The certificate's signatures are verified before (`Certificate.from_bytes`).
+        """
+        if reason := self.why_invalid(certificate.body, certificate.signers):
+            raise IntegrityError(f"a certificate does not count: {reason}")
+        return self.check_body(certificate.body)
+
+    def check_body(self, body: Body) -> Table:
+        """Return the table after a result; raise `IntegrityError` unless its members and table follow from this one."""
+        if not body.is_last:
+            raise IntegrityError("a result of a part of the swarm does not end a round")
+        if body.levels == 1 and not self._fits(body):
+            raise IntegrityError("a certificate tells other members than its roster")
+        after = self.after(body)
+        if after.hash != body.table:
+            raise IntegrityError("a certificate names another member table than follows from it")
+        return after
+
+    def _fits(self, body: Body) -> bool:
+        """True if a census has the members and contributors of a whole swarm's roster."""
+        told = [{row.peer for i, row in enumerate(self.rows) if _has(bits, i)} for bits in body.census[:3]]
+        members, contributing = set(body.members), set(body.contributing)
+        known, new = members & self._index.keys(), members - self._index.keys()
+        return (
+            told[0] == known and told[1] == known & contributing and told[2] <= known and new >= {*body.census.joining}
+        )  # A newcomer that leaves at once does not join.
+
+    def leaves_out_most(self, census: Census) -> bool:
+        """True if less than half of the awake voters contributed, or a third of the members before any vote.
+
+        Then somebody may keep them out.
+        """
+        there = [index for index, row in enumerate(self.rows) if not (row.sleeps or row.is_witness)]
+        voters, share = [index for index in there if self.rows[index].votes], 2
+        if not voters:
+            voters, share = there, 3
+        return share * sum(_has(census.contributed, index) for index in voters) < len(voters)
+
+    def believes(self, certificate: Certificate) -> bool:
+        """True if enough of this table's voters signed a later certificate of whatever round."""
+        return len(self.electorate.intersection(certificate.signers)) >= self.quorum
+
+
+NOTHING_TOLD = Census()
+NO_MEMBERS = Table()
+"""Before the first round of a swarm without founders, and in heads without proof."""
+
+
+def quorum_of(num_voters: int) -> int:
+    """Return how many of ``num_voters`` decide: two thirds. Two such sets share more than a third of the voters."""
+    return -(-2 * num_voters // 3)
+
+
+def founding_table(founders: Iterable[str], *, is_open: bool = False) -> Table:
+    """Return the table before the first round; without founders, the first round's members found the swarm."""
+    rows = (Row(peer, votes=True, elects=True, is_witness=True) for peer in dict.fromkeys(founders))
+    return Table(tuple(rows), is_open)
+
+
+def _has(bits: bytes, index: int) -> bool:
+    return index // 8 < len(bits) and bool(bits[index // 8] >> index % 8 & 1)
+
+
+def _with_voters(rows: list[Row]) -> list[Row]:
+    """Return the rows with a voter that does not sleep; without any, signatures of strangers would be enough.
+
+    So the voters do not all fall asleep. When all have left, the members vote.
+    """
+    if any(row.votes and not row.sleeps for row in rows):
+        return rows
+    if any(row.elects for row in rows):
+        return [row._replace(sleeps=row.sleeps and not row.elects) for row in rows]
+    return [row._replace(votes=row.votes or not row.sleeps) for row in rows]
+
+
+def _promoted(rows: list[Row]) -> list[Row]:
+    """Return the rows with an epoch's new voters: those that counted most, and at most one for 16 voters."""
+    voters = sum(row.votes and not row.sleeps for row in rows)
+    waiting = [row for row in rows if not row.votes and not row.sleeps and row.counted >= ESTABLISHED_AMONG_STRANGERS]
+    waiting.sort(key=lambda row: (-row.counted, row.since, row.peer))
+    chosen = {row.peer for row in waiting[: -(-voters // NEW_VOTERS_PART)]}
+    return [row._replace(votes=row.votes or row.peer in chosen) for row in rows]

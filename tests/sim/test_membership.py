@@ -1,0 +1,376 @@
+"""Who decides in a swarm: no stranger, no minority in its own time, and no voter twice."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from p2ptrain.averaging.commit.votes import VOTE, AskVote, Vote
+from p2ptrain.averaging.context import ballots_in
+from p2ptrain.averaging.grouping.messages import JOIN, Formed, Join
+from p2ptrain.averaging.protocol.certificate import Certificate, Roster, vote
+from p2ptrain.averaging.protocol.table import ESTABLISHED
+from p2ptrain.errors import PeerRefusedError
+from p2ptrain.network.rpc.channel import Channel
+from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
+from tests.support.coroutines import at_end, simulated
+from tests.support.sim.accounts import Accounts
+from tests.support.sim.seed import SimulatedSeed
+from tests.support.sim.strangers import forge, go_on_from
+from tests.support.sim.trainers import Ledger, SimulatedSwarm, SimulatedTrainer, make_manifest
+
+WAIT_SECONDS = 20.0
+
+
+class Club:
+    """Trainers that average when they are told to, and the seed that founded their swarm."""
+
+    def __init__(self, network: SimulatedNetwork, mode: str = "invite") -> None:
+        self.network = network
+        seed = SimulatedSeed(network)
+        manifest = make_manifest(history_rounds=4, matchmaking_seconds=WAIT_SECONDS)
+        admission = manifest.admission.model_copy(update={"mode": mode})
+        self.manifest = manifest.model_copy(update={"founders": (seed.peer.peer_id,), "admission": admission})
+        seed.peer.spawn(seed.serve(self.manifest.digest, manifest.averaging))
+        self.seed, self.ledger = seed, Ledger()
+        self.trainers: list[SimulatedTrainer] = []
+        at_end(self.close)
+
+    async def start(self, name: str, *, joins: bool = True, scratch: Path | None = None) -> SimulatedTrainer:
+        peer = self.network.add_peer(name)
+        peer.runtime.scratch = scratch
+        return await self._begin(peer, joins)
+
+    async def restart(self, trainer: SimulatedTrainer) -> SimulatedTrainer:
+        """Begin again after a crash, with the files and without the state."""
+        peer = self.network.restart(trainer.peer)
+        peer.runtime.scratch = trainer.peer.runtime.scratch
+        return await self._begin(peer, joins=False)
+
+    async def _begin(self, peer: SimulatedPeer, joins: bool) -> SimulatedTrainer:
+        trainer = SimulatedTrainer(peer, self.manifest, self.ledger)
+        self.trainers.append(trainer)
+
+        async def begin() -> None:
+            await trainer.rpc.start()
+            await trainer.presence.start()
+            if joins:
+                await trainer._join()
+
+        await peer.spawn(begin())
+        return trainer
+
+    async def average(self, *members: SimulatedTrainer, rounds: int = 1) -> None:
+        for _ in range(rounds):
+            before = min(each.sync.head.round for each in members)
+            for _ in range(5):
+                for each in members:
+                    each._step()
+                await asyncio.gather(*(each.synchronize() for each in members))
+                if min(each.sync.head.round for each in members) > before:
+                    break
+            assert min(each.sync.head.round for each in members) > before
+
+    async def close(self) -> None:
+        for each in self.trainers:
+            if each.peer.alive:
+                await each.peer.spawn(each.close())
+
+
+async def established(network: SimulatedNetwork, names: str = "abc") -> tuple[Club, list[SimulatedTrainer]]:
+    """A club whose trainers and seed vote."""
+    club = Club(network)
+    trainers = list(await asyncio.gather(*(club.start(name) for name in names)))
+    await club.average(*trainers, rounds=ESTABLISHED)
+    assert trainers[0].sync.head.table.electorate == {club.seed.peer.peer_id, *(t.peer.peer_id for t in trainers)}
+    return club, trainers
+
+
+async def announce(trainer: SimulatedTrainer, *others: SimulatedTrainer) -> None:
+    """Publish a trainer's head, and let others read it."""
+    trainer.status = "training"
+    await trainer.presence.publish()
+    await asyncio.sleep(1.0)
+    for each in others:
+        await each.presence.refresh()
+
+
+async def refuses(victim: SimulatedTrainer, evil: SimulatedTrainer) -> None:
+    """A trainer that is told of another's head, and asked to follow it, does not move, and mistrusts it."""
+    before, digest = victim.sync.head, victim.state.tree().root
+    assert not await victim.sync.catch_up.follow(evil.peer.peer_id, victim.work)
+    assert victim.sync.head == before
+    assert victim.state.tree().root == digest
+    assert victim.sync.catch_up.resyncs == 0
+    assert victim.membership.is_mistrusted(evil.peer.peer_id)
+    assert not await victim.sync.follow_swarm(victim.work)
+
+
+async def ask_for_votes(
+    asker: SimulatedTrainer, certificate: Certificate, peers: Sequence[str]
+) -> list[tuple[str, bytes]]:
+    """The signatures of a body that peers give to whom asks for them."""
+    proofs = []
+    for peer in peers:
+        try:
+            reply = await asker.rpc.call(peer, VOTE, AskVote(certificate.to_bytes()), Vote, 5.0)
+        except PeerRefusedError:
+            continue
+        assert asker.peer.signer.verify(peer, vote(certificate.body.body_hash), reply.proof)
+        proofs.append((peer, reply.proof))
+    return proofs
+
+
+# --- strangers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault(36)
+@pytest.mark.parametrize("way", ["replay", "download"])
+@pytest.mark.parametrize("is_reduced", [False, True])
+@simulated(seed=1)
+async def test_a_stranger_that_certifies_its_own_rounds_moves_nobody(
+    network: SimulatedNetwork, way: str, is_reduced: bool
+) -> None:
+    club, honest = await established(network)
+    evil = await club.start("evil")
+    assert evil.sync.head == honest[0].sync.head
+    evil.sync.participate(False)
+    if way == "download":  # There is no chain from the others' head.
+        await club.average(*honest)
+    for _ in range(8):
+        go_on_from(evil, forge(evil, is_reduced=is_reduced))
+    if not is_reduced:
+        assert evil.sync.head.outranks(honest[0].sync.head)
+    await announce(evil, *honest)
+    for each in honest:
+        await refuses(each, evil)
+    await club.average(*honest, rounds=3)
+    assert len({each.sync.head.digest for each in honest}) == 1
+
+
+@pytest.mark.fault(36)
+@simulated(seed=2)
+async def test_a_stranger_gets_no_votes_for_a_round_of_its_own(network: SimulatedNetwork) -> None:
+    """Nobody has signed anything in this round yet, and a majority of its roster holds the result."""
+    club, honest = await established(network)
+    evil = await club.start("evil")
+    voters = [club.seed.peer.peer_id, *(each.peer.peer_id for each in honest)]
+    for view in (0, 60_000):  # No honest result has a later view than this.
+        result = forge(evil, view=view)
+        assert await ask_for_votes(evil, result.certificate, voters) == []
+    await club.average(*honest)
+    assert evil.peer.peer_id not in honest[0].sync.head.members
+
+
+@pytest.mark.fault(36)
+@simulated(seed=3)
+async def test_one_member_of_four_gets_no_votes_for_a_round_of_its_own(network: SimulatedNetwork) -> None:
+    club, (*honest, evil) = await established(network, "abcd")
+    voters = [club.seed.peer.peer_id, *(each.peer.peer_id for each in honest)]
+    assert await ask_for_votes(evil, forge(evil).certificate, voters) == []
+    await club.average(*honest, evil)
+
+
+@pytest.mark.fault(36)
+@pytest.mark.parametrize("is_reduced", [False, True])
+@simulated(seed=4)
+async def test_a_newcomer_follows_no_chain_without_the_founders_votes(
+    network: SimulatedNetwork, is_reduced: bool
+) -> None:
+    club = Club(network)
+    evil = await club.start("evil", joins=False)
+    newcomer = await club.start("newcomer", joins=False)
+    for _ in range(5):
+        go_on_from(evil, forge(evil, is_reduced=is_reduced))
+    await announce(evil, newcomer)
+    await refuses(newcomer, evil)
+    assert newcomer.sync.head.round == 0
+
+
+# --- two rosters ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault(36)
+@simulated(seed=5)
+async def test_a_leader_that_shows_two_rosters_to_two_halves_gets_one_certificate_at_most(
+    network: SimulatedNetwork,
+) -> None:
+    """Of four voters; the hostile one signs both results, and the seed votes for what most of a roster signed."""
+    _, (*honest, evil) = await established(network, "abd")
+    tickets: dict[str, Join] = {}
+    rosters: list[Roster] = []
+    head = evil.sync.head
+    ready = asyncio.Event()
+
+    async def join(channel: Channel, request: Join) -> None:
+        tickets.setdefault(channel.remote, request)
+        if len(tickets) == len(honest) and not rosters:
+            form()
+        await asyncio.wait_for(ready.wait(), 30)
+        if request.ticket != tickets[channel.remote].ticket:
+            await asyncio.sleep(3600)
+        await channel.send(next(Formed(r.tickets) for r in rosters if channel.remote in r.members))
+
+    def form() -> None:
+        for each in honest:
+            own = evil.sync.averager
+            mine = own._signed(own._ticket(head, 10, 1, 0))
+            both = sorted([mine, tickets[each.peer.peer_id].ticket], key=lambda ticket: ticket.peer)
+            rosters.append(Roster(tuple(both)))
+        ready.set()
+
+    evil.rpc.serve_channel(JOIN, Join, join)
+    ballots = evil.sync.replica.context.ballots
+    ballots.vote = lambda body, signers=None: True  # type: ignore[method-assign]
+    for each in honest:
+        leaders = each.sync.averager.matchmaker.leaders
+        leaders.candidates = lambda key, excluded: [evil.peer.peer_id]  # type: ignore[method-assign]
+        each._step()
+    trying = [asyncio.create_task(each.sync.averager.average(each.state.vector.clone(), 10, 1)) for each in honest]
+    await asyncio.wait_for(ready.wait(), 30)
+    runner, vector = evil.sync.averager._runner, evil.state.vector.clone()
+    hostile = [asyncio.create_task(runner.run(runner.prepare(roster, head, vector, None))) for roster in rosters]
+    await asyncio.wait([*trying, *hostile], timeout=60)
+    found = set()
+    for each in (*honest, evil):
+        for attempt in each.sync.averager.round_log.attempts.values():
+            certificate = attempt.certificate()
+            if certificate is not None and attempt.head == head:
+                found.add(certificate.body.body_hash)
+    for task in (*trying, *hostile):
+        task.cancel()
+    await asyncio.gather(*trying, *hostile, return_exceptions=True)
+    assert len(rosters) == 2
+    assert len(found) == 1
+
+
+# --- minorities and survivors ---------------------------------------------------------------------------------------
+
+
+async def start_swarm(network: SimulatedNetwork, size: int) -> tuple[SimulatedSwarm, Accounts, list[SimulatedTrainer]]:
+    """A swarm whose trainers all vote."""
+    swarm = SimulatedSwarm(network, make_manifest(matchmaking_seconds=WAIT_SECONDS), 0)
+    accounts = Accounts(swarm)
+    trainers = [swarm.start(f"t{number}") for number in range(size)]
+
+    def all_vote() -> bool:
+        return all(len(each.sync.head.table.electorate) == size + 1 for each in trainers)
+
+    await swarm.until(all_vote, 120, "all vote")
+    return swarm, accounts, trainers
+
+
+def are_one_full_lineage(swarm: SimulatedSwarm, trainers: Sequence[SimulatedTrainer], rounds: int) -> bool:
+    heads = [each.sync.head for each in trainers]
+    return swarm.in_agreement(rounds) and not any(head.is_reduced for head in heads) and all_contribute(trainers)
+
+
+def all_contribute(trainers: Sequence[SimulatedTrainer]) -> bool:
+    names = {each.peer.peer_id for each in trainers}
+    return all(set(each.sync.head.members) == names for each in trainers)
+
+
+@pytest.mark.fault(2)
+@simulated(seed=6)
+async def test_the_majority_goes_on_at_once_and_a_minority_waits_and_yields_when_it_is_back(
+    network: SimulatedNetwork,
+) -> None:
+    swarm, accounts, trainers = await start_swarm(network, 5)
+    majority, minority = trainers[:3], trainers[3:]
+    began = network.loop.time()
+    network.partition([each.peer for each in minority])
+    start = max(each.sync.head.round for each in majority)
+    await swarm.until(lambda: min(t.sync.head.round for t in majority) >= start + 2, 30, "the majority goes on")
+    majority_seconds = network.loop.time() - began
+    assert not any(each.sync.head.is_reduced for each in majority)
+    await swarm.until(lambda: all(t.sync.head.is_reduced for t in minority), 120, "the minority goes on")
+    minority_seconds = network.loop.time() - began
+    reduced = [body for body in accounts.bodies.values() if body.is_reduced]
+    assert all({*body.members} <= {each.peer.peer_id for each in minority} for body in reduced)
+    assert minority_seconds > WAIT_SECONDS
+    told = f"{majority_seconds:.1f} s for two rounds, {minority_seconds:.1f} s to the first reduced one"
+    assert majority_seconds < minority_seconds, told
+    await asyncio.sleep(30.0)
+    network.heal()
+    rounds = max(each.sync.head.round for each in trainers) + 2
+    await swarm.until(lambda: are_one_full_lineage(swarm, trainers, rounds), 240, "one lineage, and full")
+    lineage = trainers[0].sync.head.lineage
+    assert not any(accounts.is_within(body.next_lineage, lineage) for body in reduced), "the full one won"
+    accounts.check_conservation()
+
+
+@pytest.mark.fault(1)
+@simulated(seed=7)
+async def test_the_last_of_three_goes_on_after_its_wait_and_the_lineage_is_full_again_when_they_are_back(
+    network: SimulatedNetwork,
+) -> None:
+    swarm, accounts, trainers = await start_swarm(network, 3)
+    survivor, began = trainers[0], network.loop.time()
+    network.crash(network.peers["seed"])
+    for name in ("t1", "t2"):
+        swarm.crash(name)
+    before = survivor.sync.head
+    await swarm.until(lambda: survivor.sync.head.is_reduced, 120, "the survivor goes on")
+    assert network.loop.time() - began >= WAIT_SECONDS
+    assert accounts.is_within(before.lineage, survivor.sync.head.lineage)
+    await swarm.until(lambda: survivor.sync.head.round >= before.round + 6, 120, "round by round")
+    reduced = survivor.sync.head
+    again = [survivor, swarm.restart("t1"), swarm.restart("t2")]
+    await swarm.until(lambda: are_one_full_lineage(swarm, again, reduced.round + 2), 240, "full again")
+    assert accounts.is_within(reduced.lineage, survivor.sync.head.lineage), "nothing of the survivor's is lost"
+    assert survivor.sync.head.full > before.round
+
+
+@pytest.mark.fault(2)
+@pytest.mark.parametrize("way", ["replay", "download"])
+@simulated(seed=8)
+async def test_a_reduced_child_that_is_shown_to_a_live_swarm_moves_nobody(network: SimulatedNetwork, way: str) -> None:
+    """One member that says that it waited may close a round alone; the others did not wait."""
+    club, trainers = await established(network)
+    alone, *others = trainers
+    alone.sync.participate(False)
+    for _ in range(3):
+        go_on_from(alone, forge(alone, is_reduced=True))
+    if way == "download":
+        await club.average(*others)
+    await announce(alone, *others)
+    for each in others:
+        before = each.sync.head
+        assert not await each.sync.follow_swarm(each.work)
+        assert not await each.sync.catch_up.follow(alone.peer.peer_id, each.work)
+        assert each.sync.head == before
+    await club.average(*others, rounds=2)
+    assert not others[0].sync.head.is_reduced
+    await announce(others[0], alone)
+    assert await alone.sync.follow_swarm(alone.work), "it comes back"
+    assert alone.sync.head == others[0].sync.head
+
+
+# --- a voter's memory -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("remembers", [True, False])
+@simulated(seed=9)
+async def test_a_voter_that_is_killed_after_its_vote_votes_for_no_other_result_of_that_view(
+    network: SimulatedNetwork, tmp_path: Path, remembers: bool
+) -> None:
+    club = Club(network)
+    a, b = await asyncio.gather(*(club.start(name) for name in "ab"))
+    c = await club.start("c", scratch=tmp_path)
+    await club.average(a, b, c, rounds=ESTABLISHED)
+    asker, before = a, a.sync.head
+    voted = forge(a, b, tokens=10)
+    assert await ask_for_votes(asker, voted.certificate, [c.peer.peer_id])
+    network.crash(c.peer)
+    if not remembers:
+        ballots_in(tmp_path, c.swarm)._path.unlink()  # type: ignore[union-attr]
+    back = (await club.restart(c)).peer.peer_id
+    assert a.sync.head == before
+    other = forge(a, b, tokens=11)
+    assert other.certificate.body.view == voted.certificate.body.view
+    assert bool(await ask_for_votes(asker, other.certificate, [back])) != remembers
+    if remembers:
+        assert await ask_for_votes(asker, voted.certificate, [back]), "the same one again"
+        later = forge(a, b, tokens=11, view=1)
+        assert await ask_for_votes(asker, later.certificate, [back]), "most of the roster gave it up"

@@ -1,0 +1,38 @@
+"""The peer that founded a simulated swarm: it votes, and trains nothing."""
+
+from collections.abc import Mapping
+
+from p2ptrain.averaging.commit.votes import LightVotes
+from p2ptrain.averaging.context import PeerContext
+from p2ptrain.averaging.grouping.membership import Membership
+from p2ptrain.averaging.protocol.table import founding_table
+from p2ptrain.manifest import AveragingSpec
+from p2ptrain.network.rpc.endpoint import Rpc
+from p2ptrain.network.simulated import SimulatedNetwork
+from tests.support.coroutines import at_end
+
+
+class SimulatedSeed:
+    """A founder on a peer of its own."""
+
+    def __init__(self, network: SimulatedNetwork) -> None:
+        self.peer = network.add_peer("seed")
+        self.founding = founding_table([self.peer.peer_id])
+        self._rpc: Rpc | None = None
+        at_end(self.close)
+
+    async def serve(self, swarm: bytes, spec: AveragingSpec, units: Mapping[str, bytes] | None = None) -> None:
+        """Vote in a swarm from now on, or in the units of a pipeline, whose swarms are given by the names of scopes."""
+        peer = self.peer
+        rpc = self._rpc = Rpc(peer.transport, peer.runtime, swarm)
+        membership = Membership(peer.peer_id, peer.runtime)
+        for scope, unit in (units or {"": swarm}).items():
+            scoped = rpc.scoped(scope) if scope else rpc
+            LightVotes(PeerContext(scoped, peer.runtime, peer.signer, unit, spec, membership, founding=self.founding))
+        await rpc.start()
+
+    async def close(self) -> None:
+        if self._rpc is not None and self.peer.alive:
+            await self._rpc.close()
+            await self.peer.close()
+        self._rpc = None
