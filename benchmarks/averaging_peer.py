@@ -133,8 +133,9 @@ def _record(peer: str) -> PeerRecord:
     head = _head(0)
     return PeerRecord(
         peer=peer, name="benchmark", version="0", protocol=1, role="trainer", state="training", device="cpu", round=0,
-        lineage=head.lineage, digest=head.digest, lineage_tokens=0, lineage_full=head.full, round_tokens=0, loss=None, tokens_per_second=0.0,
-        bytes_sent=0, bytes_received=0, reachability="direct", addresses=(), started_at=0.0, last_rounds=(),
+        lineage=head.lineage, digest=head.digest, lineage_tokens=0, lineage_full=0, round_tokens=0, loss=None,
+        tokens_per_second=0.0, bytes_sent=0, bytes_received=0, reachability="direct", addresses=(),
+        started_at=0.0, last_rounds=(),
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from p2ptrain.averaging.grouping.cells import Cells, Key
 from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.averaging.grouping.messages import PROBE, STEPS, Probe, ProbeReply, StepsAdvice, StepsReport
 from p2ptrain.averaging.protocol.certificate import Body, Certificate, Head, vote
+from p2ptrain.averaging.protocol.table import Census
 from p2ptrain.averaging.vector.chunks import chunk_values, mean_root
 from p2ptrain.errors import DeadlineError, IntegrityError, P2PTrainError, PeerError
 from p2ptrain.hashing import EMPTY_HASH
@@ -141,11 +142,16 @@ class Stranger:
         position = {"round": head.round, "lineage": head.lineage, "digest": head.digest, "lineage_tokens": head.tokens}
         await self.publish(signer, **position)
 
+    async def probe(self, victim: str, head: Head, closing: bool = False) -> None:
+        """Tell a trainer that this peer is in its round after a head, and whether that closes."""
+        with contextlib.suppress(PeerError, DeadlineError):
+            await self.rpc.call(victim, PROBE, Probe(self.key_of(head, victim), closing), ProbeReply, CALL_SECONDS)
+
     def act_alive(self, leader: Callable[[Key], str] = lambda key: "") -> None:
         """Answer probes and reports as a trainer does, but for the leader that it names."""
 
         async def on_probe(peer: str, request: Probe) -> ProbeReply:
-            return ProbeReply((await self.head()).without_proof(), leader(request.key), (), is_averaging=False)
+            return ProbeReply((await self.head()).without_proof(), leader(request.key), ())
 
         async def on_steps(peer: str, request: StepsReport) -> StepsAdvice:
             return StepsAdvice(closing=False)
@@ -177,26 +183,33 @@ class Stranger:
             f"{codec.name}/{codec.version}", (0, *(size for _ in everybody)),
             (mean_root(codec, mean, size, chunk_values(codec)), *(EMPTY_HASH for _ in everybody[1:])),
             present=len(everybody), peers=(1,) * len(everybody),
+            census=Census(joining=tuple(sorted({each.peer_id for each in everybody}))),
         )  # fmt: skip
+        body = replace(body, table=parent.table.after(body).hash)
         votes = tuple((each.peer_id, each.sign(vote(body.body_hash))) for each in everybody)
         return Result(Certificate(body, votes), [mean, *(b"" for _ in everybody[1:])])
 
     async def promise(self, tokens_before: int = 1 << 60) -> SharedState:
         """Serve the head of a state far ahead of the swarm's, which this peer alone certifies; return the state."""
         state = self.new_state()
-        result = self.forge(await self.head(), state, 1, tokens_before)
-        state.head = result.certificate.body.next_head(state.tree().root, result.certificate.to_bytes())
-        self.offer(state, [])
+        parent = await self.head()
+        self.go_on(state, parent, self.forge(parent, state, 1, tokens_before))
+        self.offer(state)
         return state
 
-    def offer(self, state: SharedState, results: Sequence[Result]) -> RoundLog:
-        """Serve a state for download, and these results for replay."""
+    def go_on(self, state: SharedState, parent: Head, result: Result) -> None:
+        """Give a state the head after a result, whoever certified it."""
+        certificate = result.certificate
+        state.head = certificate.next_head(state.tree().root, parent.table.after(certificate.body))
+
+    def offer(self, state: SharedState, *results: tuple[Result, Head]) -> RoundLog:
+        """Serve a state for download, and results for replay, each with the head before it."""
         membership = Membership(self.peer_id, self.runtime)
         spec, layout = self.manifest.averaging, state.layout
         context = PeerContext(self.rpc, self.runtime, self.signer, self.swarm, spec, membership)
         log = RoundLog(context, [(vector_codec(spec, layout), layout.num_values)])
-        for result in results:
-            log.add(result)
+        for result, parent in results:
+            log.add(result, parent)
         StateServer(self.rpc, state)
         return log
 

@@ -85,7 +85,7 @@ async def test_a_delegate_that_hands_in_something_else_than_its_cell_s_result_is
 
 
 @pytest.mark.parametrize("demand", [(0, 0), (99,), (), (0,) * 5])
-@simulated(averagers, 24, CHECKED, seed=6)
+@simulated(averagers, 24, CHECKED, seed=2)
 async def test_an_owner_that_asks_for_more_than_it_may_gets_nothing_and_is_done_without(
     started: list[AveragingPeer], demand: tuple[int, ...]
 ) -> None:

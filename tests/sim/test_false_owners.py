@@ -58,7 +58,7 @@ async def average_honestly(honest: list[AveragingPeer], evil: AveragingPeer, rou
     """So many rounds; the hostile peer tries to take part in each."""
     for _ in range(rounds):
         trying = asyncio.create_task(evil.try_round())
-        await asyncio.gather(*(each.round_until_committed() for each in honest))
+        await asyncio.gather(*(each.round() for each in honest))
         trying.cancel()
         await asyncio.gather(trying, return_exceptions=True)
 

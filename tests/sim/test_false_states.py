@@ -171,11 +171,11 @@ async def test_a_head_that_leaves_no_room_for_later_rounds_is_followed_by_nobody
             honest, members=(a.peer.peer_id,), peers=(1,), bounds=(0, honest.bounds[-1]), hashes=honest.hashes[:1],
             contributors=((0, 10, 1),), tokens_before=MAX_COUNT - 10, lineage=b"m" * 32,
         )  # fmt: skip
-        raw = Certificate(last, ((a.peer.peer_id, a.peer.signer.sign(vote(last.body_hash))),)).to_bytes()
-        context, head = newcomer.sync.replica.context, last.next_head(a.sync.head.digest, raw)
-        context.certificate(raw)
+        certificate = Certificate(last, ((a.peer.peer_id, a.peer.signer.sign(vote(last.body_hash))),))
+        context, head = newcomer.sync.replica.context, certificate.next_head(a.sync.head.digest, a.sync.head.table)
+        context.certificate(certificate.to_bytes())
         with pytest.raises(IntegrityError, match="too little room"):
-            check_head(context, context.membership, head)
+            check_head(context, head)
         _offer(a, head)
         before = newcomer.sync.head
         assert not await newcomer.sync.catch_up.follow(a.peer.peer_id, None)

@@ -13,6 +13,7 @@ import pytest
 
 from p2ptrain.averaging.commit.recovery import AttemptRecovery
 from p2ptrain.averaging.grouping.membership import rank
+from p2ptrain.averaging.timing.deadlines import keepalive_seconds, leader_allowance_seconds
 from p2ptrain.errors import TemporaryError
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
@@ -58,6 +59,8 @@ class Cost:
     lineages: int = 0
     members: int = 0
     slowest: list[str] = field(default_factory=list)
+    leader_seconds: float = 0.0
+    """For which the next round's leader is waited for, before the one after it misses another peer."""
 
     @property
     def delay_seconds(self) -> float:
@@ -102,6 +105,10 @@ def measure(swarm: Swarm, arm: Arm, role: str = "follower", frozen: int = 1) -> 
         cost.rounds.append(await _round(network, survivors, cost))
         cost.members = len(survivors[0].outcomes[-1].result.certificate.body.members)
         cost.frozen_at = min(hit) - began
+        key = survivors[0].averager.matchmaker.position.key
+        if frozen > 1 and min(started, key=lambda each: rank(each.peer.peer_id, key)) in victims:
+            grace = swarm.spec.grace_seconds
+            cost.leader_seconds = leader_allowance_seconds(grace) + keepalive_seconds(grace)
         for _ in range(ROUNDS_AFTER):
             cost.rounds.append(await _round(network, survivors, cost))
         cost.lineages = len({each.averager.head.lineage for each in survivors})
@@ -161,7 +168,7 @@ def check(swarm: Swarm, cost: Cost) -> None:
     assert cost.lineages == 1
     assert cost.slowest == []
     most = (cost.frozen_at if swarm in SLOW else 0.0) + SLACK * cost.normal + swarm.spec.grace_seconds
-    most += VOTE_SECONDS
+    most += VOTE_SECONDS + cost.leader_seconds
     assert cost.rounds[0] <= cost.normal + most, cost
     assert cost.delay_seconds <= most, cost
 

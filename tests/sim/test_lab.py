@@ -14,7 +14,7 @@ from tests.lab.scenario import SCENARIOS, Expect, Measured, Peers, Scenario, Ver
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL = sorted(SCENARIOS.glob("*.toml"))
-QUICK = ("cables", "takeover_download", "takeover_replay", "phantom_leader")
+QUICK = ("cables", "closing", "phantom_leader", "probing", "takeover_download", "takeover_replay")
 
 
 @pytest.mark.parametrize("name", QUICK)

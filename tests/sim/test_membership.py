@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from p2ptrain.averaging.commit.votes import VOTE, AskVote, Vote
+from p2ptrain.averaging.commit.votes import VOTE, WAITS_BEFORE_FOUNDING, AskVote, Vote
 from p2ptrain.averaging.context import ballots_in
 from p2ptrain.averaging.grouping.messages import JOIN, Formed, Join
 from p2ptrain.averaging.protocol.certificate import Certificate, Roster, vote
@@ -82,7 +82,7 @@ async def established(network: SimulatedNetwork, names: str = "abc") -> tuple[Cl
     """A club whose trainers and seed vote."""
     club = Club(network)
     trainers = list(await asyncio.gather(*(club.start(name) for name in names)))
-    await club.average(*trainers, rounds=ESTABLISHED)
+    await club.average(*trainers, rounds=1 + ESTABLISHED)
     assert trainers[0].sync.head.table.electorate == {club.seed.peer.peer_id, *(t.peer.peer_id for t in trainers)}
     return club, trainers
 
@@ -358,7 +358,7 @@ async def test_a_voter_that_is_killed_after_its_vote_votes_for_no_other_result_o
     club = Club(network)
     a, b = await asyncio.gather(*(club.start(name) for name in "ab"))
     c = await club.start("c", scratch=tmp_path)
-    await club.average(a, b, c, rounds=ESTABLISHED)
+    await club.average(a, b, c, rounds=1 + ESTABLISHED)
     asker, before = a, a.sync.head
     voted = forge(a, b, tokens=10)
     assert await ask_for_votes(asker, voted.certificate, [c.peer.peer_id])
@@ -374,3 +374,19 @@ async def test_a_voter_that_is_killed_after_its_vote_votes_for_no_other_result_o
         assert await ask_for_votes(asker, voted.certificate, [back]), "the same one again"
         later = forge(a, b, tokens=11, view=1)
         assert await ask_for_votes(asker, later.certificate, [back]), "most of the roster gave it up"
+
+
+@simulated(seed=21)
+async def test_a_swarm_whose_state_is_gone_for_good_begins_again_and_no_earlier(network: SimulatedNetwork) -> None:
+    """The only trainer is gone with its files; its seed is still there, and has voted on later rounds."""
+    club = Club(network)
+    gone = await club.start("gone")
+    await club.average(gone, rounds=1 + ESTABLISHED)
+    network.crash(gone.peer)
+    newcomer = await club.start("new", joins=False)
+    newcomer._step()
+    await newcomer.synchronize()
+    assert newcomer.sync.head.round == 0, "the one that is gone may only be away"
+    await asyncio.sleep(WAITS_BEFORE_FOUNDING * WAIT_SECONDS)
+    await club.average(newcomer, rounds=2 + ESTABLISHED)
+    assert newcomer.sync.head.table.electorate == {club.seed.peer.peer_id, newcomer.peer.peer_id}

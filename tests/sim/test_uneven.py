@@ -116,9 +116,9 @@ async def test_a_newcomer_of_another_speed_adds_what_it_can(network: SimulatedNe
 
 @pytest.mark.fault(51)
 def test_a_fast_machine_far_away_adds_what_it_can() -> None:
-    """Its reports take longer than the grace period: now and then a round does not wait for it.
+    """Its reports take longer than the grace period, as its parts do: now and then a round does not wait for it.
 
-    Of 30 draws half reached 0.87 of the sum of speeds.
+    Of 20 draws half reached 0.91 of the sum of speeds, and the least 0.72.
     """
 
     async def main(network: SimulatedNetwork) -> float:
@@ -130,7 +130,7 @@ def test_a_fast_machine_far_away_adds_what_it_can() -> None:
         await swarm.end()
         return reached
 
-    assert statistics.median(simulate(main, seed=seed) for seed in range(5, 12)) >= 0.75
+    assert statistics.median(simulate(main, seed=seed) for seed in range(5, 12)) >= 0.8
 
 
 @pytest.mark.fault(17)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from p2ptrain.averaging.protocol.table import ESTABLISHED
 from p2ptrain.network.link import SwarmLink
 from tests.support.processes.daemons import wait_until
 from tests.support.processes.relay import slow_relay
@@ -45,11 +44,6 @@ def keep_committing_until(deadline: float, workers: list[Worker], members: int) 
             )
 
 
-def votes(worker: Worker) -> bool:
-    """True if a worker contributed to enough rounds to vote in its swarm."""
-    return sum(bool(each["contributed"]) for each in worker.rounds()) > ESTABLISHED
-
-
 @pytest.mark.fault(14, 16)
 def test_a_bootstrap_and_a_member_that_sleep_for_a_minute_are_left_behind_and_rejoin_by_themselves(
     tmp_path: Path,
@@ -57,7 +51,7 @@ def test_a_bootstrap_and_a_member_that_sleep_for_a_minute_are_left_behind_and_re
     with nothing_left_behind(), Swarmlet(tmp_path) as swarm:
         bootstrap, member, b, c = swarm.start_all("bootstrap", "member", "b", "c")
         asleep, awake = [bootstrap, member], [b, c]
-        wait_until(lambda: all(map(votes, swarm.workers)))
+        wait_until(lambda: all(worker.votes() for worker in swarm.workers))
         marks = {worker.name: len(worker.events) for worker in swarm.workers}
         wakes_at = time.monotonic() + SLEEP_SECONDS
         for worker in asleep:

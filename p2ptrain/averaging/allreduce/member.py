@@ -38,6 +38,7 @@ class Member:
         refused_us: As an owner: why it refused this peer's part; empty if it did not.
         refusal: Why this peer refused its part; empty if it did not.
         outgoing: The stream that this peer opened to it; ``lost`` says why it broke.
+        round_trip_seconds: Measured when this peer opened its stream; 0 before.
         has_mean: True once only signatures are pending on ``outgoing``.
         is_through: True once ``outgoing`` is complete.
         is_silent: True if its open stream hit the silence timeout.
@@ -59,6 +60,7 @@ class Member:
     outgoing: Channel | None = None
     incoming: Channel | None = None
     is_opening: bool = False
+    round_trip_seconds: float = 0.0
     has_mean: bool = False
     is_through: bool = False
     lost: str = ""
@@ -99,7 +101,8 @@ class Liveness:
         async with self._session.context.rpc.open(
             member.peer, ALLREDUCE, request, OPEN_TIMEOUT_SECONDS, expected_bytes=expected_bytes
         ) as channel:
-            seconds = silence_seconds(self._grace_seconds, loop.time() - began)
+            member.round_trip_seconds = loop.time() - began
+            seconds = silence_seconds(self._grace_seconds, member.round_trip_seconds)
             channel.heartbeat.expect(seconds, partial(self._silent_at, member, seconds))
             yield channel
 

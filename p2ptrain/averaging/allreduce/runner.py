@@ -159,7 +159,7 @@ class AttemptRunner:
                 case Trouble.LATE:
                     self._membership.suspect(blame.peer, blame.reason)
                 case Trouble.SLOW:
-                    self._membership.broke_with(blame.peer, blame.reason, self._matchmaker.last_leader)
+                    self._membership.suspect(blame.peer, blame.reason)
                     self.rates.was_late(blame.peer)
                 case Trouble.FAULT:
                     self._membership.broke_with(blame.peer, blame.reason)  # No leader can cause this.

@@ -427,11 +427,13 @@ class AllReduceSession:
     def straggler_deadline(self, since: float, quorum_at: float, share: float = 1.0) -> float:
         """Return the deadline for the rest after a quorum at ``quorum_at``, in loop time; infinite without a quorum.
 
-        The wait began at ``since``; ``share`` is the fraction of the usual timeout.
+        The wait began at ``since``; ``share`` is the fraction of the usual timeout. All waits allow for the farthest
+        member, because a member waits for owners, and owners wait for it.
         """
         if quorum_at == math.inf:
             return math.inf
-        return quorum_at + share * straggler_seconds(quorum_at - since, self.context.spec.grace_seconds)
+        farthest = max((each.round_trip_seconds for each in self.others if not each.lost), default=0.0)
+        return quorum_at + share * straggler_seconds(quorum_at - since, self.context.spec.grace_seconds, farthest)
 
     def _enter(self, phase: str) -> None:
         self.attempt.phase = phase

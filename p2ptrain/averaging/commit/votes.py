@@ -35,6 +35,8 @@ FIRST_ASKERS, ASKER_SECONDS = 3, 0.1
 """Members that ask the voters at once; each further one waits so much longer, and mostly hears of the votes before."""
 REQUEST_BYTES = 4 * MAX_CERTIFICATE_BYTES
 UNKNOWN = "this peer does not know the round before"
+WAITS_BEFORE_FOUNDING = 3
+"""In `matchmaking_seconds`: how long a voter without state hears of no round, before it founds its lineage again."""
 
 
 class AskVote(Message, frozen=True):
@@ -104,6 +106,9 @@ class LightVotes:
         if tip is None:
             first = context.genesis(body.digest)
             tip = first if first.lineage == body.lineage else context.genesis(bytes(32))
+        if held is None and tip.round and self._is_forsaken(body):
+            logger.warning("nobody has gone on after round %d: this voter lets the swarm begin again", tip.round)
+            tip, self._voted_at = context.genesis(body.digest), (b"", self._voted_at[1])
         if tip.lineage not in (body.lineage, body.next_lineage):
             later = await self._tip_after(tip, peer, body)
             if later.lineage != body.lineage and claimed is not None:
@@ -116,6 +121,15 @@ class LightVotes:
         if tip.round or tip.lineage == body.lineage:
             self._ballots.tip = tip
         return tip
+
+    def _is_forsaken(self, body: Body) -> bool:
+        """True if a result begins the swarm, and no peer has gone on with a later round for long.
+
+        All that held that round's state may be gone. If one comes back, its lineage has more full rounds, and wins.
+        """
+        seconds = WAITS_BEFORE_FOUNDING * self._context.spec.matchmaking_seconds
+        is_first = body.lineage == self._context.genesis(body.digest).lineage
+        return is_first and asyncio.get_running_loop().time() - self._voted_at[1] >= seconds
 
     async def _tip_after(self, tip: Head, peer: str, body: Body) -> Head:
         """Return the head before a result, reached from ``tip`` by a chain of ``peer``; ``tip`` if there is none."""

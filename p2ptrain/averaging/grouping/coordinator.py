@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping import messages
 from p2ptrain.averaging.grouping.cells import Key
-from p2ptrain.averaging.grouping.leaders import Leaders, is_ahead, probe, probe_seconds
+from p2ptrain.averaging.grouping.leaders import Leaders, is_ahead, probe
 from p2ptrain.averaging.grouping.membership import rank
 from p2ptrain.averaging.grouping.pending_group import PendingGroup, decide, group_spec, may_reduce
 from p2ptrain.averaging.protocol.certificate import Head, Ticket
@@ -44,10 +44,9 @@ IDLE_GROUP_SECONDS = 120.0
 MAX_PENDING_GROUPS = 8
 MAX_HOPS = 4
 MAX_GUESTS = 16
-GUEST_CHANCES, LONGEST_GUEST_BACKOFF = 3, 16
-"""Rounds that wait for a newcomer in vain, before it is left out for a number of rounds that doubles."""
+PATIENT_ROUNDS, LONGEST_IMPATIENCE = 3, 64
+"""Rounds that wait for newcomers in vain, before none is waited for in a number of rounds that doubles."""
 ATTEMPTS_BEFORE_REDUCED = 3
-MAX_LATE_GUESTS = 4096
 CONVICTED = "there is evidence that you falsified a mean"
 
 
@@ -67,7 +66,8 @@ class Coordinator:
         self._cells = leaders.position.cells
         self._on_misled = on_misled
         self._pace: dict[str, float] = {}
-        self._late_guests: dict[str, tuple[int, int]] = {}
+        self._waits_in_vain = 0
+        self._patient_from = 0
         self._groups: dict[Key, PendingGroup] = {}
         self._tasks = Tasks()
         self.closed = False
@@ -86,10 +86,11 @@ class Coordinator:
         """If a peer leads the round rather than this one, redirect this group's members to it, and return True.
 
         Views of failures differ, so a leader whose own group is not closing also yields to one that is ``closing``:
-        that one's group has a quorum. Of two with a quorum, `Leaders.priority` decides. No leader yields to a suspect.
+        that one's group has a quorum. Of two with a quorum, `Leaders.priority` decides. No leader yields to a suspect
+        or to a peer that may not lead.
         """
         group, own = self._groups.get(key), self._context.rpc.peer_id
-        if group is None or group.over or self._membership.is_suspect(peer):
+        if group is None or group.over or self._membership.is_suspect(peer) or not self._leaders.may_lead(key, peer):
             return False
         outranked = self._leaders.priority(key, peer) < self._leaders.priority(key, own)
         if not (self._goes_before(key, peer) or (closing and (not group.closing or outranked))):
@@ -145,7 +146,6 @@ class Coordinator:
         if self._membership.is_convicted(ticket.peer):
             raise PeerRefusedError(self._context.rpc.peer_id, CONVICTED)
         self._membership.heard_from(ticket.peer)
-        self._late_guests.pop(ticket.peer, None)
         self._leaders.reached(ticket.peer)
         async with Tasks() as tasks:
             answer = tasks.call(self.enlist(ticket, head, request.tried, request.hops, request.avoid), "enlist")
@@ -186,7 +186,7 @@ class Coordinator:
             return
         seconds = max(LEAST_QUIET_SECONDS, QUIET_GRACES * self._spec.grace_seconds)
         try:
-            await probe(self._context.rpc, holder, group.key, seconds, closing=group.closing)
+            await probe(self._context, holder, group.key, closing=group.closing, seconds=seconds)
         except (PeerError, DeadlineError):
             group.dismiss(holder, "another delegate of your cell came when you did not answer")
 
@@ -267,7 +267,7 @@ class Coordinator:
         """Return the slots of members that a group waits for."""
         active = {*group.batch.reports, *group.steps.reports, *self._leaders.probers(group.key)}
         peers = {*self._membership.expected(), *(peer for peer in active if not self._membership.is_suspect(peer))}
-        peers = {peer for peer in peers if self._is_member(group, peer)}
+        peers = {peer for peer in peers if self._is_member(group.key, peer)}
         peers.discard(self._context.rpc.peer_id)
         if self._position.participates and self._position.is_of(group.key):
             peers.add(self._context.rpc.peer_id)
@@ -279,22 +279,36 @@ class Coordinator:
         return [*self._expected(group), *self._guests(group)]
 
     def _guests(self, group: PendingGroup) -> list[str]:
-        """Return the peers that would join the lineage in this round; few, and seldom one that came late before."""
-        active = {*group.batch.reports, *group.steps.reports, *self._leaders.probers(group.key)}
-        able = [
-            peer
-            for peer in dict.fromkeys([*sorted(active), *self._membership.expected()])
-            if not (self._is_member(group, peer) or peer in group.passed)
-            and group.key.round >= self._late_guests.get(peer, (0, 0))[1]
-            and self._cells.includes(group.key, peer)
-            and not self._membership.is_suspect(peer)
-        ]
-        return able[:MAX_GUESTS]
+        """Return the newcomers that a round waits for: few, and none for a while after one was waited for in vain.
 
-    def _is_member(self, group: PendingGroup, peer: str) -> bool:
+        They join without being waited for, too, if their tickets come in time.
+        """
+        if group.key.round < self._patient_from:
+            return []
+        able = [peer for peer in sorted(self._newcomers(group.key)) if not self._membership.is_suspect(peer)]
+        return [peer for peer in able if peer not in group.passed][:MAX_GUESTS]
+
+    def _newcomers(self, key: Key) -> set[str]:
+        """Return the peers that are in a round by their own account, and not in the member table."""
+        there, group = {*self._leaders.probers(key), *self._membership.expected()}, self._groups.get(key)
+        if group is not None:
+            there.update(group.batch.reports, group.steps.reports)
+        return {peer for peer in there if self._cells.includes(key, peer) and not self._is_member(key, peer)}
+
+    def note_roster(self, key: Key, members: Collection[str]) -> None:
+        """Record whether the newcomers came of which this peer knew; each member does so, whoever led the round."""
+        newcomers = self._newcomers(key)
+        if not newcomers.isdisjoint(members):
+            self._waits_in_vain = 0
+        elif newcomers and key.round >= self._patient_from:
+            self._waits_in_vain += 1
+            pause = 2 ** (self._waits_in_vain - PATIENT_ROUNDS) if self._waits_in_vain >= PATIENT_ROUNDS else 0
+            self._patient_from = key.round + 1 + min(pause, LONGEST_IMPATIENCE)
+
+    def _is_member(self, key: Key, peer: str) -> bool:
         """True if a peer is in the lineage's member table; all are before the first round, and in other rounds."""
         table = self._position.head.table
-        return not table.leading or not self._position.is_of(group.key) or table.row_of(peer) is not None
+        return not table.leading or not self._position.is_of(key) or table.row_of(peer) is not None
 
     def _is_reduced(self, group: PendingGroup, tickets: Sequence[Ticket]) -> bool | None:
         """Return whether a round of these peers would be reduced; None if it has the voters for neither kind."""
@@ -371,13 +385,6 @@ class Coordinator:
         waited_for = {*expected, *self._membership.expected()}
         late = [] if group.key.level else [peer for peer in sorted(waited_for) if peer not in group.members]
         late = [peer for peer in late if self._cells.includes(group.key, peer)]
-        if len(self._late_guests) > MAX_LATE_GUESTS:
-            self._late_guests.clear()
-        for peer in late:
-            if peer in expected and not self._is_member(group, peer):
-                times = 1 + self._late_guests.get(peer, (0, 0))[0]
-                pause = 2 ** (times - GUEST_CHANCES) if times >= GUEST_CHANCES else 0
-                self._late_guests[peer] = times, group.key.round + min(pause, LONGEST_GUEST_BACKOFF)
         members = group.form(lambda tickets: self._is_reduced(group, tickets))
         for peer in late:
             self._membership.missed_round(peer)
@@ -387,7 +394,7 @@ class Coordinator:
         """Probe a missing peer, and end this group if another leader goes first or the swarm is ahead."""
         key = group.key
         try:
-            said = await probe(self._context.rpc, peer, key, probe_seconds(self._spec), closing=group.closing)
+            said = await probe(self._context, peer, key, closing=group.closing)
         except PeerRefusedError:
             return
         except (PeerError, DeadlineError) as error:

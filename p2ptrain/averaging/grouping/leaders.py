@@ -15,15 +15,16 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
+from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.cells import Cells, Key
 from p2ptrain.averaging.grouping.membership import Membership, rank
 from p2ptrain.averaging.grouping.messages import MAX_GOSSIP, PROBE, Failures, Probe, ProbeReply
 from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.errors import PeerUnreachableError
 from p2ptrain.manifest import AveragingSpec
-from p2ptrain.network.rpc.endpoint import Rpc
 
 LEAST_PROBE_SECONDS, MOST_PROBE_SECONDS = 3.0, 10.0
+DIALS = 4.0  # a question takes two dials, because it opens a stream, then asks; twice as many for retransmissions
 MAX_PROBERS = 64
 MAX_FAILED = 1024
 MOST_BELIEVED = 3
@@ -107,19 +108,25 @@ def is_ahead(head: Head, other: Head) -> bool:
     return head.lineage != other.lineage and head.outranks(other)
 
 
-def probe_seconds(spec: AveragingSpec) -> float:
-    """Return the timeout of a probe: a grace period, which fits the swarm's round trips."""
-    return min(max(LEAST_PROBE_SECONDS, spec.grace_seconds), MOST_PROBE_SECONDS)
+def probe_seconds(context: PeerContext, peer: str = "") -> float:
+    """Return the timeout of a question to a peer: a grace period, or longer for a peer whose dials take long."""
+    seconds = DIALS * context.rpc.dial_seconds.get(peer, 0.0)
+    return min(max(LEAST_PROBE_SECONDS, context.spec.grace_seconds, seconds), MOST_PROBE_SECONDS)
 
 
-async def probe(rpc: Rpc, peer: str, key: Key, timeout_seconds: float, *, closing: bool = False) -> ProbeReply:
+async def probe(
+    context: PeerContext, peer: str, key: Key, *, closing: bool = False, seconds: float | None = None
+) -> ProbeReply:
     """Tell a peer that this one is in a round, and whether it closes; return that peer's position.
+
+    ``seconds`` is `probe_seconds` by default.
 
     Raises:
         PeerError: The peer is unreachable, refuses, or its reply is malformed.
         DeadlineError: No reply in time.
     """
-    return await rpc.call(peer, PROBE, Probe(key, closing), ProbeReply, timeout_seconds)
+    seconds = probe_seconds(context, peer) if seconds is None else seconds
+    return await context.rpc.call(peer, PROBE, Probe(key, closing), ProbeReply, seconds)
 
 
 @dataclass

@@ -142,8 +142,9 @@ class Matchmaker:
         absent = set(self._membership.expected()).difference(members) if key.level == 0 else set()
 
         async def ask(peer: str) -> None:
+            seconds = silence_seconds(self._spec.grace_seconds, self._context.rpc.dial_seconds.get(peer, 0.0))
             try:
-                await probe(self._context.rpc, peer, key, silence_seconds(self._spec.grace_seconds))
+                await probe(self._context, peer, key, seconds=seconds)
             except PeerRefusedError:
                 return
             except (PeerError, DeadlineError) as error:
@@ -154,7 +155,7 @@ class Matchmaker:
 
     async def _greet(self, peer: str, key: Key) -> None:
         try:
-            said = await probe(self._context.rpc, peer, key, probe_seconds(self._spec))
+            said = await probe(self._context, peer, key)
             if key == self.position.key:
                 self.leaders.learn(key, said.failures)
         except PeerRefusedError as error:
@@ -197,7 +198,7 @@ class Matchmaker:
         """
         loop = asyncio.get_running_loop()
         grace = (1 + ticket.level) * self._spec.grace_seconds
-        deadline = loop.time() + self._spec.matchmaking_seconds + grace + probe_seconds(self._spec)
+        deadline = loop.time() + self._spec.matchmaking_seconds + grace + probe_seconds(self._context)
         key = self.cells.key_of(ticket, ticket.peer, ticket.level)
         tried, own = list[str](), self._context.rpc.peer_id
         target, hops = "", 0
@@ -218,6 +219,7 @@ class Matchmaker:
                     roster = self._accept(answer, ticket, leader)
                     self.position.attempts += 1
                     self.position.running = (key, leader, roster.members)
+                    self._coordinator.note_roster(key, roster.members)
                     if leader != self._context.rpc.peer_id:
                         self._ask_absentees(key, roster.members)
                     return roster

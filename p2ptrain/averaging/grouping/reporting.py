@@ -29,7 +29,6 @@ LEAST_PAUSE_SECONDS = 0.25
 OVERLAP = 0.25  # fraction of a step that may exceed the end of the round, because steps differ in length
 LEAST_WAIT_SECONDS = 1.0
 CLOCK_SECONDS = 0.001  # resolution of waits
-DIALS = 2.0  # dials that a report takes: it opens a stream, then asks
 NEW_SHARE = 0.5  # weight of the last step in the mean length of steps
 MAX_ASKED = 3
 
@@ -95,7 +94,7 @@ class Pacing:
             report = messages.BatchReport(position.head.without_proof(), samples, min(batch_samples, samples), seconds)
             try:
                 advice = await rpc.call(
-                    leader, messages.REPORT, report, messages.BatchAdvice, probe_seconds(self._context.spec)
+                    leader, messages.REPORT, report, messages.BatchAdvice, probe_seconds(self._context, leader)
                 )
             except PeerRefusedError:
                 return False
@@ -220,10 +219,8 @@ class Pacing:
 
     def _answer_seconds(self, leader: str) -> float:
         """Return the timeout of a report; training does not wait for it, and the link may be slow."""
-        dial_seconds = self._context.rpc.dial_seconds.get(leader)
-        if dial_seconds is None:
-            return MOST_PROBE_SECONDS
-        return min(MOST_PROBE_SECONDS, probe_seconds(self._context.spec) + DIALS * dial_seconds)
+        is_known = leader in self._context.rpc.dial_seconds
+        return probe_seconds(self._context, leader) if is_known else MOST_PROBE_SECONDS
 
     async def _report(self) -> None:
         """Report the steps to the leader, and store when the round closes."""
@@ -283,7 +280,7 @@ class Standby:
             request = messages.TakeOn(self._position.head.without_proof(), samples, held, wanted)
             try:
                 reply = await context.rpc.call(
-                    leader, messages.TAKE_ON, request, messages.Grant, probe_seconds(context.spec)
+                    leader, messages.TAKE_ON, request, messages.Grant, probe_seconds(context, leader)
                 )
             except (PeerError, DeadlineError) as error:
                 if leader == context.rpc.peer_id:  # It is leaving.
@@ -302,7 +299,8 @@ class Standby:
             A peer that is ahead; empty if none was found.
         """
         context, key, head = self._context, self._position.key, self._position.head.without_proof()
-        leader, patience = self._leaders.first(key), probe_seconds(context.spec)
+        leader = self._leaders.first(key)
+        patience = probe_seconds(context, leader)
         try:
             if (await context.rpc.call(leader, messages.PASS, messages.Pass(head), messages.Ahead, patience)).is_ahead:
                 return leader
@@ -328,7 +326,7 @@ class Standby:
 
         async def hurry(peer: str) -> None:
             try:
-                await probe(self._context.rpc, peer, key, probe_seconds(self._context.spec), closing=True)
+                await probe(self._context, peer, key, closing=True)
             except (PeerError, DeadlineError) as error:
                 self._leaders.unanswered(key, peer, error)
 

@@ -35,6 +35,7 @@ SLEEP_ROUNDS = 8
 FORGET_ROUNDS = 4096
 ESTABLISHED, ESTABLISHED_AMONG_STRANGERS = 4, EPOCH_ROUNDS
 """Counted rounds after which a member votes."""
+LEAST_LEADERS = 8
 NEW_VOTERS_PART, NEW_MEMBERS_PART, MAX_NEW_MEMBERS = 16, 16, 64
 """Among strangers, one in so many of the voters may be new in an epoch, and of the members in a round."""
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
@@ -139,9 +140,16 @@ class Table:
 
     @cached_property
     def leading(self) -> frozenset[str]:
-        """The members that may lead a round: voters that do not sleep, or else members that do not; no witnesses."""
+        """The members that may lead a round: all that do not sleep, but for witnesses.
+
+        Among strangers, voters lead, and those that counted most until they are `LEAST_LEADERS`: one alone could stop
+        the rounds.
+        """
         there = [row for row in self.rows if not row.sleeps and not row.is_witness]
-        return frozenset(row.peer for row in there if row.votes) or frozenset(row.peer for row in there)
+        if self.is_open:
+            there.sort(key=lambda row: (not row.votes, -row.counted, row.since, row.peer))
+            there = [row for index, row in enumerate(there) if row.votes or index < LEAST_LEADERS]
+        return frozenset(row.peer for row in there)
 
     def is_led_by(self, peers: Collection[str]) -> bool:
         """True if these are more than a third of the members that may lead, so that one of them is honest."""

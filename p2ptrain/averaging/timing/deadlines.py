@@ -38,6 +38,7 @@ QUIET_GRACES = 0.5
 KEEPALIVES_PER_GRACE = 8
 LEAST_KEEPALIVE_SECONDS, MOST_KEEPALIVE_SECONDS = 0.1, 0.5
 LEAST_QUIET_SECONDS = 0.5
+PART_ROUND_TRIPS = 3.0  # the roster, a stream's opening and the part take two; a third for a retransmission
 ROUND_TRIPS = 4.0  # round trips by which a keepalive may be late: a few retransmissions
 LATENESSES = 3.0  # the same in multiples of the peer's largest lateness, for slow links and machines
 
@@ -61,9 +62,13 @@ def least_mask(members: int, quorum: float) -> int:
     return min(math.ceil(members / 2), 1 + quorum_of_others(members - 1, quorum))
 
 
-def straggler_seconds(seconds_until_quorum: float, grace_seconds: float) -> float:
-    """Return the timeout for stragglers after a quorum took ``seconds_until_quorum``."""
-    return grace_seconds + SLACK * seconds_until_quorum
+def straggler_seconds(seconds_until_quorum: float, grace_seconds: float, round_trip_seconds: float = 0.0) -> float:
+    """Return the timeout for stragglers after a quorum took ``seconds_until_quorum``.
+
+    ``round_trip_seconds`` is the longest to a member; a far one may take two grace periods.
+    """
+    allowed = min(max(grace_seconds, PART_ROUND_TRIPS * round_trip_seconds), 2.0 * grace_seconds)
+    return allowed + SLACK * seconds_until_quorum
 
 
 def attempt_seconds(history: Sequence[float], spec: AveragingSpec) -> float:

@@ -16,7 +16,8 @@ from typing import Annotated
 from msgspec import Meta
 
 from p2ptrain.averaging.context import PeerContext
-from p2ptrain.averaging.protocol.certificate import MAX_COUNT, Head
+from p2ptrain.averaging.protocol.certificate import Head
+from p2ptrain.averaging.protocol.table import MAX_COUNT
 from p2ptrain.errors import DeadlineError, IncompatibleError, IntegrityError, PeerError, TemporaryError
 from p2ptrain.network.chunks.messages import Open
 from p2ptrain.network.chunks.server import ChunkServer, Ration

@@ -22,7 +22,7 @@ async def attack(
     while True:
         parent = await stranger.head()
         result = stranger.forge(parent, state, tokens, None if replay else tokens_before, keys)
-        state.head = result.certificate.body.next_head(state.tree().root, result.certificate.to_bytes())
-        stranger.offer(state, [result] if replay else [])
+        stranger.go_on(state, parent, result)
+        stranger.offer(state, *([(result, parent)] if replay else []))
         await stranger.pretend(state.head)
         await asyncio.sleep(MOVE_ON_SECONDS)

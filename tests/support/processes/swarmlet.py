@@ -15,6 +15,7 @@ from typing import IO, Any
 
 import psutil
 
+from p2ptrain.averaging.protocol.table import ESTABLISHED
 from tests.support.processes.daemons import ROOT, is_alive, wait_until
 from tests.support.processes.files import LOOPBACK
 from tests.support.processes.preloaded import COMMAND, SERVER, WORKER
@@ -60,6 +61,10 @@ class Worker(Teller):
     @property
     def daemon(self) -> int:
         return int(self.wait_for("joined")["daemon"])
+
+    def votes(self) -> bool:
+        """True if this worker contributed to enough rounds to vote: the first made it a member, and is not counted."""
+        return sum(bool(each["contributed"]) for each in self.rounds()) > ESTABLISHED
 
     def rounds(self, since: int = 0) -> list[Event]:
         return [event for event in self.events[since:] if event["event"] == "round"]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from p2ptrain.averaging.grouping.leaders import probe
 from p2ptrain.averaging.grouping.membership import Membership
+from p2ptrain.averaging.grouping.messages import PROBE, Probe, ProbeReply
 from p2ptrain.errors import TemporaryError
 from p2ptrain.manifest import AveragingSpec, LoraSpec, Manifest, ModelSpec, PipelineSpec, TrainingSpec
 from p2ptrain.models import build_model
@@ -82,7 +82,7 @@ async def tell(by: "PipelinePeer", host: "PipelinePeer", closing: bool) -> None:
     averager = host.hosted.units[0].synchronizer.averager
     key = averager.matchmaker.cells.key_of(averager.head, host.peer.peer_id)
     rpc = by.rpc.scoped(f"unit{host.hosted.number}")
-    await by.peer.spawn(probe(rpc, host.peer.peer_id, key, 5.0, closing=closing))
+    await by.peer.spawn(rpc.call(host.peer.peer_id, PROBE, Probe(key, closing), ProbeReply, 5.0))
 
 
 async def no_harm(opened: Opened) -> None:

@@ -71,6 +71,7 @@ def test_a_light_voter_votes_for_a_later_view_only_if_most_of_the_earlier_roster
 
 
 def test_a_vote_that_cannot_be_written_is_none(tmp_path: Path) -> None:
+    (tmp_path / "gone").write_text("no folder")
     ballots = Ballots(tmp_path / "gone" / "votes")
     with pytest.raises(OSError, match="gone"):
         ballots.vote(make_body("x"))
