@@ -15,6 +15,7 @@ from p2ptrain.errors import PeerRefusedError
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
 from tests.support.coroutines import at_end, simulated
+from tests.support.records import record_of
 from tests.support.sim.accounts import Accounts
 from tests.support.sim.seed import SimulatedSeed
 from tests.support.sim.strangers import forge, go_on_from
@@ -387,6 +388,13 @@ async def test_a_swarm_whose_state_is_gone_for_good_begins_again_and_no_earlier(
     newcomer._step()
     await newcomer.synchronize()
     assert newcomer.sync.head.round == 0, "the one that is gone may only be away"
-    await asyncio.sleep(WAITS_BEFORE_FOUNDING * WAIT_SECONDS)
+    wait = WAITS_BEFORE_FOUNDING * WAIT_SECONDS
+    record = record_of("somebody", lineage_full=gone.sync.head.full)
+    club.seed.membership.update(record, 1, expires_at=club.seed.peer.runtime.now() + 2 * wait)
+    await asyncio.sleep(wait)
+    newcomer._step()
+    await newcomer.synchronize()
+    assert newcomer.sync.head.round == 0, "somebody computes a long round"
+    await asyncio.sleep(wait)
     await club.average(newcomer, rounds=2 + ESTABLISHED)
     assert newcomer.sync.head.table.electorate == {club.seed.peer.peer_id, newcomer.peer.peer_id}

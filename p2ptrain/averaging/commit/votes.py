@@ -36,7 +36,7 @@ FIRST_ASKERS, ASKER_SECONDS = 3, 0.1
 REQUEST_BYTES = 4 * MAX_CERTIFICATE_BYTES
 UNKNOWN = "this peer does not know the round before"
 WAITS_BEFORE_FOUNDING = 3
-"""In `matchmaking_seconds`: how long a voter without state hears of no round, before it founds its lineage again."""
+"""In `matchmaking_seconds`: how long a voter without state hears of no round, before it lets the swarm begin again."""
 
 
 class AskVote(Message, frozen=True):
@@ -123,13 +123,17 @@ class LightVotes:
         return tip
 
     def _is_forsaken(self, body: Body) -> bool:
-        """True if a result begins the swarm, and no peer has gone on with a later round for long.
+        """True if a result begins the swarm, and all that held the state of a later round seem to be gone.
 
-        All that held that round's state may be gone. If one comes back, its lineage has more full rounds, and wins.
+        Nobody asked for a vote on a later round for long, and no record tells of one: rounds may take longer than this
+        wait. If a holder comes back, its lineage has more full rounds, and wins.
         """
-        seconds = WAITS_BEFORE_FOUNDING * self._context.spec.matchmaking_seconds
-        is_first = body.lineage == self._context.genesis(body.digest).lineage
-        return is_first and asyncio.get_running_loop().time() - self._voted_at[1] >= seconds
+        context = self._context
+        seconds = WAITS_BEFORE_FOUNDING * context.spec.matchmaking_seconds
+        if asyncio.get_running_loop().time() - self._voted_at[1] < seconds:
+            return False
+        is_first = body.lineage == context.genesis(body.digest).lineage
+        return is_first and not any(record.lineage_full for record in context.membership.records())
 
     async def _tip_after(self, tip: Head, peer: str, body: Body) -> Head:
         """Return the head before a result, reached from ``tip`` by a chain of ``peer``; ``tip`` if there is none."""

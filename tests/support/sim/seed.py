@@ -18,6 +18,7 @@ class SimulatedSeed:
     def __init__(self, network: SimulatedNetwork) -> None:
         self.peer = network.add_peer("seed")
         self.founding = founding_table([self.peer.peer_id])
+        self.membership = Membership(self.peer.peer_id, self.peer.runtime)
         self._rpc: Rpc | None = None
         at_end(self.close)
 
@@ -25,10 +26,11 @@ class SimulatedSeed:
         """Vote in a swarm from now on, or in the units of a pipeline, whose swarms are given by the names of scopes."""
         peer = self.peer
         rpc = self._rpc = Rpc(peer.transport, peer.runtime, swarm)
-        membership = Membership(peer.peer_id, peer.runtime)
         for scope, unit in (units or {"": swarm}).items():
             scoped = rpc.scoped(scope) if scope else rpc
-            LightVotes(PeerContext(scoped, peer.runtime, peer.signer, unit, spec, membership, founding=self.founding))
+            LightVotes(
+                PeerContext(scoped, peer.runtime, peer.signer, unit, spec, self.membership, founding=self.founding)
+            )
         await rpc.start()
 
     async def close(self) -> None:
