@@ -9,7 +9,15 @@ import pytest
 from p2ptrain.averaging.commit.votes import VOTE, WAITS_BEFORE_FOUNDING, AskVote, Vote
 from p2ptrain.averaging.context import ballots_in
 from p2ptrain.averaging.grouping.messages import JOIN, Formed, Join
-from p2ptrain.averaging.protocol.certificate import Certificate, Roster, vote
+from p2ptrain.averaging.protocol.certificate import (
+    CALL_TIMEOUT_SECONDS,
+    CHAIN,
+    AskChain,
+    Certificate,
+    Chain,
+    Roster,
+    vote,
+)
 from p2ptrain.averaging.protocol.table import ESTABLISHED
 from p2ptrain.errors import PeerRefusedError
 from p2ptrain.network.rpc.channel import Channel
@@ -162,6 +170,34 @@ async def test_a_stranger_gets_no_votes_for_a_round_of_its_own(network: Simulate
         assert await ask_for_votes(evil, result.certificate, voters) == []
     await club.average(*honest)
     assert evil.peer.peer_id not in honest[0].sync.head.members
+
+
+@pytest.mark.fault(36)
+@simulated(seed=22)
+async def test_a_stranger_whose_chain_never_comes_keeps_nobody_s_vote(network: SimulatedNetwork) -> None:
+    """The seed asks for the chain to a result that it does not know, while others need its vote."""
+    club = Club(network)
+    honest = [await club.start(name) for name in "ab"]
+    await club.average(*honest)
+    evil = await club.start("evil")
+    evil.sync.participate(False)
+    go_on_from(evil, forge(evil))
+
+    async def hang(peer: str, request: AskChain) -> Chain:
+        return await asyncio.Event().wait()  # type: ignore[return-value]
+
+    evil.rpc.serve(CHAIN, AskChain, hang)
+    for each in honest:
+        each._step()
+    await asyncio.gather(*(each.synchronize() for each in honest))  # They try to follow it, once.
+    asking = asyncio.create_task(ask_for_votes(evil, forge(evil).certificate, [club.seed.peer.peer_id]))
+    await asyncio.sleep(1.0)
+    began = network.loop.time()
+    await club.average(*honest)
+    assert network.loop.time() - began < CALL_TIMEOUT_SECONDS / 4
+    assert not asking.done()
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
 
 
 @pytest.mark.fault(36)

@@ -292,7 +292,7 @@ class RoundLog:
         context = self._context
         if head.lineage == own.lineage or head.round == 0:
             return
-        if own.table.believes(context.certificate(head.certificate)):
+        if own.table.believes(await context.runtime.offload(context.certificate, head.certificate)):
             return
         before = [each for each in reversed(self._heads.values()) if own.full - each.full < MAX_UNDONE]
         steps = (1 << step for step in range(len(before).bit_length()))
@@ -303,7 +303,7 @@ class RoundLog:
         root = (
             await context.rpc.call(source, ROOT, AskRoot(), Root, CALL_TIMEOUT_SECONDS, max_reply_bytes=MAX_ROOT_BYTES)
         ).head
-        proof = context.certificate(root.certificate)
+        proof = await context.runtime.offload(context.certificate, root.certificate)
         if proof.next_head(root.digest, root.table) != root or not own.table.believes(proof):
             raise IntegrityError(UNPROVED)
         chain = await self.certificates_after(source, root, proofs=True)

@@ -67,9 +67,7 @@ class LightVotes:
     async def _serve(self, peer: str, request: AskVote) -> Vote:
         context = self._context
         certificate = await context.runtime.offload(context.certificate, request.certificate)
-        async with self._turn:
-            proof = await self._vote(peer, certificate, request.head)
-        return Vote(proof)
+        return Vote(await self._vote(peer, certificate, request.head))
 
     async def _vote(self, peer: str, certificate: Certificate, head: Head | None) -> bytes:
         """Return this peer's signature of a result; raise `PeerRefusedError` or `IntegrityError` if it must not."""
@@ -89,14 +87,20 @@ class LightVotes:
             signed = certificate.signers.intersection(body.members)
             if (body.levels == 1 and not tip.table.is_led_by(signed)) or tip.table.leaves_out_most(body.census):
                 raise PeerRefusedError(own, "too few of the lineage's members are in this result")
+            await self._record(body, certificate)
+        return context.signer.sign(vote(body.body_hash))
+
+    async def _record(self, body: Body, certificate: Certificate) -> None:
+        """Record a vote; raise `PeerRefusedError` if this peer voted for another result."""
+        context = self._context
+        async with self._turn:
             now, (lineage, voted_at) = asyncio.get_running_loop().time(), self._voted_at
             # The roster of an earlier vote may be gone for good, and then never tells that it gave that result up.
             waited = lineage in (b"", body.lineage) and now - voted_at >= context.spec.matchmaking_seconds
             if not await context.runtime.offload(self._ballots.vote, body, None if waited else certificate.signers):
-                raise PeerRefusedError(own, "this peer voted for another result of this round")
+                raise PeerRefusedError(context.rpc.peer_id, "this peer voted for another result of this round")
             if lineage != body.lineage:
                 self._voted_at = body.lineage, now
-        return context.signer.sign(vote(body.body_hash))
 
     async def _tip_at(self, peer: str, body: Body, claimed: Head | None) -> Head:
         """Return the tip, advanced along certificates of ``peer`` if a result is not of its round."""
@@ -109,12 +113,15 @@ class LightVotes:
         if held is None and tip.round and self._is_forsaken(body):
             logger.warning("nobody has gone on after round %d: this voter lets the swarm begin again", tip.round)
             tip, self._voted_at = context.genesis(body.digest), (b"", self._voted_at[1])
+            self._ballots.tip = tip
         if tip.lineage not in (body.lineage, body.next_lineage):
             later = await self._tip_after(tip, peer, body)
             if later.lineage != body.lineage and claimed is not None:
                 proof = await context.runtime.offload(context.certificate, claimed.certificate)
                 if proof.next_head(claimed.digest, claimed.table) == claimed and tip.table.believes(proof):
                     later = claimed
+            if (newest := self._ballots.tip) is not None and newest.outranks(tip):
+                tip = newest  # Another request led this peer on meanwhile.
             if not later.outranks(tip):
                 return tip
             tip = later
