@@ -91,7 +91,8 @@ def test_all_are_killed_and_training_goes_on_from_the_newest_whole_checkpoint(tm
 
         def goes_on() -> bool:
             assert all(process.poll() is None for process in processes), machines.log(NAMES[0]).read_text()
-            return all(len(machines.rounds(name)) >= len(before[name]) + 4 for name in NAMES)
+            since = [machines.rounds(name)[len(before[name]) :] for name in NAMES]
+            return all(len([r for r in rounds if r["members"] == 2]) >= 4 for rounds in since)
 
         wait_until(goes_on, 2 * PATIENCE_SECONDS)
         for process in processes[1:]:
