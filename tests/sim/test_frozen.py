@@ -181,6 +181,13 @@ def test_a_frozen_peer_costs_two_others_a_grace_period_once(phase: str, role: st
     check(swarm, measure(swarm, in_phase(phase), role))
 
 
+@pytest.mark.parametrize("seed", range(12, 18))
+def test_no_follower_of_a_frozen_leader_is_sent_back_to_it(seed: int) -> None:
+    """The next leader gets tickets before it has given the frozen one up itself."""
+    swarm = Swarm(8, 500_000, 12.5e6, seed=seed)
+    check(swarm, measure(swarm, in_phase("scatter"), "leader"))
+
+
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("swarm", [*FAST, *SLOW], ids=lambda swarm: f"seed{swarm.seed}")
 def test_whatever_the_links_and_however_many_the_others_are(swarm: Swarm, phase: str) -> None:

@@ -224,6 +224,11 @@ class Matchmaker:
                         self._ask_absentees(key, roster.members)
                     return roster
                 hops += answer is not None
+                if answer and leader != own and self._membership.is_suspect(answer.peer) and hops <= MAX_HOPS:
+                    # This leader still follows one that fell silent, and will notice: it comes next in the order.
+                    target = leader
+                    await asyncio.sleep(RETRY_SECONDS)
+                    continue
                 target = self._next_leader(key, leader, answer.peer, tried, hops) if answer else ""
                 worse = not target or self.leaders.order(key, target) > self.leaders.order(key, leader)
                 if worse and leader not in self.leaders.unreachable(key):
