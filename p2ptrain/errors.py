@@ -6,7 +6,8 @@
     ├── UsageError                2    the arguments of a command are wrong
     ├── ConfigError               3    a file or value cannot be used
     │   ├── LinkError                  a swarm link cannot be parsed
-    │   └── ManifestError              a manifest is malformed, unsigned or of another swarm
+    │   ├── ManifestError              a manifest is malformed, unsigned or of another swarm
+    │   └── NotAdmittedError           the swarm does not admit this peer
     ├── BootstrapError            4    no bootstrap peer can be reached
     ├── IdentityError             5    a key file is unusable or in use
     ├── IncompatibleError         6    protocol, model, codec or stage differ from the swarm's
@@ -54,6 +55,10 @@ class LinkError(ConfigError):
 
 class ManifestError(ConfigError):
     """A manifest is malformed, unsigned, or of another swarm."""
+
+
+class NotAdmittedError(ConfigError):
+    """The swarm does not admit this peer, or does so no longer."""
 
 
 class BootstrapError(P2PTrainError):

@@ -64,10 +64,10 @@ async def _train(plan: Plan, supervisor: Supervisor, stop: asyncio.Event, view: 
     trainers: list[Child] = []
     if text is not None:
         link = SwarmLink.parse(text)
-        page = await _start_page(plan, supervisor, link) if plan.monitor else None
+        page = await _start_page(plan, supervisor, link.plain) if plan.monitor else None
         if page is not None:
             view.say(f"status page: {page[1]}")
-        view.say(f"look at it from elsewhere with: p2ptrain status {shlex.quote(str(link))}")
+        view.say(f"look at it from elsewhere with: p2ptrain status {shlex.quote(str(link.plain))}")
         for path in plan.trainers:
             command = [*_peer_command(path), "--link", str(link)]
             trainers.append(await supervisor.start(path.stem, command, path.with_suffix(".log")))

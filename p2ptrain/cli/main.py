@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from types import ModuleType
 from typing import NoReturn
 
 from p2ptrain import runtime
@@ -21,6 +22,10 @@ COMMANDS = {
     "init": "write a commented run.toml and an organizer key to start a swarm of your own",
     "seed": "start a swarm from 'init' and print the link that invites others",
     "join": "take part in a swarm, given its link",
+    "invite": "print a link that lets people, or one peer, into a swarm",
+    "revoke": "make an invite or a pass worthless; the peers that it let in stay",
+    "ban": "throw a peer out of a swarm",
+    "members": "show which peers a swarm admits, and how they came in",
     "peer": "run one peer from a role file (see the folder 'peers')",
     "status": "show the peers of a swarm",
     "monitor": "serve a web page that shows how a swarm is doing",
@@ -28,6 +33,8 @@ COMMANDS = {
     "doctor": "check that this machine can take part, with a fix for what is missing",
     "checkpoint": "list, verify and export checkpoints",
 }
+
+_ADMISSION = ("invite", "revoke", "ban", "members")
 
 EXIT_CODES = """exit codes:
   0    done
@@ -96,7 +103,7 @@ def _dispatch(argv: list[str]) -> int:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "see 'p2ptrain --help'"
         raise UsageError(f"there is no command {name!r}; {hint}")
-    command = import_module(f"p2ptrain.cli.commands.{name}")
+    command = module_of(name)
     parser = Parser(
         prog=f"p2ptrain {name}",
         description=str(command.__doc__).partition("\n\n")[2],
@@ -122,6 +129,11 @@ def _add_log_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), help="the least severe messages to show"
     )
+
+
+def module_of(command: str) -> ModuleType:
+    """Return the module of a command."""
+    return import_module(f"p2ptrain.cli.commands.{'admission.' if command in _ADMISSION else ''}{command}")
 
 
 def _overview() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,8 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from p2ptrain.config import read_toml
 from p2ptrain.errors import IncompatibleError, ManifestError, UsageError
-from p2ptrain.manifest import PROTOCOL_VERSION, Manifest, SignedManifest, parse_manifest
+from p2ptrain.manifest import (
+    INVITE_FILE,
+    PROTOCOL_VERSION,
+    REVOCATIONS_FILE,
+    Manifest,
+    SignedManifest,
+    parse_manifest,
+)
+from p2ptrain.network.admission import Admission, Issuer, Revocations
 from p2ptrain.network.identity import IDENTITY_FILE, Identity
+from p2ptrain.network.schema import to_bytes
 
 if TYPE_CHECKING:
     from p2ptrain.signing import Signer
@@ -84,16 +94,46 @@ def public_paths(manifest: Manifest) -> list[str]:
 
 
 def sign_manifest(manifest: Manifest, organizer: Signer, path: Path, seed_dir: Path) -> SignedManifest:
-    """Sign a manifest into ``path``; the peer whose run directory is ``seed_dir`` founds the swarm."""
+    """Sign a manifest into ``path``, and write the invite of its seed's link beside it.
+
+    The peer whose run directory is ``seed_dir`` founds the swarm. If ``path`` holds the same manifest already, its
+    founder stays, so that a seed that lost its key goes on with the same swarm.
+    """
+    former = former_manifest(path, organizer)
     with Identity.create_or_load(seed_dir / IDENTITY_FILE) as seed:
         signed = SignedManifest.create(manifest, organizer, seed.peer_id)
+    if former is not None and former == signed.manifest.model_copy(update={"founders": former.founders}):
+        signed = SignedManifest.create(former, organizer)
+    invite = path.with_name(INVITE_FILE)
+    if signed.manifest.admission.mode == "invite":
+        revocations = read_revocations(signed.manifest, path.with_name(REVOCATIONS_FILE))
+        write_atomically(invite, to_bytes(Issuer(signed.manifest, organizer).standing_invite(revocations)), 0o600)
+    else:
+        invite.unlink(missing_ok=True)
     write_atomically(path, signed.to_bytes())
     return signed
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file by rename, so that a reader finds the old or the new content."""
+def former_manifest(path: Path, verifier: Signer) -> Manifest | None:
+    """Return the signed manifest in a file; None if there is none."""
+    try:
+        return SignedManifest.from_bytes(path.read_bytes(), None, verifier).manifest
+    except (OSError, ManifestError):
+        return None
+
+
+def read_revocations(manifest: Manifest, path: Path) -> Revocations:
+    """Return the organizer's newest list; an empty one without a file, or if the file is of another swarm."""
+    admission = Admission(manifest, time.time)
+    with contextlib.suppress(OSError):
+        admission.learn(path.read_bytes())
+    return admission.revocations
+
+
+def write_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Write a file by rename, so that a reader finds the old or the new content; the umask applies to ``mode``."""
     partial = path.with_name(f".{path.name}.partial")
+    partial.touch(mode)
     partial.write_bytes(data)
     partial.replace(path)
 

@@ -9,15 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from p2ptrain.cli.manifests import KEY_FILE, load_manifest, named_paths, parse_settings, write_atomically
+from p2ptrain.cli.manifests import (
+    KEY_FILE,
+    former_manifest,
+    load_manifest,
+    named_paths,
+    parse_settings,
+    sign_manifest,
+)
 from p2ptrain.cli.running import default_run_dir
 from p2ptrain.cli.screen.live import Goal
 from p2ptrain.cli.toml import to_toml
 from p2ptrain.config import PeerConfig
-from p2ptrain.errors import ManifestError, UsageError
-from p2ptrain.manifest import SIGNED_FILE, Manifest, SignedManifest
-from p2ptrain.network.identity import IDENTITY_FILE, Identity
-from p2ptrain.signing import Signer
+from p2ptrain.errors import UsageError
+from p2ptrain.manifest import SIGNED_FILE, Manifest
+from p2ptrain.network.identity import Identity
 
 DEFAULT_MINUTES = 3.0
 DEMO_SETTINGS: dict[str, Any] = {"name": "demo", "training.every": 1, "training.local_batch": 8}
@@ -44,13 +50,10 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     manifest = load_manifest(arguments.manifest, overrides)
     run_dir: Path = (arguments.run_dir or default_run_dir(f"up-{time.strftime('%Y%m%d-%H%M%S')}")).absolute()
     run_dir.mkdir(parents=True, exist_ok=True)
-    with (
-        Identity.create_or_load(run_dir / KEY_FILE) as organizer,
-        Identity.create_or_load(run_dir / "bootstrap" / IDENTITY_FILE) as seed,
-    ):
-        signed = SignedManifest.create(manifest, organizer, seed.peer_id)
-        done = _rounds_done(run_dir, signed.manifest, organizer)
-        write_atomically(run_dir / SIGNED_FILE, signed.to_bytes())
+    with Identity.create_or_load(run_dir / KEY_FILE) as organizer:
+        former = former_manifest(run_dir / SIGNED_FILE, organizer)
+        manifest = sign_manifest(manifest, organizer, run_dir / SIGNED_FILE, run_dir / "bootstrap").manifest
+        done = _rounds_done(run_dir) if former == manifest else 0
     threads = arguments.threads or max(1, len(os.sched_getaffinity(0)) // arguments.peers)
     log = {"level": arguments.log_level or "info"}
     if arguments.log_format is not None:
@@ -98,13 +101,8 @@ def _num_stages(manifest: Manifest, peers: int) -> int:
     return stages
 
 
-def _rounds_done(run_dir: Path, manifest: Manifest, verifier: Signer) -> int:
-    """Return the round of the newest checkpoint in the directory; 0 without one, or with another manifest."""
-    try:
-        former = SignedManifest.from_bytes((run_dir / SIGNED_FILE).read_bytes(), manifest.digest, verifier)
-    except (OSError, ManifestError):
-        return 0
-    assert former.manifest == manifest
+def _rounds_done(run_dir: Path) -> int:
+    """Return the round of the newest checkpoint in the directory; 0 without one."""
     patterns = ("*/checkpoints/*-round-*", "*/checkpoints/*/*-round-*")  # The second matches stages.
     names = [path.name for pattern in patterns for path in run_dir.glob(pattern)]
     return max((int(number) for name in names if (number := name.rpartition("-")[2]).isdecimal()), default=0)

@@ -37,6 +37,7 @@ def run_configured_peer(
         link_file: Another path for the link.
     """
     from p2ptrain.cli.manifests import LINK_FILE, write_atomically
+    from p2ptrain.network.link import SwarmLink
     from p2ptrain.node.run import run_peer
 
     view: PeerScreen | None = None
@@ -44,9 +45,13 @@ def run_configured_peer(
     def on_ready(link: str) -> None:
         for path in (config.run_dir / LINK_FILE, *([link_file] if link_file else [])):
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, f"{link}\n".encode())
+            write_atomically(path, f"{link}\n".encode(), 0o600)  # An invite is in it.
         # A link with two addresses contains an ampersand.
         text = f"{announce}{shlex.quote(link)}\n" if announce else link
+        if announce and (plain := str(SwarmLink.parse(link).plain)) != link:
+            text += (
+                f"\nthat link lets people in; this one only shows the swarm:\n\np2ptrain status {shlex.quote(plain)}\n"
+            )
         if view is not None and sys.stdout.isatty():
             view.screen.say(text)
         else:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import shutil
 import textwrap
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 
 from p2ptrain.config import PeerConfig, parse_size
-from p2ptrain.errors import ConfigError, ResourceError
+from p2ptrain.errors import ConfigError, NotAdmittedError, ResourceError
 from p2ptrain.manifest import Manifest
 from p2ptrain.models import PROCESS_BYTES, estimate_memory_bytes, num_parameters
 from p2ptrain.models.pretrained import local_data, not_given
+from p2ptrain.network.admission import Admission
+from p2ptrain.network.identity import IDENTITY_FILE, Identity
+from p2ptrain.node.meeting import credential_at_hand, what_to_do
 from p2ptrain.pipeline.measure import available_memory
 from p2ptrain.pipeline.plan import PipelinePlan
 from p2ptrain.status.formats import human_bytes, human_count
@@ -108,6 +112,17 @@ def _needed_bytes(manifest: Manifest, config: PeerConfig) -> tuple[int, int]:
         return PROCESS_BYTES, 0
     plan = PipelinePlan(manifest)
     return min((plan.needs[number].memory, plan.state_bytes(number)) for number in _stages_to_host(plan, config))
+
+
+def check_admission(manifest: Manifest, invite: bytes, run_dir: Path) -> None:
+    """Raise `NotAdmittedError`, with this peer's id, if neither a link's invite nor an earlier run admits this peer."""
+    if manifest.admission.mode == "open":
+        return
+    admission = Admission(manifest, time.time)
+    with Identity.create_or_load(run_dir / IDENTITY_FILE) as identity:
+        _, reason = credential_at_hand(admission, identity.peer_id, invite, run_dir)
+        if reason:
+            raise NotAdmittedError(what_to_do(admission, identity.peer_id, reason))
 
 
 def check_machine(manifest: Manifest, config: PeerConfig) -> None:

@@ -29,6 +29,9 @@ MAX_PIPELINE_STAGES = 256
 MAX_MANIFEST_BYTES = 256 * 1024
 SIGNED_FILE = "manifest.bin"
 """File name of a signed manifest, beside an organizer's ``run.toml`` and in each peer's run directory."""
+INVITE_FILE = "invite.key"
+REVOCATIONS_FILE = "revoked.bin"
+"""File names, beside an organizer's manifest, of the invite of the seed's link, and of the list of revocations."""
 
 
 _SHARED = r"local:[\w.-]+|hub:[\w.-]+(/[\w.-]+)?(@[\w./-]+)?"
@@ -407,8 +410,8 @@ class AdmissionSpec(Section):
     """Public keys whose invites and passes count like the organizer's. 'p2ptrain init' prints the one of a new key."""
     members: tuple[PeerName, ...] = Field((), max_length=MAX_NAMED_PEERS)
     """Peer ids."""
-    puzzle_bits: int = Field(20, ge=0, le=64)
-    """Difficulty of the puzzle, which each bit doubles: 20 take about a second of a core, once for each peer."""
+    puzzle_bits: int = Field(21, ge=0, le=32)
+    """Difficulty of the puzzle, which each bit doubles: 21 take about a second of a core, once for each peer."""
 
 
 class LoraSpec(Section):

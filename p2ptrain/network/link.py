@@ -1,14 +1,14 @@
 """The swarm link: the text from which a new peer finds and verifies a swarm.
 
-``p2ptrain://<digest>?d=<directory>&b=<multiaddr>&b=<multiaddr>…`` holds the manifest's digest in base58, the directory
-unless it is the DHT, and bootstrap peers' addresses. The digest pins the manifest and its organizer's id, so bootstrap
-peers can forge neither.
+``p2ptrain://<digest>?d=<directory>&invite=<invite>&b=<multiaddr>&b=<multiaddr>…`` holds the manifest's digest in
+base58, the directory unless it is the DHT, an invite or a pass in base58 if the link has one, and bootstrap peers'
+addresses. The digest pins the manifest and its organizer's id, so bootstrap peers can forge neither.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import base58
 
@@ -19,6 +19,7 @@ SCHEME = "p2ptrain://"
 DIGEST_BYTES = 32
 MAX_ADDRESSES = 32
 MAX_LINK_CHARS = 8192
+MAX_INVITE_BYTES = 600
 _FIX = "copy the whole link that 'p2ptrain seed' prints"
 
 
@@ -29,11 +30,13 @@ class SwarmLink:
     Attributes:
         addresses: Multiaddrs that each end in ``/p2p/<peer id>``, 1 to `MAX_ADDRESSES`.
         directory: As in ``network.directory``; empty for the DHT.
+        invite: A `p2ptrain.network.admission.Credential`; empty for a link that shows the swarm and admits nobody.
     """
 
     digest: bytes
     addresses: tuple[str, ...]
     directory: str = ""
+    invite: bytes = b""
 
     def __post_init__(self) -> None:
         if len(self.digest) != DIGEST_BYTES:
@@ -49,9 +52,16 @@ class SwarmLink:
 
     def __str__(self) -> str:
         parts = [f"d={self.directory}"] if self.directory else []
+        if self.invite:
+            parts.append(f"invite={base58.b58encode(self.invite).decode()}")
         # The bootstrap addresses come last, so that `parse` notices a truncated link.
         query = "&".join([*parts, *(f"b={address}" for address in self.addresses)])
         return f"{SCHEME}{base58.b58encode(self.digest).decode()}?{query}"
+
+    @property
+    def plain(self) -> SwarmLink:
+        """The link without its invite, for all to see."""
+        return replace(self, invite=b"")
 
     @classmethod
     def parse(cls, text: str) -> SwarmLink:
@@ -70,13 +80,19 @@ class SwarmLink:
             raise LinkError(f"the link's digest has {len(digest)} bytes instead of {DIGEST_BYTES}: {_FIX}")
         if not separator or not query:
             raise LinkError(f"the link names no bootstrap peer, so it is cut off: {_FIX}")
-        values: dict[str, list[str]] = {"b": [], "d": []}
+        values: dict[str, list[str]] = {"b": [], "d": [], "invite": []}
         for part in query.split("&"):
             name, _, value = part.partition("=")
-            if name not in values or (name == "d" and values[name]):
+            if name not in values or (name != "b" and values[name]):
                 raise LinkError(f"the link has an unknown part {part[:40]!r}: {_FIX}")
             values[name].append(value)
-        return cls(digest, tuple(values["b"]), "".join(values["d"]))
+        try:
+            invite = base58.b58decode("".join(values["invite"]))
+        except ValueError as error:
+            raise LinkError(f"the link's invite is not base58: {_FIX}") from error
+        if len(invite) > MAX_INVITE_BYTES:
+            raise LinkError(f"the link's invite is longer than {MAX_INVITE_BYTES} bytes: {_FIX}")
+        return cls(digest, tuple(values["b"]), "".join(values["d"]), invite)
 
 
 def check_peer_address(address: str) -> str:

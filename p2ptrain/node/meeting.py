@@ -1,10 +1,13 @@
-"""A newcomer's first contact: it asks the known peers for the manifest that its link names."""
+"""A newcomer's first contact: the manifest, from the peers that its link names, and its own credential."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 from msgspec import Meta
@@ -13,16 +16,23 @@ from p2ptrain.errors import (
     BootstrapError,
     DeadlineError,
     IncompatibleError,
+    IntegrityError,
     ManifestError,
+    NotAdmittedError,
     PeerError,
     PeerRefusedError,
     ProtocolError,
     WrongPeerError,
 )
-from p2ptrain.manifest import MAX_MANIFEST_BYTES, SignedManifest
+from p2ptrain.manifest import MAX_MANIFEST_BYTES, Manifest, SignedManifest
+from p2ptrain.network.admission import BANNED, Admission, Credential, Invite, solve
+from p2ptrain.network.link import SwarmLink
+from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.network.rpc.endpoint import OTHER_PROTOCOL, OTHER_SWARM, Rpc
-from p2ptrain.network.schema import Message, Nothing
+from p2ptrain.network.schema import Message, Nothing, from_bytes, to_bytes
 from p2ptrain.network.transport import Transport
+from p2ptrain.node.options import PeerOptions
+from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
 
 logger = logging.getLogger(__name__)
@@ -32,6 +42,9 @@ CONNECT_SECONDS = 30.0
 FIRST_DIAL_SECONDS = 5.0
 MANIFEST_SECONDS = 10.0
 PAUSE_SECONDS = 0.5
+REVOCATION_SECONDS = 2.0  # between looks at the organizer's file
+CREDENTIAL_FILE = "credential.bin"
+"""Name of a peer's pass, or of its solution of the puzzle, in its run directory."""
 MAX_REPLY_BYTES = 2 * MAX_MANIFEST_BYTES
 
 
@@ -114,3 +127,108 @@ def _raise_if_final(failures: Sequence[PeerRefusedError | WrongPeerError]) -> No
         raise IncompatibleError(
             f"the swarm refuses this version ({reasons[0]}): install the version that the swarm runs"
         )
+
+
+def is_for_all(invite: bytes) -> bool:
+    """True if a link's invite admits each peer that holds it; False for the pass of one peer, or for none.
+
+    Raises `NotAdmittedError` if it is damaged.
+    """
+    if not invite:
+        return False
+    try:
+        return isinstance(from_bytes(Credential, invite), Invite)
+    except IntegrityError as error:
+        raise NotAdmittedError("the link's invite is damaged: copy the whole link") from error
+
+
+def credential_at_hand(admission: Admission, peer: str, invite: bytes, run_dir: Path | None) -> tuple[bytes, str]:
+    """Return a credential that admits a peer, and an empty text; or none, and why the peer is not admitted.
+
+    ``invite`` is the link's, with which a peer signs its own pass, or a pass. An earlier credential is in ``run_dir``.
+    """
+    if not (missing := admission.admitted(peer)):
+        return b"", ""
+    if is_for_all(invite):
+        invite = to_bytes(admission.use(from_bytes(Invite, invite), peer))
+    kept = run_dir / CREDENTIAL_FILE if run_dir is not None else None
+    reasons = []
+    for credential in filter(None, (invite, kept.read_bytes() if kept is not None and kept.is_file() else b"")):
+        reasons.append(admission.admitted(peer, credential))
+        if not reasons[-1]:
+            return credential, ""
+    return b"", next(iter(reasons), missing)
+
+
+def what_to_do(admission: Admission, peer: str, reason: str) -> str:
+    """Return the message of a `NotAdmittedError`: why the swarm does not admit a peer, and the remedy."""
+    link = "an invite link (p2ptrain://…invite=…), or for " if admission.mode == "invite" else ""
+    remedy = (
+        "only its organizer can take that back"
+        if reason == BANNED
+        else f"ask its organizer for {link}a pass, which 'p2ptrain invite DIR --peer {peer}' makes"
+    )
+    return f"the swarm does not admit this peer: {reason}; {remedy}"
+
+
+class Entry:
+    """One peer's own admission to the swarm of a manifest.
+
+    Attributes:
+        admission: Decides who is in the swarm.
+        dismissed: Resolves to the reason when the swarm admits this peer no longer.
+    """
+
+    def __init__(self, manifest: Manifest, peer: str, options: PeerOptions, runtime: Runtime) -> None:
+        self.admission = Admission(manifest, runtime.now)
+        self.dismissed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._peer = peer
+        self._options = options
+        self._runtime = runtime
+        self._credential = b""
+
+    async def enter(self, link: SwarmLink | None) -> tuple[bytes, bytes]:
+        """Return this peer's credential, which is kept in its run directory, and the invite for links to others.
+
+        Raises `NotAdmittedError` if it has nothing that admits it.
+        """
+        options, admission = self._options, self.admission
+        invite = (link.invite if link is not None else b"") or options.invite
+        credential, reason = credential_at_hand(admission, self._peer, invite, options.run_dir)
+        if reason and admission.mode == "open":
+            logger.info("solving the swarm's puzzle of %d bits, once", admission.puzzle_bits)
+            solution = await self._runtime.offload(solve, admission.swarm, self._peer, admission.puzzle_bits)
+            credential = to_bytes(solution)
+            reason = admission.admitted(self._peer, credential)
+        if reason:
+            raise NotAdmittedError(what_to_do(admission, self._peer, reason))
+        if credential and options.run_dir is not None:
+            (options.run_dir / CREDENTIAL_FILE).write_bytes(credential)
+        self._credential = credential
+        return credential, invite if is_for_all(invite) else b""
+
+    def check_later(self, *_: object) -> None:
+        """Resolve ``dismissed`` if newer revocations, or an expiry, ended this peer's admission."""
+        reason = self.admission.admitted(self._peer)
+        if reason and not self.dismissed.done():
+            self.dismissed.set_result(what_to_do(self.admission, self._peer, reason))
+
+    def check(self) -> None:
+        """Raise `NotAdmittedError` if the swarm does not admit this peer any longer."""
+        self.check_later()
+        if self.dismissed.done():
+            raise NotAdmittedError(self.dismissed.result())
+
+    def describe(self, record: PeerRecord) -> PeerRecord:
+        """Return the record with the credential and, in a seed's, the organizer's list."""
+        revocations = self.admission.signed_revocations if self._options.revocations is not None else b""
+        return replace(record, credential=self._credential, revocations=revocations)
+
+    async def follow_revocations(self, changed: Callable[[], None]) -> None:
+        """Read the organizer's list whenever its file changes, and call ``changed``; end if there is no such file."""
+        path = self._options.revocations
+        while path is not None:
+            with contextlib.suppress(OSError):
+                if self.admission.learn(await asyncio.to_thread(path.read_bytes)):
+                    changed()
+            await asyncio.sleep(REVOCATION_SECONDS)

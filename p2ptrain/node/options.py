@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from p2ptrain.config import PeerConfig
+from p2ptrain.manifest import INVITE_FILE, REVOCATIONS_FILE
 from p2ptrain.network.factory import StartDirectory, StartTransport, start_directory, start_transport
 from p2ptrain.network.libp2p.settings import Libp2pSettings
 
@@ -21,6 +22,8 @@ class PeerOptions:
         network: Its ``directory`` may be empty, for the link's directory, or else the DHT.
         upload_bandwidth: Limit in bytes per second, which also determines share sizes; 0 for none.
         download_bandwidth: Limit in bytes per second; 0 for none.
+        invite: Admits this peer, and goes into its link, if the link that it joins with has none; empty for none.
+        revocations: File of the organizer's list, which this peer publishes; None for none.
     """
 
     role: str
@@ -30,6 +33,8 @@ class PeerOptions:
     network: Libp2pSettings
     upload_bandwidth: int = 0
     download_bandwidth: int = 0
+    invite: bytes = b""
+    revocations: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,7 @@ class Starters:
 def peer_options(config: PeerConfig, peer_id: str) -> PeerOptions:
     """Return the options that a role file gives."""
     network = Libp2pSettings(**dict(config.network))
+    invite = config.manifest.with_name(INVITE_FILE) if config.manifest is not None else None
     return PeerOptions(
         role="stage" if config.role == "both" else config.role,
         name=config.name or peer_id[-6:],
@@ -51,4 +57,6 @@ def peer_options(config: PeerConfig, peer_id: str) -> PeerOptions:
         network=network.changed(direct="off") if config.role == "bootstrap" else network,  # no bulk transfers
         upload_bandwidth=config.resources.up,
         download_bandwidth=config.resources.down,
+        invite=invite.read_bytes() if invite is not None and invite.is_file() else b"",
+        revocations=config.manifest.with_name(REVOCATIONS_FILE) if config.manifest is not None else None,
     )

@@ -4,6 +4,7 @@
 
     network    transport, RPC, reachability, directory, clock    `p2ptrain.node.peer_network`
     signed     the manifest, given or asked for                  `p2ptrain.node.meeting`
+    admission  who is in, by the manifest; this peer must be     `p2ptrain.network.admission`
     record     what the parts tell of this peer                  `p2ptrain.node.reports.record`
     presence   publishes the record, reads those of others       `p2ptrain.node.presence`
     held       the shared state, once a role holds one           `p2ptrain.node.roles.held`
@@ -17,7 +18,7 @@ from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.manifest import SignedManifest
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.link import SwarmLink
-from p2ptrain.node.meeting import ask_for_manifest, serve_manifest
+from p2ptrain.node.meeting import Entry, ask_for_manifest, serve_manifest
 from p2ptrain.node.options import PeerOptions, Starters
 from p2ptrain.node.peer_network import PeerNetwork
 from p2ptrain.node.presence import Presence
@@ -34,6 +35,8 @@ class Peer:
 
     Attributes:
         signed: The swarm's manifest, with its organizer's signature; ``swarm``: its digest, 32 bytes.
+        admission: Decides who is in the swarm.
+        entry: This peer's own admission.
         jobs: Its long-running jobs.
         on_close: Registers a function that `close` awaits, before those that were registered earlier.
     """
@@ -76,6 +79,7 @@ class Peer:
         Raises:
             BootstrapError: No peer of the link or of earlier runs answers.
             ManifestError: A peer sent another manifest than the link's.
+            NotAdmittedError: The swarm does not admit this peer.
             ResourceError: The daemon does not start.
         """
         peer = cls(identity, options, runtime, starters)
@@ -95,16 +99,25 @@ class Peer:
         self.signed = signed or await ask_for_manifest(network.transport, self.rpc, known, self.identity)
         self.manifest = self.signed.manifest
         serve_manifest(self.rpc, self.signed)
+        self.entry = Entry(self.manifest, self.identity.peer_id, self.options, self.runtime)
+        self.rpc.admission = self.admission = self.entry.admission
+        if self.options.role != "client":
+            self.rpc.credential, network.invite = await self.entry.enter(link)
         await network.join()
         self.presence = Presence(
             lambda: network.directory, self.runtime, self.swarm, self.identity, self.membership, self.record.describe
         )
+        self.presence.reader.admission = self.admission
+        self.record.parts.append(self.entry.describe)
         self.state_changed = self.presence.changed
         self._is_present = True
         if self.options.role == "client":
             await self.presence.refresh()
             return
         await self.presence.start()
+        self.entry.check()
+        self.presence.listeners.append(self.entry.check_later)
+        self._tasks.keep(lambda: self.entry.follow_revocations(self.presence.changed), "revocations")
         self._tasks.keep(lambda: network.reach.watch(self.presence.changed, network.lose), "reach")
         self._tasks.keep(network.follow_clocks, "clock")
         self._tasks.keep(network.keep_remembering, "remember-peers")

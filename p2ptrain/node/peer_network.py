@@ -35,6 +35,7 @@ class PeerNetwork:
         transport, reach: Set by `connect`; ``directory`` by `join`.
         lost: Resolves to the reason when the network daemon is gone for good.
         clock_note: About a corrected clock, for people; empty if it agrees with the swarm's.
+        invite: Goes into ``link``; empty for none.
         close: Ends directory, RPC and transport; idempotent.
     """
 
@@ -48,6 +49,7 @@ class PeerNetwork:
     ) -> None:
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.clock_note = ""
+        self.invite = b""
         self.transport: Transport
         self.rpc: Rpc
         self.reach: Reach | FixedReach
@@ -69,11 +71,14 @@ class PeerNetwork:
 
     @property
     def link(self) -> SwarmLink:
-        """A swarm link through this peer, without loopback addresses unless there are no others."""
+        """A swarm link through this peer, without loopback addresses unless there are no others.
+
+        It admits others if this peer has an invite.
+        """
         addresses = self.reach.standing.addresses
         outside = [address for address in addresses if "/127.0.0.1/" not in address and "/ip6/::1/" not in address]
         directory = self._directory_name if self._directory_name != LIBP2P else ""
-        return SwarmLink(self.rpc.swarm, tuple(outside or addresses)[:MAX_ADDRESSES], directory)
+        return SwarmLink(self.rpc.swarm, tuple(outside or addresses)[:MAX_ADDRESSES], directory, self.invite)
 
     async def connect(self, swarm: bytes, link: SwarmLink | None) -> tuple[str, ...]:
         """Start the transport and RPC; return the addresses of the peers that link, role file and earlier runs name."""

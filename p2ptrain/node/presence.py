@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.errors import IntegrityError
+from p2ptrain.network.admission import Admission
 from p2ptrain.network.directory import Directory
 from p2ptrain.network.records.record import PeerRecord, open_record, peers_key, seal_record
 from p2ptrain.runtime import Runtime
@@ -27,15 +28,22 @@ FAREWELL_TIMEOUT_SECONDS = 5.0
 
 
 class RecordReader:
-    """Reads the records of a swarm's peers; each distinct record is verified, or refused and counted, once."""
+    """Reads the records of a swarm's peers; each distinct record is verified, or refused and counted, once.
+
+    Attributes:
+        admission: Drops the records of strangers, once the manifest is known; None drops none.
+        strangers: The record of each peer that the swarm does not admit, and why not.
+        rejected: Number of distinct records dropped as invalid, and of strangers.
+    """
 
     def __init__(self, directory: Callable[[], Directory], swarm: bytes, verifier: Signer) -> None:
         self._directory = directory
         self._swarm = swarm
         self._verifier = verifier
         self._seen: dict[str, tuple[bytes, PeerRecord | None, int]] = {}
+        self.admission: Admission | None = None
+        self.strangers: dict[str, tuple[PeerRecord, str]] = {}
         self.rejected = 0
-        """Number of distinct records dropped as invalid."""
 
     async def read(self, timeout_seconds: float) -> list[tuple[PeerRecord, int, float]] | None:
         """Return all (record, sequence, expiry), ordered by peer id; None if the directory does not answer."""
@@ -53,7 +61,21 @@ class RecordReader:
             if known[1] is not None:
                 result.append((known[1], known[2], entries[peer].expires_at))
         self._seen = seen
-        return result
+        return self._admitted(result)
+
+    def _admitted(self, found: list[tuple[PeerRecord, int, float]]) -> list[tuple[PeerRecord, int, float]]:
+        """Return the records of admitted peers; keep those of strangers, and count each stranger once."""
+        if (admission := self.admission) is None:
+            return found
+        for record, _, _ in found:
+            admission.learn(record.revocations)
+        reasons = [admission.admitted(record.peer, record.credential) for record, _, _ in found]
+        strangers = {each[0].peer: (each[0], why) for each, why in zip(found, reasons, strict=True) if why}
+        for peer in strangers.keys() - self.strangers.keys():
+            self.rejected += 1
+            logger.info("dropped the records of peer %s: %s", peer[-8:], strangers[peer][1])
+        self.strangers = strangers
+        return [each for each, why in zip(found, reasons, strict=True) if not why]
 
     def _verified(self, peer: str, value: bytes) -> tuple[PeerRecord | None, int]:
         """Return a peer's record and its sequence; None and 0 for one that is dropped."""

@@ -76,6 +76,7 @@ async def serve_and_close(
     """
     try:
         peer.network.lost.add_done_callback(lambda lost: signals.stop(f"the network daemon ended: {lost.result()}"))
+        peer.entry.dismissed.add_done_callback(lambda dismissed: signals.stop(dismissed.result()))
         _keep_manifest(peer.signed, config.run_dir / SIGNED_FILE)
         if on_start is not None:
             on_start(peer)
@@ -91,6 +92,7 @@ async def serve_and_close(
     finally:
         notify("STOPPING=1")
         await peer.close()
+    peer.entry.check()
     if signals.reason.startswith("the network daemon ended"):
         raise TemporaryError(f"{signals.reason}; the state is saved: start this peer again")
 

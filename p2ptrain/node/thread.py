@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from p2ptrain.manifest import Manifest, SignedManifest
+from p2ptrain.network.admission import Issuer
 from p2ptrain.network.identity import IDENTITY_FILE, Identity
 from p2ptrain.network.libp2p.settings import Libp2pSettings
 from p2ptrain.network.link import SwarmLink
+from p2ptrain.network.schema import to_bytes
 from p2ptrain.node.options import PeerOptions
 from p2ptrain.node.peer import Peer
 from p2ptrain.runtime import real_runtime
@@ -104,7 +106,10 @@ class PeerThread:
             resources.callback(runtime.close)
             self.thread = LoopThread()
             resources.callback(self.thread.stop)
-            options = PeerOptions("trainer", name, "cpu", run_dir, network)
+            invite = b""
+            if signed is not None and signed.manifest.admission.mode == "invite":
+                invite = to_bytes(Issuer(signed.manifest, identity).standing_invite())
+            options = PeerOptions("trainer", name, "cpu", run_dir, network, invite=invite)
             self.peer = self.thread.call(Peer.start(identity, options, runtime, link=link, signed=signed))
             resources.callback(lambda: self.thread.call(self.peer.close()))
             lock.pop_all()

@@ -20,8 +20,8 @@ def swarm_view(signed: SignedManifest, link: SwarmLink, records: Sequence[PeerRe
     return SwarmView(
         name=manifest.name,
         digest=manifest.digest.hex(),
-        link=str(link),
-        command=f"p2ptrain join {shlex.quote(str(link))}",
+        link=str(link.plain),
+        command=f"p2ptrain join {shlex.quote(str(link.plain))}",
         signer=manifest.organizer,
         manifest=manifest.model_dump(mode="json"),
         protocol=manifest.protocol,

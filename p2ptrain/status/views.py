@@ -14,8 +14,8 @@ from p2ptrain.status.progress import RoundGoal
 
 Severity = Literal["info", "warning", "critical"]
 Health = Literal["healthy", "degraded", "stopped", "empty"]
-PRIVATE = frozenset({"addresses"})
-"""Fields that `plain` leaves out: a public page does not show peers' addresses."""
+PRIVATE = frozenset({"addresses", "credential", "revocations"})
+"""Fields that `plain` leaves out: a public page does not show peers' addresses, and nobody reads signed bytes."""
 
 
 @dataclass(frozen=True)

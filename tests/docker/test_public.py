@@ -23,6 +23,7 @@ def host(image: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator
     with Identity.create_or_load(tmp_path / "home" / "organizer.key") as organizer:
         (tmp_path / "swarm").mkdir()
         sign_manifest(load_manifest(None, {"name": "public"}), organizer, tmp_path / "swarm" / "manifest.bin", tmp_path)
+        (tmp_path / "swarm" / "invite.key").chmod(0o644)  # The container's user is another.
     files = ("deploy/public/compose.yaml", "tests/docker/internal.yaml")
     with Containers(
         *files, compose=compose, P2PTRAIN_HOST=HOST, P2PTRAIN_SWARM=str(tmp_path / "swarm"), P2PTRAIN_BIND="127.0.0.1"

@@ -114,7 +114,10 @@ def _values(info: inspect.Type, known: Known) -> tuple[Values, set[type], Values
         case inspect.TupleType(item_types=types):
             return _sequence(types, len(types), known)
         case inspect.NamedTupleType(fields=fields) | inspect.StructType(array_like=True, fields=fields):
-            return _sequence([each.type for each in fields], sum(each.required for each in fields), known)
+            tag = getattr(info, "tag", None)
+            first: list[inspect.Type] = [inspect.LiteralType((tag,))] if tag is not None else []
+            parts = [*first, *(each.type for each in fields)]
+            return _sequence(parts, len(first) + sum(each.required for each in fields), known)
         case inspect.StructType() | inspect.DataclassType():
             return _fields(info, known)
     raise TypeError(f"no values for {info}: add them")

@@ -24,6 +24,7 @@ from p2ptrain.node.peer import Peer
 from p2ptrain.runtime import real_runtime
 from tests.support.coroutines import on_loop
 from tests.support.processes.daemons import LOOPBACK, eventually, free_port, loopback_transport
+from tests.support.processes.files import OPEN_TO_ALL
 from tests.support.processes.swarmlet import MANIFEST
 
 
@@ -33,7 +34,11 @@ async def started(directory: Path, name: str, link: SwarmLink | None = None, **n
     runtime = real_runtime(name)
     settings = Libp2pSettings(**{"listen": LOOPBACK, "auto_nat": True, **network})
     with Identity.ephemeral() as identity:
-        signed = None if link else SignedManifest.create(Manifest.model_validate(MANIFEST), identity)
+        signed = (
+            None
+            if link
+            else SignedManifest.create(Manifest.model_validate({**MANIFEST, "admission": OPEN_TO_ALL}), identity)
+        )
         options = PeerOptions("bootstrap" if link is None else "trainer", name, "cpu", directory, settings)
         peer = await Peer.start(identity, options, runtime, link=link, signed=signed)
         try:

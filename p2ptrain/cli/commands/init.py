@@ -23,6 +23,7 @@ COMMON = frozenset(
         "model.context", "data.source", "data.tokenizer", "training.every", "training.local_batch",
         "training.global_batch", "training.learning_rate", "training.rounds", "model.image_size", "model.patch_size",
         "model.channels", "model.classes", "averaging.codec", "averaging.min_peers", "averaging.spot_checks",
+        "admission.mode",
     }
 )  # fmt: skip
 """Settings that are written without ``--all``."""
@@ -55,6 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     from p2ptrain.cli.manifests import KEY_FILE, RUN_FILE, load_manifest, parse_settings, public_paths
     from p2ptrain.cli.toml import commented_toml
     from p2ptrain.network.identity import Identity
+    from p2ptrain.signing import issuing_key
 
     directory: Path = arguments.directory
     overrides = {**AMONG_STRANGERS, **_of_model(arguments), **parse_settings(arguments.set)}
@@ -72,7 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
         text = commented_toml(manifest, None if arguments.all else _is_written)
         header = _HEADER.format(directory=directory, more="" if arguments.all else _MORE)
         run_file.write_text(header + text, encoding="utf-8")
-    print(f"wrote {run_file}\nwrote {key_file} (organizer {organizer.peer_id}; keep it private)")
+        issuer = issuing_key(organizer).public_key().public_bytes_raw().hex()
+    print(f"wrote {run_file}\nwrote {key_file} (organizer {organizer.peer_id}, issuer key {issuer}; keep it private)")
     if manifest.model.weights.startswith("local:"):
         print(f"every peer needs a copy of {arguments.model}, and gives its folder with --weights DIR")
     for warning in public_paths(manifest):

@@ -2,6 +2,7 @@
 
 Take part in a swarm. Fetches its manifest and checks that it is the one that the link names, shows what will be
 downloaded, run and exposed, asks once, checks that this machine can do it, takes on the swarm's state and trains.
+Most swarms admit peers with an invite: a link with 'invite=' lets this peer in, and is remembered in --run-dir.
 If the manifest names text or a tokenizer on this machine, --allow-path must name it, or a folder above it.
 Ctrl-C leaves in good order. Started again with the same --run-dir, this peer has the same identity.
 On a terminal a live view of the peer and its swarm stands below the log; in a pipe there are log lines alone.
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from p2ptrain.cli.running import confirm, default_run_dir, run_async, run_configured_peer
-    from p2ptrain.cli.terms import check_machine, describe
+    from p2ptrain.cli.terms import check_admission, check_machine, describe
     from p2ptrain.config import PeerConfig
     from p2ptrain.network.link import SwarmLink
     from p2ptrain.node.observe import fetch_manifest
@@ -63,6 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     }
     signed = run_async(fetch_manifest(link))
     check_compatible(signed.manifest)
+    check_admission(signed.manifest, link.invite, Path(overrides["run_dir"]))
     overrides |= in_pipeline(arguments, signed.manifest)
     config = PeerConfig.load(None, overrides)
     print(describe(signed.manifest, config))

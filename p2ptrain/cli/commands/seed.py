@@ -1,6 +1,8 @@
 """``p2ptrain seed DIR``
 
-Sign DIR/run.toml, serve it as the swarm's first bootstrap peer, and print the link that others join with.
+Sign DIR/run.toml, serve it as the swarm's first bootstrap peer, and print the link that others join with. With
+admission.mode = "invite", that link lets in everybody who has it: pass it on like a password. The plain link under it
+shows the swarm, and lets in nobody; 'p2ptrain invite DIR' makes other invites.
 It keeps running; Ctrl-C stops it. Started again, it has the same identity, and the link stays valid as long as
 run.toml and the address are the same: choose a fixed port with --listen, and --announce what others can dial.
 """

@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from p2ptrain.errors import IntegrityError
+from p2ptrain.network.admission import MAX_CREDENTIAL_BYTES, MAX_REVOCATION_BYTES
 from p2ptrain.network.records.serving import ServingReport
 from p2ptrain.network.schema import Amount, Count, Hash, Message, Number, from_bytes, from_wire, to_bytes, to_wire
 from p2ptrain.signing import Signer
@@ -44,6 +45,8 @@ Name = Annotated[str, Meta(max_length=64)]
 Version = Annotated[str, Meta(max_length=32)]
 Note = Annotated[str, Meta(max_length=MAX_NOTE_CHARS)]
 Address = Annotated[str, Meta(max_length=MAX_ADDRESS_CHARS)]
+CredentialBytes = Annotated[bytes, Meta(max_length=MAX_CREDENTIAL_BYTES)]
+RevocationBytes = Annotated[bytes, Meta(max_length=MAX_REVOCATION_BYTES)]
 Addresses = Annotated[tuple[Address, ...], Meta(max_length=MAX_ADDRESSES)]
 _CONTEXT = b"p2ptrain record\0"
 _VERIFIED_CACHE = 16384
@@ -234,6 +237,8 @@ class PeerRecord:
         stages: Hosted pipeline stages; empty if peers train the whole model.
         failovers: Failovers of this peer's microbatches from a failed host to another.
         next_stage: The stage that it hosts next; its own while it cannot move; None if undecided.
+        credential: Admits the peer; see `p2ptrain.network.admission`.
+        revocations: The organizer's newest list, in a seed's record.
     """
 
     peer: str
@@ -268,6 +273,8 @@ class PeerRecord:
     failovers: Count = 0
     next_stage: Count | None = None
     serving: ServingReport | None = None
+    credential: CredentialBytes = b""
+    revocations: RevocationBytes = b""
 
     def __post_init__(self) -> None:
         if len({stage.unit for stage in self.stages}) < len(self.stages):

@@ -1,10 +1,11 @@
 """Calls between peers: requests, replies and channels on any `Transport`.
 
-Each stream opens with two frames: the header ``{protocol, swarm, name}``, then the request. The server checks the
-small header before it reads the request, and refuses another version, another swarm or an unknown name::
+Each stream opens with two frames: the header ``{protocol, swarm, name, credential}``, then the request. The server
+checks the small header before it reads the request, and refuses another version, another swarm, an unknown name or a
+peer that is not admitted. So admission costs no message and no round trip::
 
     caller                               server
-      | {protocol, swarm, name}, request   |
+      | {protocol, swarm, name, …}, request|
       | ---------------------------------> |  refused: ERROR reason
       |          reply, END                |
       | <--------------------------------- |  (or a conversation, see `Channel`)
@@ -38,6 +39,7 @@ from p2ptrain.errors import (
     ProtocolError,
 )
 from p2ptrain.manifest import PROTOCOL_VERSION
+from p2ptrain.network.admission import MAX_CREDENTIAL_BYTES, NOT_ADMITTED, OPEN_PROTOCOLS, Admission
 from p2ptrain.network.rpc.channel import Channel, ChannelLimits
 from p2ptrain.network.rpc.frames import (
     FRAME,
@@ -58,7 +60,7 @@ from p2ptrain.runtime import Runtime
 logger = logging.getLogger(__name__)
 
 PROTOCOL = "/p2ptrain/rpc"
-MAX_HEADER_BYTES = 512
+MAX_HEADER_BYTES = 1024
 MAX_COUNTED_REFUSALS = 4096
 MAX_CONCURRENT_REFUSALS = 64
 MAX_DIALS_REMEMBERED = 1024
@@ -77,7 +79,7 @@ ChannelHandler = Callable[[Channel, T], Awaitable[None]]
 
 
 class Header(Message, frozen=True):
-    """The first frame of every stream: protocol version and manifest digest of the caller, and the requested name.
+    """The first frame of every stream: the caller's protocol version, manifest digest and credential, and the name.
 
     Every field has a default, so a caller of another version is refused as such even if it omits some.
     """
@@ -85,6 +87,7 @@ class Header(Message, frozen=True):
     protocol: Annotated[int, Meta(ge=-1, le=1 << 31)] = -1
     swarm: Annotated[bytes, Meta(max_length=64)] = b""
     name: Annotated[str, Meta(max_length=128)] = ""
+    credential: Annotated[bytes, Meta(max_length=MAX_CREDENTIAL_BYTES)] = b""
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,7 @@ class Rpc:
         inbound: The number of streams that this peer serves now, by caller.
         refusals: Refusals by (peer, cause). The number of peers is bounded; the rest count under ``"others"``.
         dial_seconds: The time of the last dial of each peer that was reached, doubled for each failure since.
+        admission: Decides who is served, once the manifest is known; None serves all. ``credential`` is this peer's.
     """
 
     def __init__(
@@ -151,6 +155,8 @@ class Rpc:
         self.traffic = Traffic(limits.up_bytes_per_second, limits.down_bytes_per_second)
         self.refusals: Counter[tuple[PeerId, str]] = Counter()
         self.dial_seconds: dict[PeerId, float] = {}
+        self.admission: Admission | None = None
+        self.credential = b""
         self._root = self
         self._scope = ""
         self._transport = transport
@@ -261,7 +267,7 @@ class Rpc:
         """
         if peer == self.peer_id:
             raise ValueError("a channel leads to another peer")
-        header = pack(Header(self._protocol, self.swarm, self._scope + name))
+        header = pack(Header(self._protocol, self.swarm, self._scope + name, self._root.credential))
         opening = frame(Kind.MESSAGE, header) + frame(Kind.MESSAGE, pack(request))
         self._outbound[peer] += 1
         try:
@@ -380,7 +386,7 @@ class Rpc:
         peer = stream.remote
         try:
             async with asyncio.timeout(self._limits.header_seconds):
-                service = self._find(unpack(await self._read_message(stream, MAX_HEADER_BYTES), peer, Header))
+                service = self._find(peer, unpack(await self._read_message(stream, MAX_HEADER_BYTES), peer, Header))
                 data = await self._read_message(stream, service.max_request_bytes)
                 return service, unpack(data, peer, service.request)
         except TimeoutError:
@@ -388,7 +394,7 @@ class Rpc:
         except ProtocolError as error:
             raise _RefusalError("malformed header", f"malformed header: {error.reason}") from error
 
-    def _find(self, header: Header) -> _Service:
+    def _find(self, peer: PeerId, header: Header) -> _Service:
         if header.protocol != self._protocol:
             reason = f"{OTHER_PROTOCOL}{header.protocol}, this peer speaks {self._protocol}"
             raise _RefusalError("other protocol", reason)
@@ -396,6 +402,9 @@ class Rpc:
             raise _RefusalError("other swarm", f"{OTHER_SWARM}: this peer has another manifest")
         if header.name not in self._services:
             raise _RefusalError("unknown name", f"{header.name[:64]!r} {NOT_SERVED}")
+        gate = None if header.name.rpartition("/")[2] in OPEN_PROTOCOLS else self.admission
+        if gate is not None and (reason := gate.admitted(peer, header.credential)):
+            raise _RefusalError(NOT_ADMITTED, f"{NOT_ADMITTED}: {reason}")
         return self._services[header.name]
 
     async def _read_message(self, stream: Stream, max_bytes: int) -> bytes:

@@ -12,6 +12,8 @@ TINY = {"layers": 1, "hidden": 32, "heads": 2, "kv_heads": 2, "intermediate": 64
 """A model that learns within seconds."""
 QUICK = {"grace_seconds": 2.0, "matchmaking_seconds": 10.0, "round_seconds": 15.0}
 """Short deadlines."""
+OPEN_TO_ALL = {"mode": "open", "puzzle_bits": 0}
+"""``admission`` of swarms whose peers come with a link, and whose organizer is none of them."""
 SENTENCE = "the quick brown fox jumps over the lazy dog. "
 
 
@@ -31,6 +33,8 @@ def set_options(**sections: Any) -> list[str]:
 
 
 def write_manifest(path: Path, **sections: Any) -> Manifest:
+    """Write the signed manifest of a swarm that is open to all."""
+    sections = {"admission": OPEN_TO_ALL, **sections}
     with Identity.ephemeral() as organizer:
         signed = SignedManifest.create(Manifest.model_validate(sections), organizer)
     path.write_bytes(signed.to_bytes())

@@ -33,6 +33,7 @@ from p2ptrain.node.nat.reach import Reach
 from p2ptrain.node.options import PeerOptions
 from p2ptrain.node.peer import Peer
 from p2ptrain.runtime import real_runtime
+from tests.support.processes.files import OPEN_TO_ALL
 from tests.support.processes.swarmlet import MANIFEST
 
 
@@ -100,7 +101,9 @@ async def main(name: str, run_dir: str, link: str = "", relay: bool = False, **n
         )  # fmt: skip
         where: dict[str, Any] = {"link": SwarmLink.parse(link)} if link else {}
         if not link:
-            where["signed"] = SignedManifest.create(Manifest.model_validate(MANIFEST), identity)
+            where["signed"] = SignedManifest.create(
+                Manifest.model_validate({**MANIFEST, "admission": OPEN_TO_ALL}), identity
+            )
         peer = await Peer.start(identity, options, real_runtime("nat"), **where)
         peer.rpc.serve_channel("echo", dict, echo)
         peer.set_state("starting" if relay else "training")

@@ -10,7 +10,16 @@ from typing import Any, cast
 import pytest
 
 from p2ptrain.config import PeerConfig
-from p2ptrain.manifest import AveragingSpec, DataSpec, Manifest, ModelSpec, PipelineSpec, SignedManifest, TrainingSpec
+from p2ptrain.manifest import (
+    AdmissionSpec,
+    AveragingSpec,
+    DataSpec,
+    Manifest,
+    ModelSpec,
+    PipelineSpec,
+    SignedManifest,
+    TrainingSpec,
+)
 from p2ptrain.network.directory import Directory
 from p2ptrain.network.factory import DirectoryOptions, TransportOptions
 from p2ptrain.network.identity import Identity
@@ -53,6 +62,7 @@ def small_manifest(text: Path, training: dict[str, Any], *, num_stages: int = 1,
             {"codec": "int8", "grace_seconds": 3.0, "matchmaking_seconds": 15.0, "round_seconds": 20.0, **averaging}
         ),
         pipeline=PipelineSpec(stages=num_stages),
+        admission=AdmissionSpec(mode="open", puzzle_bits=0),
     )  # fmt: skip
 
 

@@ -3,7 +3,6 @@ import errno
 import resource
 import subprocess
 import sys
-from importlib import import_module
 
 import pytest
 
@@ -139,6 +138,6 @@ def test_output_into_a_closed_pipe_is_no_error() -> None:
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_no_two_arguments_of_a_command_share_a_value(name: str) -> None:
     parser = argparse.ArgumentParser()
-    import_module(f"p2ptrain.cli.commands.{name}").add_arguments(parser)
+    cli.module_of(name).add_arguments(parser)
     values = [action.dest for action in parser._actions]
     assert len(set(values)) == len(values)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.errors import LinkError
-from p2ptrain.network.link import MAX_ADDRESSES, SwarmLink, check_peer_address
+from p2ptrain.network.link import MAX_ADDRESSES, MAX_INVITE_BYTES, SwarmLink, check_peer_address
 
 PEER = base58.b58encode(b"\x12\x20" + hashlib.sha256(b"peer").digest()).decode()
 ADDRESS = f"/ip4/203.0.113.5/tcp/31337/p2p/{PEER}"
@@ -20,11 +20,14 @@ DIGEST = hashlib.sha256(b"manifest").digest()
     digest=st.binary(min_size=32, max_size=32),
     ports=st.lists(st.integers(1, 65535), min_size=1, max_size=5),
     host=st.sampled_from(["/ip4/10.0.0.1", "/ip6/::1", "/dns4/seed.example.org", "/dns/x.example"]),
+    invite=st.binary(max_size=MAX_INVITE_BYTES),
     directory=st.sampled_from(["", "https://lab.example:8080/swarm/", "http://[::1]:80", "redis:a,b", "own"]),
 )
-def test_parsing_inverts_printing(digest: bytes, ports: list[int], host: str, directory: str) -> None:
-    link = SwarmLink(digest, tuple(f"{host}/tcp/{port}/p2p/{PEER}" for port in ports), directory)
+def test_parsing_inverts_printing(digest: bytes, ports: list[int], host: str, directory: str, invite: bytes) -> None:
+    link = SwarmLink(digest, tuple(f"{host}/tcp/{port}/p2p/{PEER}" for port in ports), directory, invite)
     assert SwarmLink.parse(f" {link}\n") == link
+    assert "invite" not in str(link.plain)
+    assert SwarmLink.parse(str(link.plain)) == SwarmLink(digest, link.addresses, directory)
 
 
 @pytest.mark.parametrize("address", [ADDRESS, RELAYED, f"/ip4/1.2.3.4/udp/4/quic-v1/p2p/{PEER}"])
@@ -49,6 +52,9 @@ def test_the_last_peer_id_names_the_peer(address: str) -> None:
         (f"p2ptrain://{base58.b58encode(DIGEST).decode()}?b={ADDRESS},{ADDRESS}", "not a multiaddr"),
         (f"p2ptrain://{base58.b58encode(DIGEST).decode()}?d=HTTP://x&b={ADDRESS}", "no URL"),
         (f"p2ptrain://{base58.b58encode(DIGEST).decode()}?d=a&d=b&b={ADDRESS}", "unknown part"),
+        (f"p2ptrain://{base58.b58encode(DIGEST).decode()}?invite=a&invite=b&b={ADDRESS}", "unknown part"),
+        (f"p2ptrain://{base58.b58encode(DIGEST).decode()}?invite=0OIl&b={ADDRESS}", "not base58"),
+        (f"p2ptrain://{base58.b58encode(DIGEST).decode()}?invite={'z' * 900}&b={ADDRESS}", "longer than 600"),
         ("p2ptrain://" + "1" * 9000, "longer than"),
     ],
 )

@@ -39,6 +39,6 @@ def test_a_new_field_is_everywhere() -> None:
     assert list(misfits(shown, schemas["Snapshot"])) == []
 
 
-def test_all_of_a_record_is_shown_but_addresses() -> None:
+def test_all_of_a_record_is_shown_but_addresses_and_credentials() -> None:
     record = views.plain(trainer("a", addresses=("/ip4/10.1.2.3/tcp/1",)))
-    assert set(vars(trainer("a"))) - set(record) == {"addresses"}
+    assert set(vars(trainer("a"))) - set(record) == {"addresses", "credential", "revocations"}

@@ -112,7 +112,8 @@ KINDS: dict[str, st.SearchStrategy[Any]] = {
     "Reachability": st.sampled_from(REACHABILITIES),
     "RoundReports": st.lists(REPORTS, max_size=8).map(tuple),
     "StageReports": st.lists(STAGES, max_size=4, unique_by=lambda stage: stage.unit).map(tuple),
-    "ServingReport | None": st.none() | SERVING,
+    "ServingReport | None": st.none() | SERVING, "CredentialBytes": st.binary(max_size=20),
+    "RevocationBytes": st.binary(max_size=20),
 }  # fmt: skip
 RECORDS = st.builds(PeerRecord, **{field.name: KINDS[str(field.type)] for field in fields(PeerRecord)})
 

@@ -7,12 +7,15 @@ import msgpack
 import pytest
 
 from p2ptrain.errors import DeadlineError, PeerLostError, PeerRefusedError
-from p2ptrain.manifest import PROTOCOL_VERSION
+from p2ptrain.manifest import PROTOCOL_VERSION, Manifest, SignedManifest
+from p2ptrain.network.admission import Admission, Issuer
 from p2ptrain.network.rpc.endpoint import MAX_CONCURRENT_REFUSALS, MAX_COUNTED_REFUSALS, PROTOCOL, RpcLimits
 from p2ptrain.network.rpc.frames import FRAME, Kind, Refusal, frame, pack, unpack
+from p2ptrain.network.schema import to_bytes
 from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.network.transport import Stream
 from tests.support.coroutines import simulated
+from tests.support.signers import NamedSigner
 from tests.support.sim.peers import SWARM, Member, members, until
 from tests.support.sim.rpc_scenario import double, hang
 
@@ -67,7 +70,7 @@ async def test_a_defect_in_a_handler_is_logged_and_stays_private(
         (header(protocol=1), "other protocol", "protocol 1, this peer speaks 2"),
         (header(name=["double"]), "malformed header", "name: Expected `str`"),
         (header(protocol="x" * 100), "malformed header", "protocol: Expected `int`"),
-        (FRAME.pack(100_000, Kind.MESSAGE), "oversized request", "512 are allowed"),
+        (FRAME.pack(100_000, Kind.MESSAGE), "oversized request", "1024 are allowed"),
         (header(request=b"") + FRAME.pack(1 << 31, 1), "oversized request", "65536 are allowed"),
         (frame(Kind.PING) + header(), "malformed header", "kind 4"),
     ],
@@ -176,3 +179,29 @@ async def test_closing_cancels_handlers_and_refuses_newcomers(network: Simulated
             await call
         with pytest.raises(PeerRefusedError, match="leaving"):
             await caller.rpc.call(server.rpc.peer_id, "hang", {}, dict, 5)
+
+
+@pytest.mark.fault(37)
+@simulated()
+async def test_streams_of_strangers_are_refused_with_the_reason_and_a_newcomer_needs_no_round_trip(
+    network: SimulatedNetwork,
+) -> None:
+    organizer = NamedSigner("organizer")
+    manifest = SignedManifest.create(Manifest(), organizer).manifest
+    admission = Admission(manifest, lambda: 0.0)
+    async with members(network, 2) as (newcomer, server):
+        own = newcomer.rpc.peer_id
+        for name in ("double", "manifest", "unit/history.after", "unit/double"):
+            server.rpc.serve(name, dict, double)
+        server.rpc.admission = admission
+        for name in ("manifest", "unit/history.after"):
+            assert (await newcomer.rpc.call(server.rpc.peer_id, name, {"number": 1}, dict, 5))["twice"] == 2
+        for name in ("double", "unit/double"):
+            with pytest.raises(PeerRefusedError) as refusal:
+                await newcomer.rpc.call(server.rpc.peer_id, name, {"number": 1}, dict, 5)
+            assert refusal.value.reason == "not admitted: it has neither an invite to this swarm nor a pass"
+        assert server.rpc.refusals == {(own, "not admitted"): 2}
+        newcomer.rpc.credential = to_bytes(admission.use(Issuer(manifest, organizer).standing_invite(), own))
+        reply = await newcomer.rpc.scoped("unit").call(server.rpc.peer_id, "double", {"number": 1}, dict, 5)
+        assert reply["twice"] == 2
+        assert admission.admitted(own) == ""  # As tickets and certificates ask.

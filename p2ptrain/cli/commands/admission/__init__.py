@@ -1,0 +1,1 @@
+"""Commands of the organizer that decide who is in, and the one that shows it."""
