@@ -177,19 +177,21 @@ class Averager:
 
     def _ticket(self, head: Head, tokens: int, samples: int, bandwidth: int) -> Ticket:
         """Return this peer's ticket on level 0, which `_signed` completes for each attempt."""
+        rpc = self._context.rpc
         return Ticket(
-            peer=self._context.rpc.peer_id,
+            peer=rpc.peer_id,
             round=head.round,
             lineage=head.lineage,
             digest=head.digest,
             layout=self._layout,
-            tokens=tokens,
+            tokens=int(min(tokens, rpc.gate.cap(rpc.peer_id))),
             samples=samples,
             bandwidth=bandwidth,
             reachable=True,
             rates=b"",
             nonce=bytes(16),
             present=head.present,
+            credentials=(rpc.credential,) if rpc.credential else (),
         )
 
     def _signed(self, ticket: Ticket) -> Ticket:
@@ -290,6 +292,7 @@ class Averager:
             child=body.body_hash,
             peers=sum(body.peers),
             census=body.census,
+            credentials=result.attempt.roster.credentials_of(body.census.joining),
         )
         upper = await self._average_group(head, vector, ticket, _Effort(), result)
         if upper.certificate.body.is_last:

@@ -391,11 +391,7 @@ MAX_NAMED_PEERS = 1024
 
 
 class AdmissionSpec(Section):
-    """Rules of admission to the swarm.
-
-    Only ``mode`` has an effect yet: in an ``open`` swarm a member votes after 64 rounds, in others after 4. No peer is
-    refused.
-    """
+    """Rules of admission to the swarm. In an ``open`` swarm a member votes after 64 rounds, in others after 4."""
 
     needs: ClassVar[dict[str, Need]] = {
         "members": Need("mode", lambda mode: mode == "allowlist", 'mode = "allowlist"'),

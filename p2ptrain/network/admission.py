@@ -13,10 +13,11 @@ stream. A verdict follows from the manifest, the organizer's newest `Revocations
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import msgspec
 from cryptography.exceptions import InvalidSignature
@@ -218,11 +219,30 @@ class Grant:
     invite: bytes = b""
 
 
+class Gate(Protocol):
+    """Rules of who is in the swarm, which streams and rosters ask; see `Admission`."""
+
+    def admitted(self, peer: str, credential: bytes = b"") -> str:
+        """Return why a peer is not in the swarm; empty if it is."""
+
+    def cap(self, peer: str) -> float:
+        """Return the most tokens that a contribution of an admitted peer weighs."""
+
+
+class OpenGate:
+    """The `Gate` that admits everybody, before the manifest is known."""
+
+    def admitted(self, peer: str, credential: bytes = b"") -> str:
+        return ""
+
+    def cap(self, peer: str) -> float:
+        return math.inf
+
+
 class Admission:
-    """Decides who is in the swarm of one manifest; the gates of records, streams, tickets and certificates ask it.
+    """Decides who is in the swarm of one manifest; the gates of records, streams and rosters ask it.
 
     Attributes:
-        members: Peers of the lineage's member table. They stay, whatever became of their pass, unless they are banned.
         revocations, signed_revocations: The newest list that was learnt, and its bytes.
     """
 
@@ -231,7 +251,6 @@ class Admission:
         self.swarm = manifest.digest
         self.mode = spec.mode
         self.puzzle_bits = spec.puzzle_bits
-        self.members: Container[str] = frozenset()
         self.revocations = NO_REVOCATIONS
         self.signed_revocations = b""
         self._organizer = manifest.organizer
@@ -254,7 +273,7 @@ class Admission:
             return ""
         if self._banned and mark(peer) in self._banned:
             return BANNED
-        if peer in self._founders or peer in self._listed or peer in self.members:
+        if peer in self._founders or peer in self._listed:
             return ""
         if self.mode == "open" and not self.puzzle_bits:
             return ""
@@ -280,6 +299,10 @@ class Admission:
         """Return what the last valid credential of a peer gives it; None for a peer that has shown none."""
         return self._grants.get(peer)
 
+    def cap(self, peer: str) -> float:
+        grant = self._grants.get(peer)
+        return grant.cap if grant is not None and grant.cap else math.inf
+
     def way_in(self, peer: str) -> str:
         """Return how an admitted peer came in, for people."""
         named = {"organizer": (self._organizer,), "founder": self._founders, "member list": self._listed}
@@ -288,7 +311,7 @@ class Admission:
                 return words
         grant = self._grants.get(peer)
         if grant is None:
-            return "open to all" if self.mode == "open" else "member table"
+            return "open to all"
         if grant.invite:
             return f"invite {grant.invite.hex()}"
         return "pass" if isinstance(from_bytes(Credential, grant.credential), Pass) else "puzzle"

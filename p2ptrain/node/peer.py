@@ -100,7 +100,7 @@ class Peer:
         self.manifest = self.signed.manifest
         serve_manifest(self.rpc, self.signed)
         self.entry = Entry(self.manifest, self.identity.peer_id, self.options, self.runtime)
-        self.rpc.admission = self.admission = self.entry.admission
+        self.rpc.gate = self.admission = self.entry.admission
         if self.options.role != "client":
             self.rpc.credential, network.invite = await self.entry.enter(link)
         await network.join()

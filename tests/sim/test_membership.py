@@ -1,7 +1,7 @@
 """Who decides in a swarm: no stranger, no minority in its own time, and no voter twice."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import pytest
@@ -280,6 +280,53 @@ async def test_a_leader_that_shows_two_rosters_to_two_halves_gets_one_certificat
     await asyncio.gather(*trying, *hostile, return_exceptions=True)
     assert len(rosters) == 2
     assert len(found) == 1
+
+
+class GuestList:
+    """A `Gate` that lets these peers in."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self.names = names
+
+    def admitted(self, peer: str, credential: bytes = b"") -> str:
+        return "" if peer in self.names else "it is not on the list"
+
+    def cap(self, peer: str) -> float:
+        return 1e9
+
+
+@pytest.mark.fault(37)
+@simulated(seed=6)
+async def test_no_member_takes_part_with_a_stranger_that_its_leader_lets_in(
+    network: SimulatedNetwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    club, (honest, other, evil) = await established(network, "abd")
+    stranger = await club.start("stranger")
+    suspicions, suspect = [], honest.membership.suspect
+
+    def note(peer: str, reason: str) -> None:
+        suspicions.append((peer, reason.rpartition(": ")[2]))
+        suspect(peer, reason)
+
+    async def join(channel: Channel, request: Join) -> None:
+        theirs = [each.sync.averager for each in (evil, stranger)]
+        mine = [averager._signed(averager._ticket(evil.sync.head, 10, 1, 0)) for averager in theirs]
+        await channel.send(Formed(tuple(sorted([*mine, request.ticket], key=lambda ticket: ticket.peer))))
+
+    evil.rpc.serve_channel(JOIN, Join, join)
+    monkeypatch.setattr(honest.membership, "suspect", note)
+    invited = {club.seed.peer.peer_id, *(each.peer.peer_id for each in (honest, other, evil))}
+    for each in (honest, other):
+        each.rpc.gate = GuestList(invited)
+        leaders = each.sync.averager.matchmaker.leaders
+        monkeypatch.setattr(leaders, "candidates", lambda key, excluded: [evil.peer.peer_id])
+    honest._step()
+    other._step()
+    await asyncio.gather(honest.synchronize(), other.synchronize())
+    assert (evil.peer.peer_id, "it is not on the list") in suspicions
+    monkeypatch.undo()
+    await club.average(honest, other)
+    assert stranger.peer.peer_id not in honest.sync.head.members
 
 
 # --- minorities and survivors ---------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import json
 import re
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,7 +85,7 @@ def test_who_joins_through_a_bootstrap_that_answers_seconds_late_gets_in_and_har
         found = re.fullmatch(r"(/ip4/127\.0\.0\.1/tcp/)(\d+)(/p2p/.+)", link.addresses[0])
         assert found is not None
         with slow_relay(int(found[2]), SLOW_SECONDS) as relay:
-            slow = SwarmLink(link.digest, (f"{found[1]}{relay.port}{found[3]}",))
+            slow = replace(link, addresses=(f"{found[1]}{relay.port}{found[3]}",))
             joiner = swarm.start("joiner", link=str(slow))
             joiner.wait_for("training", timeout_seconds=120)
             assert relay.pieces > 3, "it got in through the relay"

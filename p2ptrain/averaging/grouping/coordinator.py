@@ -142,7 +142,7 @@ class Coordinator:
         if ticket.peer != channel.remote or not same or ticket.level >= self._cells.num_levels(ticket.present):
             raise IntegrityError("this ticket is not yours, or not for your head")
         ticket.verify(self._context.swarm, self._context.signer)
-        ticket.check_weight(self._spec.max_weight)
+        ticket.check(self._context.rpc.gate, self._spec.max_weight)
         if self._membership.is_convicted(ticket.peer):
             raise PeerRefusedError(self._context.rpc.peer_id, CONVICTED)
         self._membership.heard_from(ticket.peer)

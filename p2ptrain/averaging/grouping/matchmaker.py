@@ -331,7 +331,7 @@ class Matchmaker:
             for ticket in roster.tickets:
                 if ticket != own:
                     ticket.verify(context.swarm, context.signer)
-                    ticket.check_weight(spec.max_weight)
+                    ticket.check(context.rpc.gate, spec.max_weight)
         except IntegrityError as error:
             self._membership.suspect(leader, str(error))
             raise NoGroupError(f"the leader sent a roster with {error}") from error

@@ -13,16 +13,26 @@ import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain, repeat
 from typing import Annotated, ClassVar, Self
 
 from msgspec import Meta
 
-from p2ptrain.averaging.protocol.table import MAX_COUNT, MAX_ELECTORATE, NO_MEMBERS, NOTHING_TOLD, Census, Table
+from p2ptrain.averaging.protocol.table import (
+    MAX_COUNT,
+    MAX_ELECTORATE,
+    MAX_ROWS,
+    NO_MEMBERS,
+    NOTHING_TOLD,
+    Census,
+    Table,
+)
 from p2ptrain.averaging.protocol.table import Count as Count
 from p2ptrain.averaging.protocol.table import Name as Name
 from p2ptrain.errors import IntegrityError, ProtocolError
 from p2ptrain.hashing import HASH_BYTES, canonical_bytes
 from p2ptrain.manifest import AveragingSpec
+from p2ptrain.network.admission import MAX_CREDENTIAL_BYTES, Gate
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.schema import Hash, Message, from_bytes, to_bytes, to_wire
 from p2ptrain.signing import Signer
@@ -41,6 +51,7 @@ CALL_TIMEOUT_SECONDS = 12.0
 Present = Annotated[int, Meta(ge=0, le=MAX_PRESENT)]
 Positive = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 Level = Annotated[int, Meta(ge=0, lt=MAX_LEVELS)]
+CredentialBytes = Annotated[bytes, Meta(max_length=MAX_CREDENTIAL_BYTES)]
 Proof = Annotated[bytes, Meta(max_length=MAX_PROOF_BYTES)]  # a signature; empty before the value is signed
 
 
@@ -152,6 +163,7 @@ class Ticket(Signed):
         stalled: True if no full round was possible for so long that it agrees to a reduced one.
         leaves: True if it leaves the swarm after this round.
         census: Above level 0: that of the result that it brings; None on level 0.
+        credentials: They admit `brings` with the others, in that order; those that are missing are empty.
     """
 
     CONTEXT: ClassVar[bytes] = b"p2ptrain ticket"
@@ -175,8 +187,11 @@ class Ticket(Signed):
     stalled: bool = False
     leaves: bool = False
     census: Census | None = None
+    credentials: Annotated[tuple[CredentialBytes, ...], Meta(max_length=MAX_ROWS)] = ()
 
     def __post_init__(self) -> None:
+        if len(self.credentials) > len(self.brings):
+            raise ValueError("a ticket has more credentials than peers")
         if (self.census is None) != (self.level == 0):
             raise ValueError("a ticket brings another level's members")
         if len(self.child) != (HASH_BYTES if self.level else 0):
@@ -188,9 +203,19 @@ class Ticket(Signed):
     def author(self) -> str:
         return self.peer
 
-    def check_weight(self, max_weight: float) -> None:
-        """See `check_weight`."""
+    @property
+    def brings(self) -> tuple[str, ...]:
+        """The peers whose admission it shows: its own, or those that join by its census."""
+        return (self.peer,) if self.census is None else self.census.joining
+
+    def check(self, gate: Gate, max_weight: float) -> None:
+        """Raise `IntegrityError` if the ticket brings a peer that is not admitted, or weighs more than it may."""
+        for peer, credential in zip(self.brings, chain(self.credentials, repeat(b"")), strict=False):
+            if reason := gate.admitted(peer, credential):
+                raise IntegrityError(f"a ticket of peer {peer[-8:]}, which is not admitted: {reason}")
         check_weight(self.tokens, self.samples, self.peers, max_weight)
+        if not self.level and self.tokens > gate.cap(self.peer):
+            raise IntegrityError(f"a weight of more than the {gate.cap(self.peer):g} tokens of the peer's pass")
 
 
 def check_weight(tokens: int, samples: int, peers: int, max_weight: float) -> None:
@@ -225,6 +250,13 @@ class Roster:
         """Id of this attempt, 32 bytes: a hash of all tickets, nonces included."""
         unsigned = [to_wire(replace(ticket, proof=b"")) for ticket in self.tickets]
         return hashlib.sha256(b"p2ptrain roster" + canonical_bytes([self.is_reduced, unsigned])).digest()
+
+    def credentials_of(self, peers: Iterable[str]) -> tuple[bytes, ...]:
+        """Return what admits each of these peers with the others; nothing if nobody here has a credential."""
+        shown = {
+            peer: raw for ticket in self.tickets for peer, raw in zip(ticket.brings, ticket.credentials, strict=False)
+        }
+        return tuple(shown.get(peer, b"") for peer in peers) if shown else ()
 
     def index_of(self, peer: str) -> int:
         """Return the index of a member; -1 for other peers."""

@@ -39,7 +39,7 @@ from p2ptrain.errors import (
     ProtocolError,
 )
 from p2ptrain.manifest import PROTOCOL_VERSION
-from p2ptrain.network.admission import MAX_CREDENTIAL_BYTES, NOT_ADMITTED, OPEN_PROTOCOLS, Admission
+from p2ptrain.network.admission import MAX_CREDENTIAL_BYTES, NOT_ADMITTED, OPEN_PROTOCOLS, Gate, OpenGate
 from p2ptrain.network.rpc.channel import Channel, ChannelLimits
 from p2ptrain.network.rpc.frames import (
     FRAME,
@@ -136,7 +136,8 @@ class Rpc:
         inbound: The number of streams that this peer serves now, by caller.
         refusals: Refusals by (peer, cause). The number of peers is bounded; the rest count under ``"others"``.
         dial_seconds: The time of the last dial of each peer that was reached, doubled for each failure since.
-        admission: Decides who is served, once the manifest is known; None serves all. ``credential`` is this peer's.
+        gate: Decides who is served.
+        credential: Admits this peer with others; empty if it needs none.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class Rpc:
         self.traffic = Traffic(limits.up_bytes_per_second, limits.down_bytes_per_second)
         self.refusals: Counter[tuple[PeerId, str]] = Counter()
         self.dial_seconds: dict[PeerId, float] = {}
-        self.admission: Admission | None = None
+        self.gate: Gate = OpenGate()
         self.credential = b""
         self._root = self
         self._scope = ""
@@ -402,8 +403,8 @@ class Rpc:
             raise _RefusalError("other swarm", f"{OTHER_SWARM}: this peer has another manifest")
         if header.name not in self._services:
             raise _RefusalError("unknown name", f"{header.name[:64]!r} {NOT_SERVED}")
-        gate = None if header.name.rpartition("/")[2] in OPEN_PROTOCOLS else self.admission
-        if gate is not None and (reason := gate.admitted(peer, header.credential)):
+        is_for_all = header.name.rpartition("/")[2] in OPEN_PROTOCOLS
+        if not is_for_all and (reason := self.gate.admitted(peer, header.credential)):
             raise _RefusalError(NOT_ADMITTED, f"{NOT_ADMITTED}: {reason}")
         return self._services[header.name]
 

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.averaging.protocol.certificate import Body, Certificate, Head, Roster, Ticket, genesis, vote
-from p2ptrain.averaging.protocol.table import MAX_COUNT, founding_table
+from p2ptrain.averaging.protocol.table import MAX_COUNT, Census, founding_table
 from p2ptrain.errors import IntegrityError
 from p2ptrain.hashing import canonical_bytes
 from p2ptrain.manifest import AveragingSpec
+from p2ptrain.network.admission import OpenGate
 from p2ptrain.network.schema import from_wire, to_wire
 from tests.support.signers import NamedSigner
 
@@ -51,7 +52,7 @@ def take(values: object, swarm: bytes = SWARM) -> Ticket:
     """Return a ticket as a leader takes it."""
     ticket = from_wire(Ticket, values)
     ticket.verify(swarm, VERIFIER)
-    ticket.check_weight(1e9)
+    ticket.check(OpenGate(), 1e9)
     return ticket
 
 
@@ -69,6 +70,42 @@ def test_a_changed_or_impossible_ticket_is_refused(change: dict[str, object]) ->
     for values, swarm in (({**to_wire(ticket), **change}, SWARM), (to_wire(ticket), b"t" * 32)):
         with pytest.raises(IntegrityError):
             take(values, swarm)
+
+
+class Door:
+    """A `Gate` that lets in whoever shows its own name, with 100 tokens at most."""
+
+    def admitted(self, peer: str, credential: bytes = b"") -> str:
+        return "" if credential == peer.encode() else "it has no pass"
+
+    def cap(self, peer: str) -> float:
+        return 100
+
+
+@pytest.mark.fault(37)
+def test_a_ticket_shows_that_its_peer_or_each_that_joins_by_it_is_admitted() -> None:
+    census = Census(joining=("a", "b"))
+    upper = {"level": 1, "child": b"c" * 32, "peers": 2, "census": census, "tokens": 150}
+    for changes in ({"credentials": (b"a",)}, {**upper, "credentials": (b"a", b"b")}):
+        replace(make_ticket("a"), **changes).check(Door(), 1e9)
+    for changes in (
+        {},
+        {"credentials": (b"b",)},
+        {**upper, "credentials": (b"a",)},
+        {**upper, "credentials": (b"b", b"a")},
+    ):
+        with pytest.raises(IntegrityError, match="no pass"):
+            replace(make_ticket("a"), **changes).check(Door(), 1e9)
+    with pytest.raises(IntegrityError, match="100 tokens of the peer's pass"):
+        replace(make_ticket("a"), tokens=101, credentials=(b"a",)).check(Door(), 1e9)
+
+
+def test_a_delegate_shows_the_credentials_of_those_that_join_in_their_order() -> None:
+    lower = [replace(make_ticket(peer), credentials=(peer.encode(),)) for peer in "ba"]
+    cell = Census(joining=("c", "d"))
+    upper = replace(make_ticket("e"), level=1, child=b"c" * 32, census=cell, credentials=(b"c", b"d"))
+    assert Roster((*lower, upper)).credentials_of("abcdx") == (b"a", b"b", b"c", b"d", b"")
+    assert Roster((make_ticket("a"),)).credentials_of("a") == ()
 
 
 @pytest.mark.parametrize(("field", "claim"), [("tokens", 10**10), ("samples", 1 << 61)])

@@ -193,7 +193,7 @@ async def test_streams_of_strangers_are_refused_with_the_reason_and_a_newcomer_n
         own = newcomer.rpc.peer_id
         for name in ("double", "manifest", "unit/history.after", "unit/double"):
             server.rpc.serve(name, dict, double)
-        server.rpc.admission = admission
+        server.rpc.gate = admission
         for name in ("manifest", "unit/history.after"):
             assert (await newcomer.rpc.call(server.rpc.peer_id, name, {"number": 1}, dict, 5))["twice"] == 2
         for name in ("double", "unit/double"):
