@@ -20,6 +20,7 @@ from p2ptrain.averaging.protocol.certificate import (
 )
 from p2ptrain.averaging.protocol.table import ESTABLISHED
 from p2ptrain.errors import PeerRefusedError
+from p2ptrain.network.admission import OpenGate
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
 from tests.support.coroutines import at_end, simulated
@@ -282,17 +283,14 @@ async def test_a_leader_that_shows_two_rosters_to_two_halves_gets_one_certificat
     assert len(found) == 1
 
 
-class GuestList:
-    """A `Gate` that lets these peers in."""
+class GuestList(OpenGate):
+    """Lets these peers in."""
 
     def __init__(self, names: Collection[str]) -> None:
         self.names = names
 
     def admitted(self, peer: str, credential: bytes = b"") -> str:
         return "" if peer in self.names else "it is not on the list"
-
-    def cap(self, peer: str) -> float:
-        return 1e9
 
 
 @pytest.mark.fault(37)
