@@ -33,6 +33,7 @@ __all__ = ["Libp2pSettings", "Libp2pTransport", "Reachability"]
 logger = logging.getLogger(__name__)
 
 REQUEST_SECONDS = 5.0
+FIRST_REQUEST_SECONDS = 20.0  # on a busy machine, a new daemon takes its time
 """Timeout of requests that the daemon answers without other peers."""
 REDIAL_SECONDS = 5.0
 """Interval and timeout of dials to the bootstrap peers while no peer is connected."""
@@ -139,14 +140,14 @@ class Libp2pTransport(Transport):
         control = DaemonControl(daemon.control_socket, daemon.own_socket)
         transport = cls(daemon, control, settings, identity.peer_id)
         try:
-            async with asyncio.timeout(REQUEST_SECONDS):
+            async with asyncio.timeout(FIRST_REQUEST_SECONDS):
                 await control.hold()
                 peer_id, _ = await control.identify()
             if peer_id != identity.peer_id:
                 raise ResourceError(f"the network daemon took {peer_id} from {identity.where}: make a new identity")
             daemon.watch(transport._daemon_lost)
             if settings.direct != "off":
-                async with asyncio.timeout(REQUEST_SECONDS):
+                async with asyncio.timeout(FIRST_REQUEST_SECONDS):
                     await transport.direct.start(settings.direct_hosts, settings.direct_port)
         except BaseException as error:
             await transport.close()
