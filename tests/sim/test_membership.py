@@ -1,6 +1,7 @@
-"""Who decides in a swarm: no stranger, no minority in its own time, and no voter twice."""
+"""Votes on a swarm's rounds: no stranger decides, no minority in its own time, and no voter twice."""
 
 import asyncio
+import math
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -283,16 +284,17 @@ async def test_a_leader_that_shows_two_rosters_to_two_halves_gets_one_certificat
 
 
 class GuestList:
-    """A `Gate` that lets these peers in."""
+    """A `Gate` that lets these peers in, some of them with so many tokens at most."""
 
-    def __init__(self, names: Collection[str]) -> None:
+    def __init__(self, names: Collection[str], **caps: float) -> None:
         self.names = names
+        self.caps = caps
 
     def admitted(self, peer: str, credential: bytes = b"") -> str:
         return "" if peer in self.names else "it is not on the list"
 
     def cap(self, peer: str) -> float:
-        return 1e9
+        return self.caps.get(peer, math.inf)
 
 
 @pytest.mark.fault(37)
@@ -327,6 +329,23 @@ async def test_no_member_takes_part_with_a_stranger_that_its_leader_lets_in(
     monkeypatch.undo()
     await club.average(honest, other)
     assert stranger.peer.peer_id not in honest.sync.head.members
+
+
+@simulated(seed=7)
+async def test_a_contribution_weighs_no_more_than_its_peers_pass_allows(network: SimulatedNetwork) -> None:
+    club, (honest, other, capped) = await established(network, "abd")
+    everybody = {club.seed.peer.peer_id, *(each.peer.peer_id for each in (honest, other, capped))}
+    before = honest.sync.head.tokens
+    await club.average(honest, other, capped)
+    assert (full := honest.sync.head.tokens - before) > 3
+    for each in (honest, other, capped):
+        each.rpc.gate = GuestList(everybody, **{capped.peer.peer_id: 1})
+    await club.average(honest, other, capped)
+    certificate = honest.sync.head.certificate
+    body = Certificate.from_bytes(certificate, club.manifest.digest, honest.peer.signer).body
+    tokens = dict(zip(body.contributing, (each[1] for each in body.contributors), strict=True))
+    assert tokens.pop(capped.peer.peer_id) == 1
+    assert set(tokens.values()) == {full // 3}
 
 
 # --- minorities and survivors ---------------------------------------------------------------------------------------

@@ -71,7 +71,9 @@ class Coordinator:
         self._groups: dict[Key, PendingGroup] = {}
         self._tasks = Tasks()
         self.closed = False
-        context.rpc.serve_channel(messages.JOIN, messages.Join, self._serve_join)
+        context.rpc.serve_channel(
+            messages.JOIN, messages.Join, self._serve_join, max_request_bytes=messages.MAX_JOIN_BYTES
+        )
         context.rpc.serve(messages.REPORT, messages.BatchReport, self._serve_report)
         context.rpc.serve(messages.TAKE_ON, messages.TakeOn, self._serve_take_on)
         context.rpc.serve(messages.STEPS, messages.StepsReport, self._serve_steps)

@@ -24,6 +24,8 @@ MAX_TRIED = 8
 MAX_GOSSIP = 16
 MAX_REASON_LENGTH = 200
 LONGEST_WAIT_SECONDS = 60.0
+MAX_JOIN_BYTES = 256 * 1024
+"""A delegate shows the credentials of all peers that join by its cells: here of about 700."""
 Samples = Annotated[int, Meta(ge=0, lt=1 << 40)]
 Seconds = Annotated[float, Meta(ge=0.0, le=LONGEST_BATCH_SECONDS)]
 Failures = Annotated[tuple[tuple[Name, Positive], ...], Meta(max_length=MAX_GOSSIP)]
