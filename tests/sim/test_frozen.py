@@ -42,7 +42,7 @@ class Swarm:
 
 @dataclass
 class Cost:
-    """What was measured; times in virtual seconds.
+    """The cost of frozen peers, in virtual seconds.
 
     Attributes:
         normal: The last round before.

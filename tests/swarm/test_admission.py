@@ -82,7 +82,7 @@ def test_an_invite_lets_in_until_it_is_revoked_and_a_ban_throws_out(tmp_path: Pa
 
 
 def _told_by(link: str, tmp_path: Path) -> str:
-    """What a newcomer hears of the invite in a link."""
+    """Return what a newcomer hears of the invite in a link."""
     role = write_role(tmp_path / "newcomer.toml", "trainer", link=link, stop_after={"rounds": 1})
     return run_command("peer", role).stderr
 

@@ -1,4 +1,4 @@
-"""Who is in a swarm follows from its manifest, the organizer's list of revocations, a credential and the time."""
+"""A verdict on a peer follows from the manifest, the list of revocations, a credential and the time."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What binds a round: tickets, bodies, certificates, the lineage rule."""
+"""Tickets, bodies and certificates bind a round, and a certificate extends one lineage."""
 
 import contextlib
 import hashlib

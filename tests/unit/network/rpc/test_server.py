@@ -1,4 +1,4 @@
-"""Who asks is answered, refused with a reason, and counted; strangers cost a bounded amount."""
+"""Callers are answered, or refused with a reason and counted; strangers cost a bounded amount."""
 
 import asyncio
 from typing import Any
