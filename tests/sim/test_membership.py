@@ -1,4 +1,4 @@
-"""Votes on a swarm's rounds: no stranger decides, no minority in its own time, and no voter twice."""
+"""Votes on a swarm's rounds: no stranger decides, no member alone in its own time, and no voter twice."""
 
 import asyncio
 import math
@@ -25,10 +25,9 @@ from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
 from tests.support.coroutines import at_end, simulated
 from tests.support.records import record_of
-from tests.support.sim.accounts import Accounts
 from tests.support.sim.seed import SimulatedSeed
 from tests.support.sim.strangers import forge, go_on_from
-from tests.support.sim.trainers import Ledger, SimulatedSwarm, SimulatedTrainer, make_manifest
+from tests.support.sim.trainers import Ledger, SimulatedTrainer, make_manifest
 
 WAIT_SECONDS = 20.0
 
@@ -348,81 +347,7 @@ async def test_a_contribution_weighs_no_more_than_its_peers_pass_allows(network:
     assert set(tokens.values()) == {full // 3}
 
 
-# --- minorities and survivors ---------------------------------------------------------------------------------------
-
-
-async def start_swarm(network: SimulatedNetwork, size: int) -> tuple[SimulatedSwarm, Accounts, list[SimulatedTrainer]]:
-    """A swarm whose trainers all vote."""
-    swarm = SimulatedSwarm(network, make_manifest(matchmaking_seconds=WAIT_SECONDS), 0)
-    accounts = Accounts(swarm)
-    trainers = [swarm.start(f"t{number}") for number in range(size)]
-
-    def all_vote() -> bool:
-        return all(len(each.sync.head.table.electorate) == size + 1 for each in trainers)
-
-    await swarm.until(all_vote, 120, "all vote")
-    return swarm, accounts, trainers
-
-
-def are_one_full_lineage(swarm: SimulatedSwarm, trainers: Sequence[SimulatedTrainer], rounds: int) -> bool:
-    heads = [each.sync.head for each in trainers]
-    return swarm.in_agreement(rounds) and not any(head.is_reduced for head in heads) and all_contribute(trainers)
-
-
-def all_contribute(trainers: Sequence[SimulatedTrainer]) -> bool:
-    names = {each.peer.peer_id for each in trainers}
-    return all(set(each.sync.head.members) == names for each in trainers)
-
-
-@pytest.mark.fault(2)
-@simulated(seed=6)
-async def test_the_majority_goes_on_at_once_and_a_minority_waits_and_yields_when_it_is_back(
-    network: SimulatedNetwork,
-) -> None:
-    swarm, accounts, trainers = await start_swarm(network, 5)
-    majority, minority = trainers[:3], trainers[3:]
-    began = network.loop.time()
-    network.partition([each.peer for each in minority])
-    start = max(each.sync.head.round for each in majority)
-    await swarm.until(lambda: min(t.sync.head.round for t in majority) >= start + 2, 30, "the majority goes on")
-    majority_seconds = network.loop.time() - began
-    assert not any(each.sync.head.is_reduced for each in majority)
-    await swarm.until(lambda: all(t.sync.head.is_reduced for t in minority), 120, "the minority goes on")
-    minority_seconds = network.loop.time() - began
-    reduced = [body for body in accounts.bodies.values() if body.is_reduced]
-    assert all({*body.members} <= {each.peer.peer_id for each in minority} for body in reduced)
-    assert minority_seconds > WAIT_SECONDS
-    told = f"{majority_seconds:.1f} s for two rounds, {minority_seconds:.1f} s to the first reduced one"
-    assert majority_seconds < minority_seconds, told
-    await asyncio.sleep(30.0)
-    network.heal()
-    rounds = max(each.sync.head.round for each in trainers) + 2
-    await swarm.until(lambda: are_one_full_lineage(swarm, trainers, rounds), 240, "one lineage, and full")
-    lineage = trainers[0].sync.head.lineage
-    assert not any(accounts.is_within(body.next_lineage, lineage) for body in reduced), "the full one won"
-    accounts.check_conservation()
-
-
-@pytest.mark.fault(1)
-@simulated(seed=7)
-async def test_the_last_of_three_goes_on_after_its_wait_and_the_lineage_is_full_again_when_they_are_back(
-    network: SimulatedNetwork,
-) -> None:
-    swarm, accounts, trainers = await start_swarm(network, 3)
-    survivor, began = trainers[0], network.loop.time()
-    network.crash(network.peers["seed"])
-    for name in ("t1", "t2"):
-        swarm.crash(name)
-    before = survivor.sync.head
-    await swarm.until(lambda: survivor.sync.head.is_reduced, 120, "the survivor goes on")
-    assert network.loop.time() - began >= WAIT_SECONDS
-    assert accounts.is_within(before.lineage, survivor.sync.head.lineage)
-    await swarm.until(lambda: survivor.sync.head.round >= before.round + 6, 120, "round by round")
-    reduced = survivor.sync.head
-    again = [survivor, swarm.restart("t1"), swarm.restart("t2")]
-    await swarm.until(lambda: are_one_full_lineage(swarm, again, reduced.round + 2), 240, "full again")
-    assert accounts.is_within(reduced.lineage, survivor.sync.head.lineage), "nothing of the survivor's is lost"
-    assert survivor.sync.head.full > before.round
+# --- reduced rounds ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.fault(2)
