@@ -33,8 +33,9 @@ __all__ = ["Libp2pSettings", "Libp2pTransport", "Reachability"]
 logger = logging.getLogger(__name__)
 
 REQUEST_SECONDS = 5.0
-FIRST_REQUEST_SECONDS = 20.0  # on a busy machine, a new daemon takes its time
 """Timeout of requests that the daemon answers without other peers."""
+FIRST_REQUEST_SECONDS = 20.0
+"""The same for the first requests to a new daemon, which takes longer on a busy machine."""
 REDIAL_SECONDS = 5.0
 """Interval and timeout of dials to the bootstrap peers while no peer is connected."""
 STREAM_CLOSE_SECONDS = 5.0
