@@ -75,6 +75,7 @@ async def test_peers_average_with_the_codec_and_the_rule(network: SimulatedNetwo
     for name in "abc":
         swarm.start(name)
     await swarm.until(lambda: swarm.in_agreement(3), 600.0, "rounds are committed")
+    assert swarm.ledger.contributed.keys() == set("abc")
     await swarm.end()
 
 
