@@ -76,7 +76,7 @@ class Found:
 
 @dataclass
 class Watch:
-    """What is seen of one swarm's rounds.
+    """Record one swarm's rounds.
 
     Attributes:
         found: Groups of the round in progress, as each of their members found them, in order.
@@ -165,7 +165,7 @@ class Steady:
 
 
 def in_swarm(num_peers: int, group_size: int, seed: int, scenario: Callable[[Swarm], Awaitable[T]]) -> T:
-    """What ``scenario`` returns of a new swarm that has counted itself."""
+    """Run ``scenario`` on a new swarm that has counted itself, and return its result."""
     spec = AveragingSpec(group_size=group_size)
 
     async def main(network: SimulatedNetwork) -> T:
@@ -192,7 +192,7 @@ def in_swarm(num_peers: int, group_size: int, seed: int, scenario: Callable[[Swa
 
 
 def presence_of(each: AveragingPeer) -> Presence:
-    """What keeps a peer's record in the directory, and reads those of others."""
+    """Return the `Presence` that publishes a peer's record, and reads those of others."""
     peer = each.peer
     return Presence(
         lambda: peer.directory,
@@ -301,7 +301,7 @@ def row(found: dict[str, Any]) -> tuple[object, ...]:
 
 
 def fault_rows(found: dict[str, Any]) -> list[tuple[object, ...]]:
-    """What failing leaders cost."""
+    """Return a row for each kind of failing leader: what it costs."""
     return [
         (
             f"{found['peers']} in {found['group_size']}", what,

@@ -99,7 +99,7 @@ class Stage:
     served: ServedPage
 
     def put(self, payload: str, number: int) -> None:
-        """Let only hostile peers be there, and some before them, who left."""
+        """Show hostile peers alone: some present, some that left."""
 
         async def look(watch: Watch, store: Store) -> None:
             for told in ([trainer("honest")], records(payload, number), records(payload, number)):

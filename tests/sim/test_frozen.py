@@ -64,7 +64,7 @@ class Cost:
 
     @property
     def delay_seconds(self) -> float:
-        """What all these rounds took longer than normal ones."""
+        """Seconds by which all these rounds together took longer than normal ones."""
         return sum(max(0.0, seconds - self.normal) for seconds in self.rounds)
 
 
@@ -130,7 +130,7 @@ def _freeze(network: SimulatedNetwork, each: AveragingPeer, hit: list[float]) ->
 
 
 async def _round(network: SimulatedNetwork, taking_part: list[AveragingPeer], cost: Cost) -> float:
-    """Have all average until each has a result, and compute a while; seconds until the last had its result."""
+    """Average until each peer has a result, then compute; return the seconds until the last result."""
 
     async def until_committed(each: AveragingPeer) -> None:
         while True:

@@ -86,7 +86,7 @@ async def tell(by: "PipelinePeer", host: "PipelinePeer", closing: bool) -> None:
 
 
 async def no_harm(opened: Opened) -> None:
-    """What happens to most microbatches while their outputs are with the trainer."""
+    """Leave a microbatch alone while its outputs are with the trainer."""
 
 
 class PipelinePeer:
@@ -368,6 +368,6 @@ class WholeModel:
 
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
-        """What is trained; stages have it by the same names."""
+        """The trained parameters, by the names that stages give them."""
         named = self.model.named_parameters()
         return {name: parameter.detach() for name, parameter in named if parameter.requires_grad}

@@ -189,7 +189,7 @@ class Run:
                 self._traps.append((fault, PHASES[choice % len(PHASES)]))
 
     def _spring(self, peer: SimulatedPeer, phase: str) -> None:
-        """Whoever enters the phase first is hit, exactly then."""
+        """Hit the first peer that enters a trap's phase, at that moment."""
         for trap in self._traps:
             fault, where = trap
             if not peer.alive:  # What was running when it was hit runs to where it waits next.

@@ -73,7 +73,7 @@ class InvariantError(AssertionError):
 
 @dataclass
 class Ledger:
-    """What all trainers of one simulation did; checks what must hold among them at any time."""
+    """Record what all trainers of one simulation did, and check what must hold among them at any time."""
 
     digests: dict[bytes, bytes] = field(default_factory=dict)
     tokens: dict[bytes, int] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What a node of the directory stores for strangers is bounded."""
+"""A node of the directory bounds what it stores for strangers."""
 
 import msgpack
 import pytest
