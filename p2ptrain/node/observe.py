@@ -39,7 +39,7 @@ class Observer:
         """Return a peer's verified certificates that follow on a lineage, oldest first; see `fetch_certificates`."""
         own = self.peer
         read = partial(Certificate.from_bytes, swarm=own.rpc.swarm, verifier=own.identity)
-        return await fetch_certificates(own.rpc, peer, lineage, read, table=None, proofs=True)
+        return await fetch_certificates(own.rpc, peer, {lineage: None}, read, proofs=True)
 
     async def peers(self) -> list[PeerRecord]:
         """Return the records of all peers, ordered by peer id; retry until the directory answers.

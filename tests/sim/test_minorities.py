@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from p2ptrain.averaging.commit import round_log
+from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.network.simulated import SimulatedNetwork
 from tests.support.coroutines import simulated
 from tests.support.sim.accounts import Accounts
@@ -85,3 +87,39 @@ async def test_the_last_of_three_goes_on_after_its_wait_and_the_lineage_is_full_
     await swarm.until(lambda: are_one_full_lineage(swarm, again, reduced.round + 2), 240, "full again")
     assert accounts.is_within(reduced.lineage, survivor.sync.head.lineage), "nothing of the survivor's is lost"
     assert survivor.sync.head.full > before.round
+
+
+async def part_and_meet(network: SimulatedNetwork, rounds: int) -> tuple[Accounts, list[Head], Head]:
+    """Return the heads that the halves had before they met, and the head of all after it."""
+    swarm, accounts, trainers = await start_swarm(network, 4)
+    network.partition([each.peer for each in trainers[2:]])
+    start = max(each.sync.head.round for each in trainers)
+    await swarm.until(lambda: min(t.sync.head.round for t in trainers) >= start + rounds, 6000, "both go on")
+    heads = [each.sync.head for each in trainers]
+    assert all(head.is_reduced for head in heads)
+    network.heal()
+    after = max(head.round for head in heads) + 2
+    await swarm.until(lambda: are_one_full_lineage(swarm, trainers, after), 240, "one lineage, and full")
+    accounts.check_conservation()
+    return accounts, heads, trainers[0].sync.head
+
+
+@pytest.mark.fault(20)
+@pytest.mark.parametrize("rounds", [14, 40, 300])
+@simulated(seed=9)
+async def test_two_halves_come_together_however_many_rounds_each_closed_without_the_other(
+    network: SimulatedNetwork, rounds: int
+) -> None:
+    accounts, heads, head = await part_and_meet(network, rounds)
+    kept = [accounts.is_within(each.lineage, head.lineage) for each in heads]
+    assert kept in ([True, True, False, False], [False, False, True, True])
+
+
+@simulated(seed=9)
+async def test_a_half_whose_rounds_nobody_can_prove_follows_the_founder(network: SimulatedNetwork) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(round_log, "MAX_CERTIFICATES", 16)
+        patch.setattr(round_log, "MAX_REDUCED_SIGNATURES", 0)
+        accounts, heads, head = await part_and_meet(network, 40)
+    kept = [accounts.is_within(each.lineage, head.lineage) for each in heads]
+    assert kept == [True, True, False, False], "the founder is with the first two"

@@ -42,9 +42,12 @@ if TYPE_CHECKING:
 
 MAX_CERTIFICATES = 256
 """Limit of kept certificates; those of evicted results still prove the lineage."""
+MAX_REDUCED_SIGNATURES = 1 << 16
+"""Limit of the signatures in certificates that are kept beyond it, because a swarm in two parts needs them to meet."""
 UNPROVED = "a head is not proved by the voters that this peer knows"
 MAX_UNDONE = 64
 """Limit of full rounds that another lineage can undo."""
+MAX_REDUCED_HEADS = 8
 MAX_ATTEMPTS_KEPT = 4
 MIN_LOG_BYTES = 64 << 20
 FOLLOWED_BYTES = 64 << 20
@@ -171,13 +174,11 @@ class RoundLog:
         body = result.certificate.body
         self._results[body.lineage] = result
         self._certificates[body.lineage] = result.certificate
-        self._heads[head.lineage] = head
+        self._keep(head)
         self.endorse(self._endorsed)
         self.endorse(result.certificate)
-        if len(self._heads) > MAX_UNDONE:
-            self._heads.popitem(last=False)
         self._wake()
-        if len(self._certificates) > max(MAX_CERTIFICATES, self._max_rounds):
+        while self._has_too_many_certificates(head):
             self._certificates.popitem(last=False)
         if (attempt := self._attempt_of(body.body_hash)) is not None:
             attempt.means = []
@@ -187,6 +188,21 @@ class RoundLog:
             max_bytes if len(self._results) > self._max_rounds else self._max_bytes
         ):
             num_bytes -= self._results.popitem(last=False)[1].num_bytes
+
+    def _keep(self, head: Head) -> None:
+        """Keep a head: another lineage may begin there, most likely at one that a full certificate led to."""
+        self._heads[head.lineage] = head
+        for is_reduced, limit in ((False, MAX_UNDONE), (True, MAX_REDUCED_HEADS)):
+            lineages = [each.lineage for each in self._heads.values() if each.is_reduced is is_reduced]
+            for lineage in lineages[:-limit]:
+                del self._heads[lineage]
+
+    def _has_too_many_certificates(self, head: Head) -> bool:
+        if len(self._certificates) <= max(MAX_CERTIFICATES, self._max_rounds):
+            return False
+        if next(iter(self._certificates.values())).body.round < head.full - MAX_UNDONE:
+            return True
+        return sum(len(each.proofs) for each in self._certificates.values()) > MAX_REDUCED_SIGNATURES
 
     def endorse(self, certificate: Certificate | None) -> None:
         """Take the head after a certificate as the root, if the founders signed it; it may be the newest one."""
@@ -203,6 +219,7 @@ class RoundLog:
         self._results.clear()
         self._certificates.clear()
         self._heads.clear()
+        self._keep(head)
 
     def chain(self, lineage: bytes) -> list[Certificate]:
         """Return the certificates from ``lineage`` to the newest; empty if the result after ``lineage`` is evicted."""
@@ -218,7 +235,8 @@ class RoundLog:
 
     async def _serve_chain(self, peer: str, request: AskChain) -> Chain:
         encoded: list[bytes] = []
-        for certificate in self.proofs(request.lineage) if request.proofs else self.chain(request.lineage):
+        chains = (self.proofs(start) if request.proofs else self.chain(start) for start in request.lineages)
+        for certificate in next(filter(None, chains), []):
             encoded.append(certificate.to_bytes())
             if sum(map(len, encoded)) > MAX_CHAIN_BYTES // 2:
                 break
@@ -272,18 +290,19 @@ class RoundLog:
 
     # --- other peers' results
 
-    async def certificates_after(self, peer: str, head: Head, *, proofs: bool = False) -> list[Certificate]:
-        """Fetch and verify a peer's chain of certificates from a head on; see `fetch_certificates`."""
-        context = self._context
-        return await fetch_certificates(
-            context.rpc, peer, head.lineage, context.certificate, table=head.table, proofs=proofs
-        )
+    async def certificates_after(
+        self, peer: str, *heads: Head, proofs: bool = False, until: bytes | None = None
+    ) -> list[Certificate]:
+        """Fetch and verify a peer's chain of certificates from one of these heads on; see `fetch_certificates`."""
+        context, starts = self._context, {head.lineage: head.table for head in heads}
+        return await fetch_certificates(context.rpc, peer, starts, context.certificate, proofs=proofs, until=until)
 
     async def believe(self, source: str, own: Head, head: Head) -> None:
         """Return if a peer's head follows from this peer's own, or from one shortly before it, where both part.
 
         Voters that this peer knows must have signed it, or a chain of certificates lead to it. The chain may begin at
-        the source's *root*, an earlier head that voters of this peer's own head signed.
+        the source's *root*, an earlier head that voters of this peer's own head signed. A peer that goes on without
+        most voters takes the founders' signatures, too, as a newcomer does.
 
         Raises:
             PeerError, DeadlineError: The source does not answer.
@@ -295,20 +314,22 @@ class RoundLog:
         if own.table.believes(await context.runtime.offload(context.certificate, head.certificate)):
             return
         before = [each for each in reversed(self._heads.values()) if own.full - each.full < MAX_UNDONE]
-        steps = (1 << step for step in range(len(before).bit_length()))
-        for start in (own, *(before[step - 1] for step in steps)):
-            chain = await self.certificates_after(source, start, proofs=True)
-            if head.lineage in {each.body.next_lineage for each in chain}:
-                return
+        if await self._leads_to(source, head, own, *before):
+            return
         root = (
             await context.rpc.call(source, ROOT, AskRoot(), Root, CALL_TIMEOUT_SECONDS, max_reply_bytes=MAX_ROOT_BYTES)
         ).head
         proof = await context.runtime.offload(context.certificate, root.certificate)
-        if proof.next_head(root.digest, root.table) != root or not own.table.believes(proof):
+        known = own.table.believes(proof) or (own.is_reduced and context.founding.believes(proof))
+        if proof.next_head(root.digest, root.table) != root or not known:
             raise IntegrityError(UNPROVED)
-        chain = await self.certificates_after(source, root, proofs=True)
-        if head.lineage not in {root.lineage, *(each.body.next_lineage for each in chain)}:
+        if head.lineage != root.lineage and not await self._leads_to(source, head, root):
             raise IntegrityError(UNPROVED)
+
+    async def _leads_to(self, source: str, head: Head, *starts: Head) -> bool:
+        """True if a peer has the certificates from one of these heads to ``head``."""
+        chain = await self.certificates_after(source, *starts, proofs=True, until=head.lineage)
+        return any(each.body.next_lineage == head.lineage for each in chain)
 
     async def fetch_means(self, sources: Sequence[str], body: Body, timeout_seconds: float | None = None) -> Means:
         """Fetch the encoded means of a result, and check every chunk against the body's hashes.

@@ -145,9 +145,7 @@ class LightVotes:
     async def _tip_after(self, tip: Head, peer: str, body: Body) -> Head:
         """Return the head before a result, reached from ``tip`` by a chain of ``peer``; ``tip`` if there is none."""
         context = self._context
-        chain = await fetch_certificates(
-            context.rpc, peer, tip.lineage, context.certificate, table=tip.table, proofs=True
-        )
+        chain = await fetch_certificates(context.rpc, peer, {tip.lineage: tip.table}, context.certificate, proofs=True)
         following = [*(each.body.digest for each in chain[1:]), body.digest]
         for certificate, digest in zip(chain, following, strict=False):
             tip = tip.after(certificate, digest)
@@ -172,8 +170,9 @@ async def endorsed(context: PeerContext, attempt: Attempt) -> Certificate | None
     In each round, another member asks for them; the others return None.
     """
     index, members = attempt.roster.index_of(context.rpc.peer_id), len(attempt.roster.members)
-    absent = sorted(context.founding.electorate.intersection(attempt.absent_voters) - attempt.proofs.keys())
-    if attempt.body is None or attempt.body.round % members != index or not absent:
+    founders = context.founding.electorate & attempt.head.table.electorate
+    absent = sorted(founders.difference(attempt.roster.members, attempt.proofs))
+    if attempt.body is None or not attempt.is_last or attempt.body.round % members != index or not absent:
         return None
     await _ask(context, attempt, absent)
     return attempt.certificate()

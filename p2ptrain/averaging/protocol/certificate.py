@@ -9,8 +9,9 @@ of a lineage after a certificate. A peer proves its lineage by its *chain*, the 
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, repeat
@@ -45,6 +46,9 @@ MAX_PROOF_BYTES = 2048
 MAX_CERTIFICATE_BYTES = 1 << 20
 CHAIN = "history.after"
 MAX_CHAIN_BYTES = 4 << 20
+MAX_CHAINS = 16
+"""Replies of which a longer chain is put together."""
+MAX_STARTS = 128
 ROOT = "history.root"
 MAX_ROOT_BYTES = 8 << 20
 CALL_TIMEOUT_SECONDS = 12.0
@@ -469,9 +473,12 @@ def vote(body_hash: bytes) -> bytes:
 
 
 class AskChain(Message, frozen=True):
-    """Request for the certificates that follow a lineage; with ``proofs``, also those whose results are gone."""
+    """Request for the certificates that follow the first of these lineages of which the receiver has any.
 
-    lineage: Annotated[bytes, Meta(max_length=32)]
+    With ``proofs``, also those whose results are gone.
+    """
+
+    lineages: Annotated[tuple[Hash, ...], Meta(max_length=MAX_STARTS)]
     proofs: bool = False
 
 
@@ -494,33 +501,42 @@ class Root(Message, frozen=True):
 async def fetch_certificates(
     rpc: Rpc,
     peer: str,
-    lineage: bytes,
+    starts: Mapping[bytes, Table | None],
     read: Callable[[bytes], Certificate],
     *,
-    table: Table | None,
     proofs: bool = False,
+    until: bytes | None = None,
 ) -> list[Certificate]:
-    """Return a peer's certificates from ``lineage`` on, verified and connected; see `RoundLog.certificates_after`.
+    """Return a peer's certificates from one of ``starts`` on, verified and connected.
 
-    ``read`` parses and verifies one, and raises `IntegrityError` if it is not valid. ``table`` is the one at
-    ``lineage``, by which each must count; an observer without a table passes None, and must not apply the results.
+    See `RoundLog.certificates_after`.
+
+    Args:
+        starts: By lineage, the best first: its table, by which the next certificate must count. An observer without
+            tables passes None, and must not apply the results.
+        read: Parses and verifies a certificate; raises `IntegrityError` if it is not valid.
+        until: The lineage that is looked for; without it, a long chain ends after one reply.
 
     Raises:
-        PeerError, DeadlineError: The call failed.
+        PeerError, DeadlineError: A call failed.
         ProtocolError: The peer sent certificates that do not verify or do not connect.
     """
-    reply = await rpc.call(
-        peer, CHAIN, AskChain(lineage, proofs), Chain, CALL_TIMEOUT_SECONDS, max_reply_bytes=MAX_CHAIN_BYTES
-    )
-    certificates = []
-    for item in reply.certificates:
-        try:
-            certificate = read(item)
-            if certificate.body.lineage != lineage or not certificate.body.is_last:
-                raise ProtocolError(peer, "sent a history that does not connect")
-            table = table.check(certificate) if table is not None else None
-        except IntegrityError as error:
-            raise ProtocolError(peer, f"sent a history in which {error}") from error
-        lineage = certificate.body.next_lineage
-        certificates.append(certificate)
+    certificates = list[Certificate]()
+    for _ in range(MAX_CHAINS if until is not None else 1):
+        request = AskChain(tuple(starts), proofs)
+        reply = await rpc.call(peer, CHAIN, request, Chain, CALL_TIMEOUT_SECONDS, max_reply_bytes=MAX_CHAIN_BYTES)
+        for item in reply.certificates:
+            try:
+                certificate = read(item)
+                body = certificate.body
+                if body.lineage not in starts or not body.is_last:
+                    raise ProtocolError(peer, "sent a history that does not connect")
+                table = starts[body.lineage]
+                starts = {body.next_lineage: table.check(certificate) if table is not None else None}
+            except IntegrityError as error:
+                raise ProtocolError(peer, f"sent a history in which {error}") from error
+            certificates.append(certificate)
+            await asyncio.sleep(0)
+        if not reply.certificates or until in starts:
+            break
     return certificates

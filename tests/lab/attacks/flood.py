@@ -23,7 +23,7 @@ async def _call(stranger: Stranger, victim: str) -> None:
     while True:
         with contextlib.suppress(PeerError, DeadlineError):
             await stranger.rpc.call(victim, HEAD, Nothing(), HeldHead, 10.0)
-            await stranger.rpc.call(victim, CHAIN, AskChain(b"", True), Chain, 10.0)
+            await stranger.rpc.call(victim, CHAIN, AskChain((), True), Chain, 10.0)
         await asyncio.sleep(0.5)
 
 

@@ -290,6 +290,7 @@ def describe(synchronizer: Synchronizer) -> dict[str, Any]:
     head = synchronizer.head
     return {
         "round": head.round,
+        "full": head.full,
         "lineage": head.lineage.hex(),
         "digest": head.digest.hex(),
         "intact": synchronizer.state.tree().root == head.digest,

@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from p2ptrain.averaging.commit import round_log
 from p2ptrain.averaging.commit.result_chunks import ChunkHashes
 from p2ptrain.averaging.commit.round_log import MAX_CERTIFICATES, Result, RoundLog
-from p2ptrain.averaging.protocol.certificate import AskChain, Certificate, Chain, vote
+from p2ptrain.averaging.protocol.certificate import AskChain, Certificate, Chain, head_through, vote
 from p2ptrain.averaging.protocol.table import Census
 from p2ptrain.codecs import Codec, get_codec
 from p2ptrain.codecs.mixed import by_size
@@ -53,13 +54,13 @@ def lineages(results: list[Result]) -> list[bytes]:
     return [each.certificate.body.lineage for each in results]
 
 
-def filled(each: RosterMember, results: list[Result], max_rounds: int, max_bytes: int) -> RoundLog:
+def filled(each: RosterMember, results: list[Result], max_rounds: int, max_bytes: int, full: int = 0) -> RoundLog:
     """A history of a member that all results were added to."""
     spec = SPEC.model_copy(update={"history_rounds": max_rounds})
     context = replace(each.session.context, spec=spec)
     history = RoundLog(context, [(each.attempt.codec, NUM_VALUES)], max_bytes)
     for result in results:
-        history.add(result, HEAD)
+        history.add(result, replace(HEAD, full=full))
     return history
 
 
@@ -79,8 +80,42 @@ async def test_means_in_several_codecs_are_fetched_and_those_cut_within_blocks_r
 async def test_old_certificates_are_forgotten_one_by_one(swarm: list[Member]) -> None:
     roster, result = await certify(swarm)
     results = following(swarm, result, MAX_CERTIFICATES + 1)
-    history = filled(roster[1], results, 8, 10**9)
+    history = filled(roster[1], results, 8, 10**9, full=results[-1].certificate.body.round + 1)
     assert [len(history.proofs(lineage)) for lineage in lineages(results)[1:3]] == [0, MAX_CERTIFICATES]
+
+
+@pytest.mark.parametrize("signatures", [2 * MAX_CERTIFICATES + 1, 10**9])
+@simulated(members, 2, seed=6)
+async def test_those_since_the_newest_full_round_are_kept_for_longer_but_not_without_bound(
+    swarm: list[Member], signatures: int
+) -> None:
+    roster, result = await certify(swarm)
+    results = following(swarm, result, MAX_CERTIFICATES + 30)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(round_log, "MAX_REDUCED_SIGNATURES", signatures)
+        history = filled(roster[1], results, 8, 10**9)
+    lengths = [len(history.proofs(lineage)) for lineage in lineages(results)]
+    assert max(lengths) == (MAX_CERTIFICATES if signatures < 10**9 else len(results))
+
+
+@simulated(members, 2, seed=6)
+async def test_a_chain_is_looked_for_from_the_best_start_that_the_peer_knows_and_through_several_replies(
+    swarm: list[Member],
+) -> None:
+    roster, result = await certify(swarm)
+    results = following(swarm, result, 6)
+    filled(roster[1], results, 8, 10**9)
+    asker, peer = roster[0].history, roster[1].member.rpc.peer_id
+    certificates = [each.certificate for each in results]
+    unknown = replace(HEAD, lineage=b"u" * 32)
+    later, earlier = (head_through(HEAD, certificates[:count]) for count in (3, 2))
+    goal = certificates[-1].body.next_lineage
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(round_log, "MAX_CHAIN_BYTES", 1)
+        found = await asker.certificates_after(peer, unknown, later, earlier, proofs=True, until=goal)
+        assert found == certificates[3:]
+        assert await asker.certificates_after(peer, earlier, proofs=True) == certificates[2:3]
+    assert await asker.certificates_after(peer, unknown, proofs=True, until=goal) == []
 
 
 @simulated(members, 2, seed=2)
