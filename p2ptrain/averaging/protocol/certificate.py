@@ -48,6 +48,7 @@ CHAIN = "history.after"
 MAX_CHAIN_BYTES = 4 << 20
 MAX_CHAINS = 16
 """Replies of which a longer chain is put together."""
+MOST_CHAIN_SECONDS = 24.0
 MAX_STARTS = 128
 ROOT = "history.root"
 MAX_ROOT_BYTES = 8 << 20
@@ -521,7 +522,8 @@ async def fetch_certificates(
         PeerError, DeadlineError: A call failed.
         ProtocolError: The peer sent certificates that do not verify or do not connect.
     """
-    certificates = list[Certificate]()
+    certificates, loop = list[Certificate](), asyncio.get_running_loop()
+    deadline = loop.time() + MOST_CHAIN_SECONDS
     for _ in range(MAX_CHAINS if until is not None else 1):
         request = AskChain(tuple(starts), proofs)
         reply = await rpc.call(peer, CHAIN, request, Chain, CALL_TIMEOUT_SECONDS, max_reply_bytes=MAX_CHAIN_BYTES)
@@ -537,6 +539,7 @@ async def fetch_certificates(
                 raise ProtocolError(peer, f"sent a history in which {error}") from error
             certificates.append(certificate)
             await asyncio.sleep(0)
-        if not reply.certificates or until in starts:
+        is_found = any(each.body.next_lineage == until for each in certificates)
+        if not reply.certificates or is_found or loop.time() > deadline:
             break
     return certificates
