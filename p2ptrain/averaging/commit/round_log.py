@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     import torch
 
 MAX_CERTIFICATES = 256
-"""Limit of kept certificates; those of evicted results still prove the lineage."""
+"""Limit of kept certificates, of a full lineage; those of evicted results still prove it."""
 MAX_REDUCED_SIGNATURES = 1 << 16
 """Limit of the signatures in certificates that are kept beyond it, because a swarm in two parts needs them to meet."""
 UNPROVED = "a head is not proved by the voters that this peer knows"
@@ -234,11 +234,12 @@ class RoundLog:
         return certificates
 
     async def _serve_chain(self, peer: str, request: AskChain) -> Chain:
-        encoded: list[bytes] = []
+        encoded, num_bytes = list[bytes](), 0
         chains = (self.proofs(start) if request.proofs else self.chain(start) for start in request.lineages)
         for certificate in next(filter(None, chains), []):
             encoded.append(certificate.to_bytes())
-            if sum(map(len, encoded)) > MAX_CHAIN_BYTES // 2:
+            num_bytes += len(encoded[-1])
+            if num_bytes > MAX_CHAIN_BYTES // 2:
                 break
         return Chain(tuple(encoded))
 
@@ -314,13 +315,16 @@ class RoundLog:
         if own.table.believes(await context.runtime.offload(context.certificate, head.certificate)):
             return
         before = [each for each in reversed(self._heads.values()) if own.full - each.full < MAX_UNDONE]
+        before = [each for each in before if each.table.electorate]
         if await self._leads_to(source, head, own, *before):
             return
         root = (
             await context.rpc.call(source, ROOT, AskRoot(), Root, CALL_TIMEOUT_SECONDS, max_reply_bytes=MAX_ROOT_BYTES)
         ).head
         proof = await context.runtime.offload(context.certificate, root.certificate)
-        known = own.table.believes(proof) or (own.is_reduced and context.founding.believes(proof))
+        known = own.table.believes(proof)
+        if own.is_reduced and context.founding.electorate and own.full - root.full < MAX_UNDONE:
+            known |= context.founding.believes(proof)
         if proof.next_head(root.digest, root.table) != root or not known:
             raise IntegrityError(UNPROVED)
         if head.lineage != root.lineage and not await self._leads_to(source, head, root):

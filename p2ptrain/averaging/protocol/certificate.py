@@ -521,10 +521,11 @@ async def fetch_certificates(
         PeerError, DeadlineError: A call failed.
         ProtocolError: The peer sent certificates that do not verify or do not connect.
     """
-    certificates = list[Certificate]()
+    certificates, loop = list[Certificate](), asyncio.get_running_loop()
+    deadline = loop.time() + CALL_TIMEOUT_SECONDS
     for _ in range(MAX_CHAINS if until is not None else 1):
-        request = AskChain(tuple(starts), proofs)
-        reply = await rpc.call(peer, CHAIN, request, Chain, CALL_TIMEOUT_SECONDS, max_reply_bytes=MAX_CHAIN_BYTES)
+        request, seconds = AskChain(tuple(starts), proofs), max(0.0, deadline - loop.time())
+        reply = await rpc.call(peer, CHAIN, request, Chain, seconds, max_reply_bytes=MAX_CHAIN_BYTES)
         for item in reply.certificates:
             try:
                 certificate = read(item)
@@ -537,6 +538,6 @@ async def fetch_certificates(
                 raise ProtocolError(peer, f"sent a history in which {error}") from error
             certificates.append(certificate)
             await asyncio.sleep(0)
-        if not reply.certificates or until in starts:
+        if not reply.certificates or any(each.body.next_lineage == until for each in certificates):
             break
     return certificates
