@@ -162,7 +162,7 @@ class Averager:
             started = loop.time()
             self._enter("matchmaking")
             self._keepalive_status.set(joined=False)
-            roster = await self.matchmaker.find_group(self._signed(ticket))
+            roster = await self.matchmaker.find_group(lambda: self._signed(ticket))
             self._keepalive_status.set(joined=ticket.level > 0)
             matched = loop.time()
             effort.matchmaking_seconds += matched - started

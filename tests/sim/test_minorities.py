@@ -67,6 +67,19 @@ async def test_the_majority_goes_on_at_once_and_a_minority_waits_and_yields_when
     accounts.check_conservation()
 
 
+@pytest.mark.fault(2)
+@pytest.mark.parametrize("seed", [1, 6, 10])
+@simulated(seed=lambda seed: seed)
+async def test_a_minority_waits_once_whoever_comes_first(network: SimulatedNetwork, seed: int) -> None:
+    """The ticket that begins the wait is signed before it: its peer agrees to a reduced round with a later one."""
+    swarm, _, trainers = await start_swarm(network, 5)
+    await asyncio.sleep(0.37 * seed)
+    minority, began = trainers[:2], network.loop.time()
+    network.partition([each.peer for each in minority])
+    await swarm.until(lambda: all(t.sync.head.is_reduced for t in minority), 120, "the minority goes on")
+    assert WAIT_SECONDS < network.loop.time() - began < 1.5 * WAIT_SECONDS
+
+
 @pytest.mark.fault(1)
 @simulated(seed=7)
 async def test_the_last_of_three_goes_on_after_its_wait_and_the_lineage_is_full_again_when_they_are_back(

@@ -188,15 +188,19 @@ class Matchmaker:
         if self._last_leader is not None:
             self.leaders.failed(*self._last_leader)
 
-    async def find_group(self, ticket: Ticket) -> Roster:
+    async def find_group(self, sign: Callable[[], Ticket]) -> Roster:
         """Send a ticket to the leader, and return the roster.
+
+        Args:
+            sign: Returns this peer's ticket as of now. It is called again once this peer has waited so long that it
+                agrees to a reduced round.
 
         Raises:
             BehindError: The swarm is ahead, or on a better lineage.
             MismatchError: This peer's digest or layout is not the group's.
             NoGroupError: The deadline passed, or too few peers are present.
         """
-        loop = asyncio.get_running_loop()
+        loop, ticket = asyncio.get_running_loop(), sign()
         grace = (1 + ticket.level) * self._spec.grace_seconds
         deadline = loop.time() + self._spec.matchmaking_seconds + grace + probe_seconds(self._context)
         key = self.cells.key_of(ticket, ticket.peer, ticket.level)
@@ -214,7 +218,15 @@ class Matchmaker:
                     await asyncio.sleep(RETRY_SECONDS)
                     raise NoGroupError("none of the members that may lead this round answers")
                 self.position.following = self._last_leader = (key, leader)
-                answer = await self._hand_in(leader, ticket, [*self._suspects(key), *excluded], hops, remaining)
+                waited = asyncio.timeout(None if ticket.stalled else self._seconds_until_stalled())
+                try:
+                    async with waited:
+                        answer = await self._hand_in(leader, ticket, [*self._suspects(key), *excluded], hops, remaining)
+                except TimeoutError:
+                    if not waited.expired():
+                        raise
+                    ticket, target = sign(), leader
+                    continue
                 if answer is not None and not isinstance(answer, messages.Redirected):
                     roster = self._accept(answer, ticket, leader)
                     self.position.attempts += 1
@@ -250,6 +262,10 @@ class Matchmaker:
         loop = asyncio.get_running_loop()
         self.position.standstill += min(loop.time() - since, 2 * TICK_SECONDS)
         self._clock = loop.call_later(TICK_SECONDS, self._count_standstill, loop.time())
+
+    def _seconds_until_stalled(self) -> float:
+        """Return in how many seconds this peer agrees to a reduced round, if it stays awake."""
+        return max(0.0, self._spec.matchmaking_seconds - self.position.standstill) + TICK_SECONDS
 
     def _stop_clock(self) -> None:
         if self._clock is not None:

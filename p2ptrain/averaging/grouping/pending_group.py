@@ -98,7 +98,9 @@ def decide(situation: Situation, spec: AveragingSpec) -> Decision:
         return Decision("close" if hurry else "wait", reason)
     if not situation.has_voters or not has_quorum(situation, spec):
         lacking = "no quorum" if situation.has_voters else "too few voters, is the seed up?"
-        if out_of_time:
+        # Without voters, members that came within a grace period of each other have time to agree to a reduced round.
+        patience = spec.matchmaking_seconds + (0.0 if situation.has_voters else spec.grace_seconds)
+        if situation.seconds_waiting >= patience:
             return Decision("give up", f"{situation.ready} of {total} peers are ready: {lacking}")
         closes = situation.batch_is_full or has_quorum(situation, spec)
         return Decision("close" if closes else "wait", f"{situation.ready} of {total} peers are ready: {lacking}")
@@ -255,14 +257,15 @@ class PendingGroup:
 
     def next_change(self, now: float) -> float:
         """Return the seconds until `decide` may change its mind without a message; bounded."""
-        times = [2.0]
+        times, grace = [now + 2.0], self.spec.grace_seconds
         if self.steps.at is not None and not self.closing:
-            times.append(self.steps.at - now)
+            times.append(self.steps.at)
         if self._first_ticket_at is not None:
-            times.append(self._first_ticket_at + self.spec.matchmaking_seconds - now)
+            out_of_time = self._first_ticket_at + self.spec.matchmaking_seconds
+            times += [out_of_time, out_of_time + grace]
         if self._quorum_at is not None:
-            times.append(self._quorum_at + self.spec.grace_seconds - now)
-        return max(0.0, min(times)) + 0.001
+            times.append(self._quorum_at + grace)
+        return min(time for time in times if time > now) - now + 0.001
 
     def answer_all(self, answer: Answer) -> None:
         """Give all members the same answer, and end this group."""

@@ -154,7 +154,7 @@ class GroupingPeer:
         return self.leaders.candidates(Key(HEAD.round, HEAD.lineage), [])
 
     async def find_group(self) -> Roster:
-        return await self.matchmaker.find_group(make_ticket(self.member))
+        return await self.matchmaker.find_group(lambda: make_ticket(self.member))
 
 
 @asynccontextmanager
