@@ -48,6 +48,7 @@ UNPROVED = "a head is not proved by the voters that this peer knows"
 MAX_UNDONE = 64
 """Limit of full rounds that another lineage can undo."""
 MAX_REDUCED_HEADS = 8
+"""Limit of the newest heads of reduced rounds that are kept; another lineage most likely begins at a full one."""
 MAX_ATTEMPTS_KEPT = 4
 MIN_LOG_BYTES = 64 << 20
 FOLLOWED_BYTES = 64 << 20
@@ -323,7 +324,7 @@ class RoundLog:
         ).head
         proof = await context.runtime.offload(context.certificate, root.certificate)
         known = own.table.believes(proof)
-        if own.is_reduced and context.founding.electorate and own.full - root.full < MAX_UNDONE:
+        if own.is_reduced and own.full - root.full < MAX_UNDONE:
             known |= context.founding.believes(proof)
         if proof.next_head(root.digest, root.table) != root or not known:
             raise IntegrityError(UNPROVED)

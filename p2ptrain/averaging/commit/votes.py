@@ -165,13 +165,14 @@ async def ask_voters(context: PeerContext, attempt: Attempt, index: int) -> None
 
 
 async def endorsed(context: PeerContext, attempt: Attempt) -> Certificate | None:
-    """Return an attempt's certificate with the signatures of absent founders, by which newcomers believe it.
+    """Return an attempt's certificate with the signatures of absent founders that may answer: newcomers believe those.
 
     In each round, another member asks for them; the others return None.
     """
     index, members = attempt.roster.index_of(context.rpc.peer_id), len(attempt.roster.members)
     founders = context.founding.electorate & attempt.head.table.electorate
     absent = sorted(founders.difference(attempt.roster.members, attempt.proofs))
+    absent = [peer for peer in absent if context.membership.may_answer(peer)]
     if attempt.body is None or not attempt.is_last or attempt.body.round % members != index or not absent:
         return None
     await _ask(context, attempt, absent)

@@ -49,7 +49,9 @@ MAX_CHAIN_BYTES = 4 << 20
 MAX_CHAINS = 16
 """Replies of which a longer chain is put together."""
 MOST_CHAIN_SECONDS = 24.0
+"""No further reply is asked for after this time."""
 MAX_STARTS = 128
+"""More heads than a peer keeps."""
 ROOT = "history.root"
 MAX_ROOT_BYTES = 8 << 20
 CALL_TIMEOUT_SECONDS = 12.0
