@@ -342,8 +342,8 @@ class Coordinator:
                 expected, guests = self._expected(group), self._guests(group)
                 if not group.closing:
                     group.steps.foresee(self._working(group), now)
-                has_voters = self._is_reduced(group, group.tickets) is not None
-                decision = decide(group.situation(expected, now, guests, has_voters=has_voters), group.spec)
+                is_reduced = self._is_reduced(group, group.tickets)
+                decision = decide(group.situation(expected, now, guests, is_reduced=is_reduced), group.spec)
                 if decision.action == "close" and not group.closing:
                     group.closing = True
                     behind = {each.peer for each in self._membership.records() if each.round < key.round}

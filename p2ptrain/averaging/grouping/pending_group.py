@@ -51,7 +51,7 @@ class Situation:
         ready: Number of peers that sent a ticket.
         missing: Number of expected members without one.
         guests: Number of expected peers without one that are no members yet; they count for no quorum.
-        has_voters: True if enough voters are there to certify a result.
+        is_reduced: True if the round would be reduced; None if too few voters are there for either kind.
         batch_is_full: True if the peers reached the round's goal together.
         seconds_waiting: Time since the first ticket; 0 without tickets.
         seconds_since_quorum: None before the quorum.
@@ -65,7 +65,7 @@ class Situation:
     seconds_since_quorum: float | None
     of_delegates: bool = False
     guests: int = 0
-    has_voters: bool = True
+    is_reduced: bool | None = False
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,9 @@ def has_quorum(situation: Situation, spec: AveragingSpec) -> bool:
 def decide(situation: Situation, spec: AveragingSpec) -> Decision:
     """Return the next action: wait, ask the rest to hand in (``close``), form the group as it is, or give up."""
     total = situation.ready + situation.missing
-    out_of_time = situation.seconds_waiting >= spec.matchmaking_seconds
+    # At the end of the wait for voters all send newer tickets, which agree to do without, and do not arrive together.
+    patience = spec.matchmaking_seconds + (0.0 if situation.is_reduced is False else spec.grace_seconds)
+    out_of_time = situation.seconds_waiting >= patience
     if not situation.ready:
         return Decision("close" if situation.batch_is_full else "wait", "no peer is ready yet")
     if situation.ready < spec.min_peers:
@@ -96,11 +98,9 @@ def decide(situation: Situation, spec: AveragingSpec) -> Decision:
         hurry = situation.missing > 0 and (situation.batch_is_full or has_quorum(situation, spec))
         reason = f"waiting for {spec.min_peers - situation.ready} more peers: the minimum is unmet"
         return Decision("close" if hurry else "wait", reason)
-    if not situation.has_voters or not has_quorum(situation, spec):
-        lacking = "no quorum" if situation.has_voters else "too few voters, is the seed up?"
-        # Without voters, members that came within a grace period of each other have time to agree to a reduced round.
-        patience = spec.matchmaking_seconds + (0.0 if situation.has_voters else spec.grace_seconds)
-        if situation.seconds_waiting >= patience:
+    if situation.is_reduced is None or not has_quorum(situation, spec):
+        lacking = "no quorum" if situation.is_reduced is not None else "too few voters, is the seed up?"
+        if out_of_time:
             return Decision("give up", f"{situation.ready} of {total} peers are ready: {lacking}")
         closes = situation.batch_is_full or has_quorum(situation, spec)
         return Decision("close" if closes else "wait", f"{situation.ready} of {total} peers are ready: {lacking}")
@@ -238,7 +238,7 @@ class PendingGroup:
                 await self._stirred.wait()
 
     def situation(
-        self, expected: list[str], now: float, guests: Collection[str] = (), *, has_voters: bool = True
+        self, expected: list[str], now: float, guests: Collection[str] = (), *, is_reduced: bool | None = False
     ) -> Situation:
         """Drop members that left, and return the input of `decide` for these expected slots and guests."""
         self.members = {slot: member for slot, member in self.members.items() if not member.answer.done()}
@@ -247,9 +247,9 @@ class PendingGroup:
         is_full = self.batch.is_full or self.steps.is_due(now)
         situation = Situation(
             len(self.members), len(missing), is_full, waiting, None, self.key.level > 0,
-            len(set(guests) - self.members.keys()), has_voters,
+            len(set(guests) - self.members.keys()), is_reduced,
         )  # fmt: skip
-        if not has_quorum(situation, self.spec):
+        if is_reduced is None or not has_quorum(situation, self.spec):
             self._quorum_at = None
             return situation
         self._quorum_at = now if self._quorum_at is None else self._quorum_at

@@ -25,9 +25,9 @@ def ticket(peer: str, digest: bytes = b"d" * 32, layout: bytes = b"y" * 32) -> T
 
 def situation(
     ready: int, missing: int, full: bool = False, waiting: float = 0.0, quorum: float | None = None,
-    delegates: bool = False, voters: bool = True,
+    delegates: bool = False, reduced: bool | None = False,
 ) -> Situation:  # fmt: skip
-    return Situation(ready, missing, full, waiting, quorum, delegates, has_voters=voters)
+    return Situation(ready, missing, full, waiting, quorum, delegates, is_reduced=reduced)
 
 
 @pytest.mark.parametrize(
@@ -44,8 +44,10 @@ def situation(
         pytest.param(situation(2, 2, quorum=0.0, delegates=True), 2, "wait", id="half of the delegates"),
         pytest.param(situation(3, 2, quorum=0.0, delegates=True), 2, "close", id="more than half of the delegates"),
         pytest.param(situation(2, 2, False, 20.0, 0.0, True), 2, "form", id="half of the delegates at the deadline"),
-        pytest.param(situation(2, 4, waiting=20.0, voters=False), 2, "wait", id="tickets that may soon do without"),
-        pytest.param(situation(2, 4, waiting=23.0, voters=False), 2, "give up", id="too few voters at the deadline"),
+        pytest.param(situation(2, 4, waiting=20.0, reduced=None), 2, "wait", id="tickets that may soon do without"),
+        pytest.param(situation(2, 4, waiting=23.0, reduced=None), 2, "give up", id="too few voters at the deadline"),
+        pytest.param(situation(3, 2, False, 20.6, 0.1, reduced=True), 2, "close", id="some agree sooner to do without"),
+        pytest.param(situation(3, 2, False, 23.0, 2.5, reduced=True), 2, "form", id="some agree to do without"),
         pytest.param(situation(1, 0), 2, "wait", id="below_the_minimum"),
         pytest.param(situation(1, 0, waiting=20.0), 2, "give up", id="below_the_minimum at the deadline"),
     ],
