@@ -324,7 +324,7 @@ class RoundLog:
         ).head
         proof = await context.runtime.offload(context.certificate, root.certificate)
         known = own.table.believes(proof)
-        if own.is_reduced and own.full - root.full < MAX_UNDONE:
+        if own.is_reduced and context.founding.electorate and own.full - root.full < MAX_UNDONE:
             known |= context.founding.believes(proof)
         if proof.next_head(root.digest, root.table) != root or not known:
             raise IntegrityError(UNPROVED)

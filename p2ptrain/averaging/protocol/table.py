@@ -288,8 +288,11 @@ class Table:
         return share * sum(_has(census.contributed, index) for index in voters) < len(voters)
 
     def believes(self, certificate: Certificate) -> bool:
-        """True if enough of this table's voters, if it has any, signed a later certificate of whatever round."""
-        return 0 < self.quorum <= len(self.electorate.intersection(certificate.signers))
+        """True if enough of this table's voters signed a later certificate of whatever round.
+
+        A table without voters believes any: a newcomer's, where nobody founded the swarm.
+        """
+        return len(self.electorate.intersection(certificate.signers)) >= self.quorum
 
 
 NOTHING_TOLD = Census()
