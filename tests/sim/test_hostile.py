@@ -165,6 +165,14 @@ async def test_a_bad_leader_is_passed_over(network: SimulatedNetwork, answer: Le
     assert len(asked[0]) >= 3  # It led at least once.
 
 
+@pytest.mark.parametrize("seed", [3, 4])
+@simulated(seed=lambda seed: seed)
+async def test_members_that_were_sent_in_circles_meet_all_the_same(network: SimulatedNetwork, seed: int) -> None:
+    """Each remembers other leaders that failed: without turns, they sent each other on for minutes, or for ever."""
+    swarm, honest, _ = await start(network, lambda evil: lead_badly(evil, LEADERS["redirects in circles"]))
+    await go_on(swarm, honest, rounds=12, seconds=SECONDS / 2)
+
+
 @simulated(seed=5)
 async def test_tickets_that_lie_are_refused_with_a_reason(network: SimulatedNetwork) -> None:
     swarm, honest, _ = await start(network, lambda evil: None)

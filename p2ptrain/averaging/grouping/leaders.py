@@ -42,6 +42,7 @@ class RoundPosition:
         running: The group, leader and members of the attempt that this peer is in.
         attempts: Attempts at the round in progress that this peer was in.
         standstill: Seconds for which this peer, while it was awake, has tried to end the round in progress.
+        turn: Whose turn it is to lead, after this peer was sent on too often; else empty.
         leaves: True if this peer leaves the swarm after the round in progress.
         on_close: Called each time another peer says that the round in progress closes.
     """
@@ -55,6 +56,7 @@ class RoundPosition:
     running: tuple[Key, str, tuple[str, ...]] | None = field(default=None, init=False)
     attempts: int = field(default=0, init=False)
     standstill: float = field(default=0.0, init=False)
+    turn: str = field(default="", init=False)
     leaves: bool = field(default=False, init=False)
     on_close: Callable[[], None] = lambda: None
 
@@ -254,6 +256,15 @@ class Leaders:
         able = (there & self.probers(key) | there - absent).difference(excluded, {own})
         able = frozenset(peer for peer in able if not membership.is_convicted(peer))
         return sorted(able | (there & {own}) or {own}, key=lambda peer: self.order(key, peer))
+
+    def in_turn(self, key: Key, now: float, spec: AveragingSpec) -> tuple[str, float]:
+        """Return whose turn it is to lead, and the seconds that are left of it; alike for all whose clocks agree.
+
+        Observations do not count here: peers that made other ones would send each other on for ever.
+        """
+        there = sorted(self._leading(key) or self.candidates(key, ()), key=lambda peer: rank(peer, key))
+        number, passed = divmod(now, 2.0 + 2.0 * spec.grace_seconds)
+        return there[int(number) % len(there)], 2.0 + 2.0 * spec.grace_seconds - passed
 
     def first(self, key: Key) -> str:
         """Return the peer to report to: the first candidate that is not unreachable."""

@@ -1,13 +1,15 @@
 """A member's side of matchmaking: send a ticket to the round's leader, and check the roster that it returns.
 
 Every trainer runs a `Matchmaker`. Views of the present peers may differ, so that two peers both claim to lead. Then
-followers are redirected to the leader of smaller rank, and leaders that probe each other's followers merge.
+followers are redirected to the leader of smaller rank, and leaders that probe each other's followers merge. A peer that
+was sent on too often follows the members that may lead in turn, by the clock, and leads in its own turn.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterable
 
 from p2ptrain.averaging.context import PeerContext
@@ -212,13 +214,17 @@ class Matchmaker:
             while (remaining := deadline - loop.time()) > 0:
                 if self._coordinator.closed:
                     raise NoGroupError("this peer is leaving")
-                excluded = [*tried, *sorted(self.leaders.unreachable(key))]
+                excluded, turn_seconds = [*tried, *sorted(self.leaders.unreachable(key))], math.inf
+                if hops > MAX_HOPS:
+                    target, turn_seconds = self.leaders.in_turn(key, self._context.runtime.now(), self._spec)
+                    self.position.turn = target
                 leader = self._coordinator.follow(key, target or self.leaders.candidates(key, excluded)[0])
                 if leader == own and not (self.leaders.may_lead(key, own) or self.position.is_stalled(self._spec)):
                     await asyncio.sleep(RETRY_SECONDS)
                     raise NoGroupError("none of the members that may lead this round answers")
                 self.position.following = self._last_leader = (key, leader)
-                waited = asyncio.timeout(None if ticket.stalled else self._seconds_until_stalled())
+                seconds = min(turn_seconds, math.inf if ticket.stalled else self._seconds_until_stalled())
+                waited = asyncio.timeout(None if seconds == math.inf else seconds)
                 try:
                     async with waited:
                         answer = await self._hand_in(leader, ticket, [*self._suspects(key), *excluded], hops, remaining)
@@ -236,24 +242,25 @@ class Matchmaker:
                         self._ask_absentees(key, roster.members)
                     return roster
                 hops += answer is not None
-                if answer and leader != own and self._membership.is_suspect(answer.peer) and hops <= MAX_HOPS:
+                if hops > MAX_HOPS:
+                    await asyncio.sleep(RETRY_SECONDS)
+                    continue
+                if answer and leader != own and self._membership.is_suspect(answer.peer):
                     # This leader still follows one that fell silent, and will notice: it comes next in the order.
                     target = leader
                     await asyncio.sleep(RETRY_SECONDS)
                     continue
-                target = self._next_leader(key, leader, answer.peer, tried, hops) if answer else ""
+                target = self._next_leader(key, leader, answer.peer, tried) if answer else ""
                 worse = not target or self.leaders.order(key, target) > self.leaders.order(key, leader)
                 if worse and leader not in self.leaders.unreachable(key):
                     # It failed, stopped leading, or redirects in a loop; this peer must not redirect others to it.
                     tried.append(leader)
                     (self.leaders.redirect_loop if answer else self.leaders.failed)(key, leader)
-                if hops > MAX_HOPS:
-                    await asyncio.sleep(RETRY_SECONDS)
         except TemporaryError:
             self.group_broke()
             raise
         finally:
-            self.position.following = None
+            self.position.following, self.position.turn = None, ""
         self.group_broke()
         raise NoGroupError("no group was found before the matchmaking deadline")
 
@@ -277,13 +284,13 @@ class Matchmaker:
         there = self._in_cell(key, self._membership.suspects())
         return sorted(there, key=lambda peer: self.leaders.order(key, peer), reverse=True)
 
-    def _next_leader(self, key: Key, leader: str, wanted: str, tried: list[str], hops: int) -> str:
+    def _next_leader(self, key: Key, leader: str, wanted: str, tried: list[str]) -> str:
         """Return the peer ``wanted`` to which a leader redirected; empty if this peer must not follow it."""
         if wanted in self.leaders.unreachable(key) or not self.leaders.may_lead(key, wanted):
             return ""
         if leader == self._context.rpc.peer_id:  # Its own coordinator yielded to the other.
             return wanted
-        useless = hops > MAX_HOPS or wanted in tried or self._membership.is_suspect(wanted)
+        useless = wanted in tried or self._membership.is_suspect(wanted)
         return "" if useless else wanted
 
     async def _hand_in(
