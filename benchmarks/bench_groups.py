@@ -93,10 +93,11 @@ class Watch:
         matchmaker, coordinator = each.averager.matchmaker, each.averager.matchmaker._coordinator
         find, finish = matchmaker.find_group, coordinator._finish
 
-        async def find_group(ticket: Ticket) -> Roster:
+        async def find_group(sign: Callable[[], Ticket]) -> Roster:
             started = asyncio.get_running_loop().time()
-            roster = await find(ticket)
+            roster = await find(sign)
             seconds = asyncio.get_running_loop().time() - started
+            ticket = next(ticket for ticket in roster.tickets if ticket.peer == matchmaker.position.peer)
             cell = matchmaker.cells.key_of(ticket, ticket.peer, ticket.level).cell
             self.found.append(Found(ticket.level, cell, started, seconds, len(roster.members)))
             return roster
