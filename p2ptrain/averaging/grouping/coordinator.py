@@ -348,6 +348,9 @@ class Coordinator:
                     group.steps.foresee(self._working(group), now)
                 is_reduced = self._is_reduced(group, group.tickets)
                 decision = decide(group.situation(expected, now, guests, is_reduced=is_reduced), group.spec)
+                if decision.action in ("wait", "close") and (leader := self._followed_meanwhile(group, now)):
+                    group.answer_all(messages.Redirected(leader))
+                    break
                 if decision.action == "close" and not group.closing:
                     group.closing = True
                     behind = {each.peer for each in self._membership.records() if each.round < key.round}
@@ -386,6 +389,15 @@ class Coordinator:
                 group.answer_all(messages.Refused("the leader stopped"))
             if self._groups.get(key) is group:
                 del self._groups[key]
+
+    def _followed_meanwhile(self, group: PendingGroup, now: float) -> str:
+        """Return the other leader that has had this peer's ticket for a while; empty if there is none.
+
+        A peer that was redirected too often stays here, and would wait in vain for all that are with that leader.
+        """
+        follows, leader = self._position.following or (None, "")
+        is_elsewhere = follows == group.key and leader != self._context.rpc.peer_id
+        return leader if is_elsewhere and group.seconds_waiting(now) > PROBE_SECONDS else ""
 
     def _finish(self, group: PendingGroup, expected: list[str], reason: str) -> None:
         waited_for = {*expected, *self._membership.expected()}

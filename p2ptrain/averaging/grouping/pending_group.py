@@ -243,10 +243,9 @@ class PendingGroup:
         """Drop members that left, and return the input of `decide` for these expected slots and guests."""
         self.members = {slot: member for slot, member in self.members.items() if not member.answer.done()}
         missing = [slot for slot in expected if slot not in self.members]
-        waiting = 0.0 if self._first_ticket_at is None else now - self._first_ticket_at
         is_full = self.batch.is_full or self.steps.is_due(now)
         situation = Situation(
-            len(self.members), len(missing), is_full, waiting, None, self.key.level > 0,
+            len(self.members), len(missing), is_full, self.seconds_waiting(now), None, self.key.level > 0,
             len(set(guests) - self.members.keys()), is_reduced,
         )  # fmt: skip
         if is_reduced is None or not has_quorum(situation, self.spec):
@@ -254,6 +253,10 @@ class PendingGroup:
             return situation
         self._quorum_at = now if self._quorum_at is None else self._quorum_at
         return replace(situation, seconds_since_quorum=now - self._quorum_at)
+
+    def seconds_waiting(self, now: float) -> float:
+        """Return the time since the first ticket; 0 without tickets."""
+        return 0.0 if self._first_ticket_at is None else now - self._first_ticket_at
 
     def next_change(self, now: float) -> float:
         """Return the seconds until `decide` may change its mind without a message; bounded."""
