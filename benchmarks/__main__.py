@@ -40,6 +40,7 @@ BENCHMARKS: dict[str, list[str]] = {
     "uneven": [],
     "pipeline": ["--only", "utilisation", "codecs", "recovery", "rebalancing"],
     "monitor": [],
+    "directory": ["--sizes", "100"],
 }
 """By name: the arguments of the module ``benchmarks.bench_NAME``."""
 

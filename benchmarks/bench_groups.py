@@ -34,7 +34,6 @@ from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
 from p2ptrain.node.presence import Presence
 from tests.support.sim.averagers import AveragingPeer, record_at, start_averagers, stop_averagers
-from tests.support.sim.peers import SWARM
 
 T = TypeVar("T")
 
@@ -196,12 +195,7 @@ def presence_of(each: AveragingPeer) -> Presence:
     """Return the `Presence` that publishes a peer's record, and reads those of others."""
     peer = each.peer
     return Presence(
-        lambda: peer.directory,
-        peer.runtime,
-        SWARM,
-        peer.signer,
-        each.membership,
-        lambda: record_at(peer, each.averager.head),
+        lambda: peer.directory, each.rpc, peer.signer, each.membership, lambda: record_at(peer, each.averager.head)
     )
 
 

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import re
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgpack
 from starlette.applications import Starlette
@@ -23,20 +23,22 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from p2ptrain.errors import IntegrityError
+from p2ptrain.network.directory import Entry
 from p2ptrain.network.http_server import listen, serving, url_of
 from p2ptrain.network.identity import Identity
-from p2ptrain.network.records.record import MAX_RECORD_BYTES, MAX_SUBKEYS, RecordGuard
+from p2ptrain.network.records.record import MAX_RECORD_BYTES, RecordGuard, shard_of
+from p2ptrain.network.records.sample import Sample
 
 MAX_KEYS = 256
-KEY = re.compile(r"p2ptrain/([0-9a-f]{64})/[a-z]{1,16}")
+KEY = re.compile(r"p2ptrain/([0-9a-f]{64})/peers/([0-7])")
 
 
 @dataclass
 class Shelf:
-    """The records under one key: by peer, its sealed record, and when that expires."""
+    """A bounded sample of the records under one key."""
 
     guard: RecordGuard
-    records: dict[str, tuple[bytes, float]] = field(default_factory=dict)
+    sample: Sample
 
 
 class Server:
@@ -50,11 +52,11 @@ class Server:
         """Answer with the unexpired records of a key."""
         self._forget_expired()
         shelf = self._shelves.get(request.path_params["key"])
-        records = [value for value, _ in shelf.records.values()] if shelf is not None else []
+        records = [entry.value for entry in shelf.sample.entries(time.time()).values()] if shelf is not None else []
         return Response(msgpack.packb({"now": time.time(), "records": records}), media_type="application/msgpack")
 
     async def publish(self, request: Request) -> Response:
-        """Take a record, unless it is refused, older than the one that is here, or one too many."""
+        """Take a record, unless it is refused, older than the one that is here, or the sample keeps others."""
         key, value = request.path_params["key"], bytearray()
         async for piece in request.stream():
             value += piece
@@ -65,25 +67,22 @@ class Server:
             return PlainTextResponse("no key of a swarm", 404)
         self._forget_expired()
         swarm = bytes.fromhex(found[1])
-        shelf = self._shelves.get(key) or Shelf(RecordGuard(swarm, self._verifier, time.time))
+        shelf = self._shelves.get(key) or Shelf(RecordGuard(swarm, self._verifier, time.time), Sample(key))
         try:
             peer, expires_at = shelf.guard.check(bytes(value))
         except IntegrityError as error:
             return PlainTextResponse(str(error), 422)
-        fits = peer in shelf.records or len(shelf.records) < MAX_SUBKEYS
-        if not fits or (key not in self._shelves and len(self._shelves) >= MAX_KEYS):
+        if shard_of(peer) != int(found[2]):
+            return PlainTextResponse("the record belongs under another key", 422)
+        if key not in self._shelves and len(self._shelves) >= MAX_KEYS:
             return PlainTextResponse("the directory is full", 429)
-        if expires_at > max(time.time(), shelf.records.get(peer, (b"", 0.0))[1]):
-            shelf.records[peer] = bytes(value), expires_at
+        if shelf.sample.put(peer, Entry(bytes(value), expires_at), time.time()):
             self._shelves[key] = shelf
         return Response(status_code=204)
 
     def _forget_expired(self) -> None:
         now = time.time()
-        for key, shelf in list(self._shelves.items()):
-            shelf.records = {peer: held for peer, held in shelf.records.items() if held[1] > now}
-            if not shelf.records:
-                del self._shelves[key]
+        self._shelves = {key: shelf for key, shelf in self._shelves.items() if shelf.sample.entries(now)}
 
 
 def make_app() -> Starlette:

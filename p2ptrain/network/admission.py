@@ -30,9 +30,9 @@ from p2ptrain.network.schema import Count, Hash, Message, from_bytes, to_bytes
 from p2ptrain.signing import Signer, issuing_key
 
 MAX_CREDENTIAL_BYTES = 600
-MAX_REVOCATION_BYTES = 3072  # about 165 marks; < `records.record.MAX_RECORD_BYTES`
+MAX_REVOCATION_BYTES = 2048  # about 105 marks; < `records.record.MAX_PAYLOAD_BYTES`
 MAX_GRANTS = 16384
-OPEN_PROTOCOLS = frozenset({"manifest", "history.after", "reach.carry"})
+OPEN_PROTOCOLS = frozenset({"manifest", "history.after", "reach.carry", "records.exchange"})
 """Names that peers serve to all: what a newcomer asks first, what an observer reads, and the self-test of relays."""
 BANNED = "the organizer has banned this peer"
 NOT_ADMITTED = "not admitted"
@@ -220,13 +220,16 @@ class Grant:
 
 
 class Gate(Protocol):
-    """Rules of who is in the swarm, which streams and rosters ask; see `Admission`."""
+    """Rules of who is in the swarm, which streams, records and rosters ask; see `Admission`."""
 
     def admitted(self, peer: str, credential: bytes = b"") -> str:
         """Return why a peer is not in the swarm; empty if it is."""
 
     def cap(self, peer: str) -> float:
         """Return the most tokens that a contribution of an admitted peer weighs."""
+
+    def learn(self, data: bytes) -> bool:
+        """Take on a list of revocations if the organizer signed it and it is newer; return True if so."""
 
 
 class OpenGate:
@@ -237,6 +240,9 @@ class OpenGate:
 
     def cap(self, peer: str) -> float:
         return math.inf
+
+    def learn(self, data: bytes) -> bool:
+        return False
 
 
 class Admission:
@@ -317,7 +323,6 @@ class Admission:
         return "pass" if isinstance(from_bytes(Credential, grant.credential), Pass) else "puzzle"
 
     def learn(self, data: bytes) -> bool:
-        """Take on a list of revocations if the organizer signed it and it is newer; return True if so."""
         if not data or data == self.signed_revocations:
             return False
         try:

@@ -2,7 +2,8 @@
 
 Implementations: `libp2p.directory` (DHT), `http_directory` and `simulated`; `factory` starts the configured one.
 Every implementation drops records that `records.record` refuses. So each returned record was signed by the peer whose
-id is its subkey.
+id is its subkey. A key holds a bounded sample (`records.sample`), for first contact: peers that know each other
+exchange records themselves (`records.exchange`).
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ class Directory(ABC):
 
     @abstractmethod
     async def publish(self, key: str, subkey: str, value: bytes, expires_at: float, timeout_seconds: float) -> bool:
-        """Store ``value`` until ``expires_at``; return False on network failures.
+        """Store ``value`` until ``expires_at``; return False on network failures, or if the key's sample is full.
 
         A value with a later ``expires_at`` replaces one with an earlier.
         """
 
     @abstractmethod
     async def look_up(self, key: str, timeout_seconds: float) -> dict[str, Entry] | None:
-        """Return the unexpired entries of ``key`` by subkey; None if the directory could not be reached."""
+        """Return a sample of the unexpired entries of ``key`` by subkey; None if the directory could not be reached."""
 
     @abstractmethod
     async def close(self) -> None:

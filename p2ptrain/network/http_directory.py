@@ -25,13 +25,14 @@ from msgspec import Meta
 from p2ptrain.errors import ConfigError, IntegrityError
 from p2ptrain.network.directory import Directory, Entry
 from p2ptrain.network.factory import DirectoryOptions
-from p2ptrain.network.records.record import MAX_RECORD_BYTES, MAX_SUBKEYS, RecordGuard
+from p2ptrain.network.records.record import MAX_RECORD_BYTES, RecordGuard
+from p2ptrain.network.records.sample import MAX_SUBKEYS, Sample
 from p2ptrain.network.schema import Amount, Message, from_wire
 
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 5.0
-MAX_ANSWER_BYTES = 16 << 20
+MAX_ANSWER_BYTES = (MAX_SUBKEYS + 1) * (MAX_RECORD_BYTES + 64)
 MAX_REASON_CHARS = 200
 
 SealedRecord = Annotated[bytes, Meta(max_length=MAX_RECORD_BYTES)]
@@ -99,7 +100,7 @@ class HttpDirectory(Directory):
             self._note(error)
             return None
         self._note(None)
-        entries: dict[str, Entry] = {}
+        now, sample = self._runtime.now(), Sample(key)
         for value in answer.records:
             try:
                 peer, expires_at = self.guard.check(value)
@@ -107,10 +108,8 @@ class HttpDirectory(Directory):
                 self.guard.refused += 1
                 logger.debug("record refused: %s", error)
                 continue
-            known = entries.get(peer)
-            if expires_at > max(self._runtime.now(), known.expires_at if known is not None else 0.0):
-                entries[peer] = Entry(value, expires_at)
-        return entries
+            sample.put(peer, Entry(value, expires_at), now)
+        return sample.entries(now)
 
     async def close(self) -> None:
         await self._client.aclose()

@@ -16,24 +16,23 @@ from p2ptrain.network.link import SwarmLink
 from p2ptrain.network.records.record import Look, PeerRecord, Sighting
 from p2ptrain.node.options import PeerOptions
 from p2ptrain.node.peer import Peer
-from p2ptrain.node.presence import DIRECTORY_TIMEOUT_SECONDS, LIFETIME_SECONDS
 from p2ptrain.runtime import real_runtime
 
 FIRST_LOOK_SECONDS = 10.0
 
 
 class Observer:
-    """A client peer that reads the directory; made by `observing`."""
+    """A client peer that exchanges records and publishes none; made by `observing`."""
 
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
 
     async def look(self) -> Look:
         """Return the current records of all peers, ordered by peer id."""
-        reader = self.peer.presence.reader
-        records = await reader.read(DIRECTORY_TIMEOUT_SECONDS)
-        seen = [Sighting(record, expires_at - LIFETIME_SECONDS) for record, _, expires_at in records or ()]
-        return Look(self.peer.runtime.now(), seen if records is not None else None, reader.rejected)
+        presence, now = self.peer.presence, self.peer.runtime.now()
+        answers = await presence.refresh()
+        seen = [Sighting(held.record, min(now, held.sequence / 1000)) for held in presence.book.held()]
+        return Look(self.peer.runtime.now(), seen if answers else None, presence.book.rejected)
 
     async def certificates_after(self, peer: str, lineage: bytes) -> list[Certificate]:
         """Return a peer's verified certificates that follow on a lineage, oldest first; see `fetch_certificates`."""

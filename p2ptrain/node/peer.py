@@ -105,9 +105,9 @@ class Peer:
             self.rpc.credential, network.invite = await self.entry.enter(link)
         await network.join()
         self.presence = Presence(
-            lambda: network.directory, self.runtime, self.swarm, self.identity, self.membership, self.record.describe
+            lambda: network.directory, self.rpc, self.identity, self.membership, self.record.describe
         )
-        self.presence.reader.admission = self.admission
+        self.presence.exchange.contacts.update(dict.fromkeys(address.rpartition("/")[2] for address in known))
         self.record.parts.append(self.entry.describe)
         self.state_changed = self.presence.changed
         self._is_present = True

@@ -1,93 +1,59 @@
-"""Publication of this peer's record, and reads of all peers' records."""
+"""Publication of this peer's record, and what it knows of others'.
+
+The directory is for first contact. A peer reads all of it when it starts, and a shard now and then; more often while it
+knows few peers. Everything else comes from exchanges with other peers (`p2ptrain.network.records.exchange`), which go
+on when the directory does not answer.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from p2ptrain.averaging.grouping.membership import Membership
-from p2ptrain.errors import IntegrityError
-from p2ptrain.network.admission import Admission
 from p2ptrain.network.directory import Directory
-from p2ptrain.network.records.record import PeerRecord, open_record, peers_key, seal_record
-from p2ptrain.runtime import Runtime
+from p2ptrain.network.records.book import Held
+from p2ptrain.network.records.exchange import RecordExchange
+from p2ptrain.network.records.record import (
+    MAX_LIFETIME_SECONDS,
+    MAX_PAYLOAD_BYTES,
+    NUM_SHARDS,
+    RECORD_KIND,
+    PeerRecord,
+    peers_key,
+    seal_record,
+    shard_of,
+)
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.signing import Signer
-from p2ptrain.tasks import Tasks
+from p2ptrain.tasks import Tasks, together
 
 logger = logging.getLogger(__name__)
 
-RECORD_KIND = "peer"
 LIFETIME_SECONDS = 30.0
+"""Of a record in a swarm of up to `SMALL_SWARM`; longer in a larger one."""
 PUBLISH_SECONDS = 5.0
-REFRESH_SECONDS = 2.0
+SMALL_SWARM = 64
+"""Peers up to which a record is written every `PUBLISH_SECONDS`, and reaches all in about as long."""
+LARGE_PAYLOAD_BYTES = 900
+"""Of a record in a large swarm: it has room for one round's report."""
+WRITE_BYTES_PER_SECOND = 12_000.0
+"""Of all records of a large swarm together; < `READ_BYTES_PER_SECOND`, so that peers can keep up."""
+REFRESH_SECONDS = 1.0
+"""Pause between exchanges."""
+NUM_PUSHED = 4
+"""Partners that get a new record at once."""
+FEW_PEERS = 5
+"""Met peers, this one included, below which the directory is read often."""
+LOOK_SECONDS = 2.0
+RARE_LOOK_SECONDS = 45.0
 LEAST_PAUSE_SECONDS = 0.5
 DIRECTORY_TIMEOUT_SECONDS = 8.0
 FAREWELL_TIMEOUT_SECONDS = 5.0
-
-
-class RecordReader:
-    """Reads the records of a swarm's peers; each distinct record is verified, or refused and counted, once.
-
-    Attributes:
-        admission: Drops the records of strangers, once the manifest is known; None drops none.
-        strangers: The record of each peer that the swarm does not admit, and why not.
-        rejected: Number of distinct records dropped as invalid, and of strangers.
-    """
-
-    def __init__(self, directory: Callable[[], Directory], swarm: bytes, verifier: Signer) -> None:
-        self._directory = directory
-        self._swarm = swarm
-        self._verifier = verifier
-        self._seen: dict[str, tuple[bytes, PeerRecord | None, int]] = {}
-        self.admission: Admission | None = None
-        self.strangers: dict[str, tuple[PeerRecord, str]] = {}
-        self.rejected = 0
-
-    async def read(self, timeout_seconds: float) -> list[tuple[PeerRecord, int, float]] | None:
-        """Return all (record, sequence, expiry), ordered by peer id; None if the directory does not answer."""
-        entries = await self._directory().look_up(peers_key(self._swarm), timeout_seconds)
-        if entries is None:
-            return None
-        result = []
-        seen: dict[str, tuple[bytes, PeerRecord | None, int]] = {}
-        for peer in sorted(entries):
-            value = entries[peer].value
-            known = self._seen.get(peer)
-            if known is None or known[0] != value:
-                known = value, *self._verified(peer, value)
-            seen[peer] = known
-            if known[1] is not None:
-                result.append((known[1], known[2], entries[peer].expires_at))
-        self._seen = seen
-        return self._admitted(result)
-
-    def _admitted(self, found: list[tuple[PeerRecord, int, float]]) -> list[tuple[PeerRecord, int, float]]:
-        """Return the records of admitted peers; keep those of strangers, and count each stranger once."""
-        if (admission := self.admission) is None:
-            return found
-        for record, _, _ in found:
-            admission.learn(record.revocations)
-        reasons = [admission.admitted(record.peer, record.credential) for record, _, _ in found]
-        strangers = {each[0].peer: (each[0], why) for each, why in zip(found, reasons, strict=True) if why}
-        for peer in strangers.keys() - self.strangers.keys():
-            self.rejected += 1
-            logger.info("dropped the records of peer %s: %s", peer[-8:], strangers[peer][1])
-        self.strangers = strangers
-        return [each for each, why in zip(found, reasons, strict=True) if not why]
-
-    def _verified(self, peer: str, value: bytes) -> tuple[PeerRecord | None, int]:
-        """Return a peer's record and its sequence; None and 0 for one that is dropped."""
-        try:
-            opened = open_record(value, RECORD_KIND, self._swarm, self._verifier)
-            if opened.peer != peer:
-                raise IntegrityError("it is stored under another peer's id")
-            return PeerRecord.from_payload(peer, opened.payload), opened.sequence
-        except IntegrityError as error:
-            self.rejected += 1
-            logger.info("dropped the record of peer %s: %s", peer[-8:], error)
-            return None, 0
+NO_ANSWER_SECONDS = 15.0
+"""Time without an answer of any peer or of the directory, after which this peer is cut off."""
 
 
 class Presence:
@@ -95,30 +61,38 @@ class Presence:
 
     ``directory`` returns the current one: a move of the peer's network replaces it. ``changed`` publishes soon; call it
     on the event loop.
+
+    Attributes:
+        exchange: With the records that this peer holds.
+        directory_answers: False while neither the directory nor another peer answers.
+        listeners: Called after each read with (record, sequence, expiry) of all peers.
     """
 
     def __init__(
         self,
         directory: Callable[[], Directory],
-        runtime: Runtime,
-        swarm: bytes,
+        rpc: Rpc,
         signer: Signer,
         membership: Membership,
         describe: Callable[[], PeerRecord],
     ) -> None:
         self._directory = directory
-        self._runtime = runtime
-        self._swarm = swarm
+        self._rpc = rpc
+        self._runtime = rpc.runtime
         self._signer = signer
         self._membership = membership
         self._describe = describe
-        self.reader = RecordReader(directory, swarm, signer)
+        self.exchange = RecordExchange(rpc, signer, self._on_record)
+        self.book = self.exchange.book
         self._sequence = 0
+        self._expires_at = self._stored_until = 0.0
+        self._pause = PUBLISH_SECONDS
+        self._shard = self._runtime.random.randrange(NUM_SHARDS)
+        self._answered_at = asyncio.get_running_loop().time()
         self._changed = asyncio.Event()
         self.changed = self._changed.set
         self._tasks = Tasks()
         self.listeners: list[Callable[[list[tuple[PeerRecord, int, float]]], None]] = []
-        """Called after each read with (record, sequence, expiry) of all peers."""
         self.directory_answers = True
 
     async def start(self) -> None:
@@ -126,41 +100,102 @@ class Presence:
         await self.refresh()
         await self.publish()
         self._tasks.keep(self._keep_publishing, "presence-publish")
-        self._tasks.keep(self._keep_refreshing, "presence-refresh")
+        self._tasks.keep(self._keep_exchanging, "presence-exchange")
+        self._tasks.keep(self._keep_looking, "presence-directory")
 
     async def publish(self) -> bool:
-        """Publish this peer's record now; return True if a peer stored it."""
-        now = self._runtime.now()
-        self._sequence = max(self._sequence + 1, int(now * 1000))
-        payload, expires_at = self._describe().to_payload(), now + LIFETIME_SECONDS
-        sealed = seal_record(RECORD_KIND, self._swarm, payload, self._sequence, expires_at, self._signer)
-        key, own = peers_key(self._swarm), self._signer.peer_id
-        return await self._directory().publish(key, own, sealed, expires_at, DIRECTORY_TIMEOUT_SECONDS)
+        """Publish this peer's record now; return True if the directory or another peer took it."""
+        self._write()
+        return any(await together("publish", (self._store(), self._push())))
 
     async def refresh(self) -> bool:
-        """Read all records now; return True if the directory answered."""
-        records = await self.reader.read(DIRECTORY_TIMEOUT_SECONDS)
-        self.directory_answers = records is not None
-        for record, sequence, expires_at in records or []:
-            self._membership.update(record, sequence, expires_at)
+        """Read now: from other peers, and while few are known all of the directory; return True if any answered."""
+        answers = len(self.book.met()) < FEW_PEERS and await self._look(range(NUM_SHARDS))
+        return self._note(await self._push() or answers)
+
+    def _note(self, is_answered: bool) -> bool:
+        """Record whether a read was answered, and tell the listeners."""
+        now = asyncio.get_running_loop().time()
+        self._answered_at = now if is_answered else self._answered_at
+        self.directory_answers = now - self._answered_at < NO_ANSWER_SECONDS
         self._membership.forget_expired()
+        records = [(held.record, held.sequence, held.expires_at) for held in self.book.held()]
         for listener in self.listeners:
-            listener(records or [])
-        return records is not None
+            listener(records)
+        return is_answered
+
+    def _on_record(self, held: Held) -> None:
+        self._membership.update(held.record, held.sequence, held.expires_at)
+
+    def _write(self) -> None:
+        """Seal this peer's record anew."""
+        now, num_peers = self._runtime.now(), len(self.book.known())
+        is_large = num_peers > SMALL_SWARM
+        self._pause = num_peers * len(self.exchange.own) / WRITE_BYTES_PER_SECOND if is_large else PUBLISH_SECONDS
+        self._sequence = max(self._sequence + 1, int(now * 1000))
+        self._expires_at = now + min(LIFETIME_SECONDS / PUBLISH_SECONDS * self._pause, 0.9 * MAX_LIFETIME_SECONDS)
+        payload = self._describe().to_payload(LARGE_PAYLOAD_BYTES if is_large else MAX_PAYLOAD_BYTES)
+        self.exchange.own = seal_record(
+            RECORD_KIND, self._rpc.swarm, payload, self._sequence, self._expires_at, self._signer
+        )
+        self.book.take(self.exchange.own)
+        self.book.meet(self._signer.peer_id)
+
+    async def _push(self) -> bool:
+        """Give the newest record to some partners; return True if any took it."""
+        partners = self.exchange.partners(NUM_PUSHED)
+        return any(await together("push", map(self.exchange.exchange, partners)))
+
+    async def _store(self) -> bool:
+        """Store the newest record in the directory."""
+        own, sealed, expires_at = self._signer.peer_id, self.exchange.own, self._expires_at
+        key = peers_key(self._rpc.swarm, shard_of(own))
+        is_stored = await self._directory().publish(key, own, sealed, expires_at, DIRECTORY_TIMEOUT_SECONDS)
+        self._stored_until = expires_at
+        return is_stored
+
+    async def _look(self, shards: Iterable[int]) -> bool:
+        """Read shards of the directory; return True if it answered."""
+        keys = [peers_key(self._rpc.swarm, shard) for shard in shards]
+        directory = self._directory()
+        found = await together("look", (directory.look_up(key, DIRECTORY_TIMEOUT_SECONDS) for key in keys))
+        for entries in found:
+            for peer, entry in (entries or {}).items():
+                if not self.book.take(entry.value):
+                    logger.info("dropped the record of peer %s", peer[-8:])
+        return any(entries is not None for entries in found)
 
     async def _keep_publishing(self) -> None:
         while True:
+            least = max(LEAST_PAUSE_SECONDS, self._pause * min(0.5, len(self.book.met()) / (2 * SMALL_SWARM)))
+            await asyncio.sleep(least)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(PUBLISH_SECONDS * self._runtime.random.uniform(0.8, 1.2)):
+                async with asyncio.timeout(self._pause * self._runtime.random.uniform(0.8, 1.2) - least):
                     await self._changed.wait()
             self._changed.clear()
-            await self.publish()
-            await asyncio.sleep(LEAST_PAUSE_SECONDS)
+            self._write()
+            await self._push()
 
-    async def _keep_refreshing(self) -> None:
+    async def _keep_exchanging(self) -> None:
         while True:
-            await asyncio.sleep(REFRESH_SECONDS * self._runtime.random.uniform(0.8, 1.2))
-            await self.refresh()
+            # In a swarm of a few, each new record is pushed to all of them.
+            pause = REFRESH_SECONDS * (1 if len(self.book.met()) > 2 * NUM_PUSHED else 2)
+            await asyncio.sleep(pause * self._runtime.random.uniform(0.8, 1.2))
+            partners = self.exchange.partners(1)
+            self._note(any([await self.exchange.exchange(partner) for partner in partners]))
+
+    async def _keep_looking(self) -> None:
+        loop, next_look = asyncio.get_running_loop(), 0.0
+        while True:
+            await asyncio.sleep(LOOK_SECONDS * self._runtime.random.uniform(0.8, 1.2))
+            has_few = len(self.book.met()) < FEW_PEERS
+            if has_few or self._stored_until < (self._runtime.now() + self._expires_at) / 2:
+                await self._store()
+            if has_few or loop.time() >= next_look:
+                pause = max(RARE_LOOK_SECONDS, self._pause)  # A large swarm's shards are full.
+                next_look = loop.time() + pause * self._runtime.random.uniform(0.8, 1.2)
+                self._shard = (self._shard + 1) % NUM_SHARDS
+                self._note(await self._look([self._shard]))
 
     async def close(self, farewell: bool = True) -> None:
         """Stop; with ``farewell``, publish this peer's record a last time."""

@@ -124,9 +124,9 @@ class Run:
         peer = self.network.add_peer(name)
         record = record_of(peer.peer_id, name=name, role="bootstrap", state="serving")
         membership = Membership(peer.peer_id, peer.runtime)
-        presence = Presence(
-            lambda: peer.directory, peer.runtime, self.swarm.manifest.digest, peer.signer, membership, lambda: record
-        )
+        rpc = Rpc(peer.transport, peer.runtime, self.swarm.manifest.digest)
+        presence = Presence(lambda: peer.directory, rpc, peer.signer, membership, lambda: record)
+        await rpc.start()
         await presence.start()
         return presence, peer
 

@@ -27,11 +27,18 @@ from p2ptrain.averaging.vector.chunks import chunk_values, mean_root
 from p2ptrain.errors import DeadlineError, IntegrityError, P2PTrainError, PeerError
 from p2ptrain.hashing import EMPTY_HASH
 from p2ptrain.manifest import Manifest
-from p2ptrain.network.directory import Directory
-from p2ptrain.network.records.record import PeerRecord, open_record, peers_key, seal_record
+from p2ptrain.network.directory import Directory, Entry
+from p2ptrain.network.records.record import (
+    NUM_SHARDS,
+    RECORD_KIND,
+    PeerRecord,
+    open_record,
+    peers_key,
+    seal_record,
+    shard_of,
+)
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.transport import Transport
-from p2ptrain.node.presence import RECORD_KIND
 from p2ptrain.signing import Signer
 from p2ptrain.training.state.layout import vector_codec
 from p2ptrain.training.state.shared_state import SharedState
@@ -98,7 +105,9 @@ class Stranger:
     async def records(self) -> list[PeerRecord]:
         """Return the records of honest trainers, ordered by peer id; wait until there are some."""
         while True:
-            entries = await self.directory.look_up(peers_key(self.swarm), CALL_SECONDS) or {}
+            entries: dict[str, Entry] = {}
+            for shard in range(NUM_SHARDS):
+                entries |= await self.directory.look_up(peers_key(self.swarm, shard), CALL_SECONDS) or {}
             found = []
             for peer in sorted(entries):
                 with contextlib.suppress(IntegrityError):
@@ -135,7 +144,8 @@ class Stranger:
         self._sequence = max(self._sequence + 1, int(self.runtime.now() * 1000))
         expires_at = self.runtime.now() + 30.0
         sealed = seal_record(RECORD_KIND, self.swarm, record.to_payload(), self._sequence, expires_at, signer)
-        await self.directory.publish(peers_key(self.swarm), signer.peer_id, sealed, expires_at, CALL_SECONDS)
+        key = peers_key(self.swarm, shard_of(signer.peer_id))
+        await self.directory.publish(key, signer.peer_id, sealed, expires_at, CALL_SECONDS)
 
     async def pretend(self, head: Head, signer: Signer | None = None) -> None:
         """Publish once a record of a trainer with this head."""

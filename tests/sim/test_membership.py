@@ -21,6 +21,7 @@ from p2ptrain.averaging.protocol.certificate import (
 )
 from p2ptrain.averaging.protocol.table import ESTABLISHED
 from p2ptrain.errors import PeerRefusedError
+from p2ptrain.network.admission import OpenGate
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
 from tests.support.coroutines import at_end, simulated
@@ -282,8 +283,8 @@ async def test_a_leader_that_shows_two_rosters_to_two_halves_gets_one_certificat
     assert len(found) == 1
 
 
-class GuestList:
-    """A `Gate` that lets these peers in, some of them with so many tokens at most."""
+class GuestList(OpenGate):
+    """Lets these peers in, some of them with so many tokens at most."""
 
     def __init__(self, names: Collection[str], **caps: float) -> None:
         self.names = names

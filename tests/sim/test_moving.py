@@ -1,12 +1,12 @@
 """Hosts that move while others do: each says where it goes, and the others decide with that in mind."""
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import replace
 
 import pytest
 
-from p2ptrain.network.records.record import PeerRecord
+from p2ptrain.network.records.exchange import RecordExchange
 from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.node.presence import LEAST_PAUSE_SECONDS, PUBLISH_SECONDS, REFRESH_SECONDS
 from p2ptrain.pipeline.migration import LEAST_STAY_SECONDS, PROMISE_SECONDS
@@ -43,7 +43,13 @@ def _each_thinks_it_should_go(monkeypatch: pytest.MonkeyPatch) -> None:
         return [replace(host, speed=1.01 * host.speed) for host in hosts(self)]
 
     monkeypatch.setattr(PipelineView, "hosts", faster)
-    monkeypatch.setattr("p2ptrain.network.simulated.directory.PROPAGATION_SECONDS", (0.4, 0.6))
+    exchange = RecordExchange.exchange
+
+    async def exchange_slowly(self: RecordExchange, peer: str) -> bool:
+        await asyncio.sleep(0.5)
+        return await exchange(self, peer)
+
+    monkeypatch.setattr(RecordExchange, "exchange", exchange_slowly)
 
 
 def targets(pipeline: Pipeline) -> Counter[int]:
@@ -85,17 +91,24 @@ async def test_of_hosts_that_decide_on_records_before_those_say_so_one_goes(
     await asyncio.sleep(LEAST_STAY_SECONDS + 10.0)
     wanted: set[str] = set()
 
-    async def read(peer: PipelinePeer) -> None:
-        """Read records so often that all of a stage see at the same time that somebody is gone."""
+    lost = pipeline.peers[-1]
+
+    async def read() -> None:
+        """Give all hosts the records of half a second ago, so that they see at the same time that one is gone."""
+        told: deque[list[bytes]] = deque(maxlen=5)
         while True:
-            await peer.presence.refresh()
-            assert peer.mover is not None
-            if peer.mover.next_stage not in (None, peer.stage):
-                wanted.add(peer.peer.name)
+            told.append([peer.presence.exchange.own for peer in pipeline.alive])
+            for peer in pipeline.alive:
+                if peer is not lost:
+                    for own in told[0]:
+                        peer.presence.book.take(own)
+                    peer.presence._note(True)
+                    assert peer.mover is not None
+                    if peer.mover.next_stage not in (None, peer.stage):
+                        wanted.add(peer.peer.name)
             await asyncio.sleep(0.1)
 
-    lost = pipeline.peers[-1]
-    reading = [peer.peer.spawn(read(peer)) for peer in pipeline.alive if peer is not lost]
+    reading = [network.loop.create_task(read())]
     await asyncio.sleep(10.0)
     network.crash(lost.peer)
     await asyncio.sleep(40.0)
@@ -111,11 +124,9 @@ async def test_of_hosts_that_decide_on_records_before_those_say_so_one_goes(
 
 async def said_by(reader: PipelinePeer, host: PipelinePeer) -> int | None:
     """Where a host's record says that it goes, as another peer reads it now."""
-    records = await reader.presence.reader.read(5.0)
-    assert records is not None
-    (record,) = (record for record, _, _ in records if record.peer == host.peer.peer_id)
-    assert isinstance(record, PeerRecord)
-    return record.next_stage
+    assert await reader.presence.exchange.exchange(host.peer.peer_id)
+    (held,) = (held for held in reader.presence.book.held() if held.record.peer == host.peer.peer_id)
+    return held.record.next_stage
 
 
 @pytest.mark.parametrize("seed", range(3))

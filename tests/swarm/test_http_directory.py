@@ -10,7 +10,7 @@ import httpx
 import msgpack
 
 from p2ptrain.network.link import SwarmLink
-from p2ptrain.network.records.record import peers_key
+from p2ptrain.network.records.record import NUM_SHARDS, peers_key
 from tests.support.processes.daemons import ROOT, free_port, wait_until
 from tests.support.processes.swarmlet import Swarmlet, check_states, nothing_left_behind, wait_for_peace
 
@@ -36,8 +36,9 @@ def answers(url: str) -> bool:
 
 def peers_at(url: str, link: str) -> set[str]:
     swarm = SwarmLink.parse(link).digest
-    answer = msgpack.unpackb(httpx.get(f"{url}/{peers_key(swarm).replace('/', '%2F')}").content)
-    return {msgpack.unpackb(msgpack.unpackb(value)[0])["peer"] for value in answer["records"]}
+    keys = (peers_key(swarm, shard).replace("/", "%2F") for shard in range(NUM_SHARDS))
+    answers = [msgpack.unpackb(httpx.get(f"{url}/{key}").content) for key in keys]
+    return {msgpack.unpackb(msgpack.unpackb(value)[0])["peer"] for each in answers for value in each["records"]}
 
 
 def test_peers_meet_through_a_web_server_and_average(tmp_path: Path) -> None:

@@ -12,18 +12,27 @@ from pathlib import Path
 
 import pytest
 from hivemind.dht.node import DHTID
+from hivemind.p2p import PeerID
 
 from p2ptrain.network.factory import DirectoryOptions
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.libp2p.directory import Libp2pDirectory
 from p2ptrain.network.libp2p.transport import Libp2pTransport
-from p2ptrain.network.records.record import MAX_LIFETIME_SECONDS, open_record, peers_key, seal_record
+from p2ptrain.network.records.record import (
+    MAX_LIFETIME_SECONDS,
+    MAX_RECORD_BYTES,
+    NUM_SHARDS,
+    open_record,
+    peers_key,
+    seal_record,
+    shard_of,
+)
 from p2ptrain.runtime import Runtime
 from tests.support.coroutines import on_loop
 from tests.support.processes.daemons import eventually, free_port, is_stopped, loopback_transport, peer_process
+from tests.support.signers import NamedSigner
 
 SWARM, OTHER_SWARM = b"s" * 32, b"o" * 32
-KEY = peers_key(SWARM)
 
 BOOTSTRAP = """
 import asyncio, json
@@ -49,11 +58,17 @@ class Peer:
 
     async def announce(self, sequence: int = 1) -> bool:
         value, expires_at = self.record(sequence)
-        return await self.directory.publish(KEY, self.identity.peer_id, value, expires_at, 10)
+        return await self.directory.publish(self.key, self.identity.peer_id, value, expires_at, 10)
+
+    @property
+    def key(self) -> str:
+        return peers_key(SWARM, shard_of(self.identity.peer_id))
 
     async def seen(self) -> set[str] | None:
-        found = await self.directory.look_up(KEY, 10)
-        return None if found is None else set(found)
+        """Whom it finds in all shards."""
+        keys = (peers_key(SWARM, shard) for shard in range(NUM_SHARDS))
+        found = await asyncio.gather(*(self.directory.look_up(key, 10) for key in keys))
+        return {peer for each in found for peer in each or {}} if any(each is not None for each in found) else None
 
 
 @contextlib.asynccontextmanager
@@ -151,10 +166,10 @@ async def test_without_a_bootstrap_peer_nobody_can_be_asked_until_it_comes_up(tm
 async def test_newer_records_replace_older_ones_and_expired_ones_vanish() -> None:
     async with peer() as a, peer(tuple(await a.transport.addresses())) as b:
         value, expires_at = b.record(1, time.time() + 8)
-        assert await b.directory.publish(KEY, b.identity.peer_id, value, expires_at, 10)
+        assert await b.directory.publish(b.key, b.identity.peer_id, value, expires_at, 10)
         newer, later = b.record(2, time.time() + 8.5)
-        assert await b.directory.publish(KEY, b.identity.peer_id, newer, later, 10)
-        found = await a.directory.look_up(KEY, 10)
+        assert await b.directory.publish(b.key, b.identity.peer_id, newer, later, 10)
+        found = await a.directory.look_up(b.key, 10)
         assert found is not None
         entry = found[b.identity.peer_id]
         assert open_record(entry.value, "peer", SWARM, a.identity).sequence == 2
@@ -193,22 +208,91 @@ async def test_forged_foreign_oversized_and_long_lived_records_are_refused() -> 
             "for too long": (own, too_long, far),
             "longer than signed": (own, value, expires_at + 1),
             "garbage": (own, b"\x00garbage", expires_at),
-            "too large": (own, bytes(20_000), expires_at),
+            "too large": (own, bytes(4200), expires_at),
         }
+        keys = {"under a key of nobody": "anything", "in another's name": a.key}
+        attempts["under a key of nobody"] = own, value, expires_at
         node = liar.directory._node
         target = node.protocol.routing_table.uid_to_peer_id
         (storing_node,) = target.values()
         for what, (subkey, data, until) in attempts.items():
             refused_before = a.directory.guard.refused
             stored = await node.protocol.call_store(
-                storing_node, [DHTID.generate(KEY)], [node.protocol.serializer.dumps(data)], [until], [subkey]
+                storing_node,
+                [DHTID.generate(keys.get(what, liar.key))],
+                [node.protocol.serializer.dumps(data)],
+                [until],
+                [subkey],
             )
             assert stored == [False], what
             assert a.directory.guard.refused == refused_before + 1, what
         assert await a.seen() == {victim}
-        honest = await liar.directory.publish(KEY, own, value, expires_at, 10)
+        honest = await liar.directory.publish(liar.key, own, value, expires_at, 10)
         assert honest
         assert await a.seen() == {victim, own}
+
+
+class AnyoneSigner(NamedSigner):
+    """Verifies identities, and strangers that need no keys."""
+
+    def __init__(self, identity: Identity) -> None:
+        super().__init__(identity.peer_id)
+        self._identity = identity
+
+    def verify(self, peer_id: str, message: bytes, proof: bytes) -> bool:
+        return super().verify(peer_id, message, proof) or self._identity.verify(peer_id, message, proof)
+
+
+@pytest.mark.fault(45)
+@on_loop
+async def test_peers_find_each_other_beside_1250_records_of_the_largest_size() -> None:
+    async with peer() as a:
+        known = tuple(await a.transport.addresses())
+        async with peer(known) as b, peer(known) as liar:
+            for each in (a, b):
+                each.directory.guard._guard._verifier = AnyoneSigner(each.identity)
+            liar.directory._node.protocol.record_validator = None
+            assert await a.announce()
+            protocol, expires_at = liar.directory._node.protocol, time.time() + 300
+            nodes = [PeerID.from_base58(each.identity.peer_id) for each in (a, b)]
+            size = (
+                MAX_RECORD_BYTES - len(seal_record("peer", SWARM, {"x": ""}, 1, 1.0, NamedSigner("stranger 0000"))) - 8
+            )
+            for number in range(1250):
+                name = f"stranger {number}"
+                sealed = seal_record("peer", SWARM, {"x": "x" * size}, 1, expires_at, NamedSigner(name))
+                key, value = DHTID.generate(peers_key(SWARM, shard_of(name))), protocol.serializer.dumps(sealed)
+                await protocol.call_store(nodes[number % 2], [key], [value], [expires_at], [name])
+            assert await b.announce()
+            both = {a.identity.peer_id, b.identity.peer_id}
+            async with peer(known) as newcomer:
+                for each in (a, b, newcomer):
+                    assert (await each.seen() or set()) >= both
+            for each in (a, b):
+                storage = each.directory._node.protocol.storage
+                held = [storage.get(DHTID.generate(peers_key(SWARM, shard))) for shard in range(NUM_SHARDS)]
+                assert sum(len(found.value.packb()) for found in held if found is not None) < 1 << 20
+
+
+@pytest.mark.fault(46)
+@on_loop
+async def test_six_nodes_with_chosen_ids_around_a_key_hide_nobody() -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        seed = await stack.enter_async_context(peer())
+        known = tuple(await seed.transport.addresses())
+        a = await stack.enter_async_context(peer(known))
+        for number in range(6):
+            liar = await stack.enter_async_context(peer(known))
+            node, protocol = liar.directory._node, liar.directory._node.protocol
+            node.node_id = protocol.node_id = DHTID(DHTID.generate(a.key) ^ (number + 1))
+            protocol.node_info.node_id = node.node_id.to_bytes()
+            protocol.storage.store = protocol.storage.store_subkey = lambda *_, **__: True
+            await liar.directory._join()
+        assert await a.announce()
+        found = await seed.directory.look_up(a.key, 10)
+        assert set(found or ()) == {a.identity.peer_id}
+        async with peer(known) as newcomer:
+            assert a.identity.peer_id in (await newcomer.seen() or set())
 
 
 @pytest.mark.fault(35)
@@ -217,8 +301,8 @@ async def test_a_reader_does_not_believe_a_lying_storer() -> None:
     async with peer() as liar, peer(tuple(await liar.transport.addresses())) as a:
         node = liar.directory._node
         value, expires_at = liar.record()
-        assert node.protocol.storage.store_subkey(
-            DHTID.generate(KEY), a.identity.peer_id, node.protocol.serializer.dumps(value), expires_at
+        assert node.protocol.storage.store(
+            DHTID.generate(a.key), node.protocol.serializer.dumps(value), expires_at, a.identity.peer_id
         )
         assert await a.seen() == set()
         assert a.directory.guard.refused == 1
@@ -233,8 +317,8 @@ async def test_operations_end_by_their_deadline_when_the_daemon_hangs() -> None:
         try:
             async with asyncio.timeout(30):
                 value, expires_at = b.record()
-                assert not await b.directory.publish(KEY, b.identity.peer_id, value, expires_at, 0.3)
-                assert await b.directory.look_up(KEY, 0.3) is None
+                assert not await b.directory.publish(b.key, b.identity.peer_id, value, expires_at, 0.3)
+                assert await b.directory.look_up(b.key, 0.3) is None
         finally:
             os.kill(b.transport.daemon.process_id, signal.SIGCONT)
 
@@ -257,5 +341,5 @@ async def test_a_clock_off_by_an_hour_is_measured_and_can_be_corrected() -> None
             runtime.clock_offset_seconds = -skew
             assert await this.seen() == {told["peer"]}
             value, expires_at = this.record(expires_at=runtime.now() + 60)
-            assert await this.directory.publish(KEY, this.identity.peer_id, value, expires_at, 10)
+            assert await this.directory.publish(this.key, this.identity.peer_id, value, expires_at, 10)
             assert await this.seen() == {told["peer"], this.identity.peer_id}

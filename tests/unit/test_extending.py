@@ -90,7 +90,7 @@ def test_stages_of_the_family_are_its_model() -> None:
 @on_loop
 async def test_peers_find_each_other_in_the_folder(tmp_path: Path) -> None:
     swarm, expires_at = b"s" * 32, time.time() + 60
-    key = peers_key(swarm)
+    key = peers_key(swarm, 0)
     folder = tmp_path / "mounted"
     options = {
         name: DirectoryOptions(

@@ -104,7 +104,7 @@ class OwnView:
     async def __call__(self) -> Look:
         """Return this peer's current record and the other peers' records, each with the time of its first sighting."""
         peer, now, before = self._peer, self._peer.runtime.now(), self._seen
-        rejected = peer.presence.reader.rejected
+        rejected = peer.presence.book.rejected
         if not peer.presence.directory_answers:
             return Look(now, None, rejected)
         self._seen = {}

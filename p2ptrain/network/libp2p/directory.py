@@ -1,7 +1,7 @@
 """`Directory` on a DHT: hivemind's ``DHTNode`` on the transport's daemon.
 
-Every value is a sealed record under (key, peer id). Nodes validate records when they store and when they read them
-(`DHTRecordGuard`).
+Every value is a sealed record under (key, peer id). Nodes validate records when they store and when they read them;
+`p2ptrain.network.libp2p.dht_node` has their bounds.
 
 Simultaneous starts (hivemind issue 624) and partitions can leave several DHTs. So a background task keeps pinging
 bootstrap and remembered peers, more often while the routing table is empty. The pings also measure clock skew.
@@ -16,23 +16,22 @@ import statistics
 from collections import OrderedDict
 from typing import Any
 
-import msgpack
 from hivemind.dht import node as hivemind_node
 from hivemind.dht import protocol as hivemind_protocol
 from hivemind.dht.node import DHTID, DHTNode
-from hivemind.dht.storage import DictionaryDHTValue
-from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.p2p import P2P, PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils import timed_storage
 from hivemind.utils.multiaddr import Multiaddr
 
-from p2ptrain.errors import ConfigError, IntegrityError, PeerError, ResourceError
+from p2ptrain.errors import ConfigError, PeerError, ResourceError
 from p2ptrain.network.directory import Directory, Entry
 from p2ptrain.network.factory import DirectoryOptions
+from p2ptrain.network.libp2p.dht_node import DHTRecordGuard, ShardStorage, SwarmProtocol, node_id_of
 from p2ptrain.network.libp2p.transport import Libp2pTransport
 from p2ptrain.network.link import check_peer_address
-from p2ptrain.network.records.record import MAX_KEYS, MAX_RECORD_BYTES, MAX_SUBKEYS, RecordGuard
+from p2ptrain.network.records.record import RecordGuard
+from p2ptrain.network.records.sample import Sample
 from p2ptrain.tasks import Tasks, together
 
 logger = logging.getLogger(__name__)
@@ -42,42 +41,6 @@ JOIN_SECONDS = 5.0
 REJOIN_SECONDS = 0.5
 REFRESH_SECONDS = 15.0
 MAX_REMEMBERED_PEERS = 64
-
-
-class DHTRecordGuard(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no types
-    """hivemind's record validator, on a `RecordGuard`."""
-
-    def __init__(self, guard: RecordGuard) -> None:
-        self.refused = 0
-        self.storage: Any = None
-        self._guard = guard
-
-    def validate(self, record: DHTRecord) -> bool:
-        """True if the subkey's peer sealed the record, it is within its bounds, and its key has room."""
-        try:
-            subkey = self._check(record)
-        except (IntegrityError, ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
-            self.refused += 1
-            logger.debug("record refused: %s", error)
-            return False
-        if self._is_full(record.key, subkey):
-            self.refused += 1
-            return False
-        return True
-
-    def _check(self, record: DHTRecord) -> str:
-        if len(record.value) > MAX_RECORD_BYTES + 8 or len(record.subkey) > 256:
-            raise ValueError("it is too large")
-        peer, expires_at = self._guard.check(msgpack.unpackb(record.value, raw=False))
-        if msgpack.unpackb(record.subkey, raw=False) != peer or expires_at != record.expiration_time:
-            raise ValueError("its subkey or expiry is not what was signed")
-        return peer
-
-    def _is_full(self, key: bytes, subkey: str) -> bool:
-        stored = self.storage.get(DHTID.from_bytes(key)) if self.storage is not None else None
-        if stored is None or not isinstance(stored.value, DictionaryDHTValue):
-            return False
-        return len(stored.value) >= MAX_SUBKEYS and subkey not in stored.value
 
 
 class Libp2pDirectory(Directory):
@@ -114,13 +77,15 @@ class Libp2pDirectory(Directory):
         # machine with a wrong clock neither drops valid records nor publishes expired ones. One process is one peer.
         for module in (timed_storage, hivemind_node, hivemind_protocol):
             module.get_dht_time = runtime.now
-        guard = DHTRecordGuard(RecordGuard(options.swarm, options.verifier, runtime.now))
+        hivemind_node.DHTProtocol = SwarmProtocol  # what its nodes create
+        guard = DHTRecordGuard(RecordGuard(options.swarm, options.verifier, runtime.now), options.swarm)
         p2p: Any = None
         try:
             async with asyncio.timeout(JOIN_SECONDS):
                 p2p = await _attach(transport)
                 node = await DHTNode.create(
                     p2p=p2p,
+                    node_id=node_id_of(p2p.peer_id),
                     client_mode=options.client_mode,
                     record_validator=guard,
                     wait_timeout=RPC_SECONDS,
@@ -138,8 +103,7 @@ class Libp2pDirectory(Directory):
             if p2p is not None:
                 await p2p.shutdown()
             raise ResourceError(f"the network daemon does not take the directory ({error!r}): try again") from error
-        node.protocol.storage.maxsize = MAX_KEYS
-        guard.storage = node.protocol.storage
+        node.protocol.storage = ShardStorage(guard.keys, runtime.now)
         directory = cls(options, p2p, node, guard)
         if directory._bootstrap:
             await directory._join()
@@ -181,20 +145,18 @@ class Libp2pDirectory(Directory):
             return None
         if found is None or not isinstance(found.value, dict):
             return {}
-        now = self._runtime.now()
-        entries = {}
+        now, sample = self._runtime.now(), Sample(key)
         for subkey, item in found.value.items():
-            if isinstance(subkey, str) and isinstance(item.value, bytes) and item.expiration_time > now:
-                entries[subkey] = Entry(item.value, item.expiration_time)
-                if len(entries) >= MAX_SUBKEYS:
-                    break
-        return entries
+            if isinstance(subkey, str) and isinstance(item.value, bytes):
+                sample.put(subkey, Entry(item.value, item.expiration_time), now)
+        return sample.entries(now)
 
     async def close(self) -> None:
         if self._is_closed:
             return
         self._is_closed = True
         await self._tasks.close()
+        await self._node.protocol.tasks.close()
         with contextlib.suppress(Exception):  # the daemon may be gone
             async with asyncio.timeout(1):
                 await self._node.shutdown()

@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from p2ptrain.errors import IntegrityError
+from p2ptrain.hashing import canonical_bytes
 from p2ptrain.network.admission import MAX_CREDENTIAL_BYTES, MAX_REVOCATION_BYTES
 from p2ptrain.network.records.serving import ServingReport
 from p2ptrain.network.schema import Amount, Count, Hash, Message, Number, from_bytes, from_wire, to_bytes, to_wire
@@ -25,13 +26,16 @@ from p2ptrain.signing import Signer
 
 MAX_LIFETIME_SECONDS = 600.0
 """Longest accepted time to expiry; also bounds how far a publisher's clock may be ahead."""
-MAX_SUBKEYS = 4096
-MAX_KEYS = 65536
-MAX_RECORD_BYTES = 16 * 1024
+MAX_RECORD_BYTES = 4096
+MAX_PAYLOAD_BYTES = 3328
+"""Of a peer's record; < `MAX_RECORD_BYTES` by key, signature and the other fields of the body."""
+NUM_SHARDS = 8
+"""Directory keys of a swarm; each record lies under one of them."""
 RECORD_VERSION = 1
+RECORD_KIND = "peer"
 MAX_KIND_CHARS = 64
 MAX_REPORTS = 8
-MAX_STAGES = 64
+MAX_STAGES = 16
 MAX_NOTE_CHARS = 200
 MAX_ADDRESSES = 16
 MAX_ADDRESS_CHARS = 512
@@ -49,7 +53,7 @@ CredentialBytes = Annotated[bytes, Meta(max_length=MAX_CREDENTIAL_BYTES)]
 RevocationBytes = Annotated[bytes, Meta(max_length=MAX_REVOCATION_BYTES)]
 Addresses = Annotated[tuple[Address, ...], Meta(max_length=MAX_ADDRESSES)]
 _CONTEXT = b"p2ptrain record\0"
-_VERIFIED_CACHE = 16384
+_GUARD_CACHE = 4096
 
 
 class _SealedRecord(Message, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -77,9 +81,14 @@ class OpenedRecord(Message, frozen=True, forbid_unknown_fields=True):
     payload: dict[str, Any]
 
 
-def peers_key(swarm: bytes) -> str:
-    """Return the directory key of a swarm's peers; the subkey is the peer id."""
-    return f"p2ptrain/{swarm.hex()}/peers"
+def shard_of(peer: str) -> int:
+    """Return the shard of a peer's record."""
+    return hashlib.sha256(peer.encode()).digest()[0] % NUM_SHARDS
+
+
+def peers_key(swarm: bytes, shard: int) -> str:
+    """Return the directory key of one shard of a swarm's records; the subkey is the peer id."""
+    return f"p2ptrain/{swarm.hex()}/peers/{shard}"
 
 
 def seal_record(
@@ -121,29 +130,34 @@ def open_record(data: bytes, kind: str | None, swarm: bytes, verifier: Signer) -
 
 
 class RecordGuard:
-    """Checks sealed records of one swarm, with a cache of verified signatures. The caller counts ``refused``."""
+    """Checks sealed records of one swarm, each distinct one once. The caller counts ``refused``."""
 
     def __init__(self, swarm: bytes, verifier: Signer, now: Callable[[], float]) -> None:
         self.refused = 0
         self._swarm = swarm
         self._verifier = verifier
         self._now = now
-        self._verified: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
+        self._checked: OrderedDict[bytes, tuple[str, float] | IntegrityError] = OrderedDict()
 
     def check(self, value: bytes) -> tuple[str, float]:
         """Return a record's signer and expiry; raise `IntegrityError` if the record is invalid or lives too long."""
         fingerprint = hashlib.sha256(value).digest()
-        if fingerprint in self._verified:
-            self._verified.move_to_end(fingerprint)
-        else:
-            opened = open_record(value, None, self._swarm, self._verifier)
-            self._verified[fingerprint] = (opened.peer, opened.expires_at)
-            if len(self._verified) > _VERIFIED_CACHE:
-                self._verified.popitem(last=False)
-        peer, expires_at = self._verified[fingerprint]
-        if expires_at > self._now() + MAX_LIFETIME_SECONDS:
+        found = self._checked.pop(fingerprint, None) or self._open(value)
+        self._checked[fingerprint] = found
+        if len(self._checked) > _GUARD_CACHE:
+            self._checked.popitem(last=False)
+        if isinstance(found, IntegrityError):
+            raise IntegrityError(str(found))
+        if found[1] > self._now() + MAX_LIFETIME_SECONDS:
             raise IntegrityError("a record claims to live too long: ignored")
-        return peer, expires_at
+        return found
+
+    def _open(self, value: bytes) -> tuple[str, float] | IntegrityError:
+        try:
+            opened = open_record(value, None, self._swarm, self._verifier)
+        except IntegrityError as error:
+            return error.with_traceback(None)
+        return opened.peer, opened.expires_at
 
 
 @dataclass(frozen=True)
@@ -296,8 +310,11 @@ class PeerRecord:
                 )  # fmt: skip
         return None
 
-    def to_payload(self) -> dict[str, Any]:
-        """Return plain values for `seal_record`, cut to their bounds, with non-finite numbers as 0 or None."""
+    def to_payload(self, max_bytes: int = MAX_PAYLOAD_BYTES) -> dict[str, Any]:
+        """Return plain values for `seal_record`, cut to their bounds, with non-finite numbers as 0 or None.
+
+        A payload above ``max_bytes`` loses the oldest reports, then addresses, the note and the serving report.
+        """
         diverged = self.diverged or (self.loss is not None and not math.isfinite(self.loss))
         within = replace(
             self,
@@ -314,6 +331,8 @@ class PeerRecord:
         )
         values: dict[str, Any] = to_wire(within)
         del values["peer"]
+        while len(canonical_bytes(values)) > max_bytes and _shorten(values):
+            pass
         return values
 
     @classmethod
@@ -323,6 +342,23 @@ class PeerRecord:
             return from_wire(cls, {**payload, "peer": peer})
         except IntegrityError as error:
             raise IntegrityError(f"the record of peer {peer[-8:]} is malformed ({error}): ignored") from error
+
+
+def _shorten(payload: dict[str, Any]) -> bool:
+    """Drop the part of a payload that readers miss least; False if nothing is left to drop."""
+    if len(payload["last_rounds"]) > 1:
+        payload["last_rounds"] = payload["last_rounds"][1:]
+    elif len(payload["addresses"]) > 2:
+        payload["addresses"] = payload["addresses"][:-1]
+    elif payload["note"]:
+        payload["note"] = ""
+    elif payload["last_rounds"]:
+        payload["last_rounds"] = ()
+    elif payload["serving"]:
+        payload["serving"] = None
+    else:
+        return False
+    return True
 
 
 @dataclass(frozen=True)

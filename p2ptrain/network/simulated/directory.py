@@ -6,11 +6,12 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from p2ptrain.network.directory import Directory, Entry
+from p2ptrain.network.records.record import MAX_RECORD_BYTES
+from p2ptrain.network.records.sample import Sample
 
 if TYPE_CHECKING:
     from p2ptrain.network.simulated.network import SimulatedNetwork, SimulatedPeer
 
-MAX_VALUE_BYTES = 64 * 1024
 REQUEST_SECONDS = (0.010, 0.100)
 PROPAGATION_SECONDS = (0.0, 0.300)
 
@@ -30,15 +31,14 @@ class Store:
         return True
 
     def get(self, key: str, loop_time: float, wall_time: float) -> dict[str, Entry]:
-        """Return the latest visible version of each subkey that has not expired at ``wall_time``."""
-        found: dict[str, Entry] = {}
+        """Return a sample of the latest visible versions that have not expired at ``wall_time``."""
+        found = Sample(key)
         for subkey, versions in self._versions.get(key, {}).items():
             visible = [version for version in versions if version[0] <= loop_time]
             if visible:
                 del versions[: versions.index(visible[-1])]
-                if visible[-1][1].expires_at > wall_time:
-                    found[subkey] = visible[-1][1]
-        return found
+                found.put(subkey, visible[-1][1], wall_time)
+        return found.entries(wall_time)
 
     def copy(self) -> Store:
         copy = Store()
@@ -71,7 +71,7 @@ class SimulatedDirectory(Directory):
         if not await self._request(timeout_seconds):
             return False
         value = bytes(value)
-        if len(value) > MAX_VALUE_BYTES or expires_at <= network.wall_time():
+        if len(value) > MAX_RECORD_BYTES or expires_at <= network.wall_time():
             return False
         visible_at = network.loop.time() + network.random.uniform(*PROPAGATION_SECONDS)
         stored = network.store_of(self._peer).put(key, subkey, Entry(value, expires_at), visible_at)

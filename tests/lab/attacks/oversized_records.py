@@ -2,7 +2,7 @@
 
 import asyncio
 
-from p2ptrain.network.records.record import peers_key, seal_record
+from p2ptrain.network.records.record import peers_key, seal_record, shard_of
 from tests.lab.stranger import Stranger
 
 
@@ -14,5 +14,6 @@ async def attack(stranger: Stranger, count: int = 1250, record_bytes: int = 15_0
             expires_at = stranger.runtime.now() + 300.0
             junk = {"name": "x" * record_bytes}
             sealed = seal_record("peer", stranger.swarm, junk, sequence, expires_at, key)
-            await stranger.directory.publish(peers_key(stranger.swarm), key.peer_id, sealed, expires_at, 5.0)
+            shard = peers_key(stranger.swarm, shard_of(key.peer_id))
+            await stranger.directory.publish(shard, key.peer_id, sealed, expires_at, 5.0)
         await asyncio.sleep(60.0)

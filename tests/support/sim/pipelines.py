@@ -103,9 +103,7 @@ class PipelinePeer:
         self.plan = plan
         self.view = PipelineView(self.plan, peer.peer_id, peer.runtime)
         self.membership = Membership(peer.peer_id, peer.runtime)
-        self.presence = Presence(
-            lambda: peer.directory, peer.runtime, manifest.digest, peer.signer, self.membership, self.describe
-        )
+        self.presence = Presence(lambda: peer.directory, self.rpc, peer.signer, self.membership, self.describe)
         self.presence.listeners.append(self.view.update)
         self.mover: StageMigrator | None = None
         self.may_move = False

@@ -127,9 +127,7 @@ class SimulatedTrainer:
         self.rpc = Rpc(peer.transport, peer.runtime, self.swarm)
         self.membership = Membership(peer.peer_id, peer.runtime)
         self.status = "starting"
-        self.presence = Presence(
-            lambda: peer.directory, peer.runtime, self.swarm, peer.signer, self.membership, self.describe
-        )
+        self.presence = Presence(lambda: peer.directory, self.rpc, peer.signer, self.membership, self.describe)
         self.is_reachable = True
         context = PeerContext(
             self.rpc, peer.runtime, peer.signer, self.swarm, manifest.averaging, self.membership, self,

@@ -21,15 +21,17 @@ from p2ptrain.network.factory import DirectoryOptions, start_directory
 from p2ptrain.network.http_directory import HttpDirectory
 from p2ptrain.network.http_server import listen, serving, url_of
 from p2ptrain.network.identity import Identity
-from p2ptrain.network.records.record import MAX_RECORD_BYTES, peers_key, seal_record
+from p2ptrain.network.records import sample
+from p2ptrain.network.records.record import MAX_RECORD_BYTES, peers_key, seal_record, shard_of
 from p2ptrain.network.transport import Transport
 from p2ptrain.runtime import Runtime
 from tests.support.coroutines import on_loop
 from tests.support.processes.daemons import free_port
 
 SWARM, OTHER_SWARM = b"s" * 32, b"o" * 32
-KEY = peers_key(SWARM)
-ME, OTHER = Identity.ephemeral(), Identity.ephemeral()
+ME = Identity.ephemeral()
+OTHER = next(each for each in iter(Identity.ephemeral, None) if shard_of(each.peer_id) == shard_of(ME.peer_id))
+KEY, OTHER_KEY = peers_key(SWARM, shard_of(ME.peer_id)), peers_key(OTHER_SWARM, shard_of(ME.peer_id))
 
 
 def sealed(
@@ -95,7 +97,7 @@ async def test_what_is_published_is_found_the_newest_of_each_peer_until_it_expir
         }
         await asyncio.sleep(1.0)
         assert set(await directory.look_up(KEY, 10) or ()) == {ME.peer_id}
-        assert await directory.look_up(peers_key(OTHER_SWARM), 10) == {}
+        assert await directory.look_up(OTHER_KEY, 10) == {}
 
 
 @pytest.mark.parametrize(
@@ -196,12 +198,14 @@ async def test_a_clock_off_by_an_hour_is_measured_by_the_server_s() -> None:
 
 @on_loop
 async def test_the_server_holds_so_much_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(example, "MAX_SUBKEYS", 1)
+    monkeypatch.setattr(sample, "MAX_SUBKEYS", 1)
     monkeypatch.setattr(example, "MAX_KEYS", 1)
     async with at_server(example.make_app()) as directory:
         assert await publish(directory, sealed()[0])
-        assert not await publish(directory, sealed(OTHER)[0])
+        assert await publish(directory, sealed(OTHER)[0])
+        assert len(await directory.look_up(KEY, 10) or ()) == 1
         assert await publish(directory, sealed(sequence=2, seconds=70)[0])
         foreign = sealed(swarm=OTHER_SWARM)
-        assert not await directory.publish(peers_key(OTHER_SWARM), ME.peer_id, *foreign, 10)
+        assert not await directory.publish(OTHER_KEY, ME.peer_id, *foreign, 10)
+        assert not await directory.publish(peers_key(SWARM, (shard_of(ME.peer_id) + 1) % 8), ME.peer_id, *sealed(), 10)
         assert not await directory.publish("nonsense", ME.peer_id, *sealed(), 10)

@@ -31,7 +31,7 @@ async def _table(link: SwarmLink) -> str:
 
     async with observing(link) as observer:
         members = await observer.peers()
-        admission, strangers = observer.peer.admission, observer.peer.presence.reader.strangers
+        admission, strangers = observer.peer.admission, observer.peer.presence.book.strangers
         found = [(record, admission.way_in(record.peer)) for record in members]
         found += [(record, f"not admitted: {reason}") for record, reason in strangers.values()]
     rows = [("peer", "name", "role", "round", "since", "admitted by")]

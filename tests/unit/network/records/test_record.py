@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.errors import IntegrityError
+from p2ptrain.network.identity import Identity
 from p2ptrain.network.records.record import (
     MAX_NOTE_CHARS,
     MAX_RECORD_BYTES,
@@ -134,7 +136,7 @@ def test_a_peer_record_survives_the_wire(sent: PeerRecord) -> None:
 
 
 def test_the_largest_peer_record_fits() -> None:
-    """It hosts 64 stages at most, and has room for all else beside them."""
+    """It loses the oldest reports before anything else, and keeps the stages that it hosts."""
     report = RoundReport(2**40, False, "x" * 900, 1.5, 300, 300, True, b"e" * 32, 4.0, 0.25, 1.25)
     stages = tuple(
         StageReport(unit, 2**40, b"l" * 32, b"d" * 32, 2**62, 1e9, 2**30, 2**40, 2**40, b"s" * 32) for unit in range(70)
@@ -143,9 +145,16 @@ def test_the_largest_peer_record_fits() -> None:
         name="n" * 99, note="n" * 900, last_rounds=(report,) * 20, stages=stages, clock_skew_seconds=-1e9,
         addresses=("/ip4/203.0.113.200/tcp/31337/p2p/" + "x" * 46 + "/p2p-circuit",) * 8,
     )  # fmt: skip
+    with Identity.ephemeral() as identity:
+        assert len(sealed(largest.to_payload(), signer=identity, sequence=2**62)) <= MAX_RECORD_BYTES
     parsed = over_the_wire(largest)
-    assert (len(parsed.last_rounds), len(parsed.note), parsed.stages) == (8, MAX_NOTE_CHARS, stages[:MAX_STAGES])
-    with pytest.raises(IntegrityError, match=r"stages: .*length <= 64"):
+    assert (parsed.name, len(parsed.addresses), parsed.stages) == ("n" * 64, 2, stages[:MAX_STAGES])
+    rounds = tuple(replace(report, round=number, reason="r" * MAX_NOTE_CHARS) for number in range(20))
+    parsed = over_the_wire(record(last_rounds=rounds))
+    assert 1 < len(parsed.last_rounds) < 8
+    assert parsed.last_rounds[-1] == rounds[-1]
+    assert parsed.note == "hello"
+    with pytest.raises(IntegrityError, match=r"stages: .*length <= 16"):
         PeerRecord.from_payload("alice", largest.to_payload() | {"stages": to_wire(stages)})
 
 

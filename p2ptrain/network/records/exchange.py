@@ -1,0 +1,236 @@
+"""Records between peers that know each other, without the directory.
+
+::
+
+    caller                                partner
+      | own record                          |
+      | ----------------------------------> |
+      |           what it holds             |
+      | <---------------------------------- |
+      | those that are newer there          |
+      | ----------------------------------> |   repeated while the caller's budget lasts
+      |              records                |
+      | <---------------------------------- |
+
+A peer exchanges with a random partner about once a second, so a new record reaches all in O(log N) exchanges. An offer
+is bounded, and so are the bytes that a peer reads: `p2ptrain.node.presence` writes less often in a large swarm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Annotated
+
+from msgspec import Meta
+
+from p2ptrain.errors import P2PTrainError, PeerLostError, ProtocolError, ResourceError
+from p2ptrain.network.records.book import ENTRY_BYTES, MAX_HELD, Held, RecordBook
+from p2ptrain.network.records.record import MAX_RECORD_BYTES
+from p2ptrain.network.rpc.channel import Channel
+from p2ptrain.network.rpc.endpoint import Rpc
+from p2ptrain.network.schema import Message
+from p2ptrain.signing import Signer
+
+logger = logging.getLogger(__name__)
+
+EXCHANGE = "records.exchange"
+EXCHANGE_SECONDS = 4.0
+"""With a partner that failed before, up to four times as long: it may be far."""
+NUM_OFFERED = 128
+"""Entries of an offer, unless the caller asks for all."""
+NUM_WANTED = 16
+"""Records asked for at once."""
+MAX_WANTS = MAX_HELD // NUM_WANTED
+NUM_FIRST = 3
+"""The first exchanges ask for all that the partners hold."""
+MAX_CONTACTS = 64
+FIRST_SILENCE_SECONDS = 5.0
+"""Backoff of a partner that did not answer; doubles with each failure."""
+LONGEST_SILENCE_SECONDS = 120.0
+MAX_SILENT = 2 * MAX_HELD
+STRANGERS_SHARE = 0.25
+"""Share of the partners that are taken from hearsay, so that peers meet."""
+READ_BYTES_PER_SECOND = 16_000.0
+"""Bound on the records that a peer asks for."""
+FIRST_READ_BYTES = 2 << 20
+SERVED_BYTES_PER_SECOND = 32_000.0
+"""Bound on the bytes that one caller gets; of all together, eight times as many."""
+
+SealedRecord = Annotated[bytes, Meta(max_length=MAX_RECORD_BYTES)]
+
+
+class Ask(Message, frozen=True):
+    """Opens an exchange: the caller's own record, empty if it publishes none."""
+
+    record: SealedRecord
+    is_first: bool = False
+
+
+class Offer(Message, frozen=True):
+    """Packed entries of what the partner offers, its own record first (`RecordBook.offer`)."""
+
+    entries: Annotated[bytes, Meta(max_length=MAX_HELD * ENTRY_BYTES)]
+
+    def __post_init__(self) -> None:
+        if len(self.entries) % ENTRY_BYTES:
+            raise ValueError("entries: not whole")
+
+
+class Want(Message, frozen=True):
+    """Fingerprints of records that the caller lacks."""
+
+    fingerprints: Annotated[list[Annotated[bytes, Meta(min_length=8, max_length=8)]], Meta(max_length=NUM_WANTED)]
+
+
+class Records(Message, frozen=True):
+    """The wanted records that the partner still holds; none if the caller asks too much."""
+
+    records: Annotated[list[SealedRecord], Meta(max_length=NUM_WANTED)]
+
+
+MAX_OFFER_BYTES = MAX_HELD * ENTRY_BYTES + 256
+MAX_RECORDS_BYTES = NUM_WANTED * (MAX_RECORD_BYTES + 8) + 256
+
+
+class Budget:
+    """Bytes that may be spent: ``first`` at once, then ``rate`` a second, of which ten seconds' worth accumulate."""
+
+    def __init__(self, rate: float, first: float) -> None:
+        self.most = 10 * rate
+        self._rate = rate
+        self._left = first
+        self._at = asyncio.get_running_loop().time()
+
+    def left(self) -> float:
+        """Return the bytes that are left; negative after the last spending exceeded them."""
+        now = asyncio.get_running_loop().time()
+        self._left = max(self._left, min(self._left + self._rate * (now - self._at), self.most))
+        self._at = now
+        return self._left
+
+    def spend(self, num_bytes: int) -> bool:
+        """Spend bytes; False if none were left before."""
+        had = self.left()
+        self._left -= num_bytes
+        return had > 0
+
+
+class RecordExchange:
+    """Exchanges records with partners, and answers theirs.
+
+    Attributes:
+        own: This peer's newest sealed record; empty if it publishes none.
+        contacts: Peers to ask while few others are known: those of the link, and those met before; bounded.
+    """
+
+    def __init__(self, rpc: Rpc, signer: Signer, on_record: Callable[[Held], None]) -> None:
+        self.own = b""
+        self.book = RecordBook(rpc.swarm, signer, rpc.runtime, rpc.gate, on_record)
+        self.contacts: OrderedDict[str, None] = OrderedDict()
+        self._rpc = rpc
+        self._num_done = 0
+        self._silent: OrderedDict[str, tuple[int, float]] = OrderedDict()
+        self._reading = Budget(READ_BYTES_PER_SECOND, FIRST_READ_BYTES)
+        self._served: OrderedDict[str, Budget] = OrderedDict()
+        self._serving = Budget(8 * SERVED_BYTES_PER_SECOND, 4 * FIRST_READ_BYTES)
+        rpc.serve_channel(EXCHANGE, Ask, self._serve, max_request_bytes=MAX_RECORD_BYTES + 64)
+
+    def partners(self, count: int) -> list[str]:
+        """Choose partners at random: mostly met ones, some others (known ones first), contacts while those are few."""
+        now, random = asyncio.get_running_loop().time(), self._rpc.runtime.random
+
+        silent = {peer for peer, (_, until) in self._silent.items() if until > now}
+
+        def shuffled(peers: Iterable[str]) -> list[str]:
+            found = sorted({*peers} - silent - {self._rpc.peer_id})
+            return random.sample(found, len(found))
+
+        met, known, held = self.book.met(), self.book.known(), self.book.peers()
+        others = shuffled(self.contacts.keys() - held)
+        strangers = [*shuffled({*known} - {*met}), *shuffled(held - {*known})]
+        met = shuffled(met)
+        num_strangers = int(count * STRANGERS_SHARE + random.random())
+        chosen = [*strangers[:num_strangers], *met, *strangers[num_strangers:], *others]
+        if others and random.random() < STRANGERS_SHARE / 2:  # After a partition, it may be the way to the others.
+            chosen.insert(0, others[0])
+        return list(dict.fromkeys(chosen))[:count]
+
+    async def exchange(self, peer: str) -> bool:
+        """Give a partner this peer's record and take newer ones from it; False if it did not answer."""
+        is_answered, (failures, _) = False, self._silent.get(peer, (0, 0.0))
+        seconds = EXCHANGE_SECONDS * 2 ** min(failures, 2)
+        try:
+            async with asyncio.timeout(seconds):
+                ask = Ask(self.own, self._num_done < NUM_FIRST)
+                async with self._rpc.open(peer, EXCHANGE, ask, seconds) as channel:
+                    offer = await channel.receive(Offer, seconds, MAX_OFFER_BYTES)
+                    is_answered = True
+                    await self._take(channel, offer)
+        except (P2PTrainError, TimeoutError) as error:
+            logger.debug("no exchange of records with peer %s: %s", peer[-8:], error)
+            if not is_answered or isinstance(error, ProtocolError):
+                self._note_silence(peer)
+                return False
+        self._silent.pop(peer, None)
+        self._num_done += 1
+        return True
+
+    async def _take(self, channel: Channel, offer: Offer) -> None:
+        """Take newer records: of known peers while the budget lasts, of others while half of it is left."""
+        missing = self.book.missing(offer.entries, channel.remote)
+        for wanted, reserve in zip(missing, (0.0, self._reading.most / 2), strict=True):
+            for start in range(0, len(wanted), NUM_WANTED):
+                if self._reading.left() <= reserve:
+                    break
+                await channel.send(Want(wanted[start : start + NUM_WANTED]))
+                reply = await channel.receive(Records, EXCHANGE_SECONDS, MAX_RECORDS_BYTES)
+                self._reading.spend(sum(map(len, reply.records)))
+                for value in reply.records:
+                    if not self.book.take(value):
+                        raise ProtocolError(channel.remote, "sent a record that is invalid")
+        self._meet(channel.remote)
+
+    def _meet(self, peer: str) -> None:
+        """Record that a peer, whose record this one holds, is there."""
+        if not self.book.meet(peer):
+            return
+        self.contacts[peer] = None
+        self.contacts.move_to_end(peer)
+        if len(self.contacts) > MAX_CONTACTS:
+            self.contacts.popitem(last=False)
+
+    def _note_silence(self, peer: str) -> None:
+        failures, _ = self._silent.pop(peer, (0, 0.0))
+        pause = min(FIRST_SILENCE_SECONDS * 2 ** min(failures, 8), LONGEST_SILENCE_SECONDS)
+        self._silent[peer] = failures + 1, asyncio.get_running_loop().time() + pause
+        if len(self._silent) > MAX_SILENT:
+            self._silent.popitem(last=False)
+
+    async def _serve(self, channel: Channel, ask: Ask) -> None:
+        peer = channel.remote
+        entries = self.book.offer(MAX_HELD if ask.is_first else NUM_OFFERED)
+        if not self._may_get(peer, len(entries)):
+            raise ResourceError("asked for records too often")
+        if ask.record and not self.book.take(ask.record):
+            raise ProtocolError(peer, "sent a record that is invalid")
+        self._meet(peer)
+        self._silent.pop(peer, None)
+        await channel.send(Offer(entries))
+        for _ in range(MAX_WANTS):
+            try:
+                want = await channel.receive(Want, EXCHANGE_SECONDS)
+            except PeerLostError:  # It has all that it wants.
+                return
+            values = self.book.values(want.fingerprints)
+            may = self._may_get(peer, sum(map(len, values)))
+            await channel.send(Records(values if may else []))
+
+    def _may_get(self, peer: str, num_bytes: int) -> bool:
+        budget = self._served.pop(peer, None) or Budget(SERVED_BYTES_PER_SECOND, 2 * FIRST_READ_BYTES)
+        self._served[peer] = budget
+        if len(self._served) > MAX_SILENT:
+            self._served.popitem(last=False)
+        return budget.spend(num_bytes) and self._serving.spend(num_bytes)

@@ -1,0 +1,117 @@
+"""Peers know each other without the directory: soon, at a bounded cost, and beside strangers that flood them."""
+
+import asyncio
+import random
+import statistics
+from dataclasses import replace
+
+import pytest
+
+from p2ptrain.averaging.grouping.membership import RECORD_DELAY_SECONDS
+from p2ptrain.network.records.book import MAX_HELD
+from p2ptrain.network.records.record import MAX_RECORD_BYTES, RECORD_KIND, seal_record
+from p2ptrain.network.simulated import SimulatedNetwork
+from p2ptrain.network.simulated.network import SimulatedSigner
+from p2ptrain.node.presence import PUBLISH_SECONDS
+from tests.support.coroutines import simulated
+from tests.support.records import record_of
+from tests.support.sim.presences import SWARM, PresentPeer
+from tests.support.sim.trainers import SimulatedSwarm, make_manifest
+
+
+async def started(network: SimulatedNetwork, count: int) -> list[PresentPeer]:
+    peers = [PresentPeer(network, f"p{number}") for number in range(count)]
+    for each in peers:
+        await each.start()
+    return peers
+
+
+async def ended(peers: list[PresentPeer]) -> None:
+    for each in peers:
+        await each.close()
+
+
+@pytest.mark.fault(46)
+@simulated(seed=1)
+async def test_trainers_go_on_when_no_directory_answers_any_more(network: SimulatedNetwork) -> None:
+    swarm = SimulatedSwarm(network, make_manifest(min_peers=3), seed=1)
+    for name in "abc":
+        swarm.start(name)
+    await swarm.until(lambda: swarm.in_agreement(3), 600.0, "rounds are committed")
+    for trainer in swarm.trainers.values():
+        trainer.peer.directory.failing = True
+    before = max(trainer.sync.head.round for trainer in swarm.alive)
+    await asyncio.sleep(300.0)
+    assert all(len(trainer.membership.records()) == 2 for trainer in swarm.alive)
+    assert all(trainer.presence.directory_answers for trainer in swarm.alive)
+    await swarm.until(lambda: swarm.in_agreement(before + 20), 10.0, "and go on")
+    await swarm.end()
+
+
+@simulated(seed=2)
+async def test_a_record_reaches_64_peers_about_5_seconds_after_its_writing(network: SimulatedNetwork) -> None:
+    peers = await started(network, 64)
+    await asyncio.sleep(60.0)
+    ages = list[float]()
+    for _ in range(10):
+        await asyncio.sleep(1.0)
+        ages += [age for each in peers for age in each.ages().values()]
+    assert len(ages) == 10 * 64 * 63
+    assert statistics.quantiles(ages, n=100)[98] < 1.2 * PUBLISH_SECONDS + RECORD_DELAY_SECONDS
+    await ended(peers)
+
+
+@pytest.mark.fault(45)
+@simulated(seed=3)
+async def test_peers_know_each_other_beside_a_flood_of_records_of_strangers(network: SimulatedNetwork) -> None:
+    """One peer offers 1,250 of the largest records, and new ones of the same strangers at any time."""
+    peers = await started(network, 10)
+    await asyncio.sleep(20.0)
+    liar = PresentPeer(network, "liar")
+    strangers = [SimulatedSigner(3, f"stranger {number}", network.keyring) for number in range(1250)]
+    payload = record_of("stranger").to_payload()
+    payload["padding"] = bytes(MAX_RECORD_BYTES - 800)
+
+    async def flood() -> None:
+        book = liar.presence.book
+        while True:
+            now = liar.peer.runtime.now()
+            for stranger in strangers:
+                value = seal_record(RECORD_KIND, SWARM, payload, int(now * 1000), now + 500.0, stranger)
+                book.take(value)
+                book.meet(stranger.peer_id)
+            await asyncio.sleep(10.0)
+
+    await liar.start()
+    flooding = liar.peer.spawn(flood())
+    await asyncio.sleep(60.0)
+    newcomer = PresentPeer(network, "newcomer")
+    await newcomer.start()
+    received = sum(each.rpc.traffic.received for each in peers)
+    await asyncio.sleep(60.0)
+    rate = (sum(each.rpc.traffic.received for each in peers) - received) / 60.0 / len(peers)
+    assert rate < 25_000.0
+    honest = {each.id for each in (*peers, newcomer)}
+    for each in (*peers, newcomer):
+        ages = {peer: age for peer, age in each.ages().items() if peer in honest}
+        assert ages.keys() == honest - {each.id}
+        assert max(ages.values()) < 15.0
+        assert len(each.presence.book) <= MAX_HELD
+    flooding.cancel()
+    await ended([*peers, liar, newcomer])
+
+
+@pytest.mark.fault(35)
+@simulated(seed=4)
+async def test_an_invalid_record_is_verified_once_and_its_sender_left_alone(network: SimulatedNetwork) -> None:
+    a, liar = await started(network, 2)
+    await liar.presence._tasks.close()
+    await a.presence._tasks.close()
+    book = liar.presence.book
+    held = replace(book.held()[-1], value=random.Random(4).randbytes(200), sequence=1 << 60)
+    book._held = {liar.id: held}
+    for _ in range(3):
+        assert not await a.presence.exchange.exchange(liar.id)
+    assert a.presence.book.rejected == 1
+    assert liar.id not in a.presence.exchange.partners(4)
+    await ended([a, liar])
