@@ -18,9 +18,11 @@ import torch
 
 from benchmarks.findings import Finding, Section, run
 from benchmarks.harness import alternate, arguments, thread_seconds
+from p2ptrain.averaging.protocol.table import FULL_TRUST
 from p2ptrain.averaging.vector import reduce as reduction
 from p2ptrain.averaging.vector.chunks import cut
 from p2ptrain.averaging.vector.reduce import EncodedStream, OwnShare
+from p2ptrain.averaging.vector.rules import Claim
 from p2ptrain.codecs import get_codec
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.runtime import Runtime
@@ -45,9 +47,9 @@ def own_share(rule: str, codec_name: str, own: torch.Tensor, encoded: bytearray,
             for low, high in cut(size, codec.block_size):
                 check(memoryview(encoded)[codec.encoded_bytes(low) : codec.encoded_bytes(high)], low, high)
             share.add(index, encoded, check)
-        share.judge()
+        share.judge([FULL_TRUST] * peers)
         mean = EncodedStream(bytearray(codec.encoded_bytes(size)))
-        asyncio.run(share.reduce(runtime, everybody, [1000] * peers, mean))
+        asyncio.run(share.reduce(runtime, everybody, [Claim(1000)] * peers, mean))
 
     return work
 

@@ -338,8 +338,8 @@ class Averager:
             body, session, own_index = result.certificate.body, result.session, result.attempt.roster.index_of(own)
             if own not in body.contributing:
                 break
-            tokens, position = [tokens for _, tokens, _ in body.contributors], body.contributing.index(own)
-            mean_scale = scale * feedback_scale(self._spec, tokens, position)
+            claims = result.attempt.claims(index for index, *_ in body.contributors)
+            mean_scale = scale * feedback_scale(self._spec, claims, body.contributing.index(own))
             encoded.append(
                 Encoded(
                     vector=session.contribution.vector,

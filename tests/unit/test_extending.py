@@ -13,7 +13,7 @@ import torch
 
 from p2ptrain import manifest
 from p2ptrain.averaging.vector.conformance import check_rule
-from p2ptrain.averaging.vector.rules import RULES, get_rule
+from p2ptrain.averaging.vector.rules import RULES, Claim, get_rule
 from p2ptrain.codecs import get_codec
 from p2ptrain.codecs.conformance import check_codec, fingerprint
 from p2ptrain.errors import ConfigError, IncompatibleError
@@ -65,7 +65,7 @@ def test_the_codec_passes_the_tests_that_the_page_shows() -> None:
 def test_the_rule_passes_its_check_and_counts_by_square_roots() -> None:
     spec = Manifest.model_validate(LAB).averaging
     check_rule(get_rule(spec))
-    assert get_rule(spec).shares(spec, [1, 4, 1]) == [0.25, 0.5, 0.25]
+    assert get_rule(spec).shares(spec, [Claim(1), Claim(4), Claim(1)]) == [0.25, 0.5, 0.25]
 
 
 @simulated(seed=0)

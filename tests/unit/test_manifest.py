@@ -226,6 +226,24 @@ def test_a_value_out_of_bounds_is_refused_by_name(name: str) -> None:
             parse_manifest({section: {key: value} if key else value}, "run.toml")
 
 
+@pytest.mark.parametrize(
+    ("mode", "averaging", "expected"),
+    [
+        ("invite", {}, (2.0, 10.0, 0)),
+        ("open", {}, (1.0, 1.0, 4)),
+        ("open", {"clip_ratio": 1.5, "spot_checks": 0}, (1.5, 1.0, 0)),
+        ("open", {"aggregation": "centered_clip"}, (2.0, 10.0, 4)),
+    ],
+)
+def test_an_open_swarm_clips_strictly_and_checks_owners_unless_the_organizer_says_otherwise(
+    mode: str, averaging: dict[str, Any], expected: tuple[float, float, int]
+) -> None:
+    manifest = Manifest.model_validate({"admission": {"mode": mode}, "averaging": averaging})
+    spec = manifest.averaging
+    assert (spec.clip_ratio, spec.max_weight_ratio, spec.spot_checks) == expected
+    assert Manifest.model_validate(manifest.model_dump()) == manifest
+
+
 def test_residuals_decay_under_topk_unless_the_organizer_says_otherwise() -> None:
     cases = [({}, 1.0), ({"codec": "topk"}, 0.95), ({"codec": "topk", "feedback_decay": 1}, 1.0)]
     for averaging, decay in cases:

@@ -211,7 +211,7 @@ class AllReduceSession:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(until):
                     await self.attempt.changed.wait()
-        self.own.mask = self.share.judge()
+        self.own.mask = self.share.judge([claim.trust for claim in self.attempt.claims(range(len(self.members)))])
         for index, reason in self.share.refused.items():
             if index == self.own.index:
                 self.own.refused_us = reason
@@ -258,9 +258,9 @@ class AllReduceSession:
         assert attempt.contributors is not None
         mean = EncodedStream(runtime.buffers.lend(attempt.mean_codec_of(self.own.index).encoded_bytes(self.own.size)))
         self.own_mean.set_result(mean)
-        tokens = [self.members[index].ticket.tokens for index in attempt.contributors]
+        claims = attempt.claims(attempt.contributors)
         try:
-            self._exact_mean = await self.share.reduce(runtime, attempt.contributors, tokens, mean)
+            self._exact_mean = await self.share.reduce(runtime, attempt.contributors, claims, mean)
         except CodecError as error:
             raise AttemptFailedError(f"the mean cannot be encoded: {error}") from error
         root = await runtime.offload(attempt.mean_root, self.own.index, mean.data)

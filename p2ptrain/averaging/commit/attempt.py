@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 from p2ptrain.averaging.commit.result_chunks import Means, Origin
 from p2ptrain.averaging.protocol.ballots import Ballots
 from p2ptrain.averaging.protocol.certificate import MAX_PRESENT, Body, Certificate, Head, Roster, vote
+from p2ptrain.averaging.protocol.table import FULL_TRUST
 from p2ptrain.averaging.vector.chunks import chunk_span, chunk_values, mean_root, num_chunks
-from p2ptrain.averaging.vector.rules import VotingRule, get_rule
+from p2ptrain.averaging.vector.rules import Claim, VotingRule, get_rule
 from p2ptrain.buffers import Buffer
 from p2ptrain.codecs import (
     Codec,
@@ -264,7 +265,7 @@ class Attempt:
         codec, contributors = self.mean_codec_of(index), self.contributors
         if not isinstance(codec, PartList) or contributors is None or not self.size(index):
             return
-        limits = get_rule(self.spec).shares(self.spec, [self.roster.tickets[i].tokens for i in contributors])
+        limits = get_rule(self.spec).shares(self.spec, self.claims(contributors))
         weights, parts = codec.split(mean, self.size(index))
         for contributor, weight, limit, part in zip(contributors, weights, limits, parts, strict=True):
             if weight > limit * WEIGHT_SLACK:
@@ -272,6 +273,11 @@ class Attempt:
             sent = self.sent_parts.get(index) if contributor == own_index else None
             if sent is not None and part != sent:
                 raise CodecError("this peer's own part is not what it sent")
+
+    def claims(self, members: Iterable[int]) -> list[Claim]:
+        """Return the claims of members, by index; a delegate speaks for its cell, and has full trust."""
+        tickets, table = [self.roster.tickets[index] for index in members], self.head.table
+        return [Claim(each.tokens, FULL_TRUST if each.level else table.trust_of(each.peer)) for each in tickets]
 
     def complete_means(self) -> Means:
         return [mean if mean is not None else b"" for mean in self.means]

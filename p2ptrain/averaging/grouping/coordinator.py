@@ -403,7 +403,7 @@ class Coordinator:
         waited_for = {*expected, *self._membership.expected()}
         late = [] if group.key.level else [peer for peer in sorted(waited_for) if peer not in group.members]
         late = [peer for peer in late if self._cells.includes(group.key, peer)]
-        members = group.form(lambda tickets: self._is_reduced(group, tickets))
+        members = group.form(lambda tickets: self._is_reduced(group, tickets), self._position.table_of(group.key))
         for peer in late:
             self._membership.missed_round(peer)
         logger.debug("round %d: group of %d: %s", group.head.round, len(members), reason)

@@ -20,6 +20,7 @@ from p2ptrain.averaging.grouping.cells import Cells, Key
 from p2ptrain.averaging.grouping.membership import Membership, rank
 from p2ptrain.averaging.grouping.messages import MAX_GOSSIP, PROBE, Failures, Probe, ProbeReply
 from p2ptrain.averaging.protocol.certificate import Head
+from p2ptrain.averaging.protocol.table import NO_MEMBERS, Table
 from p2ptrain.errors import PeerUnreachableError
 from p2ptrain.manifest import AveragingSpec
 
@@ -73,6 +74,10 @@ class RoundPosition:
     def is_of(self, key: Key) -> bool:
         """True if a group belongs to the round in progress."""
         return key[:3] == (self.head.round, self.head.lineage, self.head.present)
+
+    def table_of(self, key: Key) -> Table:
+        """Return the member table of a group's round; empty for another round than that in progress."""
+        return self.head.table if self.is_of(key) else NO_MEMBERS
 
     def is_stalled(self, spec: AveragingSpec) -> bool:
         """True if no full round was possible for so long that this peer agrees to a reduced one."""

@@ -364,6 +364,9 @@ class Matchmaker:
             raise NoGroupError("the leader sent a roster with a peer that was proved to have falsified a mean")
         if roster.is_reduced and not may_reduce(self.position.head.table, roster.tickets):
             raise NoGroupError("the leader would close the round without voters that may still come")
+        table = self.position.head.table
+        if not own.level and len(table.guests(roster.members)) > table.most_guests(roster.members, spec.min_peers):
+            raise NoGroupError("the leader sent a roster with more newcomers than members")
         key = self.cells.key_of(own, own.peer, own.level)
         peers, is_last = sum(t.peers for t in roster.tickets), key.level == self.cells.num_levels(key.present) - 1
         if is_last and peers < spec.min_peers:

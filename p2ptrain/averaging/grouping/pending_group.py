@@ -16,7 +16,7 @@ from p2ptrain.averaging.grouping.cells import Cells, Key
 from p2ptrain.averaging.grouping.membership import rank
 from p2ptrain.averaging.grouping.messages import Answer, Formed, Refused
 from p2ptrain.averaging.protocol.certificate import Head, Ticket
-from p2ptrain.averaging.protocol.table import Table, quorum_of
+from p2ptrain.averaging.protocol.table import NO_MEMBERS, Table, quorum_of
 from p2ptrain.averaging.timing.goal import BatchProgress, GlobalBatch, LocalSteps, StepProgress
 from p2ptrain.manifest import AveragingSpec
 
@@ -282,12 +282,14 @@ class PendingGroup:
     def tickets(self) -> list[Ticket]:
         return [member.ticket for member in self.members.values() if not member.answer.done()]
 
-    def form(self, is_reduced: Callable[[Sequence[Ticket]], bool | None] = lambda tickets: False) -> list[str]:
+    def form(
+        self, is_reduced: Callable[[Sequence[Ticket]], bool | None] = lambda tickets: False, table: Table = NO_MEMBERS
+    ) -> list[str]:
         """Form the group, answer all members, and return the peers in it.
 
         It refuses members whose state is not the most common one, members in conflict with others, and members beyond
-        the group size. Refused members keep their work for the next round. ``is_reduced`` tells whether the round of
-        the rest would be reduced; None refuses them all.
+        the group size or `Table.most_guests`. Refused members keep their work for the next round. ``is_reduced`` tells
+        whether the round of the rest would be reduced; None refuses them all.
         """
         digests = Counter((m.ticket.digest, m.ticket.layout) for m in self.members.values())
         common = max(digests, key=lambda key: (digests[key], key))
@@ -302,7 +304,8 @@ class PendingGroup:
             else:
                 chosen[member.ticket.peer] = member
         kept = without_conflicts({peer: member.avoid for peer, member in chosen.items()}, self.spec.min_peers)
-        members = sorted(kept[: self.spec.group_size])
+        surplus = table.guests(kept)[table.most_guests(kept, self.spec.min_peers) :] if not self.key.level else []
+        members = sorted([peer for peer in kept if peer not in surplus][: self.spec.group_size])
         for peer in [peer for peer in chosen if peer not in members]:
             why = "the group is full" if peer in kept else "rounds with you and another member broke again and again"
             chosen[peer].answer.set_result(Refused(f"{why}: your work waits a round"))

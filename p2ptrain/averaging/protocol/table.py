@@ -36,6 +36,9 @@ FORGET_ROUNDS = 4096
 ESTABLISHED, ESTABLISHED_AMONG_STRANGERS = 4, EPOCH_ROUNDS
 """Counted rounds after which a member votes."""
 LEAST_LEADERS = 8
+FULL_TRUST = 8
+"""Among strangers, a newcomer has an eighth of its weight in a mean, and one more after each round it counts in."""
+LEAST_GUESTS = 2
 NEW_VOTERS_PART, NEW_MEMBERS_PART, MAX_NEW_MEMBERS = 16, 16, 64
 """Among strangers, one in so many of the voters may be new in an epoch, and of the members in a round."""
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
@@ -164,6 +167,24 @@ class Table:
     def least_of_electorate(self) -> int:
         """Members of the electorate that must sign a reduced certificate; 0 among peers that were invited."""
         return -(-len(self.electorate) // 3) if self.is_open else 0
+
+    def most_guests(self, peers: Collection[str], min_peers: int) -> int:
+        """Return how many of ``peers`` may be in one group without being members.
+
+        Among strangers at most as many as the others, so that a crowd has an eighth of their weight, or as many as the
+        round needs.
+        """
+        known = len(self._index.keys() & set(peers))
+        return max(LEAST_GUESTS, known, min_peers - known) if self.is_open and self.electorate else len(peers)
+
+    def guests(self, peers: Iterable[str]) -> list[str]:
+        """Return those of these peers that are no members, in their order."""
+        return [peer for peer in peers if peer not in self._index]
+
+    def trust_of(self, peer: str) -> int:
+        """Return how many eighths of its weight a peer has in a mean."""
+        row = self.row_of(peer)
+        return min(1 + (row.counted if row else 0), FULL_TRUST) if self.is_open else FULL_TRUST
 
     # --- a round ----------------------------------------------------------------------------------------------------
 

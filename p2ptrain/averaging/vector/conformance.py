@@ -6,7 +6,8 @@ import math
 
 import torch
 
-from p2ptrain.averaging.vector.rules import Rule, VotingRule, WeightedRule
+from p2ptrain.averaging.protocol.table import FULL_TRUST
+from p2ptrain.averaging.vector.rules import Claim, Rule, VotingRule, WeightedRule
 from p2ptrain.extensions import require
 from p2ptrain.manifest import AveragingSpec
 
@@ -26,20 +27,20 @@ def check_rule(rule: Rule) -> None:
     require(isinstance(rule.name, str), "a name")
     spec = AveragingSpec(aggregation=rule.name)
     for num_parts in (1, 2, 3, 4, 9, 16):
-        tokens = [1 + index**3 for index in range(num_parts)]
-        shares = rule.shares(spec, tokens)
+        claims = [Claim(1 + index**3, 1 + index % FULL_TRUST) for index in range(num_parts)]
+        shares = rule.shares(spec, claims)
         require(len(shares) == num_parts and min(shares) >= 0, "one share for each contributor, none negative")
         require(math.isclose(sum(shares), 1, rel_tol=1e-9), "shares add up to 1")
         if isinstance(rule, WeightedRule):
-            _check_weights(rule, spec, shares, tokens)
+            _check_weights(rule, spec, shares, claims)
         if isinstance(rule, VotingRule):
             _check_combining(rule, spec, num_parts)
 
 
-def _check_weights(rule: WeightedRule, spec: AveragingSpec, shares: list[float], tokens: list[int]) -> None:
-    for norms in ([0.0] * len(tokens), [1.0] * len(tokens), [10.0**index for index in range(len(tokens))]):
-        weights = rule.weights(spec, norms, tokens)
-        require(weights == rule.weights(spec, norms, tokens), "equal arguments give equal weights")
+def _check_weights(rule: WeightedRule, spec: AveragingSpec, shares: list[float], claims: list[Claim]) -> None:
+    for norms in ([0.0] * len(claims), [1.0] * len(claims), [10.0**index for index in range(len(claims))]):
+        weights = rule.weights(spec, norms, claims)
+        require(weights == rule.weights(spec, norms, claims), "equal arguments give equal weights")
         within = [0 <= weight <= share * _SLACK for weight, share in zip(weights, shares, strict=True)]
         require(all(within), "no contribution weighs more than its share")
 

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from p2ptrain.averaging.vector.rules import get_rule
+from p2ptrain.averaging.vector.rules import Claim, get_rule
 from p2ptrain.buffers import Buffer
 from p2ptrain.codecs import Codec
 from p2ptrain.manifest import AveragingSpec
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
     import torch
 
 
-def feedback_scale(spec: AveragingSpec, tokens: Sequence[int], position: int) -> float:
+def feedback_scale(spec: AveragingSpec, claims: Sequence[Claim], position: int) -> float:
     """Return the factor by which an owner adds its mean's encoding error, so that the next mean counts it once.
 
     Args:
-        position: Index of the owner in ``tokens``.
+        position: Index of the owner in ``claims``.
 
     Returns:
         1 / (the owner's share); 0 under rules by coordinate, which would drop a value from one member as an outlier.
     """
     rule = get_rule(spec)
-    return 0.0 if rule.by_coordinate else 1 / rule.shares(spec, tokens)[position]
+    return 0.0 if rule.by_coordinate else 1 / rule.shares(spec, claims)[position]
 
 
 @dataclass(frozen=True)

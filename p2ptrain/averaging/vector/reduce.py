@@ -17,7 +17,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.vector.chunks import Node, PartCheck, SumTree, check_range, chunk_values, cut
-from p2ptrain.averaging.vector.rules import MIN_FOR_MEDIAN, VotingRule, WeightedRule, get_rule, out_of_proportion
+from p2ptrain.averaging.vector.rules import (
+    MIN_FOR_MEDIAN,
+    Claim,
+    VotingRule,
+    WeightedRule,
+    get_rule,
+    out_of_proportion,
+)
 from p2ptrain.buffers import Buffer
 from p2ptrain.codecs import Codec, CodecError, Decoder, PartList, get_codec
 from p2ptrain.errors import ProtocolError
@@ -175,10 +182,10 @@ STACK_VALUES = 1 << 15
 """Values of each part that a rule by coordinate combines at a time; the stack of parts must fit a core's cache."""
 
 
-def part_weights(spec: AveragingSpec, norms: Sequence[float], tokens: Sequence[int]) -> list[float]:
+def part_weights(spec: AveragingSpec, norms: Sequence[float], claims: Sequence[Claim]) -> list[float]:
     """Return the weight of each contributor's part under the manifest's rule."""
     rule = get_rule(spec)
-    return rule.weights(spec, norms, tokens) if isinstance(rule, WeightedRule) else rule.shares(spec, tokens)
+    return rule.weights(spec, norms, claims) if isinstance(rule, WeightedRule) else rule.shares(spec, claims)
 
 
 class OwnShare:
@@ -259,9 +266,12 @@ class OwnShare:
         self.parts[index] = check.codec, part
         self.trees[index] = tree or SumTree(check.leaves or [(EMPTY_HASH, 0.0)])
 
-    def judge(self) -> frozenset[int]:
-        """Refuse the parts that are `out_of_proportion`; return the owner's mask, the members that remain."""
-        for index, multiple in out_of_proportion(self.norms(), self._spec.max_norm_ratio).items():
+    def judge(self, trust: Sequence[int]) -> frozenset[int]:
+        """Refuse the parts that are `out_of_proportion`; return the owner's mask, the members that remain.
+
+        ``trust`` is that of all members, in roster order.
+        """
+        for index, multiple in out_of_proportion(self.norms(), trust, self._spec.max_norm_ratio).items():
             self.refused[index] = f"sent a part whose norm is {multiple:.3g} times the group's median"
             self.parts.pop(index, None)
         return frozenset(self.trees.keys() - self.refused.keys())
@@ -271,7 +281,7 @@ class OwnShare:
         return {index: math.sqrt(tree.root[1]) for index, tree in self.trees.items()}
 
     async def reduce(
-        self, runtime: Runtime, contributors: Sequence[int], tokens: Sequence[int], mean: EncodedStream
+        self, runtime: Runtime, contributors: Sequence[int], claims: Sequence[Claim], mean: EncodedStream
     ) -> ExactMean | None:
         """Combine the contributors' parts, and encode the result into ``mean``, piece by piece.
 
@@ -285,7 +295,7 @@ class OwnShare:
         """
         import torch
 
-        weights = self.weights(contributors, tokens)
+        weights = self.weights(contributors, claims)
         if self.own_part is not None and self._own_codec is not None:
             self.parts[self._own_index] = self._own_codec, self.own_part
         if self._lists_parts:
@@ -303,10 +313,10 @@ class OwnShare:
             self.parts.clear()
         return found
 
-    def weights(self, contributors: Sequence[int], tokens: Sequence[int]) -> dict[int, float]:
+    def weights(self, contributors: Sequence[int], claims: Sequence[Claim]) -> dict[int, float]:
         """Return the `part_weights` by contributor, in roster order."""
         norms = self.norms()
-        weights = part_weights(self._spec, [norms[index] for index in contributors], tokens)
+        weights = part_weights(self._spec, [norms[index] for index in contributors], claims)
         return dict(zip(contributors, weights, strict=True))
 
     def _list_parts(self, weights: Mapping[int, float], encoded: bytearray | memoryview) -> None:

@@ -17,7 +17,7 @@ rule               weight  bound on a minority
 =================  ======  ===========================================================================================
 
 Members report their own tokens: voting rules ignore them, and the others cap them at ``max_weight_ratio`` times the
-group's median.
+group's median. Among strangers, a newcomer has a part of its weight (`Claim`), and counts as little in the medians.
 
 An owner sees only its share of the vector, so norms and distances are per share or per chunk, as in BTARD (arXiv
 2106.11257, section 3). A liar may still spend its whole allowance on one share, up to the group's median norm there.
@@ -30,10 +30,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, ClassVar
+from itertools import accumulate
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from p2ptrain.averaging.protocol.table import FULL_TRUST
 from p2ptrain.extensions import Extensions
 from p2ptrain.manifest import AveragingSpec
 
@@ -49,38 +52,60 @@ CENTERED_CLIP_ITERATIONS = 1
 # --- norms and weights ----------------------------------------------------------------------------------------------
 
 
-def typical(values: Sequence[float]) -> float:
-    """Return the lower median of the positive values, or 0 for fewer than `MIN_FOR_MEDIAN` of them.
+class Claim(NamedTuple):
+    """A contributor's tokens by its own account, and how many eighths of their weight it has."""
 
-    A minority cannot move it out of the range of the others' values. Zeros do not count, because a share may hold
-    parameters that most members' data did not touch.
+    tokens: int
+    trust: int = FULL_TRUST
+
+
+def typical(values: Sequence[float], trust: Sequence[int]) -> float:
+    """Return the lower weighted median of the positive values, or 0 for fewer than `MIN_FOR_MEDIAN` of them.
+
+    Who has less than half of the ``trust`` cannot move it out of the range of the others' values. Zeros do not count,
+    because a share may hold parameters that most members' data did not touch.
     """
-    positive = sorted(value for value in values if value > 0)
-    return positive[(len(positive) - 1) // 2] if len(positive) >= MIN_FOR_MEDIAN else 0.0
+    positive = sorted((value, weight) for value, weight in zip(values, trust, strict=True) if value > 0)
+    if len(positive) < MIN_FOR_MEDIAN:
+        return 0.0
+    sums = list(accumulate(weight for _, weight in positive))
+    return positive[bisect_left(sums, sums[-1] / 2)][0]
 
 
-def out_of_proportion(norms: Mapping[int, float], max_ratio: float) -> dict[int, float]:
-    """Return the members whose norm in a share exceeds ``max_ratio`` times the `typical` norm, with this multiple."""
-    usual = typical(list(norms.values()))
+def out_of_proportion(norms: Mapping[int, float], trust: Sequence[int], max_ratio: float) -> dict[int, float]:
+    """Return the members whose norm in a share exceeds ``max_ratio`` times the `typical` norm, with this multiple.
+
+    ``trust`` is that of all members, by index.
+    """
+    usual = typical(list(norms.values()), [trust[index] for index in norms])
     return {index: norm / usual for index, norm in norms.items() if usual and not norm <= max_ratio * usual}
 
 
-def clip_factors(spec: AveragingSpec, norms: Sequence[float], tokens: Sequence[int]) -> list[float]:
+def clip_factors(spec: AveragingSpec, norms: Sequence[float], claims: Sequence[Claim]) -> list[float]:
     """Return the factor that clips each contribution to the limit of ``norm_clip``; all 1 in a group of one or two.
 
     The limit is ``clip_ratio`` times the larger of two values: the `typical` norm, and the typical norm per token times
-    the peer's `counted_tokens`. The second admits a fast peer, whose update after many steps is longer.
+    the peer's tokens within `tokens_within_limit`. The second admits a fast peer, whose update after many steps is
+    longer.
     """
-    usual, counted = typical(norms), counted_tokens(spec, tokens)
-    pace = typical([norm / count for norm, count in zip(norms, counted, strict=True)])
-    limits = [spec.clip_ratio * max(usual, pace * count) for count in counted]
+    trust, counts = [claim.trust for claim in claims], tokens_within_limit(spec, claims)
+    usual = typical(norms, trust)
+    pace = typical([norm / count for norm, count in zip(norms, counts, strict=True)], trust)
+    limits = [spec.clip_ratio * max(usual, pace * count) for count in counts]
     return [limit / norm if 0 < limit < norm else 1.0 for norm, limit in zip(norms, limits, strict=True)]
 
 
-def counted_tokens(spec: AveragingSpec, tokens: Sequence[int]) -> list[float]:
+def tokens_within_limit(spec: AveragingSpec, claims: Sequence[Claim]) -> list[float]:
     """Return each contributor's tokens, capped at ``max_weight_ratio`` times the `typical` count if there is one."""
-    usual = typical(tokens)
-    return [min(float(count), spec.max_weight_ratio * usual) if usual else float(count) for count in tokens]
+    tokens = [float(claim.tokens) for claim in claims]
+    usual = typical(tokens, [claim.trust for claim in claims])
+    return [min(count, spec.max_weight_ratio * usual) if usual else count for count in tokens]
+
+
+def counted_tokens(spec: AveragingSpec, claims: Sequence[Claim]) -> list[float]:
+    """Return each contributor's weight: its `tokens_within_limit`, and of a newcomer a part of them."""
+    counts = tokens_within_limit(spec, claims)
+    return [count * claim.trust / FULL_TRUST for count, claim in zip(counts, claims, strict=True)]
 
 
 # --- rules on a stack of parts --------------------------------------------------------------------------------------
@@ -217,31 +242,31 @@ class Rule(ABC):
     """True if the rule treats each value separately and drops values from few members; unfit for sparse parts."""
 
     @abstractmethod
-    def shares(self, spec: AveragingSpec, tokens: Sequence[int]) -> list[float]:
-        """Return each contributor's fraction of the result, in the order of ``tokens``; they sum to 1."""
+    def shares(self, spec: AveragingSpec, claims: Sequence[Claim]) -> list[float]:
+        """Return each contributor's fraction of the result, in the order of ``claims``; they sum to 1."""
 
 
 class WeightedRule(Rule):
     """Weighted sum of the contributions; by default weighted by `counted_tokens`."""
 
-    def shares(self, spec: AveragingSpec, tokens: Sequence[int]) -> list[float]:
-        counted = counted_tokens(spec, tokens)
+    def shares(self, spec: AveragingSpec, claims: Sequence[Claim]) -> list[float]:
+        counted = counted_tokens(spec, claims)
         total = sum(counted)
         return [count / total for count in counted]
 
-    def weights(self, spec: AveragingSpec, norms: Sequence[float], tokens: Sequence[int]) -> list[float]:
+    def weights(self, spec: AveragingSpec, norms: Sequence[float], claims: Sequence[Claim]) -> list[float]:
         """Return the weight of each contribution in roster order, between 0 and its `shares` value.
 
         In a group of one or two, ``norms`` are zeros.
         """
-        return self.shares(spec, tokens)
+        return self.shares(spec, claims)
 
 
 class VotingRule(Rule):
-    """Any function of all contributions that gives each one vote, whatever its tokens."""
+    """Any function of all contributions that gives each one vote, whatever it claims."""
 
-    def shares(self, spec: AveragingSpec, tokens: Sequence[int]) -> list[float]:
-        return [1 / len(tokens)] * len(tokens)
+    def shares(self, spec: AveragingSpec, claims: Sequence[Claim]) -> list[float]:
+        return [1 / len(claims)] * len(claims)
 
     @abstractmethod
     def combine(self, spec: AveragingSpec, parts: list[Tensor]) -> Tensor:
@@ -266,10 +291,10 @@ class NormClip(WeightedRule):
 
     name = "norm_clip"
 
-    def weights(self, spec: AveragingSpec, norms: Sequence[float], tokens: Sequence[int]) -> list[float]:
+    def weights(self, spec: AveragingSpec, norms: Sequence[float], claims: Sequence[Claim]) -> list[float]:
         """Return weights that sum to less than 1 if a contribution is clipped."""
-        factors = clip_factors(spec, norms, tokens)
-        return [share * factor for share, factor in zip(self.shares(spec, tokens), factors, strict=True)]
+        factors = clip_factors(spec, norms, claims)
+        return [share * factor for share, factor in zip(self.shares(spec, claims), factors, strict=True)]
 
 
 class CenteredClip(VotingRule):

@@ -87,8 +87,8 @@ class Audit:
 
         def sign() -> Commitment:
             root = SumTree(check.leaves).root
-            tokens = self._attempt.roster.tickets[self._index].tokens
-            commitment = Commitment(self._slice(owner), self._signer.peer_id, codec, tokens, root)
+            claim = self._attempt.claims([self._index])[0]
+            commitment = Commitment(self._slice(owner), self._signer.peer_id, codec, *claim, root)
             return commitment.signed(self._attempt.swarm, self._signer)
 
         return await self._runtime.offload(sign)
@@ -99,10 +99,9 @@ class Audit:
         """Keep the commitment to a checked part, and return the part's tree; raise `IntegrityError` if it differs."""
 
         def verify() -> SumTree:
-            tree, ticket = SumTree(check.leaves), self._attempt.roster.tickets[sender]
-            expected = Commitment(
-                self._slice(self._index), ticket.peer, codec, ticket.tokens, tree.root, proof=said.proof
-            )
+            tree, peer = SumTree(check.leaves), self._attempt.roster.members[sender]
+            claim = self._attempt.claims([sender])[0]
+            expected = Commitment(self._slice(self._index), peer, codec, *claim, tree.root, proof=said.proof)
             if said != expected:
                 raise IntegrityError("commits to another part than it sent")
             said.verify(self._attempt.swarm, self._signer)
@@ -115,9 +114,10 @@ class Audit:
         """Sign that the own share's mean has this root; `answer` waits for this."""
 
         def sign() -> Statement:
-            own = self._attempt.roster.tickets[self._index]
-            root = self._share.trees[self._index].root
-            self._commitments[self._index] = Commitment(self._slice(self._index), own.peer, "", own.tokens, root)
+            root, claim = self._share.trees[self._index].root, self._attempt.claims([self._index])[0]
+            self._commitments[self._index] = Commitment(
+                self._slice(self._index), self._signer.peer_id, "", *claim, root
+            )
             self._stated = [self._commitments[index] for index in contributors]
             statement = Statement(self._slice(self._index), mean_root, digest_of(self._stated))
             return statement.signed(self._attempt.swarm, self._signer)
@@ -236,8 +236,9 @@ class Audit:
             raise IntegrityError("opens other chunks than were asked for")
         assert attempt.contributors is not None
         assert mean is not None
-        tickets = [attempt.roster.tickets[index] for index in attempt.contributors]
-        if [(each.sender, each.tokens) for each in opened.commitments] != [(t.peer, t.tokens) for t in tickets]:
+        senders = [attempt.roster.members[index] for index in attempt.contributors]
+        agreed = [(peer, *claim) for peer, claim in zip(senders, attempt.claims(attempt.contributors), strict=True)]
+        if [(each.sender, each.tokens, each.trust) for each in opened.commitments] != agreed:
             raise IntegrityError("made its mean of other contributions than was agreed")
         codec = attempt.mean_codec_of(owner)
         for position, chunk in enumerate(chunks):

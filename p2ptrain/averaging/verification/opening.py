@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from msgspec import Meta
 
 from p2ptrain.averaging.protocol.certificate import MAX_MEMBERS, MAX_PROOF_BYTES, Count, Name, Positive, Proof, Signed
+from p2ptrain.averaging.protocol.table import FULL_TRUST
 from p2ptrain.averaging.vector.chunks import (
     RANGE_SLACK,
     check_range,
@@ -32,7 +33,7 @@ from p2ptrain.averaging.vector.chunks import (
     root_of_proof,
 )
 from p2ptrain.averaging.vector.reduce import OwnShare, part_weights
-from p2ptrain.averaging.vector.rules import MIN_FOR_MEDIAN
+from p2ptrain.averaging.vector.rules import MIN_FOR_MEDIAN, Claim
 from p2ptrain.codecs import Codec, CodecError, smaller_codecs
 from p2ptrain.errors import IntegrityError
 from p2ptrain.hashing import EMPTY_HASH, canonical_bytes
@@ -78,6 +79,7 @@ class Commitment(Signed):
 
     Attributes:
         sender: Signs it, unless it is the owner: the owner's statement covers its own part.
+        tokens, trust: See `Claim`.
         codec: Name of the part's codec; empty for the owner's own part.
         root: Of the `SumTree` over the part's chunks. The owner's leaves have energies, but no hashes.
     """
@@ -87,6 +89,7 @@ class Commitment(Signed):
     sender: Name
     codec: Name
     tokens: Positive
+    trust: Annotated[int, Meta(ge=1, le=FULL_TRUST)]
     root: tuple[Hash, Energy]
 
     def __post_init__(self) -> None:
@@ -333,7 +336,7 @@ def judge(opened: Opened, position: int, opening: Opening, mean: bytes | memoryv
         if measured and sums_of_squares(values, chunk_length) != [own[1]]:
             return "misstated the norm of its own part"
     norms = [math.sqrt(each.root[1]) for each in opened.commitments]
-    weights = part_weights(rules.spec, norms, [each.tokens for each in opened.commitments])
+    weights = part_weights(rules.spec, norms, [Claim(each.tokens, each.trust) for each in opened.commitments])
     exact, encoded = torch.empty(size), bytearray(mean_codec.encoded_bytes(size))
     try:
         recomputed.reduce_piece(0, size, dict(enumerate(weights)), exact, encoded)

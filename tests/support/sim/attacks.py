@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from p2ptrain.averaging.allreduce.bandwidth import split_shares
+from p2ptrain.averaging.protocol.table import FULL_TRUST
 from p2ptrain.averaging.vector.reduce import EncodedStream, OwnShare
+from p2ptrain.averaging.vector.rules import Claim
 from p2ptrain.codecs import CodecError, get_codec
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.runtime import Runtime
@@ -206,13 +208,13 @@ def reduce_round(
                 continue
             share.add(index, part, check)
         shares.append(share)
-    contributors = sorted(frozenset.intersection(*(share.judge() for share in shares)))
+    contributors = sorted(frozenset.intersection(*(share.judge([FULL_TRUST] * num_peers) for share in shares)))
     mean, runtime = torch.empty(updates.shape[1]), Runtime(random.Random(0))
 
     async def reduce_all() -> None:
         for share, (low, high) in zip(shares, spans, strict=True):
             encoded = EncodedStream(bytearray(codec.encoded_bytes(high - low)))
-            await share.reduce(runtime, contributors, [tokens[i] for i in contributors], encoded)
+            await share.reduce(runtime, contributors, [Claim(tokens[i]) for i in contributors], encoded)
             codec.decode_into(encoded.data, mean[low:high])
 
     asyncio.run(reduce_all())

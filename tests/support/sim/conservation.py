@@ -15,6 +15,7 @@ from torch import Tensor
 
 from p2ptrain.averaging.averager import RoundOutcome
 from p2ptrain.averaging.protocol.certificate import Body
+from p2ptrain.averaging.protocol.table import Table
 from p2ptrain.averaging.vector.error_feedback import Encoded
 from p2ptrain.buffers import Buffer
 from p2ptrain.codecs import Codec
@@ -93,7 +94,7 @@ class Values:
             if self._everybody.spec.aggregation in ("median", "trimmed"):
                 break  # They would drop what one member alone brings; so it is given up.
             place = [body.members[index] for index, *_ in body.contributors].index(self.trainer.peer.peer_id)
-            scale /= weights_of(self._everybody.spec, [count for _, count, _ in body.contributors])[place]
+            scale /= self._everybody.weights_in(body)[place]
             lost += scale * lost_with_mean
         self.contributed += sent
         self.returned += lost - (vector - sent)
@@ -181,13 +182,18 @@ class Values:
             raise InvariantError(f"{self.trainer.peer.name} {what}: {error:.3g} off at round {head.round}")
 
 
-def weights_of(spec: AveragingSpec, tokens: list[int]) -> list[float]:
-    """What a contribution counts, as the manifest says: a vote each, or its tokens up to a multiple of the median."""
+def weights_of(spec: AveragingSpec, tokens: list[int], eighths: list[int]) -> list[float]:
+    """What a contribution counts, as the manifest says: a vote each, or its tokens up to a multiple of the median.
+
+    In the median, a newcomer has as many votes as it has eighths of its weight.
+    """
     if spec.aggregation in ("median", "trimmed", "centered_clip"):
         return [1 / len(tokens)] * len(tokens)
-    usual = sorted(tokens)[(len(tokens) - 1) // 2]
+    votes = sorted(count for count, number in zip(tokens, eighths, strict=True) for _ in range(number))
+    usual = votes[(len(votes) - 1) // 2]
     capped = [min(count, spec.max_weight_ratio * usual) if len(tokens) > 2 else count for count in tokens]
-    return [count / sum(capped) for count in capped]
+    weights = [count * number for count, number in zip(capped, eighths, strict=True)]
+    return [weight / sum(weights) for weight in weights]
 
 
 @dataclass
@@ -198,6 +204,7 @@ class Conservation:
         sent: What arrived at the owners of shares, for rounds of which the sender saw the end.
         exact: By result and index of the owner: the mean of its share before it was encoded.
         results: By hash: what any group on any level certified.
+        tables: By hash: the member table before it.
         num_checked: How many shares were compared with their contributions.
         hostile: Ids of peers that send something else than they say.
     """
@@ -206,6 +213,7 @@ class Conservation:
     sent: dict[Key, Tensor] = field(default_factory=dict)
     exact: dict[tuple[bytes, int], Tensor] = field(default_factory=dict)
     results: dict[bytes, Body] = field(default_factory=dict)
+    tables: dict[bytes, Table] = field(default_factory=dict)
     of: dict[str, Values] = field(default_factory=dict)
     num_checked: int = 0
     hostile: set[str] = field(default_factory=set)
@@ -219,7 +227,8 @@ class Conservation:
         async def watched_group(*args: Any) -> Any:
             stage = await average_group(*args)
             stages.append(stage.certificate.body)
-            self.results[stage.certificate.body.body_hash] = stage.certificate.body
+            self.results[stages[-1].body_hash] = stages[-1]
+            self.tables[stages[-1].body_hash] = stage.attempt.head.table
             return stage
 
         sync.averager._average_group = watched_group  # type: ignore[method-assign, assignment]
@@ -260,6 +269,14 @@ class Conservation:
         work.adopt = watched_adopt  # type: ignore[method-assign, assignment]
         sync.feedback.reset = watched_reset  # type: ignore[method-assign]
 
+    def weights_in(self, body: Body) -> list[float]:
+        """What each contribution counts in a result."""
+        table, eighths = self.tables[body.body_hash], [8] * len(body.contributors)
+        if table.is_open and not body.level:
+            counted = {row.peer: row.counted for row in table.rows}
+            eighths = [min(8, 1 + counted.get(peer, 0)) for peer in body.contributing]
+        return weights_of(self.spec, [tokens for _, tokens, _ in body.contributors], eighths)
+
     def check(self) -> None:
         """Every process accounts for its values, and every result for those of its contributors."""
         for values in self.of.values():
@@ -273,7 +290,7 @@ class Conservation:
         keys = [(body.group_id, body.members[index]) for index, *_ in body.contributors]
         if any(key not in self.sent or key[1] in self.hostile for key in keys):
             return
-        weights = weights_of(self.spec, [tokens for _, tokens, _ in body.contributors])
+        weights = self.weights_in(body)
         for owner, (low, high) in enumerate(pairwise(body.bounds)):
             exact = self.exact.get((body.body_hash, owner))
             if exact is None or low == high:

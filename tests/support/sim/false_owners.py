@@ -18,6 +18,7 @@ from p2ptrain.averaging.commit.attempt import AttemptFailedError
 from p2ptrain.averaging.protocol.certificate import Head, Roster
 from p2ptrain.averaging.vector.chunks import CHUNK_VALUES, mean_root
 from p2ptrain.averaging.vector.reduce import EncodedStream
+from p2ptrain.averaging.vector.rules import Claim
 from p2ptrain.averaging.verification.audit import Audit
 from p2ptrain.averaging.verification.opening import Answer, Opening
 from p2ptrain.errors import IntegrityError
@@ -67,8 +68,8 @@ def weigh_falsely(session: AllReduceSession) -> None:
     share = session.share
     weights = share.weights
 
-    def doubled(contributors: Sequence[int], tokens: Sequence[int]) -> dict[int, float]:
-        (chosen, first), *others = weights(contributors, tokens).items()
+    def doubled(contributors: Sequence[int], claims: Sequence[Claim]) -> dict[int, float]:
+        (chosen, first), *others = weights(contributors, claims).items()
         return {chosen: 2 * first} | {index: weight * (1 - 2 * first) / (1 - first) for index, weight in others}
 
     share.weights = doubled  # type: ignore[method-assign]
@@ -79,8 +80,8 @@ def leave_one_out(session: AllReduceSession) -> None:
     share, own = session.share, session.own.index
     weights = share.weights
 
-    def without(contributors: Sequence[int], tokens: Sequence[int]) -> dict[int, float]:
-        return weights(contributors, tokens) | {next(index for index in contributors if index != own): 0.0}
+    def without(contributors: Sequence[int], claims: Sequence[Claim]) -> dict[int, float]:
+        return weights(contributors, claims) | {next(index for index in contributors if index != own): 0.0}
 
     share.weights = without  # type: ignore[method-assign]
 
@@ -215,7 +216,7 @@ def state_two_means(session: AllReduceSession, delay_seconds: float = 0.0) -> No
             raise AttemptFailedError("its parts are gone")
         codec, size = share._codec, len(share.own)
         mean = EncodedStream(bytearray(codec.encoded_bytes(size)))
-        await share.reduce(context.runtime, attempt.contributors, [10] * len(attempt.contributors), mean)
+        await share.reduce(context.runtime, attempt.contributors, [Claim(10)] * len(attempt.contributors), mean)
         twin.own_mean.set_result(mean)
         await twin_audit.state(attempt.contributors, mean_root(codec, mean.data, size, attempt.chunk))
 

@@ -15,9 +15,9 @@ from tests.support.coroutines import at_end
 class SimulatedSeed:
     """A founder on a peer of its own."""
 
-    def __init__(self, network: SimulatedNetwork) -> None:
+    def __init__(self, network: SimulatedNetwork, *, is_open: bool = False) -> None:
         self.peer = network.add_peer("seed")
-        self.founding = founding_table([self.peer.peer_id])
+        self.founding = founding_table([self.peer.peer_id], is_open=is_open)
         self.membership = Membership(self.peer.peer_id, self.peer.runtime)
         self._rpc: Rpc | None = None
         at_end(self.close)

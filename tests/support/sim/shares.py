@@ -12,6 +12,7 @@ from p2ptrain.averaging.commit.attempt import Attempt
 from p2ptrain.averaging.protocol.certificate import Roster, Ticket, genesis
 from p2ptrain.averaging.vector.chunks import SumTree, chunk_values, mean_tree
 from p2ptrain.averaging.vector.reduce import EncodedStream, OwnShare
+from p2ptrain.averaging.vector.rules import Claim
 from p2ptrain.averaging.verification.audit import Audit
 from p2ptrain.averaging.verification.opening import Rules
 from p2ptrain.codecs import Codec
@@ -22,6 +23,11 @@ from tests.support.signers import NamedSigner
 SWARM = b"s" * 32
 HEAD = genesis(SWARM, b"d" * 32)
 VERIFIER = NamedSigner("anybody")
+
+
+def claims(*tokens: int) -> list[Claim]:
+    """Of contributors with full trust."""
+    return [Claim(count) for count in tokens]
 
 
 @dataclass
@@ -82,8 +88,8 @@ class Group:
             tree = await audit.admit(index, whole.name, came, await sender.commit(owner, whole.name, sent))
             share.add(index, part, came, tree)
         data = bytearray(share._codec.encoded_bytes(high - low))
-        tokens = [ticket.tokens for ticket in self.roster.tickets]
-        await share.reduce(audit._runtime, range(len(self.names)), tokens, EncodedStream(data))
+        given = claims(*(ticket.tokens for ticket in self.roster.tickets))
+        await share.reduce(audit._runtime, range(len(self.names)), given, EncodedStream(data))
         return audit, share, data
 
     def tree(self, owner: int, mean: bytearray) -> SumTree:

@@ -257,7 +257,7 @@ class SimulatedTrainer:
 class SimulatedSwarm:
     def __init__(self, network: SimulatedNetwork, manifest: Manifest, seed: int) -> None:
         self.network = network
-        self.founder = SimulatedSeed(network)
+        self.founder = SimulatedSeed(network, is_open=manifest.admission.mode == "open")
         self.manifest = manifest.model_copy(update={"founders": (self.founder.peer.peer_id,)})
         self.founder.peer.spawn(self.founder.serve(self.manifest.digest, manifest.averaging))
         self.seed = seed

@@ -125,7 +125,7 @@ async def test_one_owner_s_word_is_not_enough_to_drop_a_contribution(swarm: list
     roster = make_roster(swarm, make_vectors(4), [10] * 4)
     share = roster[0].session.share
 
-    def slander() -> frozenset[int]:
+    def slander(trust: Sequence[int]) -> frozenset[int]:
         share.refused[2] = "smells"
         return frozenset({0, 1, 3})
 
@@ -168,7 +168,7 @@ async def test_a_member_whose_background_task_fails_gives_up_at_once_and_says_so
 ) -> None:
     roster = make_roster(swarm, make_vectors(3), TOKENS)
 
-    def judge() -> frozenset[int]:
+    def judge(trust: Sequence[int]) -> frozenset[int]:
         raise ZeroDivisionError("a defect")
 
     roster[0].session.share.judge = judge  # type: ignore[method-assign]

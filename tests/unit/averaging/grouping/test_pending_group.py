@@ -10,6 +10,7 @@ from p2ptrain.averaging.grouping.cells import Key
 from p2ptrain.averaging.grouping.messages import Formed, Refused
 from p2ptrain.averaging.grouping.pending_group import PendingGroup, Situation, decide
 from p2ptrain.averaging.protocol.certificate import Head, Ticket
+from p2ptrain.averaging.protocol.table import Row, Table
 from p2ptrain.averaging.timing.goal import GlobalBatch
 from p2ptrain.manifest import AveragingSpec
 from tests.support.coroutines import simulated
@@ -96,6 +97,17 @@ async def test_a_full_group_leaves_the_rest_for_the_next_round() -> None:
     answers = [group.add(ticket(p), 0.0) for p in "abcde"]
     assert len(group.form()) == 3
     assert Counter(type(answer.result()) for answer in answers) == {Formed: 3, Refused: 2}
+
+
+@simulated(seed=1)
+async def test_among_strangers_newcomers_that_are_more_than_the_members_wait_for_the_next_round() -> None:
+    group = PendingGroup(HEAD, KEY, SPEC, GlobalBatch(0))
+    table = Table((Row("a", votes=True, elects=True), Row("b")), is_open=True)
+    answers = {peer: group.add(ticket(peer), 0.0) for peer in ("a", "b", "n1", "n2", "n3", "n4")}
+    members = group.form(table=table)
+    assert {"a", "b"} < set(members)
+    assert len(members) == 4
+    assert sum(isinstance(answer.result(), Refused) for answer in answers.values()) == 2
 
 
 @simulated(seed=1)

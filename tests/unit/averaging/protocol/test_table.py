@@ -37,6 +37,13 @@ def make_ticket(peer: str, *, leaves: bool = False, stalled: bool = False) -> Ti
     )
 
 
+def joined(table: Table, rounds: Iterable[Sequence[str]]) -> Table:
+    """The table after a full round of each of these rosters."""
+    for number, members in enumerate(rounds):
+        table = table.after(make_body(table, number, members))
+    return table
+
+
 def make_body(
     table: Table,
     round_: int,
@@ -553,3 +560,25 @@ def test_sybils_beside_ten_honest_voters_need_hundreds_of_rounds_of_full_work() 
     told = f"a third of the votes after {third} rounds, two thirds after {two_thirds}"
     assert third >= 300, told
     assert two_thirds >= 800, told
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_among_strangers_a_newcomer_weighs_more_with_each_round_that_it_counts_in(is_open: bool) -> None:
+    table = founding_table(["seed"], is_open=is_open)
+    trust = []
+    for rounds in range(10):
+        trust.append(joined(table, [["a", "b"]] * rounds).trust_of("a"))
+    # The round in which it joins is not in its count.
+    assert trust == ([1, 1, 2, 3, 4, 5, 6, 7, 8, 8] if is_open else [8] * 10)
+    assert joined(table, [["a", "b"]]).trust_of("stranger") == (1 if is_open else 8)
+
+
+@pytest.mark.parametrize(("present", "most"), [(["seed", "a", "b"], 3), (["a"], 2), ([], 2)])
+def test_among_strangers_no_more_newcomers_than_members_are_in_a_group(present: list[str], most: int) -> None:
+    table = joined(founding_table(["seed"], is_open=True), [["a", "b"]])
+    crowd = [*present, *(f"new{number}" for number in range(20))]
+    assert table.most_guests(crowd, 1) == most
+    assert table.most_guests(crowd, 5) == max(most, 5 - len(present))
+    assert table.guests(crowd) == crowd[len(present) :]
+    assert replace(table, is_open=False).most_guests(crowd, 1) == len(crowd)
+    assert NO_MEMBERS.most_guests(crowd, 1) == len(crowd)

@@ -15,6 +15,7 @@ from p2ptrain.codecs import CODECS, CodecError, PartList, get_codec
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.runtime import Runtime
 from tests.support.codecs import round_trip
+from tests.support.sim.shares import claims
 
 RULES = ["mean", "norm_clip", "centered_clip", "trimmed", "median"]
 
@@ -67,7 +68,7 @@ def filled(
 def reduced(share: OwnShare, contributors: list[int], tokens: list[int], codec_name: str = "fp32") -> Tensor:
     codec, num_values = get_codec(codec_name), len(share.own)
     mean = EncodedStream(bytearray(codec.encoded_bytes(num_values)))
-    pieces = asyncio.run(share.reduce(Runtime(random.Random(0)), contributors, tokens, mean))
+    pieces = asyncio.run(share.reduce(Runtime(random.Random(0)), contributors, claims(*tokens), mean))
     assert (pieces is not None) == codec.lossy
     if pieces is None:
         exact = torch.empty(num_values)
@@ -142,7 +143,7 @@ def test_parts_in_other_codecs_than_the_results_are_reduced_with_them() -> None:
 @pytest.mark.parametrize("loud", [0, 2], ids=["the owner's", "another's"])
 def test_a_part_out_of_proportion_is_left_out_of_the_mask_with_a_reason(loud: int) -> None:
     share = owned(make_spec(), make_parts(4, scales={loud: 1000.0}))
-    assert share.judge() == {0, 1, 2, 3} - {loud}
+    assert share.judge([8] * 4) == {0, 1, 2, 3} - {loud}
     assert list(share.refused) == [loud]
     assert "times the group's median" in share.refused[loud]
     assert sorted(share.parts) == sorted({1, 2, 3} - {loud})
@@ -150,7 +151,7 @@ def test_a_part_out_of_proportion_is_left_out_of_the_mask_with_a_reason(loud: in
 
 @pytest.mark.parametrize(("count", "scales"), [(5, {0: 0.0, 1: 0.02, 4: 50.0}), (2, {1: 1e5})])
 def test_unusual_but_honest_norms_pass(count: int, scales: dict[int, float]) -> None:
-    assert owned(make_spec(), make_parts(count, scales=scales)).judge() == set(range(count))
+    assert owned(make_spec(), make_parts(count, scales=scales)).judge([8] * count) == set(range(count))
 
 
 @pytest.mark.parametrize("codec", CODECS.own)
@@ -178,7 +179,7 @@ def test_a_list_holds_every_contributor_s_part_and_its_clipped_weight(rule: str,
     share, contributors, tokens = owned_sparsely(make_spec(rule), parts, owner, True), [0, 2, 3, 4], [10, 20, 30, 40]
     reader = PartList(codec, 4)
     mean = EncodedStream(bytearray(reader.encoded_bytes(9000)))
-    assert asyncio.run(share.reduce(Runtime(random.Random(0)), contributors, tokens, mean)) is None
+    assert asyncio.run(share.reduce(Runtime(random.Random(0)), contributors, claims(*tokens), mean)) is None
     weights, listed = reader.split(mean.data, 9000)
     assert [bytes(part) for part in listed] == [bytes(codec.encode(parts[i])) for i in contributors]
     norms = [float(round_trip(get_codec("topk"), parts[i]).norm()) for i in contributors]

@@ -13,6 +13,8 @@ from p2ptrain.averaging.vector.conformance import check_rule
 from p2ptrain.averaging.vector.error_feedback import feedback_scale
 from p2ptrain.averaging.vector.rules import (
     RULES,
+    Claim,
+    NormClip,
     Rule,
     VotingRule,
     WeightedRule,
@@ -27,6 +29,7 @@ from p2ptrain.averaging.vector.rules import (
 )
 from p2ptrain.extensions import ContractError
 from p2ptrain.manifest import AveragingSpec
+from tests.support.sim.shares import claims
 
 VOTING = ("median", "trimmed", "centered_clip")
 
@@ -43,8 +46,8 @@ def test_rules_keep_their_contract(name: str) -> None:
 class Loud(WeightedRule):
     name = "loud"
 
-    def weights(self, spec: AveragingSpec, norms: Sequence[float], tokens: Sequence[int]) -> list[float]:
-        return [2 * share for share in self.shares(spec, tokens)]
+    def weights(self, spec: AveragingSpec, norms: Sequence[float], claims: Sequence[Claim]) -> list[float]:
+        return [2 * share for share in self.shares(spec, claims)]
 
 
 class First(VotingRule):
@@ -72,7 +75,7 @@ class Spread(VotingRule):
 class Neither(Rule):
     name = "neither"
 
-    def shares(self, spec: AveragingSpec, tokens: Sequence[int]) -> list[float]:
+    def shares(self, spec: AveragingSpec, claims: Sequence[Claim]) -> list[float]:
         return []
 
 
@@ -97,19 +100,19 @@ def test_tokens_count_up_to_a_multiple_of_the_median(tokens: list[int], name: st
     spec = make_spec(name, max_weight_ratio=4)
     most = 4 * sorted(tokens)[(len(tokens) - 1) // 2] if len(tokens) >= 3 else math.inf
     counted = [min(count, most) for count in tokens]
-    assert get_rule(spec).shares(spec, tokens) == pytest.approx([count / sum(counted) for count in counted])
+    assert get_rule(spec).shares(spec, claims(*tokens)) == pytest.approx([count / sum(counted) for count in counted])
 
 
 @pytest.mark.parametrize("name", VOTING)
 def test_under_a_rule_by_votes_claimed_tokens_count_for_nothing(name: str) -> None:
-    assert get_rule(make_spec(name)).shares(make_spec(name), [1, 10**9, 5, 5]) == [0.25] * 4
+    assert get_rule(make_spec(name)).shares(make_spec(name), claims(1, 10**9, 5, 5)) == [0.25] * 4
 
 
 def test_what_encoding_dropped_comes_back_once_where_the_rule_lets_it() -> None:
-    tokens = [10, 30, 60]
-    assert feedback_scale(make_spec("mean"), tokens, 1) == pytest.approx(100 / 30)
-    assert feedback_scale(make_spec("centered_clip"), tokens, 1) == pytest.approx(3)
-    assert feedback_scale(make_spec("median"), tokens, 1) == feedback_scale(make_spec("trimmed"), tokens, 1) == 0
+    given = claims(10, 30, 60)
+    assert feedback_scale(make_spec("mean"), given, 1) == pytest.approx(100 / 30)
+    assert feedback_scale(make_spec("centered_clip"), given, 1) == pytest.approx(3)
+    assert feedback_scale(make_spec("median"), given, 1) == feedback_scale(make_spec("trimmed"), given, 1) == 0
 
 
 seeds = st.integers(0, 1 << 30)
@@ -200,7 +203,27 @@ def test_a_hostile_minority_stays_within_the_bound(
 def test_typical_is_the_lower_median_of_what_is_not_zero_unless_it_is_too_few(
     values: list[float], found: float
 ) -> None:
-    assert typical(values) == found
+    assert typical(values, [5] * len(values)) == found
+
+
+@given(
+    honest=st.lists(st.floats(1.0, 10.0), min_size=3, max_size=9),
+    hostile=st.lists(st.tuples(st.floats(0.0, 1e300), st.integers(1, 10**9)), max_size=70),
+)
+def test_newcomers_decide_nothing_however_many_they_are_while_they_are_trusted_less_together(
+    honest: list[float], hostile: list[tuple[float, int]]
+) -> None:
+    hostile = hostile[: 8 * len(honest) - 1]
+    norms = [*honest, *(norm for norm, _ in hostile)]
+    given = [*claims(*[100] * len(honest)), *(Claim(tokens, 1) for _, tokens in hostile)]
+    spec = make_spec("norm_clip", clip_ratio=1.0, max_weight_ratio=1.0)
+    assert (
+        out_of_proportion(dict(enumerate(norms)), [claim.trust for claim in given], max_ratio=10.0)
+        .keys()
+        .isdisjoint(range(len(honest)))
+    )
+    pulls = [weight * norm for weight, norm in zip(NormClip().weights(spec, norms, given), norms, strict=True)]
+    assert sum(pulls[len(honest) :]) <= 10.0 * len(hostile) / (8 * len(honest) + len(hostile)) * (1 + 1e-9)
 
 
 @given(
@@ -209,7 +232,7 @@ def test_typical_is_the_lower_median_of_what_is_not_zero_unless_it_is_too_few(
 )
 def test_a_minority_neither_hides_nor_makes_others_disproportionate(honest: list[float], hostile: list[float]) -> None:
     hostile = hostile[: len(honest) - 1]
-    refused = out_of_proportion(dict(enumerate([*honest, *hostile])), max_ratio=20.0)
+    refused = out_of_proportion(dict(enumerate([*honest, *hostile])), [8] * 20, max_ratio=20.0)
     assert all(index >= len(honest) for index in refused)
     loud = {index for index, norm in enumerate([*honest, *hostile]) if norm > 10 * 20}
     assert loud <= refused.keys()
@@ -217,12 +240,12 @@ def test_a_minority_neither_hides_nor_makes_others_disproportionate(honest: list
 
 @pytest.mark.parametrize("norms", [[1.0], [1.0, 1e9], [0.0, 1.0, 1e9], [0.0, 0.0, 0.0, 1e9]])
 def test_without_a_majority_nobody_is_out_of_proportion(norms: list[float]) -> None:
-    assert out_of_proportion(dict(enumerate(norms)), max_ratio=2.0) == {}
-    assert clip_factors(AveragingSpec(), norms, [1] * len(norms)) == [1.0] * len(norms)
+    assert out_of_proportion(dict(enumerate(norms)), [8] * 4, max_ratio=2.0) == {}
+    assert clip_factors(AveragingSpec(), norms, claims(*[1] * len(norms))) == [1.0] * len(norms)
 
 
 def test_an_infinite_norm_is_out_of_proportion() -> None:
-    assert out_of_proportion({0: 1.0, 1: 1.0, 2: math.inf}, max_ratio=1e9).keys() == {2}
+    assert out_of_proportion({0: 1.0, 1: 1.0, 2: math.inf}, [8] * 3, max_ratio=1e9).keys() == {2}
 
 
 @given(
@@ -231,7 +254,7 @@ def test_an_infinite_norm_is_out_of_proportion() -> None:
 )
 def test_nobody_is_longer_than_the_clip_allows_and_only_the_long_are_clipped(norms: list[float], ratio: float) -> None:
     limit = ratio * sorted(norms)[(len(norms) - 1) // 2]
-    factors = clip_factors(AveragingSpec(clip_ratio=ratio), norms, [10] * len(norms))
+    factors = clip_factors(AveragingSpec(clip_ratio=ratio), norms, claims(*[10] * len(norms)))
     for norm, factor in zip(norms, factors, strict=True):
         assert factor * norm <= limit * (1 + 1e-9) or factor == 1.0
         assert (factor < 1.0) == (norm > limit * (1 + 1e-9)) or abs(norm - limit) <= 1e-6 * limit
@@ -239,6 +262,6 @@ def test_nobody_is_longer_than_the_clip_allows_and_only_the_long_are_clipped(nor
 
 def test_a_peer_that_did_more_may_have_come_further() -> None:
     spec = AveragingSpec(clip_ratio=1.0, max_weight_ratio=10)
-    assert clip_factors(spec, [1.0, 1.0, 1.0, 5.0], [10, 10, 10, 50]) == [1.0] * 4
-    assert clip_factors(spec, [1.0, 1.0, 1.0, 5.0], [10, 10, 10, 25])[3] == pytest.approx(0.5)
-    assert clip_factors(spec, [1.0, 1.0, 1.0, 50.0], [10, 10, 10, 10**9])[3] == pytest.approx(0.2)
+    assert clip_factors(spec, [1.0, 1.0, 1.0, 5.0], claims(10, 10, 10, 50)) == [1.0] * 4
+    assert clip_factors(spec, [1.0, 1.0, 1.0, 5.0], claims(10, 10, 10, 25))[3] == pytest.approx(0.5)
+    assert clip_factors(spec, [1.0, 1.0, 1.0, 50.0], claims(10, 10, 10, 10**9))[3] == pytest.approx(0.2)

@@ -22,7 +22,7 @@ from p2ptrain.errors import IntegrityError
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.schema import from_bytes, to_bytes
 from tests.support.coroutines import on_loop
-from tests.support.sim.shares import SWARM, VERIFIER, Group, run_check, vectors
+from tests.support.sim.shares import SWARM, VERIFIER, Group, claims, run_check, vectors
 
 RULES = ["mean", "norm_clip", "centered_clip", "trimmed", "median"]
 SIZE = 3 * (2 * CHUNK_VALUES + 4096)
@@ -74,7 +74,7 @@ def encode_again(contributors: list[int], tokens: list[int], scale_own: float = 
     """Reduce again from these members, with these weights."""
 
     def falsify(share: OwnShare, mean: bytearray) -> None:
-        size, weights = len(share.own), share.weights(contributors, tokens)
+        size, weights = len(share.own), share.weights(contributors, claims(*tokens))
         share.own.mul_(scale_own)
         share.reduce_piece(0, size, weights, torch.empty(size), mean)
 
