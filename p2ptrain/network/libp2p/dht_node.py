@@ -128,9 +128,14 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
         return await super().rpc_find(request, context)
 
     async def call_find(self, peer: PeerID, keys: Collection[Any]) -> dict[Any, tuple[Any, dict[Any, Any]]] | None:
-        """See hivemind; without neighbours whose id is not the hash of their peer id, and only the nearest."""
+        """See hivemind; without neighbours whose id is not the hash of their peer id, and only the nearest.
+
+        A reply says itself until when it holds, which would end the search; the newest of its records says so here.
+        """
         found = await super().call_find(peer, keys)
-        return found and {key: (value, self._genuine(key, nearest)) for key, (value, nearest) in found.items()}
+        return found and {
+            key: (value and _dated(value.value), self._genuine(key, nearest)) for key, (value, nearest) in found.items()
+        }
 
     def _genuine(self, key: Any, nearest: dict[Any, Any]) -> dict[Any, Any]:
         ordered = sorted(nearest, key=key.xor_distance)[: self.bucket_size]
@@ -140,6 +145,7 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
         """Note a contact that asked or answered, or drop one that did not answer."""
         table = self.routing_table
         if not responded:
+            node_id = table.get(peer_id=peer_id) if node_id is None else node_id  # After a ping.
             if node_id is not None and node_id in table:
                 del table[node_id]
             return
@@ -157,3 +163,11 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
         if not isinstance(dictionary, DictionaryDHTValue) or len(dictionary.data) > MAX_SUBKEYS:
             return bool(self.record_validator.refuse("a reply is no sample"))
         return bool(super()._validate_dictionary(key_bytes, dictionary))
+
+
+def _dated(dictionary: Any) -> Any:
+    """Return a copy of a reply's verified records, with the latest of their expiries."""
+    records = DictionaryDHTValue()
+    for subkey, item in dictionary.items():
+        records.store(subkey, item.value, item.expiration_time)
+    return ValueWithExpiration(records, records.latest_expiration_time)

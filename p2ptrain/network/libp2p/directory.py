@@ -31,7 +31,7 @@ from p2ptrain.network.libp2p.dht_node import DHTRecordGuard, ShardStorage, Swarm
 from p2ptrain.network.libp2p.transport import Libp2pTransport
 from p2ptrain.network.link import check_peer_address
 from p2ptrain.network.records.record import RecordGuard
-from p2ptrain.network.records.sample import Sample
+from p2ptrain.network.records.sample import MAX_SUBKEYS
 from p2ptrain.tasks import Tasks, together
 
 logger = logging.getLogger(__name__)
@@ -41,6 +41,8 @@ JOIN_SECONDS = 5.0
 REJOIN_SECONDS = 0.5
 REFRESH_SECONDS = 15.0
 MAX_REMEMBERED_PEERS = 64
+MAX_FOUND = 8 * MAX_SUBKEYS
+"""Records of a look-up, which several nodes answer: none of them chooses which of the others' records are left."""
 
 
 class Libp2pDirectory(Directory):
@@ -145,11 +147,12 @@ class Libp2pDirectory(Directory):
             return None
         if found is None or not isinstance(found.value, dict):
             return {}
-        now, sample = self._runtime.now(), Sample(key)
-        for subkey, item in found.value.items():
-            if isinstance(subkey, str) and isinstance(item.value, bytes):
-                sample.put(subkey, Entry(item.value, item.expiration_time), now)
-        return sample.entries(now)
+        entries = {
+            subkey: Entry(item.value, item.expiration_time)
+            for subkey, item in found.value.items()
+            if isinstance(subkey, str) and isinstance(item.value, bytes)
+        }
+        return dict(list(entries.items())[:MAX_FOUND])
 
     async def close(self) -> None:
         if self._is_closed:

@@ -11,7 +11,7 @@ import hashlib
 import logging
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Collection, Iterable, Set
 from dataclasses import dataclass
 
 from p2ptrain.errors import IntegrityError
@@ -82,8 +82,13 @@ class RecordBook:
         """Return the peers of all records, this one included."""
         return self._held.keys()
 
-    def take(self, value: bytes) -> bool:
-        """Take in a sealed record; True unless it is invalid. An older one than the held one changes nothing."""
+    def take(self, value: bytes, partner: str = "", wanted: Collection[bytes] | None = None) -> bool:
+        """Take in a sealed record; True unless it is invalid. An older one than the held one changes nothing.
+
+        Args:
+            partner: The peer that hands it over as its own, and is met thereby; another's is invalid.
+            wanted: Fingerprints that were asked for; another peer's record is invalid.
+        """
         digest = hashlib.sha256(value).digest()
         if digest in self._digests:
             return True
@@ -91,7 +96,7 @@ class RecordBook:
             self._refused.move_to_end(digest)
             return False
         try:
-            self._take(value, digest)
+            self._take(value, digest, partner, wanted)
         except IntegrityError:
             self.rejected += 1
             self._refused[digest] = None
@@ -100,11 +105,13 @@ class RecordBook:
             return False
         return True
 
-    def _take(self, value: bytes, digest: bytes) -> None:
+    def _take(self, value: bytes, digest: bytes, partner: str, wanted: Collection[bytes] | None) -> None:
         opened = open_record(value, RECORD_KIND, self._swarm, self._signer)
         now, known = self._runtime.now(), self._held.get(opened.peer)
+        if partner not in ("", opened.peer) or (wanted is not None and fingerprint_of(opened.peer) not in wanted):
+            raise IntegrityError("a record of another peer than was asked for: ignored")
         if opened.expires_at > now + MAX_LIFETIME_SECONDS:
-            raise IntegrityError("a record claims to live too long: ignored")
+            return  # By this peer's clock alone, and not for long.
         record = PeerRecord.from_payload(opened.peer, opened.payload)
         self._gate.learn(record.revocations)
         if reason := self._gate.admitted(opened.peer, record.credential):
@@ -120,6 +127,8 @@ class RecordBook:
         rank = self._rank(fingerprint_of(opened.peer))
         held = self._held[opened.peer] = Held(record, opened.sequence, opened.expires_at, value, digest, rank)
         self._peers[fingerprint_of(opened.peer)] = opened.peer
+        if partner:
+            self._met[partner] = now
         if len(self._held) > MAX_HELD:
             self._evict()
         if opened.peer in self._held and self._is_known(opened.peer):
@@ -179,6 +188,10 @@ class RecordBook:
         self.forget_expired()
         return [self._held[peer] for peer in sorted(self._held)]
 
+    def has_met(self, peer: str) -> bool:
+        """True if a peer is met."""
+        return peer in self._met
+
     def met(self) -> list[str]:
         """Return the met peers, this one included, ordered by id."""
         return sorted(self._met)
@@ -207,7 +220,7 @@ class RecordBook:
         )
 
     def missing(self, entries: bytes, partner: str) -> tuple[list[bytes], list[bytes]]:
-        """Return the fingerprints of a partner's newer records: of known peers, and of others.
+        """Return the fingerprints of a partner's newer records: of itself and known peers, and of others.
 
         Those others that the partner has met come first. Without room, records that would be evicted are left out.
         """
@@ -220,7 +233,7 @@ class RecordBook:
                 self._vouch(peer, partner)
             if peer is not None and self._held[peer].sequence >= sequence:
                 continue
-            if peer is not None and self._is_known(peer):
+            if fingerprint == fingerprint_of(partner) or (peer is not None and self._is_known(peer)):
                 known.append(fingerprint)
             elif peer is not None or not is_full or (True, True, self._rank(fingerprint)) < worst:
                 others.append((not is_met_there, self._runtime.random.random(), fingerprint))

@@ -112,10 +112,11 @@ class Budget:
         return self._left
 
     def spend(self, num_bytes: int) -> bool:
-        """Spend bytes; False if none were left before."""
-        had = self.left()
+        """Spend bytes; False, and nothing is spent, if none were left."""
+        if self.left() <= 0:
+            return False
         self._left -= num_bytes
-        return had > 0
+        return True
 
 
 class RecordExchange:
@@ -154,6 +155,8 @@ class RecordExchange:
         met = shuffled(met)
         num_strangers = int(count * STRANGERS_SHARE + random.random())
         chosen = [*strangers[:num_strangers], *met, *strangers[num_strangers:], *others]
+        if not met:  # What a directory says, strangers made up as easily.
+            chosen = [*shuffled(self.contacts), *chosen]
         if others and random.random() < STRANGERS_SHARE / 2:  # After a partition, it may be the way to the others.
             chosen.insert(0, others[0])
         return list(dict.fromkeys(chosen))[:count]
@@ -185,18 +188,17 @@ class RecordExchange:
             for start in range(0, len(wanted), NUM_WANTED):
                 if self._reading.left() <= reserve:
                     break
-                await channel.send(Want(wanted[start : start + NUM_WANTED]))
+                some = wanted[start : start + NUM_WANTED]
+                await channel.send(Want(some))
                 reply = await channel.receive(Records, EXCHANGE_SECONDS, MAX_RECORDS_BYTES)
                 self._reading.spend(sum(map(len, reply.records)))
                 for value in reply.records:
-                    if not self.book.take(value):
-                        raise ProtocolError(channel.remote, "sent a record that is invalid")
-        self._meet(channel.remote)
+                    if not self.book.take(value, wanted=some):
+                        raise ProtocolError(channel.remote, "sent a record that is invalid, or not asked for")
+        if self.book.meet(channel.remote):
+            self._remember(channel.remote)
 
-    def _meet(self, peer: str) -> None:
-        """Record that a peer, whose record this one holds, is there."""
-        if not self.book.meet(peer):
-            return
+    def _remember(self, peer: str) -> None:
         self.contacts[peer] = None
         self.contacts.move_to_end(peer)
         if len(self.contacts) > MAX_CONTACTS:
@@ -211,14 +213,14 @@ class RecordExchange:
 
     async def _serve(self, channel: Channel, ask: Ask) -> None:
         peer = channel.remote
-        entries = self.book.offer(MAX_HELD if ask.is_first else NUM_OFFERED)
-        if not self._may_get(peer, len(entries)):
+        num_offered = min(MAX_HELD if ask.is_first else NUM_OFFERED, len(self.book))
+        if not self._may_get(peer, num_offered * ENTRY_BYTES + len(ask.record)):
             raise ResourceError("asked for records too often")
-        if ask.record and not self.book.take(ask.record):
+        if ask.record and not self.book.take(ask.record, peer):
             raise ProtocolError(peer, "sent a record that is invalid")
-        self._meet(peer)
+        self.book.meet(peer)
         self._silent.pop(peer, None)
-        await channel.send(Offer(entries))
+        await channel.send(Offer(self.book.offer(num_offered)))
         for _ in range(MAX_WANTS):
             try:
                 want = await channel.receive(Want, EXCHANGE_SECONDS)
@@ -233,4 +235,6 @@ class RecordExchange:
         self._served[peer] = budget
         if len(self._served) > MAX_SILENT:
             self._served.popitem(last=False)
-        return budget.spend(num_bytes) and self._serving.spend(num_bytes)
+        # Strangers leave some of what all may get to peers that this one knows.
+        reserve = 0.0 if self.book.has_met(peer) else self._serving.most / 2
+        return self._serving.left() > reserve and budget.spend(num_bytes) and self._serving.spend(num_bytes)

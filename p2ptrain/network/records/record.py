@@ -156,7 +156,7 @@ class RecordGuard:
         try:
             opened = open_record(value, None, self._swarm, self._verifier)
         except IntegrityError as error:
-            return error.with_traceback(None)
+            return IntegrityError(str(error))  # The original one would keep the frames and all that was parsed.
         return opened.peer, opened.expires_at
 
 

@@ -9,8 +9,8 @@ import pytest
 from p2ptrain.manifest import Manifest, SignedManifest
 from p2ptrain.network.admission import BANNED, Admission, Issuer, OpenGate, Revocations, mark
 from p2ptrain.network.records import book as books
-from p2ptrain.network.records.book import Held, RecordBook
-from p2ptrain.network.records.record import RECORD_KIND, seal_record
+from p2ptrain.network.records.book import Held, RecordBook, fingerprint_of
+from p2ptrain.network.records.record import MAX_LIFETIME_SECONDS, RECORD_KIND, seal_record
 from p2ptrain.network.schema import to_bytes
 from p2ptrain.runtime import Runtime
 from tests.support.records import record_of
@@ -138,3 +138,40 @@ def test_a_full_book_keeps_who_is_known_and_asks_for_no_record_that_it_would_dro
     assert len(others) < 50
 
     assert book.peers() > {"me", *friends}
+
+
+def test_a_record_that_lives_too_long_is_invalid_by_no_more_than_this_peers_clock() -> None:
+    now = [NOW]
+    runtime = Runtime(random.Random(1), clock=lambda: now[0])
+    book = RecordBook(SWARM, NamedSigner("me"), runtime, OpenGate(), lambda held: None)
+    value = sealed("a", seconds=MAX_LIFETIME_SECONDS + 1)
+    assert book.take(value)
+    assert len(book) == 0
+    now[0] += 2.0
+    assert book.take(value)
+    assert (len(book), book.rejected) == (1, 0)
+
+
+def test_a_partner_hands_over_its_own_record_and_those_that_were_asked_for() -> None:
+    book = make_book()
+    assert not book.take(sealed("a"), "b")
+    assert not book.take(sealed("c"), wanted=[fingerprint_of("a")])
+    assert book.take(sealed("a", 2), "a")
+    assert book.take(sealed("c", 2), wanted=[fingerprint_of("c")])
+    assert [book.has_met(peer) for peer in ("a", "b", "c")] == [True, False, False]
+
+
+@pytest.mark.fault(45)
+def test_whoever_comes_itself_is_met_however_full_the_book_is_with_hearsay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(books, "MAX_HELD", 64)
+    book = make_book()
+    for number in range(200):
+        book.take(sealed(f"ghost {number}"))
+    callers = [f"caller {number}" for number in range(50)]
+    for name in callers:
+        assert book.take(sealed(name), name)
+        assert book.meet(name)
+    assert book.met() == sorted(callers)
+    caller = make_book("late")
+    assert caller.take(sealed("late"), "late")
+    assert book.missing(caller.offer(1), "late")[0] == [fingerprint_of("late")]

@@ -7,6 +7,7 @@ import pytest
 from hivemind.dht.node import DHTID
 from hivemind.dht.validation import DHTRecord
 
+from p2ptrain.errors import IntegrityError
 from p2ptrain.network.directory import Entry
 from p2ptrain.network.libp2p.dht_node import DHTRecordGuard, ShardStorage
 from p2ptrain.network.records import record as records
@@ -112,3 +113,13 @@ def test_newer_records_replace_older_ones_and_expired_ones_make_room() -> None:
     for _ in range(MAX_SUBKEYS):
         assert sample.put(f"peer {next(numbers)}", Entry(b"1", NOW + 60), NOW + 20)
     assert "a" not in sample.entries(NOW + 20)
+
+
+@pytest.mark.fault(43)
+def test_a_refused_record_leaves_nothing_of_itself() -> None:
+    guard = RecordGuard(SWARM, NamedSigner("verifier"), lambda: NOW)
+    with pytest.raises(IntegrityError):
+        guard.check(msgpack.packb([{}] * 100))
+    (kept,) = guard._checked.values()
+    assert isinstance(kept, IntegrityError)
+    assert (kept.__cause__, kept.__context__, kept.__traceback__) == (None, None, None)
