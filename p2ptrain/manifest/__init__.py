@@ -54,8 +54,9 @@ EXTENSION_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 PACKAGE_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}==[A-Za-z0-9][A-Za-z0-9.+!_-]{0,63}$"
 """An installed package and its version."""
 
-OPEN_CHECKS, OPEN_CLIP = {"spot_checks": 4}, {"clip_ratio": 1.0, "max_weight_ratio": 1.0}
-"""Defaults of ``averaging`` in an open swarm: see docs/explanation/robustness.md for what the clip holds."""
+OPEN_CHECKS = {"spot_checks": 4}
+OPEN_RULES = {"norm_clip": {"clip_ratio": 1.0, "max_weight_ratio": 1.0}, "mean": {"max_weight_ratio": 1.0}}
+"""Defaults of ``averaging`` in an open swarm, by rule: see docs/explanation/robustness.md for what the clip holds."""
 
 SPARSE_FEEDBACK_DECAY = 0.95
 """Default of ``feedback_decay`` under ``topk``: SparseLoCo (arXiv 2508.15706)."""
@@ -465,11 +466,11 @@ class Manifest(Section):
         if not isinstance(values, dict):
             return values
         admission, averaging = (values.get(key, {}) for key in ("admission", "averaging"))
-        mode = admission.get("mode") if isinstance(admission, dict) else admission.mode
+        mode = admission.get("mode") if isinstance(admission, dict) else getattr(admission, "mode", None)
         if mode != "open" or not isinstance(averaging, dict):
             return values
-        clips = averaging.get("aggregation", "norm_clip") == "norm_clip"
-        return {**values, "averaging": {**OPEN_CHECKS, **(OPEN_CLIP if clips else {}), **averaging}}
+        strict = OPEN_RULES.get(str(averaging.get("aggregation", "norm_clip")), {})
+        return {**values, "averaging": {**OPEN_CHECKS, **strict, **averaging}}
 
     @model_validator(mode="after")
     def _is_printable(self) -> Manifest:

@@ -233,6 +233,7 @@ def test_a_value_out_of_bounds_is_refused_by_name(name: str) -> None:
         ("open", {}, (1.0, 1.0, 4)),
         ("open", {"clip_ratio": 1.5, "spot_checks": 0}, (1.5, 1.0, 0)),
         ("open", {"aggregation": "centered_clip"}, (2.0, 10.0, 4)),
+        ("open", {"aggregation": "mean"}, (2.0, 1.0, 4)),
     ],
 )
 def test_an_open_swarm_clips_strictly_and_checks_owners_unless_the_organizer_says_otherwise(
@@ -242,6 +243,12 @@ def test_an_open_swarm_clips_strictly_and_checks_owners_unless_the_organizer_say
     spec = manifest.averaging
     assert (spec.clip_ratio, spec.max_weight_ratio, spec.spot_checks) == expected
     assert Manifest.model_validate(manifest.model_dump()) == manifest
+
+
+@pytest.mark.parametrize("admission", [3, "open", None, ["open"]])
+def test_an_admission_that_is_no_table_is_refused_as_such(admission: object) -> None:
+    with pytest.raises(ManifestError, match="admission"):
+        parse_manifest({"admission": admission}, "run.toml")
 
 
 def test_residuals_decay_under_topk_unless_the_organizer_says_otherwise() -> None:

@@ -391,9 +391,10 @@ class Coordinator:
                 del self._groups[key]
 
     def _followed_meanwhile(self, group: PendingGroup, now: float) -> str:
-        """Return the other leader that has had this peer's ticket for a while; empty if there is none.
+        """Return the leader that this peer follows while its own group waits; empty if there is none.
 
-        A peer that was redirected too often stays here, and would wait in vain for all that are with that leader.
+        A peer that was redirected too often stays here, and would wait in vain for all that are with that leader. It
+        goes there, or to the next candidate.
         """
         follows, leader = self._position.following or (None, "")
         is_elsewhere = follows == group.key and leader != self._context.rpc.peer_id

@@ -17,7 +17,7 @@ from p2ptrain.averaging.grouping import messages
 from p2ptrain.averaging.grouping.cells import Cells, Key
 from p2ptrain.averaging.grouping.coordinator import CONVICTED, MAX_HOPS, Coordinator
 from p2ptrain.averaging.grouping.leaders import Leaders, RoundPosition, probe, probe_seconds
-from p2ptrain.averaging.grouping.pending_group import may_reduce
+from p2ptrain.averaging.grouping.pending_group import group_spec, may_reduce
 from p2ptrain.averaging.grouping.reporting import Pacing, Standby
 from p2ptrain.averaging.protocol.certificate import Head, Roster, Ticket
 from p2ptrain.averaging.timing.deadlines import (
@@ -364,10 +364,10 @@ class Matchmaker:
             raise NoGroupError("the leader sent a roster with a peer that was proved to have falsified a mean")
         if roster.is_reduced and not may_reduce(self.position.head.table, roster.tickets):
             raise NoGroupError("the leader would close the round without voters that may still come")
-        table = self.position.head.table
-        if not own.level and len(table.guests(roster.members)) > table.most_guests(roster.members, spec.min_peers):
+        key, table = self.cells.key_of(own, own.peer, own.level), self.position.head.table
+        most = table.most_guests(roster.members, group_spec(spec, self.cells, key).min_peers)
+        if not own.level and len(table.guests(roster.members)) > most:
             raise NoGroupError("the leader sent a roster with more newcomers than members")
-        key = self.cells.key_of(own, own.peer, own.level)
         peers, is_last = sum(t.peers for t in roster.tickets), key.level == self.cells.num_levels(key.present) - 1
         if is_last and peers < spec.min_peers:
             raise NoGroupError(f"{peers} of at least {spec.min_peers} peers are ready")

@@ -304,8 +304,8 @@ class PendingGroup:
             else:
                 chosen[member.ticket.peer] = member
         kept = without_conflicts({peer: member.avoid for peer, member in chosen.items()}, self.spec.min_peers)
-        surplus = table.guests(kept)[table.most_guests(kept, self.spec.min_peers) :] if not self.key.level else []
-        members = sorted([peer for peer in kept if peer not in surplus][: self.spec.group_size])
+        table = NO_MEMBERS if self.key.level else table
+        members = sorted(table.group_of(kept, self.spec.group_size, self.spec.min_peers))
         for peer in [peer for peer in chosen if peer not in members]:
             why = "the group is full" if peer in kept else "rounds with you and another member broke again and again"
             chosen[peer].answer.set_result(Refused(f"{why}: your work waits a round"))

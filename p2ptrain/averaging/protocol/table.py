@@ -11,7 +11,7 @@ This is reconfiguration as in viewstamped replication (Liskov and Cowling, MIT-C
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -171,11 +171,19 @@ class Table:
     def most_guests(self, peers: Collection[str], min_peers: int) -> int:
         """Return how many of ``peers`` may be in one group without being members.
 
-        Among strangers at most as many as the others, so that a crowd has an eighth of their weight, or as many as the
-        round needs.
+        Among strangers at most as many as the others, so that a crowd has an eighth of the weight of established
+        members; but `LEAST_GUESTS`, and as many as the round needs.
         """
         known = len(self._index.keys() & set(peers))
         return max(LEAST_GUESTS, known, min_peers - known) if self.is_open and self.electorate else len(peers)
+
+    def group_of(self, peers: Sequence[str], size: int, min_peers: int) -> list[str]:
+        """Return the ``size`` first of these peers, among strangers members first and no more than `most_guests`."""
+        if not self.is_open or not self.electorate:
+            return list(peers[:size])
+        guests = self.guests(peers)
+        known = [peer for peer in peers if peer in self._index][: max(1, size - min(LEAST_GUESTS, len(guests)))]
+        return known + guests[: min(self.most_guests(known, min_peers), size - len(known))]
 
     def guests(self, peers: Iterable[str]) -> list[str]:
         """Return those of these peers that are no members, in their order."""

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from p2ptrain.averaging.protocol.table import FULL_TRUST
 from p2ptrain.averaging.vector.rules import Claim, get_rule
 from p2ptrain.buffers import Buffer
 from p2ptrain.codecs import Codec
@@ -38,10 +39,12 @@ def feedback_scale(spec: AveragingSpec, claims: Sequence[Claim], position: int) 
         position: Index of the owner in ``claims``.
 
     Returns:
-        1 / (the owner's share); 0 under rules by coordinate, which would drop a value from one member as an outlier.
+        1 / (the owner's share). 0 under rules by coordinate, which would drop a value from one member as an outlier,
+        and of a newcomer among strangers, whose share of the next mean is another one.
     """
     rule = get_rule(spec)
-    return 0.0 if rule.by_coordinate else 1 / rule.shares(spec, claims)[position]
+    drops = rule.by_coordinate or claims[position].trust < FULL_TRUST
+    return 0.0 if drops else 1 / rule.shares(spec, claims)[position]
 
 
 @dataclass(frozen=True)

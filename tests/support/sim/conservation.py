@@ -94,6 +94,8 @@ class Values:
             if self._everybody.spec.aggregation in ("median", "trimmed"):
                 break  # They would drop what one member alone brings; so it is given up.
             place = [body.members[index] for index, *_ in body.contributors].index(self.trainer.peer.peer_id)
+            if self._everybody.eighths_in(body)[place] < 8:
+                break  # It would weigh more than it did.
             scale /= self._everybody.weights_in(body)[place]
             lost += scale * lost_with_mean
         self.contributed += sent
@@ -271,11 +273,15 @@ class Conservation:
 
     def weights_in(self, body: Body) -> list[float]:
         """What each contribution counts in a result."""
-        table, eighths = self.tables[body.body_hash], [8] * len(body.contributors)
-        if table.is_open and not body.level:
-            counted = {row.peer: row.counted for row in table.rows}
-            eighths = [min(8, 1 + counted.get(peer, 0)) for peer in body.contributing]
-        return weights_of(self.spec, [tokens for _, tokens, _ in body.contributors], eighths)
+        return weights_of(self.spec, [tokens for _, tokens, _ in body.contributors], self.eighths_in(body))
+
+    def eighths_in(self, body: Body) -> list[int]:
+        """How much of its weight each contributor has."""
+        table = self.tables[body.body_hash]
+        if not table.is_open or body.level:
+            return [8] * len(body.contributors)
+        counted = {row.peer: row.counted for row in table.rows}
+        return [min(8, 1 + counted.get(peer, 0)) for peer in body.contributing]
 
     def check(self) -> None:
         """Every process accounts for its values, and every result for those of its contributors."""

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import combinations
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -582,3 +583,24 @@ def test_among_strangers_no_more_newcomers_than_members_are_in_a_group(present: 
     assert table.guests(crowd) == crowd[len(present) :]
     assert replace(table, is_open=False).most_guests(crowd, 1) == len(crowd)
     assert NO_MEMBERS.most_guests(crowd, 1) == len(crowd)
+
+
+@given(
+    members=st.integers(0, 40), guests=st.integers(0, 80), size=st.integers(1, 64), min_peers=st.integers(1, 8),
+    mixed=st.randoms(),
+)  # fmt: skip
+def test_among_strangers_leaders_form_groups_that_no_member_would_refuse_for_its_newcomers(
+    members: int, guests: int, size: int, min_peers: int, mixed: Random
+) -> None:
+    names = [f"m{number}" for number in range(members)]
+    table = joined(founding_table(["seed"], is_open=True), [])
+    table = replace(table, rows=(*table.rows, *(Row(name) for name in names)))
+    peers = [*names, *(f"n{number}" for number in range(guests))]
+    mixed.shuffle(peers)
+    group = table.group_of(peers, size, min_peers)
+    assert len(group) == len({*group} & {*peers}) <= size
+    assert len(table.guests(group)) <= table.most_guests(group, min_peers)
+    assert len(group) >= min(size, members)
+    assert len(group) >= min(size, len(peers), min_peers)
+    assert not guests or size < 3 or table.guests(group), "newcomers get in even where members fill the group"
+    assert replace(table, is_open=False).group_of(peers, size, min_peers) == peers[:size]
