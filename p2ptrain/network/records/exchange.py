@@ -213,8 +213,8 @@ class RecordExchange:
 
     async def _serve(self, channel: Channel, ask: Ask) -> None:
         peer = channel.remote
-        num_offered = min(MAX_HELD if ask.is_first else NUM_OFFERED, len(self.book))
-        if not self._may_get(peer, num_offered * ENTRY_BYTES + len(ask.record)):
+        num_offered = MAX_HELD if ask.is_first else NUM_OFFERED
+        if not self._may_get(peer, min(num_offered, len(self.book) + 1) * ENTRY_BYTES + len(ask.record)):
             raise ResourceError("asked for records too often")
         if ask.record and not self.book.take(ask.record, peer):
             raise ProtocolError(peer, "sent a record that is invalid")
