@@ -32,6 +32,8 @@ DOWNLOAD_BELOW = 0.9
 can replay, so it wins near equality."""
 MAX_OTHERS_ASKED = 3
 """Peers asked for rounds that the source does not have."""
+MAX_CHAINS = 4
+"""Replays in a row: of the rounds that this peer missed, then of those that ended meanwhile."""
 STALL_SECONDS = 4.0
 """A source that fails after this time is doubted: it must prove its state before this peer follows it again."""
 MAX_DOUBTED_ASKED = 4
@@ -150,6 +152,26 @@ class CatchUp:
         if work is not None and work.tokens > 0:
             self._matchmaker.announce_soon(head_through(self._state.head, chain))
         others = [peer for peer in self._peers_at(chain[-1].body.next_lineage) if peer != holder]
+        for _ in range(MAX_CHAINS):
+            async with Tasks() as tasks:
+                since = tasks.call(self._certificates_since(holder, head_through(self._state.head, chain)), "since")
+                await self._replay_chain([holder, *others], chain, work, advance)
+                chain = await since
+            if not chain:
+                break
+
+    async def _certificates_since(self, peer: str, head: Head) -> list[Certificate]:
+        """Return the certificates of the rounds that a peer ended meanwhile: few, where a round trip takes as long."""
+        try:
+            return await self._round_log.certificates_after(peer, head)
+        except SOURCE_FAILURES as error:
+            logger.debug("peer %s tells no more history: %s", peer[-8:], error)
+            return []
+
+    async def _replay_chain(
+        self, sources: Sequence[str], chain: Sequence[Certificate], work: Contribution | None, advance: Advance
+    ) -> None:
+        holder = sources[0]
         for number, certificate in enumerate(chain):
             advance(number, len(chain))
             body, head = certificate.body, self._state.head
@@ -157,7 +179,7 @@ class CatchUp:
             if body.levels != self._matchmaker.cells.num_levels(head.present):
                 raise IntegrityError("a certificate is of another tree than its lineage has")
             chunks = self._round_log.chunks_of(holder, body)
-            report = await self._round_log.fetch(chunks, [holder, *others])
+            report = await self._round_log.fetch(chunks, sources)
             for liar in report.liars:
                 self._membership.mistrust(liar)
             await self._replica.apply_missed(Result(certificate, chunks.means), work)
