@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterable
 
 from p2ptrain.averaging.grouping.membership import Membership
@@ -33,14 +34,14 @@ from p2ptrain.tasks import Tasks, together
 logger = logging.getLogger(__name__)
 
 LIFETIME_SECONDS = 30.0
-"""Of a record in a swarm of up to `SMALL_SWARM`; longer in a larger one."""
+"""Of a record that is written every `PUBLISH_SECONDS`; longer in a large swarm."""
 PUBLISH_SECONDS = 5.0
-SMALL_SWARM = 64
-"""Peers up to which a record is written every `PUBLISH_SECONDS`, and reaches all in about as long."""
-LARGE_PAYLOAD_BYTES = 900
+LEAST_PAYLOAD_BYTES = 900
 """Of a record in a large swarm: it has room for one round's report."""
 WRITE_BYTES_PER_SECOND = 12_000.0
-"""Of all records of a large swarm together; < `READ_BYTES_PER_SECOND`, so that peers can keep up."""
+"""Of all records of a swarm together: those of a large swarm are shorter, and written less often."""
+HASTE = 0.75
+"""Part of the pause that `WRITE_BYTES_PER_SECOND` asks for, after which a record may tell of changes."""
 REFRESH_SECONDS = 1.0
 """Pause between exchanges."""
 NUM_PUSHED = 4
@@ -50,6 +51,8 @@ FEW_PEERS = 5
 LOOK_SECONDS = 2.0
 RARE_LOOK_SECONDS = 45.0
 LEAST_PAUSE_SECONDS = 0.5
+GATHER_SECONDS = 0.1
+"""Pause after a change: what a round changes, changes in several steps."""
 DIRECTORY_TIMEOUT_SECONDS = 8.0
 FAREWELL_TIMEOUT_SECONDS = 5.0
 NO_ANSWER_SECONDS = 15.0
@@ -86,9 +89,9 @@ class Presence:
         self.book = self.exchange.book
         self._sequence = 0
         self._expires_at = self._stored_until = 0.0
-        self._pause = PUBLISH_SECONDS
+        self._least_pause = 0.0
         self._shard = self._runtime.random.randrange(NUM_SHARDS)
-        self._answered_at = asyncio.get_running_loop().time()
+        self._answered_at = -math.inf
         self._changed = asyncio.Event()
         self.changed = self._changed.set
         self._tasks = Tasks()
@@ -97,44 +100,50 @@ class Presence:
 
     async def start(self) -> None:
         """Read and publish once, then periodically."""
-        await self.refresh()
+        await self._look(range(NUM_SHARDS))
         await self.publish()
         self._tasks.keep(self._keep_publishing, "presence-publish")
         self._tasks.keep(self._keep_exchanging, "presence-exchange")
         self._tasks.keep(self._keep_looking, "presence-directory")
 
     async def publish(self) -> bool:
-        """Publish this peer's record now; return True if the directory or another peer took it."""
+        """Publish this peer's record now, and read others; return True if the directory or another peer took it."""
         self._write()
-        return any(await together("publish", (self._store(), self._push())))
+        is_taken = any(await together("publish", (self._store(), self._push())))
+        self._tell()
+        return is_taken
 
     async def refresh(self) -> bool:
         """Read now: from other peers, and while few are known all of the directory; return True if any answered."""
         answers = len(self.book.met()) < FEW_PEERS and await self._look(range(NUM_SHARDS))
-        return self._note(await self._push() or answers)
+        answers |= await self._push()
+        self._tell()
+        return answers
 
-    def _note(self, is_answered: bool) -> bool:
-        """Record whether a read was answered, and tell the listeners."""
+    def _tell(self) -> None:
+        """Tell the listeners what is known now."""
         now = asyncio.get_running_loop().time()
-        self._answered_at = now if is_answered else self._answered_at
         self.directory_answers = now - self._answered_at < NO_ANSWER_SECONDS
         self._membership.forget_expired()
         records = [(held.record, held.sequence, held.expires_at) for held in self.book.held()]
         for listener in self.listeners:
             listener(records)
-        return is_answered
 
     def _on_record(self, held: Held) -> None:
         self._membership.update(held.record, held.sequence, held.expires_at)
 
+    @property
+    def _pause(self) -> float:
+        return max(PUBLISH_SECONDS, self._least_pause)
+
     def _write(self) -> None:
         """Seal this peer's record anew."""
-        now, num_peers = self._runtime.now(), len(self.book.known())
-        is_large = num_peers > SMALL_SWARM
-        self._pause = num_peers * len(self.exchange.own) / WRITE_BYTES_PER_SECOND if is_large else PUBLISH_SECONDS
+        now, num_peers = self._runtime.now(), max(1, len(self.book.known()))
+        room = int(PUBLISH_SECONDS * WRITE_BYTES_PER_SECOND / num_peers)
+        payload = self._describe().to_payload(min(max(room, LEAST_PAYLOAD_BYTES), MAX_PAYLOAD_BYTES))
+        self._least_pause = num_peers * len(self.exchange.own) / WRITE_BYTES_PER_SECOND
         self._sequence = max(self._sequence + 1, int(now * 1000))
         self._expires_at = now + min(LIFETIME_SECONDS / PUBLISH_SECONDS * self._pause, 0.9 * MAX_LIFETIME_SECONDS)
-        payload = self._describe().to_payload(LARGE_PAYLOAD_BYTES if is_large else MAX_PAYLOAD_BYTES)
         self.exchange.own = seal_record(
             RECORD_KIND, self._rpc.swarm, payload, self._sequence, self._expires_at, self._signer
         )
@@ -142,9 +151,20 @@ class Presence:
         self.book.meet(self._signer.peer_id)
 
     async def _push(self) -> bool:
-        """Give the newest record to some partners; return True if any took it."""
-        partners = self.exchange.partners(NUM_PUSHED)
-        return any(await together("push", map(self.exchange.exchange, partners)))
+        """Exchange with some partners; return True if any answered, after as long again for those that are slower."""
+        loop, began = asyncio.get_running_loop(), asyncio.get_running_loop().time()
+        tasks = {self._tasks.call(self._exchange(each), "push") for each in self.exchange.partners(NUM_PUSHED)}
+        waiting = tasks
+        while waiting and not any(task.done() and task.result() for task in tasks):
+            _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if waiting:
+            await asyncio.wait(waiting, timeout=loop.time() - began)
+        return any(task.done() and task.result() for task in tasks)
+
+    async def _exchange(self, partner: str) -> bool:
+        is_answered = await self.exchange.exchange(partner)
+        self._answered_at = asyncio.get_running_loop().time() if is_answered else self._answered_at
+        return is_answered
 
     async def _store(self) -> bool:
         """Store the newest record in the directory."""
@@ -163,26 +183,30 @@ class Presence:
             for peer, entry in (entries or {}).items():
                 if not self.book.take(entry.value):
                     logger.info("dropped the record of peer %s", peer[-8:])
-        return any(entries is not None for entries in found)
+        is_answered = any(entries is not None for entries in found)
+        self._answered_at = asyncio.get_running_loop().time() if is_answered else self._answered_at
+        return is_answered
 
     async def _keep_publishing(self) -> None:
         while True:
-            least = max(LEAST_PAUSE_SECONDS, self._pause * min(0.5, len(self.book.met()) / (2 * SMALL_SWARM)))
+            least = max(LEAST_PAUSE_SECONDS, HASTE * self._least_pause)
             await asyncio.sleep(least)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._pause * self._runtime.random.uniform(0.8, 1.2) - least):
                     await self._changed.wait()
+                    await asyncio.sleep(GATHER_SECONDS)
             self._changed.clear()
             self._write()
-            await self._push()
+            self._tasks.start(self._push(), "push")
 
     async def _keep_exchanging(self) -> None:
         while True:
             # In a swarm of a few, each new record is pushed to all of them.
             pause = REFRESH_SECONDS * (1 if len(self.book.met()) > 2 * NUM_PUSHED else 2)
             await asyncio.sleep(pause * self._runtime.random.uniform(0.8, 1.2))
-            partners = self.exchange.partners(1)
-            self._note(any([await self.exchange.exchange(partner) for partner in partners]))
+            for partner in self.exchange.partners(1):
+                self._tasks.start(self._exchange(partner), "exchange")
+            self._tell()
 
     async def _keep_looking(self) -> None:
         loop, next_look = asyncio.get_running_loop(), 0.0
@@ -195,7 +219,8 @@ class Presence:
                 pause = max(RARE_LOOK_SECONDS, self._pause)  # A large swarm's shards are full.
                 next_look = loop.time() + pause * self._runtime.random.uniform(0.8, 1.2)
                 self._shard = (self._shard + 1) % NUM_SHARDS
-                self._note(await self._look([self._shard]))
+                await self._look([self._shard])
+                self._tell()
 
     async def close(self, farewell: bool = True) -> None:
         """Stop; with ``farewell``, publish this peer's record a last time."""
@@ -204,3 +229,4 @@ class Presence:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FAREWELL_TIMEOUT_SECONDS):
                     await self.publish()
+        await self._tasks.close()

@@ -61,6 +61,35 @@ async def test_a_record_reaches_64_peers_about_5_seconds_after_its_writing(netwo
     await ended(peers)
 
 
+@pytest.mark.fault(29)
+@simulated(seed=5)
+async def test_partners_that_hang_or_are_far_do_not_delay_what_the_others_hear(network: SimulatedNetwork) -> None:
+    peers = await started(network, 8)
+    await asyncio.sleep(30.0)
+    network.stall(peers[0].peer)
+    for each in peers[2:]:
+        network.set_latency(peers[1].peer, each.peer, 3.0)
+    teller, *others = peers[2:]
+    for _ in range(10):
+        teller.presence.changed()
+        await asyncio.sleep(3.0)
+        assert max(each.ages()[teller.id] for each in others) < 3.0, "the record of this change"
+    network.resume(peers[0].peer)
+    await ended(peers)
+
+
+@simulated(seed=6)
+async def test_each_peer_gets_each_record_about_once(network: SimulatedNetwork) -> None:
+    peers = await started(network, 6)
+    await asyncio.sleep(30.0)
+    received = sum(each.rpc.traffic.received for each in peers)
+    await asyncio.sleep(120.0)
+    size = len(peers[0].presence.exchange.own)
+    num_written = 6 * 120.0 / PUBLISH_SECONDS
+    assert sum(each.rpc.traffic.received for each in peers) - received < 1.6 * num_written * 5 * size
+    await ended(peers)
+
+
 @pytest.mark.fault(45)
 @simulated(seed=3)
 async def test_peers_know_each_other_beside_a_flood_of_records_of_strangers(network: SimulatedNetwork) -> None:

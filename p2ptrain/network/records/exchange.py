@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Annotated
 
@@ -37,8 +37,11 @@ from p2ptrain.signing import Signer
 logger = logging.getLogger(__name__)
 
 EXCHANGE = "records.exchange"
-EXCHANGE_SECONDS = 4.0
-"""With a partner that failed before, up to four times as long: it may be far."""
+ANSWER_SECONDS = 8.0
+"""Timeout of a dial, and of each message: a partner may be seconds away."""
+EXCHANGE_SECONDS = 24.0
+MAX_RUNNING = 16
+"""Exchanges that a peer begins at once, at most two of them with one partner: one may be slow, and a record new."""
 NUM_OFFERED = 128
 """Entries of an offer, unless the caller asks for all."""
 NUM_WANTED = 16
@@ -63,7 +66,7 @@ SealedRecord = Annotated[bytes, Meta(max_length=MAX_RECORD_BYTES)]
 
 
 class Ask(Message, frozen=True):
-    """Opens an exchange: the caller's own record, empty if it publishes none."""
+    """Opens an exchange: the caller's own record, empty if it publishes none or gave it before."""
 
     record: SealedRecord
     is_first: bool = False
@@ -134,6 +137,8 @@ class RecordExchange:
         self._rpc = rpc
         self._num_done = 0
         self._silent: OrderedDict[str, tuple[int, float]] = OrderedDict()
+        self._running: Counter[str] = Counter()
+        self._given: OrderedDict[str, bytes] = OrderedDict()
         self._reading = Budget(READ_BYTES_PER_SECOND, FIRST_READ_BYTES)
         self._served: OrderedDict[str, Budget] = OrderedDict()
         self._serving = Budget(8 * SERVED_BYTES_PER_SECOND, 4 * FIRST_READ_BYTES)
@@ -144,6 +149,8 @@ class RecordExchange:
         now, random = asyncio.get_running_loop().time(), self._rpc.runtime.random
 
         silent = {peer for peer, (_, until) in self._silent.items() if until > now}
+        silent |= {peer for peer, running in self._running.items() if running > 1}
+        count = min(count, MAX_RUNNING - self._running.total())
 
         def shuffled(peers: Iterable[str]) -> list[str]:
             found = sorted({*peers} - silent - {self._rpc.peer_id})
@@ -163,38 +170,42 @@ class RecordExchange:
 
     async def exchange(self, peer: str) -> bool:
         """Give a partner this peer's record and take newer ones from it; False if it did not answer."""
-        is_answered, (failures, _) = False, self._silent.get(peer, (0, 0.0))
-        seconds = EXCHANGE_SECONDS * 2 ** min(failures, 2)
+        is_answered = False
+        self._running[peer] += 1
         try:
-            async with asyncio.timeout(seconds):
-                ask = Ask(self.own, self._num_done < NUM_FIRST)
-                async with self._rpc.open(peer, EXCHANGE, ask, seconds) as channel:
-                    offer = await channel.receive(Offer, seconds, MAX_OFFER_BYTES)
+            async with asyncio.timeout(EXCHANGE_SECONDS):
+                own = self.own
+                ask = Ask(b"" if self._given.get(peer) is own else own, self._num_done < NUM_FIRST)
+                async with self._rpc.open(peer, EXCHANGE, ask, ANSWER_SECONDS) as channel:
+                    offer = await channel.receive(Offer, ANSWER_SECONDS, MAX_OFFER_BYTES)
                     is_answered = True
+                    self._note_given(peer, own)
                     await self._take(channel, offer)
         except (P2PTrainError, TimeoutError) as error:
             logger.debug("no exchange of records with peer %s: %s", peer[-8:], error)
             if not is_answered or isinstance(error, ProtocolError):
                 self._note_silence(peer)
                 return False
+        finally:
+            self._running -= Counter({peer: 1})
         self._silent.pop(peer, None)
         self._num_done += 1
         return True
 
     async def _take(self, channel: Channel, offer: Offer) -> None:
         """Take newer records: of known peers while the budget lasts, of others while half of it is left."""
-        missing = self.book.missing(offer.entries, channel.remote)
-        for wanted, reserve in zip(missing, (0.0, self._reading.most / 2), strict=True):
-            for start in range(0, len(wanted), NUM_WANTED):
-                if self._reading.left() <= reserve:
-                    break
-                some = wanted[start : start + NUM_WANTED]
-                await channel.send(Want(some))
-                reply = await channel.receive(Records, EXCHANGE_SECONDS, MAX_RECORDS_BYTES)
-                self._reading.spend(sum(map(len, reply.records)))
-                for value in reply.records:
-                    if not self.book.take(value, wanted=some):
-                        raise ProtocolError(channel.remote, "sent a record that is invalid, or not asked for")
+        known, others = self.book.missing(offer.entries, channel.remote)
+        wanted = [*known, *others]
+        for start in range(0, len(wanted), NUM_WANTED):
+            if self._reading.left() <= (0.0 if start < len(known) else self._reading.most / 2):
+                break
+            some = wanted[start : start + NUM_WANTED]
+            await channel.send(Want(some))
+            reply = await channel.receive(Records, ANSWER_SECONDS, MAX_RECORDS_BYTES)
+            self._reading.spend(sum(map(len, reply.records)))
+            for value in reply.records:
+                if not self.book.take(value, wanted=some):
+                    raise ProtocolError(channel.remote, "sent a record that is invalid, or not asked for")
         if self.book.meet(channel.remote):
             self._remember(channel.remote)
 
@@ -203,6 +214,12 @@ class RecordExchange:
         self.contacts.move_to_end(peer)
         if len(self.contacts) > MAX_CONTACTS:
             self.contacts.popitem(last=False)
+
+    def _note_given(self, peer: str, own: bytes) -> None:
+        self._given.pop(peer, None)
+        self._given[peer] = own
+        if len(self._given) > MAX_SILENT:
+            self._given.popitem(last=False)
 
     def _note_silence(self, peer: str) -> None:
         failures, _ = self._silent.pop(peer, (0, 0.0))
@@ -223,7 +240,7 @@ class RecordExchange:
         await channel.send(Offer(self.book.offer(num_offered)))
         for _ in range(MAX_WANTS):
             try:
-                want = await channel.receive(Want, EXCHANGE_SECONDS)
+                want = await channel.receive(Want, ANSWER_SECONDS)
             except PeerLostError:  # It has all that it wants.
                 return
             values = self.book.values(want.fingerprints)

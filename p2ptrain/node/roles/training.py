@@ -58,7 +58,6 @@ async def start_training(
         await compute(saver.restore, checkpoint)
         logger.info("restored round %d from %s", checkpoint.head.round, checkpoint.path)
     peer.set_state("syncing")
-    await peer.presence.refresh()
     await check_agreement(peer.rpc, state, peer.membership.alive_trainers())
     await find_the_others(peer.presence, synchronizer, optimizer.work)
     if reason := why_incompatible(synchronizer):
@@ -88,12 +87,11 @@ async def find_the_others(presence: Presence, synchronizer: Synchronizer, work: 
     deadline = loop.time() + SETTLE_SECONDS
     was_alone = False
     while loop.time() < deadline or synchronizer.catch_up.has_partial_state():
-        answers = await presence.refresh()
         if synchronizer.catch_up.has_partial_state() and not membership.alive_trainers():
             await _wait_for_a_source(synchronizer)
             deadline = loop.time() + SETTLE_SECONDS
             continue
-        if not answers:  # Without an answer, it is unknown whether other peers are there.
+        if not presence.directory_answers:  # It is unknown whether other peers are there.
             await asyncio.sleep(PAUSE_SECONDS)
             continue
         followed = await synchronizer.follow_swarm(work)
@@ -102,6 +100,7 @@ async def find_the_others(presence: Presence, synchronizer: Synchronizer, work: 
             was_alone = True
             await presence.publish()
             await asyncio.sleep(SPREADING_SECONDS)
+            await presence.refresh()
             continue
         # A peer that stays a few rounds behind catches up once the other peers wait for it.
         is_behind = any(record.round > synchronizer.head.round for record in trainers)
@@ -124,5 +123,4 @@ async def _wait_for_a_source(synchronizer: Synchronizer) -> None:
 async def step_in(presence: Presence, synchronizer: Synchronizer) -> None:
     """Announce that this peer trains: by record, and directly to starting peers, so that two do not train alone."""
     await presence.publish()
-    await presence.refresh()
     await synchronizer.averager.matchmaker.announce()
