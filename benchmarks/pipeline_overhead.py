@@ -138,7 +138,7 @@ async def start_feeder(peer: Peer, plan: PipelinePlan) -> MicrobatchSender:
     view = PipelineView(plan, peer.identity.peer_id, peer.runtime)
     peer.presence.listeners.append(view.update)
     await peer.presence.refresh()
-    feeder = MicrobatchSender(view.new_caller(peer.rpc))
+    feeder = MicrobatchSender(view.new_caller(peer.rpc), peer.identity)
     peer.on_close(feeder.tasks.close)
     peer.set_state("training")
     return feeder

@@ -17,7 +17,7 @@ other messages are RPC calls: from a trainer to the hosts of its microbatches, o
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -25,7 +25,8 @@ from msgspec import Meta
 
 from p2ptrain.codecs import CODECS, get_codec
 from p2ptrain.errors import TemporaryError
-from p2ptrain.network.schema import Message, Number
+from p2ptrain.network.admission import MAX_CREDENTIAL_BYTES
+from p2ptrain.network.schema import Hash, Message, Number
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +47,12 @@ Round = Annotated[int, Meta(ge=0, lt=1 << 62)]
 MaybeRound = Annotated[int, Meta(ge=-2, lt=1 << 62)]
 """Negative before a host or a trainer has entered a round."""
 StageNumber = Annotated[int, Meta(ge=0, lt=MAX_STAGES)]
-Seconds = Annotated[float, Meta(ge=0.0, le=3600.0)]
+MAX_SECONDS = 3600.0
+Seconds = Annotated[float, Meta(ge=0.0, le=MAX_SECONDS)]
+Samples = Annotated[int, Meta(gt=0, le=MAX_SAMPLES)]
+TokenCount = Annotated[int, Meta(gt=0, le=MAX_VALUES)]
+MaybePosition = Annotated[int, Meta(ge=0, lt=1 << 62)] | None
+"""Position of the data in the trainer's order; None for a script's own data."""
 
 
 class MicrobatchId(NamedTuple):
@@ -130,6 +136,28 @@ def check_values(payload: Payload) -> None:
 # Hops
 
 
+class Signature(Message, frozen=True):
+    """A trainer's signature of a microbatch; all hops carry it unchanged (`p2ptrain.pipeline.signatures`).
+
+    Attributes:
+        inputs: Hash of the first stage's inputs.
+        targets: Hash of the targets.
+        key: The trainer's session key, for which its identity vouches in ``voucher``, as for ``credential``.
+        credential: Admits the trainer to the swarm; empty if it needs none.
+    """
+
+    position: MaybePosition
+    inputs: Hash
+    targets: Hash
+    key: Hash
+    voucher: Annotated[bytes, Meta(max_length=2048)]
+    credential: Annotated[bytes, Meta(max_length=MAX_CREDENTIAL_BYTES)] = b""
+    value: Annotated[bytes, Meta(min_length=64, max_length=64)] = bytes(64)
+
+
+UNSIGNED = Signature(None, bytes(32), bytes(32), bytes(32), b"")
+
+
 class HopRequest(Message, frozen=True):
     """Request to process a microbatch at a stage; the bytes of inputs and targets follow.
 
@@ -141,13 +169,14 @@ class HopRequest(Message, frozen=True):
     """
 
     id: MicrobatchId
-    samples: Annotated[int, Meta(gt=0, le=MAX_SAMPLES)]
-    tokens: Annotated[int, Meta(gt=0, le=MAX_VALUES)]
+    samples: Samples
+    tokens: TokenCount
     route: Annotated[tuple[Peer, ...], Meta(max_length=MAX_STAGES)]
     inputs: TensorHead
     targets: TensorHead
     requires_grad: bool
     returns_output: bool
+    signature: Signature
 
     def __post_init__(self) -> None:
         if self.samples > self.tokens:
@@ -161,7 +190,7 @@ class HopRequest(Message, frozen=True):
         targets = Payload(self.targets.codec, self.targets.shape)
         return Hop(
             self.id, stage, self.samples, self.tokens, self.route, inputs, targets, self.requires_grad,
-            self.returns_output,
+            self.returns_output, self.signature,
         )  # fmt: skip
 
 
@@ -178,12 +207,13 @@ class Hop:
     targets: Payload
     requires_grad: bool = True
     returns_output: bool = False
+    signature: Signature = UNSIGNED
 
     @property
     def request(self) -> HopRequest:
         return HopRequest(
             self.id, self.samples, self.tokens, self.route, self.inputs.head, self.targets.head, self.requires_grad,
-            self.returns_output,
+            self.returns_output, self.signature,
         )  # fmt: skip
 
     @property
@@ -201,12 +231,10 @@ class OutputRequest(Message, frozen=True):
 
 
 class Leg(NamedTuple):
-    """One host's part in a microbatch. The times include the wait for its device."""
+    """The host that counted a microbatch at one stage."""
 
     stage: StageNumber
     host: Peer
-    forward_seconds: Seconds
-    backward_seconds: Seconds
 
 
 @dataclass(frozen=True)
@@ -217,11 +245,13 @@ class Reply:
         loss: Mean over the targets, in nats; 0 if the trainer computes the loss.
         legs: This stage and all later ones, in order.
         gradient: With respect to the stage's inputs; None from the first stage, or if none is required.
+        seconds: From the call to the reply, by the caller's clock; not sent.
     """
 
     loss: float
     legs: tuple[Leg, ...]
     gradient: Payload | None
+    seconds: float = field(default=0.0, compare=False)
 
     @property
     def head(self) -> ReplyHead:
@@ -336,6 +366,26 @@ class SettleRequest(Message, frozen=True):
     abandoned: OwnIds = ()
 
 
+class Times(NamedTuple):
+    """One host's times of a microbatch, with which its trainer measures the hosts before and after it.
+
+    Attributes:
+        held: From its arrival to the reply.
+        next: From the call of the next host to that host's reply; 0 at the last stage.
+        busy: In its device and the device's queue. Only this one is about the host itself.
+    """
+
+    held: Seconds
+    next: Seconds
+    busy: Seconds
+
+
+class SettleReply(Message, frozen=True):
+    """For each settled microbatch of a request, its times; None if it was not counted there."""
+
+    counted: Annotated[tuple[Times | None, ...], Meta(max_length=MAX_IDS)]
+
+
 class DoneRequest(Message, frozen=True):
     """A trainer's query: which microbatches are in a committed average (``pipeline.N.done``)."""
 
@@ -343,7 +393,7 @@ class DoneRequest(Message, frozen=True):
 
 
 class Answers(Message, frozen=True):
-    """One answer per microbatch of a request: whether it was counted there, or is in the average."""
+    """One answer per microbatch of a request: whether it is in the average."""
 
     answers: Annotated[tuple[bool, ...], Meta(max_length=MAX_IDS)]
 

@@ -159,7 +159,7 @@ class StageMigrator:
         if not self._is_free:
             return None
         needs, number = self._view.plan.needs, self.hosted.number
-        speed = self.hosted.host.tokens_per_second * needs[number].work or self._view.medium_speed()
+        speed = self._view.bounded(self.hosted.host.tokens_per_second * needs[number].work)
         own = Host(self._rpc.peer_id, number, speed, self._memory)
         move = best_move(needs, [*others, own])
         return move if move is not None and move.peer == own.peer else None

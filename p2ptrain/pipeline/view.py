@@ -6,16 +6,17 @@ import asyncio
 import math
 import statistics
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from p2ptrain.averaging.grouping.membership import ACTIVE_STATES, Membership
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.pipeline.checkpoints.saving import Saves
-from p2ptrain.pipeline.placement import Host
+from p2ptrain.pipeline.placement import Host, StageNeed
 from p2ptrain.pipeline.plan import PipelinePlan
 from p2ptrain.pipeline.routing.hop import Caller, HopLimits, LocalPeer
-from p2ptrain.pipeline.routing.router import HostState, Router
+from p2ptrain.pipeline.routing.router import Router
 from p2ptrain.runtime import Runtime
 
 UNDECIDED_STATE, DECIDED_STATE = "starting", "syncing"
@@ -23,6 +24,8 @@ UNDECIDED_STATE, DECIDED_STATE = "starting", "syncing"
 SILENT_SECONDS = 15.0
 """Staleness bound, relative to the newest record of any peer: three missed records. Placement and
 `PipelineView.is_over` ignore stale hosts; routing and averaging detect failures themselves."""
+MAX_OVER_MEDIAN = 2.0
+"""Bound on a host's reported speed, relative to the median: what one host claims moves at most one other host."""
 LEAST_PAUSE_SECONDS = 30.0
 """Minimum interval between two announced moves of a host."""
 
@@ -106,10 +109,11 @@ class PipelineView:
         """Return the other hosts, for placement.
 
         A moving or arriving host counts at its destination. Of undecided newcomers only smaller ids count, so that
-        simultaneous newcomers choose different stages. A host without a measurement counts with the median speed.
+        simultaneous newcomers choose different stages. A host without a measurement counts with the median speed, and
+        none with more than `bounded`.
         """
         found: list[Host] = []
-        medium, needs = self.medium_speed(), self.plan.needs
+        needs = self.plan.needs
         for record in self._fresh_records():
             is_first = record.state == UNDECIDED_STATE and record.peer < self._peer_id
             if not (is_first or record.state in (DECIDED_STATE, *ACTIVE_STATES)):
@@ -117,12 +121,12 @@ class PipelineView:
             stages = [stage for stage in record.stages if stage.unit < len(needs)]
             if not stages:
                 continue
-            speed = max(stage.tokens_per_second * needs[stage.unit].work for stage in stages)
+            speed = self.bounded(_speed_of(record, needs))
             is_bound = record.next_stage is not None or record.state not in ACTIVE_STATES
             goes_to = stages[-1].unit if record.next_stage is None else record.next_stage
             leaves = stages[0].unit if _is_departing(record) else None
             if goes_to < len(needs):
-                found.append(Host(record.peer, goes_to, speed or medium, stays=is_bound, leaves=leaves))
+                found.append(Host(record.peer, goes_to, speed, stays=is_bound, leaves=leaves))
         return found
 
     def is_over(self, round: int, stage: int) -> bool:
@@ -145,18 +149,18 @@ class PipelineView:
         return bool(self._speeds())
 
     def medium_speed(self) -> float:
-        """Return the median reported speed, in work per second; 1 without any report."""
+        """Return the median reported speed, in work per second, of two the smaller; 1 without any report."""
         speeds = self._speeds()
-        return statistics.median(speeds) if speeds else 1.0
+        return statistics.median_low(speeds) if speeds else 1.0
+
+    def bounded(self, speed: float) -> float:
+        """Return a host's speed as it counts in placement: reported, at most `MAX_OVER_MEDIAN` times the median."""
+        medium = self.medium_speed()
+        return min(speed or medium, MAX_OVER_MEDIAN * medium)
 
     def _speeds(self) -> list[float]:
-        needs = self.plan.needs
-        return [
-            stage.tokens_per_second * needs[stage.unit].work
-            for known in self._known.values()
-            for stage in known.record.stages
-            if stage.unit < len(needs) and stage.tokens_per_second > 0
-        ]
+        speeds = (_speed_of(known.record, self.plan.needs) for known in self._known.values())
+        return [speed for speed in speeds if speed > 0]
 
     def refresh_routes(self) -> None:
         """Apply this peer's own hosts to all routes."""
@@ -164,16 +168,22 @@ class PipelineView:
         self._refresh(self._routers)
 
     def _refresh(self, routers: list[Router]) -> None:
-        states: list[dict[str, HostState]] = [{} for _ in range(self.plan.num_stages)]
+        sequences: list[dict[str, int]] = [{} for _ in range(self.plan.num_stages)]
         for peer, known in self._known.items():
             for stage in known.record.stages if known.record.state in ACTIVE_STATES else ():
-                if stage.unit < len(states):
-                    states[stage.unit][peer] = HostState(stage.tokens_per_second, known.sequence)
+                if stage.unit < len(sequences):
+                    sequences[stage.unit][peer] = known.sequence
         for number in self.local.hosts:
             self._own_sequence += 1
-            states[number][self._peer_id] = HostState(0.0, self._own_sequence)
+            sequences[number][self._peer_id] = self._own_sequence
         for router in routers:
-            router.update(states)
+            router.update(sequences)
+
+
+def _speed_of(record: PeerRecord, needs: Sequence[StageNeed]) -> float:
+    """Return a host's reported speed, in work per second; 0 for none."""
+    speeds = (stage.tokens_per_second * needs[stage.unit].work for stage in record.stages if stage.unit < len(needs))
+    return max(speeds, default=0.0)
 
 
 def _is_departing(record: PeerRecord) -> bool:

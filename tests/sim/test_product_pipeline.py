@@ -42,8 +42,8 @@ def watch_windows(swarm: ProductSwarm, monkeypatch: pytest.MonkeyPatch) -> dict[
     windows: dict[str, Counter[int]] = defaultdict(Counter)
     send = PipelineTrainer._send
 
-    async def seen(trainer: PipelineTrainer, sent: list[int]) -> Accepted:
-        accepted = await send(trainer, sent)
+    async def seen(trainer: PipelineTrainer, sent: list[int], position: int) -> Accepted:
+        accepted = await send(trainer, sent, position)
         name = next(name for name, peer in swarm.network.peers.items() if peer.peer_id == accepted.id.trainer)
         windows[name].update(sent)
         return accepted

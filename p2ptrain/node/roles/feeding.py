@@ -29,7 +29,7 @@ async def start_view(peer: Peer, plan: PipelinePlan) -> PipelineView:
 def start_sender(peer: Peer, view: PipelineView) -> MicrobatchSender:
     """Return a sender of microbatches; `Peer.close` closes it."""
     # Hosts may still know microbatch numbers of this peer's previous process.
-    sender = MicrobatchSender(view.new_caller(peer.rpc), int(peer.runtime.now() * 1000))
+    sender = MicrobatchSender(view.new_caller(peer.rpc), peer.identity, int(peer.runtime.now() * 1000))
     peer.on_close(sender.tasks.close)
     return sender
 

@@ -33,11 +33,15 @@ from p2ptrain.pipeline.messages import (
     Reply,
     RoundReply,
     RoundRequest,
+    SettleReply,
     SettleRequest,
+    Times,
 )
 from p2ptrain.pipeline.routing.hop import OUTPUT, Caller, ExpectedOutput, answer, refusing, service
 from p2ptrain.pipeline.routing.router import NoHostError
 from p2ptrain.pipeline.routing.send_window import SendWindow
+from p2ptrain.pipeline.signatures import MicrobatchSigner
+from p2ptrain.signing import Signer
 from p2ptrain.tasks import Tasks, together
 
 if TYPE_CHECKING:
@@ -100,6 +104,7 @@ class MicrobatchSender:
     """Sends a trainer's microbatches, and follows the rounds.
 
     Args:
+        signer: Vouches for the key that signs the microbatches.
         first_number: First microbatch number; above all that this peer used in the round before a restart.
         on_done: Called with each microbatch that the committed rounds of all stages contain.
 
@@ -110,7 +115,11 @@ class MicrobatchSender:
     """
 
     def __init__(
-        self, caller: Caller, first_number: int = 0, on_done: Callable[[Accepted], None] | None = None
+        self,
+        caller: Caller,
+        signer: Signer,
+        first_number: int = 0,
+        on_done: Callable[[Accepted], None] | None = None,
     ) -> None:
         self.round = -1
         self.lost = self.resent = 0
@@ -118,6 +127,7 @@ class MicrobatchSender:
         self._caller = caller
         self._rpc = caller.rpc
         self._router = caller.router
+        self._signer = MicrobatchSigner(signer, caller.rpc.swarm, caller.rpc.credential)
         self._on_done = on_done
         self._next = first_number
         self._full = -1
@@ -129,8 +139,12 @@ class MicrobatchSender:
 
     # Sending
 
-    async def send(self, inputs: Payload, targets: Payload, samples: int, tokens: int) -> Accepted:
+    async def send(
+        self, inputs: Payload, targets: Payload, samples: int, tokens: int, position: int | None = None
+    ) -> Accepted:
         """Send a microbatch through all stages, in the round in progress or, if that is full, a later one.
+
+        ``position`` is where its data begin in this trainer's order; None for other data.
 
         Raises:
             TemporaryError: All retries failed, or a stage has no host.
@@ -138,7 +152,7 @@ class MicrobatchSender:
         """
 
         async def attempt(id: MicrobatchId) -> Accepted:
-            return await self._send_once(Hop(id, 0, samples, tokens, (), inputs, targets))
+            return await self._send_once(await self._signed(Hop(id, 0, samples, tokens, (), inputs, targets), position))
 
         return await self._until_through(attempt)
 
@@ -156,7 +170,7 @@ class MicrobatchSender:
         async def attempt(id: MicrobatchId) -> Opened:
             waiting = ExpectedOutput(shape, self._rpc.runtime)
             hop = Hop(id, 0, samples, tokens, (), inputs, targets, requires_grad, returns_output=True)
-            task = self.tasks.call(self._send_once(hop, waiting), f"opened-{id.number}")
+            task = self.tasks.call(self._send_once(await self._signed(hop), waiting), f"opened-{id.number}")
             task.add_done_callback(lambda task: task.cancelled() or task.exception())  # Backward may never be called.
             try:
                 either: set[asyncio.Future[Any]] = {waiting.output, task}
@@ -178,8 +192,9 @@ class MicrobatchSender:
             TemporaryError: The microbatch failed, or a stage has no host.
         """
         await self._until_hosted()
-        hop = Hop(self._new_id(max(0, self.round)), 0, samples, tokens, (), inputs, targets, requires_grad=False)
-        return (await self._send_once(hop)).loss
+        id = self._new_id(await self._known_round())
+        hop = Hop(id, 0, samples, tokens, (), inputs, targets, requires_grad=False)
+        return (await self._send_once(await self._signed(hop))).loss
 
     async def _until_through(self, attempt: Callable[[MicrobatchId], Awaitable[T]]) -> T:
         """Call ``attempt`` with new ids until it succeeds; a wait for a full round is no failure.
@@ -231,7 +246,7 @@ class MicrobatchSender:
             with self._router.sending(route, work):
                 keeps = self._keeps_its_round(hop.id, waiting)
                 reply = await self._caller.send(replace(hop, route=tuple(route[1:])), route[0], tell, keeps)
-            return await self._settle(hop, reply)
+            return await self._settle(hop, reply, waiting.held_seconds if waiting is not None else 0.0)
         except LostError:
             self.lost += 1
             raise
@@ -258,6 +273,9 @@ class MicrobatchSender:
 
         return keeps
 
+    async def _signed(self, hop: Hop, position: int | None = None) -> Hop:
+        return await self._rpc.runtime.offload(self._signer.sign, hop, position)
+
     def _new_id(self, round: int) -> MicrobatchId:
         self._next += 1
         return MicrobatchId(self.peer_id, round, self._next - 1)
@@ -277,49 +295,68 @@ class MicrobatchSender:
                 is_told = True
             await asyncio.sleep(LOOK_SECONDS)
 
+    async def _known_round(self) -> int:
+        """Return the round in progress; wait up to `NO_HOST_SECONDS` for a host that tells it."""
+        try:
+            async with asyncio.timeout(NO_HOST_SECONDS):
+                return await self.round_after(-1)
+        except TimeoutError:
+            raise TemporaryError("no host of stage 0 tells the round in progress: try again later") from None
+
     async def _open_round(self) -> int:
         """Return the round in progress; if it is full, wait up to `FULL_SECONDS` for the next."""
-        deadline = asyncio.get_running_loop().time() + NO_HOST_SECONDS
+        await self._known_round()
         while self.round <= self._full:
             try:
                 async with asyncio.timeout(FULL_SECONDS):
                     await self._moved.wait()
-            except TimeoutError:
-                if self.round >= 0:  # The full round may have lost samples.
-                    self._full = self.round - 1
-                elif asyncio.get_running_loop().time() > deadline:
-                    raise TemporaryError("no host of stage 0 tells the round in progress: try again later") from None
+            except TimeoutError:  # The full round may have lost samples.
+                self._full = self.round - 1
         return self.round
 
     # Settling
 
-    async def _settle(self, hop: Hop, reply: Reply) -> Accepted:
+    async def _settle(self, hop: Hop, reply: Reply, held_seconds: float) -> Accepted:
+        """Settle a microbatch at all hosts of its trail; ``held_seconds`` its output waited here for its gradient."""
         id, accepted = hop.id, Accepted(hop.id, reply.loss, reply.legs)
         if not hop.requires_grad:
             return accepted
         told = await together("settle", (self._report(leg.stage, leg.host, settled=[id]) for leg in reply.legs))
-        missing = [leg for leg, counted in zip(reply.legs, told, strict=True) if not counted]
-        if missing:
+        times = [each[0] for each in told if each]
+        if len(times) < len(told):
+            missing = [leg for leg, each in zip(reply.legs, told, strict=True) if not each]
             where = ", ".join(f"host {leg.host[-8:]} of stage {leg.stage}" for leg in missing)
             raise LostError(f"{id} was lost at {where}")
+        self._measure(hop, reply, times, held_seconds)
         self._accepted[id.round].append(accepted)
         self._account_before(self.round)  # The round may have ended meanwhile.
         return accepted
+
+    def _measure(self, hop: Hop, reply: Reply, times: Sequence[Times], held_seconds: float) -> None:
+        """Measure each host of a trail by others' clocks: its caller's, without the time that its callee held it.
+
+        A host that lies about its neighbours harms all hosts of their stages alike: it meets them by chance.
+        """
+        called = [reply.seconds, *(each.next for each in times)]
+        held = [*(each.held for each in times[1:]), held_seconds]
+        for leg, own, since_call, later in zip(reply.legs, times, called, held, strict=False):
+            self._router.stages[leg.stage].measured(leg.host, hop.tokens, since_call - later, own.busy)
 
     async def _give_up(self, id: MicrobatchId, told: set[tuple[int, str]]) -> None:
         await together("give-up", (self._report(stage, host, abandoned=[id]) for stage, host in told if host))
 
     async def _report(
         self, stage: int, host: str, settled: Sequence[MicrobatchId] = (), abandoned: Sequence[MicrobatchId] = ()
-    ) -> bool:
-        """Report settled and given-up microbatches; return whether the host counted all settled ones."""
+    ) -> list[Times]:
+        """Report settled and given-up microbatches; return the times of the settled ones, or [] if one is missing."""
         request = SettleRequest(_numbers(settled), _numbers(abandoned))
         try:
-            reply = await self._rpc.call(host, f"{service(stage)}.settle", request, Answers, TELL_SECONDS)
+            reply = await self._rpc.call(host, f"{service(stage)}.settle", request, SettleReply, TELL_SECONDS)
         except (PeerError, DeadlineError) as error:
             self._router.failed(host, str(error))
-            return False
-        return reply.answers == (True,) * len(settled)
+            return []
+        times = [each for each in reply.counted if each is not None]
+        return times if len(times) == len(reply.counted) == len(settled) else []
 
     # Rounds
 

@@ -139,7 +139,7 @@ class PipelineTrainer:
         first = self._position.take(size)
         windows = [self._sampler.order.at(first + row) for row in range(size)]
         try:
-            accepted = await self._send(windows)
+            accepted = await self._send(windows, first)
         except LostError as error:
             logger.info("%s", error)
         except TemporaryError as error:
@@ -153,11 +153,11 @@ class PipelineTrainer:
             self._failures, self.progress.note = 0, ""
             self._count(accepted, size * self._context)
 
-    async def _send(self, windows: Sequence[int]) -> Accepted:
-        return await self._sender.send(*self._batch(self._corpus.train, windows))
+    async def _send(self, windows: Sequence[int], position: int) -> Accepted:
+        return await self._sender.send(*self._batch(self._corpus.train, windows), position)
 
     def _batch(self, text: Tokens, windows: Sequence[int]) -> tuple[Payload, Payload, int, int]:
-        """Return the arguments of `MicrobatchSender.send` for windows of a text."""
+        """Return the data for `MicrobatchSender.send`, and their samples and tokens, for windows of a text."""
         context = self._context
         rows = [text[window * context : (window + 1) * context + 1] for window in windows]
         tokens = torch.from_numpy(np.stack(rows).astype(np.int64))

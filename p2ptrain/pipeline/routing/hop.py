@@ -94,11 +94,13 @@ class ExpectedOutput:
 
     Attributes:
         output: Resolves with the output in fp32.
+        held_seconds: From its arrival until the gradient was packed.
     """
 
     def __init__(self, shape: tuple[int, ...], runtime: Runtime) -> None:
         loop = asyncio.get_running_loop()
         self.output: asyncio.Future[torch.Tensor] = loop.create_future()
+        self.held_seconds = 0.0
         self._gradient: asyncio.Future[torch.Tensor] = loop.create_future()
         self._shape = shape
         self._runtime = runtime
@@ -120,6 +122,7 @@ class ExpectedOutput:
             BadMicrobatchError: The shape differs, or output or gradient cannot be encoded in the codec.
         """
         self.check(output)
+        arrived = asyncio.get_running_loop().time()
         try:
             await self._runtime.offload(check_values, output)
             values = await self._runtime.offload(unpack, output)
@@ -127,7 +130,9 @@ class ExpectedOutput:
                 self.output.set_result(values)
             if not requires_grad:
                 return None
-            return await self._runtime.offload(pack, await asyncio.shield(self._gradient), output.codec)
+            gradient = await self._runtime.offload(pack, await asyncio.shield(self._gradient), output.codec)
+            self.held_seconds = asyncio.get_running_loop().time() - arrived
+            return gradient
         except CodecError as error:
             raise BadMicrobatchError(f"an output, or its gradient, cannot be used: {error}") from error
 
@@ -206,7 +211,7 @@ class Caller:
                 refused.clear()  # All are full: retry after a pause.
                 await rest()
                 continue
-            planned = ""
+            planned, asked = "", asyncio.get_running_loop().time()
             if host != told:  # A substitute of this peer has to know the host.
                 told = host
                 await heard(hop.stage, host)
@@ -235,10 +240,7 @@ class Caller:
                 if isinstance(error, ProtocolError):
                     self.rpc.count_refusal(host, BAD_ANSWER)
             else:
-                if hop.requires_grad:
-                    own = reply.legs[0]
-                    stage.measured(host, hop.tokens, own.forward_seconds + own.backward_seconds)
-                return reply
+                return replace(reply, seconds=asyncio.get_running_loop().time() - asked)
             logger.info("stage %d: host %s failed %s: %s", hop.stage, host[-8:], hop.id, failures[host])
             await rest()
         reasons = "; ".join(f"{host[-8:]}: {reason}" for host, reason in failures.items()) or "all of them are full"

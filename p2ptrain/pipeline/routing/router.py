@@ -1,8 +1,11 @@
-"""Microbatch routes: interleaved weighted round robin over each stage's hosts, by measured throughput.
+"""Microbatch routes: interleaved weighted round robin over each stage's hosts, by the throughput that callers measure.
 
 Each host has a virtual time, at which it completes its assigned work. The next microbatch goes to the host with the
 least virtual time (SWARM parallelism, arXiv 2301.11913, section 3.2: stochastic wiring). So shares are proportional to
 throughput, and fast hosts' turns are spread evenly among those of slow ones.
+
+No host's claim about itself counts. An unmeasured host begins at the median of the measured ones. A host's measure is
+the mean time for a unit of work: in a mean of rates, as in SWARM's code, one reply from memory would outweigh ten.
 
 A host gets no more while it holds more than its share of the work in flight. Measurements lag: without this bound,
 microbatches pile up at an overrated host, and the round waits for it.
@@ -21,8 +24,10 @@ from random import Random
 from p2ptrain.pipeline.messages import HopFailedError
 
 MEASURE_WEIGHT = 0.1
-"""Weight of the newest measurement in a host's throughput, as in SWARM's code."""
-DEFAULT_THROUGHPUT = 1.0
+"""Least weight of the newest measurement, as in SWARM's code; the first ones weigh more."""
+MAX_SLOWER = 4.0
+"""Bound on one measurement, relative to the known time: a wait for a round says little about a host."""
+MIN_SECONDS = 1e-9
 
 
 class NoHostError(HopFailedError):
@@ -33,19 +38,21 @@ class NoHostError(HopFailedError):
         self.stage = stage
 
 
-@dataclass(frozen=True)
-class HostState:
-    """A host, as its record describes it: expected work per second, 0 if unknown, and the record's sequence."""
-
-    throughput: float
-    sequence: int
-
-
 @dataclass
 class _Host:
-    state: HostState
+    """A host with its record's sequence.
+
+    Attributes:
+        seconds: For a unit of work, by other clocks; 0 before the first of ``num_measured``.
+        claimed: For a unit of work, as the host claims.
+        under_way: Work in flight.
+    """
+
+    sequence: int
     virtual_time: float
-    measured: float | None = None
+    seconds: float = 0.0
+    claimed: float = 0.0
+    num_measured: int = 0
     under_way: float = 0.0
 
 
@@ -64,47 +71,60 @@ class StageRouter:
         """Hosts that may be drawn."""
         return tuple(self._hosts)
 
-    def update(self, states: Mapping[str, HostState]) -> None:
-        """Replace the stage's hosts by those in the directory."""
-        self._hosts = {host: known for host, known in self._hosts.items() if host in states}
-        self._failed = {host: failure for host, failure in self._failed.items() if host in states}
-        for host, state in states.items():
+    def update(self, sequences: Mapping[str, int]) -> None:
+        """Replace the stage's hosts by those in the directory, with their records' sequences."""
+        self._hosts = {host: known for host, known in self._hosts.items() if host in sequences}
+        self._failed = {host: failure for host, failure in self._failed.items() if host in sequences}
+        for host, sequence in sequences.items():
             failed_at, _ = self._failed.get(host, (-1, ""))
-            if state.sequence <= failed_at:
+            if sequence <= failed_at:
                 continue
             self._failed.pop(host, None)
             known = self._hosts.get(host)
             if known is not None:
-                known.state = state
+                known.sequence = sequence
             else:  # A new host does not catch up on past work.
-                self._hosts[host] = _Host(state, min((each.virtual_time for each in self._hosts.values()), default=0.0))
+                least = min((each.virtual_time for each in self._hosts.values()), default=0.0)
+                self._hosts[host] = _Host(sequence, least)
 
     def failed(self, host: str, reason: str) -> None:
         """Exclude a host until it publishes a newer record."""
         known = self._hosts.pop(host, None)
         if known is not None:
-            self._failed[host] = (known.state.sequence, reason)
+            self._failed[host] = (known.sequence, reason)
 
     def has_failed(self, host: str) -> bool:
         return host in self._failed
 
-    def measured(self, host: str, work: float, seconds: float) -> None:
-        """Update a host's throughput with a measurement."""
+    def measured(self, host: str, work: float, seconds: float, claimed: float) -> None:
+        """Update a host's throughput with the time that it took for ``work``: by other clocks, and as it claims."""
         known = self._hosts.get(host)
-        if known is None or not seconds > 0:
+        if known is None or not work > 0:
             return
-        rate, before = work / seconds, known.measured
-        known.measured = rate if before is None else before + MEASURE_WEIGHT * (rate - before)
+        others = [each for each in self._hosts.values() if each.num_measured]
+        for name, sample in (("seconds", seconds), ("claimed", claimed)):
+            sample = max(sample / work, MIN_SECONDS)
+            if others:
+                typical = statistics.median(getattr(each, name) for each in others)
+                before = getattr(known, name) if known.num_measured else typical
+                weight = max(MEASURE_WEIGHT, 1.0 / (known.num_measured + 2))
+                sample = before + weight * (min(sample, MAX_SLOWER * before) - before)
+            setattr(known, name, sample)
+        known.num_measured += 1
 
-    def throughput(self, host: str) -> float:
-        """Return a host's work per second: measured, else reported, else the median of the others."""
-        known = self._hosts[host]
-        if known.measured is not None:
-            return known.measured
-        if known.state.throughput > 0:
-            return known.state.throughput
-        others = [each.measured or each.state.throughput for each in self._hosts.values()]
-        return statistics.median([rate for rate in others if rate > 0] or [DEFAULT_THROUGHPUT])
+    def throughputs(self) -> dict[str, float]:
+        """Return each host's work per second; for an unmeasured one, the median. It is 1 before any measurement.
+
+        A measured time has the links' in it, and waits for rounds, so a host's claim is shorter. It counts as far as
+        claims of the stage's other hosts are shorter than their measured times.
+        """
+        measured = [known for known in self._hosts.values() if known.num_measured]
+        if not measured:
+            return dict.fromkeys(self._hosts, 1.0)
+        usual = max(1.0, statistics.median_low(known.seconds / known.claimed for known in measured))
+        seconds = {host: max(known.claimed, known.seconds / usual) for host, known in self._hosts.items()}
+        typical = statistics.median(seconds[host] for host, known in self._hosts.items() if known.num_measured)
+        return {host: 1.0 / (seconds[host] or typical) for host in seconds}
 
     def draw(self, work: float, without: Collection[str] = ()) -> str:
         """Return the host for the next ``work``, but none of ``without``.
@@ -116,12 +136,14 @@ class StageRouter:
         if not candidates:
             reasons = [f"{host[-8:]} {reason}" for host, (_, reason) in self._failed.items()]
             raise NoHostError(self.stage, "; ".join(reasons[:3]) or "nobody says that it hosts it")
-        rates = {host: self.throughput(host) for host in candidates}
-        share = (sum(self._hosts[host].under_way for host in candidates) + work) / sum(rates.values())
+        rates = self.throughputs()
+        share = sum(self._hosts[host].under_way for host in candidates) + work
+        share /= sum(rates[host] for host in candidates)
         # Never empty but for rounding: together they hold less than their shares.
         behind = [host for host in candidates if self._hosts[host].under_way <= share * rates[host]] or candidates
         host = min(behind, key=lambda each: (self._hosts[each].virtual_time, self._random.random()))
-        self._hosts[host].virtual_time += work / rates[host]
+        # Relative to the others, or the turns before the first measurement would weigh far more, or less.
+        self._hosts[host].virtual_time += work * statistics.fmean(rates.values()) / rates[host]
         return host
 
     def note_under_way(self, host: str, work: float) -> None:
@@ -138,9 +160,9 @@ class Router:
         self.failovers = 0
         self.stages = [StageRouter(stage, random) for stage in range(num_stages)]
 
-    def update(self, states: Sequence[Mapping[str, HostState]]) -> None:
+    def update(self, sequences: Sequence[Mapping[str, int]]) -> None:
         """Replace the hosts of all stages by those in the directory."""
-        for stage, hosts in zip(self.stages, states, strict=True):
+        for stage, hosts in zip(self.stages, sequences, strict=True):
             stage.update(hosts)
 
     def failed(self, host: str, reason: str) -> None:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 
 from p2ptrain.errors import P2PTrainError
 from p2ptrain.pipeline.messages import (
+    MAX_SECONDS,
     BadMicrobatchError,
     FullError,
     Hop,
@@ -31,9 +32,11 @@ from p2ptrain.pipeline.messages import (
     OtherRoundError,
     Payload,
     Reply,
+    Times,
 )
 from p2ptrain.pipeline.routing.hop import Caller, Tell
 from p2ptrain.pipeline.routing.router import MEASURE_WEIGHT
+from p2ptrain.pipeline.stage.budget import Amounts, Budget
 from p2ptrain.pipeline.stage.gradients import Added, GradientSum, StageGradients
 from p2ptrain.pipeline.stage.ledger import Ledger, State
 from p2ptrain.pipeline.stage.worker import StageWorker
@@ -49,10 +52,9 @@ NEXT_ROUND_SECONDS = 120.0
 """Timeout of an early microbatch, until its round begins."""
 UNDO_SECONDS = 2.0
 """Timeout of pending removals from the sum when the host closes."""
-MAX_EARLY = 256
-MAX_EVALUATIONS = 8
-"""Concurrent forward-only microbatches."""
 MAX_REMEMBERED_ROUNDS = 8
+SIGNED_TWICE = "another microbatch of the same number"
+"""Cause under which a trainer's second claim with one id is counted."""
 
 
 class AdmissionQueue:
@@ -86,10 +88,11 @@ class AdmissionQueue:
 
 @dataclass(frozen=True)
 class _Kept:
-    """A counted, unsettled microbatch: the record for its removal from the sum, and the reply."""
+    """A counted, unsettled microbatch: the record for its removal from the sum, and for its trainer."""
 
     added: Added
     reply: Reply
+    times: Times
 
 
 class StageHost:
@@ -110,7 +113,9 @@ class StageHost:
         self._tasks = Tasks()
         self._in_flight: dict[MicrobatchId, InFlight] = {}
         self._changed = asyncio.Event()
-        self._num_early = self._num_evaluations = 0
+        limits = worker.limits
+        self._early = Budget(Amounts(limits.max_early), limits.max_share, "wait for the next round")
+        self._evaluated = Budget(Amounts(limits.max_evaluations), limits.max_share, "are being evaluated")
         self._done: dict[int, frozenset[MicrobatchId]] = {}
         self._asked_at = asyncio.get_running_loop().time()
         self._is_leaving = self._is_closed = False
@@ -137,8 +142,10 @@ class StageHost:
         """Raise what `take` would raise, as far as is known before the tensors arrive."""
         self._check_leaving(hop)
         self.worker.check_shapes(hop)
-        if hop.requires_grad and hop.id.round <= self.ledger.round and self.ledger.find(hop.id) is None:
-            self.ledger.check(hop.id, hop.num_bytes)
+        if not hop.requires_grad:
+            self._check_age(hop)
+        elif hop.id.round <= self.ledger.round and self.ledger.find(hop.id) is None:
+            self.ledger.check(hop.id, hop.samples, hop.num_bytes)
 
     async def take(self, hop: Hop, tell: Tell, on_admitted: Callable[[], None] = lambda: None) -> Reply:
         """Process a microbatch through this stage and all later ones; return the reply.
@@ -153,7 +160,7 @@ class StageHost:
             BadMicrobatchError: It does not fit, or its values are not finite.
             HopFailedError: A later stage failed.
         """
-        self._asked_at = asyncio.get_running_loop().time()
+        arrived = self._asked_at = asyncio.get_running_loop().time()
         self._check_leaving(hop)
         self.worker.check_shapes(hop)
         if not hop.requires_grad:
@@ -161,16 +168,17 @@ class StageHost:
         await self._in_its_round(hop)
         self._check_leaving(hop)
         known, in_flight = self.ledger.find(hop.id), self._in_flight.get(hop.id)
-        if known is not None and (known.samples, known.tokens) != (hop.samples, hop.tokens):
+        if known is not None and known.signature != hop.signature.value:  # Its trainer signed both.
+            self._caller.rpc.count_refusal(hop.id.trainer, SIGNED_TWICE)
             raise BadMicrobatchError(f"{hop.id} is another microbatch than the one that came before")
         if in_flight is None and known is not None:
             if known.kept is None:
                 raise BadMicrobatchError(f"{hop.id} is settled already")
             return known.kept.reply
         if in_flight is None:
-            self.ledger.admit(hop.id, hop.samples, hop.tokens, hop.num_bytes)
+            self.ledger.admit(hop.id, hop.samples, hop.tokens, hop.num_bytes, hop.signature.value)
             on_admitted()
-            task = self._tasks.call(self._learn(hop), f"microbatch-{hop.id.number}")
+            task = self._tasks.call(self._learn(hop, arrived), f"microbatch-{hop.id.number}")
             in_flight = self._in_flight[hop.id] = InFlight(hop.id, task)
             task.add_done_callback(lambda task: self._ended(hop.id, task))
         return await in_flight.join(tell)
@@ -180,28 +188,29 @@ class StageHost:
         if self._is_closed or (self._is_leaving and hop.requires_grad and self.ledger.find(hop.id) is None):
             raise FullError("this host leaves its stage: go to another one")
 
+    def _check_age(self, hop: Hop) -> None:
+        """Raise `OtherRoundError` for an old evaluation; no ledger tells whether it is a replay."""
+        if hop.id.round < self.ledger.round - 1:
+            raise OtherRoundError(f"{hop.id} came too late: this host is in round {self.ledger.round}", is_late=True)
+
     async def _in_its_round(self, hop: Hop) -> None:
         """Wait up to `NEXT_ROUND_SECONDS` for the round of an early microbatch."""
         if hop.id.round <= self.ledger.round:
             return
         self._queue.note_over()
-        if self._num_early >= MAX_EARLY:
-            raise FullError(f"{MAX_EARLY} microbatches wait for the next round")
-        self._num_early += 1
-        try:
-            async with asyncio.timeout(NEXT_ROUND_SECONDS):
-                while hop.id.round > self.ledger.round:
-                    self._check_leaving(hop)
-                    await self._changed.wait()
-        except TimeoutError:
-            reason = f"{hop.id} came too early: this host is in round {self.ledger.round}"
-            raise OtherRoundError(reason, is_late=False) from None
-        finally:
-            self._num_early -= 1
+        with self._early.hold(hop.id.trainer, Amounts(1)):
+            try:
+                async with asyncio.timeout(NEXT_ROUND_SECONDS):
+                    while hop.id.round > self.ledger.round:
+                        self._check_leaving(hop)
+                        await self._changed.wait()
+            except TimeoutError:
+                reason = f"{hop.id} came too early: this host is in round {self.ledger.round}"
+                raise OtherRoundError(reason, is_late=False) from None
 
     # Forward, onward and back
 
-    async def _learn(self, hop: Hop) -> Reply:
+    async def _learn(self, hop: Hop, arrived: float) -> Reply:
         """Process an admitted microbatch, and count it."""
         worker, tell = self.worker, self._in_flight[hop.id].tell
         await worker.check_values(hop)
@@ -210,33 +219,32 @@ class StageHost:
         if worker.ends(hop):
             await tell(worker.number, self._caller.rpc.peer_id)
             back = await self.gradients.add(hop, hop.targets)
-            reply = Reply(back.result.loss, (self._leg(0.0, back.seconds),), back.result.gradient)
-            return self._count(hop, reply, back.result.added, back.busy_seconds)
+            reply = Reply(back.result.loss, (self._leg(),), back.result.gradient)
+            times = Times(_until_now(arrived), 0.0, min(back.seconds, MAX_SECONDS))
+            return self._count(hop, reply, back.result.added, back.busy_seconds, times)
         output = await worker.forward(hop.inputs)
         await tell(worker.number, self._caller.rpc.peer_id)
         after = await self._onward(hop, output.result, tell)
         assert after.gradient is not None
         back = await self.gradients.add(hop, after.gradient)
-        reply = Reply(after.loss, (self._leg(output.seconds, back.seconds), *after.legs), back.result.gradient)
-        return self._count(hop, reply, back.result.added, output.busy_seconds + back.busy_seconds)
+        reply = Reply(after.loss, (self._leg(), *after.legs), back.result.gradient)
+        busy = min(output.seconds + back.seconds, MAX_SECONDS)
+        times = Times(_until_now(arrived), min(after.seconds, MAX_SECONDS), busy)
+        return self._count(hop, reply, back.result.added, output.busy_seconds + back.busy_seconds, times)
 
     async def _evaluate(self, hop: Hop, tell: Tell) -> Reply:
         """Run a microbatch forward for its loss; nothing of it counts or is stored."""
         worker = self.worker
-        if self._num_evaluations >= MAX_EVALUATIONS:
-            raise FullError(f"{MAX_EVALUATIONS} evaluations are under way: come again, or go to another host")
-        self._num_evaluations += 1
-        try:
+        self._check_age(hop)
+        with self._evaluated.hold(hop.id.trainer, Amounts(1)):
             await worker.check_values(hop)
             if worker.ends(hop):
                 loss = await worker.evaluate(hop)
-                return Reply(loss.result, (self._leg(loss.seconds, 0.0),), None)
+                return Reply(loss.result, (self._leg(),), None)
             output = await worker.forward(hop.inputs)
             await tell(worker.number, self._caller.rpc.peer_id)
             after = await self._onward(hop, output.result, tell)
-            return replace(after, legs=(self._leg(output.seconds, 0.0), *after.legs))
-        finally:
-            self._num_evaluations -= 1
+            return replace(after, legs=(self._leg(), *after.legs))
 
     async def _onward(self, hop: Hop, output: Payload, tell: Tell) -> Reply:
         """Return the reply of the later stages; after the last one, of the trainer."""
@@ -244,24 +252,28 @@ class StageHost:
             return await self._caller.return_output(hop, output)
         onward = replace(hop, stage=self.worker.number + 1, inputs=output, route=hop.route[1:])
         try:
-            return await self._caller.send(onward, hop.route[0] if hop.route else "", tell)
+            reply = await self._caller.send(onward, hop.route[0] if hop.route else "", tell)
         except OtherRoundError as error:
             if error.is_late and hop.requires_grad and hop.id.round == self.ledger.round:
                 self._queue.note_over()
             raise
+        if hop.requires_grad:  # With the later stages' time, which is the same for all of its substitutes.
+            stage = self._caller.router.stages[onward.stage]
+            stage.measured(reply.legs[0].host, hop.tokens, reply.seconds, reply.seconds)
+        return reply
 
-    def _leg(self, forward_seconds: float, backward_seconds: float) -> Leg:
-        return Leg(self.worker.number, self._caller.rpc.peer_id, forward_seconds, backward_seconds)
+    def _leg(self) -> Leg:
+        return Leg(self.worker.number, self._caller.rpc.peer_id)
 
     # Counting and giving up
 
-    def _count(self, hop: Hop, reply: Reply, added: Added, busy_seconds: float) -> Reply:
+    def _count(self, hop: Hop, reply: Reply, added: Added, busy_seconds: float, times: Times) -> Reply:
         loop = asyncio.get_running_loop()
         now = loop.time()
         if busy_seconds > 0:
             rate, known = hop.tokens / busy_seconds, self.tokens_per_second
             self.tokens_per_second = known + MEASURE_WEIGHT * (rate - known) if known else rate
-        self.ledger.counted(hop.id, _Kept(added, reply), now)
+        self.ledger.counted(hop.id, _Kept(added, reply, times), now)
         loop.call_later(FORGET_SECONDS, self._forget, hop.id, now)
         return reply
 
@@ -286,11 +298,13 @@ class StageHost:
         if kept is not None:
             self.gradients.take_out(kept.added)
 
-    def settle(self, id: MicrobatchId) -> bool:
-        """Settle a microbatch; return whether it was counted here."""
+    def settle(self, id: MicrobatchId) -> Times | None:
+        """Settle a microbatch; return its times, or None if it was not counted here."""
+        entry = self.ledger.find(id)
+        times = entry.kept.times if entry is not None and entry.kept is not None else Times(0.0, 0.0, 0.0)
         is_here = self.ledger.settle(id)
         self._notify()
-        return is_here
+        return times if is_here else None
 
     def abandon(self, id: MicrobatchId) -> None:
         """Give up a microbatch that its trainer gave up, or that another host of this stage counted."""
@@ -388,3 +402,7 @@ class InFlight:
         for news in list(self._callers):
             with contextlib.suppress(P2PTrainError):  # A caller that is gone does not affect the others.
                 await news(stage, host)
+
+
+def _until_now(since: float) -> float:
+    return min(asyncio.get_running_loop().time() - since, MAX_SECONDS)

@@ -58,7 +58,7 @@ class HostedStage:
         self._following, self._completing = Tasks(), Tasks()
         self._queue = AdmissionQueue()
         self.host = StageHost(worker, view.new_caller(rpc, options.hop_limits), NOT_YET, self._queue)
-        self._service = HostService(self.host, rpc)
+        self._service = HostService(self.host, rpc, signer)
         units = view.plan.units(self.number)
         self.units = [host_unit(view, unit, self.host.gradients, rpc, signer, options) for unit in units]
         self.rounds = StageRounds(

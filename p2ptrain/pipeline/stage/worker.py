@@ -15,9 +15,9 @@ from p2ptrain.codecs.base import CodecError
 from p2ptrain.models.stage import WHOLE, StageContext
 from p2ptrain.pipeline.messages import BadMicrobatchError, Hop, Payload, check_values, pack, unpack
 from p2ptrain.pipeline.plan import PipelinePlan
+from p2ptrain.pipeline.stage.budget import Limits
 from p2ptrain.pipeline.stage.compute import StageCompute
 from p2ptrain.pipeline.stage.device import Device, Pass, Timed
-from p2ptrain.pipeline.stage.ledger import Limits
 
 T = TypeVar("T")
 

@@ -209,7 +209,7 @@ class PipelinePeer:
     async def start_feeding(self) -> MicrobatchSender:
         caller = self.view.new_caller(self.rpc, HOP_LIMITS)
         first = self.peer.incarnation << 32
-        self.feeder = MicrobatchSender(caller, first, lambda accepted: self.done.append(accepted.id))
+        self.feeder = MicrobatchSender(caller, self.peer.signer, first, lambda accepted: self.done.append(accepted.id))
         return self.feeder
 
     async def send(self, number: int) -> Accepted:

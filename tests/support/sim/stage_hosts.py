@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -15,14 +15,15 @@ from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.schema import to_wire
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
-from p2ptrain.pipeline.messages import Answers, Hop, HopRequest, MicrobatchId, Reply, SettleRequest, pack
+from p2ptrain.pipeline.messages import Hop, HopRequest, MicrobatchId, Reply, SettleReply, SettleRequest, pack
 from p2ptrain.pipeline.plan import PipelinePlan
 from p2ptrain.pipeline.routing.hop import Caller, HopLimits, service
-from p2ptrain.pipeline.routing.router import HostState, Router
+from p2ptrain.pipeline.routing.router import Router
+from p2ptrain.pipeline.signatures import MicrobatchSigner
+from p2ptrain.pipeline.stage.budget import Limits
 from p2ptrain.pipeline.stage.compute import StageCompute
 from p2ptrain.pipeline.stage.gradients import GradientSum
 from p2ptrain.pipeline.stage.host import AdmissionQueue, StageHost
-from p2ptrain.pipeline.stage.ledger import Limits
 from p2ptrain.pipeline.stage.service import HostService
 from p2ptrain.pipeline.stage.worker import StageWorker
 from tests.support.sim.peers import SWARM, Member, end_members, start_member
@@ -99,6 +100,7 @@ class Hosts:
     hosts: list[HostPeer]
     trainers: list[Member]
     gate: AdmissionQueue
+    signers: dict[str, MicrobatchSigner] = field(default_factory=dict)
 
     @property
     def codec(self) -> str:
@@ -112,7 +114,7 @@ class Hosts:
         compute, device = StageCompute(stage_of(plan, stage)), SlowDevice(peer.runtime, PASS_SECONDS)
         worker, total = StageWorker(plan, stage, compute, device, self.limits), ExactSum(compute.parameters)
         host = StageHost(worker, Caller(rpc, router, limits=HOP_LIMITS), 0, self.gate, total)
-        HostService(host, rpc)
+        HostService(host, rpc, peer.signer)
         await rpc.start()
         made = HostPeer(peer, rpc, host, total, router)
         self.hosts.append(made)
@@ -127,7 +129,7 @@ class Hosts:
         """Let all hosts know who hosts what; of peers that only say so, too."""
         states = self._states(sequence)
         for name, stage in liars.items():
-            states[stage][self.network.peers[name].peer_id] = HostState(1.0, sequence)
+            states[stage][self.network.peers[name].peer_id] = sequence
         for each in self.hosts:
             each.router.update(states)
 
@@ -136,25 +138,32 @@ class Hosts:
         router.update(self._states(1))
         return router
 
-    def _states(self, sequence: int) -> list[dict[str, HostState]]:
-        states: list[dict[str, HostState]] = [{} for _ in range(self.plan.num_stages)]
+    def _states(self, sequence: int) -> list[dict[str, int]]:
+        states: list[dict[str, int]] = [{} for _ in range(self.plan.num_stages)]
         for each in self.hosts:
-            states[each.stage][each.id] = HostState(1.0, sequence)
+            states[each.stage][each.id] = sequence
         return states
 
-    def hop(self, trainer: Member, number: int, *route: HostPeer, round: int = 0) -> Hop:
+    def sign(self, trainer: Member, hop: Hop) -> Hop:
+        """The same with its trainer's signature."""
+        peer = trainer.peer
+        if peer.peer_id not in self.signers:
+            self.signers[peer.peer_id] = MicrobatchSigner(peer.signer, SWARM)
+        return self.signers[peer.peer_id].sign(hop, None)
+
+    def hop(self, trainer: Member, number: int, *route: HostPeer, round: int = 0, requires_grad: bool = True) -> Hop:
         """A microbatch for the first stage; the data follow from its number."""
         tokens = sample(self.plan.manifest, number)
         inputs, targets = pack(tokens[:, :-1], self.codec), pack(tokens[:, 1:], self.codec)
-        id = MicrobatchId(trainer.rpc.peer_id, round, number)
-        return Hop(id, 0, SAMPLES, tokens[:, 1:].numel(), tuple(each.id for each in route), inputs, targets)
+        id, names = MicrobatchId(trainer.rpc.peer_id, round, number), tuple(each.id for each in route)
+        return self.sign(trainer, Hop(id, 0, SAMPLES, tokens[:, 1:].numel(), names, inputs, targets, requires_grad))
 
-    def hidden(self, trainer: Member, number: int, *route: HostPeer) -> Hop:
+    def hidden(self, trainer: Member, number: int, *route: HostPeer, round: int = 0, requires_grad: bool = True) -> Hop:
         """The same as it comes to the second stage."""
-        hop = self.hop(trainer, number, *route)
+        hop = self.hop(trainer, number, *route, round=round, requires_grad=requires_grad)
         values = StageCompute(stage_of(self.plan, 0))
         output = values.forward(sample(self.plan.manifest, number)[:, :-1])
-        return Hop(hop.id, 1, hop.samples, hop.tokens, hop.route, pack(output, self.codec), hop.targets)
+        return replace(hop, stage=1, inputs=pack(output, self.codec))
 
     async def send(self, trainer: Member, hop: Hop, planned: HostPeer) -> Reply:
         caller = Caller(trainer.rpc, self.router(trainer), limits=HOP_LIMITS)
@@ -165,8 +174,8 @@ class Hosts:
     ) -> list[bool]:
         """Tell a host what is settled and what is given up; whether it counted the former."""
         request = SettleRequest(tuple((0, each) for each in numbers), tuple((0, each) for each in abandoned))
-        reply = await trainer.rpc.call(host.id, f"{host.service}.settle", request, Answers, 5.0)
-        return list(reply.answers)
+        reply = await trainer.rpc.call(host.id, f"{host.service}.settle", request, SettleReply, 5.0)
+        return [times is not None for times in reply.counted]
 
 
 def expected_sums(plan: PipelinePlan, numbers: list[int]) -> list[torch.Tensor]:

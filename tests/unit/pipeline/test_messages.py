@@ -10,6 +10,7 @@ from p2ptrain.errors import IntegrityError
 from p2ptrain.network.schema import from_wire, to_wire
 from p2ptrain.pipeline.messages import (
     IDS,
+    UNSIGNED,
     FromHost,
     HopFailedError,
     HopRequest,
@@ -21,6 +22,7 @@ from p2ptrain.pipeline.messages import (
 HOP: dict[str, Any] = {
     "id": ["a", 0, 0], "samples": 2, "tokens": 16, "route": ["b"], "inputs": {"codec": "int8", "shape": [2, 8, 16]},
     "targets": {"codec": IDS, "shape": [2, 8]}, "requires_grad": True, "returns_output": False,
+    "signature": to_wire(UNSIGNED),
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from p2ptrain.network.records.record import PeerRecord, StageReport
 from p2ptrain.pipeline.messages import Hop, Reply
+from p2ptrain.pipeline.placement import StageNeed, best_move
 from p2ptrain.pipeline.plan import PipelinePlan
 from p2ptrain.pipeline.routing.hop import Tell
 from p2ptrain.pipeline.routing.router import Router
@@ -140,12 +141,23 @@ def test_units_that_the_plan_does_not_have_are_in_no_routes(view: PipelineView) 
 
 def test_placement_counts_hosts_with_the_speed_that_they_tell_or_a_medium_one(view: PipelineView) -> None:
     assert view.medium_speed() == 1.0
-    told(view, record("a", 0), record("b", 1, speed=30.0), record("c", 2, speed=0.0))
+    told(view, record("a", 0), record("b", 1, speed=15.0), record("c", 2, speed=0.0))
     needs = view.plan.needs
     speeds = {host.peer: host.speed for host in view.hosts()}
     assert speeds["a"] == 10.0 * needs[0].work
-    assert speeds["b"] == 30.0 * needs[1].work
-    assert speeds["c"] == view.medium_speed() == (speeds["a"] + speeds["b"]) / 2
+    assert speeds["b"] == 15.0 * needs[1].work
+    assert speeds["c"] == view.medium_speed() == min(speeds["a"], speeds["b"])
+
+
+@pytest.mark.parametrize("claim", [20.0, 1e4, 1e18])
+def test_one_host_that_claims_to_be_fast_draws_nobody_away_from_its_stage(claim: float) -> None:
+    view = make_view(2)
+    work = [need.work for need in view.plan.needs]
+    honest = [record(f"{stage}-{number}", stage, speed=10.0 / work[stage]) for stage in range(2) for number in range(4)]
+    told(view, *honest, record("last", 1, speed=10.0 / work[1]), record("liar", 0, speed=claim))
+    speeds = {host.peer: host.speed for host in view.hosts()}
+    assert speeds == pytest.approx({**dict.fromkeys(speeds, 10.0), "liar": 20.0}, rel=0.3)
+    assert best_move([StageNeed(1.0)] * 2, view.hosts()) is None
 
 
 def test_those_that_are_still_deciding_count_for_those_with_larger_ids_alone(view: PipelineView) -> None:

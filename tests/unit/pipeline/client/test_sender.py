@@ -24,7 +24,7 @@ async def _sender(swarm: Hosts) -> AsyncIterator[MicrobatchSender]:
     trainer = swarm.trainers[0]
     router = swarm.router(trainer)
     caller = Caller(trainer.rpc, router, limits=HOP_LIMITS)
-    sender = MicrobatchSender(caller)
+    sender = MicrobatchSender(caller, trainer.peer.signer)
     try:
         yield sender
     finally:

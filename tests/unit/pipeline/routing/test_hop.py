@@ -35,7 +35,7 @@ LIAR = "the liar's id"
 
 def reply_of(request: HopRequest, **changes: object) -> dict[str, Any]:
     """A reply that is right but for some fields."""
-    leg = [1, LIAR, 0.1, 0.1]
+    leg = [1, LIAR]
     return {"type": "reply", "loss": 1.0, "legs": [leg], "gradient": to_wire(request.inputs), **changes}
 
 
@@ -110,9 +110,9 @@ LIES = {
     "news of no stage": (say(News(2, "x")), True),
     "endless news": (say(*[News(1, "x")] * 5000), True),
     "an empty trail": (trail(), True),
-    "a trail of another host": (trail([1, "another", 0.1, 0.1]), True),
-    "a trail of another stage": (trail([0, LIAR, 0.1, 0.1]), True),
-    "a trail through more stages than there are": (trail([1, LIAR, 0.1, 0.1], [2, LIAR, 0.1, 0.1]), True),
+    "a trail of another host": (trail([1, "another"]), True),
+    "a trail of another stage": (trail([0, LIAR]), True),
+    "a trail through more stages than there are": (trail([1, LIAR], [2, LIAR]), True),
     "no gradient's head": (answer(gradient=None), True),
     "a gradient of another shape": (head("fp32", 2, 16, 8), True),
     "a gradient of another size": (head("fp32", 2, 8, 17), True),

@@ -13,7 +13,7 @@ from p2ptrain.errors import PeerRefusedError
 from p2ptrain.network.schema import to_wire
 from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.pipeline.messages import IDS, FromHost, Hop, Payload, Refused, pack
-from p2ptrain.pipeline.stage.ledger import Limits
+from p2ptrain.pipeline.stage.budget import Limits
 from tests.support.coroutines import simulated
 from tests.support.sim.stage_hosts import (
     Hosts,
@@ -31,33 +31,37 @@ REFUSED = (RefusedError, PeerRefusedError)
 # What a hop may be
 
 
+Sign = Callable[[Hop], Hop]
+Change = Callable[[Hop, Sign], tuple[dict[str, Any], list[Any]]]
+
+
 @dataclass(frozen=True)
 class Case:
     """A bad hop.
 
     Attributes:
-        change: Makes it of a good one: request and payloads.
+        change: Makes it of a good one, and of what signs it: request and payloads.
         reason: What the refusal says.
         cause: What it is counted as.
         stage: Where it goes to.
     """
 
-    change: Callable[[Hop], tuple[dict[str, Any], list[Any]]]
+    change: Change
     reason: str
     cause: str = "ProtocolError"
     stage: int = 0
 
 
-def with_field(name: str, value: object) -> Callable[[Hop], tuple[dict[str, Any], list[Any]]]:
-    return lambda hop: ({**to_wire(hop.request), name: value}, [hop.inputs.data, hop.targets.data])
+def with_field(name: str, value: object) -> Change:
+    return lambda hop, sign: ({**to_wire(hop.request), name: value}, [hop.inputs.data, hop.targets.data])
 
 
-def with_values(tensor: str, values: torch.Tensor) -> Callable[[Hop], tuple[dict[str, Any], list[Any]]]:
-    """Other values of the right shape."""
+def with_values(tensor: str, values: torch.Tensor) -> Change:
+    """Other values of the right shape, which the trainer signs."""
 
-    def change(hop: Hop) -> tuple[dict[str, Any], list[Any]]:
+    def change(hop: Hop, sign: Sign) -> tuple[dict[str, Any], list[Any]]:
         old: Payload = getattr(hop, tensor)
-        return heads(with_tensor(hop, tensor, torch.broadcast_to(values, old.shape).contiguous()))
+        return heads(sign(with_tensor(hop, tensor, torch.broadcast_to(values, old.shape).contiguous())))
 
     return change
 
@@ -76,20 +80,24 @@ def pack_raw(values: torch.Tensor, like: Payload) -> Payload:
     return Payload(like.codec, tuple(values.shape), values.float().numpy().tobytes())
 
 
-def truncated(hop: Hop) -> tuple[dict[str, Any], list[Any]]:
+def truncated(hop: Hop, sign: Sign) -> tuple[dict[str, Any], list[Any]]:
     return to_wire(hop.request), [hop.inputs.data[:-4], hop.targets.data]
 
 
 BAD = "BadMicrobatchError"
 CASES = {
-    "another's name": Case(with_field("id", ["somebody else", 0, 0]), "in another's name"),
+    "another's name": Case(with_field("id", ["somebody else", 0, 0]), "in another's name", "NotSignedError"),
     "no samples": Case(with_field("samples", 0), "samples: Expected `int` >= 1", "malformed header"),
     "a route through more stages than there are": Case(with_field("route", ["a", "b"]), "route", BAD),
     "a route beyond the last stage": Case(with_field("route", ["a"]), "route", BAD, 1),
     # As an example of all that no stage takes: `PipelinePlan.check` refuses it.
     "inputs of another length": Case(
-        lambda hop: heads(with_tensor(hop, "inputs", torch.zeros((2, 7), dtype=torch.int64))),
+        lambda hop, sign: heads(with_tensor(hop, "inputs", torch.zeros((2, 7), dtype=torch.int64))),
         "takes an input of shape", BAD,
+    ),
+    "inputs that are not signed": Case(
+        lambda hop, sign: heads(with_tensor(hop, "inputs", torch.ones(hop.inputs.shape, dtype=torch.int64))),
+        "other inputs than its trainer signed", "NotSignedError",
     ),
     "truncated inputs": Case(truncated, "bytes"),
     "an unknown token": Case(with_values("inputs", torch.tensor(20)), "token ids that the model does not know", BAD),
@@ -109,7 +117,7 @@ async def test_a_bad_hop_is_refused_and_counted_and_leaves_the_sum_as_it_was(swa
     await send_and_settle(swarm, trainer, 0, swarm.hosts)
     before = bits(host)
     hop = swarm.hop(trainer, 1, swarm.hosts[1]) if case.stage == 0 else swarm.hidden(trainer, 1)
-    request, data = case.change(hop)
+    request, data = case.change(hop, lambda hop: swarm.sign(trainer, hop))
     with pytest.raises(REFUSED, match=case.reason) as caught:
         await send_raw(trainer.rpc, host, request, *data)
     assert "\n" not in str(caught.value)
@@ -146,7 +154,7 @@ async def test_a_trainer_that_floods_is_told_that_it_is_full_and_another_still_g
         full = [task for task in flood if task.done()]
         assert len(full) == 16
         for task in full:
-            with pytest.raises(REFUSED, match="full: 4 microbatches of this trainer are under way"):
+            with pytest.raises(REFUSED, match="full: 4 microbatches of this peer are under way"):
                 task.result()
         assert first.rpc.refusals == {(flooder.rpc.peer_id, "FullError"): 16}
         await send_and_settle(swarm, other, 50, swarm.hosts)
@@ -171,8 +179,7 @@ async def test_what_is_still_coming_or_comes_early_takes_no_more_memory_than_the
         (flooder, other), last = swarm.trainers, swarm.hosts[1]
 
         async def flood(number: int) -> None:
-            hop = swarm.hidden(flooder, number)
-            hop = replace(hop, id=hop.id._replace(round=round))
+            hop = swarm.hidden(flooder, number, round=round)
             async with flooder.rpc.open(last.id, last.service, hop.request, 5.0) as channel:
                 await channel.send_bytes(hop.inputs.data)
                 if round:
@@ -186,7 +193,7 @@ async def test_what_is_still_coming_or_comes_early_takes_no_more_memory_than_the
         await asyncio.sleep(2.0)
         told = [task.exception() for task in flooding if task.done()]
         assert len(told) == 10, "two of 1088 bytes are its share"
-        assert all("full: too much of this peer's" in str(error) for error in told), told
+        assert all("full: 2 microbatches of this peer are on their way here" in str(error) for error in told), told
         await send_and_settle(swarm, other, 50, swarm.hosts)
         for task in flooding:
             task.cancel()

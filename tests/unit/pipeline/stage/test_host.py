@@ -18,7 +18,7 @@ from p2ptrain.pipeline.messages import (
     RoundRequest,
     pack,
 )
-from p2ptrain.pipeline.stage.host import FORGET_SECONDS, ORPHAN_SECONDS
+from p2ptrain.pipeline.stage.host import FORGET_SECONDS, ORPHAN_SECONDS, SIGNED_TWICE
 from tests.support.coroutines import simulated
 from tests.support.sim.peers import until
 from tests.support.sim.stage_hosts import (
@@ -40,12 +40,12 @@ from tests.support.sim.stage_hosts import (
 async def test_an_evaluation_gives_the_same_loss_and_counts_nowhere(swarm: Hosts) -> None:
     trainer, (first, *after) = swarm.trainers[0], swarm.hosts
     hop = swarm.hop(trainer, 0, *after)
-    reply = await swarm.send(trainer, replace(hop, requires_grad=False), first)
+    reply = await swarm.send(trainer, swarm.hop(trainer, 0, *after, requires_grad=False), first)
     assert reply.gradient is None
     assert [leg.host for leg in reply.legs] == [each.id for each in swarm.hosts]
     check_untouched(swarm)
     assert all(len(each.host.ledger) == 0 for each in swarm.hosts)
-    many = [replace(swarm.hop(trainer, number, *after), requires_grad=False) for number in range(40)]
+    many = [swarm.hop(trainer, number, *after, requires_grad=False) for number in range(40)]
     replies = await asyncio.gather(*(swarm.send(trainer, each, first) for each in many))
     assert replies[0].loss == reply.loss, "who is told that a host is full comes again"
     learned = await swarm.send(trainer, hop, first)
@@ -187,10 +187,13 @@ async def test_a_hop_that_is_repeated_after_it_counted_gets_the_same_reply_and_c
 
 @pytest.mark.parametrize("is_counted", [False, True])
 @simulated(hosts, seed=16)
-async def test_another_microbatch_under_the_same_number_is_refused(swarm: Hosts, is_counted: bool) -> None:
+async def test_a_trainer_that_signs_two_microbatches_of_one_number_gets_one_counted_and_is_to_blame(
+    swarm: Hosts, is_counted: bool
+) -> None:
     trainer, (first, last) = swarm.trainers[0], swarm.hosts
     hop = swarm.hop(trainer, 0, last)
-    other = replace(hop, samples=1, tokens=8, inputs=_half(hop.inputs), targets=_half(hop.targets))
+    half = replace(hop, samples=1, tokens=8, inputs=_half(hop.inputs), targets=_half(hop.targets))
+    other = swarm.sign(trainer, half)
     sending = trainer.peer.spawn(swarm.send(trainer, hop, first))
     if is_counted:
         await sending
@@ -198,6 +201,7 @@ async def test_another_microbatch_under_the_same_number_is_refused(swarm: Hosts,
         await asyncio.sleep(PASS_SECONDS)
     with pytest.raises(HopFailedError, match="another microbatch"):
         await swarm.send(trainer, other, first)
+    assert first.rpc.refusals[trainer.rpc.peer_id, SIGNED_TWICE] == 1
     await sending
     for each in swarm.hosts:
         await swarm.settle(trainer, each, 0)

@@ -1,17 +1,16 @@
 """A host's accounts: at most once for each microbatch, bounded, and nothing counts that is not settled."""
 
-import contextlib
 from collections import Counter
 from typing import NamedTuple
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from p2ptrain.errors import P2PTrainError
 from p2ptrain.pipeline.messages import FullError, MicrobatchId, OtherRoundError
-from p2ptrain.pipeline.stage.ledger import Ledger, Limits, ReceiveBuffer, State
+from p2ptrain.pipeline.stage.budget import Limits
+from p2ptrain.pipeline.stage.ledger import Ledger, State
 
 LIMITS = Limits(max_bytes=100, max_running=4, max_share=0.5)
 TRAINERS, NUMBERS = st.sampled_from("abc"), st.integers(0, 5)
@@ -45,7 +44,7 @@ class Accounts(RuleBasedStateMachine):
         before = len(self.ledger), self.ledger.num_bytes, self.ledger.num_running
         refusal: P2PTrainError | None = None
         try:
-            self.ledger.admit(id, samples, TOKENS * samples, size)
+            self.ledger.admit(id, samples, TOKENS * samples, size, b"")
         except (OtherRoundError, FullError) as error:
             refusal = error
         if refusal is None:
@@ -140,37 +139,3 @@ class Accounts(RuleBasedStateMachine):
 
 TestAccounts = Accounts.TestCase
 TestAccounts.settings = settings(max_examples=150, stateful_step_count=40)
-
-
-# What is being received
-
-ROOM = Limits(max_bytes=100, max_share=0.5)
-
-
-def test_nothing_is_received_that_there_is_no_room_for() -> None:
-    buffer = ReceiveBuffer(ROOM)
-    with contextlib.ExitStack() as held:
-        held.enter_context(buffer.hold("a", 30))
-        held.enter_context(buffer.hold("a", 20))
-        with pytest.raises(FullError, match="this peer's"), buffer.hold("a", 1):
-            pass
-        held.enter_context(buffer.hold("b", 50))
-        with pytest.raises(FullError, match="too much is being sent here"), buffer.hold("c", 1):
-            pass
-        assert buffer.held.total() == 100
-    assert buffer.held.total() == 0
-    with buffer.hold("a", 100):
-        assert buffer.held.total() == 100, "the first one of a sender fits where there is room at all"
-    with pytest.raises(FullError), buffer.hold("a", 101):
-        pass
-
-
-def test_room_is_given_back_once_also_after_an_error() -> None:
-    buffer = ReceiveBuffer(ROOM)
-    with buffer.hold("a", 40), buffer.hold("b", 40) as release:
-        release()
-        release()
-        assert buffer.held.total() == 40
-    with pytest.raises(RuntimeError), buffer.hold("a", 40):
-        raise RuntimeError
-    assert buffer.held.total() == 0
