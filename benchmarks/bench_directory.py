@@ -39,7 +39,7 @@ from p2ptrain.network.records.record import (
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.network.simulated.network import SimulatedSigner
-from p2ptrain.node.presence import LARGE_PAYLOAD_BYTES, Presence
+from p2ptrain.node.presence import LEAST_PAYLOAD_BYTES, Presence
 from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
 from tests.support.records import record_of
@@ -123,7 +123,7 @@ class Swarm:
             LongSigner(SimulatedSigner(network.seed, f"other {number}", network.keyring))
             for number in range(num_peers - num_live)
         ]
-        self._payload = replace(trainer("x"), peer="x").to_payload(LARGE_PAYLOAD_BYTES)
+        self._payload = replace(trainer("x"), peer="x").to_payload(LEAST_PAYLOAD_BYTES)
         for each in self.peers:
             self._watch(each)
 

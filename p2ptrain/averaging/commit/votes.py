@@ -165,9 +165,9 @@ async def ask_voters(context: PeerContext, attempt: Attempt, index: int) -> None
 
 
 async def endorsed(context: PeerContext, attempt: Attempt) -> Certificate | None:
-    """Return an attempt's certificate with the signatures of absent founders that may answer: newcomers believe those.
+    """Ask absent founders to sign an attempt's body, and return the certificate with their signatures.
 
-    In each round, another member asks for them; the others return None.
+    Newcomers believe the founders alone. In each round another member asks those that may answer; others return None.
     """
     index, members = attempt.roster.index_of(context.rpc.peer_id), len(attempt.roster.members)
     founders = context.founding.electorate & attempt.head.table.electorate

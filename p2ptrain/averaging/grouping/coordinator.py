@@ -94,7 +94,7 @@ class Coordinator:
         group, own = self._groups.get(key), self._context.rpc.peer_id
         if group is None or group.over or self._membership.is_suspect(peer) or not self._leaders.may_lead(key, peer):
             return False
-        if self._position.turn == own:
+        if self._position.in_turn(key) == own:
             return False
         outranked = self._leaders.priority(key, peer) < self._leaders.priority(key, own)
         if not (self._goes_before(key, peer) or (closing and (not group.closing or outranked))):
@@ -265,8 +265,8 @@ class Coordinator:
             group.answer_all(messages.Refused("nothing is left of the round: it begins again"))
 
     def _goes_before(self, key: Key, peer: str) -> bool:
-        if self._position.turn:
-            return peer == self._position.turn != self._context.rpc.peer_id
+        if turn := self._position.in_turn(key):
+            return peer == turn != self._context.rpc.peer_id
         return self._leaders.order(key, peer) < self._leaders.order(key, self._context.rpc.peer_id)
 
     def _expected(self, group: PendingGroup) -> list[str]:

@@ -26,6 +26,7 @@ from p2ptrain.manifest import AveragingSpec
 
 LEAST_PROBE_SECONDS, MOST_PROBE_SECONDS = 3.0, 10.0
 DIALS = 4.0  # a question takes two dials, because it opens a stream, then asks; twice as many for retransmissions
+LEAST_TURN_SECONDS = 2.0
 MAX_PROBERS = 64
 MAX_FAILED = 1024
 MOST_BELIEVED = 3
@@ -43,7 +44,7 @@ class RoundPosition:
         running: The group, leader and members of the attempt that this peer is in.
         attempts: Attempts at the round in progress that this peer was in.
         standstill: Seconds for which this peer, while it was awake, has tried to end the round in progress.
-        turn: Whose turn it is to lead, after this peer was sent on too often; else empty.
+        turn: The group in which this peer was sent on too often, and whose turn it is to lead it.
         leaves: True if this peer leaves the swarm after the round in progress.
         on_close: Called each time another peer says that the round in progress closes.
     """
@@ -57,7 +58,7 @@ class RoundPosition:
     running: tuple[Key, str, tuple[str, ...]] | None = field(default=None, init=False)
     attempts: int = field(default=0, init=False)
     standstill: float = field(default=0.0, init=False)
-    turn: str = field(default="", init=False)
+    turn: tuple[Key, str] | None = field(default=None, init=False)
     leaves: bool = field(default=False, init=False)
     on_close: Callable[[], None] = lambda: None
 
@@ -70,6 +71,10 @@ class RoundPosition:
     def is_closing(self) -> bool:
         """True if this peer should hand in its work for the round in progress."""
         return self.closing == self.key
+
+    def in_turn(self, key: Key) -> str:
+        """Return whose turn it is to lead a group; empty while this peer goes by the order of `Leaders`."""
+        return self.turn[1] if self.turn is not None and self.turn[0] == key else ""
 
     def is_of(self, key: Key) -> bool:
         """True if a group belongs to the round in progress."""
@@ -265,11 +270,13 @@ class Leaders:
     def in_turn(self, key: Key, now: float, spec: AveragingSpec) -> tuple[str, float]:
         """Return whose turn it is to lead, and the seconds that are left of it; alike for all whose clocks agree.
 
-        Observations do not count here: peers that made other ones would send each other on for ever.
+        Observations do not count here: peers that made other ones would send each other on for ever. So a dead member
+        has its turn, too.
         """
         there = sorted(self._leading(key) or self.candidates(key, ()), key=lambda peer: rank(peer, key))
-        number, passed = divmod(now, 2.0 + 2.0 * spec.grace_seconds)
-        return there[int(number) % len(there)], 2.0 + 2.0 * spec.grace_seconds - passed
+        seconds = LEAST_TURN_SECONDS + 2.0 * spec.grace_seconds
+        number, passed = divmod(now, seconds)
+        return there[int(number) % len(there)], seconds - passed
 
     def first(self, key: Key) -> str:
         """Return the peer to report to: the first candidate that is not unreachable."""

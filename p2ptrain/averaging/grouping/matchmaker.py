@@ -217,20 +217,17 @@ class Matchmaker:
                 excluded, turn_seconds = [*tried, *sorted(self.leaders.unreachable(key))], math.inf
                 if hops > MAX_HOPS:
                     target, turn_seconds = self.leaders.in_turn(key, self._context.runtime.now(), self._spec)
-                    self.position.turn = target
+                    self.position.turn = key, target
                 leader = self._coordinator.follow(key, target or self.leaders.candidates(key, excluded)[0])
                 if leader == own and not (self.leaders.may_lead(key, own) or self.position.is_stalled(self._spec)):
                     await asyncio.sleep(RETRY_SECONDS)
                     raise NoGroupError("none of the members that may lead this round answers")
                 self.position.following = self._last_leader = (key, leader)
                 seconds = min(turn_seconds, math.inf if ticket.stalled else self._seconds_until_stalled())
-                waited = asyncio.timeout(None if seconds == math.inf else seconds)
                 try:
-                    async with waited:
+                    async with asyncio.timeout(None if seconds == math.inf else seconds):
                         answer = await self._hand_in(leader, ticket, [*self._suspects(key), *excluded], hops, remaining)
-                except TimeoutError:
-                    if not waited.expired():
-                        raise
+                except TimeoutError:  # The turn is over, or this peer agrees to a reduced round from now on.
                     ticket, target = sign(), leader
                     continue
                 if answer is not None and not isinstance(answer, messages.Redirected):
@@ -260,7 +257,7 @@ class Matchmaker:
             self.group_broke()
             raise
         finally:
-            self.position.following, self.position.turn = None, ""
+            self.position.following = self.position.turn = None
         self.group_broke()
         raise NoGroupError("no group was found before the matchmaking deadline")
 
