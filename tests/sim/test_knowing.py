@@ -90,6 +90,27 @@ async def test_each_peer_gets_each_record_about_once(network: SimulatedNetwork) 
     await ended(peers)
 
 
+@pytest.mark.fault(29)
+@simulated(seed=7)
+async def test_a_peer_on_a_slow_link_keeps_up_with_the_records(network: SimulatedNetwork) -> None:
+    """An answer takes so long on its link that other exchanges begin meanwhile, with the same records on offer."""
+    peers = await started(network, 6)
+    slow, *others = peers
+    size = len(slow.presence.exchange.own)
+    slow.peer.downlink.bytes_per_second = slow.peer.uplink.bytes_per_second = 4.0 * size
+    await asyncio.sleep(30.0)
+    written = set[tuple[str, int]]()
+    received = slow.rpc.traffic.received
+    for _ in range(120):
+        await asyncio.sleep(1.0)
+        for each in others:
+            each.presence.changed()
+        written |= {(held.record.peer, held.sequence) for held in others[0].presence.book.held()}
+    assert slow.rpc.traffic.received - received < len(written) * size, "the link takes less than what is written"
+    assert max(slow.ages().values()) < 8.0
+    await ended(peers)
+
+
 @pytest.mark.fault(45)
 @simulated(seed=3)
 async def test_peers_know_each_other_beside_a_flood_of_records_of_strangers(network: SimulatedNetwork) -> None:

@@ -139,6 +139,8 @@ class RecordExchange:
         self._silent: OrderedDict[str, tuple[int, float]] = OrderedDict()
         self._running: Counter[str] = Counter()
         self._given: OrderedDict[str, bytes] = OrderedDict()
+        self._asked = set[bytes]()
+        """Fingerprints of the records that partners are sending. On a slow link, each would be sent by many at once."""
         self._reading = Budget(READ_BYTES_PER_SECOND, FIRST_READ_BYTES)
         self._served: OrderedDict[str, Budget] = OrderedDict()
         self._serving = Budget(8 * SERVED_BYTES_PER_SECOND, 4 * FIRST_READ_BYTES)
@@ -194,14 +196,21 @@ class RecordExchange:
 
     async def _take(self, channel: Channel, offer: Offer) -> None:
         """Take newer records: of known peers while the budget lasts, of others while half of it is left."""
-        known, others = self.book.missing(offer.entries, channel.remote)
+        known, others = (
+            [each for each in entries if each not in self._asked]
+            for entries in self.book.missing(offer.entries, channel.remote)
+        )
         wanted = [*known, *others]
         for start in range(0, len(wanted), NUM_WANTED):
             if self._reading.left() <= (0.0 if start < len(known) else self._reading.most / 2):
                 break
             some = wanted[start : start + NUM_WANTED]
-            await channel.send(Want(some))
-            reply = await channel.receive(Records, ANSWER_SECONDS, MAX_RECORDS_BYTES)
+            self._asked.update(some)
+            try:
+                await channel.send(Want(some))
+                reply = await channel.receive(Records, ANSWER_SECONDS, MAX_RECORDS_BYTES)
+            finally:
+                self._asked.difference_update(some)
             self._reading.spend(sum(map(len, reply.records)))
             for value in reply.records:
                 if not self.book.take(value, wanted=some):
