@@ -136,3 +136,40 @@ async def test_a_half_whose_rounds_nobody_can_prove_follows_the_founder(network:
         accounts, heads, head = await part_and_meet(network, 40)
     kept = [accounts.is_within(each.lineage, head.lineage) for each in heads]
     assert kept == [True, True, False, False], "the founder is with the first two"
+
+
+async def begin_apart(
+    network: SimulatedNetwork, mode: str, seconds: float
+) -> tuple[SimulatedSwarm, Accounts, list[SimulatedTrainer]]:
+    """Return a swarm without founders that one peer and two others began, who meet after so many seconds."""
+    swarm = SimulatedSwarm(network, make_manifest(matchmaking_seconds=WAIT_SECONDS), 0)
+    admission = swarm.manifest.admission.model_copy(update={"mode": mode})
+    swarm.manifest = swarm.manifest.model_copy(update={"founders": (), "admission": admission})
+    accounts = Accounts(swarm)
+    trainers = [swarm.start(f"t{number}") for number in range(3)]
+    network.partition([trainers[0].peer])
+    await swarm.until(lambda: min(t.sync.head.round for t in trainers) > 0, 120, "each side begins")
+    await asyncio.sleep(seconds)
+    network.heal()
+    return swarm, accounts, trainers
+
+
+@pytest.mark.fault(20)
+@pytest.mark.parametrize("seconds", [0.0, 4.0, 25.0])
+@simulated(seed=lambda seconds: int(seconds))
+async def test_peers_that_began_a_swarm_without_each_other_come_together(
+    network: SimulatedNetwork, seconds: float
+) -> None:
+    swarm, accounts, trainers = await begin_apart(network, "invite", seconds)
+    assert not accounts.is_within(trainers[0].sync.head.lineage, trainers[1].sync.head.lineage)
+    rounds = max(each.sync.head.round for each in trainers) + 2
+    await swarm.until(lambda: are_one_full_lineage(swarm, trainers, rounds), 240, "one lineage, and full")
+    accounts.check_conservation()
+
+
+@simulated(seed=4)
+async def test_members_of_an_open_swarm_follow_none_that_strangers_began(network: SimulatedNetwork) -> None:
+    swarm, accounts, trainers = await begin_apart(network, "open", 4.0)
+    before = [each.sync.head for each in trainers]
+    await swarm.until(lambda: min(t.sync.head.round for t in trainers) > before[0].round + 20, 240, "all go on")
+    assert all(accounts.is_within(was.lineage, t.sync.head.lineage) for was, t in zip(before, trainers, strict=True))

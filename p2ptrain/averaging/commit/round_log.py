@@ -304,7 +304,8 @@ class RoundLog:
 
         Voters that this peer knows must have signed it, or a chain of certificates lead to it. The chain may begin at
         the source's *root*, an earlier head that voters of this peer's own head signed. A peer that goes on without
-        most voters takes the founders' signatures, too, as a newcomer does.
+        most voters takes the founders' signatures, too, as a newcomer does. Where nobody founded the swarm, peers that
+        began it apart come together, unless it is open to strangers.
 
         Raises:
             PeerError, DeadlineError: The source does not answer.
@@ -316,7 +317,7 @@ class RoundLog:
         if own.table.believes(await context.runtime.offload(context.certificate, head.certificate)):
             return
         before = [each for each in reversed(self._heads.values()) if own.full - each.full < MAX_UNDONE]
-        before = [each for each in before if each.table.electorate]
+        before = [each for each in before if each.table.electorate or not each.table.is_open]
         if await self._leads_to(source, head, own, *before):
             return
         root = (
