@@ -28,6 +28,8 @@ RECORD_DELAY_SECONDS = 5.0
 """Maximum delay from a record's writing to its arrival: the interval of `p2ptrain.node.presence`, and a look-up. A
 record that arrives within this time of a silence may be older than the silence."""
 BREAKS_BEFORE_AVOIDING = 2
+MOST_BREAKS_UNDER_ONE_LEADER = 8
+"""Breaks of which a leader is the likelier cause. Another member leads after a failed attempt, if another may lead."""
 FIRST_AVOIDANCE_SECONDS = 15.0
 LONGEST_AVOIDANCE_SECONDS = 240.0
 FIRST_MISTRUST_SECONDS = 5.0
@@ -132,13 +134,15 @@ class Membership:
         """Record that an attempt broke on a peer: it is a suspect, and from the second time on also avoided.
 
         Args:
-            leader: Leader of the group, if it may have caused this: then only breaks under two leaders count. Empty if
-                the peer is at fault for certain.
+            leader: Leader of the group, if it may have caused this: then only breaks under two leaders count, or more
+                than `MOST_BREAKS_UNDER_ONE_LEADER` without a round that worked. Empty if the peer is at fault for
+                certain.
         """
         self.suspect(peer, reason)
         if (known := self._known.get(peer)) is not None:
             known.breaks += 1
-            known.broke_under.add(leader or f"itself {known.breaks}")
+            is_excuse = known.breaks <= MOST_BREAKS_UNDER_ONE_LEADER
+            known.broke_under.add(leader if leader and is_excuse else f"itself {known.breaks}")
             if len(known.broke_under) >= BREAKS_BEFORE_AVOIDING:
                 doubled = FIRST_AVOIDANCE_SECONDS * 2 ** min(known.breaks - BREAKS_BEFORE_AVOIDING, 16)
                 known.avoid_until = self._runtime.now() + min(doubled, LONGEST_AVOIDANCE_SECONDS)

@@ -9,6 +9,7 @@ from p2ptrain.averaging.grouping.leaders import MAX_PROBERS, Leaders, RoundPosit
 from p2ptrain.averaging.grouping.membership import (
     MAX_AVOIDED_PEERS,
     MAX_KNOWN_PEERS,
+    MOST_BREAKS_UNDER_ONE_LEADER,
     RECORD_DELAY_SECONDS,
     UNKNOWN_SUSPICION_SECONDS,
     Membership,
@@ -142,12 +143,24 @@ def test_only_a_second_break_makes_a_peer_avoided_and_its_word_does_not_end_that
     assert membership.avoided() == []  # until a round with it works.
 
 
-def test_groups_of_one_leader_do_not_make_a_peer_avoided_however_many_break() -> None:
+def test_some_broken_groups_of_one_leader_do_not_make_a_peer_avoided() -> None:
     membership, _ = knowing("a")
     for _ in range(5):
         membership.broke_with("a", "is not in that group", leader="bad")
     assert membership.avoided() == []
     membership.broke_with("a", "is not in that group", leader="other")
+    assert membership.avoided() == ["a"]
+
+
+def test_a_peer_that_breaks_all_rounds_is_avoided_even_where_only_one_member_may_lead() -> None:
+    membership, _ = knowing("a")
+    for _ in range(MOST_BREAKS_UNDER_ONE_LEADER):
+        membership.broke_with("a", "sent a malformed message", leader="the only one")
+    membership.finished_with("a")
+    for _ in range(MOST_BREAKS_UNDER_ONE_LEADER):
+        membership.broke_with("a", "sent a malformed message", leader="the only one")
+    assert membership.avoided() == []
+    membership.broke_with("a", "sent a malformed message", leader="the only one")
     assert membership.avoided() == ["a"]
 
 
