@@ -138,6 +138,28 @@ async def test_a_half_whose_rounds_nobody_can_prove_follows_the_founder(network:
     assert kept == [True, True, False, False], "the founder is with the first two"
 
 
+@simulated(seed=3)
+async def test_a_newcomer_whose_swarm_ended_without_it_follows_the_one_that_began_again(
+    network: SimulatedNetwork,
+) -> None:
+    """It has the state, and closes no round alone, because it is no member."""
+    swarm, accounts, trainers = await start_swarm(network, 3)
+    rounds = swarm.manifest.averaging.history_rounds + 3
+    await swarm.until(lambda: swarm.in_agreement(rounds), 240, "nobody keeps the first rounds")
+    late = swarm.start("late")
+    await swarm.until(lambda: late.sync.head.round > 0, 120, "it has the state")
+    assert late.sync.head.table.row_of(late.peer.peer_id) is None, "and is no member"
+    for each in trainers:
+        swarm.crash(each.peer.name)
+    network.partition([late.peer])
+    before, other = late.sync.head, swarm.start("other")
+    await swarm.until(lambda: other.sync.head.round > 0, 240, "the swarm begins again")
+    assert late.sync.head == before
+    network.heal()
+    await swarm.until(lambda: all_contribute([late, other]) and swarm.in_agreement(3), 240, "both go on")
+    assert not accounts.is_within(before.lineage, late.sync.head.lineage)
+
+
 async def begin_apart(
     network: SimulatedNetwork, mode: str, seconds: float
 ) -> tuple[SimulatedSwarm, Accounts, list[SimulatedTrainer]]:

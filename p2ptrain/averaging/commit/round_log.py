@@ -299,13 +299,13 @@ class RoundLog:
         context, starts = self._context, {head.lineage: head.table for head in heads}
         return await fetch_certificates(context.rpc, peer, starts, context.certificate, proofs=proofs, until=until)
 
-    async def believe(self, source: str, own: Head, head: Head) -> None:
+    async def believe(self, source: str, own: Head, head: Head, *, is_stalled: bool = False) -> None:
         """Return if a peer's head follows from this peer's own, or from one shortly before it, where both part.
 
         Voters that this peer knows must have signed it, or a chain of certificates lead to it. The chain may begin at
         the source's *root*, an earlier head that voters of this peer's own head signed. A peer that goes on without
-        most voters takes the founders' signatures, too, as a newcomer does. Where nobody founded the swarm, peers that
-        began it apart come together, unless it is open to strangers.
+        most voters, or cannot go on (``is_stalled``), takes the founders' signatures, too, as a newcomer does. Where
+        nobody founded the swarm, peers that began it apart come together, unless it is open to strangers.
 
         Raises:
             PeerError, DeadlineError: The source does not answer.
@@ -325,7 +325,7 @@ class RoundLog:
         ).head
         proof = await context.runtime.offload(context.certificate, root.certificate)
         known = own.table.believes(proof)
-        if own.is_reduced and context.founding.electorate and own.full - root.full < MAX_UNDONE:
+        if (own.is_reduced or is_stalled) and context.founding.electorate and own.full - root.full < MAX_UNDONE:
             known |= context.founding.believes(proof)
         if proof.next_head(root.digest, root.table) != root or not known:
             raise IntegrityError(UNPROVED)

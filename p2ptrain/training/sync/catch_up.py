@@ -269,7 +269,8 @@ class CatchUp:
         """Return the verified head of a peer; raise `AttemptFailedError` unless it outranks this peer's."""
         head = await fetch_head(self._context.rpc, source)
         check_head(self._context, head)
-        await self._round_log.believe(source, self._state.head, head)
+        is_stalled = self._matchmaker.position.is_stalled(self._context.spec)
+        await self._round_log.believe(source, self._state.head, head, is_stalled=is_stalled)
         if not (accepts_own_lineage and head.lineage == self._state.head.lineage):
             self._check_ahead(source, head)
         return head
