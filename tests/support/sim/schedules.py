@@ -211,7 +211,7 @@ class Run:
         told = dict(swarm.ledger.contributed)
 
         def recovered() -> bool:
-            return (
+            return self._liars_decide() or (
                 all(trainer.sync.head.round >= front + 2 for trainer in swarm.honest)
                 and self._on_one_chain()
                 and all(swarm.ledger.contributed.get(t.peer.name, 0) > told.get(t.peer.name, 0) for t in swarm.honest)
@@ -220,6 +220,12 @@ class Run:
         is_hard = self.schedule.hostility and self.schedule.group_size < self.schedule.num_peers
         seconds = HOSTILE_CELL_SECONDS if is_hard else RECOVERY_SECONDS
         await swarm.until(recovered, seconds, "all are back on one chain and contribute")
+
+    def _liars_decide(self) -> bool:
+        """True if a liar is in every quorum, as one that began the swarm with its founder alone: it may stop it."""
+        table = max((trainer.sync.head for trainer in self.swarm.alive), key=lambda head: head.round).table
+        liars = {trainer.peer.peer_id for trainer in self.swarm.trainers.values() if trainer.is_hostile}
+        return len(table.electorate - liars) < table.quorum
 
     def _on_one_chain(self) -> bool:
         heads = sorted((trainer.sync.head for trainer in self.swarm.honest), key=lambda head: head.round)
