@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
 from p2ptrain.averaging.grouping.membership import Membership
+from p2ptrain.averaging.protocol.anchors import AnchorBook
 from p2ptrain.averaging.protocol.ballots import Ballots
 from p2ptrain.averaging.protocol.certificate import Certificate, Head, genesis
 from p2ptrain.averaging.protocol.table import NO_MEMBERS, Table, founding_table
-from p2ptrain.manifest import AveragingSpec, Manifest
+from p2ptrain.manifest import MAX_ANCHOR_KEYS, AveragingSpec, Manifest
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
@@ -71,6 +73,14 @@ class PeerContext:
     owner: Owner = field(default_factory=Unconcerned)
     founding: Table = NO_MEMBERS
     ballots: Ballots = field(default_factory=Ballots)
+
+    @cached_property
+    def anchors(self) -> AnchorBook:
+        """This peer's anchors, kept in the runtime's folder if there is one; raise `IntegrityError` if damaged."""
+        spec, folder = self.spec, self.runtime.scratch
+        path = folder / f"anchors-{self.swarm.hex()[:16]}" if folder is not None else None
+        keys = spec.anchors or sorted(self.founding.electorate)[:MAX_ANCHOR_KEYS]
+        return AnchorBook(self.swarm, self.signer, self.certificate, keys, spec.anchor_quorum, spec.anchor_rounds, path)
 
     def genesis(self, digest: bytes) -> Head:
         """Return the head of a new lineage, whose initial state has this digest."""

@@ -306,6 +306,8 @@ class RoundLog:
         the source's *root*, an earlier head that voters of this peer's own head signed. A peer that goes on without
         most voters takes the founders' signatures, too, as a newcomer does.
 
+        A head past the newest anchor must contain it. If this peer's own head does not, the anchor's counts instead.
+
         Raises:
             PeerError, DeadlineError: The source does not answer.
             IntegrityError: The source does not prove it.
@@ -313,10 +315,15 @@ class RoundLog:
         context = self._context
         if head.lineage == own.lineage or head.round == 0:
             return
+        if not context.anchors.allows(head):
+            raise IntegrityError("a head does not show that it contains the newest anchor")
+        own = context.anchors.start_of(own)
+        if head.lineage == own.lineage:
+            return
         if own.table.believes(await context.runtime.offload(context.certificate, head.certificate)):
             return
         before = [each for each in reversed(self._heads.values()) if own.full - each.full < MAX_UNDONE]
-        before = [each for each in before if each.table.electorate]
+        before = [each for each in before if each.table.electorate and context.anchors.start_of(each) is each]
         if await self._leads_to(source, head, own, *before):
             return
         root = (

@@ -10,10 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from typing import Annotated
 
+from msgspec import Meta
+
+from p2ptrain.averaging.commit.anchoring import serve_anchors
 from p2ptrain.averaging.commit.attempt import Attempt
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.cells import Cells
+from p2ptrain.averaging.protocol.anchors import CLAIM_BYTES
 from p2ptrain.averaging.protocol.certificate import (
     MAX_CERTIFICATE_BYTES,
     Body,
@@ -50,7 +55,10 @@ class AskVote(Message, frozen=True):
 
 
 class Vote(Message, frozen=True):
+    """Signature of a result, and the claim of the newest anchor that the voter knows."""
+
     proof: Proof
+    anchor: Annotated[bytes, Meta(max_length=CLAIM_BYTES)] = b""
 
 
 class LightVotes:
@@ -62,16 +70,20 @@ class LightVotes:
         self._head = head
         self._voted_at: tuple[bytes, float] = (b"", asyncio.get_running_loop().time())
         self._turn = asyncio.Lock()
+        serve_anchors(context)
         context.rpc.serve(VOTE, AskVote, self._serve, max_request_bytes=REQUEST_BYTES)
 
     async def _serve(self, peer: str, request: AskVote) -> Vote:
         context = self._context
         certificate = await context.runtime.offload(context.certificate, request.certificate)
-        return Vote(await self._vote(peer, certificate, request.head))
+        proof = await self._vote(peer, certificate, request.head)
+        return Vote(proof, context.anchors.claim_of())
 
     async def _vote(self, peer: str, certificate: Certificate, head: Head | None) -> bytes:
         """Return this peer's signature of a result; raise `PeerRefusedError` or `IntegrityError` if it must not."""
         context, body, own = self._context, certificate.body, self._context.rpc.peer_id
+        if reason := context.anchors.conflict:
+            raise PeerRefusedError(own, reason)
         tip = await self._tip_at(peer, body, head)
         if tip.lineage not in (body.lineage, body.next_lineage):
             raise PeerRefusedError(own, UNKNOWN)
@@ -110,16 +122,18 @@ class LightVotes:
         if tip is None:
             first = context.genesis(body.digest)
             tip = first if first.lineage == body.lineage else context.genesis(bytes(32))
+        tip = context.anchors.start_of(tip)
         if held is None and tip.round and self._is_forsaken(body):
             logger.warning("nobody has gone on after round %d: this voter lets the swarm begin again", tip.round)
             tip, self._voted_at = context.genesis(body.digest), (b"", self._voted_at[1])
+            await context.runtime.offload(context.anchors.begin_again, tip)
             self._ballots.tip = tip
         if tip.lineage not in (body.lineage, body.next_lineage):
             later = await self._tip_after(tip, peer, body)
             if later.lineage != body.lineage and claimed is not None:
                 proof = await context.runtime.offload(context.certificate, claimed.certificate)
                 if proof.next_head(claimed.digest, claimed.table) == claimed and tip.table.believes(proof):
-                    later = claimed
+                    later = claimed if context.anchors.allows(claimed) else later
             if (newest := self._ballots.tip) is not None and newest.outranks(tip):
                 tip = newest  # Another request led this peer on meanwhile.
             if not later.outranks(tip):
@@ -148,7 +162,7 @@ class LightVotes:
         chain = await fetch_certificates(context.rpc, peer, {tip.lineage: tip.table}, context.certificate, proofs=True)
         following = [*(each.body.digest for each in chain[1:]), body.digest]
         for certificate, digest in zip(chain, following, strict=False):
-            tip = tip.after(certificate, digest)
+            tip = await context.runtime.offload(context.anchors.reached, tip.after(certificate, digest))
             if tip.lineage == body.lineage:
                 break
         return tip
@@ -202,6 +216,8 @@ async def _ask(context: PeerContext, attempt: Attempt, voters: Sequence[str]) ->
             context.membership.suspect(peer, str(error))
         else:
             attempt.add_proof(peer, reply.proof, context.signer)
+            if peer in context.anchors.keys:
+                context.anchors.claims[peer] = reply.anchor
 
     await together("vote", map(ask, voters))
     attempt.changed.set()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, repeat
 from typing import Annotated, ClassVar, Self
@@ -50,6 +50,7 @@ MAX_CHAINS = 16
 """Replies of which a longer chain is put together."""
 MOST_CHAIN_SECONDS = 24.0
 """No further reply is asked for after this time."""
+MAX_PATH_ROUNDS = 1 << 16
 MAX_STARTS = 128
 """More heads than a peer keeps."""
 ROOT = "history.root"
@@ -103,6 +104,8 @@ class Head:
         full: `Table.full_round`: round of the newest head of the lineage that a full certificate led to.
         returned: `Table.num_returned`.
         table: The lineage's members; empty `without_proof`.
+        path: The lineage of an earlier round, and `Body.body_hash` of each round since: together they give the lineage.
+            Empty if no round is known. Heads with other paths are equal.
     """
 
     round: Count
@@ -116,6 +119,7 @@ class Head:
     full: Count = 0
     returned: Present = 0
     table: Table = NO_MEMBERS
+    path: Annotated[bytes, Meta(max_length=(1 + MAX_PATH_ROUNDS) * HASH_BYTES)] = field(default=b"", compare=False)
 
     @property
     def is_reduced(self) -> bool:
@@ -123,8 +127,31 @@ class Head:
         return self.full < self.round
 
     def without_proof(self) -> Head:
-        """Return this head without members, certificate and table, for messages that need not prove it."""
-        return replace(self, members=(), certificate=b"", table=NO_MEMBERS)
+        """Return this head without members, certificate, table and path, for messages that need not prove it."""
+        return replace(self, members=(), certificate=b"", table=NO_MEMBERS, path=b"")
+
+    def lineage_at(self, round_: int) -> bytes | None:
+        """Return the lineage at an earlier round, by `path`; None if that begins later."""
+        path = self.path or self.lineage
+        first = self.round + 1 - len(path) // HASH_BYTES
+        if not first <= round_ <= self.round:
+            return None
+        lineage = path[:HASH_BYTES]
+        for at in range(HASH_BYTES, (1 + round_ - first) * HASH_BYTES, HASH_BYTES):
+            lineage = lineage_after(lineage, path[at : at + HASH_BYTES])
+        return lineage
+
+    def since(self, round_: int) -> Head:
+        """Return this head with a path that begins no earlier than a round."""
+        lineage, rounds = self.lineage_at(round_), self.round - round_
+        if lineage is None or not rounds:
+            return self
+        return replace(self, path=lineage + self.path[-rounds * HASH_BYTES :])
+
+    def path_through(self, *certificates: Certificate) -> bytes:
+        """Return the path of the head to which certificates lead from this one; longer ones lose their beginning."""
+        kept = self.since(self.round + len(certificates) - MAX_PATH_ROUNDS)
+        return (kept.path or kept.lineage) + b"".join(each.body.body_hash for each in certificates)
 
     def outranks(self, other: Head) -> bool:
         """True if this lineage wins: by its newest full round, returned voters, rounds, tokens, and the smaller hash.
@@ -139,7 +166,7 @@ class Head:
 
         ``digest`` is that of the state with its result applied, 32 bytes.
         """
-        return certificate.next_head(digest, self.table.check(certificate))
+        return certificate.next_head(digest, self.table.check(certificate), self.path_through(certificate))
 
 
 def genesis(swarm: bytes, digest: bytes, table: Table = NO_MEMBERS) -> Head:
@@ -365,7 +392,7 @@ class Body:
     @cached_property
     def next_lineage(self) -> bytes:
         """The lineage after this result, 32 bytes."""
-        return hashlib.sha256(b"p2ptrain lineage" + self.lineage + self.body_hash).digest()
+        return lineage_after(self.lineage, self.body_hash)
 
     @property
     def contributing(self) -> list[str]:
@@ -419,7 +446,7 @@ class Certificate:
     def to_bytes(self) -> bytes:
         return to_bytes(self)
 
-    def next_head(self, digest: bytes, table: Table) -> Head:
+    def next_head(self, digest: bytes, table: Table, path: bytes = b"") -> Head:
         """Return the head after this result, if ``table`` is the one after it; raise `IntegrityError` if not."""
         body = self.body
         if not body.is_last or table.hash != body.table:
@@ -436,6 +463,7 @@ class Certificate:
             table.full_round,
             table.num_returned,
             table,
+            path,
         )
 
     @classmethod
@@ -468,6 +496,11 @@ def head_through(head: Head, chain: Iterable[Certificate]) -> Head:
     for certificate in chain:
         head = head.after(certificate, b"")
     return head
+
+
+def lineage_after(lineage: bytes, body_hash: bytes) -> bytes:
+    """Return the lineage to which a result leads, 32 bytes."""
+    return hashlib.sha256(b"p2ptrain lineage" + lineage + body_hash).digest()
 
 
 def vote(body_hash: bytes) -> bytes:

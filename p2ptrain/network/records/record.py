@@ -51,6 +51,7 @@ Note = Annotated[str, Meta(max_length=MAX_NOTE_CHARS)]
 Address = Annotated[str, Meta(max_length=MAX_ADDRESS_CHARS)]
 CredentialBytes = Annotated[bytes, Meta(max_length=MAX_CREDENTIAL_BYTES)]
 RevocationBytes = Annotated[bytes, Meta(max_length=MAX_REVOCATION_BYTES)]
+AnchorClaim = Annotated[bytes, Meta(max_length=16)]
 Addresses = Annotated[tuple[Address, ...], Meta(max_length=MAX_ADDRESSES)]
 _CONTEXT = b"p2ptrain record\0"
 _GUARD_CACHE = 4096
@@ -204,7 +205,7 @@ class StageReport(msgspec.Struct, frozen=True, array_like=True):
         samples: Settled in this round.
         saved_round: Round of the last checkpoint; 0 for none.
         saved_digest: Of the state in that checkpoint, 32 bytes.
-        lineage_full, lineage_returned: See `PeerRecord`.
+        lineage_full, lineage_returned, anchor: See `PeerRecord`.
     """
 
     unit: Count
@@ -219,6 +220,7 @@ class StageReport(msgspec.Struct, frozen=True, array_like=True):
     saved_digest: Hash = bytes(32)
     lineage_full: Count = 0
     lineage_returned: Count = 0
+    anchor: AnchorClaim = b""
 
 
 RoundReports = Annotated[tuple[RoundReport, ...], Meta(max_length=MAX_REPORTS)]
@@ -253,6 +255,7 @@ class PeerRecord:
         next_stage: The stage that it hosts next; its own while it cannot move; None if undecided.
         credential: Admits the peer; see `p2ptrain.network.admission`.
         revocations: The organizer's newest list, in a seed's record.
+        anchor: `AnchorBook.claim_of` its head; empty if it contains none.
     """
 
     peer: str
@@ -289,6 +292,7 @@ class PeerRecord:
     serving: ServingReport | None = None
     credential: CredentialBytes = b""
     revocations: RevocationBytes = b""
+    anchor: AnchorClaim = b""
 
     def __post_init__(self) -> None:
         if len({stage.unit for stage in self.stages}) < len(self.stages):
@@ -306,7 +310,7 @@ class PeerRecord:
                 return replace(
                     self, role="trainer", round=stage.round, lineage=stage.lineage, digest=stage.digest,
                     lineage_tokens=stage.lineage_tokens, lineage_full=stage.lineage_full,
-                    lineage_returned=stage.lineage_returned,
+                    lineage_returned=stage.lineage_returned, anchor=stage.anchor,
                 )  # fmt: skip
         return None
 

@@ -97,6 +97,7 @@ class HeldState:
             lineage_tokens=sync.head.tokens,
             lineage_full=sync.head.full,
             lineage_returned=sync.head.returned,
+            anchor=sync.replica.context.anchors.claim_of(sync.head),
             last_rounds=tuple(sync.reports),
             trained_tokens=sync.replica.trained_tokens,
             trained_rounds=sync.replica.trained_rounds,

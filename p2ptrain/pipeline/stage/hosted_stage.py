@@ -109,6 +109,7 @@ class HostedStage:
                     saved.digest if saved is not None else bytes(32),
                     head.full,
                     head.returned,
+                    each.synchronizer.replica.context.anchors.claim_of(head),
                 )
             )  # fmt: skip
         return found

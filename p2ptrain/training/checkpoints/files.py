@@ -244,8 +244,8 @@ def describe_checkpoint(path: Path) -> CheckpointInfo:
                 f"{file} has format {description['format']}, this version reads {FORMAT}: use the version that wrote it"
             )
         values = description["head"]
-        for key in ("lineage", "digest", "certificate", "table"):
-            values[key] = bytes.fromhex(values[key])
+        for key in ("lineage", "digest", "certificate", "table", "path"):
+            values[key] = bytes.fromhex(values.get(key, "") if key == "path" else values[key])
         table = from_bytes(Table, values.pop("table"))
         head = replace(from_wire(Head, values), table=table)
         files: dict[str, dict[str, Any]] = description["files"]

@@ -14,6 +14,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
+from p2ptrain.averaging.commit.anchoring import AnchorSearch
 from p2ptrain.averaging.commit.attempt import AttemptFailedError
 from p2ptrain.averaging.commit.round_log import Result
 from p2ptrain.averaging.grouping.membership import ACTIVE_STATES
@@ -48,6 +49,7 @@ class CatchUp:
     Attributes:
         resyncs: Full downloads of the state.
         incompatible: By peer: why its state does not fit this model.
+        anchors: Looks for newer anchors.
     """
 
     def __init__(self, replica: Replica, jobs: Progress) -> None:
@@ -62,6 +64,7 @@ class CatchUp:
         self._failed_repairs = 0
         self._tasks = Tasks()
         self._checks: dict[str, asyncio.Task[None]] = {}
+        self.anchors = AnchorSearch(self._context, self._tasks)
         self.resyncs = 0
         self.incompatible: dict[str, str] = {}
 
@@ -121,7 +124,10 @@ class CatchUp:
             holder, chain = await self._chain_of_others(source)
         if not chain:
             return await self._download(source, work, keep_work=True)
-        self._check_ahead(source, head_through(self._state.head, chain))
+        later = head_through(self._state.head, chain)
+        self._check_ahead(source, later)
+        if not self._context.anchors.allows(later):
+            raise IntegrityError("a chain of certificates leads past the newest anchor, and not through it")
         if chain[0].body.digest != self._state.head.digest:
             logger.warning("the swarm went on from another state than this peer's: its own is wrong")
             return await self._download(source, work, keep_work=False, chain=chain)
@@ -275,7 +281,8 @@ class CatchUp:
         return head
 
     def _check_ahead(self, source: str, head: Head) -> None:
-        if not self._matchmaker.position.follows(head, self._context.spec):
+        anchors, follows = self._context.anchors, self._matchmaker.position.follows(head, self._context.spec)
+        if not follows and not (anchors.is_off(self._state.head) and anchors.contains(head)):
             raise AttemptFailedError(f"peer {source[-8:]} is not ahead of this one")
 
     async def _take_over(self, work: Contribution | None, keep_work: bool, chain: Sequence[Certificate]) -> int:

@@ -199,7 +199,9 @@ class Replica:
             self.trained_rounds += 1
             self.averager.contributions.consumed([self.fragment_of(body).index])
         before = self.state.head
-        self._set_head(result.certificate.next_head(tree_root, table))
+        path = before.path_through(result.certificate)
+        head = result.certificate.next_head(tree_root, table, path)
+        self._set_head(await self.context.runtime.offload(self.context.anchors.reached, head))
         self.averager.round_log.add(result, before, bool(self._server.chunks.active))
 
     def _take_step(self, result: Result, work: Contribution | None, contributed: bool) -> bytes:

@@ -100,7 +100,7 @@ class RoundsSince:
     def _take(self, certificate: Certificate, means: list[Buffer]) -> None:
         assert self.tip is not None
         self._tables.append(self.tip.table.check(certificate))
-        self.tip = certificate.next_head(b"", self._tables[-1])
+        self.tip = certificate.next_head(b"", self._tables[-1], self.tip.path_through(certificate))
         self.certificates.append(certificate)
         self._means.append(means)
         self.positions[certificate.body.next_lineage] = len(self.certificates)
@@ -113,7 +113,8 @@ class RoundsSince:
         assert self.base is not None
         if not position:
             return self.base
-        return self.certificates[position - 1].next_head(digest, self._tables[position - 1])
+        path = self.base.path_through(*self.certificates[:position])
+        return self.certificates[position - 1].next_head(digest, self._tables[position - 1], path)
 
     def discard(self) -> None:
         """Forget the chain and delete its files."""

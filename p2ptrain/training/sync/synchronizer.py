@@ -40,7 +40,7 @@ class RoundResult:
         reason: Why it failed, or a remark.
         contributed: True if the result includes this peer's work.
         members: Size of the group, of which ``contributors`` contributed.
-        paused: True if the swarm is below its minimum of peers.
+        paused: True if the swarm is below its minimum of peers, or two anchors contradict each other.
         seconds: Duration, which includes ``matchmaking_seconds``, and ``transfer_seconds`` to reduce and sign.
     """
 
@@ -156,6 +156,8 @@ class Synchronizer:
 
     async def _synchronize(self, work: Contribution) -> RoundResult:
         before = self.head
+        if reason := self.replica.context.anchors.conflict:
+            return RoundResult(False, before.round, reason, paused=True)
         for _ in range(MAX_RETRIES):
             async with work.model_lock:
                 ready = await self._prepare(work, before)
@@ -247,9 +249,12 @@ class Synchronizer:
     async def follow_swarm(self, work: Contribution | None) -> bool:
         """Catch up with the best lineage that a trusted peer announces; return True if this peer's head moved.
 
+        Lineages that contain the newest anchor come first.
+
         A doubted peer must prove its state in the background first. Else it could stall each round until a timeout.
         """
         before = self.head
+        await self.catch_up.anchors.look(before)
         for _ in range(3):
             best = self._best_source()
             if best is None:
@@ -258,17 +263,21 @@ class Synchronizer:
         return self.head != before
 
     def _best_source(self) -> str | None:
-        best, source = self.head, None
+        anchors = self.replica.context.anchors
+        best, source, is_anchored, is_off = self.head, None, False, anchors.is_off(self.head)
         for record in self._membership.trusted_records():
             announced = Head(
                 record.round, record.lineage, record.lineage_tokens, 0, record.digest,
                 full=record.lineage_full, returned=record.lineage_returned,
             )  # fmt: skip
-            if announced.outranks(best) and self.position.follows(announced, self._spec):
+            meets = anchors.is_met_by(record.anchor)
+            if not (is_off and meets) and not self.position.follows(announced, self._spec):
+                continue
+            if meets > is_anchored or (meets == is_anchored and (source is None or announced.outranks(best))):
                 if self._membership.is_doubted(record.peer):
                     self.catch_up.check_soon(record.peer)
                 else:
-                    best, source = announced, record.peer
+                    best, source, is_anchored = announced, record.peer, meets
         return source
 
     def is_due(self, steps: int) -> bool:

@@ -49,5 +49,6 @@ def go_on_from(trainer: SimulatedTrainer, result: Result) -> None:
     """Apply a round, whoever signed it."""
     replica, before = trainer.sync.replica, trainer.sync.head
     root = replica._take_step(result, None, False)
-    replica._set_head(result.certificate.next_head(root, before.table.after(result.certificate.body)))
+    table, path = before.table.after(result.certificate.body), before.path_through(result.certificate)
+    replica._set_head(result.certificate.next_head(root, table, path))
     replica.averager.round_log.add(result, before)

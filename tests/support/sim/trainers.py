@@ -153,7 +153,7 @@ class SimulatedTrainer:
             self.peer.peer_id, name=self.peer.name, state=self.status, round=head.round, lineage=head.lineage,
             digest=head.digest, lineage_tokens=head.tokens, lineage_full=head.full,
             lineage_returned=head.returned, round_tokens=self.work.tokens,
-            last_rounds=tuple(self.sync.reports),
+            last_rounds=tuple(self.sync.reports), anchor=self.sync.replica.context.anchors.claim_of(head),
         )  # fmt: skip
 
     async def run(self) -> None:
