@@ -48,8 +48,5 @@ async def done_ratio(network: SimulatedNetwork, speeds: Sequence[float], microba
 @pytest.mark.fault(51)
 @simulated(seed=1)
 async def test_a_round_of_stages_does_not_wait_for_what_gathered_at_slow_hosts(network: SimulatedNetwork) -> None:
-    """Of a round of 10 s, averaging takes one, and the last microbatches need 2 or 3 for their way.
-
-    Seeds 1 to 6 give 0.66 to 0.72.
-    """
+    """Of a round of 10 s, averaging takes one, and the last microbatches need 2 or 3 for their way."""
     assert await done_ratio(network, (1.0, 1.0, 8.0), 96, 24) >= 0.6

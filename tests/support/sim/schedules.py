@@ -222,7 +222,7 @@ class Run:
         await swarm.until(recovered, seconds, "all are back on one chain and contribute")
 
     def _liars_decide(self) -> bool:
-        """True if a liar is in every quorum, as one that began the swarm with its founder alone: it may stop it."""
+        """True if a liar is in every quorum: it began the swarm with the founder alone, and may stop it."""
         table = max((trainer.sync.head for trainer in self.swarm.alive), key=lambda head: head.round).table
         liars = {trainer.peer.peer_id for trainer in self.swarm.trainers.values() if trainer.is_hostile}
         return len(table.electorate - liars) < table.quorum
