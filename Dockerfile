@@ -43,7 +43,7 @@ FROM ${BASE} AS library
 # The compiler is a tool of the build and stays out of the image.
 RUN command -v cc >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends gcc libc6-dev; }
 COPY p2ptrain/native /native
-RUN python3 /native/build.py /native/codecs.so
+RUN python3 /native/build.py /native
 
 FROM dependencies AS package
 COPY pyproject.toml hatch_build.py README.md LICENSE /src/
@@ -62,7 +62,7 @@ RUN groupadd --gid 10001 p2ptrain \
     && install -d -o p2ptrain -g p2ptrain -m 0755 /link
 COPY --from=dependencies /opt/p2ptrain /opt/p2ptrain
 COPY --from=package /opt/p2ptrain/app /opt/p2ptrain/app
-COPY --from=library /native/codecs.so /opt/p2ptrain/app/p2ptrain/native/
+COPY --from=library /native/codecs.so /native/exact.so /opt/p2ptrain/app/p2ptrain/native/
 COPY deploy/container/entrypoint.sh /usr/local/bin/p2ptrain-entrypoint
 COPY deploy/container/health.py deploy/container/chaos.py deploy/container/trainer.toml \
     deploy/container/stage.toml /usr/local/share/p2ptrain/

@@ -19,7 +19,7 @@ HOURS ?= 1
 SEEDS ?= 2000
 
 .PHONY: help venv demo test test-unit test-swarm test-nat test-systemd test-browser test-docker test-gpu test-all soak \
-	lab chaos fuzz wheels schedules lint format bench bench-averaging bench-convergence bench-moshpit bench-groups bench-monitor bench-pipeline bench-uneven clean
+	lab chaos fuzz wheels schedules lint format bench bench-averaging bench-convergence bench-moshpit bench-groups bench-monitor bench-pipeline bench-serving bench-uneven clean
 
 help:  ## show this
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -129,6 +129,9 @@ bench-pipeline: $(STAMP)  ## stages against one process, links, bits and faults;
 
 bench-uneven: $(STAMP)  ## machines of different speeds against the sum of what each can; ARGS="--real --json FILE"
 	$(BIN)/python -m benchmarks.bench_uneven $(ARGS)
+
+bench-serving: $(STAMP)  ## exact kernels against torch and plain transformers; ARGS="--threads 2 --json FILE"
+	$(BIN)/python -m benchmarks.bench_serving $(ARGS)
 
 clean:  ## remove .venv, caches and build outputs (runs/ is kept)
 	rm -rf $(VENV) wheels build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,4 +1,4 @@
-"""Put the compiled library of `p2ptrain/native` into the wheel; without a compiler the wheel is one of Python alone."""
+"""Put the libraries of `p2ptrain/native` into the wheel; without a compiler the wheel is one of Python alone."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ NATIVE = "p2ptrain/native"
 
 
 class NativeLibraryHook(BuildHookInterface):
-    """Compiles before the wheel is packed. An editable installation builds the library on first use instead."""
+    """Compiles before the wheel is packed. An editable installation builds them on first use instead."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile, and add the library to the wheel with the tag of this platform."""
+        """Compile, and add the libraries to the wheel with the tag of this platform."""
         self._folder = tempfile.TemporaryDirectory(prefix="p2ptrain-build-")
         if version == "editable":
             return
@@ -26,13 +26,12 @@ class NativeLibraryHook(BuildHookInterface):
         assert spec.loader is not None
         build = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(build)
-        library = Path(self._folder.name, "codecs.so")
         try:
-            library.write_bytes(build.build_library())
+            libraries = build.write_libraries(Path(self._folder.name))
         except build.BuildError as error:
-            self.app.display_warning(f"built without the native codecs, which torch replaces more slowly: {error}")
+            self.app.display_warning(f"built without native libraries, which torch replaces more slowly: {error}")
             return
-        build_data["force_include"][str(library)] = f"{NATIVE}/codecs.so"
+        build_data["force_include"] |= {str(path): f"{NATIVE}/{path.name}" for path in libraries}
         build_data["pure_python"] = False
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["tag"] = f"py3-none-{platform}"

@@ -25,6 +25,7 @@ from benchmarks.harness import arguments, exit_on_signals, machine
 
 BENCHMARKS: dict[str, list[str]] = {
     "codecs": [],
+    "serving": [],
     "averaging": ["--only", "rounds"],
     "overhead": [],
     "download": [],

@@ -1,4 +1,4 @@
-"""Compile `codecs.c`: ``python3 build.py FILE``.
+"""Compile `codecs.c` and `exact.c`: ``python3 build.py FOLDER``.
 
 Needs Python and a C compiler alone: the builds of wheel and image run it without p2ptrain's dependencies.
 """
@@ -6,21 +6,28 @@ Needs Python and a C compiler alone: the builds of wheel and image run it withou
 from __future__ import annotations
 
 import hashlib
+import platform
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("codecs.c")
+SOURCE, EXACT_SOURCE = (Path(__file__).with_name(name) for name in ("codecs.c", "exact.c"))
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = (
-    "-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-fPIC",
-    "-shared",
+    "-std=c11", "-O3", "-D_DEFAULT_SOURCE", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
+    "-fvisibility=hidden", "-fPIC",
 )  # fmt: skip
 """No flag changes a result: nothing is fused, reordered or flushed to zero."""
 VARIANTS: tuple[tuple[str, ...], ...] = (("-DCLONES", "-Werror"), ())
 """Tried in turn, because some toolchains cannot build function clones for several CPUs."""
+X86_BUILDS = {
+    "v4": ("-march=x86-64-v4", "-Wno-psabi"),
+    "v3": ("-march=x86-64-v3", "-Wno-psabi"),
+}  # fmt: skip
+"""Builds of `exact.c` for CPUs with AVX-512 and with AVX2: same bits, other speed."""
 BUILD_SECONDS = 90.0
 """Timeout of one compilation."""
 DIGEST_BYTES = 32
@@ -30,29 +37,64 @@ class BuildError(OSError):
     """There is no compiler, it fails, or it takes too long."""
 
 
+class CompilerError(BuildError):
+    """The compiler refuses the source or a flag."""
+
+
 def build_library() -> bytes:
-    """Return the compiled library, followed by its SHA-256; raises `BuildError`."""
+    """Return the compiled `codecs.c`, followed by its SHA-256; raises `BuildError`."""
+    reasons = []
+    for variant in VARIANTS:
+        try:
+            return _build(SOURCE, {"codecs": variant})
+        except CompilerError as error:
+            reasons.append(error)
+    raise reasons[-1]
+
+
+def build_exact() -> bytes:
+    """Return `exact.c`, compiled for each kind of this machine's CPUs, followed by its SHA-256; raises `BuildError`."""
+    kinds = exact_builds(platform.machine())
+    return _build(EXACT_SOURCE, {kind: (f"-DBUILD={kind}", *flags) for kind, flags in kinds.items()})
+
+
+def exact_builds(machine: str) -> dict[str, tuple[str, ...]]:
+    """Return the builds of `exact.c` for a machine, the fastest first, with their compiler flags."""
+    return {**(X86_BUILDS if machine == "x86_64" else {}), "plain": ("-DCHOOSES",)}
+
+
+def _build(source: Path, objects: Mapping[str, tuple[str, ...]]) -> bytes:
+    """Compile a source once for each name, with the flags beside it, and link the objects to one library."""
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise BuildError(f"no C compiler found ({', '.join(COMPILERS)})")
     with tempfile.TemporaryDirectory(prefix="p2ptrain-build-") as folder:
-        output, reason = Path(folder, "codecs.so"), ""
-        for variant in VARIANTS:
-            command = [compiler, *FLAGS, *variant, "-o", str(output), str(SOURCE)]
-            try:
-                subprocess.run(
-                    command, stdin=subprocess.DEVNULL, capture_output=True, check=True, timeout=BUILD_SECONDS
-                )
-            except subprocess.CalledProcessError as error:
-                lines = error.stderr.decode(errors="replace").splitlines()
-                reason = next((line for line in lines if "error" in line), "no message")
-                continue
-            except (OSError, subprocess.TimeoutExpired) as error:
-                raise BuildError(str(error)) from error
-            library = output.read_bytes()
-            return library + hashlib.sha256(library).digest()
-    raise BuildError(f"{compiler} failed: {reason[:200]}")
+        output = Path(folder, "library.so")
+        for name, flags in objects.items():
+            _run([compiler, *FLAGS, *flags, "-c", "-o", f"{folder}/{name}.o", str(source)])
+        _run([compiler, *FLAGS, "-shared", "-o", str(output), *(f"{folder}/{name}.o" for name in objects), "-lm"])
+        library = output.read_bytes()
+    return library + hashlib.sha256(library).digest()
+
+
+def _run(command: Sequence[str]) -> None:
+    try:
+        subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True, timeout=BUILD_SECONDS)
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.decode(errors="replace").splitlines()
+        reason = next((line for line in lines if "error" in line), "no message")
+        raise CompilerError(f"{command[0]} failed: {reason[:200]}") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(str(error)) from error
+
+
+def write_libraries(folder: Path) -> list[Path]:
+    """Write all libraries into a folder; return their paths. Raises `BuildError`."""
+    libraries = {"codecs.so": build_library, "exact.so": build_exact}
+    for name, build in libraries.items():
+        (folder / name).write_bytes(build())
+    return [folder / name for name in libraries]
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_bytes(build_library())
+    write_libraries(Path(sys.argv[1]))

@@ -1,8 +1,8 @@
-"""Finds the library: in the package, in the cache beside its byte code, or by compilation.
+"""Finds a library: in the package, in the cache beside its byte code, or by compilation.
 
-A wheel or image carries the library. A checkout builds it on first use into the package's byte-code folder, which has
-the package's permissions. The cached file's name holds a hash of source, build script and machine. Concurrent processes
-each build, and replace each other's equal file. Without a writable folder, no copy is kept.
+A wheel or image carries the libraries. A checkout builds each on first use into the package's byte-code folder, which
+has the package's permissions. The cached file's name holds a hash of source, build script and machine. Concurrent
+processes each build, and replace each other's equal file. Without a writable folder, no copy is kept.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ import logging
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 from p2ptrain.native.build import DIGEST_BYTES, SOURCE, build_library
 
 logger = logging.getLogger(__name__)
+
+Opened = TypeVar("Opened")
 
 INSTALLED = SOURCE.with_name("codecs.so")
 CODEC_OPERATIONS: Mapping[str, tuple[str, ...]] = {
@@ -47,26 +50,35 @@ def load_functions() -> Functions:
 
 
 def load_library() -> tuple[Path, Functions]:
-    """Find or build the library; return its path and functions.
+    """Find or build the codecs' library; return its path and functions.
 
     Raises `OSError` if no library can be found, built (`p2ptrain.native.build.BuildError`) or loaded.
     """
-    cached = cached_path()
-    for path in (INSTALLED, cached):
+    return find_library(INSTALLED, cached_path(), build_library, open_library)
+
+
+def find_library(
+    installed: Path, cached: Path, build: Callable[[], bytes], open_file: Callable[[Path], Opened]
+) -> tuple[Path, Opened]:
+    """Open the installed, the cached or a newly built library; return its path, and the result of ``open_file``.
+
+    Raises `OSError` if none of them works.
+    """
+    for path in (installed, cached):
         try:
-            return path, open_library(path)
+            return path, open_file(path)
         except FileNotFoundError:
             continue
         except OSError as error:
             logger.warning("%s is not used: %s", path, error)
-    library = build_library()
+    library = build()
     with contextlib.suppress(OSError):
         _keep(library, cached)
-        return cached, open_library(cached)
+        return cached, open_file(cached)
     with tempfile.TemporaryDirectory(prefix="p2ptrain-native-") as folder:
         path = Path(folder, cached.name)
         path.write_bytes(library)
-        return path, open_library(path)  # The mapping outlives the file.
+        return path, open_file(path)  # The mapping outlives the file.
 
 
 def _keep(library: bytes, path: Path) -> None:
@@ -79,31 +91,45 @@ def _keep(library: bytes, path: Path) -> None:
 
 
 def cached_path() -> Path:
-    """Return the path of a checkout's library for this source and machine."""
+    """Return the path of a checkout's library of codecs for this source and machine."""
+    return cached_library(SOURCE)
+
+
+def cached_library(source: Path) -> Path:
+    """Return the path of a checkout's library for a source, in its present state, and this machine."""
     digest = hashlib.sha256(platform.machine().encode())
-    for path in (SOURCE, SOURCE.with_name("build.py")):
+    for path in (source, source.with_name("build.py")):
         digest.update(path.read_bytes())
-    return Path(importlib.util.cache_from_source(__file__)).with_name(f"codecs-{digest.hexdigest()[:16]}.so")
+    name = f"{source.stem}-{digest.hexdigest()[:16]}.so"
+    return Path(importlib.util.cache_from_source(__file__)).with_name(name)
 
 
 def open_library(path: Path) -> Functions:
-    """Load the library; raises `OSError` if it is damaged, of another machine, or lacks a function."""
-    data = path.read_bytes()
-    # Verified first: loading a truncated file may crash the process.
-    if hashlib.sha256(data[:-DIGEST_BYTES]).digest() != data[-DIGEST_BYTES:]:
-        raise OSError("the library is damaged")
-    library = ctypes.CDLL(str(path))
+    """Load the codecs' library; raises `OSError` if it is damaged, of another machine, or lacks a function."""
+    library = open_verified(path)
+    kinds = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long, ctypes.c_float)
     return {
-        codec: {operation: _function(library, f"{operation}_{codec}") for operation in operations}
+        codec: {
+            operation: get_function(library, f"{operation}_{codec}", kinds, ctypes.c_int) for operation in operations
+        }
         for codec, operations in CODEC_OPERATIONS.items()
     }
 
 
-def _function(library: ctypes.CDLL, name: str) -> Function:
+def open_verified(path: Path) -> ctypes.CDLL:
+    """Load a library; raises `OSError` if it is damaged or of another machine."""
+    data = path.read_bytes()
+    # Verified first: loading a truncated file may crash the process.
+    if hashlib.sha256(data[:-DIGEST_BYTES]).digest() != data[-DIGEST_BYTES:]:
+        raise OSError("the library is damaged")
+    return ctypes.CDLL(str(path))
+
+
+def get_function(library: ctypes.CDLL, name: str, parameters: Sequence[type[Any]], result: type[Any] | None) -> Any:
+    """Return a function of a library, with its types set; raises `OSError` if there is none."""
     try:
         function = library[name]
     except AttributeError as error:
         raise OSError(f"the library lacks {name}") from error
-    function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long, ctypes.c_float)
-    function.restype = ctypes.c_int
+    function.argtypes, function.restype = parameters, result
     return function

@@ -1,0 +1,51 @@
+"""The check of a host's arithmetic before it serves: tiny models' bits against those in the repository."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import get_args
+
+import torch
+
+from p2ptrain.errors import IntegrityError
+from p2ptrain.manifest import ModelSpec
+from p2ptrain.models import build_model
+from p2ptrain.models.building import deterministic_normal_
+from p2ptrain.models.exact.program import WeightFormat
+from p2ptrain.models.exact.stage import ExactStage, Part
+from p2ptrain.native.exact import Kernels
+
+DIGEST = "8e03dbdd7d83d6a653c692b50367dabaede0f21e98e20a309b988a136541038b"
+"""SHA-256 of the models' logits, on any CPU."""
+
+_SHAPE = {"layers": 2, "hidden": 60, "heads": 6, "intermediate": 83, "vocabulary": 70, "context": 160}
+_SPECS = (ModelSpec(family="llama", kv_heads=2, **_SHAPE), ModelSpec(family="gpt2", **_SHAPE))
+"""Odd widths, grouped heads, and more positions than two pages."""
+
+
+def self_check(kernels: Kernels | None, threads: int = 1) -> None:
+    """Raise `IntegrityError` if the kernels compute other bits than the repository's; torch is not checked."""
+    if kernels is not None and digest(kernels, threads) != DIGEST:
+        raise IntegrityError(
+            f"the {kernels.build} kernels compute wrong bits on this CPU: serve on another machine, and report this one"
+        )
+
+
+@torch.inference_mode()
+def digest(kernels: Kernels, threads: int = 1) -> str:
+    """Return the hash of the logits of 130 positions of tiny models of each family and format."""
+    found = hashlib.sha256()
+    for spec in _SPECS:
+        model = build_model(spec)
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:  # whose initial values are all 0 or 1
+                spread = torch.empty_like(parameter)
+                deterministic_normal_(spread, 0.1, name)
+                parameter.add_(spread)
+        ids = torch.arange(130) * 37 % spec.vocabulary
+        for weights in get_args(WeightFormat):
+            stage = ExactStage(model, spec, weights=weights, threads=threads, kernels=kernels)
+            store = stage.new_pages(3)
+            hidden = stage.step([Part(130, 0, range(3))], ids, store)
+            found.update(stage.logits(hidden).numpy().tobytes())
+    return found.hexdigest()
