@@ -1,0 +1,1 @@
+"""Generation with a model that the swarm hosts: sessions over stages, with key and value caches and failover."""

@@ -1,0 +1,50 @@
+"""Why a generation cannot begin, or cannot go on."""
+
+from __future__ import annotations
+
+from p2ptrain.errors import TemporaryError, UsageError
+
+
+class PromptTooLongError(UsageError):
+    """The prompt and the tokens asked for exceed the model's context."""
+
+
+class ChatTemplateError(UsageError):
+    """The tokenizer has no chat template, or its template refuses the messages."""
+
+
+class OverloadedError(TemporaryError):
+    """A bound on concurrent work is reached.
+
+    Args:
+        retry_after: Seconds after which a retry may succeed.
+        message: The bound and the remedy.
+    """
+
+    def __init__(self, retry_after: float, message: str = "") -> None:
+        super().__init__(message or f"all hosts are busy: try again in {retry_after:.0f} s")
+        self.retry_after = retry_after
+
+
+class NoHostError(TemporaryError):
+    """A stage of the model has no host.
+
+    Args:
+        stage: The stage's number, from 0.
+        blocks: The stage's blocks: the first, and the one after its last.
+    """
+
+    def __init__(self, stage: int, blocks: tuple[int, int]) -> None:
+        super().__init__(
+            f"no host serves stage {stage} (blocks {blocks[0]} to {blocks[1] - 1}): wait for one, or add one with "
+            "'p2ptrain join LINK --serve'"
+        )
+        self.stage, self.blocks = stage, blocks
+
+
+class VersionGoneError(TemporaryError):
+    """The session's weights are served no more, and others are."""
+
+
+class GenerationFailedError(TemporaryError):
+    """A generation ended early, because a host failed and none could take its place."""

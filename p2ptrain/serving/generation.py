@@ -1,0 +1,78 @@
+"""The interface of a generator: the swarm's client is one, a process with the whole model another."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import NamedTuple, Protocol
+
+from p2ptrain.serving.sampling import Sampling
+
+
+class Token(NamedTuple):
+    """A drawn token.
+
+    Attributes:
+        position: Of the token in the session; the first one after the prompt has the prompt's length.
+        logprob: In nats, before temperature and filters; 0 if the sampling does not ask for it.
+        top: Ids and log-probabilities of the most likely tokens, the likeliest first.
+    """
+
+    position: int
+    id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class Generation(Protocol):
+    """A running generation; iterating over it yields its tokens, and leaving its context cancels it.
+
+    Attributes:
+        route: Ids of the peers that compute it now, one a stage.
+        failovers: How often another host took a failed one's place.
+        version: Round and digest of the weights, and the arithmetic: answers with equal versions can be reproduced.
+    """
+
+    @property
+    def route(self) -> tuple[str, ...]: ...
+
+    @property
+    def failovers(self) -> int: ...
+
+    @property
+    def version(self) -> str: ...
+
+    def __aiter__(self) -> AsyncIterator[Token]: ...
+
+
+class Generator(Protocol):
+    """Generates tokens with one model.
+
+    Attributes:
+        model: The model's name.
+        context: Largest number of positions of a session; 0 while it is unknown.
+        vocabulary: Number of token ids.
+    """
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def context(self) -> int: ...
+
+    @property
+    def vocabulary(self) -> int: ...
+
+    def generate(
+        self, ids: Sequence[int], sampling: Sampling, *, max_tokens: int, stops: Sequence[int] = (), key: str = ""
+    ) -> AbstractAsyncContextManager[Generation]:
+        """Generate up to ``max_tokens`` tokens after ``ids``; the last one may be one of ``stops``.
+
+        Args:
+            key: Whose request it is; one key's requests do not starve another's.
+        """
+        ...
+
+    async def probe(self) -> None:
+        """Raise a `p2ptrain.errors.P2PTrainError` that says what to do if no answer is possible."""
+        ...
