@@ -9,6 +9,7 @@ method         threads             for
 ``compute``    one, "state"        access to the shared state: apply, replace, tree, collect, save.
                                    `p2ptrain.training.state.shared_state.SharedState` relies on one call at a time.
 ``on_device``  one, "device"       forward and backward passes, one at a time.
+``serve``      one, "serving"      batches of generation, beside the device's passes.
 ``offload``    up to 8, "pool"     codecs, hashes, signatures, checks; concurrent and unordered.
 =============  ==================  ===============================================================================
 
@@ -80,6 +81,10 @@ class Runtime:
         """Run a pass on the device, in call order; its exceptions propagate."""
         return await self._run("device", lambda: function(*args, **kwargs))
 
+    async def serve(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Compute a batch of generation, in call order; its exceptions propagate."""
+        return await self._run("serving", lambda: function(*args, **kwargs))
+
     async def offload(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a function that touches only its arguments, concurrently with others; its exceptions propagate."""
         return await self._run("pool", lambda: function(*args, **kwargs))
@@ -107,7 +112,7 @@ def real_runtime(name: str = "cpu", scratch: Path | None = None) -> Runtime:
     size = min(os.cpu_count() or 1, MAX_POOL_THREADS)
     threads = {
         thread: ThreadPoolExecutor(workers, thread_name_prefix=f"{thread}-{name}")
-        for thread, workers in (("state", 1), ("device", 1), ("pool", size))
+        for thread, workers in (("state", 1), ("device", 1), ("serving", 1), ("pool", size))
     }
     # Other peers see some random numbers (nonces) and must not predict later ones (spot checks).
     return Runtime(random=random.SystemRandom(), threads=threads, scratch=scratch)

@@ -14,15 +14,17 @@ from itertools import accumulate
 from operator import mul
 from typing import Annotated, Any
 
+import msgspec
 from msgspec import Meta
 
-from p2ptrain.network.schema import Amount
+from p2ptrain.network.schema import Amount, Count, Hash
 
 BOUNDS = tuple(float(f"{10 ** (step / 8):.3g}") for step in range(-24, 25))
 """Upper bounds of the buckets, in seconds, from 1 ms to 1,000 s; one more bucket holds longer latencies."""
 MAX_TOTAL = 1 << 48
 """Bound of all counters; a million tokens per second take nine years to reach it."""
 MAX_SESSIONS = 1_000_000
+MAX_VERSIONS = 4
 NO_COUNTS = (0,) * (len(BOUNDS) + 1)
 Total = Annotated[int, Meta(ge=0, le=MAX_TOTAL)]
 _TOLERANCE = 1e-3
@@ -122,12 +124,34 @@ class ServingTotals:
         return ((getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
 
 
+class ServedStage(msgspec.Struct, frozen=True, array_like=True):
+    """A stage that a peer serves.
+
+    Attributes:
+        num_stages: Of the whole model.
+        versions: Round and digest of each version of the weights, 32 bytes.
+        arithmetic: See `p2ptrain.models.exact`.
+        context: Most positions of a session.
+        free_pages: Pages for keys and values, of 64 positions each.
+        sessions: Open now.
+    """
+
+    stage: Count
+    num_stages: Count
+    versions: Annotated[tuple[tuple[Count, Hash], ...], Meta(max_length=MAX_VERSIONS)]
+    arithmetic: Annotated[str, Meta(max_length=64)]
+    context: Count
+    free_pages: Count = 0
+    sessions: Count = 0
+
+
 @dataclass(frozen=True)
 class ServingReport:
-    """A serving peer's open sessions (generations), and its totals since it started."""
+    """A serving peer's open sessions (generations), its totals since it started, and the stage that it serves."""
 
     sessions: Annotated[int, Meta(ge=0, le=MAX_SESSIONS)]
     totals: ServingTotals
+    served: ServedStage | None = None
 
     def __post_init__(self) -> None:
         totals = self.totals

@@ -1,0 +1,1 @@
+"""The client's side: routes, and one generation's session."""

@@ -1,0 +1,84 @@
+"""Choice of a version and of each stage's hosts for a session; pure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from p2ptrain.network.records.serving import ServedStage
+from p2ptrain.serving.messages import MAX_CANDIDATES, Version
+
+WAITING_SECONDS = 0.01
+"""Cost of one session at a host, in seconds of distance."""
+
+
+class Host(NamedTuple):
+    """A peer that serves a stage; ``seconds`` is the time to dial it, as far as it is known."""
+
+    peer: str
+    served: ServedStage
+    seconds: float = 0.0
+
+
+class Plan(NamedTuple):
+    """The hosts of each stage, the best first."""
+
+    version: Version
+    route: tuple[tuple[str, ...], ...]
+
+
+def choose(
+    hosts: Sequence[Host], num_stages: int, session: bytes, *, positions: int = 1, only: Version | None = None,
+    avoided: Collection[str] = (),
+) -> Plan | int:  # fmt: skip
+    """Return the plan of a session, or the number of a stage that no host serves in a common version.
+
+    The newest round counts that all stages have in one arithmetic. Near and idle hosts come first; the session's id
+    spreads sessions over equal ones. ``avoided`` hosts come last. ``positions`` is what the session needs of a context.
+    """
+    able = [host for host in hosts if is_able(host, num_stages) and host.served.context >= positions]
+    versions: dict[tuple[int, str], dict[int, dict[bytes, list[Host]]]] = {}
+    for host in able:
+        for round_, digest in host.served.versions:
+            stages = versions.setdefault((round_, host.served.arithmetic), {})
+            stages.setdefault(host.served.stage, {}).setdefault(digest, []).append(host)
+    for (round_, arithmetic), stages in sorted(versions.items(), reverse=True):
+        if len(stages) < num_stages:
+            continue
+        # Of digests that differ, most hosts have the right one.
+        digests = tuple(_agreed(stages[number]) for number in range(num_stages))
+        version = Version(round_, digests, arithmetic)
+        if only is not None and version != only:
+            continue
+        return Plan(version, tuple(
+            _ordered(stages[number][digest], session, avoided) for number, digest in enumerate(digests)
+        ))  # fmt: skip
+    served = {host.served.stage for host in able}
+    return next((number for number in range(num_stages) if number not in served), 0)
+
+
+def longest(hosts: Sequence[Host], num_stages: int) -> int:
+    """Return the most positions of a session that each stage has a host for; 0 while a stage has none."""
+    able = [host.served for host in hosts if is_able(host, num_stages)]
+    return min(
+        max((served.context for served in able if served.stage == number), default=0) for number in range(num_stages)
+    )
+
+
+def is_able(host: Host, num_stages: int) -> bool:
+    """True if a host serves one of the model's stages."""
+    return host.served.stage < host.served.num_stages == num_stages
+
+
+def _agreed(hosts: dict[bytes, list[Host]]) -> bytes:
+    return max(hosts, key=lambda digest: (len(hosts[digest]), digest))
+
+
+def _ordered(hosts: Sequence[Host], session: bytes, avoided: Collection[str]) -> tuple[str, ...]:
+    def cost(host: Host) -> tuple[bool, bool, float, bytes]:
+        seconds = host.seconds + WAITING_SECONDS * host.served.sessions
+        tie = hashlib.sha256(session + host.peer.encode()).digest()
+        return host.peer in avoided, not host.served.free_pages, round(seconds, 2), tie
+
+    return tuple(host.peer for host in sorted(hosts, key=cost)[:MAX_CANDIDATES])

@@ -1,0 +1,223 @@
+"""`SwarmSession`: one generation on a swarm's hosts, as the client sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import msgspec
+
+from p2ptrain.errors import DeadlineError, P2PTrainError, PeerError, ProtocolError
+from p2ptrain.network.rpc.channel import Channel
+from p2ptrain.network.rpc.endpoint import Rpc
+from p2ptrain.serving.client.routes import Plan
+from p2ptrain.serving.errors import GenerationFailedError, NoHostError, OverloadedError, VersionGoneError
+from p2ptrain.serving.generation import Token
+from p2ptrain.serving.journal import Journal
+from p2ptrain.serving.link import CLOSE_SECONDS, OPEN_SECONDS, StageFailedError, StageLink
+from p2ptrain.serving.messages import AHEAD, TOKENS, Cause, DrawnToken, Grant, Listen, Ticket, Version
+from p2ptrain.tasks import Tasks
+
+logger = logging.getLogger(__name__)
+
+TOKEN_SECONDS = 120.0
+"""Timeout between tokens of hosts that give no sign of failure; the first one includes the prompt's computation."""
+PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 2.0
+"""Backoff between attempts to find hosts."""
+
+
+class SwarmSession:
+    """A generation: it holds the tokens, so any host can be replaced.
+
+    Attributes:
+        failovers: Replaced hosts so far.
+        version: See `p2ptrain.serving.generation.Generation`.
+    """
+
+    def __init__(
+        self,
+        rpc: Rpc,
+        ticket: Ticket,
+        ids: list[int],
+        plan: Callable[[Version], Plan],
+        renew: Callable[[Ticket], Awaitable[Ticket]],
+        wait_seconds: float,
+    ) -> None:
+        """Hosts are looked for ``wait_seconds``.
+
+        Args:
+            plan: Returns a version's hosts as of now; raises `NoHostError` or `VersionGoneError`.
+            renew: Returns a signed ticket like the given one, of a newer version and another session.
+        """
+        self._rpc = rpc
+        self._plan = plan
+        self._renew = renew
+        self._wait_seconds = wait_seconds
+        self._moves = 0
+        self._moved = asyncio.Event()
+        self._journal = Journal(ids)
+        self._stop = ticket.prompt + ticket.max_tokens
+        self._use(ticket)
+        self._tokens: asyncio.Queue[Token | P2PTrainError] = asyncio.Queue()
+        self._next = self._taken = ticket.prompt
+        self._granted = asyncio.Event()
+
+    def _use(self, ticket: Ticket) -> None:
+        """Begin a session with a ticket."""
+        version = ticket.version
+        self.version = f"{version.round}-{version.digests[0].hex()[:8]}-{version.arithmetic}"
+        self._ticket = ticket
+        self._hosts = [""] * len(version.digests)
+        self._moved.set()
+        self._link = StageLink(self._rpc, ticket, 0, self._journal, self._on_moved)
+
+    @property
+    def route(self) -> tuple[str, ...]:
+        return tuple(self._hosts)
+
+    @property
+    def failovers(self) -> int:
+        return self._moves
+
+    async def run(self) -> None:
+        """Keep hosts supplied and receive tokens until cancelled; a failure is raised by the iteration."""
+        try:
+            async with Tasks() as tasks:
+                supplying = tasks.call(self._supply(), "supply")
+                listening = tasks.call(self._listen(), "listen")
+                await asyncio.wait({supplying, listening}, return_when=asyncio.FIRST_COMPLETED)
+                await (supplying if supplying.done() else listening)
+        except P2PTrainError as error:
+            self._tokens.put_nowait(error)
+
+    async def close(self, running: asyncio.Task[None]) -> None:
+        """Tell the hosts that the session is over, and end `run`."""
+        self._link.close()
+        await asyncio.wait({running}, timeout=CLOSE_SECONDS)
+
+    async def __aiter__(self) -> AsyncIterator[Token]:
+        for _ in range(self._taken, self._stop):
+            try:
+                async with asyncio.timeout(TOKEN_SECONDS):
+                    token = await self._tokens.get()
+            except TimeoutError:
+                raise GenerationFailedError(f"the hosts sent no token for {TOKEN_SECONDS:g} s: try again") from None
+            if isinstance(token, P2PTrainError):
+                raise token
+            self._taken = token.position + 1
+            self._granted.set()
+            yield token
+            if token.id in self._ticket.stops:
+                return
+
+    # Hosts
+
+    def _on_moved(self, stage: int, host: str) -> None:
+        if stage < len(self._hosts) and host not in (self._hosts[stage], self._rpc.peer_id):
+            self._moves += bool(self._hosts[stage])
+            self._hosts[stage] = host
+            self._moved.set()
+
+    async def _supply(self) -> None:
+        """Keep the first stage supplied, with other hosts after each failure."""
+        loop = asyncio.get_running_loop()
+        pause, since, best = PAUSE_SECONDS, loop.time(), -1
+        while True:
+            try:
+                await self._link.run(self._plan(self._ticket.version).route, (), "")
+                return
+            except VersionGoneError as error:
+                if self._next >= self._stop:
+                    return
+                logger.info("going on with newer weights: %s", error)
+                self._use(await self._renew(self._rest()))
+            except (StageFailedError, NoHostError) as error:
+                if self._next > best:
+                    pause, since, best = PAUSE_SECONDS, loop.time(), self._next
+                if loop.time() - since >= self._wait_seconds:
+                    raise _explained(error) from error
+                logger.info("looking for other hosts: %s", error)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    def _rest(self) -> Ticket:
+        """Return a ticket for the tokens that are left."""
+        return msgspec.structs.replace(self._ticket, prompt=self._next, max_tokens=self._stop - self._next)
+
+    # Tokens
+
+    async def _listen(self) -> None:
+        """Receive the tokens from the last stage's present host."""
+        pause = PAUSE_SECONDS
+        while True:
+            self._moved.clear()
+            if host := self._hosts[-1]:
+                before = self._next
+                try:
+                    await self._listen_to(host)
+                except (PeerError, DeadlineError) as error:
+                    logger.debug("no tokens from host %s: %s", host[-8:], error)
+                pause = PAUSE_SECONDS if self._next > before else min(2 * pause, LONGEST_PAUSE_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause if host else None):
+                    await self._moved.wait()
+
+    async def _listen_to(self, host: str) -> None:
+        """Receive one host's tokens until it is lost or replaced."""
+        request = Listen(self._ticket.session, self._next, self._taken + AHEAD, self._hosts[0])
+        async with self._rpc.open(host, TOKENS, request, OPEN_SECONDS) as channel, Tasks() as tasks:
+            granting = tasks.call(self._grant(channel, self._taken + AHEAD, self._hosts[0]), "grant")
+            receiving = tasks.call(self._receive(host, request.session, channel), "receive")
+            replaced = tasks.call(self._until_replaced(host, request.session), "replaced")
+            await asyncio.wait({granting, receiving, replaced}, return_when=asyncio.FIRST_COMPLETED)
+            for each in (receiving, granting):
+                if each.done():
+                    await each
+            if replaced.done():  # A stopped host acknowledges no end.
+                channel.abort()
+
+    async def _receive(self, host: str, session: bytes, channel: Channel) -> None:
+        while True:
+            token = await channel.receive(DrawnToken, TOKEN_SECONDS)
+            if self._ticket.session != session:
+                return
+            self._take(host, token)
+
+    async def _until_replaced(self, host: str, session: bytes) -> None:
+        while self._hosts[-1] == host and self._ticket.session == session:
+            self._moved.clear()
+            await self._moved.wait()
+
+    def _take(self, host: str, token: DrawnToken) -> None:
+        journal = self._journal
+        if token.position > self._next:
+            raise ProtocolError(host, f"token {token.position}, and {self._next} is missing")
+        if token.position < self._next:
+            if token.position < journal.end and journal.ids[token.position] != token.id:
+                raise ProtocolError(host, f"another token {token.position} than before")
+            return
+        if token.position >= min(self._stop, max(self._taken, self._ticket.prompt) + AHEAD):
+            raise ProtocolError(host, f"token {token.position}, which was not granted")
+        self._next += 1
+        if self._next < self._stop:
+            journal.append([token.id])
+        self._tokens.put_nowait(Token(token.position, token.id, token.logprob, token.top))
+
+    async def _grant(self, channel: Channel, granted: int, feed: str) -> None:
+        """Tell the last host how many tokens this peer's user has taken, and the first stage's host."""
+        while True:
+            self._granted.clear()
+            if (self._taken + AHEAD, self._hosts[0]) != (granted, feed):
+                granted, feed = self._taken + AHEAD, self._hosts[0]
+                await channel.send(Grant(granted, feed))
+            await self._granted.wait()
+
+
+def _explained(error: StageFailedError | NoHostError) -> P2PTrainError:
+    if isinstance(error, NoHostError):
+        return error
+    if error.failed.cause is Cause.FULL:
+        return OverloadedError(error.failed.retry_after or 1.0, f"all hosts are full ({error}): try again later")
+    return GenerationFailedError(f"the hosts gave up ({error}): try again")

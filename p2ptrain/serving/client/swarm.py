@@ -1,0 +1,131 @@
+"""`SwarmGenerator`: a language model that a swarm's hosts serve."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import msgspec
+
+from p2ptrain.network.rpc.endpoint import Rpc
+from p2ptrain.serving.client.routes import Host, Plan, choose, longest
+from p2ptrain.serving.client.session import SwarmSession
+from p2ptrain.serving.errors import NoHostError, PromptTooLongError, VersionGoneError
+from p2ptrain.serving.messages import Ticket, Version
+from p2ptrain.serving.sampling import Sampling
+from p2ptrain.signing import Signer
+from p2ptrain.tasks import Tasks
+
+LOOK_SECONDS = 0.5
+TICKET_SECONDS = 24 * 3600.0
+"""Lifetime of a ticket; > any generation."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """The served model; ``blocks`` has those of each stage: the first, and the one after its last."""
+
+    name: str
+    vocabulary: int
+    blocks: tuple[tuple[int, int], ...]
+
+
+class SwarmGenerator:
+    """A `p2ptrain.serving.generation.Generator` on a swarm's hosts."""
+
+    def __init__(
+        self,
+        rpc: Rpc,
+        signer: Signer,
+        model: ServedModel,
+        hosts: Callable[[], Sequence[Host]],
+        wait_seconds: float = 30.0,
+    ) -> None:
+        """``hosts`` returns the known hosts as of now; a stage without one is waited for ``wait_seconds``."""
+        self.model = model.name
+        self.vocabulary = model.vocabulary
+        self._blocks = model.blocks
+        self._rpc = rpc
+        self._signer = signer
+        self._hosts = hosts
+        self._wait_seconds = wait_seconds
+
+    @property
+    def context(self) -> int:
+        """Most tokens of a prompt and its answer, by the hosts' records; 0 while a stage has no host."""
+        return longest(self._hosts(), len(self._blocks))
+
+    async def probe(self) -> None:
+        """Raise `NoHostError` unless each stage has a host."""
+        self._plan(bytes(16))
+
+    @asynccontextmanager
+    async def generate(
+        self, ids: Sequence[int], sampling: Sampling, *, max_tokens: int, stops: Sequence[int] = (), key: str = ""
+    ) -> AsyncIterator[SwarmSession]:
+        """Generate tokens after a prompt; see `p2ptrain.serving.generation.Generator`.
+
+        Raises:
+            PromptTooLongError: Prompt and answer exceed the context, or the prompt is empty or has unknown tokens.
+            NoHostError, OverloadedError, GenerationFailedError: From the iteration, too.
+        """
+        rpc, id = self._rpc, self._new_id()
+        await self._first_plan(id)
+        if not 0 < len(ids) <= self.context - max_tokens:
+            raise PromptTooLongError(
+                f"a prompt of {len(ids)} tokens and an answer of {max_tokens} do not fit the context of {self.context}:"
+                " shorten one of them"
+            )
+        if not 0 <= min(ids) <= max(ids) < self.vocabulary:
+            raise PromptTooLongError(f"the prompt has a token that is not in the vocabulary of {self.vocabulary}")
+        plan = await self._first_plan(id, len(ids) + max_tokens - 1)
+        ticket = Ticket(
+            id, rpc.peer_id, plan.version, len(ids), len(ids), max_tokens, sampling,
+            self._rpc.runtime.now() + TICKET_SECONDS, tuple(stops), rpc.credential,
+        )  # fmt: skip
+        session = SwarmSession(
+            rpc, await self._signed(ticket), list(ids),
+            lambda version: self._plan(id, version, ticket.num_positions), self._renewed, self._wait_seconds,
+        )  # fmt: skip
+        async with Tasks() as tasks:
+            running = tasks.call(session.run(), "generation")
+            try:
+                yield session
+            finally:
+                await session.close(running)
+
+    def _new_id(self) -> bytes:
+        return self._rpc.runtime.random.getrandbits(128).to_bytes(16, "big")
+
+    async def _signed(self, ticket: Ticket) -> Ticket:
+        message = ticket.to_sign(self._rpc.swarm)
+        signature = await self._rpc.runtime.offload(self._signer.sign, message)
+        return msgspec.structs.replace(ticket, signature=signature)
+
+    async def _renewed(self, ticket: Ticket) -> Ticket:
+        """Return a ticket like this one for another session, of the newest version."""
+        id = self._new_id()
+        plan = await self._first_plan(id, ticket.num_positions)
+        return await self._signed(msgspec.structs.replace(ticket, session=id, version=plan.version))
+
+    async def _first_plan(self, id: bytes, positions: int = 1) -> Plan:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._wait_seconds
+        while True:
+            try:
+                return self._plan(id, None, positions)
+            except NoHostError:
+                if loop.time() >= deadline:
+                    raise
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def _plan(self, id: bytes, version: Version | None = None, positions: int = 1) -> Plan:
+        hosts, num_stages = self._hosts(), len(self._blocks)
+        found = choose(hosts, num_stages, id, positions=positions, only=version)
+        if isinstance(found, Plan):
+            return found
+        if version is not None and isinstance(choose(hosts, num_stages, id, positions=positions), Plan):
+            raise VersionGoneError(f"round {version.round} is not served any more")
+        raise NoHostError(found, self._blocks[found])

@@ -1,0 +1,149 @@
+"""`Executor`: computes the rows of all sessions on one stage, in batches that sessions enter and leave at any time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from p2ptrain.errors import IntegrityError
+from p2ptrain.models.exact import ExactStage, PageStore, Part
+from p2ptrain.runtime import Runtime
+from p2ptrain.serving.host.scheduler import Waiting, next_batch
+from p2ptrain.serving.host.session import HostSession, Key
+from p2ptrain.serving.messages import Cause, Failed
+from p2ptrain.serving.sampling import Drawn, Sampling, draw
+
+logger = logging.getLogger(__name__)
+
+
+class Share(NamedTuple):
+    """One session's part of a batch.
+
+    Attributes:
+        draws: Tokens to draw, each by its position, with the final hidden state before it; None for the batch's last
+            row of this session.
+    """
+
+    session: HostSession
+    part: Part
+    inputs: torch.Tensor
+    draws: list[tuple[int, torch.Tensor | None]]
+    ids: list[int]
+    prompt: int
+    sampling: Sampling
+
+
+class Executor:
+    """Computes one batch after another in `run`; `wake` announces work.
+
+    Attributes:
+        stages: The stage's weights in each served version.
+        sessions: Those to compute, by id.
+        num_drawn: Tokens drawn since the start.
+    """
+
+    def __init__(self, runtime: Runtime, number: int) -> None:
+        self.stages: dict[Key, ExactStage] = {}
+        self.sessions: dict[bytes, HostSession] = {}
+        self.store: PageStore | None = None
+        self.num_drawn = 0
+        self._runtime = runtime
+        self._number = number
+        self._work = asyncio.Event()
+        self._busy: set[HostSession] = set()
+        self._rested = asyncio.Event()
+
+    def wake(self) -> None:
+        self._work.set()
+
+    async def until_idle(self, session: HostSession) -> None:
+        """Wait until no batch uses a session's pages."""
+        while session in self._busy:
+            await self._rested.wait()
+
+    async def run(self) -> None:
+        """Compute until cancelled."""
+        while True:
+            await self._work.wait()
+            self._work.clear()
+            while batch := self._next():
+                key, shares = batch
+                self._busy = {share.session for share in shares}
+                try:
+                    await self._compute(key, shares)
+                finally:
+                    self._busy = set()
+                    self._rested.set()
+                    self._rested = asyncio.Event()
+
+    def _next(self) -> tuple[Key, list[Share]] | None:
+        """Return the next batch, of sessions of one version; None if nothing waits."""
+        found: dict[Key, list[tuple[HostSession, Waiting]]] = {}
+        for session in self.sessions.values():
+            if (waiting := session.waiting()) is not None:
+                found.setdefault(session.key, []).append((session, waiting))
+        if not found:
+            return None
+        key = min(found, key=lambda each: min(waiting.since for _, waiting in found[each]))
+        chosen = next_batch([waiting for _, waiting in found[key]])
+        return key, [_share(found[key][index][0], rows) for index, rows in chosen]
+
+    async def _compute(self, key: Key, shares: Sequence[Share]) -> None:
+        """Compute one batch, and give the sessions their outputs and tokens."""
+        if (stage := self.stages.get(key)) is None:
+            return self._fail(shares, Cause.VERSION, f"round {key[0]} is not served any more")
+        assert self.store is not None
+        try:
+            results = await self._runtime.serve(_compute, stage, self.store, shares)
+        except Exception as error:
+            if len(shares) > 1:  # One session's values spoil no other's.
+                for share in shares:
+                    await self._compute(key, [share])
+                return
+            if not isinstance(error, IntegrityError):
+                logger.exception("a session's rows could not be computed")
+            return self._fail(shares, Cause.BROKEN, str(error))
+        for share, (outputs, drawn) in zip(shares, results, strict=True):
+            self.num_drawn += len(drawn)
+            share.session.done(share.part.rows, outputs, drawn)
+
+    def _fail(self, shares: Sequence[Share], cause: Cause, reason: str) -> None:
+        for share in shares:
+            share.session.fail(Failed(self._number, cause, reason[:256]))
+
+
+def _share(session: HostSession, rows: int) -> Share:
+    draws = [(at, session.final(at - 1)) for at in session.draws_after(rows)]
+    part, inputs = session.take(rows)
+    ticket = session.ticket
+    # The session only appends to its ids, so a batch may read those before its draws meanwhile.
+    return Share(session, part, inputs, draws, session.ids, ticket.given, ticket.sampling)
+
+
+def _compute(
+    stage: ExactStage, store: PageStore, shares: Sequence[Share]
+) -> list[tuple[torch.Tensor, dict[int, Drawn]]]:
+    """Return each share's outputs, and its tokens by position."""
+    working = [share for share in shares if share.part.rows]
+    outputs = torch.empty(0, stage.hidden)
+    if working:
+        outputs = stage.step([share.part for share in working], torch.cat([share.inputs for share in working]), store)
+    split = iter(torch.split(outputs, [share.part.rows for share in working]))
+    mine = [next(split) if share.part.rows else torch.empty(0, stage.hidden) for share in shares]
+    finals: list[torch.Tensor] = []
+    for share, rows in zip(shares, mine, strict=True):
+        for position, kept in share.draws:
+            at = position - 1 - share.part.first
+            finals.append(rows[at : at + 1] if kept is None else kept)
+    logits = iter(stage.logits(torch.cat(finals)) if finals else ())
+    return [
+        (
+            rows,
+            {at: draw(next(logits), at, share.ids[:at], share.sampling, share.prompt) for at, _ in share.draws},
+        )
+        for share, rows in zip(shares, mine, strict=True)
+    ]

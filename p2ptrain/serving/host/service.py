@@ -1,0 +1,179 @@
+"""`ServingHost`: takes sessions on one stage, and links each to the next stage."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import torch
+
+from p2ptrain.errors import PeerRefusedError, ProtocolError
+from p2ptrain.models.exact import ExactStage
+from p2ptrain.network.records.serving import ServedStage, ServingReport
+from p2ptrain.network.rpc.channel import Channel
+from p2ptrain.network.rpc.endpoint import Rpc
+from p2ptrain.serving.host.session import BEAT_SECONDS, HostSession, Key
+from p2ptrain.serving.host.sessions import DeclinedError, SessionBook
+from p2ptrain.serving.host.tokens import TokenService
+from p2ptrain.serving.link import StageFailedError, StageLink
+from p2ptrain.serving.messages import (
+    FLOAT_BYTES,
+    IDLE_SECONDS,
+    MAX_OPEN_BYTES,
+    Beat,
+    Cause,
+    Close,
+    Failed,
+    FromCaller,
+    Open,
+    Opened,
+    Step,
+    service,
+)
+from p2ptrain.tasks import Tasks
+
+STEP_SECONDS = 60.0
+"""Timeout of a step's hidden states."""
+KEPT_VERSIONS = 2
+
+
+class ServingHost:
+    """Serves one stage from construction on, in the versions that `serve` gives it.
+
+    Attributes:
+        executor: Computes the sessions' rows.
+        book: The sessions.
+    """
+
+    def __init__(self, rpc: Rpc, book: SessionBook) -> None:
+        self.book, self.executor = book, book.executor
+        self._rpc = rpc
+        self._offer = offer = book.offer
+        self._number = offer.number
+        self._width = 0
+        self._tasks = Tasks()
+        self._tokens = TokenService(rpc, self.executor, is_first=offer.number == 0, is_last=offer.is_last)
+        rpc.serve_channel(service(offer.number), Open, self._serve, max_request_bytes=MAX_OPEN_BYTES)
+        self._tasks.keep(self.executor.run, f"serve-{offer.number}")
+
+    def serve(self, key: Key, stage: ExactStage) -> None:
+        """Serve a version's weights; the first of more than `KEPT_VERSIONS` is dropped, and its sessions fail."""
+        if self.executor.store is None:
+            self.executor.store, self._width = stage.new_pages(self.book.pool.num_pages), stage.hidden
+        self.executor.stages[key] = stage
+        while len(self.executor.stages) > KEPT_VERSIONS:
+            del self.executor.stages[next(iter(self.executor.stages))]  # Not the least round: a stage may go back.
+        for session in self.book.open.values():
+            if session.key not in self.executor.stages:
+                session.fail(Failed(self._number, Cause.VERSION, f"round {session.key[0]} is not served any more"))
+
+    async def close(self) -> None:
+        """Stop serving; idempotent."""
+        self._rpc.withdraw(service(self._number))
+        await self._tokens.close()
+        await self.book.close()
+        await self._tasks.close()
+
+    @property
+    def keys(self) -> list[Key]:
+        """The served versions."""
+        return sorted(self.executor.stages)
+
+    def report(self) -> ServingReport:
+        """Return this host's part of its peer's record."""
+        offer, sessions = self._offer, len(self.book.open)
+        served = ServedStage(
+            offer.number, offer.num_stages, tuple(self.keys), offer.arithmetic, offer.context, self.book.pool.num_free,
+            sessions,
+        )  # fmt: skip
+        return ServingReport(sessions if offer.is_last else 0, self.book.meter.totals(), served)
+
+    async def _serve(self, channel: Channel, request: Open) -> None:
+        """Serve one caller of a session until it closes the session, is lost, or is superseded."""
+        try:
+            session = await self.book.admit(request)
+        except DeclinedError as declined:
+            await channel.close(declined.failed)
+            return
+        session.attach(channel, request)
+        if self._offer.is_last:
+            self._start_feeding(session, request)
+        elif not request.is_shadow:
+            self._link(session, request)
+        try:
+            await channel.send(Opened(len(session.ids)))
+            async with Tasks() as tasks:
+                telling = tasks.call(self._tell(session, channel), "tell")
+                hearing = tasks.call(self._hear(session, channel), "hear")
+                await asyncio.wait({telling, hearing}, return_when=asyncio.FIRST_COMPLETED)
+                await (hearing if hearing.done() else telling)
+        finally:
+            if session.channel is channel:
+                session.channel = None
+                self.book.leave(session)
+
+    def _start_feeding(self, session: HostSession, request: Open) -> None:
+        session.feed = session.feed or request.feed
+        if not session.ends:
+            self._tokens.start_feeding(session)
+
+    async def _hear(self, session: HostSession, channel: Channel) -> None:
+        """Take a caller's rows until it closes the session."""
+        while True:
+            match await channel.receive(FromCaller, IDLE_SECONDS):
+                case Close():
+                    self._check_is_present(session, channel)
+                    if self.book.holds(session):
+                        self.book.end(session)
+                    return
+                case Step(first, ids):
+                    rows = torch.tensor(ids)
+                    if self._number:
+                        width = self._width
+                        data = await channel.receive_bytes(len(ids) * width * FLOAT_BYTES, STEP_SECONDS)
+                        rows = torch.frombuffer(data, dtype=torch.float32).view(len(ids), width)
+                        if not bool(rows.isfinite().all()):
+                            raise ProtocolError(channel.remote, "hidden states that are not finite")
+                    self._check_is_present(session, channel)
+                    session.put(first, ids, rows)
+                    session.put_fed({})
+                    self.executor.wake()
+
+    def _check_is_present(self, session: HostSession, channel: Channel) -> None:
+        """Raise `PeerRefusedError` if a newer caller has superseded this one."""
+        if session.channel is not channel:
+            raise PeerRefusedError(self._rpc.peer_id, "a newer caller has the session")
+
+    async def _tell(self, session: HostSession, channel: Channel) -> None:
+        """Send a caller keepalives and news until the session fails, or has no next stage."""
+        told: dict[int, str] = {}
+        while True:
+            news = session.news
+            for place in session.places():
+                if told.get(place.stage) != place.host:
+                    told[place.stage] = place.host
+                    await channel.send(place)
+            if (failure := session.failure or session.link_failure) is not None:
+                await channel.send(failure)
+                return
+            await channel.send(Beat(session.computed))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(BEAT_SECONDS):
+                    await news.wait()
+
+    def _link(self, session: HostSession, request: Open) -> None:
+        """Link a session to the next stage, unless a link is at work, which then keeps its host."""
+        if session.linking is not None and not session.linking.done():
+            return
+        link = StageLink(self._rpc, session.ticket, self._number + 1, session.journal, session.note_later)
+        session.link_failure = None
+
+        async def supply() -> None:
+            try:
+                await link.run(request.route, request.epoch, request.feed)
+            except StageFailedError as error:
+                session.link_failure = error.failed
+                session.tell()
+
+        session.linking = self._tasks.start(supply(), "link")
+        session.ends.append(link.close)

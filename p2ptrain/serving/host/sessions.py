@@ -1,0 +1,206 @@
+"""`SessionBook`: a host's sessions; it admits, finds and ends them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+
+from p2ptrain.models.exact import PAGE
+from p2ptrain.network.rpc.endpoint import Rpc
+from p2ptrain.serving.host.executor import Executor
+from p2ptrain.serving.host.meter import Meter
+from p2ptrain.serving.host.pool import PagePool, Pages, PoolFullError
+from p2ptrain.serving.host.session import HostSession
+from p2ptrain.serving.messages import Cause, Failed, Open, Ticket
+from p2ptrain.signing import Signer
+from p2ptrain.tasks import Tasks
+
+ORPHAN_SECONDS = 10.0
+"""Time for a caller to return, or for another one to come, before a session's pages are freed."""
+MAX_SESSIONS = 1024
+MAX_SESSIONS_PER_CLIENT = 64
+FULL_RETRY_SECONDS = 1.0
+WAITING_SECONDS = 4.0
+"""Time for which a refused client counts as waiting; > the longest pause before it asks again."""
+
+
+class DeclinedError(Exception):
+    """A session is not served; ``failed`` is the answer."""
+
+    def __init__(self, failed: Failed) -> None:
+        super().__init__(failed.reason)
+        self.failed = failed
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A host's stage, of ``num_stages``, its arithmetic, and the most positions of a session."""
+
+    number: int
+    num_stages: int
+    arithmetic: str
+    context: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.number == self.num_stages - 1
+
+
+class SessionBook:
+    """The sessions of one host.
+
+    Attributes:
+        open: Sessions by id.
+        executor: Computes their rows.
+        pool: Their pages.
+        meter: Counts the last stage's requests and tokens.
+    """
+
+    def __init__(self, rpc: Rpc, signer: Signer, offer: Offer, pool: PagePool) -> None:
+        """``signer`` is any signer with the swarm's type of key; it verifies tickets.
+
+        A session that the pool cannot hold exceeds the offer's context.
+        """
+        self.meter = Meter()
+        self.executor = Executor(rpc.runtime, offer.number)
+        self.open = self.executor.sessions
+        self._rpc = rpc
+        self._signer = signer
+        self.offer = replace(offer, context=min(offer.context, pool.num_pages * PAGE))
+        self.pool = pool
+        self._is_closed = False
+        self._waiting: dict[str, float] = {}
+        self._tasks = Tasks()
+
+    def holds(self, session: HostSession) -> bool:
+        """True until the session ends."""
+        return self.open.get(session.ticket.session) is session
+
+    async def admit(self, request: Open) -> HostSession:
+        """Return the session of a request, a new one if necessary.
+
+        Raises:
+            DeclinedError: It is not served here, or a newer caller has it.
+        """
+        ticket, offer = request.ticket, self.offer
+        if len(request.epoch) != offer.number + 1 or len(request.route) != offer.num_stages - 1 - offer.number:
+            raise self._declined(Cause.BROKEN, "a route that does not fit the stage")
+        if ticket.session not in self.open:
+            await self._check(ticket)
+        if (session := self.open.get(ticket.session)) is not None:
+            return self._found(session, request)
+        key = (ticket.version.round, self._digest_of(ticket))
+        if (stage := self.executor.stages.get(key)) is None:
+            raise self._declined(Cause.VERSION, f"round {key[0]} is not served here")
+        if any(id >= stage.vocabulary for id, _ in ticket.sampling.logit_bias):
+            raise self._declined(Cause.BROKEN, f"logit_bias names a token beyond the vocabulary of {stage.vocabulary}")
+        own = sum(each.ticket.client == ticket.client for each in self.open.values())
+        if len(self.open) >= MAX_SESSIONS or own >= MAX_SESSIONS_PER_CLIENT:
+            raise self._declined(Cause.FULL, f"{len(self.open)} sessions are open", FULL_RETRY_SECONDS)
+        try:
+            self._check_share(request)
+            pages = await self._reserve(ticket.num_pages, request.is_shadow)
+        except PoolFullError as error:
+            if not request.is_shadow:
+                self._waiting[ticket.client] = asyncio.get_running_loop().time()
+            raise self._declined(Cause.FULL, str(error), FULL_RETRY_SECONDS) from error
+        if self._is_closed:
+            self.pool.free(pages)
+            raise self._declined(Cause.OVER, "this host has stopped serving")
+        self._waiting.pop(ticket.client, None)
+        if (session := self.open.get(ticket.session)) is not None:  # Another caller came meanwhile.
+            self.pool.free(pages)
+            return self._found(session, request)
+        session = HostSession(ticket, key, pages, stage, self.meter if offer.is_last else None)
+        self.open[ticket.session] = session
+        return session
+
+    def _found(self, session: HostSession, request: Open) -> HostSession:
+        if session.ticket != request.ticket:
+            raise self._declined(Cause.BROKEN, "another ticket for the same session")
+        if request.epoch < session.epoch:
+            raise self._declined(Cause.SUPERSEDED, "a newer caller has the session")
+        return session
+
+    def _digest_of(self, ticket: Ticket) -> bytes:
+        """Return the digest of the stage's weights; raise `DeclinedError` if the ticket does not fit the host."""
+        version, offer = ticket.version, self.offer
+        if ticket.num_positions > offer.context:
+            tokens = f"{ticket.prompt} tokens and {ticket.max_tokens} more"
+            raise self._declined(Cause.BROKEN, f"{tokens} exceed the context of {offer.context}")
+        if version.arithmetic != offer.arithmetic or len(version.digests) != offer.num_stages:
+            raise self._declined(Cause.VERSION, f"this host computes {offer.arithmetic}")
+        return version.digests[offer.number]
+
+    def _check_share(self, request: Open) -> None:
+        """Raise `PoolFullError` for a client's further session beyond half of the pages, while another waits."""
+        client, now = request.ticket.client, asyncio.get_running_loop().time()
+        self._waiting = {each: since for each, since in self._waiting.items() if now - since < WAITING_SECONDS}
+        mine = [each for each in self.open.values() if each.ticket.client == client and not each.is_shadow]
+        own = sum(len(each.pages.numbers) for each in mine)
+        is_fair = 2 * (own + request.ticket.num_pages) <= self.pool.num_pages
+        if own and not is_fair and not request.is_shadow and self._waiting.keys() - {client}:
+            raise PoolFullError(f"this client has {own} of {self.pool.num_pages} pages, and others wait")
+
+    async def _reserve(self, num_pages: int, is_shadow: bool) -> Pages:
+        """Return free pages, those of shadows if necessary; raise `PoolFullError` if there are too few."""
+        while True:
+            try:
+                return self.pool.reserve(num_pages)
+            except PoolFullError:
+                shadows = [each for each in self.open.values() if each.is_shadow]
+                room = self.pool.num_free + sum(len(each.pages.numbers) for each in shadows)
+                if is_shadow or not shadows or room < num_pages:
+                    raise
+                await asyncio.wait({self.end(shadows[0])})
+
+    async def _check(self, ticket: Ticket) -> None:
+        """Raise `DeclinedError` unless an admitted client signed the ticket."""
+        rpc, runtime = self._rpc, self._rpc.runtime
+        if ticket.expires < runtime.now():
+            raise self._declined(Cause.BROKEN, "its ticket has expired: are the clocks right?")
+        if rpc.gate.admitted(ticket.client) and (reason := rpc.gate.admitted(ticket.client, ticket.credential)):
+            raise self._declined(Cause.BROKEN, f"its client is not in this swarm: {reason}")
+        message = ticket.to_sign(rpc.swarm)
+        if not await runtime.offload(self._signer.verify, ticket.client, message, ticket.signature):
+            raise self._declined(Cause.BROKEN, "its client did not sign the ticket")
+
+    def _declined(self, cause: Cause, reason: str, retry_after: float = 0.0) -> DeclinedError:
+        return DeclinedError(Failed(self.offer.number, cause, reason[:256], retry_after))
+
+    def leave(self, session: HostSession) -> None:
+        """End a session that has lost its caller: at once if it failed, else unless there is one again in time."""
+        if not self.holds(session):
+            return
+        if session.failure is None:
+            self._tasks.start(self._end_orphan(session, session.epoch), "orphan")
+            return
+        if session.linking is not None:
+            session.linking.cancel()  # Without a `Close`: a substitute finds the rows of the later stages.
+        self.end(session)
+
+    async def _end_orphan(self, session: HostSession, epoch: tuple[int, ...]) -> None:
+        await asyncio.sleep(ORPHAN_SECONDS)
+        if self.holds(session) and session.channel is None and session.epoch == epoch:
+            self.end(session)
+
+    def end(self, session: HostSession) -> asyncio.Task[None]:
+        """Forget a session, and run its ``ends``; return the task that frees its pages."""
+        del self.open[session.ticket.session]
+        session.count_end()
+        session.fail(Failed(self.offer.number, Cause.OVER, "the session is over"))
+        for end in session.ends:
+            end()
+        return self._tasks.start(self._free(session), "free")
+
+    async def _free(self, session: HostSession) -> None:
+        """Free a session's pages once no batch uses them."""
+        await self.executor.until_idle(session)
+        self.pool.free(session.pages)
+
+    async def close(self) -> None:
+        """End all sessions, and admit none any more; idempotent."""
+        self._is_closed = True
+        for session in list(self.open.values()):
+            self.end(session)
+        await self._tasks.close()

@@ -1,0 +1,99 @@
+"""`TokenService`: tokens on their way from the last host, to the client and to the first host."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from p2ptrain.errors import DeadlineError, PeerError, PeerRefusedError
+from p2ptrain.network.rpc.channel import Channel
+from p2ptrain.network.rpc.endpoint import Rpc
+from p2ptrain.serving.host.executor import Executor
+from p2ptrain.serving.host.session import HostSession
+from p2ptrain.serving.link import OPEN_SECONDS
+from p2ptrain.serving.messages import FEED, IDLE_SECONDS, TOKENS, Fed, FeedRequest, Grant, Listen
+from p2ptrain.tasks import Tasks
+
+
+class TokenService:
+    """Serves the tokens of the last stage, and takes those for the first, from construction on."""
+
+    def __init__(self, rpc: Rpc, executor: Executor, *, is_first: bool, is_last: bool) -> None:
+        self.names = [TOKENS] * is_last + [FEED] * is_first
+        self._rpc = rpc
+        self._executor = executor
+        self._sessions = executor.sessions
+        self._is_first = is_first
+        self._tasks = Tasks()
+        if is_last:
+            rpc.serve_channel(TOKENS, Listen, self._serve_tokens)
+        if is_first:
+            rpc.serve_channel(FEED, FeedRequest, self._serve_feed)
+
+    async def close(self) -> None:
+        """Stop serving; idempotent."""
+        for name in self.names:
+            self._rpc.withdraw(name)
+        await self._tasks.close()
+
+    def start_feeding(self, session: HostSession) -> None:
+        """Feed a session of the last stage's tokens to the first stage until it ends."""
+        session.ends.append(self._tasks.start(self._feed(session), "feed").cancel)
+
+    async def _serve_tokens(self, channel: Channel, request: Listen) -> None:
+        """Send the client a session's tokens as they are drawn."""
+        session = self._sessions.get(request.session)
+        if session is None or session.ticket.client != channel.remote:
+            raise PeerRefusedError(self._rpc.peer_id, "no such session of yours")
+        session.listen(request.start)
+        session.grant(request.until, request.feed)
+        self._executor.wake()
+        async with Tasks() as tasks:
+            granting = tasks.call(self._take_grants(session, channel), "grant")
+            position = max(request.start, session.ticket.prompt)
+            while session.failure is None and not granting.done():
+                drawn = session.drawn
+                while position in session.tokens:
+                    await channel.send(session.message(position))
+                    position += 1
+                waiting = tasks.call(drawn.wait(), "drawn")
+                await asyncio.wait({waiting, granting}, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _take_grants(self, session: HostSession, channel: Channel) -> None:
+        while True:
+            grant = await channel.receive(Grant, IDLE_SECONDS)
+            session.grant(grant.until, grant.feed)
+            self._executor.wake()
+
+    async def _feed(self, session: HostSession) -> None:
+        """Send drawn tokens to the first stage's host. It is a short cut: the client sends them, too."""
+        while session.failure is None:
+            drawn, feed = session.drawn, session.feed
+            if self._is_first:
+                if (token := session.tokens.get(len(session.ids))) is not None:
+                    session.put_fed({len(session.ids): token.id})
+                    self._executor.wake()
+            elif feed != self._rpc.peer_id:
+                with contextlib.suppress(PeerError, DeadlineError):
+                    await self._feed_to(feed, session)
+            await drawn.wait()
+
+    async def _feed_to(self, feed: str, session: HostSession) -> None:
+        """Send drawn tokens to one host, until another is to have them."""
+        request = FeedRequest(session.ticket.session)
+        async with self._rpc.open(feed, FEED, request, OPEN_SECONDS) as channel:
+            position = session.ticket.prompt
+            while session.failure is None and session.feed == feed:
+                drawn = session.drawn
+                while position in session.tokens or position < len(session.ids):
+                    if position in session.tokens:
+                        await channel.send(Fed(position, session.tokens[position].id))
+                    position += 1
+                await drawn.wait()
+
+    async def _serve_feed(self, channel: Channel, request: FeedRequest) -> None:
+        """Take tokens from the last host; it knows the session's id, which only the session's peers do."""
+        while (session := self._sessions.get(request.session)) is not None and session.failure is None:
+            fed = await channel.receive(Fed, IDLE_SECONDS)
+            session.put_fed({fed.position: fed.id})
+            self._executor.wake()

@@ -1,0 +1,270 @@
+"""`StageLink`: a caller's hold on the next stage of a session, with failover.
+
+The client holds the first stage by a link, and each host the stage after its own. A host that is lost, silent or
+refuses is replaced by the next candidate. The substitute says which rows it has; the link sends the others again from
+the caller's journal. A false alarm costs work only, because equal rows have equal bits on every host.
+
+A second candidate is the host's shadow: it gets the same rows, a full page at a time, and computes them when it has
+nothing else to do. So a failover repeats a page of rows, not the whole session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+
+from p2ptrain.errors import DeadlineError, PeerError, ProtocolError, TemporaryError
+from p2ptrain.models.exact import PAGE
+from p2ptrain.network.rpc.channel import Channel
+from p2ptrain.network.rpc.endpoint import Rpc
+from p2ptrain.serving.journal import Journal
+from p2ptrain.serving.messages import (
+    MAX_CHUNK_ROWS,
+    Beat,
+    Cause,
+    Close,
+    Failed,
+    FromHost,
+    Moved,
+    Open,
+    Opened,
+    Step,
+    Ticket,
+    service,
+)
+from p2ptrain.tasks import Tasks
+
+logger = logging.getLogger(__name__)
+
+OPEN_SECONDS = 5.0
+"""Timeout of the only candidate's first answer."""
+IMPATIENT_OPEN_SECONDS, OPEN_DIALS = 1.5, 4.0
+"""Timeout while there are others; in multiples of the time to dial it, if that is longer."""
+DIRECT_BYTES = 1 << 30
+QUIET_SECONDS = 0.75
+"""Timeout between messages of a host; > the keepalive interval `p2ptrain.serving.host.session.BEAT_SECONDS`."""
+QUIET_BEATS = 4.0
+"""The same in multiples of the host's usual interval, for slow links and busy machines."""
+LONGEST_QUIET_SECONDS = 5.0
+CLOSE_SECONDS = 2.0
+"""Timeout of a host's end after `Close`."""
+RETRY_SECONDS = 0.2
+"""Pause before a candidate is tried again."""
+SHADOW_RETRY_SECONDS = 10.0
+"""Pause before a candidate that failed as a shadow is tried again."""
+WINDOW_ROWS = 4 * MAX_CHUNK_ROWS
+"""Rows on their way to a host that it has not computed yet, at most."""
+MAX_TRIES = 2
+"""Failures of a candidate without progress, after which it is not tried again."""
+
+
+class StageFailedError(TemporaryError):
+    """No candidate of a stage serves the session. The message names the stage and the candidates' reasons."""
+
+    def __init__(self, stage: int, cause: Cause, reason: str, retry_after: float = 0.0) -> None:
+        super().__init__(f"stage {stage}: {reason}")
+        self.failed = Failed(stage, cause, reason[:256], retry_after)
+
+
+@dataclass
+class _Supply:
+    """One opened channel; the host there has computed the rows before ``position``."""
+
+    position: int
+    is_shadow: bool
+
+
+class StageLink:
+    """Sends a session's rows to a host of one stage, and replaces the host when it fails.
+
+    Attributes:
+        host: The present host; empty before the first.
+        failovers: Replaced hosts.
+        position: Rows that the host has computed.
+    """
+
+    def __init__(
+        self,
+        rpc: Rpc,
+        ticket: Ticket,
+        stage: int,
+        journal: Journal,
+        on_moved: Callable[[int, str], None],
+    ) -> None:
+        """``on_moved`` is called with the stage and host of each new host of this stage and of later ones."""
+        self._rpc = rpc
+        self._ticket = ticket
+        self._stage = stage
+        self._journal = journal
+        self._on_moved = on_moved
+        self._openings = 0
+        self._shadow = ""
+        self._is_closing = False
+        self.host = ""
+        self.failovers = 0
+        self.position = 0
+
+    async def run(self, route: Sequence[Sequence[str]], epoch: tuple[int, ...], feed: str) -> None:
+        """Supply a host until `close`; ``route`` has the candidates of this stage and of the later ones.
+
+        Args:
+            epoch: Of this caller; empty for the client.
+            feed: The first stage's host; empty if that is the host of this stage.
+
+        Raises:
+            StageFailedError: No candidate is left, or a later stage has none.
+        """
+
+        def open_at(host: str, is_shadow: bool) -> Open:
+            self._openings += 1
+            later = tuple(map(tuple, route[1:]))
+            return Open(self._ticket, (*epoch, self._openings), later, feed or host, is_shadow)
+
+        candidates = [host for host in route[0] if host != self._rpc.peer_id]
+        async with Tasks() as tasks:
+            shadowing = tasks.start(self._keep_shadow(candidates, open_at), "shadow")
+            await self._keep_host(candidates, open_at)
+            await asyncio.wait({shadowing}, timeout=CLOSE_SECONDS)
+
+    async def _keep_host(self, candidates: Sequence[str], open_at: Callable[[str, bool], Open]) -> None:
+        failures: dict[str, StageFailedError | str] = {}
+        tries: Counter[str] = Counter()
+        best = -1
+        while not self._is_closing:
+            able = [host for host in candidates if tries[host] < MAX_TRIES]
+            if not able:
+                raise self._conclude(failures)
+            host = min(able, key=lambda each: (tries[each], each != self.host, each != self._shadow))
+            if tries[host]:
+                await asyncio.sleep(RETRY_SECONDS)
+            tries[host] += 1
+            patience = OPEN_SECONDS if len(able) == 1 else self._first_patience(host)
+            try:
+                await self._supply(host, open_at(host, False), patience)
+                return
+            except StageFailedError as error:
+                if error.failed.stage != self._stage:
+                    raise
+                failures[host] = error
+                tries[host] += MAX_TRIES * (error.failed.cause is not Cause.BROKEN)
+            except (PeerError, DeadlineError) as error:
+                failures[host] = str(error)
+            if self.position > best:
+                best = self.position
+                tries = Counter({host: tries[host]})
+            self.failovers += self.host == host
+            logger.info("stage %d: host %s fails a session: %s", self._stage, host[-8:], failures[host])
+
+    def _first_patience(self, host: str) -> float:
+        """Return the timeout of a host's first answer while there is another candidate."""
+        dial = self._rpc.dial_seconds.get(host, 0.0)
+        return min(OPEN_SECONDS, max(IMPATIENT_OPEN_SECONDS, OPEN_DIALS * dial))
+
+    async def _keep_shadow(self, candidates: Sequence[str], open_at: Callable[[str, bool], Open]) -> None:
+        """Keep a shadow supplied while there is a host, and another candidate."""
+        loop = asyncio.get_running_loop()
+        retry_at: dict[str, float] = {}
+        while not self._is_closing:
+            changed, now = self._journal.changed, loop.time()
+            others = [host for host in candidates if host != self.host and retry_at.get(host, now) <= now]
+            if self.host and others:
+                self._shadow = others[0]
+                try:
+                    await self._supply(others[0], open_at(others[0], True), OPEN_SECONDS)
+                except (StageFailedError, PeerError, DeadlineError) as error:
+                    retry_at[others[0]] = loop.time() + SHADOW_RETRY_SECONDS
+                    logger.debug("stage %d: no shadow at %s: %s", self._stage, others[0][-8:], error)
+                self._shadow = ""
+            else:
+                await changed.wait()
+
+    def close(self) -> None:
+        """Tell the host that the session is over, and end `run`."""
+        self._is_closing = True
+        self._journal.tell()
+
+    def _conclude(self, failures: dict[str, StageFailedError | str]) -> StageFailedError:
+        said = [error.failed for error in failures.values() if isinstance(error, StageFailedError)]
+        reason = "; ".join(f"{host[-8:]}: {error}" for host, error in failures.items()) or "it has no host"
+        if said and len(said) == len(failures) and all(each.cause is Cause.FULL for each in said):
+            return StageFailedError(self._stage, Cause.FULL, reason, min(each.retry_after for each in said))
+        return StageFailedError(self._stage, Cause.NO_HOST, reason)
+
+    def _open(self, host: str, request: Open, seconds: float) -> AbstractAsyncContextManager[Channel]:
+        # Decoding is many small messages: a direct connection spares both daemons' time.
+        expected_bytes = DIRECT_BYTES if self._journal.row_bytes else 0
+        return self._rpc.open(host, service(self._stage), request, seconds, expected_bytes=expected_bytes)
+
+    async def _supply(self, host: str, request: Open, patience: float) -> None:
+        """Open the session at a host or shadow, and send it rows until `close`."""
+        async with self._open(host, request, patience) as channel, Tasks() as tasks:
+            cached = await _opened(channel, patience)
+            supply = _Supply(min(cached, self._journal.end), request.is_shadow)
+            if not request.is_shadow:
+                self.host, self.position = host, supply.position
+                self._on_moved(self._stage, host)
+                self._journal.tell()
+            hearing = tasks.call(self._hear(channel, supply), "hear")
+            sending = tasks.call(self._send(channel, supply), "send")
+            await asyncio.wait({hearing, sending}, return_when=asyncio.FIRST_COMPLETED)
+            await (hearing if hearing.done() else sending)
+            await asyncio.wait({hearing}, timeout=CLOSE_SECONDS)  # The host ends the channel.
+
+    async def _send(self, channel: Channel, supply: _Supply) -> None:
+        """Send rows as they come, within the window, and `Close` at the end."""
+        journal, sent = self._journal, supply.position
+        while not self._is_closing:
+            changed = journal.changed
+            end = journal.end // PAGE * PAGE if supply.is_shadow else journal.end
+            stop = min(end, sent + MAX_CHUNK_ROWS, supply.position + WINDOW_ROWS)
+            if stop <= sent:
+                await changed.wait()
+                continue
+            await self._send_rows(channel, sent, stop)
+            sent = stop
+        await channel.send(Close())
+
+    async def _send_rows(self, channel: Channel, first: int, stop: int) -> None:
+        await channel.send(Step(first, tuple(self._journal.ids[first:stop])))
+        if rows := self._journal.rows(first, stop):
+            await channel.send_bytes(rows)
+
+    async def _hear(self, channel: Channel, supply: _Supply) -> None:
+        """Follow a host's messages; raise when it fails or falls silent."""
+        loop = asyncio.get_running_loop()
+        usual, heard = 0.0, loop.time()
+        while True:
+            message = await channel.receive(
+                FromHost, min(max(QUIET_SECONDS, QUIET_BEATS * usual), LONGEST_QUIET_SECONDS)
+            )
+            now = loop.time()
+            usual, heard = max(now - heard, 0.9 * usual), now
+            match message:
+                case Beat(position):
+                    supply.position = max(supply.position, min(position, self._journal.end))
+                    if not supply.is_shadow:
+                        self.position = supply.position
+                    self._journal.tell()
+                case Moved(stage, moved) if stage > self._stage:
+                    self._on_moved(stage, moved)
+                case Failed() as failed:
+                    raise _error(failed)
+
+
+async def _opened(channel: Channel, seconds: float) -> int:
+    """Return the position up to which a host has rows; raise `StageFailedError` if it declines."""
+    match await channel.receive(FromHost, seconds):
+        case Opened(cached):
+            return cached
+        case Failed() as failed:
+            raise _error(failed)
+        case other:
+            raise ProtocolError(channel.remote, f"a {type(other).__name__} before its answer")
+
+
+def _error(failed: Failed) -> StageFailedError:
+    return StageFailedError(failed.stage, failed.cause, failed.reason, failed.retry_after)

@@ -1,0 +1,226 @@
+"""Messages of a generation's session.
+
+A session is a chain of channels, from the client to a host of each stage in order. Rows go down the chain; the last
+host draws tokens, and sends them to the client and to the first host directly::
+
+    client ──Open, Step──▶ first host ──Open, Step + rows──▶ … ──▶ last host         ``serve.N``
+    client ◀────────────────── Token ◀── Listen, Grant ───────── last host           ``serve.tokens``
+                           first host ◀──── Fed ──────────────── last host           ``serve.feed``
+
+So a token costs one hop a stage. Every message names positions, so that a repeated one changes nothing.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from p2ptrain.models.exact import PAGE
+from p2ptrain.network.admission import MAX_CREDENTIAL_BYTES
+from p2ptrain.network.schema import Amount, Count, Hash, Message, Number, to_bytes
+from p2ptrain.serving.sampling import MAX_TOP_LOGPROBS, Sampling
+
+MAX_STAGES = 256
+MAX_CANDIDATES = 8
+MAX_CONTEXT = 1 << 20
+MAX_CHUNK_ROWS = 256
+"""Rows of one `Step`: small enough that decoding sessions wait little for another one's prompt."""
+MAX_OPEN_BYTES = 256 * 1024
+FLOAT_BYTES = 4
+IDLE_SECONDS = 600.0
+"""Timeout between a caller's messages: a client that takes no more tokens sends none."""
+AHEAD = 8
+"""Tokens that the last host may draw beyond those that the client has taken."""
+_CONTEXT = b"p2ptrain serving ticket\0"
+
+Peer = Annotated[str, Meta(min_length=1, max_length=128)]
+SessionId = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Position = Annotated[int, Meta(ge=0, le=MAX_CONTEXT)]
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 20)]
+StageNumber = Annotated[int, Meta(ge=0, lt=MAX_STAGES)]
+Candidates = Annotated[tuple[Peer, ...], Meta(max_length=MAX_CANDIDATES)]
+Route = Annotated[tuple[Candidates, ...], Meta(max_length=MAX_STAGES)]
+"""Hosts of each later stage, in the order in which the caller tries them."""
+Epoch = Annotated[tuple[Count, ...], Meta(min_length=1, max_length=MAX_STAGES)]
+"""Counts of openings, one of each caller from the client on. The greater tuple is the newer caller."""
+Arithmetic = Annotated[str, Meta(min_length=1, max_length=64)]
+Reason = Annotated[str, Meta(max_length=256)]
+
+
+class Version(Message, frozen=True):
+    """Weights and arithmetic of a session; they and the tokens determine every bit of it.
+
+    Attributes:
+        round: Of the weights.
+        digests: Of each stage's state, 32 bytes each.
+        arithmetic: See `p2ptrain.models.exact`.
+    """
+
+    round: Count
+    digests: Annotated[tuple[Hash, ...], Meta(min_length=1, max_length=MAX_STAGES)]
+    arithmetic: Arithmetic
+
+
+class Ticket(Message, frozen=True):
+    """The client's signed order for one session; it travels to every host.
+
+    Attributes:
+        prompt: Tokens that the client has.
+        given: How many of them are the prompt; penalties do not count those.
+        max_tokens: Tokens to generate at most.
+        stops: Tokens after which the last host draws no more.
+        expires: Wall-clock second after which no host opens it.
+        credential: Admits the client; empty if it needs none.
+    """
+
+    session: SessionId
+    client: Peer
+    version: Version
+    prompt: Annotated[int, Meta(ge=1, le=MAX_CONTEXT)]
+    given: Annotated[int, Meta(ge=1, le=MAX_CONTEXT)]
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_CONTEXT)]
+    sampling: Sampling
+    expires: Amount
+    stops: Annotated[tuple[TokenId, ...], Meta(max_length=16)] = ()
+    credential: Annotated[bytes, Meta(max_length=MAX_CREDENTIAL_BYTES)] = b""
+    signature: Annotated[bytes, Meta(max_length=1024)] = b""
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that a host computes at most: nobody needs the last token's row."""
+        return self.prompt + self.max_tokens - 1
+
+    @property
+    def num_pages(self) -> int:
+        return -(-self.num_positions // PAGE)
+
+    def to_sign(self, swarm: bytes) -> bytes:
+        """Return the message that the client signs."""
+        return _CONTEXT + swarm + to_bytes(msgspec.structs.replace(self, signature=b""))
+
+
+class Open(Message, frozen=True):
+    """Request for a stage's part of a session (``serve.N``).
+
+    Attributes:
+        feed: The first stage's host, to which the last one sends tokens.
+        is_shadow: True to keep pages and outputs only, for the case that the stage's host fails.
+    """
+
+    ticket: Ticket
+    epoch: Epoch
+    route: Route
+    feed: Peer
+    is_shadow: bool = False
+
+
+class FromCaller(Message, frozen=True, tag=True):
+    """Base of the messages from a caller to a host."""
+
+
+class Step(FromCaller, frozen=True, tag="step"):
+    """Rows of consecutive positions; their hidden states follow as fp32, except to the first stage."""
+
+    first: Position
+    ids: Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=MAX_CHUNK_ROWS)]
+
+
+class Close(FromCaller, frozen=True, tag="close"):
+    """The session is over: the host frees its pages, and tells the next stage."""
+
+
+class FromHost(Message, frozen=True, tag=True):
+    """Base of the messages from a host to its caller."""
+
+
+class Opened(FromHost, frozen=True, tag="opened"):
+    """The host takes the session; it has the rows before ``cached``."""
+
+    cached: Position
+
+
+class Beat(FromHost, frozen=True, tag="beat"):
+    """Keepalive: the host has computed the rows before ``position``."""
+
+    position: Position
+
+
+class Moved(FromHost, frozen=True, tag="moved"):
+    """A later stage's host."""
+
+    stage: StageNumber
+    host: Peer
+
+
+class Cause(Enum):
+    """Why a host does not serve a session."""
+
+    FULL = "full"
+    VERSION = "version"
+    SUPERSEDED = "superseded"
+    NO_HOST = "no host"
+    BROKEN = "broken"
+    OVER = "over"
+
+
+class Failed(FromHost, frozen=True, tag="failed"):
+    """The last message of a host that cannot go on; ``stage`` is the one that failed.
+
+    Attributes:
+        retry_after: Seconds until a retry makes sense; 0 if unknown.
+    """
+
+    stage: StageNumber
+    cause: Cause
+    reason: Reason
+    retry_after: Amount = 0.0
+
+
+class Listen(Message, frozen=True):
+    """The client's request for a session's tokens from a position on (``serve.tokens``)."""
+
+    session: SessionId
+    start: Position
+    until: Position
+    feed: Peer
+
+
+class Grant(Message, frozen=True):
+    """The last host may draw the tokens before ``until``, and feeds them to ``feed``."""
+
+    until: Position
+    feed: Peer
+
+
+class DrawnToken(Message, frozen=True):
+    """One token: its position, id and log-probability, and those of the most likely tokens."""
+
+    position: Position
+    id: TokenId
+    logprob: Number
+    top: Annotated[tuple[tuple[TokenId, Number], ...], Meta(max_length=MAX_TOP_LOGPROBS)] = ()
+
+
+class FeedRequest(Message, frozen=True):
+    """The last host's request to send a session's tokens to the first host (``serve.feed``)."""
+
+    session: SessionId
+
+
+class Fed(Message, frozen=True):
+    """A drawn token, for the first stage."""
+
+    position: Position
+    id: TokenId
+
+
+def service(stage: int) -> str:
+    """Return the RPC name under which hosts of a stage take sessions."""
+    return f"serve.{stage}"
+
+
+TOKENS = "serve.tokens"
+FEED = "serve.feed"

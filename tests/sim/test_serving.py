@@ -1,0 +1,574 @@
+"""Generation over simulated hosts: exact tokens under every fault, bounded drawing, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from p2ptrain.errors import PeerRefusedError, ProtocolError
+from p2ptrain.models.exact import PAGE, ExactStage, NotFiniteError
+from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
+from p2ptrain.serving.errors import GenerationFailedError, NoHostError, OverloadedError, PromptTooLongError
+from p2ptrain.serving.generation import Token
+from p2ptrain.serving.host.sessions import ORPHAN_SECONDS
+from p2ptrain.serving.messages import AHEAD, Close, DrawnToken
+from p2ptrain.serving.sampling import Sampling
+from tests.support.sim.peers import until
+from tests.support.sim.serving import DRAWN, GREEDY, VOCABULARY, ServingSwarm, digest, golden
+
+PROMPT = [5, 1, 4, 1, 5, 9, 2, 6]
+LONG_PROMPT = [(7 * at) % 61 for at in range(700)]
+
+
+def serve(main: Any, *replicas: int, seed: int = 0, model: LinkModel | None = None, **settings: Any) -> Any:
+    """Run ``main(swarm, client)`` beside hosts; check that it leaves no session and no page behind."""
+
+    async def run(network: SimulatedNetwork) -> Any:
+        swarm = ServingSwarm(network, len(replicas), **settings)
+        await swarm.start(*replicas)
+        client = await swarm.start_client()
+        result = await client.peer.spawn(main(swarm, client))
+        for each in swarm.hosts.values():
+            network.resume(each.peer)
+        is_clean = lambda: all(each.is_clean for each in swarm.hosts.values() if each.peer.alive)  # noqa: E731
+        await until(is_clean, len(replicas) * (ORPHAN_SECONDS + 5.0))
+        for each in swarm.hosts.values():
+            each.host.report()  # Raises if the totals contradict each other: the peer would have no record.
+        await swarm.end(client)
+        return result
+
+    return simulate(run, seed, model=model)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+def test_stages_draw_the_tokens_of_one_process(num_stages: int, sampling: Any) -> None:
+    async def main(swarm: ServingSwarm, client: Any) -> Any:
+        return await client.ask(PROMPT, 40, sampling)
+
+    assert serve(main, *[1] * num_stages) == (golden(PROMPT, 40, num_stages, sampling), 0)
+
+
+def test_a_long_prompt_goes_through_in_chunks() -> None:
+    async def main(swarm: ServingSwarm, client: Any) -> Any:
+        return await client.ask(LONG_PROMPT, 3)
+
+    assert serve(main, 1, 1, 1) == (golden(LONG_PROMPT, 3, 3), 0)
+
+
+@pytest.mark.fault(30)
+@pytest.mark.parametrize("fault", ["crash", "stall"])
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("at", [0, 1, 70])
+def test_a_host_that_fails_is_replaced_with_the_same_tokens(fault: str, victim: int, at: int) -> None:
+    async def main(swarm: ServingSwarm, client: Any) -> Any:
+        def strike(generation: Any, token: Token) -> None:
+            if token.position == len(PROMPT) + at:
+                getattr(swarm.network, fault)(swarm.host_of(generation.route[victim]).peer)
+
+        return await client.ask(PROMPT, 100, DRAWN, on_token=strike)
+
+    tokens, failovers = serve(main, 2, 2, 2, seed=at)
+    assert tokens == golden(PROMPT, 100, 3, DRAWN)
+    assert failovers >= 1
+
+
+@pytest.mark.fault(30)
+@pytest.mark.parametrize("fault", ["crash", "stall", "silence"])
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_failover_pauses_an_answer_for_less_than_two_seconds(fault: str, victim: int) -> None:
+    """Also when the client still reaches the replaced host (``silence``: only its caller does not)."""
+    times: list[float] = []
+
+    async def main(swarm: ServingSwarm, client: Any) -> None:
+        def strike(generation: Any, token: Token) -> None:
+            times.append(asyncio.get_running_loop().time())
+            if token.position == len(PROMPT) + 20:
+                caller, host = (swarm.host_of(generation.route[number]).peer for number in (victim - 1, victim))
+                if fault == "silence":
+                    swarm.network.set_latency(caller, host, 1000.0)
+                else:
+                    getattr(swarm.network, fault)(host)
+
+        assert (await client.ask(PROMPT, 60, DRAWN, on_token=strike))[0] == golden(PROMPT, 60, 3, DRAWN)
+
+    serve(main, 2, 2, 2)
+    assert max(after - before for before, after in itertools.pairwise(times)) < 2.0
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_failover_repeats_a_page_of_rows_at_most(victim: int) -> None:
+    """The shadow has computed all full pages but the newest when its host crashes, and computes no row twice."""
+    at, num_tokens = 300, 340
+    before: list[int] = []
+
+    async def main(swarm: ServingSwarm, client: Any) -> None:
+        def strike(generation: Any, token: Token) -> None:
+            if token.position == len(PROMPT) + at:
+                victims.append(swarm.host_of(generation.route[victim]))
+                swarm.network.crash(victims[0].peer)
+                before.extend(each.stage.rows for each in shadows())
+
+        def shadows() -> list[Any]:
+            return [each for each in swarm.hosts.values() if each.number == victim and each not in victims]
+
+        victims: list[Any] = []
+        tokens, _ = await client.ask(PROMPT, num_tokens, on_token=strike)
+        assert tokens == golden(PROMPT, num_tokens, 3)
+        (shadow,) = shadows()
+        assert before[0] >= (len(PROMPT) + at) // PAGE * PAGE - PAGE
+        assert shadow.stage.rows == len(PROMPT) + num_tokens - 1
+
+    serve(main, *[2 if number == victim else 1 for number in range(3)])
+
+
+def test_a_shadow_that_was_lost_is_replaced_when_it_is_back() -> None:
+    """So a long answer has a spare again, and its next failover repeats a page of rows at most."""
+
+    async def main(swarm: ServingSwarm, client: Any) -> None:
+        shadows: list[int] = []
+        restarting: list[asyncio.Task[Any]] = []
+
+        def strike(generation: Any, token: Token) -> None:
+            name = next(each for each, host in swarm.hosts.items() if host.peer.peer_id not in generation.route)
+            if token.position == len(PROMPT) + 10:
+                swarm.network.crash(swarm.hosts[name].peer)
+                restarting.append(asyncio.create_task(swarm.restart(name)))
+            shadows.append(len(swarm.hosts[name].host.executor.sessions))
+
+        assert (await client.ask(PROMPT, 220, on_token=strike))[0] == golden(PROMPT, 220, 1)
+        await asyncio.wait(restarting)
+        assert shadows[30] == 0
+        assert shadows[-1] == 1
+
+    serve(main, 2, serve_seconds=0.1)
+
+
+@pytest.mark.parametrize("victims", [(0, 1), (1, 2), (0, 1, 2)])
+def test_neighbours_that_fail_together_are_replaced(victims: tuple[int, ...]) -> None:
+    async def main(swarm: ServingSwarm, client: Any) -> Any:
+        def strike(generation: Any, token: Token) -> None:
+            if token.position == len(PROMPT) + 20:
+                for victim in victims:
+                    swarm.network.crash(swarm.host_of(generation.route[victim]).peer)
+
+        return await client.ask(PROMPT, 60, on_token=strike)
+
+    tokens, failovers = serve(main, 2, 2, 2)
+    assert tokens == golden(PROMPT, 60, 3)
+    assert failovers >= len(victims)
+
+
+def test_a_host_without_replica_is_waited_for() -> None:
+    async def main(swarm: ServingSwarm, client: Any) -> Any:
+        async def back() -> None:
+            await crashed.wait()
+            await asyncio.sleep(8.0)
+            await swarm.restart("s1a")
+
+        def strike(generation: Any, token: Token) -> None:
+            if token.position == len(PROMPT) + 5:
+                swarm.network.crash(swarm.hosts["s1a"].peer)
+                crashed.set()
+
+        crashed = asyncio.Event()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(back())
+            return await client.ask(PROMPT, 30, on_token=strike)
+
+    assert serve(main, 1, 1, 1)[0] == golden(PROMPT, 30, 3)
+
+
+def test_a_session_goes_on_with_newer_weights_when_its_own_are_gone() -> None:
+    """The stages of all rounds are alike here, so the tokens show that none is lost or drawn twice."""
+    versions: list[str] = []
+
+    async def main(swarm: ServingSwarm, client: Any) -> Any:
+        def renew(generation: Any, token: Token) -> None:
+            versions.append(generation.version)
+            if token.position == len(PROMPT) + 20:
+                for each in swarm.hosts.values():
+                    for round_ in (6, 7):
+                        each.host.serve((round_, digest(round_, each.number)), cast(ExactStage, each.stage))
+                swarm.rounds = (6, 7)
+
+        return await client.ask(PROMPT, 60, DRAWN, on_token=renew)
+
+    assert serve(main, 1, 1)[0] == golden(PROMPT, 60, 2, DRAWN)
+    assert versions[0].startswith("5-")
+    assert versions[-1].startswith("7-")
+
+
+def test_a_shadow_that_fails_is_no_failed_request() -> None:
+    """The shadow's host drops the weights: it has served no request, and its record still can be published."""
+
+    async def main(swarm: ServingSwarm, client: Any) -> Any:
+        def renew(generation: Any, token: Token) -> None:
+            if token.position == len(PROMPT) + PAGE:
+                shadow = next(each for each in swarm.hosts.values() if each.peer.peer_id not in generation.route)
+                assert len(shadow.host.executor.sessions) == 1
+                for round_ in (6, 7):
+                    shadow.host.serve((round_, digest(round_, 0)), cast(ExactStage, shadow.stage))
+
+        return await client.ask(PROMPT, 80, on_token=renew)
+
+    assert serve(main, 2)[0] == golden(PROMPT, 80, 1)
+
+
+def test_a_client_that_takes_no_tokens_meanwhile_gets_those_of_newer_weights() -> None:
+    """The newer session's host may draw `AHEAD` tokens beyond those that the client has, before any grant."""
+
+    async def main(swarm: ServingSwarm, client: Any) -> None:
+        async with client.generator.generate(PROMPT, GREEDY, max_tokens=60) as generation:
+            tokens = aiter(generation)
+            found = [(await anext(tokens)).id]
+            await asyncio.sleep(5.0)
+            assert generation._next == len(PROMPT) + 1 + AHEAD
+            host, stage = swarm.hosts["s0a"].host, cast(ExactStage, swarm.hosts["s0a"].stage)
+            for round_ in (6, 7):
+                host.serve((round_, digest(round_, 0)), stage)
+            swarm.rounds = (6, 7)
+            await asyncio.sleep(5.0)
+            assert generation._next == len(PROMPT) + 1 + 2 * AHEAD
+            assert found + [token.id async for token in tokens] == golden(PROMPT, 60, 1)
+
+    serve(main, 1)
+
+
+@pytest.mark.parametrize("num_failures", [1, 3])
+def test_a_host_whose_computation_fails_is_asked_again(num_failures: int) -> None:
+    """A failed session does not stay: the only host serves the caller's next opening from the start."""
+    failures = iter(range(num_failures))
+
+    async def main(swarm: ServingSwarm, client: Any) -> Any:
+        stage = swarm.hosts["s1a"].stage
+        step = stage.step
+
+        def fail(parts: Any, inputs: Any, store: Any) -> Any:
+            if parts[0].first > len(PROMPT) and next(failures, None) is not None:
+                raise NotFiniteError([0])
+            return step(parts, inputs, store)
+
+        stage.step = fail  # type: ignore[method-assign]
+        return await client.ask(PROMPT, 30)
+
+    assert serve(main, 1, 1)[0] == golden(PROMPT, 30, 2)
+
+
+def test_an_invalid_bias_is_refused_before_it_takes_pages(caplog: pytest.LogCaptureFixture) -> None:
+    biased = Sampling(temperature=0.0, logit_bias=((VOCABULARY, 1.0),))
+
+    async def main(swarm: ServingSwarm, client: Any) -> None:
+        client.generator._wait_seconds = 0.0
+        with pytest.raises(GenerationFailedError, match="logit_bias"):
+            await client.ask(PROMPT, 3, biased)
+        assert swarm.hosts["s1a"].host.executor.num_drawn == 0
+
+    serve(main, 1, 1)
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_a_stage_without_host_is_named() -> None:
+    async def run(network: SimulatedNetwork) -> None:
+        swarm = ServingSwarm(network, 2)
+        await swarm.start(1)
+        client = await swarm.start_client(wait_seconds=2.0)
+        with pytest.raises(NoHostError, match="serves stage 1"):
+            await client.ask(PROMPT, 3)
+        await swarm.end(client)
+
+    simulate(run, 0)
+
+
+def test_a_full_host_refuses_at_once_and_serves_when_pages_are_free() -> None:
+    async def run(network: SimulatedNetwork) -> None:
+        swarm = ServingSwarm(network, 1, num_pages=1)
+        await swarm.start(1)
+        client = await swarm.start_client(wait_seconds=0.0)
+        async with client.generator.generate(PROMPT, GREEDY, max_tokens=20) as generation:
+            with pytest.raises(OverloadedError) as caught:
+                await client.ask(PROMPT, 3)
+            assert caught.value.retry_after > 0
+            assert [token.id async for token in generation] == golden(PROMPT, 20, 1)
+        assert (await client.ask(PROMPT, 3))[0] == golden(PROMPT, 3, 1)
+        await swarm.end(client)
+
+    simulate(run, 0)
+
+
+def test_a_session_beyond_a_hosts_memory_is_refused_and_evicts_nothing() -> None:
+    """Shadows make room only for sessions that fit then; one that never fits is no reason to retry."""
+
+    async def run(network: SimulatedNetwork) -> None:
+        swarm = ServingSwarm(network, 1, num_pages=4)
+        await swarm.start(2)
+        client = await swarm.start_client(wait_seconds=0.0)
+        async with client.generator.generate(PROMPT, GREEDY, max_tokens=2 * PAGE - 8) as generation:
+            tokens = aiter(generation)
+            for _ in range(PAGE + 10):
+                await anext(tokens)
+            shadow = next(each for each in swarm.hosts.values() if each.peer.peer_id not in generation.route)
+            (held,) = shadow.host.executor.sessions.values()
+            assert held.is_shadow
+            with pytest.raises(GenerationFailedError, match="exceed the context of 256"):
+                await client.ask(PROMPT, 5 * PAGE - 8)
+            assert shadow.host.book.holds(held)
+            (busy,) = (each for each in swarm.hosts.values() if each is not shadow)
+            busy.host.book.pool.reserve(1)
+            own = shadow.host.book.pool.reserve(2)
+            with pytest.raises(OverloadedError):
+                await client.ask(PROMPT, 3 * PAGE - 8)
+            assert shadow.host.book.holds(held)
+            shadow.host.book.pool.free(own)
+            assert len((await client.ask(PROMPT, 3 * PAGE - 8))[0]) == 3 * PAGE - 8
+            assert not shadow.host.book.holds(held)
+        await swarm.end(client)
+
+    simulate(run, 0)
+
+
+def test_a_host_that_closes_admits_nobody() -> None:
+    """Its executor has ended: a session admitted now would get keepalives and no row for ever."""
+
+    async def run(network: SimulatedNetwork) -> None:
+        swarm = ServingSwarm(network, 1)
+        (first,) = [await swarm.start_host("s0a", 0)]
+        client = await swarm.start_client(wait_seconds=0.0)
+        verifying, go_on, runtime = asyncio.Event(), asyncio.Event(), first.rpc.runtime
+        offload = runtime.offload
+
+        async def slow(function: Any, *args: Any, **kwargs: Any) -> Any:
+            verifying.set()
+            await go_on.wait()
+            return await offload(function, *args, **kwargs)
+
+        runtime.offload = slow  # type: ignore[method-assign]
+        asking = client.peer.spawn(client.ask(PROMPT, 3))
+        await verifying.wait()
+        await first.host.close()
+        go_on.set()
+        with pytest.raises(GenerationFailedError, match=r"stage 0: .* stopped serving"):
+            await asking
+        assert first.is_clean
+        await swarm.end(client)
+
+    simulate(run, 0)
+
+
+def test_a_host_that_names_the_client_as_a_later_host_is_not_believed() -> None:
+    async def main(swarm: ServingSwarm, client: Any) -> Any:
+        def lie(generation: Any, token: Token) -> None:
+            if token.position == len(PROMPT) + 10:
+                (session,) = swarm.hosts["s0a"].host.executor.sessions.values()
+                session.note_later(1, client.rpc.peer_id)
+
+        return await client.ask(PROMPT, 40, DRAWN, on_token=lie)
+
+    assert serve(main, 1, 1) == (golden(PROMPT, 40, 2, DRAWN), 0)
+
+
+def test_one_client_does_not_keep_all_pages_from_another() -> None:
+    """Its further sessions are refused beyond half of the pages while another client waits."""
+
+    async def run(network: SimulatedNetwork) -> None:
+        swarm = ServingSwarm(network, 1, num_pages=4)
+        await swarm.start(1)
+        greedy, modest = [await swarm.start_client(name, wait_seconds=60.0) for name in ("greedy", "modest")]
+
+        async def ask_for_ever() -> None:
+            while True:
+                assert (await greedy.ask(PROMPT, 50))[0] == golden(PROMPT, 50, 1)
+
+        asking = [greedy.peer.spawn(ask_for_ever()) for _ in range(8)]
+        pool = swarm.hosts["s0a"].host.book.pool
+        await until(lambda: pool.num_free == 0, 10.0)
+        async with asyncio.timeout(10.0):
+            assert (await modest.ask(PROMPT, 2 * PAGE - 8))[0] == golden(PROMPT, 2 * PAGE - 8, 1)
+        await until(lambda: pool.num_free == 0, 10.0)
+        for each in asking:
+            each.cancel()
+        await asyncio.wait(asking)
+        await swarm.end(greedy, modest)
+
+    simulate(run, 0)
+
+
+def test_a_superseded_caller_does_not_close_the_session() -> None:
+    """Its `Close` may have arrived before the newer caller did, and be read after it."""
+
+    class Superseded:
+        remote = "before"
+
+        async def receive(self, schema: object, seconds: float) -> Close:
+            return Close()
+
+    async def main(swarm: ServingSwarm, client: Any) -> None:
+        host = swarm.hosts["s0a"].host
+
+        async with client.generator.generate(PROMPT, GREEDY, max_tokens=20) as generation:
+            tokens = aiter(generation)
+            await anext(tokens)
+            (session,) = host.executor.sessions.values()
+            with pytest.raises(PeerRefusedError, match="newer caller"):
+                await host._hear(session, cast(Any, Superseded()))
+            assert host.book.holds(session)
+            assert [token.id async for token in tokens] == golden(PROMPT, 20, 1)[1:]
+
+    serve(main, 1)
+
+
+def test_the_newest_weights_are_served_though_their_round_is_lower() -> None:
+    """A stage that goes back to an earlier round serves it, instead of copying it again for ever."""
+
+    async def main(swarm: ServingSwarm, client: Any) -> None:
+        host, stage = swarm.hosts["s0a"].host, cast(ExactStage, swarm.hosts["s0a"].stage)
+        for round_ in (8, 9, 3):
+            host.serve((round_, digest(round_, 0)), stage)
+        assert [round_ for round_, _ in host.keys] == [3, 9]
+
+    serve(main, 1)
+
+
+def test_a_host_that_sends_more_tokens_than_were_granted_is_left() -> None:
+    """A client's memory does not grow by what a hostile host sends."""
+
+    async def main(swarm: ServingSwarm, client: Any) -> None:
+        async with client.generator.generate(PROMPT, GREEDY, max_tokens=40) as generation:
+            await anext(aiter(generation))
+            for position in range(generation._next, generation._taken + AHEAD):
+                generation._take("host", DrawnToken(position, 1, 0.0))
+            with pytest.raises(ProtocolError, match="not granted"):
+                generation._take("host", DrawnToken(generation._next, 1, 0.0))
+
+    serve(main, 1)
+
+
+def test_the_context_bounds_prompt_and_answer() -> None:
+    async def main(swarm: ServingSwarm, client: Any) -> None:
+        with pytest.raises(PromptTooLongError, match="do not fit the context of 64"):
+            await client.ask(PROMPT, 57)
+        assert (await client.ask(PROMPT, 56))[0] == golden(PROMPT, 56, 2)
+
+    serve(main, 1, 1, context=64)
+
+
+def test_one_host_with_a_short_context_does_not_shorten_all_answers() -> None:
+    async def main(swarm: ServingSwarm, client: Any) -> Any:
+        first, *others = swarm.known()
+        liar = first._replace(served=msgspec.structs.replace(first.served, context=1))
+        client.generator._hosts = lambda: [liar, *others]
+        return await client.ask(PROMPT, 20)
+
+    assert serve(main, 2, 1)[0] == golden(PROMPT, 20, 2)
+
+
+def test_a_client_that_takes_no_tokens_stops_the_drawing() -> None:
+    async def main(swarm: ServingSwarm, client: Any) -> None:
+        async with client.generator.generate(PROMPT, GREEDY, max_tokens=60) as generation:
+            tokens = aiter(generation)
+            for _ in range(5):
+                await anext(tokens)
+            await asyncio.sleep(20.0)
+            assert swarm.hosts["s1a"].host.executor.num_drawn == 5 + AHEAD
+            rest = [token.id async for token in tokens]
+            assert rest == golden(PROMPT, 60, 2)[5:]
+
+    serve(main, 1, 1)
+
+
+def test_nothing_is_drawn_after_a_stop_token() -> None:
+    whole = golden(PROMPT, 30, 2)
+    stop = whole[12]
+    wanted = whole[: whole.index(stop) + 1]
+
+    async def main(swarm: ServingSwarm, client: Any) -> None:
+        assert (await client.ask(PROMPT, 30, stops=[stop]))[0] == wanted
+        assert swarm.hosts["s1a"].host.executor.num_drawn == len(wanted)
+
+    serve(main, 1, 1)
+
+
+@pytest.mark.fault(31)
+def test_pages_of_a_client_that_vanishes_are_freed() -> None:
+    async def run(network: SimulatedNetwork) -> None:
+        swarm = ServingSwarm(network, 2)
+        await swarm.start(1, 1)
+        client = await swarm.start_client()
+        asking = client.peer.spawn(client.ask(PROMPT, 400))
+        await asyncio.sleep(1.0)
+        assert not any(each.is_clean for each in swarm.hosts.values())
+        network.crash(client.peer)
+        await until(lambda: all(each.is_clean for each in swarm.hosts.values()), 2 * ORPHAN_SECONDS + 5.0)
+        await asyncio.wait({asking})
+        await swarm.end()
+
+    simulate(run, 0)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_sessions_survive_random_faults(seed: int) -> None:
+    """Hosts crash, restart and stall at random; every answer is exact, and nothing is left behind."""
+
+    async def run(network: SimulatedNetwork) -> int:
+        chance = random.Random(seed)
+        num_stages = chance.randint(1, 3)
+        swarm = ServingSwarm(network, num_stages, num_pages=256)
+        await swarm.start(*[2] * num_stages)
+        clients = [await swarm.start_client(f"client{each}", wait_seconds=120.0) for each in range(3)]
+
+        async def strike() -> None:
+            while True:
+                await asyncio.sleep(chance.uniform(0.2, 3.0))
+                name = chance.choice(sorted(swarm.hosts))
+                if chance.random() < 0.5:
+                    network.stall(swarm.hosts[name].peer, chance.uniform(0.2, 6.0))
+                elif swarm.hosts[name].peer.alive:
+                    network.crash(swarm.hosts[name].peer)
+                    await asyncio.sleep(chance.uniform(0.1, 2.0))
+                    await swarm.restart(name)
+
+        async def talk(client: Any, number: int) -> None:
+            mine = random.Random(f"{seed}/{number}")
+            for _ in range(3):
+                prompt = [mine.randrange(61) for _ in range(mine.choice([1, 9, 130, 600]))]
+                num_tokens = mine.choice([1, 20, 90])
+                sampling = mine.choice([GREEDY, DRAWN])
+                tokens, _ = await client.ask(prompt, num_tokens, sampling)
+                assert tokens == golden(prompt, num_tokens, num_stages, sampling)
+
+        striking = asyncio.create_task(strike())
+        async with asyncio.timeout(3600), asyncio.TaskGroup() as group:
+            for number, client in enumerate(clients):
+                group.create_task(talk(client, number))
+        striking.cancel()
+        await asyncio.wait({striking})
+        for each in swarm.hosts.values():
+            network.resume(each.peer)
+        is_clean = lambda: all(each.is_clean for each in swarm.hosts.values() if each.peer.alive)  # noqa: E731
+        await until(is_clean, num_stages * (ORPHAN_SECONDS + 5.0))
+        for each in swarm.hosts.values():
+            each.host.report()
+        await swarm.end(*clients)
+        return seed
+
+    assert simulate(run, seed) == seed
+
+
+@pytest.mark.parametrize("one_way", [0.05, 0.1])
+def test_a_token_costs_one_hop_a_stage(one_way: float) -> None:
+    """Tokens a second reach 95 % of 1 / (N · L + C), with N stages, a one-way delay L and C for computing."""
+    num_stages, num_tokens, batch = 4, 60, 0.005
+
+    async def main(swarm: ServingSwarm, client: Any) -> float:
+        loop, times = asyncio.get_running_loop(), []
+        await client.ask(PROMPT, num_tokens, on_token=lambda generation, token: times.append(loop.time()))
+        return (len(times) - 20) / (times[-1] - times[19])
+
+    model = LinkModel(latency_seconds=(one_way, one_way), jitter=0.0)
+    rate = serve(main, *[1] * num_stages, model=model, serve_seconds=batch)
+    assert rate >= 0.95 / (num_stages * (one_way + batch))

@@ -1,0 +1,210 @@
+"""Serving hosts and clients on a simulated network, with a small stage whose sums are exact."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+import torch
+
+from p2ptrain.models.exact import PAGE, ExactStage, Part
+from p2ptrain.network.records.serving import ServedStage
+from p2ptrain.network.rpc.endpoint import Rpc
+from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
+from p2ptrain.runtime import Runtime
+from p2ptrain.serving.client.routes import Host
+from p2ptrain.serving.client.swarm import ServedModel, SwarmGenerator
+from p2ptrain.serving.generation import Token
+from p2ptrain.serving.host.pool import PagePool
+from p2ptrain.serving.host.service import ServingHost
+from p2ptrain.serving.host.sessions import Offer, SessionBook
+from p2ptrain.serving.sampling import Sampling
+from tests.support.sim.peers import SWARM
+
+T = TypeVar("T")
+WIDTH = 4
+VOCABULARY = 61
+PRIME = 65521
+ARITHMETIC = "small-1"
+GREEDY = Sampling(temperature=0.0)
+DRAWN = Sampling(temperature=1.0, seed=7)
+
+
+class SmallStage:
+    """A stage of integers below `PRIME`, which fp32 holds exactly. A row depends on all earlier ones of its session."""
+
+    arithmetic = ARITHMETIC
+    hidden = WIDTH
+    vocabulary = VOCABULARY
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self.rows = 0
+
+    def new_pages(self, number: int) -> torch.Tensor:
+        return torch.full((number, PAGE), torch.nan, dtype=torch.float64)
+
+    def step(self, parts: Sequence[Part], inputs: torch.Tensor, store: torch.Tensor) -> torch.Tensor:
+        outputs, at = [], 0
+        for part in parts:
+            for position in range(part.first, part.first + part.rows):
+                row = inputs[at] if inputs.dim() > 1 else inputs[at].repeat(WIDTH)
+                store[part.pages[position // PAGE], position % PAGE] = float(row[0] + 3 * row[-1])
+                pages = store[list(part.pages)].flatten()[: position + 1]
+                weights = torch.arange(1, position + 2, dtype=torch.float64)
+                past = float((pages * weights).sum() % PRIME)
+                outputs.append(
+                    [float((31 * past + 7 * int(row[each]) + each + self._number) % PRIME) for each in range(WIDTH)]
+                )
+                at += 1
+        self.rows += at
+        return torch.tensor(outputs, dtype=torch.float32)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        rows = [[((int(row[0]) * 7919 + each * 40503) % 997) / 100 for each in range(VOCABULARY)] for row in hidden]
+        return torch.tensor(rows)
+
+
+class PacedRuntime(Runtime):
+    """A runtime whose batches of generation take ``serve_seconds``, and a further ``row_seconds`` a row."""
+
+    serve_seconds = 0.01
+
+    async def serve(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        await asyncio.sleep(self.serve_seconds)
+        return function(*args, **kwargs)
+
+
+@dataclass
+class ServingPeer:
+    """A simulated peer with a host of one stage."""
+
+    peer: SimulatedPeer
+    rpc: Rpc
+    host: ServingHost
+    stage: SmallStage
+    number: int
+
+    @property
+    def is_clean(self) -> bool:
+        """True if the host has no session, and all its pages are free."""
+        return not self.host.executor.sessions and self.host.book.pool.num_free == self.host.book.pool.num_pages
+
+
+@dataclass
+class ServingSwarm:
+    """Hosts of each stage, and clients that know of those that are alive."""
+
+    network: SimulatedNetwork
+    num_stages: int
+    num_pages: int = 64
+    context: int = 4096
+    serve_seconds: float = 0.01
+    hosts: dict[str, ServingPeer] = field(default_factory=dict)
+    rounds: tuple[int, ...] = (5,)
+
+    async def start_host(self, name: str, number: int, peer: SimulatedPeer | None = None) -> ServingPeer:
+        peer = peer or self.network.add_peer(name)
+        runtime = peer.runtime = PacedRuntime(random=peer.runtime.random, clock=peer.runtime.clock)
+        runtime.serve_seconds = self.serve_seconds
+        rpc = Rpc(peer.transport, peer.runtime, SWARM)
+        stage = SmallStage(number)
+
+        async def start() -> ServingHost:
+            await rpc.start()
+            offer = Offer(number, self.num_stages, ARITHMETIC, self.context)
+            host = ServingHost(rpc, SessionBook(rpc, peer.signer, offer, PagePool(self.num_pages)))
+            for round_ in self.rounds:
+                host.serve((round_, digest(round_, number)), cast(ExactStage, stage))
+            return host
+
+        host = await peer.spawn(start())
+        made = self.hosts[name] = ServingPeer(peer, rpc, host, stage, number)
+        return made
+
+    async def start(self, *replicas: int) -> None:
+        """Start so many hosts of each stage: ``s0a``, ``s0b``, …"""
+        for number, count in enumerate(replicas):
+            for replica in "abcdefgh"[:count]:
+                await self.start_host(f"s{number}{replica}", number)
+
+    async def restart(self, name: str) -> ServingPeer:
+        before = self.hosts[name]
+        return await self.start_host(name, before.number, self.network.restart(before.peer))
+
+    def known(self) -> list[Host]:
+        """What records say: of all hosts, the dead ones too."""
+        return [
+            Host(each.peer.peer_id, ServedStage(
+                each.number, self.num_stages, tuple((round_, digest(round_, each.number)) for round_ in self.rounds),
+                ARITHMETIC, self.context, 1, 0,
+            ))
+            for each in self.hosts.values()
+        ]  # fmt: skip
+
+    async def start_client(self, name: str = "client", wait_seconds: float = 30.0) -> SimulatedClient:
+        peer = self.network.add_peer(name)
+        rpc = Rpc(peer.transport, peer.runtime, SWARM)
+        await peer.spawn(rpc.start())
+        model = ServedModel("small", VOCABULARY, tuple((each, each + 1) for each in range(self.num_stages)))
+        return SimulatedClient(peer, rpc, SwarmGenerator(rpc, peer.signer, model, self.known, wait_seconds))
+
+    def host_of(self, peer_id: str) -> ServingPeer:
+        return next(each for each in self.hosts.values() if each.peer.peer_id == peer_id)
+
+    async def end(self, *clients: SimulatedClient) -> None:
+        for client in clients:
+            if client.peer.alive:
+                await client.rpc.close()
+                await client.peer.close()
+        for each in self.hosts.values():
+            if each.peer.alive:
+                self.network.resume(each.peer)
+                await each.host.close()
+                await each.rpc.close()
+                await each.peer.close()
+
+
+@dataclass
+class SimulatedClient:
+    peer: SimulatedPeer
+    rpc: Rpc
+    generator: SwarmGenerator
+
+    async def ask(
+        self, prompt: Sequence[int], num_tokens: int, sampling: Sampling = GREEDY, *,
+        on_token: Callable[[Any, Token], None] = lambda generation, token: None, stops: Sequence[int] = (),
+    ) -> tuple[list[int], int]:  # fmt: skip
+        """Return a generation's tokens, and how often a host was replaced."""
+        found: list[int] = []
+        async with self.generator.generate(prompt, sampling, max_tokens=num_tokens, stops=stops) as generation:
+            async for token in generation:
+                assert token.position == len(prompt) + len(found)
+                found.append(token.id)
+                on_token(generation, token)
+            return found, generation.failovers
+
+
+def digest(round_: int, stage: int) -> bytes:
+    return hashlib.sha256(f"{round_}/{stage}".encode()).digest()
+
+
+def golden(prompt: Sequence[int], num_tokens: int, num_stages: int, sampling: Sampling = GREEDY) -> list[int]:
+    """Return the tokens that one process computes, a row at a time."""
+    from p2ptrain.serving.sampling import draw
+
+    stages = [SmallStage(number) for number in range(num_stages)]
+    num_pages = -(-(len(prompt) + num_tokens) // PAGE)
+    stores = [stage.new_pages(num_pages) for stage in stages]
+    ids = list(prompt)
+    hidden = torch.empty(0)
+    for position in range(len(prompt) + num_tokens - 1):
+        hidden = torch.tensor([ids[position]])
+        for stage, store in zip(stages, stores, strict=True):
+            hidden = stage.step([Part(1, position, range(num_pages))], hidden, store)
+        if position >= len(prompt) - 1:
+            ids.append(draw(stages[-1].logits(hidden)[0], position + 1, ids, sampling, len(prompt)).id)
+    return ids[len(prompt) :]

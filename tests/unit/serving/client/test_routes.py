@@ -1,0 +1,109 @@
+"""The choice of a version and of hosts, also among records that lie."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2ptrain.network.records.serving import ServedStage
+from p2ptrain.serving.client.routes import Host, Plan, choose, longest
+from p2ptrain.serving.messages import MAX_CANDIDATES
+
+SESSION = bytes(16)
+
+
+def digest(number: int) -> bytes:
+    return bytes([number]) * 32
+
+
+def host(
+    peer: str, stage: int, *rounds: int, of: int = 2, arithmetic: str = "a", mark: int = 0, free: int = 9,
+    sessions: int = 0, seconds: float = 0.0, context: int = 512,
+) -> Host:  # fmt: skip
+    versions = tuple((round_, digest(mark)) for round_ in rounds)
+    return Host(peer, ServedStage(stage, of, versions, arithmetic, context, free, sessions), seconds)
+
+
+def plan(*hosts: Host, **options: object) -> Plan:
+    found = choose(hosts, 2, SESSION, **options)  # type: ignore[arg-type]
+    assert isinstance(found, Plan)
+    return found
+
+
+def test_the_newest_round_counts_that_all_stages_have_in_one_arithmetic() -> None:
+    hosts = (host("a", 0, 4, 5), host("b", 1, 4), host("c", 1, 5, arithmetic="b"))
+    assert plan(*hosts).version.round == 4
+    assert plan(*hosts).route == (("a",), ("b",))
+    assert plan(*hosts, host("d", 1, 5)).version.round == 5
+
+
+def test_most_hosts_have_the_right_digest() -> None:
+    found = plan(host("a", 0, 4), host("b", 1, 4, mark=1), host("c", 1, 4, mark=2), host("d", 1, 4, mark=1))
+    assert found.version.digests == (digest(0), digest(1))
+    assert sorted(found.route[1]) == ["b", "d"]
+
+
+def test_near_idle_and_free_hosts_come_first_and_avoided_ones_last() -> None:
+    hosts = [
+        host("full", 1, 4, free=0),
+        host("far", 1, 4, seconds=0.2),
+        host("busy", 1, 4, sessions=10),
+        host("idle", 1, 4),
+        host("bad", 1, 4),
+    ]
+    assert plan(host("a", 0, 4), *hosts, avoided=["bad"]).route[1] == ("idle", "busy", "far", "full", "bad")
+
+
+def test_a_stage_without_host_is_named_and_candidates_are_bounded() -> None:
+    assert choose([host("a", 0, 4)], 2, SESSION) == 1
+    assert choose([host("a", 1, 4)], 2, SESSION) == 0
+    many = [host(f"b{number}", 1, 4) for number in range(20)]
+    assert len(plan(host("a", 0, 4), *many).route[1]) == MAX_CANDIDATES
+
+
+def test_a_version_that_is_gone_is_not_replaced() -> None:
+    hosts = (host("a", 0, 4, 5), host("b", 1, 4, 5))
+    old = plan(host("a", 0, 3), host("b", 1, 3)).version
+    assert choose(hosts, 2, SESSION, only=old) == 0
+    assert plan(*hosts, only=plan(host("a", 0, 4), host("b", 1, 4)).version).version.round == 4
+
+
+@pytest.mark.parametrize("stage", [2, 7, 1 << 40])
+def test_a_host_of_a_stage_that_the_model_does_not_have_is_ignored(stage: int) -> None:
+    assert choose([host("a", 0, 4), host("liar", stage, 4)], 2, SESSION) == 1
+    assert plan(host("a", 0, 4), host("b", 1, 4), host("liar", stage, 4)).route == (("a",), ("b",))
+
+
+def test_a_host_with_a_short_context_is_left_out_of_long_sessions_only() -> None:
+    hosts = (host("a", 0, 4, context=100), host("b", 1, 4, context=2), host("c", 1, 4, context=50), host("d", 7, 4))
+    assert longest(hosts, 2) == 50
+    assert longest(hosts[:2], 3) == 0
+    assert plan(*hosts, positions=50).route == (("a",), ("c",))
+    assert sorted(plan(*hosts, positions=2).route[1]) == ["b", "c"]
+    assert choose(hosts, 2, SESSION, positions=51) == 1
+
+
+@given(
+    st.lists(
+        st.builds(
+            host, st.sampled_from("abcdefgh"), st.integers(0, 4), st.integers(0, 2), st.integers(0, 2),
+            of=st.integers(1, 3), arithmetic=st.sampled_from("xy"), mark=st.integers(0, 1), free=st.integers(0, 1),
+        ),
+        max_size=12,
+    )
+)  # fmt: skip
+def test_a_plan_names_only_hosts_that_serve_its_version(hosts: list[Host]) -> None:
+    found = choose(hosts, 2, SESSION)
+    if isinstance(found, int):
+        assert found in (0, 1)
+        return
+    for number, peers in enumerate(found.route):
+        key = (found.version.round, found.version.digests[number])
+        able = {
+            each.peer
+            for each in hosts
+            if (each.served.stage, each.served.num_stages) == (number, 2)
+            and each.served.arithmetic == found.version.arithmetic
+            and key in each.served.versions
+        }
+        assert peers
+        assert set(peers) <= able

@@ -1,0 +1,214 @@
+"""A session's rows, draws and totals."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2ptrain.errors import ProtocolError
+from p2ptrain.models.exact import ExactStage
+from p2ptrain.network.records.serving import ServingReport
+from p2ptrain.serving.host.meter import Meter
+from p2ptrain.serving.host.pool import PagePool
+from p2ptrain.serving.host.session import KEPT_ROWS, HostSession
+from p2ptrain.serving.messages import AHEAD, Cause, Failed, Open, Ticket, Version
+from p2ptrain.serving.sampling import Drawn
+from tests.support.sim.serving import ARITHMETIC, GREEDY, VOCABULARY, WIDTH, SmallStage, digest
+
+PROMPT = [5, 1, 4, 1, 5]
+
+
+def ticket(prompt: int = len(PROMPT), max_tokens: int = 40, stops: tuple[int, ...] = ()) -> Ticket:
+    version = Version(5, (digest(5, 0),), ARITHMETIC)
+    return Ticket(bytes(16), "client", version, prompt, prompt, max_tokens, GREEDY, 1e12, stops)
+
+
+def session(order: Ticket, meter: Meter | None = None, *, is_last: bool = True) -> HostSession:
+    pages = PagePool(256).reserve(order.num_pages)
+    stage = cast(ExactStage, SmallStage(0))
+    return HostSession(order, (5, digest(5, 0)), pages, stage, (meter or Meter()) if is_last else None)
+
+
+def put(held: HostSession, first: int, ids: list[int]) -> None:
+    held.put(first, ids, torch.tensor(ids))
+
+
+def compute(held: HostSession, rows: int) -> list[int]:
+    """Compute rows as a batch does, and draw what is due; token ``at`` is ``at % VOCABULARY``."""
+    draws = held.draws_after(rows)
+    part, inputs = held.take(rows)
+    assert (part.rows, part.first, len(inputs)) == (rows, held.computed, rows)
+    held.done(rows, torch.zeros(rows, WIDTH), {at: Drawn(at % VOCABULARY, 0.0, ()) for at in draws})
+    return draws
+
+
+def on_loop(main: Callable[[], Awaitable[Any]]) -> Any:
+    async def run() -> Any:
+        return await main()
+
+    return asyncio.run(run())
+
+
+def test_rows_that_come_again_are_compared_and_skipped() -> None:
+    async def main() -> None:
+        held = session(ticket())
+        put(held, 0, PROMPT[:3])
+        put(held, 1, PROMPT[1:])
+        put(held, 0, PROMPT)
+        assert held.ids == PROMPT
+        part, inputs = held.take(5)
+        assert (part.first, part.rows, inputs.tolist()) == (0, 5, PROMPT)
+        for first, ids, message in (
+            (6, [1], "those from 5 on are missing"),
+            (4, [6], "other tokens than before"),
+            (5, [VOCABULARY], "of a vocabulary of 61"),
+            (5, [1] * 40, "more rows than the 44 of its ticket"),
+        ):
+            with pytest.raises(ProtocolError, match=message):
+                put(held, first, ids)
+        assert held.ids == PROMPT
+
+    on_loop(main)
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12)), max_size=12), st.data())
+def test_rows_are_computed_once_and_in_order_however_they_come(steps: list[tuple[int, int]], data: Any) -> None:
+    async def main() -> None:
+        held, ids = session(ticket(1, 80), is_last=False), [at % VOCABULARY for at in range(80)]
+        computed: list[int] = []
+        for back, count in steps:
+            first = max(0, len(held.ids) - back)
+            put(held, first, ids[first : first + count])
+            left = len(held.ids) - held.computed
+            rows = data.draw(st.integers(0, left))
+            computed += held.take(rows)[1].long().tolist()
+            held.done(rows, torch.full((rows, WIDTH), float(len(computed))), {})
+        assert held.ids == ids[: len(held.ids)]
+        assert computed == ids[: held.computed]
+        assert held.journal.ids == computed
+
+    on_loop(main)
+
+
+def test_tokens_are_drawn_once_as_far_as_they_are_granted() -> None:
+    async def main() -> None:
+        held = session(ticket())
+        put(held, 0, PROMPT)
+        assert held.draws_after(4) == []
+        assert compute(held, 5) == [5]
+        assert held.draws_after(0) == []
+        for at in range(5, 5 + AHEAD):
+            put(held, at, [at])
+            assert compute(held, 1) == ([at + 1] if at + 1 < 5 + AHEAD else [])
+        held.grant(100, "first")
+        assert compute(held, 0) == [5 + AHEAD]
+
+    on_loop(main)
+
+
+def test_nothing_is_drawn_after_a_stop_the_last_token_or_on_a_shadow() -> None:
+    async def main() -> None:
+        held = session(ticket(stops=(6,)))
+        put(held, 0, [*PROMPT, 6])
+        assert held.draws_after(6) == []
+        held = session(ticket(max_tokens=2))
+        put(held, 0, [*PROMPT, 6])
+        assert held.draws_after(6) == [6]
+        held.is_shadow = True
+        assert held.draws_after(6) == []
+
+    on_loop(main)
+
+
+def test_a_substitute_draws_what_the_client_lacks_again_and_no_more() -> None:
+    async def main() -> None:
+        held = session(ticket())
+        put(held, 0, [*PROMPT, *range(5, 15)])
+        assert compute(held, 15) == []  # Token 15 is beyond the first grant.
+        held.listen(11)
+        assert compute(held, 0) == [11, 12, 13, 14]
+        held.grant(16, "first")
+        assert compute(held, 0) == [15]
+
+    on_loop(main)
+
+
+def test_a_long_answer_costs_no_more_a_token_than_a_short_one() -> None:
+    """Also if a client claims to lack all tokens: the outputs of only the newest rows are kept."""
+
+    class Tokens(dict[int, Drawn]):
+        looks = 0
+
+        def __contains__(self, key: object) -> bool:
+            self.looks += 1
+            return super().__contains__(key)
+
+    async def main() -> None:
+        held = session(ticket(max_tokens=2000))
+        held.tokens = tokens = Tokens()
+        held.listen(0)
+        held.grant(5000, "first")
+        put(held, 0, PROMPT)
+        compute(held, 5)
+        for at in range(5, 1500):
+            put(held, at, [at % VOCABULARY])
+            tokens.looks = 0
+            assert compute(held, 1) == [at + 1]
+            assert tokens.looks <= KEPT_ROWS + 3
+
+    on_loop(main)
+
+
+def attach(held: HostSession, epoch: int, *, is_shadow: bool = False) -> None:
+    class Caller:
+        def abort(self) -> None: ...
+
+    held.attach(cast(Any, Caller()), Open(held.ticket, (epoch,), (), "first", is_shadow))
+
+
+@given(st.lists(st.sampled_from(["put", "compute", "serve", "shadow", "fail", "end"]), max_size=30))
+def test_totals_are_valid_whatever_befalls_sessions(events: list[str]) -> None:
+    async def main() -> None:
+        meter, epoch = Meter(), 1
+        held = session(ticket(), meter)
+        attach(held, epoch, is_shadow=True)
+        for event in [*events, "end"]:
+            if event == "put" and len(held.ids) < held.ticket.num_positions:
+                put(held, len(held.ids), [len(held.ids) % VOCABULARY])
+            elif event == "compute" and held.failure is None:
+                compute(held, len(held.ids) - held.computed)
+            elif event in ("serve", "shadow"):
+                attach(held, epoch := epoch + 1, is_shadow=event == "shadow")
+            elif event == "fail":
+                held.fail(Failed(0, Cause.BROKEN, ""))
+            elif event == "end":
+                held.count_end()
+                ServingReport(0, meter.totals())
+                held = session(ticket(), meter)
+                attach(held, epoch := 1, is_shadow=True)
+            ServingReport(0, meter.totals())
+
+    on_loop(main)
+
+
+def test_a_shadow_that_takes_over_in_mid_answer_counts_no_first_token() -> None:
+    async def main() -> None:
+        meter = Meter()
+        held = session(ticket(), meter)
+        attach(held, 1, is_shadow=True)
+        put(held, 0, [*PROMPT, *range(5, 9)])
+        compute(held, 9)
+        await asyncio.sleep(0.05)
+        attach(held, 2)
+        assert compute(held, 0) == [9]
+        assert meter.first_token.seconds == 0.0
+        assert (sum(meter.first_token.counts), sum(meter.token.counts), meter.requests) == (0, 1, 1)
+        assert meter.token.seconds < 0.05
+
+    on_loop(main)
