@@ -43,7 +43,7 @@ def byte_tokenizer(context: int) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+    vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
@@ -52,7 +52,7 @@ def byte_tokenizer(context: int) -> Any:
     )
 
 
-def _byte_characters() -> list[str]:
+def byte_characters() -> list[str]:
     """Return the printable character of each byte in byte-level tokenizers (the table of GPT-2's ``encoder.py``).
 
     Printable Latin-1 maps to itself; the other bytes map to the characters from U+0100 on, in order.

@@ -176,7 +176,9 @@ def listen(host: str, port: int, option: str) -> socket.socket:
     except OSError as error:
         reason = error.strerror or str(error)
         raise ResourceError(f"cannot serve at {host} port {port} ({reason}): choose another {option}") from error
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)  # Accepted connections inherit it.
+    # Accepted connections inherit these. asyncio itself sets TCP_NODELAY only if the socket's protocol is not 0.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
 

@@ -195,3 +195,11 @@ async def test_a_browser_that_was_led_here_reads_nothing() -> None:
         answer = await reader.read()
         assert answer.startswith(b"HTTP/1.1 421 ")
         assert b"here" not in answer
+
+
+@on_loop
+async def test_connections_do_not_wait_for_acknowledgements_before_they_send_more() -> None:
+    with listen("127.0.0.1", 0, "port") as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

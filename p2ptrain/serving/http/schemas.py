@@ -1,0 +1,426 @@
+"""Requests and answers of OpenAI's API, with their bounds. Bytes of clients become values in `read`, nowhere else.
+
+The forms are those of https://platform.openai.com/docs/api-reference, with fields of vLLM's server beside them:
+``top_k``, ``repetition_penalty``, ``ignore_eos`` and ``return_token_ids``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from p2ptrain.serving.http.problems import RequestError
+
+T = TypeVar("T", bound="Settings")
+
+MAX_CHOICES = 16
+MAX_LOGIT_BIASES = 1024
+MAX_TOP_LOGPROBS = 20
+MAX_PROMPTS = 32
+MAX_MESSAGES = 4096
+MAX_TOKENS = 1 << 20
+"""Bound of a number of tokens in a request; a model's context is smaller."""
+MAX_SHOWN_CHARS = 100
+"""Of a client's own words in an error."""
+MAX_SEED = (1 << 63) - 1
+
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Stop = Annotated[str, Meta(min_length=1, max_length=256)]
+TokenCount = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "audio": (), "background": (False,), "best_of": (1,), "conversation": (), "function_call": ("none", "auto"),
+    "functions": ([],), "include": ([],), "metadata": ({},), "modalities": (["text"],),
+    "parallel_tool_calls": (True, False), "prediction": (), "previous_response_id": (), "reasoning": ({},),
+    "reasoning_effort": (), "response_format": ({"type": "text"},), "service_tier": ("auto", "default"),
+    "store": (False,), "suffix": ("",), "text": ({"format": {"type": "text"}},), "tool_choice": ("none", "auto"),
+    "tools": ([],), "truncation": ("disabled",), "web_search_options": (),
+}  # fmt: skip
+"""Fields of OpenAI's API that are not supported, with the values that ask for nothing and are accepted."""
+
+
+class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """``include_usage`` sends one more chunk at the end, with the numbers of tokens; no chunk has obfuscation."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class TextPart(Struct, frozen=True, forbid_unknown_fields=True):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Meta(max_length=256)]
+    name: Name | None = None
+
+    def plain(self) -> dict[str, str]:
+        """Return the message as chat templates take it."""
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+
+
+class Settings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Fields that all requests share."""
+
+    model: Name
+    stream: bool = False
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] = 1.0
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] = 0
+    seed: Annotated[int, Meta(ge=-MAX_SEED, le=MAX_SEED)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] = 1.0
+    ignore_eos: bool = False
+    user: Annotated[str, Meta(max_length=256)] = ""
+
+
+class GenerationRequest(Settings, frozen=True, kw_only=True):
+    """Fields that chat and completion requests share."""
+
+    max_tokens: TokenCount | None = None
+    stream_options: StreamOptions = StreamOptions()
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
+    stop: Stop | Annotated[list[Stop], Meta(max_length=4)] = []
+    frequency_penalty: Penalty = 0.0
+    presence_penalty: Penalty = 0.0
+    logit_bias: Annotated[dict[str, Bias], Meta(max_length=MAX_LOGIT_BIASES)] = {}
+    return_token_ids: bool = False
+
+
+class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
+    """The body of ``/v1/chat/completions``."""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: TokenCount | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+
+
+class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
+    """The body of ``/v1/completions``: a prompt or several, each a text or token ids."""
+
+    prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1, max_length=MAX_TOKENS)]
+    echo: bool = False
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """Return the prompts, whichever of four forms the field has; raise `RequestError` if it mixes them."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if all(isinstance(each, int) for each in self.prompt):
+            return [self.prompt]  # type: ignore[list-item]
+        if any(isinstance(each, int) for each in self.prompt):
+            raise RequestError(400, "prompt: mixes token ids with prompts: give one list of ids for each", "prompt")
+        if len(self.prompt) > MAX_PROMPTS:
+            raise RequestError(400, f"prompt: {len(self.prompt)} prompts are more than {MAX_PROMPTS}", "prompt")
+        return self.prompt  # type: ignore[return-value]
+
+
+class InputPart(Struct, frozen=True, forbid_unknown_fields=True):
+    """A piece of an item; one of an earlier answer has more fields, which are empty."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: Annotated[list[Any], Meta(max_length=0)] = []
+    logprobs: Annotated[list[Any], Meta(max_length=0)] = []
+
+
+class InputItem(Struct, frozen=True, forbid_unknown_fields=True):
+    """A message of a conversation, such as an earlier answer's output."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[InputPart], Meta(max_length=256)]
+    type: Literal["message"] = "message"
+    id: Name | None = None
+    status: Literal["completed", "incomplete", "in_progress"] | None = None
+    phase: Name | None = None
+
+    def message(self) -> ChatMessage:
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return ChatMessage(self.role, content)
+
+
+class ResponseRequest(Settings, frozen=True, kw_only=True):
+    """The body of ``/v1/responses``: a text or a conversation, whole each time."""
+
+    input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    instructions: str | None = None
+    max_output_tokens: TokenCount | None = None
+
+    def chat(self) -> ChatRequest:
+        """Return the chat request with the same answer."""
+        messages = [ChatMessage("user", self.input)] if isinstance(self.input, str) else []
+        messages += [item.message() for item in self.input if isinstance(item, InputItem)]
+        if self.instructions:
+            messages.insert(0, ChatMessage("system", self.instructions))
+        shared = {name: getattr(self, name) for name in Settings.__struct_fields__}
+        return ChatRequest(**shared, messages=messages, max_completion_tokens=self.max_output_tokens)
+
+
+class Usage(Struct, frozen=True):
+    """Numbers of tokens; those of a prompt count once, whatever ``n`` is."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class TopLogprob(Struct, frozen=True):
+    """A likely token, with its log-probability in nats."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob, frozen=True):
+    """A drawn token, with the likeliest ones at its place."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct, frozen=True):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(Struct, frozen=True):
+    """Lists with one entry for each token; offsets count the text's characters."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]] | None
+    text_offset: list[int]
+
+
+Finish = Literal["stop", "length"]
+
+
+class AnswerMessage(Struct, frozen=True):
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(Struct, frozen=True, kw_only=True):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Finish
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class Answer(Struct, frozen=True, kw_only=True):
+    """Fields of every answer; the fingerprint names the weights, equal ones give equal answers to equal seeds."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
+class ChatAnswer(Answer, frozen=True, kw_only=True):
+    object: Literal["chat.completion"] = "chat.completion"
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Delta(Struct, frozen=True, kw_only=True):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChunkChoice(Struct, frozen=True, kw_only=True):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Finish | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(Answer, frozen=True, kw_only=True):
+    """One event of a chat's stream."""
+
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    choices: list[ChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionChoice(Struct, frozen=True, kw_only=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: Finish | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionAnswer(Answer, frozen=True, kw_only=True):
+    """An answer, or one event of a completion's stream."""
+
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class OutputText(Struct, frozen=True, kw_only=True):
+    text: str
+    type: Literal["output_text"] = "output_text"
+    annotations: list[Any] = []
+    logprobs: list[Any] = []
+
+
+class OutputMessage(Struct, frozen=True, kw_only=True):
+    id: str
+    content: list[OutputText]
+    status: Literal["in_progress", "completed", "incomplete"]
+    role: Literal["assistant"] = "assistant"
+    type: Literal["message"] = "message"
+
+
+class CachedTokens(Struct, frozen=True):
+    cached_tokens: int = 0
+
+
+class ReasoningTokens(Struct, frozen=True):
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(Struct, frozen=True):
+    """Numbers of tokens; the details are always 0."""
+
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+    input_tokens_details: CachedTokens = CachedTokens()
+    output_tokens_details: ReasoningTokens = ReasoningTokens()
+
+
+class Incomplete(Struct, frozen=True):
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class ResponseAnswer(Struct, frozen=True, kw_only=True):
+    """The answer of ``/v1/responses``; nothing of it is kept."""
+
+    id: str
+    created_at: int
+    model: str
+    system_fingerprint: str
+    status: Literal["in_progress", "completed", "incomplete"]
+    output: list[OutputMessage]
+    usage: ResponseUsage | None
+    temperature: float
+    top_p: float
+    object: Literal["response"] = "response"
+    error: None = None
+    incomplete_details: Incomplete | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    metadata: dict[str, str] = {}
+    parallel_tool_calls: bool = False
+    previous_response_id: None = None
+    store: bool = False
+    tool_choice: Literal["auto"] = "auto"
+    tools: list[Any] = []
+
+
+class ResponseEvent(Struct, frozen=True, kw_only=True):
+    """One event of a response's stream; ``type`` says which fields there are."""
+
+    type: str
+    sequence_number: int
+    response: ResponseAnswer | UnsetType = UNSET
+    output_index: int | UnsetType = UNSET
+    item_id: str | UnsetType = UNSET
+    item: OutputMessage | UnsetType = UNSET
+    content_index: int | UnsetType = UNSET
+    part: OutputText | UnsetType = UNSET
+    delta: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    logprobs: list[Any] | UnsetType = UNSET
+
+
+class Model(Struct, frozen=True, kw_only=True):
+    """The model that is served; ``max_model_len`` is its context in tokens."""
+
+    id: str
+    created: int
+    max_model_len: int
+    object: Literal["model"] = "model"
+    owned_by: str = "p2ptrain"
+
+
+class ModelList(Struct, frozen=True, kw_only=True):
+    data: list[Model]
+    object: Literal["list"] = "list"
+
+
+class Health(Struct, frozen=True):
+    status: str
+
+
+def read(schema: type[T], body: bytes) -> T:
+    """Convert the bytes of a request to a schema; raise `RequestError`, which names the field and its bound.
+
+    A field that is null counts as absent.
+    """
+    try:
+        values = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
+    if not isinstance(values, dict):
+        raise RequestError(400, "the body is no JSON object", code="invalid_json")
+    known = {field.encode_name for field in msgspec.structs.fields(schema)}
+    for name in [name for name in values if name not in known and name in NEUTRAL]:
+        if values[name] is not None and values[name] not in NEUTRAL[name]:
+            raise RequestError(400, f"{name}: this server does not support it: leave it out", name, "unsupported")
+        del values[name]
+    try:
+        return msgspec.convert(_normal(values), schema, strict=True)
+    except (msgspec.ValidationError, RecursionError) as error:
+        reason, field = _located(str(error))
+        raise RequestError(400, f"{field}: {reason}" if field else reason, field or None, "invalid_value") from error
+
+
+def _normal(value: Any) -> Any:
+    """Return JSON without fields that are null, and with 2 for 2.0, which JSON Schema calls an integer."""
+    if isinstance(value, dict):
+        return {name: _normal(each) for name, each in value.items() if each is not None}
+    if isinstance(value, list):
+        return [_normal(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _located(text: str) -> tuple[str, str]:
+    """Return the reason in msgspec's message, and the field that it is about."""
+    reason, _, place = text.partition(" - at `$")
+    field = _shown(place.rstrip("`").lstrip("."))
+    for beginning, told in (
+        ("Object missing required field `", "is missing"),
+        ("Object contains unknown field `", "is not a field of this request: leave it out"),
+    ):
+        if reason.startswith(beginning):
+            name = _shown(reason.removeprefix(beginning).removesuffix("`"))
+            return told, f"{field}.{name}" if field else name
+    return _shown(f"{reason[:1].lower()}{reason[1:]}".replace("`", "")), field
+
+
+def _shown(text: str) -> str:
+    """Return text of a client as one short line."""
+    line = text if text.isprintable() else repr(text)
+    return line if len(line) <= MAX_SHOWN_CHARS else f"{line[:MAX_SHOWN_CHARS]}…"
