@@ -161,6 +161,22 @@ class PipelineSection(Section):
     """Microbatches in flight per trainer; more hide more latency."""
 
 
+class ServingSection(Section):
+    """This peer's part in generation with the swarm's model."""
+
+    enabled: bool = False
+    """Serve the stage that this peer hosts, or the whole model that it trains, to those who generate."""
+    weights: Literal["fp32", "int8"] = "fp32"
+    """Precision of the served copy: ``fp32`` is exact, ``int8`` takes a quarter of the memory."""
+    cache: Size = 512 * 10**6
+    """Memory for keys and values of all sessions, in bytes or as ``512MB``."""
+    every_rounds: int = Field(10, ge=1, le=1 << 40)
+    """Rounds from one served version of the weights to the next, or more if rounds are short. All hosts need the same
+    value."""
+    context: int = Field(0, ge=0, le=1 << 20)
+    """Most tokens of a prompt and its answer; 0 takes the model's."""
+
+
 class PeerConfig(Section):
     """The configuration of one peer. Paths in a role file are relative to that file's folder."""
 
@@ -192,6 +208,7 @@ class PeerConfig(Section):
     metrics: MetricsSection = MetricsSection()
     stop_after: StopAfterSection = StopAfterSection()
     pipeline: PipelineSection = PipelineSection()
+    serving: ServingSection = ServingSection()
 
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
 

@@ -133,6 +133,14 @@ def describe_pretrained(source: str, context: int = 0, jobs: Progress = no_progr
     return ModelSpec.model_validate({**spec.model_dump(), "weights": source, "weight_digests": digests})
 
 
+def longest_context(folder: Path) -> int:
+    """Return the positions for which a pretrained model was made; a manifest's context is that of training samples."""
+    from transformers import AutoConfig
+
+    theirs: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return int(get_family(ModelSpec(family=theirs.model_type)).from_hugging_face(theirs).get("context", 0))
+
+
 def _spec_of(folder: Path, context: int) -> ModelSpec:
     """Return a model's settings, if this version computes the same as transformers."""
     from transformers import AutoConfig

@@ -242,3 +242,10 @@ class PipelinePlan:
     def num_ids(self) -> int:
         """Exclusive upper bound of the first stage's token ids; 0 if its inputs are not ids."""
         return self.manifest.model.vocabulary if self._family.reads_text else 0
+
+
+def stage_blocks(manifest: Manifest) -> tuple[tuple[int, int], ...]:
+    """Return the blocks of each stage, the first and the one after its last; one stage if the model is not cut."""
+    if not manifest.in_stages:
+        return ((0, len(model_blocks(manifest.model))),)
+    return tuple((span.start, span.stop) for span in PipelinePlan(manifest).spans)

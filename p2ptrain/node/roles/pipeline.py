@@ -48,6 +48,10 @@ async def take_part(peer: Peer, config: PeerConfig, signals: StopSignals) -> Non
     if feeding is not None:
         parts.append(feeding.run())
     async with Tasks() as tasks:
+        if config.serving.enabled and hosting is not None:
+            from p2ptrain.node.serving.hosting import Serving
+
+            tasks.keep(Serving(peer, config).run, "serving")
         working = tasks.call(together("part", parts), "pipeline")
         reason = await until_over(working, signals, config.stop_after.minutes)
         drain = Drain(config.drain_seconds)

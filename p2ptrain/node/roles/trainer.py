@@ -12,6 +12,7 @@ from p2ptrain.node.peer import Peer
 from p2ptrain.node.process import StopSignals
 from p2ptrain.node.reports.summary import write_summary
 from p2ptrain.node.roles.building import build_trainer
+from p2ptrain.tasks import Tasks
 from p2ptrain.training.bridge import Bridge
 
 
@@ -26,9 +27,15 @@ async def train(peer: Peer, config: PeerConfig, signals: StopSignals) -> None:
     gc.collect()
     gc.freeze()  # Loaded objects stay; their garbage collection would block the event loop.
     done, reason = bridge.run_thread(trainer.run), ""
+    serving = Tasks()
+    if config.serving.enabled:
+        from p2ptrain.node.serving.hosting import Serving
+
+        serving.keep(Serving(peer, config).run, "serving")
     try:
         reason = await until_over(done, signals, config.stop_after.minutes)
     finally:
+        await serving.close()
         unsaved: P2PTrainError | None = None
         try:
             await end_training(trainer, bridge, done, peer.runtime, config.drain_seconds)

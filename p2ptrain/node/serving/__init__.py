@@ -1,0 +1,1 @@
+"""A peer's part in generation: it serves what it holds, or asks others."""

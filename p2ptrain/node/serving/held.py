@@ -1,0 +1,93 @@
+"""The part of the model that a peer holds, as it is served: a hosted stage, or the whole model of a trainer."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+
+import torch
+
+from p2ptrain.models import build_model
+from p2ptrain.models.stage import Stage
+from p2ptrain.node.peer import Peer
+from p2ptrain.pipeline.plan import PipelinePlan
+from p2ptrain.pipeline.stage.hosted_stage import HostedStage
+from p2ptrain.serving.host.session import Key
+from p2ptrain.training.sync.synchronizer import Synchronizer
+
+
+class Held(ABC):
+    """The part of the model that a peer holds; ``number`` is the stage's."""
+
+    number: int
+    num_stages: int
+
+    @property
+    @abstractmethod
+    def key(self) -> Key:
+        """Round and digest of the state."""
+
+    @abstractmethod
+    def module(self) -> Stage | None:
+        """Return the module with the state of `key`; None between a round's step and its head.
+
+        The caller runs on the state's thread, and copies it there.
+        """
+
+
+class HeldStage(Held):
+    """A hosted stage, whose parameters only rounds change."""
+
+    def __init__(self, hosted: HostedStage, num_stages: int) -> None:
+        self.hosted = hosted
+        self.number = hosted.number
+        self.num_stages = num_stages
+
+    @property
+    def key(self) -> Key:
+        heads = [unit.synchronizer.head for unit in self.hosted.units]
+        digests = b"".join(head.digest for head in heads)
+        return heads[0].round, heads[0].digest if len(heads) == 1 else hashlib.sha256(digests).digest()
+
+    def module(self) -> Stage | None:
+        units = self.hosted.units
+        is_whole = all(unit.state.is_settled and unit.work.is_adopted() for unit in units)
+        return self.hosted.worker.compute.stage if is_whole else None
+
+
+class HeldModel(Held):
+    """A trained model. Local steps change the trainer's own parameters, so the shared ones are copied to another."""
+
+    number = 0
+    num_stages = 1
+
+    def __init__(self, synchronizer: Synchronizer, peer: Peer) -> None:
+        self._state = synchronizer.state
+        self._model = peer.manifest.model
+        self._module: torch.nn.Module | None = None
+
+    @property
+    def key(self) -> Key:
+        return self._state.head.round, self._state.head.digest
+
+    def module(self) -> Stage | None:
+        if not self._state.is_settled:
+            return None
+        if self._module is None:
+            self._module = build_model(self._model.model_copy(update={"weights": "", "weight_digests": ()}))
+        self._state.layout.write(self._state.vector, self._module)
+        assert isinstance(self._module, Stage)
+        return self._module
+
+
+def newest(peer: Peer, before: Held | None) -> Held | None:
+    """Return what a peer holds now, ``before`` if that is the same; None while it holds nothing."""
+    if peer.held.stages:
+        hosted = peer.held.stages[-1]
+        if isinstance(before, HeldStage) and before.hosted is hosted:
+            return before
+        return HeldStage(hosted, PipelinePlan(peer.manifest).num_stages) if hosted.reports() else None
+    synchronizer = peer.held.synchronizer
+    if synchronizer is None or not synchronizer.state.is_settled:
+        return None
+    return before or HeldModel(synchronizer, peer)

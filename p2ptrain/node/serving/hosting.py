@@ -1,0 +1,129 @@
+"""`Serving`: a peer serves what it holds, its stage or the whole model, in versions that follow its rounds."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+
+from p2ptrain.config import PeerConfig
+from p2ptrain.models.exact import PAGE, ExactStage, exact_stage, self_check
+from p2ptrain.models.pretrained import longest_context
+from p2ptrain.native.exact import load_kernels
+from p2ptrain.network.records.record import PeerRecord
+from p2ptrain.node.peer import Peer
+from p2ptrain.node.serving.held import Held, newest
+from p2ptrain.serving.host.pool import PagePool
+from p2ptrain.serving.host.service import ServingHost
+from p2ptrain.serving.host.session import Key
+from p2ptrain.serving.host.sessions import Offer, SessionBook
+
+logger = logging.getLogger(__name__)
+
+PACE_SHARE = 0.2
+"""Weight of the newest round in the mean seconds a round."""
+LOOK_SECONDS = 0.1
+"""Interval of looks at the head; shorter than rounds, so that all hosts copy the same ones."""
+LEAST_VERSION_SECONDS = 20.0
+"""Time from one version to the next; > the spread of a record and the start of a session, by far."""
+IDLE_SECONDS = 10.0
+"""Age of a head that is served whatever its round: training rests."""
+
+
+class Serving:
+    """Serves a peer's share of the model while `run` runs."""
+
+    def __init__(self, peer: Peer, config: PeerConfig) -> None:
+        self._peer = peer
+        self._config = config
+        self._spec = peer.manifest.model
+        self._held: Held | None = None
+        self._host: ServingHost | None = None
+        self._key: Key | None = None
+        self._since = 0.0
+        self._seconds_per_round = 0.0
+        peer.record.parts.append(self._describe)
+
+    async def run(self) -> None:
+        """Follow the peer's head, and serve every version that is due.
+
+        Raises `IntegrityError` if this machine computes other bits than the kernels promise.
+        """
+        kernels = await asyncio.to_thread(load_kernels)
+        if kernels is not None:
+            await asyncio.to_thread(self_check, kernels)
+        try:
+            while True:
+                await self._look()
+                await asyncio.sleep(LOOK_SECONDS)
+        finally:
+            await self._leave()
+
+    async def _look(self) -> None:
+        held = newest(self._peer, self._held)
+        if held is None or (self._held is not None and held.number != self._held.number):
+            await self._leave()
+        if held is None:
+            return
+        self._held = held
+        key, now = held.key, asyncio.get_running_loop().time()
+        if key != self._key:
+            if self._key is not None and key[0] > self._key[0]:
+                pace = (now - self._since) / (key[0] - self._key[0])
+                self._seconds_per_round += PACE_SHARE * (pace - self._seconds_per_round)
+            self._key, self._since = key, now
+        if self._is_due(key, now):
+            await self._serve(held, now)
+
+    def _is_due(self, key: Key, now: float) -> bool:
+        served = self._host.keys if self._host is not None else []
+        every = self._config.serving.every_rounds
+        # Powers of two: hosts that measure rounds a little differently have every second version in common.
+        while 0 < every * self._seconds_per_round < LEAST_VERSION_SECONDS:
+            every *= 2
+        is_at_rest = key == self._key and now - self._since >= IDLE_SECONDS
+        return key not in served and (key[0] % every == 0 or is_at_rest or not served)
+
+    async def _serve(self, held: Held, now: float) -> None:
+        """Copy the weights, and serve them if their round is still due."""
+
+        def copy() -> tuple[Key, ExactStage] | None:
+            key, module = held.key, held.module()
+            if module is None or not self._is_due(key, now):
+                return None
+            return key, exact_stage(module, self._spec, weights=self._config.serving.weights)
+
+        if (copied := await self._peer.runtime.compute(copy)) is None:
+            return
+        key, stage = copied
+        if self._host is None:
+            num_pages = max(1, self._config.serving.cache // stage.page_bytes)
+            context = self._config.serving.context or await asyncio.to_thread(self._model_context)
+            peer = self._peer
+            offer = Offer(held.number, held.num_stages, stage.arithmetic, context)
+            book = SessionBook(peer.rpc, peer.identity, offer, PagePool(num_pages))
+            self._host = ServingHost(peer.rpc, book)
+            logger.info(
+                "serving stage %d of %d in %s, with room for %d tokens", held.number, held.num_stages,
+                stage.arithmetic, num_pages * PAGE,
+            )  # fmt: skip
+        self._host.serve(key, stage)
+        logger.info("serving round %d", key[0])
+        self._peer.presence.changed()
+
+    def _model_context(self) -> int:
+        """Return the positions that the model can have: a pretrained one's own, or those of a training sample."""
+        given = self._config.weights
+        return longest_context(given) if self._spec.weights and given is not None else self._spec.context
+
+    async def _leave(self) -> None:
+        host, self._host, self._held = self._host, None, None
+        if host is not None:
+            await host.close()
+            self._peer.presence.changed()
+
+    def _describe(self, record: PeerRecord) -> PeerRecord:
+        host, held = self._host, self._held
+        if host is None or held is None:
+            return record
+        return replace(record, serving=host.report())
