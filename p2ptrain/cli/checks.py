@@ -51,6 +51,7 @@ def all_checks(run_dir: Path, port: int, direct_port: int) -> list[Check]:
         check_python(),
         check_torch(),
         check_native(),
+        check_exact(),
         check_daemon(find_daemon()),
         check_setpriv(),
         *check_ports(port, direct_port),
@@ -93,6 +94,18 @@ def check_native() -> Check:
         detail = f"torch computes them, several times slower: {error}"
         return Check("codecs", False, detail, "install gcc and libc6-dev, or a wheel for this machine", required=False)
     return Check("codecs", True, f"native, {path}", "")
+
+
+def check_exact() -> Check:
+    """Check that the exact kernels of serving load; a checkout builds them first."""
+    from p2ptrain.native.exact import all_kernels
+
+    try:
+        build = next(iter(all_kernels().values())).build
+    except OSError as error:
+        detail = f"a host computes with torch, and promises no equal answers: {error}"
+        return Check("serving", False, detail, "install gcc and libc6-dev, or a wheel for this machine", required=False)
+    return Check("serving", True, f"exact kernels, {build} build", "")
 
 
 def find_daemon() -> Path | None:

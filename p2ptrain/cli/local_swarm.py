@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shlex
+import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from p2ptrain.cli.manifests import LINK_FILE, write_atomically
@@ -48,7 +50,7 @@ async def run_swarm(plan: Plan, summary_file: Path | None) -> int:
 
         stop = stop_on_signals(end_at_once)
         try:
-            with SwarmScreen(sys.stdout, plan.goal) as view:
+            with SwarmScreen(sys.stdout, plan.goal, draws=plan.chat is None) as view:
                 view.say(f"run directory: {plan.run_dir}")
                 trainers = await _train(plan, supervisor, stop, view)
         except asyncio.CancelledError:
@@ -73,6 +75,8 @@ async def _train(plan: Plan, supervisor: Supervisor, stop: asyncio.Event, view: 
             trainers.append(await supervisor.start(path.stem, command, path.with_suffix(".log")))
         async with Tasks() as tasks:
             watcher = tasks.call(view.follow(link, plan.run_dir, trainers), "the live view")
+            if plan.chat is not None:
+                tasks.call(_chat(link, plan.chat, stop, view), "chat")
             await _wait_for_end(plan.goal, supervisor, trainers, stop)
             view.drain(trainers)
             await supervisor.drain(trainers, DRAIN_SECONDS)
@@ -87,6 +91,26 @@ async def _train(plan: Plan, supervisor: Supervisor, stop: asyncio.Event, view: 
             await supervisor.drain([page[0]], DRAIN_SECONDS)
     await supervisor.drain([bootstrap], DRAIN_SECONDS)
     return trainers
+
+
+async def _chat(link: SwarmLink, options: Sequence[str], stop: asyncio.Event, view: SwarmScreen) -> None:
+    """Chat on this terminal until it ends, which ends the swarm."""
+    words = [shlex.quote(str(link)), *map(shlex.quote, options)]
+    view.say(
+        f"serving; talk with the model from elsewhere, or serve OpenAI's API, with:\n  p2ptrain chat {' '.join(words)}"
+    )
+    view.say(f"  p2ptrain serve {' '.join(words)}")
+    command = [sys.executable, "-m", "p2ptrain", "chat", str(link), "--wait", str(READY_SECONDS), *options]
+    # Ctrl-C ends an answer, and reaches this process, too.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, lambda: None)
+    child = await asyncio.create_subprocess_exec(*command)
+    try:
+        await child.wait()
+    finally:
+        if child.returncode is None:
+            child.terminate()
+            await child.wait()
+        stop.set()
 
 
 async def _start_page(plan: Plan, supervisor: Supervisor, link: SwarmLink) -> tuple[Child, str]:
@@ -139,7 +163,8 @@ def _report(plan: Plan, trainers: list[Child], summary_file: Path | None, *, int
         raise max(failed, key=lambda child: child.exit_code or 0).failure()
     for child in failed:
         print(f"p2ptrain: warning: {child.failure()}", file=sys.stderr)
-    print(f"\n{to_text(summary)}")
+    if plan.chat is None:
+        print(f"\n{to_text(summary)}")
     for path in (plan.run_dir / SUMMARY_FILE, *([summary_file] if summary_file is not None else [])):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, to_json(summary))

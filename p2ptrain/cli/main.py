@@ -22,6 +22,9 @@ COMMANDS = {
     "init": "write a commented run.toml and an organizer key to start a swarm of your own",
     "seed": "start a swarm from 'init' and print the link that invites others",
     "join": "take part in a swarm, given its link",
+    "generate": "continue a text with a swarm's model",
+    "chat": "talk with a swarm's model",
+    "serve": "serve OpenAI's API over a swarm's model",
     "invite": "print a link that lets people, or one peer, into a swarm",
     "revoke": "make an invite or a pass worthless; the peers that it let in stay",
     "ban": "throw a peer out of a swarm",
@@ -34,7 +37,10 @@ COMMANDS = {
     "checkpoint": "list, verify and export checkpoints",
 }
 
-_ADMISSION = ("invite", "revoke", "ban", "members")
+_FOLDERS = {
+    **dict.fromkeys(("invite", "revoke", "ban", "members"), "admission."),
+    **dict.fromkeys(("generate", "chat", "serve"), "serving."),
+}
 
 EXIT_CODES = """exit codes:
   0    done
@@ -133,7 +139,7 @@ def _add_log_arguments(parser: argparse.ArgumentParser) -> None:
 
 def module_of(command: str) -> ModuleType:
     """Return the module of a command."""
-    return import_module(f"p2ptrain.cli.commands.{'admission.' if command in _ADMISSION else ''}{command}")
+    return import_module(f"p2ptrain.cli.commands.{_FOLDERS.get(command, '')}{command}")
 
 
 def _overview() -> str:
@@ -141,7 +147,7 @@ def _overview() -> str:
     commands = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
     return (
         "usage: p2ptrain COMMAND [OPTIONS]\n\n"
-        "Train one model together, over the internet, on machines that come and go.\n\n"
+        "Train and serve one model together, over the internet, on machines that come and go.\n\n"
         f"commands:\n{commands}\n\n"
         "options:\n  --help     show this, or with a command its options\n  --version  show the version\n\n"
         f"{EXIT_CODES}"

@@ -64,6 +64,17 @@ def load_manifest(path: Path | None, overrides: Mapping[str, Any] | None = None)
     return with_packages(manifest)
 
 
+def of_pretrained(model: str, context: int) -> dict[str, Any]:
+    """Return a manifest's settings, by dotted key, of a pretrained model; see `describe_pretrained`."""
+    from p2ptrain.cli.screen.bars import bars
+    from p2ptrain.models import get_family
+    from p2ptrain.models.pretrained import describe_pretrained
+
+    spec = describe_pretrained(model, context, bars)
+    reads = {"data.tokenizer": spec.weights} if get_family(spec).reads_text else {}
+    return {f"model.{key}": value for key, value in spec.model_dump().items()} | reads
+
+
 def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
     """Return the values of ``--set KEY=VALUE`` options by dotted key; a value is TOML, or else text."""
     values: dict[str, Any] = {}

@@ -18,6 +18,7 @@ from p2ptrain.cli.manifests import (
     sign_manifest,
 )
 from p2ptrain.cli.running import default_run_dir
+from p2ptrain.cli.screen.bars import bars
 from p2ptrain.cli.screen.live import Goal
 from p2ptrain.cli.toml import to_toml
 from p2ptrain.config import PeerConfig
@@ -34,18 +35,25 @@ _LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 
 @dataclass(frozen=True)
 class Plan:
-    """Role files of the peers, the goal, and whether to serve the status page (``monitor``)."""
+    """Role files of the peers, the goal, whether to serve the status page (``monitor``), and to chat.
+
+    ``chat`` has the options of ``p2ptrain chat`` behind the link; None if nothing is served.
+    """
 
     run_dir: Path
     bootstrap: Path
     trainers: tuple[Path, ...]
     goal: Goal
     monitor: bool
+    chat: tuple[str, ...] | None = None
 
 
 def make_plan(arguments: argparse.Namespace) -> Plan:
     """Create the run directory with the signed manifest and the role files; raise if an option or a file is invalid."""
     demo = DEMO_SETTINGS if arguments.manifest is None else {}
+    chats = arguments.serve and arguments.manifest is None
+    if chats:
+        demo = demo | _served_model(arguments)
     overrides = demo | parse_settings(arguments.set) | _manifest_overrides(arguments)
     manifest = load_manifest(arguments.manifest, overrides)
     run_dir: Path = (arguments.run_dir or default_run_dir(f"up-{time.strftime('%Y%m%d-%H%M%S')}")).absolute()
@@ -75,19 +83,43 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
         "resources": {"device": arguments.device or "auto", "threads": threads},
         "stop_after": {"at_round": at_round},
     }
-    role, stages = "both" if manifest.in_stages else "trainer", _num_stages(manifest, arguments.peers)
+    if arguments.serve:
+        sections["serving"] = {"enabled": True}
+    role = "stage" if chats else "both" if manifest.in_stages else "trainer"
+    stages = _num_stages(manifest, arguments.peers)
     bootstrap, trainers = role_file("bootstrap", "bootstrap", {}), []
     for number in range(arguments.peers):
         hosting = {"pipeline": {"stage": number % stages}} if manifest.in_stages else {}
-        trainers.append(role_file(role, f"trainer-{number + 1}", sections | hosting))
-    minutes = arguments.minutes or (0.0 if arguments.rounds or manifest.training.rounds else DEFAULT_MINUTES)
+        trainers.append(role_file(role, f"{'host' if chats else 'trainer'}-{number + 1}", sections | hosting))
+    has_end = arguments.rounds or manifest.training.rounds or chats
+    minutes = arguments.minutes or (0.0 if has_end else DEFAULT_MINUTES)
     return Plan(
         run_dir,
         bootstrap,
         tuple(trainers),
         Goal(minutes, min(filter(None, (at_round, manifest.training.rounds)), default=0)),
         not arguments.no_monitor,
+        _chat_options(arguments) if chats else None,
     )
+
+
+def _served_model(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the manifest's settings of a served model, and point ``arguments.weights`` at its files."""
+    from p2ptrain.cli.manifests import of_pretrained
+    from p2ptrain.models.smollm2 import NAME, smollm2_folder
+
+    model = arguments.model or NAME
+    if model == NAME:
+        model = str(smollm2_folder(default_run_dir("models"), bars))
+    if not model.startswith("hub:"):
+        arguments.weights = Path(model).expanduser()
+    name = model.rpartition("/")[2].partition("@")[0]
+    return {"name": name, "pipeline.stages": 2} | of_pretrained(model, 0)
+
+
+def _chat_options(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Return the options of ``p2ptrain chat`` for the served model."""
+    return () if arguments.weights is None else ("--weights", str(arguments.weights.absolute()))
 
 
 def _num_stages(manifest: Manifest, peers: int) -> int:

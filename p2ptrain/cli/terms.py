@@ -45,6 +45,7 @@ def describe(manifest: Manifest, config: PeerConfig) -> str:
         f"exposes    {', '.join(config.network.listen)}: this machine's addresses, name, speed and progress are"
         " public to the swarm; none of your files are",
         *([f"tells      {directory} the same"] if directory else []),
+        *(["serves     answers to whoever is in the swarm; this peer sees their prompts"] * config.serving.enabled),
         f"writes     {config.run_dir}",
     ]
     width = shutil.get_terminal_size().columns

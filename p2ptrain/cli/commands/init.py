@@ -97,10 +97,6 @@ def _of_model(arguments: argparse.Namespace) -> dict[str, Any]:
         if arguments.context:
             raise UsageError("--context goes with --model; else use --set model.context=N")
         return overrides
-    from p2ptrain.cli.screen.bars import bars
-    from p2ptrain.models import get_family
-    from p2ptrain.models.pretrained import describe_pretrained
+    from p2ptrain.cli.manifests import of_pretrained
 
-    spec = describe_pretrained(arguments.model, arguments.context, bars)
-    reads = {"data.tokenizer": spec.weights} if get_family(spec).reads_text else {}
-    return overrides | {f"model.{key}": value for key, value in spec.model_dump().items()} | reads
+    return overrides | of_pretrained(arguments.model, arguments.context)

@@ -34,6 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a model in stages: send text, host one, or both (default)",
     )
     parser.add_argument("--stage", type=int, metavar="N", help="host this stage (default: the one that needs it most)")
+    parser.add_argument(
+        "--serve", action="store_true", default=None, help="also serve the model to those who generate with it"
+    )
     parser.add_argument("--yes", action="store_true", help="do not ask")
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="where to keep this peer's files (default runs/join-DIGEST)"
@@ -61,6 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         "network.directory": link.directory or None,
         "stop_after.minutes": arguments.minutes,
         "stop_after.rounds": arguments.rounds,
+        "serving.enabled": arguments.serve,
     }
     signed = run_async(fetch_manifest(link))
     check_compatible(signed.manifest)

@@ -30,6 +30,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="any other value, such as model.layers=6"
     )
+    serving = parser.add_argument_group("serving")
+    serving.add_argument(
+        "--serve", action="store_true",
+        help="serve a pretrained model in 2 stages and talk with it, instead of training; with --manifest: beside it",
+    )  # fmt: skip
+    serving.add_argument(
+        "--model", metavar="MODEL", help="with --serve: smollm2 (default), the folder of a model, or hub:OWNER/NAME"
+    )
     where = parser.add_argument_group("how it runs")
     where.add_argument("--device", metavar="auto|cpu|cuda:N", help="where the trainers compute (default auto)")
     where.add_argument(
@@ -43,6 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.peers < 1:
         raise UsageError(f"--peers {arguments.peers}: a swarm has at least 1 trainer")
+    if arguments.model is not None and (not arguments.serve or arguments.manifest is not None):
+        raise UsageError(
+            "--model goes with --serve, and without --manifest; to train from a pretrained model, see"
+            " 'p2ptrain init --model'"
+        )
     for name in ("minutes", "rounds"):
         value = getattr(arguments, name)
         if value is not None and not value > 0:

@@ -55,8 +55,10 @@ class Goal:
 class SwarmScreen:
     """A context manager that shows a swarm on a stream."""
 
-    def __init__(self, stream: TextIO, goal: Goal) -> None:
+    def __init__(self, stream: TextIO, goal: Goal, draws: bool = True) -> None:
+        """Without ``draws`` it writes lines also on a terminal."""
         self._stream = stream
+        self._draws = draws
         self._goal = goal
         self._screen: Screen | None = None
         self._swarm: list[Text] = []
@@ -69,7 +71,7 @@ class SwarmScreen:
         self._ended: set[str] = set()
 
     def __enter__(self) -> SwarmScreen:
-        if Screen.can_draw(self._stream):
+        if self._draws and Screen.can_draw(self._stream):
             self._screen = Screen(self._stream).__enter__()
         return self
 
@@ -94,7 +96,8 @@ class SwarmScreen:
         """Show the swarm until cancelled, and retry while the directory does not answer; starts the shown time."""
         self._started = time.monotonic()
         if self._screen is None:
-            self.say(f"starting {len(trainers)} trainer{'s' if len(trainers) != 1 else ''}")
+            kind = "trainer" if self._draws else "host"
+            self.say(f"starting {len(trainers)} {kind}{'s' if len(trainers) != 1 else ''}")
         self.show(None, trainers)
         # Imports take seconds: in a thread they leave the event loop to signals.
         for module in ("p2ptrain.node.observe", "p2ptrain.status.tracker"):

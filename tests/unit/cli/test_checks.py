@@ -22,9 +22,19 @@ def test_the_doctor_passes_where_the_tests_run_and_says_so_in_json(tmp_path: Pat
     values = json.loads(done.stdout)
     assert values["ok"] is True, done.stdout
     assert done.returncode == 0
-    assert {"Python", "torch", "codecs", "daemon", "listening", "clock", "disk", "memory", "file limit", "setpriv"} <= {
-        check["name"] for check in values["checks"]
-    }
+    assert {
+        "Python",
+        "torch",
+        "codecs",
+        "serving",
+        "daemon",
+        "listening",
+        "clock",
+        "disk",
+        "memory",
+        "file limit",
+        "setpriv",
+    } <= {check["name"] for check in values["checks"]}
 
 
 def test_something_required_that_is_missing_exits_with_7_and_its_fix(

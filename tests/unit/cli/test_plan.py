@@ -2,12 +2,13 @@ import argparse
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from p2ptrain.cli.commands.up import add_arguments
+from p2ptrain.cli.commands.up import add_arguments, run
 from p2ptrain.cli.main import Parser
-from p2ptrain.cli.plan import DEFAULT_MINUTES, make_plan
+from p2ptrain.cli.plan import DEFAULT_MINUTES, DEMO_SETTINGS, make_plan
 from p2ptrain.config import PeerConfig
-from p2ptrain.errors import ConfigError
+from p2ptrain.errors import ConfigError, UsageError
 from p2ptrain.manifest import SIGNED_FILE, SignedManifest
 from p2ptrain.network.identity import IDENTITY_FILE, Identity
 
@@ -101,3 +102,36 @@ def test_the_manifests_own_limit_is_part_of_the_goal(tmp_path: Path) -> None:
 def test_an_option_that_a_peer_would_refuse_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="device"):
         make_plan(arguments(tmp_path, "--device", "gpu"))
+
+
+def test_a_served_model_has_hosts_of_two_stages_that_do_not_train(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64,
+        max_position_embeddings=128, tie_word_embeddings=True,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    plan = make_plan(arguments(tmp_path / "run", "--serve", "--model", str(folder)))
+    hosts = [PeerConfig.load(path) for path in plan.trainers]
+    assert [(host.role, host.name, host.pipeline.stage) for host in hosts] == [
+        ("stage", "host-1", 0),
+        ("stage", "host-2", 1),
+        ("stage", "host-3", 0),
+    ]
+    assert all(host.serving.enabled and host.weights == folder for host in hosts)
+    assert plan.chat == ("--weights", str(folder))
+    assert plan.goal.minutes == 0
+    assert "model.hidden" not in DEMO_SETTINGS  # Of the next demo.
+
+
+def test_a_manifest_that_is_served_is_trained_too(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('name = "own"\n')
+    plan = make_plan(arguments(tmp_path / "run", "--serve", "--manifest", str(tmp_path / "run.toml")))
+    trainer = PeerConfig.load(plan.trainers[0])
+    assert (trainer.role, trainer.serving.enabled, plan.chat) == ("trainer", True, None)
+
+
+@pytest.mark.parametrize("words", [["--model", "x"], ["--serve", "--model", "x", "--manifest", "run.toml"]])
+def test_a_model_goes_with_serving_alone(tmp_path: Path, words: list[str]) -> None:
+    with pytest.raises(UsageError, match="--model goes with --serve"):
+        run(arguments(tmp_path, *words))

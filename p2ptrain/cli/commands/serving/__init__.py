@@ -1,0 +1,1 @@
+"""Commands that generate with a swarm's model."""

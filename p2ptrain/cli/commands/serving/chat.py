@@ -1,0 +1,54 @@
+"""``p2ptrain chat LINK``
+
+Talk with a swarm's model, in the form that its chat template gives. Ctrl-C ends an answer, Ctrl-D the conversation;
+/reset forgets what was said. In a pipe, each line is a message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from p2ptrain.cli.commands.serving.talking import add_model_arguments, add_sampling_arguments, answer, sampling_of
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
+    add_sampling_arguments(parser, temperature=0.7)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from p2ptrain.network.link import SwarmLink
+
+    link, sampling = SwarmLink.parse(arguments.link), sampling_of(arguments)
+    from p2ptrain.cli.commands.serving.talking import text_of
+    from p2ptrain.node.serving.thread import ModelThread
+
+    beginning = [{"role": "system", "content": arguments.system}] if arguments.system else []
+    with ModelThread(link, arguments.wait) as thread:
+        text, _ = text_of(thread.model.manifest, arguments)
+        text.encode_chat([{"role": "user", "content": ""}])  # Fails without a chat template.
+        messages = list(beginning)
+        while (said := _read()) is not None:
+            if said == "/reset":
+                messages = list(beginning)
+                continue
+            if not said:
+                continue
+            messages.append({"role": "user", "content": said})
+            try:
+                told = thread.call(answer(thread.model, text, text.encode_chat(messages), sampling, arguments))
+                messages.append({"role": "assistant", "content": told})
+            except KeyboardInterrupt:
+                print("\n[ended]", file=sys.stderr)
+                messages.pop()
+    return 0
+
+
+def _read() -> str | None:
+    """Return the next message; None at the end."""
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return None

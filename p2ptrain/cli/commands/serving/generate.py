@@ -1,0 +1,40 @@
+"""``p2ptrain generate LINK PROMPT``
+
+Continue a text with a swarm's model. Tokens appear as they are drawn; at the end, standard error tells which peers
+computed them. A host that fails is replaced, and the answer goes on with the same tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from p2ptrain.cli.commands.serving.talking import add_model_arguments, add_sampling_arguments, answer, sampling_of
+from p2ptrain.errors import UsageError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    parser.add_argument("prompt", metavar="PROMPT", help="the text to continue; - reads it from standard input")
+    add_sampling_arguments(parser, temperature=1.0)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from p2ptrain.network.link import SwarmLink
+
+    link, sampling = SwarmLink.parse(arguments.link), sampling_of(arguments)
+    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    if not prompt:
+        raise UsageError("PROMPT is empty: give a text to continue")
+    from p2ptrain.cli.commands.serving.talking import text_of
+    from p2ptrain.cli.running import run_async
+    from p2ptrain.node.serving.client import generating
+
+    async def talk() -> None:
+        async with generating(link, arguments.wait) as model:
+            text, _ = text_of(model.manifest, arguments)
+            sys.stdout.write(prompt)
+            await answer(model, text, text.encode(prompt), sampling, arguments)
+
+    run_async(talk())
+    return 0

@@ -1,0 +1,52 @@
+"""``p2ptrain serve LINK``
+
+Serve OpenAI's API over a swarm's model: /v1/chat/completions, /v1/completions and /v1/models, with a page to chat at /,
+Prometheus metrics under /metrics, and /health. This process computes nothing: the swarm's hosts do.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from p2ptrain.cli.commands.serving.talking import add_model_arguments
+from p2ptrain.errors import UsageError
+
+LOG_LEVEL = "info"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="where to serve at (default 127.0.0.1: this machine only)")
+    parser.add_argument(
+        "--host-name", action="append", default=[], metavar="NAME",
+        help="answer also under this name, such as api.example.org (default: IP addresses, localhost); repeatable",
+    )  # fmt: skip
+    parser.add_argument("--port", type=int, default=8000, help="port to serve at (default 8000; 0 takes a free one)")
+    parser.add_argument("--keys", type=Path, metavar="FILE", help="let in who has one of these API keys (default: all)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if not 0 <= arguments.port < 65536:
+        raise UsageError(f"--port {arguments.port}: give a number from 0 to 65535")
+    from p2ptrain.network.link import SwarmLink
+
+    link = SwarmLink.parse(arguments.link)
+    from p2ptrain.cli.commands.serving.talking import text_of
+    from p2ptrain.cli.running import run_async
+    from p2ptrain.cli.screen.live import stop_on_signals
+    from p2ptrain.node.serving.client import generating
+    from p2ptrain.serving.http.serve import serve_http
+
+    async def serve() -> None:
+        async with generating(link, arguments.wait) as model:
+            _, tokenizer = text_of(model.manifest, arguments)
+            stop = stop_on_signals(lambda: None)
+            await serve_http(
+                model.generator, tokenizer, stop, host=arguments.host, port=arguments.port, names=arguments.host_name,
+                keys=arguments.keys,
+                on_ready=lambda url: print(f"API: {url}v1  chat: {url}  (Ctrl-C ends it)", flush=True),
+            )  # fmt: skip
+
+    run_async(serve())
+    return 0

@@ -1,0 +1,127 @@
+"""Shared by ``generate``, ``chat`` and ``serve``: options, the model's text, and answers on a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from p2ptrain.errors import UsageError
+
+if TYPE_CHECKING:
+    from p2ptrain.manifest import Manifest
+    from p2ptrain.node.serving.client import SwarmModel
+    from p2ptrain.serving.sampling import Sampling
+    from p2ptrain.serving.text import Text
+
+DEFAULT_TOKENS = 256
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options for the swarm and its tokenizer."""
+    from p2ptrain.cli.commands.peer import add_allow_path
+
+    parser.add_argument("link", metavar="LINK", help="the swarm link, 'p2ptrain://…', in quotes")
+    parser.add_argument(
+        "--weights", type=Path, metavar="DIR", help="the model's folder, if each peer brings the tokenizer"
+    )
+    add_allow_path(parser)
+    parser.add_argument(
+        "--wait", type=float, default=30.0, metavar="SECONDS", help="for a stage without a host (default 30)"
+    )
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser, temperature: float) -> None:
+    """Add the options for how tokens are drawn."""
+    group = parser.add_argument_group("how it answers")
+    group.add_argument(
+        "--max-tokens", type=int, default=DEFAULT_TOKENS, metavar="N", help=f"most tokens (default {DEFAULT_TOKENS})"
+    )
+    group.add_argument(
+        "--temperature", type=float, default=temperature, metavar="T",
+        help=f"0 takes the likeliest token, 2 is wild (default {temperature:g})",
+    )  # fmt: skip
+    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest tokens up to this sum")
+    group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer (default: any)")
+    group.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end the answer before this text; repeatable"
+    )
+
+
+def sampling_of(arguments: argparse.Namespace) -> Sampling:
+    """Return the options' sampling; raise `UsageError` for a value out of range."""
+    from p2ptrain.errors import IntegrityError
+    from p2ptrain.network.schema import from_wire
+    from p2ptrain.serving.sampling import Sampling
+
+    if arguments.max_tokens < 1:
+        raise UsageError(f"--max-tokens {arguments.max_tokens}: give a number above 0")
+    seed = arguments.seed if arguments.seed is not None else time.time_ns() & 0xFFFFFFFF
+    values = {"temperature": arguments.temperature, "top_p": arguments.top_p, "seed": seed}
+    try:
+        return from_wire(Sampling, values)
+    except IntegrityError as error:
+        raise UsageError(f"--{str(error).replace('_', '-')}") from error
+
+
+def text_of(manifest: Manifest, arguments: argparse.Namespace) -> tuple[Text, Any]:
+    """Return the text of a swarm's model, and its tokenizer.
+
+    Raises:
+        ConfigError: Each peer brings the tokenizer, and --weights does not.
+        UsageError: The model does not read text.
+    """
+    from p2ptrain.models import check_reads_text
+    from p2ptrain.models.pretrained import local_tokenizer
+    from p2ptrain.models.tokenizers import byte_tokenizer, load_pretrained_tokenizer
+    from p2ptrain.serving.text import Text
+
+    check_reads_text(manifest.model)
+    name = local_tokenizer(manifest, arguments.weights, arguments.allow_path or ())
+    tokenizer = byte_tokenizer(manifest.model.context) if name == "bytes" else load_pretrained_tokenizer(name)
+    return Text(tokenizer), tokenizer
+
+
+async def answer(
+    model: SwarmModel, text: Text, ids: Sequence[int], sampling: Sampling, arguments: argparse.Namespace,
+    out: TextIO = sys.stdout,
+) -> str:  # fmt: skip
+    """Write an answer as it is drawn, then who computed it on standard error; return the answer."""
+    from p2ptrain.serving.text import StopStrings, TextStream
+
+    stream, stops, loop = TextStream(text, ids), StopStrings(arguments.stop), asyncio.get_running_loop()
+    began, first, num_tokens, written = loop.time(), 0.0, 0, ""
+    generator = model.generator
+    most = min(arguments.max_tokens, (generator.context or len(ids) + arguments.max_tokens) - len(ids))
+
+    def write(piece: str) -> None:
+        nonlocal written
+        written += piece
+        out.write(piece)
+        out.flush()
+
+    opened = generator.generate(ids, sampling, max_tokens=max(1, most), stops=tuple(text.end_ids))
+    is_stopped = False
+    async with opened as generation:
+        async for token in generation:
+            first, num_tokens = first or loop.time(), num_tokens + 1
+            if token.id in text.end_ids:
+                break
+            piece, is_stopped = stops.push(stream.push(token.id))
+            write(piece)
+            if is_stopped:
+                break
+        if not is_stopped:
+            write(stops.close())
+        out.write("\n")
+        route, failovers = generation.route, generation.failovers
+    seconds = loop.time() - first
+    rate = f", {(num_tokens - 1) / seconds:.1f} tokens/s" if num_tokens > 1 and seconds > 0 else ""
+    hosts = " → ".join(model.name_of(peer) for peer in route)
+    replaced = f", {failovers} host{'s' if failovers > 1 else ''} replaced" if failovers else ""
+    print(f"[{num_tokens} tokens{rate}, first after {first - began:.2f} s, by {hosts}{replaced}]", file=sys.stderr)
+    return written

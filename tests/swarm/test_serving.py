@@ -1,0 +1,194 @@
+"""Generation on real hosts: exact tokens also when hosts fail, the commands, and serving beside training."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+
+from p2ptrain.manifest import ModelSpec
+from p2ptrain.models import build_stage, model_blocks
+from p2ptrain.models.blocks import Span
+from p2ptrain.models.exact import exact_stage
+from p2ptrain.network.link import SwarmLink
+from p2ptrain.node.serving.client import SwarmModel
+from p2ptrain.node.serving.thread import ModelThread
+from p2ptrain.serving.local import LocalGenerator
+from p2ptrain.serving.sampling import Sampling
+from tests.support.processes.daemons import wait_until
+from tests.support.processes.files import LOOPBACK, QUICK, TINY, set_options
+from tests.support.processes.swarmlet import background_command, init, nothing_left_behind, run_command, seeding
+from tests.support.processes.tellers import PATIENCE_SECONDS
+
+PROMPT = "the quick brown fox"
+CONTEXT = 1024
+DRAWN = Sampling(temperature=1.0, seed=3)
+
+
+class Hosts:
+    """A bootstrap peer of a swarm whose model is cut in two, and peers that serve it."""
+
+    def __init__(self, directory: Path, stack: ExitStack, **training: object) -> None:
+        self.directory = directory
+        self._stack = stack
+        text = directory / "text"
+        text.mkdir(parents=True)
+        (text / "some.txt").write_text("the quick brown fox jumps over the lazy dog. " * 2000)
+        settings = set_options(
+            name="tiny", model={**TINY, "layers": 4, "context": CONTEXT}, data={"source": f"path:{text}"},
+            averaging=QUICK, training={"every": 1, "global_batch": 4, "local_batch": 2, **training},
+            pipeline={"stages": 2},
+        )  # fmt: skip
+        self.link = stack.enter_context(seeding(init(directory / "swarm", *settings))).link
+
+    def start(self, name: str, *options: str) -> subprocess.Popen[bytes]:
+        log = self.directory / f"{name}.log"
+        return self._stack.enter_context(
+            background_command(
+                log,
+                "join",
+                self.link,
+                "--yes",
+                "--serve",
+                "--name",
+                name,
+                "--run-dir",
+                str(self.directory / name),
+                "--listen",
+                LOOPBACK,
+                "--threads",
+                "1",
+                "--allow-path",
+                str(self.directory / "text"),
+                *options,
+            )
+        )
+
+    def start_all(self, *stages: int) -> dict[str, subprocess.Popen[bytes]]:
+        """Start a host for each of these stages, called ``host0`` and so on, and wait until all serve."""
+        found = {
+            f"host{number}": self.start(f"host{number}", "--role", "stage", "--stage", str(stage))
+            for number, stage in enumerate(stages)
+        }
+        for name in found:
+            self.wait_until_serving(name)
+        return found
+
+    def wait_until_serving(self, name: str, round_: int = 0) -> None:
+        log = self.directory / f"{name}.log"
+        wait_until(lambda: f"serving round {round_}\n" in log.read_text(), PATIENCE_SECONDS)
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    with nothing_left_behind(), ExitStack() as stack:
+        yield Hosts(tmp_path, stack)
+
+
+def golden(num_tokens: int, sampling: Sampling) -> list[int]:
+    """Return the tokens that this process computes with the model's initial weights."""
+    spec = ModelSpec(**{**TINY, "layers": 4, "context": CONTEXT})
+    stage = build_stage(spec, Span(0, len(model_blocks(spec))))
+    generator = LocalGenerator([exact_stage(stage, spec)], context=CONTEXT)
+
+    async def generate() -> list[int]:
+        async with generator.generate(list(PROMPT.encode()), sampling, max_tokens=num_tokens) as generation:
+            return [token.id async for token in generation]
+
+    return asyncio.run(generate())
+
+
+async def ask(
+    model: SwarmModel, num_tokens: int, at: int, strike: Callable[[list[str]], None]
+) -> tuple[list[int], int]:
+    """Return the tokens, and how many hosts were replaced; call ``strike`` with the route at token ``at``."""
+    found: list[int] = []
+    async with model.generator.generate(list(PROMPT.encode()), DRAWN, max_tokens=num_tokens) as generation:
+        async for token in generation:
+            found.append(token.id)
+            if len(found) == at:
+                strike([model.name_of(peer) for peer in generation.route])
+        return found, generation.failovers
+
+
+@pytest.mark.fault(30)
+@pytest.mark.parametrize(("number", "victim"), [(signal.SIGKILL, 1), (signal.SIGSTOP, 0)], ids=["killed", "stopped"])
+def test_a_host_that_is_killed_or_stopped_is_replaced_with_the_same_tokens(
+    hosts: Hosts, number: signal.Signals, victim: int
+) -> None:
+    processes = hosts.start_all(0, 0, 1, 1)
+    struck: list[subprocess.Popen[bytes]] = []
+
+    def strike(route: Sequence[str]) -> None:
+        struck.append(processes[route[victim]])
+        os.kill(struck[0].pid, number)
+
+    try:
+        with ModelThread(SwarmLink.parse(hosts.link)) as thread:
+            tokens, failovers = thread.call(ask(thread.model, 400, 150, strike))
+    finally:
+        if number == signal.SIGSTOP and struck:
+            os.kill(struck[0].pid, signal.SIGCONT)
+    assert tokens == golden(400, DRAWN)
+    assert failovers >= 1
+
+
+def test_the_commands_answer_with_the_tokens_of_one_process(hosts: Hosts) -> None:
+    hosts.start_all(0, 1)
+    wanted = bytes(golden(60, Sampling(temperature=0.0))).decode(errors="replace")
+    options = ["--max-tokens", "60", "--temperature", "0"]
+    result = run_command("generate", hosts.link, PROMPT, *options)
+    assert result.stdout == f"{PROMPT}{wanted}\n"
+    assert "60 tokens" in result.stderr
+    assert "by host0 → host1" in result.stderr
+
+    log = hosts.directory / "serve.log"
+    with background_command(log, "serve", hosts.link, "--port", "0") as process:
+        wait_until(lambda: "API: http" in log.read_text(), PATIENCE_SECONDS)
+        url = log.read_text().partition("API: ")[2].split()[0]
+        request = {"model": "tiny", "prompt": PROMPT, "max_tokens": 60, "temperature": 0}
+        reply = httpx.post(f"{url}/completions", json=request, timeout=60).json()
+        assert reply["choices"][0]["text"] == wanted
+        assert reply["usage"] == {
+            "prompt_tokens": len(PROMPT),
+            "completion_tokens": 60,
+            "total_tokens": len(PROMPT) + 60,
+        }
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+
+
+def test_a_trainer_serves_newer_weights_as_rounds_end(tmp_path: Path) -> None:
+    """Two peers train the whole model and serve it; answers go on, and the version advances."""
+    with nothing_left_behind(), ExitStack() as stack:
+        text = tmp_path / "text"
+        text.mkdir()
+        (text / "some.txt").write_text("the quick brown fox jumps over the lazy dog. " * 2000)
+        settings = set_options(
+            name="tiny", model={**TINY, "context": 64}, data={"source": f"path:{text}"}, averaging=QUICK,
+            training={"every": 2, "local_batch": 2},
+        )  # fmt: skip
+        link = stack.enter_context(seeding(init(tmp_path / "swarm", *settings))).link
+        for name in ("one", "two"):
+            arguments = ["join", link, "--yes", "--serve", "--run-dir", str(tmp_path / name), "--listen", LOOPBACK]
+            arguments += ["--threads", "1", "--allow-path", str(text)]
+            stack.enter_context(background_command(tmp_path / f"{name}.log", *arguments))
+        rounds: set[int] = set()
+        with ModelThread(SwarmLink.parse(link), PATIENCE_SECONDS) as thread:
+
+            async def version() -> int:
+                ids = list(PROMPT.encode())
+                async with thread.model.generator.generate(ids, DRAWN, max_tokens=30) as generation:
+                    assert len([token async for token in generation]) == 30
+                    return int(generation.version.partition("-")[0])
+
+            deadline = time.monotonic() + 2 * PATIENCE_SECONDS
+            while len(rounds) < 2 and time.monotonic() < deadline:
+                rounds.add(thread.call(version()))
+        assert len(rounds) >= 2, f"only rounds {rounds} were served"
