@@ -273,6 +273,23 @@ def test_an_invalid_bias_is_refused_before_it_takes_pages(caplog: pytest.LogCapt
     assert not [record for record in caplog.records if record.exc_info]
 
 
+def test_a_defect_of_the_client_ends_its_answer_at_once() -> None:
+    async def main(swarm: ServingSwarm, client: Any) -> None:
+        def fail() -> None:
+            raise ZeroDivisionError("a defect")
+
+        def strike(generation: Any, token: Token) -> None:
+            client.generator._hosts = fail
+            if swarm.hosts["s0a"].peer.alive:
+                swarm.network.crash(swarm.hosts["s0a"].peer)
+
+        async with asyncio.timeout(20.0):
+            with pytest.raises(GenerationFailedError, match="a defect"):
+                await client.ask(PROMPT, 60, on_token=strike)
+
+    serve(main, 1, 1)
+
+
 def test_a_stage_without_host_is_named() -> None:
     async def run(network: SimulatedNetwork) -> None:
         swarm = ServingSwarm(network, 2)

@@ -91,6 +91,9 @@ class SwarmSession:
                 await (supplying if supplying.done() else listening)
         except P2PTrainError as error:
             self._tokens.put_nowait(error)
+        except Exception as error:
+            logger.exception("a generation failed")
+            self._tokens.put_nowait(GenerationFailedError(f"this peer failed ({error!r}): see its log"))
 
     async def close(self, running: asyncio.Task[None]) -> None:
         """Tell the hosts that the session is over, and end `run`."""
