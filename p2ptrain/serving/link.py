@@ -83,7 +83,6 @@ class StageLink:
 
     Attributes:
         host: The present host; empty before the first.
-        failovers: Replaced hosts.
         position: Rows that the host has computed.
     """
 
@@ -105,7 +104,6 @@ class StageLink:
         self._shadow = ""
         self._is_closing = False
         self.host = ""
-        self.failovers = 0
         self.position = 0
 
     async def run(self, route: Sequence[Sequence[str]], epoch: tuple[int, ...], feed: str) -> None:
@@ -156,7 +154,6 @@ class StageLink:
             if self.position > best:
                 best = self.position
                 tries = Counter({host: tries[host]})
-            self.failovers += self.host == host
             logger.info("stage %d: host %s fails a session: %s", self._stage, host[-8:], failures[host])
 
     def _first_patience(self, host: str) -> float:

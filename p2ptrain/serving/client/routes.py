@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from p2ptrain.network.records.serving import ServedStage
@@ -29,13 +29,12 @@ class Plan(NamedTuple):
 
 
 def choose(
-    hosts: Sequence[Host], num_stages: int, session: bytes, *, positions: int = 1, only: Version | None = None,
-    avoided: Collection[str] = (),
-) -> Plan | int:  # fmt: skip
+    hosts: Sequence[Host], num_stages: int, session: bytes, *, positions: int = 1, only: Version | None = None
+) -> Plan | int:
     """Return the plan of a session, or the number of a stage that no host serves in a common version.
 
     The newest round counts that all stages have in one arithmetic. Near and idle hosts come first; the session's id
-    spreads sessions over equal ones. ``avoided`` hosts come last. ``positions`` is what the session needs of a context.
+    spreads sessions over equal ones. ``positions`` is the context that the session needs.
     """
     able = [host for host in hosts if is_able(host, num_stages) and host.served.context >= positions]
     versions: dict[tuple[int, str], dict[int, dict[bytes, list[Host]]]] = {}
@@ -51,9 +50,7 @@ def choose(
         version = Version(round_, digests, arithmetic)
         if only is not None and version != only:
             continue
-        return Plan(version, tuple(
-            _ordered(stages[number][digest], session, avoided) for number, digest in enumerate(digests)
-        ))  # fmt: skip
+        return Plan(version, tuple(_ordered(stages[number][digest], session) for number, digest in enumerate(digests)))
     served = {host.served.stage for host in able}
     return next((number for number in range(num_stages) if number not in served), 0)
 
@@ -75,10 +72,10 @@ def _agreed(hosts: dict[bytes, list[Host]]) -> bytes:
     return max(hosts, key=lambda digest: (len(hosts[digest]), digest))
 
 
-def _ordered(hosts: Sequence[Host], session: bytes, avoided: Collection[str]) -> tuple[str, ...]:
-    def cost(host: Host) -> tuple[bool, bool, float, bytes]:
+def _ordered(hosts: Sequence[Host], session: bytes) -> tuple[str, ...]:
+    def cost(host: Host) -> tuple[bool, float, bytes]:
         seconds = host.seconds + WAITING_SECONDS * host.served.sessions
         tie = hashlib.sha256(session + host.peer.encode()).digest()
-        return host.peer in avoided, not host.served.free_pages, round(seconds, 2), tie
+        return not host.served.free_pages, round(seconds, 2), tie
 
     return tuple(host.peer for host in sorted(hosts, key=cost)[:MAX_CANDIDATES])

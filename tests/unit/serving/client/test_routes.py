@@ -42,15 +42,14 @@ def test_most_hosts_have_the_right_digest() -> None:
     assert sorted(found.route[1]) == ["b", "d"]
 
 
-def test_near_idle_and_free_hosts_come_first_and_avoided_ones_last() -> None:
+def test_near_idle_and_free_hosts_come_first() -> None:
     hosts = [
         host("full", 1, 4, free=0),
         host("far", 1, 4, seconds=0.2),
         host("busy", 1, 4, sessions=10),
         host("idle", 1, 4),
-        host("bad", 1, 4),
     ]
-    assert plan(host("a", 0, 4), *hosts, avoided=["bad"]).route[1] == ("idle", "busy", "far", "full", "bad")
+    assert plan(host("a", 0, 4), *hosts).route[1] == ("idle", "busy", "far", "full")
 
 
 def test_a_stage_without_host_is_named_and_candidates_are_bounded() -> None:
