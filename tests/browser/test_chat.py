@@ -36,7 +36,7 @@ class Served:
         asyncio.run_coroutine_threadsafe(waiting, self._loop).result(PATIENCE_SECONDS)
 
     def allow(self, steps: int) -> None:
-        """Let so many tokens through."""
+        """Release ``steps`` tokens."""
         semaphore = self.generator.steps
         assert semaphore is not None
         for _ in range(steps):

@@ -136,7 +136,7 @@ class ServingSwarm:
         return await self.start_host(name, before.number, self.network.restart(before.peer))
 
     def known(self) -> list[Host]:
-        """What records say: of all hosts, the dead ones too."""
+        """Return the hosts by their records, dead ones too."""
         return [
             Host(each.peer.peer_id, ServedStage(
                 each.number, self.num_stages, tuple((round_, digest(round_, each.number)) for round_ in self.rounds),
