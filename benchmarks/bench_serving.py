@@ -147,7 +147,7 @@ class Sessions:
         self.stage, self.store = stage, stage.new_pages(each * number)
         self.pages = [range(first, first + each) for first in range(0, each * number, each)]
         self.position, self.ids = PROMPT, torch.zeros(number, dtype=torch.int64)
-        prompt = torch.arange(PROMPT) * 37 % SPEC.vocabulary
+        prompt = torch.arange(PROMPT) * 37 % stage.vocabulary
         for pages in self.pages:
             stage.step([Part(PROMPT, 0, pages)], prompt, self.store)
 
@@ -161,20 +161,19 @@ class Sessions:
 class Plain:
     """One session of plain transformers, which a call advances by one greedy token."""
 
-    def __init__(self, theirs: Any) -> None:
+    def __init__(self, theirs: Any, vocabulary: int = SPEC.vocabulary, device: str | torch.device = "cpu") -> None:
         from transformers import DynamicCache
 
-        self.theirs, self.cache, self.ids = theirs, DynamicCache(), torch.zeros(1, 1, dtype=torch.int64)
-        self.position = PROMPT
-        self._advance(torch.arange(PROMPT)[None] * 37 % SPEC.vocabulary)
+        self.theirs, self.cache, self.device = theirs, DynamicCache(), device
+        self.id = self._advance(torch.arange(PROMPT)[None] * 37 % vocabulary)
 
-    def _advance(self, ids: torch.Tensor) -> torch.Tensor:
+    def _advance(self, ids: torch.Tensor) -> int:
         with torch.inference_mode():
-            found: torch.Tensor = self.theirs(ids, past_key_values=self.cache, logits_to_keep=1).logits
-        return found[0, -1].argmax().view(1, 1)
+            found = self.theirs(ids.to(self.device), past_key_values=self.cache, logits_to_keep=1).logits
+        return int(found[0, -1].argmax())
 
     def __call__(self) -> None:
-        self.ids = self._advance(self.ids)
+        self.id = self._advance(torch.tensor([[self.id]]))
 
 
 def decoding(threads: int, repeats: int) -> Section:

@@ -31,7 +31,10 @@
 #define PASTE(name, build) name##_##build
 #define NAMED(name, build) PASTE(name, build)
 
-enum { LANES = 16, PAGE = 64, BLOCK = 32, QUERIES = 4, BLOCK_ROWS = 16 };
+#define COUNTER(type) _Atomic(type)
+#include "exact.h"
+
+enum { BLOCK = 32, QUERIES = 4, BLOCK_ROWS = 16 };
 #if defined(__AVX512F__)
 enum { WIDTH = 16, TILE = 16, ROWS = 4, SPAN = 64, MIXED = 4 };
 #elif defined(__FMA__)
@@ -92,39 +95,6 @@ INLINE float sum(const vec *parts) {
 SUMS(sums, vec, __m512, _mm512_permutex2var_ps)
 SUMS(integer_sums, ivec, __m512i, _mm512_permutex2var_epi32)
 #endif
-
-/* What a program works on. The structures are those of `p2ptrain.native.exact`. */
-
-struct part {  /* Consecutive rows of one session. */
-    long row, rows, first;  /* the first row in the batch, their number, the first row's position */
-    const int64_t *pages;
-};
-
-struct batch {
-    long rows, num_parts, num_ops, threads;
-    const struct part *parts;
-    const int64_t *positions, *row_pages;  /* of each row: its position, and the page that holds it */
-    const float *cosines, *sines;          /* [positions, width / 2] */
-    float *keys;                           /* [layers, pages, kv_heads, width, PAGE]: scores need no sums over lanes */
-    float *values;                         /* [layers, pages, kv_heads, PAGE, stride] */
-    float *scratch;                        /* [threads, scratch_floats] */
-    long num_pages, heads, kv_heads, width, stride, scratch_floats;
-    atomic_long *taken;                    /* of each operation: how many of its items the threads took */
-    atomic_int arrived, generation, sleeping;
-};
-
-struct op {
-    long kind, layer;
-    const void *x, *weight;
-    const float *scale, *bias;
-    const int32_t *weight_sums;
-    float *row_scale;
-    void *y;
-    long inputs, outputs, stride;  /* stride: floats from a row of y to the next */
-    float factor;
-};
-
-enum kind { RMS_NORM, LAYER_NORM, LINEAR, DIGITS, LINEAR8, PLACE, ATTEND, SILU, GELU, ADD };
 
 /* Linear layers. */
 
@@ -544,8 +514,8 @@ static void attend(const struct op *op, const struct batch *batch, long item, lo
         }
         memset(out, 0, (size_t)(QUERIES * stride) * sizeof *out);
         for (long page = 0; page * PAGE <= last; page++) {
-            const float *key = keys_of(op, batch, part->pages[page], head);
-            const float *value = values_of(op, batch, part->pages[page], head);
+            const float *key = keys_of(op, batch, batch->pages[part->page + page], head);
+            const float *value = values_of(op, batch, batch->pages[part->page + page], head);
 #define NUMBER(N) case N: attend_page(queries, key, value, page * PAGE, width, stride, N); break;
             switch (number) { NUMBER(1) NUMBER(2) NUMBER(3) NUMBER(4) }
         }

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from enum import IntEnum
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from p2ptrain.native.build import EXACT_SOURCE, build_exact, exact_builds
 from p2ptrain.native.load import cached_library, find_library, get_function, open_verified
@@ -67,19 +67,8 @@ class Operation(ctypes.Structure):
     )
 
 
-class PartOfBatch(ctypes.Structure):
-    """Consecutive rows of a session."""
-
-    _fields_ = (
-        ("row", ctypes.c_long),
-        ("rows", ctypes.c_long),
-        ("first", ctypes.c_long),
-        ("pages", ctypes.c_void_p),
-    )
-
-
 class Batch(ctypes.Structure):
-    """Rows, positions, pages and threads of one call."""
+    """Rows, positions, pages and threads of one call; a part is four longs."""
 
     _fields_ = (
         ("rows", ctypes.c_long),
@@ -89,6 +78,7 @@ class Batch(ctypes.Structure):
         ("parts", ctypes.c_void_p),
         ("positions", ctypes.c_void_p),
         ("row_pages", ctypes.c_void_p),
+        ("pages", ctypes.c_void_p),
         ("cosines", ctypes.c_void_p),
         ("sines", ctypes.c_void_p),
         ("keys", ctypes.c_void_p),
@@ -115,20 +105,31 @@ Gumbel = Callable[[int, int, int, int, int], None]
 """Takes the addresses of ids and results, their number, seed and position."""
 
 
+class AnyKernels(Protocol):
+    """Kernels of a CPU or GPU, which all compute the same bits."""
+
+    @property
+    def build(self) -> str:
+        """For people."""
+
+    def run(self, program: int, batch: Batch, helpers: ThreadPoolExecutor | None = None) -> None:
+        """Run the program at an address."""
+
+
 class Kernels(NamedTuple):
-    """One build of the kernels."""
+    """One build of a CPU's kernels."""
 
     build: str
     function: Run
     exponentials: Exponentials
     gumbel: Gumbel
 
-    def run(self, program: ctypes.Array[Operation], batch: Batch, helpers: ThreadPoolExecutor | None = None) -> None:
-        """Run a program in this thread and ``batch.threads - 1`` of the helpers; each needs a free thread."""
+    def run(self, program: int, batch: Batch, helpers: ThreadPoolExecutor | None = None) -> None:
+        """Run the program at an address in this thread and ``batch.threads - 1`` of the helpers, which must be free."""
         assert batch.threads == 1 or helpers is not None
-        taken = (ctypes.c_long * len(program))()
-        batch.num_ops, batch.taken = len(program), ctypes.addressof(taken)
-        addresses = ctypes.addressof(program), ctypes.addressof(batch)
+        taken = (ctypes.c_long * batch.num_ops)()
+        batch.taken = ctypes.addressof(taken)
+        addresses = program, ctypes.addressof(batch)
         others = []
         if helpers is not None:
             others = [helpers.submit(self.function, *addresses, number) for number in range(1, batch.threads)]

@@ -98,7 +98,7 @@ def cached_path() -> Path:
 def cached_library(source: Path) -> Path:
     """Return the path of a checkout's library for a source, in its present state, and this machine."""
     digest = hashlib.sha256(platform.machine().encode())
-    for path in (source, source.with_name("build.py")):
+    for path in (source, *sorted(source.parent.glob("*.h")), source.with_name("build.py")):
         digest.update(path.read_bytes())
     name = f"{source.stem}-{digest.hexdigest()[:16]}.so"
     return Path(importlib.util.cache_from_source(__file__)).with_name(name)

@@ -11,7 +11,7 @@ from p2ptrain.models.building import deterministic_normal_
 from p2ptrain.models.exact.program import Geometry, Op, Program
 from p2ptrain.models.exact.runners import KernelRunner, PageStore, Piece, Rotary, Rows
 from p2ptrain.models.stage import Stage
-from p2ptrain.native.exact import Kernels, all_kernels
+from p2ptrain.native.exact import AnyKernels, Kernels, all_kernels
 
 NO_ATTENTION = Geometry(0, 1, 1, 1, 0.0)
 
@@ -25,7 +25,7 @@ def kernels() -> dict[str, Kernels]:
 
 
 def run_ops(
-    build: Kernels,
+    build: AnyKernels,
     ops: Sequence[Op],
     inputs: torch.Tensor,
     *,
@@ -42,6 +42,7 @@ def run_ops(
     count = len(inputs)
     runner = KernelRunner(program, geometry, Rotary(geometry), count, build, threads)
     outputs = runner.buffers[ops[-1].y]
+    outputs = outputs[: count * program.widths[ops[-1].y]]
     if before is not None:
         outputs.copy_(before.flatten())
     runner.buffers[ops[0].x][: inputs.numel()] = inputs.flatten()

@@ -1,8 +1,8 @@
-"""The two ways to run a program: C kernels, whose bits are promised, and torch, whose bits are not."""
+"""The two ways to run a program: kernels on CPU or GPU, whose bits are promised, and torch, whose bits are not."""
 
 from __future__ import annotations
 
-import ctypes
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Protocol
@@ -13,11 +13,15 @@ import torch
 from torch.nn import functional
 
 from p2ptrain.models.exact.elementary import exp, log, sine_cosine
+from p2ptrain.models.exact.gpu import GpuKernels
 from p2ptrain.models.exact.program import Geometry, Op, Program
 from p2ptrain.models.int8 import int8_linear
-from p2ptrain.native.exact import LANES, PAGE, QUERIES, Batch, Kernels, Kind, Operation, PartOfBatch
+from p2ptrain.native.exact import LANES, PAGE, QUERIES, AnyKernels, Batch, Kind, Operation
 
 Longs = npt.NDArray[np.int64]
+CPU = torch.device("cpu")
+TILE_ROWS = 8
+"""Rows that kernels read at one time: buffers hold a multiple."""
 
 
 class PageStore:
@@ -28,11 +32,12 @@ class PageStore:
         values: ``[layers, pages, kv_heads, PAGE, width]``, with the width rounded up to a multiple of `LANES`.
     """
 
-    def __init__(self, geometry: Geometry, number: int) -> None:
+    def __init__(self, geometry: Geometry, number: int, device: torch.device = CPU) -> None:
         layers, _, kv_heads, width, _ = geometry
         self.number = number
-        self.keys = torch.zeros(layers, number, kv_heads, width, PAGE)  # The system provides memory on first use.
-        self.values = torch.zeros(layers, number, kv_heads, PAGE, padded(width))
+        # The system provides memory on first use, but a GPU at once.
+        self.keys = torch.zeros(layers, number, kv_heads, width, PAGE, device=device)
+        self.values = torch.zeros(layers, number, kv_heads, PAGE, padded(width), device=device)
 
 
 def padded(width: int) -> int:
@@ -60,8 +65,9 @@ class Rows(NamedTuple):
 class Rotary:
     """Tables of rotary position embeddings (Su et al., *RoFormer*, 2021), which grow with the positions asked for."""
 
-    def __init__(self, geometry: Geometry) -> None:
+    def __init__(self, geometry: Geometry, device: torch.device = CPU) -> None:
         width = geometry.width
+        self._device = device
         self._speeds = np.zeros(0)
         if geometry.theta:
             exponents = np.arange(0, width, 2, dtype=np.float64) / width
@@ -72,7 +78,8 @@ class Rotary:
         """Provide at least the positions below ``length``; return True if there are rotary positions at all."""
         if len(self._speeds) and length > len(self.cosines):
             angles = np.arange(max(length, 2 * len(self.cosines), 512), dtype=np.float64)[:, None] * self._speeds
-            self.sines, self.cosines = (torch.from_numpy(each.astype(np.float32)) for each in sine_cosine(angles))
+            tables = (torch.from_numpy(each.astype(np.float32)) for each in sine_cosine(angles))
+            self.sines, self.cosines = (each.to(self._device) for each in tables)
         return bool(len(self._speeds))
 
 
@@ -85,48 +92,69 @@ class Runner(Protocol):
         """Run the program; its input and output are in ``buffers``, flat."""
 
 
-def make_buffers(program: Program, max_rows: int) -> dict[str, torch.Tensor]:
-    return {name: torch.zeros(max_rows * width) for name, width in program.widths.items()}
+def make_buffers(program: Program, max_rows: int, device: torch.device = CPU) -> dict[str, torch.Tensor]:
+    rows = -(-max_rows // TILE_ROWS) * TILE_ROWS
+    return {name: torch.zeros(rows * width, device=device) for name, width in program.widths.items()}
+
+
+def device_of(kernels: AnyKernels | None) -> torch.device:
+    """Return where kernels compute; without any, torch computes on the CPU."""
+    return kernels.device if isinstance(kernels, GpuKernels) else CPU
 
 
 class KernelRunner:
-    """Runs a program with C kernels, in the calling thread and ``threads - 1`` others."""
+    """Runs a program with kernels: on a GPU, or in the calling thread and ``threads - 1`` others."""
 
     def __init__(
-        self, program: Program, geometry: Geometry, rotary: Rotary, max_rows: int, kernels: Kernels, threads: int
+        self,
+        program: Program,
+        geometry: Geometry,
+        rotary: Rotary,
+        max_rows: int,
+        kernels: AnyKernels,
+        threads: int,
     ) -> None:
-        self.buffers = make_buffers(program, max_rows)
+        self._device = device_of(kernels)
+        self.buffers = make_buffers(program, max_rows, self._device)
         self._geometry, self._rotary, self._kernels, self._threads = geometry, rotary, kernels, threads
         self._helpers = ThreadPoolExecutor(threads - 1, "exact-kernels") if threads > 1 else None
-        self._row_scale = torch.zeros(max_rows)
+        self._row_scale = torch.zeros(max_rows, device=self._device)
         self._scratch = torch.zeros(threads, QUERIES * padded(geometry.width))
         self._held: list[torch.Tensor] = []
-        self._program = (Operation * len(program.ops))(*map(self._lower, program.ops))
+        lowered = bytearray((Operation * len(program.ops))(*map(self._lower, program.ops)))
+        self._program, self._num_ops = torch.frombuffer(lowered, dtype=torch.uint8).to(self._device), len(program.ops)
 
     def _lower(self, op: Op) -> Operation:
         sums = None
         if op.kind is Kind.LINEAR8:
             assert op.weight is not None
             sums = op.weight.sum(1, dtype=torch.int32)
-        self._held += [each for each in (op.weight, op.scale, op.bias, sums) if each is not None]
+        weight, scale, bias, sums = (
+            None if each is None else each.to(self._device) for each in (op.weight, op.scale, op.bias, sums)
+        )
+        self._held += [each for each in (weight, scale, bias, sums) if each is not None]
         return Operation(
-            op.kind, op.layer, _address(self.buffers[op.x]), _address(op.weight), _address(op.scale),
-            _address(op.bias), _address(sums), _address(self._row_scale),
-            _address(self.buffers[op.y]) + 4 * op.column, op.inputs, op.outputs, op.stride, op.factor,
+            op.kind, op.layer, _address(self.buffers[op.x]), _address(weight), _address(scale), _address(bias),
+            _address(sums), _address(self._row_scale), _address(self.buffers[op.y]) + 4 * op.column, op.inputs,
+            op.outputs, op.stride, op.factor,
         )  # fmt: skip
 
     def run(self, rows: Rows, store: PageStore | None) -> None:
-        geometry = self._geometry
-        parts = (PartOfBatch * len(rows.pieces))(
-            *(PartOfBatch(*piece[:3], piece.pages.ctypes.data) for piece in rows.pieces)
-        )
+        geometry, count, pieces = self._geometry, len(rows.positions), rows.pieces
+        begins = itertools.accumulate((len(piece.pages) for piece in pieces), initial=0)
+        parts = np.array([(*piece[:3], begin) for piece, begin in zip(pieces, begins, strict=False)], dtype=np.int64)
+        arrays = [parts.reshape(-1), rows.positions, rows.row_pages, *(piece.pages for piece in pieces)]
+        numbers = torch.from_numpy(np.concatenate(arrays)).to(self._device)
+        positions = _address(numbers) + parts.nbytes
         batch = Batch(
-            rows=len(rows.positions),
+            rows=count,
             num_parts=len(parts),
+            num_ops=self._num_ops,
             threads=self._threads,
-            parts=ctypes.addressof(parts),
-            positions=rows.positions.ctypes.data,
-            row_pages=rows.row_pages.ctypes.data,
+            parts=_address(numbers),
+            positions=positions,
+            row_pages=positions + 8 * count,
+            pages=positions + 16 * count,
             heads=geometry.heads,
             kv_heads=geometry.kv_heads,
             width=geometry.width,
@@ -138,7 +166,7 @@ class KernelRunner:
             batch.keys, batch.values, batch.num_pages = _address(store.keys), _address(store.values), store.number
             if self._rotary.grow(int(rows.positions.max()) + 1):
                 batch.cosines, batch.sines = _address(self._rotary.cosines), _address(self._rotary.sines)
-        self._kernels.run(self._program, batch, self._helpers)
+        self._kernels.run(_address(self._program), batch, self._helpers)
 
 
 def _address(tensor: torch.Tensor | None) -> int:

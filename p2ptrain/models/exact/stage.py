@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -9,15 +11,29 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from p2ptrain.errors import IntegrityError
+from p2ptrain.errors import IntegrityError, UsageError
 from p2ptrain.manifest import ModelSpec
+from p2ptrain.models.exact.gpu import GpuKernels
 from p2ptrain.models.exact.program import Program, WeightFormat, write_programs
-from p2ptrain.models.exact.runners import KernelRunner, PageStore, Piece, Rotary, Rows, Runner, TorchRunner, padded
+from p2ptrain.models.exact.runners import (
+    KernelRunner,
+    PageStore,
+    Piece,
+    Rotary,
+    Rows,
+    Runner,
+    TorchRunner,
+    device_of,
+    padded,
+)
 from p2ptrain.models.stage import Stage
-from p2ptrain.native.exact import PAGE, Kernels, load_kernels
+from p2ptrain.native.cuda import MAX_HEAD_WIDTH
+from p2ptrain.native.exact import PAGE, AnyKernels, load_kernels
 
 MAX_ROWS, MAX_HEAD_ROWS = 256, 64
 """Rows of layers and head that are computed at one time; more are cut. Buffers are this long."""
+FREE_SHARE = 0.5
+"""Share of a GPU's free memory for pages; the rest is for the next version, and for training."""
 _NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
@@ -62,32 +78,47 @@ class ExactStage:
         *,
         weights: WeightFormat = "fp32",
         threads: int = 1,
-        kernels: Kernels | None = None,
+        kernels: AnyKernels | None = None,
     ) -> None:
-        """Copy a stage's weights, in ``weights`` format; without kernels it computes with torch."""
+        """Copy a stage's weights, in ``weights`` format, to where the kernels are; without any it uses torch."""
         programs = write_programs(stage, spec, weights)
+        if isinstance(kernels, GpuKernels) and programs.geometry.width > MAX_HEAD_WIDTH:
+            raise UsageError(f"on a GPU, heads have at most {MAX_HEAD_WIDTH} values: serve with --device cpu")
         self.hidden, self.vocabulary, self.context = spec.hidden, spec.vocabulary, spec.context
         self.num_layers, self.is_first, self.is_last = programs.geometry.layers, stage.is_first, stage.is_last
         self.arithmetic = f"{'exact-1' if kernels else 'torch-1'}/{weights}"
         self._table, self._positions, self._geometry = programs.table, programs.positions, programs.geometry
-        self._rotary, self._lock = Rotary(programs.geometry), threading.Lock()
+        self._device, self._stream = device_of(kernels), kernels.stream if isinstance(kernels, GpuKernels) else None
+        self._rotary, self._lock = Rotary(programs.geometry, self._device), threading.Lock()
 
         def runner(program: Program, max_rows: int) -> Runner:
             if kernels is None:
                 return TorchRunner(program, programs.geometry, self._rotary, max_rows)
             return KernelRunner(program, programs.geometry, self._rotary, max_rows, kernels, threads)
 
-        self._layers = runner(programs.layers, MAX_ROWS) if programs.layers.ops else None
-        self._head = runner(programs.head, MAX_HEAD_ROWS) if programs.head else None
+        with self._computing():
+            self._layers = runner(programs.layers, MAX_ROWS) if programs.layers.ops else None
+            self._head = runner(programs.head, MAX_HEAD_ROWS) if programs.head else None
 
     @property
     def page_bytes(self) -> int:
         _, _, kv_heads, width, _ = self._geometry
         return 4 * self.num_layers * kv_heads * PAGE * (width + padded(width))
 
+    @property
+    def free_bytes(self) -> int:
+        """Memory that pages may take; a CPU's system tells nobody, and the config alone bounds them."""
+        if self._stream is None:
+            return sys.maxsize
+        return int(FREE_SHARE * torch.cuda.mem_get_info(self._device)[0])
+
     def new_pages(self, number: int) -> PageStore:
         """Return a store of pages with the numbers below ``number``."""
-        return PageStore(self._geometry, number)
+        with self._computing():
+            return PageStore(self._geometry, number, self._device)
+
+    def _computing(self) -> contextlib.AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext()
 
     @torch.inference_mode()
     def step(self, parts: Sequence[Part], inputs: torch.Tensor, store: PageStore) -> torch.Tensor:
@@ -105,7 +136,7 @@ class ExactStage:
             ValueError: Rows, pages or ids do not fit.
         """
         self._check(parts, inputs, store)
-        with self._lock:
+        with self._lock, self._computing():
             outputs = self._embed(parts, inputs)
             if self._layers is not None:
                 buffer = self._layers.buffers["hidden"]
@@ -125,7 +156,7 @@ class ExactStage:
         """Return ``[rows, vocabulary]`` for ``[rows, hidden]``; raises `NotFiniteError`, with rows as parts."""
         assert self._head is not None
         outputs = torch.empty(len(hidden), self.vocabulary)
-        with self._lock:
+        with self._lock, self._computing():
             for start in range(0, len(hidden), MAX_HEAD_ROWS):
                 block = hidden[start : start + MAX_HEAD_ROWS]
                 self._head.buffers["hidden"][: block.numel()].copy_(block.flatten())

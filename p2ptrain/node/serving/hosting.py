@@ -7,11 +7,12 @@ import logging
 from dataclasses import replace
 
 from p2ptrain.config import PeerConfig
-from p2ptrain.models.exact import PAGE, ExactStage, exact_stage, self_check
+from p2ptrain.models.exact import PAGE, ExactStage, checked_kernels
 from p2ptrain.models.pretrained import longest_context
-from p2ptrain.native.exact import load_kernels
+from p2ptrain.native.exact import AnyKernels
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.node.peer import Peer
+from p2ptrain.node.roles.materials import choose_device
 from p2ptrain.node.serving.held import Held, newest
 from p2ptrain.serving.host.pool import PagePool
 from p2ptrain.serving.host.service import ServingHost
@@ -40,6 +41,7 @@ class Serving:
         self._held: Held | None = None
         self._host: ServingHost | None = None
         self._key: Key | None = None
+        self._kernels: AnyKernels | None = None
         self._since = 0.0
         self._seconds_per_round = 0.0
         peer.record.parts.append(self._describe)
@@ -49,9 +51,7 @@ class Serving:
 
         Raises `IntegrityError` if this machine computes other bits than the kernels promise.
         """
-        kernels = await asyncio.to_thread(load_kernels)
-        if kernels is not None:
-            await asyncio.to_thread(self_check, kernels)
+        self._kernels = await asyncio.to_thread(checked_kernels, choose_device(self._config))
         try:
             while True:
                 await self._look()
@@ -91,13 +91,13 @@ class Serving:
             key, module = held.key, held.module()
             if module is None or not self._is_due(key, now):
                 return None
-            return key, exact_stage(module, self._spec, weights=self._config.serving.weights)
+            return key, ExactStage(module, self._spec, weights=self._config.serving.weights, kernels=self._kernels)
 
         if (copied := await self._peer.runtime.compute(copy)) is None:
             return
         key, stage = copied
         if self._host is None:
-            num_pages = max(1, self._config.serving.cache // stage.page_bytes)
+            num_pages = max(1, min(self._config.serving.cache, stage.free_bytes) // stage.page_bytes)
             context = self._config.serving.context or await asyncio.to_thread(self._model_context)
             peer = self._peer
             offer = Offer(held.number, held.num_stages, stage.arithmetic, context)
