@@ -15,14 +15,14 @@ from p2ptrain.native.build import EXACT_SOURCE
 from p2ptrain.native.exact import Batch
 
 SOURCE, HEADER = EXACT_SOURCE.with_suffix(".cu"), EXACT_SOURCE.with_suffix(".h")
-OPTIONS = ("--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false")
-"""Without them the compiler would fuse operations, and round divisions and roots otherwise than a CPU."""
 THREADS = 256
-"""Of a block: `THREADS` of `exact.cu`."""
+"""Of a block."""
+MAX_HEAD_WIDTH = 256
 SHARED_BYTES = 20 * 1024
 """Shared memory of a block: a tile's inputs; > a norm's row, and attention's queries and scores."""
-MAX_HEAD_WIDTH = 256
-"""`WIDEST` of `exact.cu`."""
+CONSTANTS = (f"-DTHREADS={THREADS}", f"-DWIDEST={MAX_HEAD_WIDTH}")
+OPTIONS = ("--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false", *CONSTANTS)
+"""Without the first four the compiler would fuse operations, and round divisions and roots otherwise than a CPU."""
 _MAJOR, _MINOR, _PROCESSORS, _COOPERATIVE = 75, 76, 16, 95
 """Attributes of a device, as the driver numbers them."""
 

@@ -4,7 +4,8 @@
  * before the next. Four threads compute a dot product, each of them four of its 16 lanes.
  *
  * This is C and C++ alike: the driver's compiler takes it as C++ (`p2ptrain.native.cuda`), and tests compile it with
- * `cuda_emulator.h` for a CPU. Nothing is fused but by `fused`: the compiler is told so.
+ * `cuda_emulator.c` for a CPU. Nothing is fused but by `fused`: the compiler is told so. It is told THREADS of a block, too,
+ * and WIDEST, the width of a head at most.
  */
 #define COUNTER(type) type
 #ifndef EMULATED
@@ -20,13 +21,13 @@ extern __shared__ float4 shared_memory[];
 #endif
 #include "exact.h"
 
-enum { THREADS = 256, WARP = 32, WARPS = THREADS / WARP, TEAM = 4, TEAMS = WARP / TEAM };
+enum { WARP = 32, WARPS = THREADS / WARP, TEAM = 4, TEAMS = WARP / TEAM };
 /* TEAM: threads of a dot product. */
 enum { BLOCK_ROWS = 32, DEPTH = 64, SPACED = DEPTH + LANES, FETCHES = 2 * BLOCK_ROWS * DEPTH / 4 / THREADS };
 /* Of a block's tile: rows and outputs, inputs at one time, and the distance of rows that lie in different banks. */
-enum { QUERIES = 8, TOGETHER = THREADS / PAGE, WIDEST = 256, CHUNK = 4096, MIXED = QUERIES * WIDEST / THREADS };
-/* QUERIES of a block, one for each warp. TOGETHER: pages whose scores a block computes at one time. WIDEST: width of a
- * head, at most. CHUNK: floats of a row that a norm holds in shared memory. MIXED: outputs of a thread, at most. */
+enum { QUERIES = 8, TOGETHER = THREADS / PAGE, CHUNK = 4096, MIXED = QUERIES * WIDEST / THREADS };
+/* QUERIES of a block, one for each warp. TOGETHER: pages whose scores a block computes at one time. CHUNK: floats of a
+ * row that a norm holds in shared memory. MIXED: outputs of a thread, at most. */
 
 #define FULL 0xFFFFFFFFu
 #define NEGATIVE_INFINITY __int_as_float((int)0xFF800000u)

@@ -9,10 +9,10 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from p2ptrain.native.cuda import SHARED_BYTES, SOURCE
+from p2ptrain.native.cuda import CONSTANTS, SHARED_BYTES, SOURCE
 from p2ptrain.native.exact import Batch
 
-FLAGS = ("-std=gnu11", "-O2", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-fPIC", "-shared")
+FLAGS = (*CONSTANTS, "-std=gnu11", "-O2", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-fPIC", "-shared")
 
 
 class EmulatedKernels:

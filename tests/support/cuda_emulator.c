@@ -21,7 +21,7 @@
 #define __fmaf_rn __builtin_fmaf
 #define __ldg(at) (*(at))
 #define __threadfence() ((void)0)
-#define __syncthreads() wait_for(&me->block->barrier, 256)
+#define __syncthreads() wait_for(&me->block->barrier, THREADS)
 #define __shfl_xor_sync(mask, value, apart) \
     _Generic((value), float: shuffle_float, int: shuffle_int)(value, apart)
 
@@ -30,8 +30,8 @@ typedef struct { int x, y, z, w; } int4;
 struct index { unsigned x; };
 struct barrier { int arrived, generation; };
 struct warp { struct barrier barrier; int slots[32]; };
-struct block { struct index index; struct barrier barrier; struct warp warps[8]; float *shared; };
-struct fiber { struct block *block; struct index thread; int done, started; ucontext_t first; jmp_buf at; char *stack; };
+struct block { struct index index; struct barrier barrier; struct warp warps[THREADS / 32]; float *shared; };
+struct fiber { struct block *block; struct index thread; int done, started; ucontext_t first; jmp_buf at; };
 
 static struct fiber *me;
 static struct index grid;
@@ -86,18 +86,18 @@ static void enter(void) {
 
 /* Run a program on some blocks; returns 1 without memory. */
 int emulate(const struct op *ops, const struct batch *batch, long blocks, long shared_bytes) {
-    long count = blocks * 256, left = count;
+    long count = blocks * THREADS, left = count;
     struct fiber *fibers = calloc((size_t)count, sizeof *fibers);
     struct block *all = calloc((size_t)blocks, sizeof *all);
     char *stacks = malloc((size_t)count * STACK), *shared = calloc((size_t)blocks, (size_t)shared_bytes);
     if (!fibers || !all || !stacks || !shared) return 1;
     program = ops, given = batch, grid.x = (unsigned)blocks;
     for (long i = 0; i < count; i++) {
-        struct block *block = all + i / 256;
-        block->index.x = (unsigned)(i / 256);
-        block->shared = (float *)(shared + i / 256 * shared_bytes);
+        struct block *block = all + i / THREADS;
+        block->index.x = (unsigned)(i / THREADS);
+        block->shared = (float *)(shared + i / THREADS * shared_bytes);
         fibers[i].block = block;
-        fibers[i].thread.x = (unsigned)(i % 256);
+        fibers[i].thread.x = (unsigned)(i % THREADS);
         getcontext(&fibers[i].first);
         fibers[i].first.uc_stack.ss_sp = stacks + i * STACK;
         fibers[i].first.uc_stack.ss_size = STACK;

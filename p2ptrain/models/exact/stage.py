@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from p2ptrain.errors import IntegrityError, UsageError
+from p2ptrain.errors import IntegrityError, ResourceError, UsageError
 from p2ptrain.manifest import ModelSpec
 from p2ptrain.models.exact.gpu import GpuKernels
 from p2ptrain.models.exact.program import Program, WeightFormat, write_programs
@@ -117,8 +117,18 @@ class ExactStage:
         with self._computing():
             return PageStore(self._geometry, number, self._device)
 
-    def _computing(self) -> contextlib.AbstractContextManager[object]:
-        return torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def _computing(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        except torch.cuda.OutOfMemoryError as error:
+            raise ResourceError(
+                "the GPU has too little free memory to serve: set serving.weights to int8, or serve with --device cpu"
+            ) from error
 
     @torch.inference_mode()
     def step(self, parts: Sequence[Part], inputs: torch.Tensor, store: PageStore) -> torch.Tensor:
