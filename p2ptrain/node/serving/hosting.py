@@ -17,6 +17,7 @@ from p2ptrain.serving.host.pool import PagePool
 from p2ptrain.serving.host.service import ServingHost
 from p2ptrain.serving.host.session import Key
 from p2ptrain.serving.host.sessions import Offer, SessionBook
+from p2ptrain.serving.messages import FLOAT_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,9 @@ class Serving:
             return
         key, stage = copied
         if self._host is None:
-            num_pages = max(1, self._config.serving.cache // stage.page_bytes)
+            # A page's outputs feed the next stage again.
+            num_bytes = stage.page_bytes + (0 if stage.is_last else PAGE * FLOAT_BYTES * stage.hidden)
+            num_pages = max(1, self._config.serving.cache // num_bytes)
             context = self._config.serving.context or await asyncio.to_thread(self._model_context)
             peer = self._peer
             offer = Offer(held.number, held.num_stages, stage.arithmetic, context)
