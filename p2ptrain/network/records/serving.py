@@ -99,6 +99,7 @@ class ServingTotals:
         requests: Accepted requests, failed ones included.
         first_token: Times from a request's arrival to its first token.
         token: Times between consecutive tokens of a request.
+        drafted_tokens, accepted_tokens: Drafts of hosts of the first stage, and those that were drawn then.
     """
 
     requests: Total = 0
@@ -107,6 +108,8 @@ class ServingTotals:
     prompt_tokens: Total = 0
     first_token: Latencies = Latencies()
     token: Latencies = Latencies()
+    drafted_tokens: Total = 0
+    accepted_tokens: Total = 0
 
     def __add__(self, other: ServingTotals) -> ServingTotals:
         return ServingTotals(*(mine + its for mine, its in self._beside(other)))
@@ -156,6 +159,7 @@ class ServingReport:
     def __post_init__(self) -> None:
         totals = self.totals
         _expect(totals.failed_requests <= totals.requests, "more requests failed than there were")
+        _expect(totals.accepted_tokens <= totals.drafted_tokens, "more drafts were accepted than there were")
         _expect(totals.first_token.total <= totals.requests, "more first tokens than requests")
         _expect(totals.token.total <= totals.generated_tokens, "more tokens were timed than generated")
         for latencies in (totals.first_token, totals.token):
