@@ -28,6 +28,8 @@ MAX_CANDIDATES = 8
 MAX_CONTEXT = 1 << 20
 MAX_CHUNK_ROWS = 256
 """Rows of one `Step`: small enough that decoding sessions wait little for another one's prompt."""
+MAX_LOGIT_ROWS = 16
+"""Rows of one `LogitRows`: 3 MB with a vocabulary of 50,000."""
 MAX_OPEN_BYTES = 256 * 1024
 FLOAT_BYTES = 4
 IDLE_SECONDS = 600.0
@@ -74,6 +76,7 @@ class Ticket(Message, frozen=True):
         stops: Tokens after which the last host draws no more.
         expires: Wall-clock second after which no host opens it.
         credential: Admits the client; empty if it needs none.
+        wants_logits: True if the last host keeps its outputs for ``serve.logits``.
     """
 
     session: SessionId
@@ -86,6 +89,7 @@ class Ticket(Message, frozen=True):
     expires: Amount
     stops: Annotated[tuple[TokenId, ...], Meta(max_length=16)] = ()
     credential: Annotated[bytes, Meta(max_length=MAX_CREDENTIAL_BYTES)] = b""
+    wants_logits: bool = False
     signature: Annotated[bytes, Meta(max_length=1024)] = b""
 
     @property
@@ -204,6 +208,19 @@ class DrawnToken(Message, frozen=True):
     top: Annotated[tuple[tuple[TokenId, Number], ...], Meta(max_length=MAX_TOP_LOGPROBS)] = ()
 
 
+class LogitsRequest(Message, frozen=True):
+    """The client's request for the logits of a session's rows from a position on (``serve.logits``)."""
+
+    session: SessionId
+    start: Position
+
+
+class LogitRows(Message, frozen=True):
+    """Logits of the next rows; they follow as fp32."""
+
+    rows: Annotated[int, Meta(ge=1, le=MAX_LOGIT_ROWS)]
+
+
 class FeedRequest(Message, frozen=True):
     """The last host's request to send a session's tokens to the first host (``serve.feed``)."""
 
@@ -223,4 +240,5 @@ def service(stage: int) -> str:
 
 
 TOKENS = "serve.tokens"
+LOGITS = "serve.logits"
 FEED = "serve.feed"

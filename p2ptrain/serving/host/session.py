@@ -37,7 +37,7 @@ class HostSession:
         channel: The caller's; None while the session has no caller.
         is_shadow: True if another host serves the session: its rows wait for all others, and no token is drawn.
         later: Hosts of later stages, by stage.
-        journal: Outputs for the next stage; without rows on the last stage.
+        journal: Outputs for the next stage; on the last one for a client that wants logits, else without rows.
         tokens: The last stage's tokens, by position.
         feed: The first stage's host.
         failure: Why the session is over; None while it lasts.
@@ -60,7 +60,7 @@ class HostSession:
         self.channel: Channel | None = None
         self.is_shadow = False
         self.later: dict[int, str] = {}
-        self.journal = Journal(width=0 if self.is_last else stage.hidden)
+        self.journal = Journal(width=0 if self.is_last and not ticket.wants_logits else stage.hidden)
         self.tokens: dict[int, Drawn] = {}
         self.feed = ""
         self.failure: Failed | None = None
@@ -163,9 +163,9 @@ class HostSession:
         """Record computed rows with their outputs, and the tokens drawn after them."""
         first, self.computed = self.computed, self.computed + rows
         self._since = now = asyncio.get_running_loop().time()
-        if not self.is_last and rows:
+        if self.journal.row_bytes and rows:
             self.journal.append(self.ids[first : self.computed], outputs.numpy().tobytes())
-        elif rows:
+        if self.is_last and rows:
             kept = range(max(first, self.computed - KEPT_ROWS), self.computed)
             self._finals.update((at, outputs[at - first : at - first + 1].clone()) for at in kept)
             self._finals = {at: row for at, row in self._finals.items() if at >= self.computed - KEPT_ROWS}
