@@ -12,7 +12,7 @@ from p2ptrain.models.pretrained import longest_context
 from p2ptrain.native.exact import load_kernels
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.node.peer import Peer
-from p2ptrain.node.serving.held import Held, newest
+from p2ptrain.node.serving.held import Held, load_grammars, newest
 from p2ptrain.serving.host.pool import PagePool
 from p2ptrain.serving.host.service import ServingHost
 from p2ptrain.serving.host.session import Key
@@ -100,7 +100,11 @@ class Serving:
             num_pages = max(1, self._config.serving.cache // stage.page_bytes)
             context = self._config.serving.context or await asyncio.to_thread(self._model_context)
             peer = self._peer
-            offer = Offer(held.number, held.num_stages, stage.arithmetic, context)
+            is_last = held.number == held.num_stages - 1
+            grammars = (
+                await asyncio.to_thread(load_grammars, self._peer, self._config, stage.vocabulary) if is_last else None
+            )
+            offer = Offer(held.number, held.num_stages, stage.arithmetic, context, grammars)
             book = SessionBook(peer.rpc, peer.identity, offer, PagePool(num_pages))
             self._host = ServingHost(peer.rpc, book)
             logger.info(

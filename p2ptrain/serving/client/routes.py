@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,21 +23,28 @@ class Host(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The hosts of each stage, the best first."""
+    """The hosts of each stage, the best first; ``engine`` is that of the last ones' grammars, if they are needed."""
 
     version: Version
     route: tuple[tuple[str, ...], ...]
+    engine: str = ""
 
 
 def choose(
-    hosts: Sequence[Host], num_stages: int, session: bytes, *, positions: int = 1, only: Version | None = None
-) -> Plan | int:
+    hosts: Sequence[Host], num_stages: int, session: bytes, *, positions: int = 1, only: Version | None = None,
+    engine: str | None = None,
+) -> Plan | int:  # fmt: skip
     """Return the plan of a session, or the number of a stage that no host serves in a common version.
 
     The newest round counts that all stages have in one arithmetic. Near and idle hosts come first; the session's id
-    spreads sessions over equal ones. ``positions`` is the context that the session needs.
+    spreads sessions over equal ones. ``positions`` is the context that the session needs. ``engine`` is that of its
+    grammar; empty for the one that most hosts have, and None if it has no grammar.
     """
     able = [host for host in hosts if is_able(host, num_stages) and host.served.context >= positions]
+    if engine is not None:
+        engines = Counter(host.served.grammars for host in able if host.served.grammars)
+        engine = engine or max(engines, key=lambda each: (engines[each], each), default="")
+        able = [each for each in able if each.served.stage < num_stages - 1 or (each.served.grammars == engine != "")]
     versions: dict[tuple[int, str], dict[int, dict[bytes, list[Host]]]] = {}
     for host in able:
         for round_, digest in host.served.versions:
@@ -50,7 +58,8 @@ def choose(
         version = Version(round_, digests, arithmetic)
         if only is not None and version != only:
             continue
-        return Plan(version, tuple(_ordered(stages[number][digest], session) for number, digest in enumerate(digests)))
+        route = tuple(_ordered(stages[number][digest], session) for number, digest in enumerate(digests))
+        return Plan(version, route, engine or "")
     served = {host.served.stage for host in able}
     return next((number for number in range(num_stages) if number not in served), 0)
 

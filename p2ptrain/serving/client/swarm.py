@@ -14,7 +14,7 @@ import torch
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.serving.client.routes import Host, Plan, choose, longest
 from p2ptrain.serving.client.session import LogitsSession, SwarmSession
-from p2ptrain.serving.errors import NoHostError, PromptTooLongError, VersionGoneError
+from p2ptrain.serving.errors import NoGrammarError, NoHostError, PromptTooLongError, VersionGoneError
 from p2ptrain.serving.messages import Ticket, Version
 from p2ptrain.serving.sampling import Sampling
 from p2ptrain.signing import Signer
@@ -88,7 +88,8 @@ class SwarmGenerator:
         *, wants_logits: bool = False,
     ) -> AsyncIterator[S]:  # fmt: skip
         rpc, id = self._rpc, self._new_id()
-        await self._first_plan(id)
+        engine = sampling.grammar.engine if sampling.grammar is not None else None
+        await self._first_plan(id, engine=engine)
         if not 0 < len(ids) <= self.context - max_tokens:
             raise PromptTooLongError(
                 f"a prompt of {len(ids)} tokens and an answer of {max_tokens} do not fit the context of {self.context}:"
@@ -96,14 +97,16 @@ class SwarmGenerator:
             )
         if not 0 <= min(ids) <= max(ids) < self.vocabulary:
             raise PromptTooLongError(f"the prompt has a token that is not in the vocabulary of {self.vocabulary}")
-        plan = await self._first_plan(id, len(ids) + max_tokens - 1)
+        plan = await self._first_plan(id, len(ids) + max_tokens - 1, engine)
+        sampling = _with_engine(sampling, plan.engine)
         ticket = Ticket(
             id, rpc.peer_id, plan.version, len(ids), len(ids), max_tokens, sampling,
             self._rpc.runtime.now() + TICKET_SECONDS, stops, rpc.credential, wants_logits,
         )  # fmt: skip
         session = kind(
             rpc, await self._signed(ticket), list(ids),
-            lambda version: self._plan(id, version, ticket.num_positions), self._renewed, self._wait_seconds,
+            lambda version: self._plan(id, version, ticket.num_positions, plan.engine or None), self._renewed,
+            self._wait_seconds,
         )  # fmt: skip
         async with Tasks() as tasks:
             running = tasks.call(session.run(), "generation")
@@ -122,26 +125,33 @@ class SwarmGenerator:
 
     async def _renewed(self, ticket: Ticket) -> Ticket:
         """Return a ticket like this one for another session, of the newest version."""
-        id = self._new_id()
-        plan = await self._first_plan(id, ticket.num_positions)
+        id, grammar = self._new_id(), ticket.sampling.grammar
+        plan = await self._first_plan(id, ticket.num_positions, grammar.engine if grammar is not None else None)
         return await self._signed(msgspec.structs.replace(ticket, session=id, version=plan.version))
 
-    async def _first_plan(self, id: bytes, positions: int = 1) -> Plan:
+    async def _first_plan(self, id: bytes, positions: int = 1, engine: str | None = None) -> Plan:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._wait_seconds
         while True:
             try:
-                return self._plan(id, None, positions)
-            except NoHostError:
-                if loop.time() >= deadline:
+                return self._plan(id, None, positions, engine)
+            except NoHostError as error:
+                if loop.time() >= deadline or isinstance(error, NoGrammarError):
                     raise
             await asyncio.sleep(LOOK_SECONDS)
 
-    def _plan(self, id: bytes, version: Version | None = None, positions: int = 1) -> Plan:
+    def _plan(self, id: bytes, version: Version | None = None, positions: int = 1, engine: str | None = None) -> Plan:
         hosts, num_stages = self._hosts(), len(self._blocks)
-        found = choose(hosts, num_stages, id, positions=positions, only=version)
+        found = choose(hosts, num_stages, id, positions=positions, only=version, engine=engine)
         if isinstance(found, Plan):
             return found
-        if version is not None and isinstance(choose(hosts, num_stages, id, positions=positions), Plan):
+        if version is not None and isinstance(choose(hosts, num_stages, id, positions=positions, engine=engine), Plan):
             raise VersionGoneError(f"round {version.round} is not served any more")
-        raise NoHostError(found, self._blocks[found])
+        is_served = engine is not None and isinstance(choose(hosts, num_stages, id, positions=positions), Plan)
+        raise (NoGrammarError if is_served else NoHostError)(found, self._blocks[found])
+
+
+def _with_engine(sampling: Sampling, engine: str) -> Sampling:
+    if sampling.grammar is None:
+        return sampling
+    return msgspec.structs.replace(sampling, grammar=msgspec.structs.replace(sampling.grammar, engine=engine))

@@ -36,6 +36,12 @@ class Share(NamedTuple):
     prompt: int
     sampling: Sampling
 
+    def draw(self, logits: torch.Tensor, at: int) -> Drawn:
+        """Return the token of a position; raise `IntegrityError` if the ids do not fit the grammar."""
+        ids, matcher = self.ids[:at], self.session.matcher
+        allowed = matcher.allowed(ids[self.prompt :]) if matcher is not None else None
+        return draw(logits, at, ids, self.sampling, self.prompt, allowed)
+
 
 class Executor:
     """Computes one batch after another in `run`; `wake` announces work.
@@ -141,9 +147,6 @@ def _compute(
             finals.append(rows[at : at + 1] if kept is None else kept)
     logits = iter(stage.logits(torch.cat(finals)) if finals else ())
     return [
-        (
-            rows,
-            {at: draw(next(logits), at, share.ids[:at], share.sampling, share.prompt) for at, _ in share.draws},
-        )
+        (rows, {at: share.draw(next(logits), at) for at, _ in share.draws})
         for share, rows in zip(shares, mine, strict=True)
     ]
