@@ -108,6 +108,10 @@ async def _take_role(peer: Peer, config: PeerConfig, signals: StopSignals) -> No
         from p2ptrain.node.roles.trainer import train
 
         await train(peer, config, signals)
+    elif config.role == "server":
+        from p2ptrain.node.roles.server import serve_only
+
+        await serve_only(peer, config, signals)
     else:
         await _serve(peer, config, signals)
 

@@ -15,6 +15,7 @@ from p2ptrain.node.process import StopSignals
 from p2ptrain.node.reports.summary import write_summary
 from p2ptrain.node.roles.feeding import start_feeding, start_view
 from p2ptrain.node.roles.hosting import Hosting
+from p2ptrain.node.serving.source import WeightSource
 from p2ptrain.pipeline.client.trainer import PipelineTrainer
 from p2ptrain.pipeline.plan import PipelinePlan
 from p2ptrain.tasks import Tasks, together
@@ -43,6 +44,7 @@ async def take_part(peer: Peer, config: PeerConfig, signals: StopSignals) -> Non
     peer.set_state("training")
     parts: list[Coroutine[Any, Any, None]] = []
     if hosting is not None:
+        WeightSource(peer)
         await hosting.step_in()
         parts.append(hosting.run())
     if feeding is not None:

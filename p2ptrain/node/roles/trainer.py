@@ -12,6 +12,7 @@ from p2ptrain.node.peer import Peer
 from p2ptrain.node.process import StopSignals
 from p2ptrain.node.reports.summary import write_summary
 from p2ptrain.node.roles.building import build_trainer
+from p2ptrain.node.serving.source import WeightSource
 from p2ptrain.tasks import Tasks
 from p2ptrain.training.bridge import Bridge
 
@@ -27,6 +28,7 @@ async def train(peer: Peer, config: PeerConfig, signals: StopSignals) -> None:
     gc.collect()
     gc.freeze()  # Loaded objects stay; their garbage collection would block the event loop.
     done, reason = bridge.run_thread(trainer.run), ""
+    WeightSource(peer)
     serving = Tasks()
     if config.serving.enabled:
         from p2ptrain.node.serving.hosting import Serving

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 
+from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.models import build_model
 from p2ptrain.models.stage import Stage
 from p2ptrain.node.peer import Peer
 from p2ptrain.pipeline.plan import PipelinePlan
 from p2ptrain.pipeline.stage.hosted_stage import HostedStage
 from p2ptrain.serving.host.session import Key
+from p2ptrain.training.state.shared_state import SharedState
 from p2ptrain.training.sync.synchronizer import Synchronizer
+
+
+def key_of(heads: Sequence[Head]) -> Key:
+    """Return round and digest of a stage's version, from the heads of its units."""
+    digests = b"".join(head.digest for head in heads)
+    return heads[0].round, heads[0].digest if len(heads) == 1 else hashlib.sha256(digests).digest()
 
 
 class Held(ABC):
@@ -24,8 +33,17 @@ class Held(ABC):
 
     @property
     @abstractmethod
+    def states(self) -> list[SharedState]:
+        """The shared state of each of its units, the stage's own first."""
+
+    @property
     def key(self) -> Key:
         """Round and digest of the state."""
+        return key_of([state.head for state in self.states])
+
+    @abstractmethod
+    def is_whole(self) -> bool:
+        """True unless a round is between its step and its head; the caller runs on the state's thread."""
 
     @abstractmethod
     def module(self) -> Stage | None:
@@ -44,15 +62,14 @@ class HeldStage(Held):
         self.num_stages = num_stages
 
     @property
-    def key(self) -> Key:
-        heads = [unit.synchronizer.head for unit in self.hosted.units]
-        digests = b"".join(head.digest for head in heads)
-        return heads[0].round, heads[0].digest if len(heads) == 1 else hashlib.sha256(digests).digest()
+    def states(self) -> list[SharedState]:
+        return [unit.state for unit in self.hosted.units]
+
+    def is_whole(self) -> bool:
+        return all(unit.state.is_settled and unit.work.is_adopted() for unit in self.hosted.units)
 
     def module(self) -> Stage | None:
-        units = self.hosted.units
-        is_whole = all(unit.state.is_settled and unit.work.is_adopted() for unit in units)
-        return self.hosted.worker.compute.stage if is_whole else None
+        return self.hosted.worker.compute.stage if self.is_whole() else None
 
 
 class HeldModel(Held):
@@ -67,8 +84,11 @@ class HeldModel(Held):
         self._module: torch.nn.Module | None = None
 
     @property
-    def key(self) -> Key:
-        return self._state.head.round, self._state.head.digest
+    def states(self) -> list[SharedState]:
+        return [self._state]
+
+    def is_whole(self) -> bool:
+        return self._state.is_settled
 
     def module(self) -> Stage | None:
         if not self._state.is_settled:
