@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from p2ptrain.averaging.commit.round_log import Result
 from p2ptrain.averaging.commit.votes import VOTE, WAITS_BEFORE_FOUNDING, AskVote, Vote
 from p2ptrain.averaging.context import ballots_in
 from p2ptrain.averaging.grouping.messages import JOIN, Formed, Join
@@ -403,6 +404,52 @@ async def test_a_voter_that_is_killed_after_its_vote_votes_for_no_other_result_o
         assert await ask_for_votes(asker, voted.certificate, [back]), "the same one again"
         later = forge(a, b, tokens=11, view=1)
         assert await ask_for_votes(asker, later.certificate, [back]), "most of the roster gave it up"
+
+
+@pytest.mark.parametrize("is_holder_gone", [False, True])
+@simulated(seed=22)
+async def test_a_voter_votes_again_after_a_wait_only_if_no_member_of_that_roster_has_the_certificate(
+    network: SimulatedNetwork, is_holder_gone: bool
+) -> None:
+    """Of ``a`` and ``b`` one has it; ``c`` and ``d`` missed it, and would end the round once more."""
+    club = Club(network)
+    a, b, c, d = await asyncio.gather(*(club.start(name) for name in "abcd"))
+    await club.average(a, b, c, d)
+    seed = [club.seed.peer.peer_id]
+    voted, other = forge(a, b, tokens=10), forge(c, d, tokens=10, view=1)
+    proofs = await ask_for_votes(a, voted.certificate, seed)
+    assert proofs
+    members = voted.certificate.proofs
+    go_on_from(a, Result(Certificate(voted.certificate.body, tuple(sorted([*members, *proofs]))), voted.means))
+    assert not await ask_for_votes(c, other.certificate, seed), "the roster may still end it"
+    if is_holder_gone:
+        network.crash(a.peer)
+    await asyncio.sleep(WAIT_SECONDS)
+    assert bool(await ask_for_votes(c, other.certificate, seed)) == is_holder_gone
+
+
+@simulated(seed=23)
+async def test_a_member_that_wakes_after_its_round_learns_of_the_result_before_it_ends_the_round_again(
+    network: SimulatedNetwork,
+) -> None:
+    """The others tell that they gave the attempt up, so their records count, though their parts never came."""
+    club = Club(network)
+    a, b, c = await asyncio.gather(*(club.start(name) for name in "abc"))
+    await club.average(a, b, c)
+    head = c.sync.head
+    c.sync.averager.phase_listeners = [lambda phase, round: network.stall(c.peer) if phase == "reduce" else None]
+    for each in (a, b, c):
+        each._step()
+    waking = c.peer.spawn(c.synchronize())
+    await asyncio.gather(*(each.peer.spawn(each.synchronize()) for each in (a, b)))
+    assert a.sync.head == b.sync.head != head
+    c.sync.averager.phase_listeners = []
+    await asyncio.sleep(1.0)
+    network.resume(c.peer)
+    result = await waking
+    if not result.committed:
+        result = await c.peer.spawn(c.synchronize())
+    assert c.sync.averager.round_log.chain(head.lineage)[0] == a.sync.averager.round_log.chain(head.lineage)[0]
 
 
 @simulated(seed=21)

@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from p2ptrain.averaging.commit.attempt import Attempt
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.cells import Cells
+from p2ptrain.averaging.protocol.ballots import CastVote
 from p2ptrain.averaging.protocol.certificate import (
+    CHAIN,
     MAX_CERTIFICATE_BYTES,
+    MAX_CHAIN_BYTES,
+    AskChain,
     Body,
     Certificate,
+    Chain,
     Head,
     Proof,
     fetch_certificates,
@@ -87,20 +92,49 @@ class LightVotes:
             signed = certificate.signers.intersection(body.members)
             if (body.levels == 1 and not tip.table.is_led_by(signed)) or tip.table.leaves_out_most(body.census):
                 raise PeerRefusedError(own, "too few of the lineage's members are in this result")
-            await self._record(body, certificate)
+            await self._record(body, certificate, tip)
         return context.signer.sign(vote(body.body_hash))
 
-    async def _record(self, body: Body, certificate: Certificate) -> None:
-        """Record a vote; raise `PeerRefusedError` if this peer voted for another result."""
+    async def _record(self, body: Body, certificate: Certificate, tip: Head) -> None:
+        """Record a vote; raise `PeerRefusedError` if this peer voted for another result.
+
+        After `matchmaking_seconds` an earlier vote no longer counts, unless a member of its roster has the certificate.
+        """
         context = self._context
         async with self._turn:
             now, (lineage, voted_at) = asyncio.get_running_loop().time(), self._voted_at
-            # The roster of an earlier vote may be gone for good, and then never tells that it gave that result up.
-            waited = lineage in (b"", body.lineage) and now - voted_at >= context.spec.matchmaking_seconds
-            if not await context.runtime.offload(self._ballots.vote, body, None if waited else certificate.signers):
+            signers: Collection[str] | None = certificate.signers
+            if lineage in (b"", body.lineage) and now - voted_at >= context.spec.matchmaking_seconds:
+                rival = self._ballots.rival_of(body)
+                if rival is not None and await self._is_certified(rival, tip):
+                    self._voted_at = body.lineage, now
+                    raise PeerRefusedError(
+                        context.rpc.peer_id, "this peer voted for another result, which is certified"
+                    )
+                signers = None  # The roster of an earlier vote may be gone for good, and then never gives that up.
+            if not await context.runtime.offload(self._ballots.vote, body, signers):
                 raise PeerRefusedError(context.rpc.peer_id, "this peer voted for another result of this round")
             if lineage != body.lineage:
                 self._voted_at = body.lineage, now
+
+    async def _is_certified(self, voted: CastVote, tip: Head) -> bool:
+        """True if a member of its roster shows the certificate of a result that this peer voted for after ``tip``."""
+        context, request = self._context, AskChain((tip.lineage,), proofs=True)
+
+        async def holds(peer: str) -> bool:
+            seconds = silence_seconds(context.spec.grace_seconds, context.rpc.dial_seconds.get(peer, 0.0))
+            try:
+                reply = await context.rpc.call(peer, CHAIN, request, Chain, seconds, max_reply_bytes=MAX_CHAIN_BYTES)
+                if not reply.certificates:
+                    return False
+                certificate = await context.runtime.offload(context.certificate, reply.certificates[0])
+                tip.table.check(certificate)
+            except (PeerError, DeadlineError, IntegrityError) as error:
+                logger.debug("peer %s does not tell how its round ended: %s", peer[-8:], error)
+                return False
+            return certificate.body.body_hash == voted.body
+
+        return any(await together("certified", map(holds, voted.members)))
 
     async def _tip_at(self, peer: str, body: Body, claimed: Head | None) -> Head:
         """Return the tip, advanced along certificates of ``peer`` if a result is not of its round."""

@@ -20,7 +20,9 @@ from p2ptrain.network.schema import Hash, Message, from_bytes, to_bytes
 MAX_LINEAGES = 64
 
 
-class _Vote(Message, frozen=True, array_like=True):
+class CastVote(Message, frozen=True, array_like=True):
+    """A vote: for a result's hash after a lineage, in a view of its round, by a roster."""
+
     lineage: Hash
     body: Hash
     view: Present
@@ -28,7 +30,7 @@ class _Vote(Message, frozen=True, array_like=True):
 
 
 class _Record(Message, frozen=True):
-    votes: tuple[_Vote, ...]
+    votes: tuple[CastVote, ...]
     tip: Head | None = None
 
 
@@ -44,7 +46,7 @@ class Ballots:
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
-        self._votes: dict[bytes, _Vote] = {}
+        self._votes: dict[bytes, CastVote] = {}
         self._lock = Lock()
         self.tip: Head | None = None
         if path is not None and path.is_file():
@@ -57,6 +59,11 @@ class Ballots:
                 ) from error
             self._votes = {vote.lineage: vote for vote in record.votes}
             self.tip = record.tip
+
+    def rival_of(self, body: Body) -> CastVote | None:
+        """Return this peer's vote in a result's round; None if it has none, or voted for this result."""
+        last = self._votes.get(body.lineage)
+        return None if last is None or last.body == body.body_hash else last
 
     def vote(self, body: Body, signers: Collection[str] | None = None) -> bool:
         """Record a vote, on disk before this returns; return False if this peer voted for another body of its view.
@@ -77,14 +84,14 @@ class Ballots:
             if last is not None and not _gives_way(last, body, signers):
                 return False
             votes = [vote for vote in self._votes.values() if vote is not last]
-            votes = [*votes, _Vote(body.lineage, body.body_hash, body.view, body.members)][-MAX_LINEAGES:]
+            votes = [*votes, CastVote(body.lineage, body.body_hash, body.view, body.members)][-MAX_LINEAGES:]
             if self._path is not None:
                 _write(self._path, _Record(tuple(votes), self.tip))
             self._votes = {vote.lineage: vote for vote in votes}
             return True
 
 
-def _gives_way(last: _Vote, body: Body, signers: Collection[str] | None) -> bool:
+def _gives_way(last: CastVote, body: Body, signers: Collection[str] | None) -> bool:
     """True if a voter may vote for a body after its last vote in that round."""
     if body.view <= last.view:
         return False

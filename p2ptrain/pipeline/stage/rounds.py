@@ -152,6 +152,7 @@ class StageRounds:
         unit.synchronizer.last_round = until  # Late work must not end the next round.
         while unit.state.head.round < until:
             was_stopping = self._is_stopping
+            unit.synchronizer.stays = not was_stopping and not 0 < self.last_round <= until
             if unit.work.tokens > 0:
                 await self._synchronize(unit)
                 idle_since = asyncio.get_running_loop().time()
