@@ -169,7 +169,7 @@ class ServingSection(Section):
     weights: Literal["fp32", "int8"] = "fp32"
     """Precision of the served copy: ``fp32`` is exact, ``int8`` takes a quarter of the memory."""
     cache: Size = 512 * 10**6
-    """Memory for keys and values of all sessions, in bytes or as ``512MB``."""
+    """Memory for keys, values and outputs of all sessions and prefixes, in bytes or as ``512MB``."""
     every_rounds: int = Field(10, ge=1, le=1 << 40)
     """Rounds from one served version of the weights to the next, or more if rounds are short. All hosts need the same
     value."""

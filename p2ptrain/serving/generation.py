@@ -30,6 +30,7 @@ class Generation(Protocol):
     Attributes:
         route: Ids of the peers that compute it now, one a stage.
         failovers: How often another host took a failed one's place.
+        cached: Tokens of the prompt whose rows the first stage's host had from an earlier one.
         version: Round and digest of the weights, and the arithmetic: answers with equal versions can be reproduced.
     """
 
@@ -38,6 +39,9 @@ class Generation(Protocol):
 
     @property
     def failovers(self) -> int: ...
+
+    @property
+    def cached(self) -> int: ...
 
     @property
     def version(self) -> str: ...
@@ -69,7 +73,7 @@ class Generator(Protocol):
         """Generate up to ``max_tokens`` tokens after ``ids``; the last one may be one of ``stops``.
 
         Args:
-            key: Whose request it is; one key's requests do not starve another's.
+            key: Whose request it is; one key's requests do not starve another's, and share no prefix with them.
         """
         ...
 

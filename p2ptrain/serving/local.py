@@ -29,7 +29,7 @@ RETRY_SECONDS = 5.0
 class LocalGeneration:
     """A session; see `p2ptrain.serving.generation.Generation`."""
 
-    failovers = 0
+    failovers = cached = 0
     version = "local"
 
     def __init__(

@@ -21,6 +21,7 @@ from msgspec import Meta
 from p2ptrain.models.exact import PAGE
 from p2ptrain.network.admission import MAX_CREDENTIAL_BYTES
 from p2ptrain.network.schema import Amount, Count, Hash, Message, Number, to_bytes
+from p2ptrain.serving.prefix import MAX_PREFIX_PAGES
 from p2ptrain.serving.sampling import MAX_TOP_LOGPROBS, Sampling
 
 MAX_STAGES = 256
@@ -74,6 +75,9 @@ class Ticket(Message, frozen=True):
         stops: Tokens after which the last host draws no more.
         expires: Wall-clock second after which no host opens it.
         credential: Admits the client; empty if it needs none.
+        salt: Of the client's own choice: its sessions share prefix pages with those of equal salts, and with no other
+            client's.
+        pages: Hashes of the first full pages of the tokens that the client has; see `p2ptrain.serving.prefix`.
     """
 
     session: SessionId
@@ -86,6 +90,8 @@ class Ticket(Message, frozen=True):
     expires: Amount
     stops: Annotated[tuple[TokenId, ...], Meta(max_length=16)] = ()
     credential: Annotated[bytes, Meta(max_length=MAX_CREDENTIAL_BYTES)] = b""
+    salt: Annotated[bytes, Meta(max_length=32)] = b""
+    pages: Annotated[tuple[Hash, ...], Meta(max_length=MAX_PREFIX_PAGES)] = ()
     signature: Annotated[bytes, Meta(max_length=1024)] = b""
 
     @property

@@ -99,6 +99,7 @@ class ServingTotals:
         requests: Accepted requests, failed ones included.
         first_token: Times from a request's arrival to its first token.
         token: Times between consecutive tokens of a request.
+        cached_tokens: Tokens of prompts whose rows were in prefix pages.
     """
 
     requests: Total = 0
@@ -107,6 +108,7 @@ class ServingTotals:
     prompt_tokens: Total = 0
     first_token: Latencies = Latencies()
     token: Latencies = Latencies()
+    cached_tokens: Total = 0
 
     def __add__(self, other: ServingTotals) -> ServingTotals:
         return ServingTotals(*(mine + its for mine, its in self._beside(other)))
@@ -156,6 +158,7 @@ class ServingReport:
     def __post_init__(self) -> None:
         totals = self.totals
         _expect(totals.failed_requests <= totals.requests, "more requests failed than there were")
+        _expect(totals.cached_tokens <= totals.prompt_tokens, "more cached tokens than prompts had")
         _expect(totals.first_token.total <= totals.requests, "more first tokens than requests")
         _expect(totals.token.total <= totals.generated_tokens, "more tokens were timed than generated")
         for latencies in (totals.first_token, totals.token):

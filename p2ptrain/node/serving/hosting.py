@@ -18,6 +18,7 @@ from p2ptrain.serving.host.pool import PagePool
 from p2ptrain.serving.host.service import ServingHost
 from p2ptrain.serving.host.session import Key
 from p2ptrain.serving.host.sessions import Offer, SessionBook
+from p2ptrain.serving.messages import FLOAT_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,10 @@ class Serving:
             return
         key, stage = copied
         if self._host is None:
-            num_pages = max(1, min(self._config.serving.cache, stage.free_bytes) // stage.page_bytes)
+            # A page's outputs feed the next stage again. They lie in the machine's memory, its cache on the device.
+            outputs = 0 if stage.is_last else PAGE * FLOAT_BYTES * stage.hidden
+            cache = self._config.serving.cache
+            num_pages = max(1, min(cache // (stage.page_bytes + outputs), stage.free_bytes // stage.page_bytes))
             context = self._config.serving.context or await asyncio.to_thread(self._model_context)
             peer = self._peer
             offer = Offer(held.number, held.num_stages, stage.arithmetic, context)

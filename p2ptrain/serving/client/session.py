@@ -18,6 +18,7 @@ from p2ptrain.serving.generation import Token
 from p2ptrain.serving.journal import Journal
 from p2ptrain.serving.link import CLOSE_SECONDS, OPEN_SECONDS, StageFailedError, StageLink
 from p2ptrain.serving.messages import AHEAD, TOKENS, Cause, DrawnToken, Grant, Listen, Ticket, Version
+from p2ptrain.serving.prefix import page_hashes
 from p2ptrain.tasks import Tasks
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ class SwarmSession:
 
     Attributes:
         failovers: Replaced hosts so far.
-        version: See `p2ptrain.serving.generation.Generation`.
+        version, cached: See `p2ptrain.serving.generation.Generation`.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class SwarmSession:
         self._renew = renew
         self._wait_seconds = wait_seconds
         self._moves = 0
+        self._cached: int | None = None
         self._moved = asyncio.Event()
         self._journal = Journal(ids)
         self._stop = ticket.prompt + ticket.max_tokens
@@ -80,6 +82,10 @@ class SwarmSession:
     @property
     def failovers(self) -> int:
         return self._moves
+
+    @property
+    def cached(self) -> int:
+        return self._cached or 0
 
     async def run(self) -> None:
         """Keep hosts supplied and receive tokens until cancelled; a failure is raised by the iteration."""
@@ -120,6 +126,8 @@ class SwarmSession:
     def _on_moved(self, stage: int, host: str) -> None:
         if stage < len(self._hosts) and host not in (self._hosts[stage], self._rpc.peer_id):
             self._moves += bool(self._hosts[stage])
+            if not stage and self._cached is None:
+                self._cached = self._link.position
             self._hosts[stage] = host
             self._moved.set()
 
@@ -147,7 +155,9 @@ class SwarmSession:
 
     def _rest(self) -> Ticket:
         """Return a ticket for the tokens that are left."""
-        return msgspec.structs.replace(self._ticket, prompt=self._next, max_tokens=self._stop - self._next)
+        pages = page_hashes(self._journal.ids[: self._next])
+        max_tokens = self._stop - self._next
+        return msgspec.structs.replace(self._ticket, prompt=self._next, max_tokens=max_tokens, pages=pages)
 
     # Tokens
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -10,10 +11,11 @@ from dataclasses import dataclass
 import msgspec
 
 from p2ptrain.network.rpc.endpoint import Rpc
-from p2ptrain.serving.client.routes import Host, Plan, choose, longest
+from p2ptrain.serving.client.routes import Host, Plan, Prefix, RecentPrefixes, choose, longest
 from p2ptrain.serving.client.session import SwarmSession
 from p2ptrain.serving.errors import NoHostError, PromptTooLongError, VersionGoneError
 from p2ptrain.serving.messages import Ticket, Version
+from p2ptrain.serving.prefix import page_hashes
 from p2ptrain.serving.sampling import Sampling
 from p2ptrain.signing import Signer
 from p2ptrain.tasks import Tasks
@@ -51,6 +53,7 @@ class SwarmGenerator:
         self._signer = signer
         self._hosts = hosts
         self._wait_seconds = wait_seconds
+        self._recent = RecentPrefixes()
 
     @property
     def context(self) -> int:
@@ -80,20 +83,25 @@ class SwarmGenerator:
             )
         if not 0 <= min(ids) <= max(ids) < self.vocabulary:
             raise PromptTooLongError(f"the prompt has a token that is not in the vocabulary of {self.vocabulary}")
-        plan = await self._first_plan(id, len(ids) + max_tokens - 1)
+        salt, pages = hashlib.sha256(key.encode()).digest() if key else b"", page_hashes(ids)
+        prefix = self._recent.find(salt, pages)
+        plan = await self._first_plan(id, len(ids) + max_tokens - 1, prefix)
         ticket = Ticket(
             id, rpc.peer_id, plan.version, len(ids), len(ids), max_tokens, sampling,
-            self._rpc.runtime.now() + TICKET_SECONDS, tuple(stops), rpc.credential,
+            self._rpc.runtime.now() + TICKET_SECONDS, tuple(stops), rpc.credential, salt, pages,
         )  # fmt: skip
         session = SwarmSession(
             rpc, await self._signed(ticket), list(ids),
-            lambda version: self._plan(id, version, ticket.num_positions), self._renewed, self._wait_seconds,
+            lambda version: self._plan(id, version, ticket.num_positions, prefix), self._renewed, self._wait_seconds,
         )  # fmt: skip
+        self._recent.note(salt, pages, tuple(hosts[0] for hosts in plan.route))
         async with Tasks() as tasks:
             running = tasks.call(session.run(), "generation")
             try:
                 yield session
             finally:
+                if all(session.route):
+                    self._recent.note(salt, pages, session.route)
                 await session.close(running)
 
     def _new_id(self) -> bytes:
@@ -110,20 +118,22 @@ class SwarmGenerator:
         plan = await self._first_plan(id, ticket.num_positions)
         return await self._signed(msgspec.structs.replace(ticket, session=id, version=plan.version))
 
-    async def _first_plan(self, id: bytes, positions: int = 1) -> Plan:
+    async def _first_plan(self, id: bytes, positions: int = 1, prefix: Prefix | None = None) -> Plan:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._wait_seconds
         while True:
             try:
-                return self._plan(id, None, positions)
+                return self._plan(id, None, positions, prefix)
             except NoHostError:
                 if loop.time() >= deadline:
                     raise
             await asyncio.sleep(LOOK_SECONDS)
 
-    def _plan(self, id: bytes, version: Version | None = None, positions: int = 1) -> Plan:
+    def _plan(
+        self, id: bytes, version: Version | None = None, positions: int = 1, prefix: Prefix | None = None
+    ) -> Plan:
         hosts, num_stages = self._hosts(), len(self._blocks)
-        found = choose(hosts, num_stages, id, positions=positions, only=version)
+        found = choose(hosts, num_stages, id, positions=positions, only=version, prefix=prefix)
         if isinstance(found, Plan):
             return found
         if version is not None and isinstance(choose(hosts, num_stages, id, positions=positions), Plan):

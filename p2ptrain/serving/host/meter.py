@@ -31,12 +31,14 @@ class Meter:
     failed_requests: int = 0
     generated_tokens: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     first_token: Timer = field(default_factory=Timer)
     token: Timer = field(default_factory=Timer)
 
-    def count_request(self, prompt: int) -> None:
+    def count_request(self, prompt: int, cached: int) -> None:
         self.requests += 1
         self.prompt_tokens += prompt
+        self.cached_tokens += cached
 
     def count_token(self, seconds: float, *, is_first: bool) -> None:
         """Count a token, drawn so long after the request or the token before it."""
@@ -46,5 +48,5 @@ class Meter:
     def totals(self) -> ServingTotals:
         return ServingTotals(
             self.requests, self.failed_requests, self.generated_tokens, self.prompt_tokens,
-            self.first_token.latencies(), self.token.latencies(),
+            self.first_token.latencies(), self.token.latencies(), self.cached_tokens,
         )  # fmt: skip

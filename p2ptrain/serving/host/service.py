@@ -63,6 +63,7 @@ class ServingHost:
         self.executor.stages[key] = stage
         while len(self.executor.stages) > KEPT_VERSIONS:
             del self.executor.stages[next(iter(self.executor.stages))]  # Not the least round: a stage may go back.
+        self.book.drop_stale_pages()
         for session in self.book.open.values():
             if session.key not in self.executor.stages:
                 session.fail(Failed(self._number, Cause.VERSION, f"round {session.key[0]} is not served any more"))

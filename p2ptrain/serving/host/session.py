@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from p2ptrain.errors import ProtocolError
-from p2ptrain.models.exact import ExactStage, Part
+from p2ptrain.models.exact import PAGE, ExactStage, Part
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.serving.host.meter import Meter
-from p2ptrain.serving.host.pool import Pages
+from p2ptrain.serving.host.pool import Pages, key_of
 from p2ptrain.serving.host.scheduler import Waiting
 from p2ptrain.serving.journal import Journal
 from p2ptrain.serving.messages import AHEAD, Cause, DrawnToken, Failed, Moved, Open, Ticket
+from p2ptrain.serving.prefix import MAX_PREFIX_PAGES, next_hash
 from p2ptrain.serving.sampling import Drawn
 
 BEAT_SECONDS = 0.25
@@ -33,6 +34,7 @@ class HostSession:
         key: The weights.
         ids: The tokens of all received rows.
         computed: Rows computed.
+        cached: Rows of them that were found in prefix pages.
         epoch: Of the present or last caller.
         channel: The caller's; None while the session has no caller.
         is_shadow: True if another host serves the session: its rows wait for all others, and no token is drawn.
@@ -55,7 +57,6 @@ class HostSession:
         self.pages = pages
         self.is_last = meter is not None
         self.ids: list[int] = []
-        self.computed = 0
         self.epoch: tuple[int, ...] = ()
         self.channel: Channel | None = None
         self.is_shadow = False
@@ -78,6 +79,13 @@ class HostSession:
         self._is_counted = False
         self._vocabulary = stage.vocabulary
         self._since = self._drawn_at = asyncio.get_running_loop().time()
+        for page in pages.found:
+            self.ids += page.ids
+            if not self.is_last:
+                self.journal.append(page.ids, page.outputs)
+        self.cached = self.computed = len(self.ids)
+        self._num_shared = len(pages.found)
+        self._hash = pages.found[-1].key.hash if pages.found else b""
 
     # Rows
 
@@ -179,6 +187,18 @@ class HostSession:
         if drawn:
             self._tell_drawn()
         self.tell()
+        if self.failure is None:
+            self.share(self.ticket.prompt)  # Nothing trims a session to less than its prompt.
+
+    def share(self, stop: int) -> None:
+        """Let later sessions have the full pages of the computed rows before ``stop``, which do not change again."""
+        for index in range(self._num_shared, min(stop, self.computed, MAX_PREFIX_PAGES * PAGE) // PAGE):
+            first = index * PAGE
+            ids = self.ids[first : first + PAGE]
+            self._hash = next_hash(self._hash, ids)
+            outputs = self.journal.rows(first, first + PAGE)
+            self.pages.pool.share(self.pages, index, key_of(self.ticket, self._hash), ids, outputs)
+            self._num_shared = index + 1
 
     # The client, on the last stage
 
@@ -202,7 +222,7 @@ class HostSession:
         """Serve a newer caller, and end the channel of the one before."""
         before, self.channel, self.epoch, self.is_shadow = self.channel, channel, request.epoch, request.is_shadow
         if self._meter is not None and not self.is_shadow and not self._is_counted:
-            self._meter.count_request(self.ticket.prompt)
+            self._meter.count_request(self.ticket.prompt, self.cached)
             self._is_counted, self._drawn_at = True, asyncio.get_running_loop().time()
         if before is not None:
             before.abort()

@@ -9,7 +9,7 @@ from p2ptrain.models.exact import PAGE
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.serving.host.executor import Executor
 from p2ptrain.serving.host.meter import Meter
-from p2ptrain.serving.host.pool import PagePool, Pages, PoolFullError
+from p2ptrain.serving.host.pool import PagePool, Pages, PoolFullError, key_of
 from p2ptrain.serving.host.session import HostSession
 from p2ptrain.serving.messages import Cause, Failed, Open, Ticket
 from p2ptrain.signing import Signer
@@ -99,7 +99,7 @@ class SessionBook:
             raise self._declined(Cause.FULL, f"{len(self.open)} sessions are open", FULL_RETRY_SECONDS)
         try:
             self._check_share(request)
-            pages = await self._reserve(ticket.num_pages, request.is_shadow)
+            pages = await self._reserve(ticket, request.is_shadow)
         except PoolFullError as error:
             if not request.is_shadow:
                 self._waiting[ticket.client] = asyncio.get_running_loop().time()
@@ -142,17 +142,29 @@ class SessionBook:
         if own and not is_fair and not request.is_shadow and self._waiting.keys() - {client}:
             raise PoolFullError(f"this client has {own} of {self.pool.num_pages} pages, and others wait")
 
-    async def _reserve(self, num_pages: int, is_shadow: bool) -> Pages:
-        """Return free pages, those of shadows if necessary; raise `PoolFullError` if there are too few."""
+    async def _reserve(self, ticket: Ticket, is_shadow: bool) -> Pages:
+        """Return pages, those of shadows if necessary; raise `PoolFullError` if there are too few.
+
+        The first ones are the prefix pages that the pool has. The last stage computes the prompt's last row in any
+        case, because the first token is drawn from it.
+        """
+        num_shared = (ticket.prompt - self.offer.is_last) // PAGE
+        keys = [key_of(ticket, each) for each in ticket.pages[:num_shared]]
         while True:
             try:
-                return self.pool.reserve(num_pages)
+                return self.pool.reserve(ticket.num_pages, keys)
             except PoolFullError:
                 shadows = [each for each in self.open.values() if each.is_shadow]
-                room = self.pool.num_free + sum(len(each.pages.numbers) for each in shadows)
-                if is_shadow or not shadows or room < num_pages:
+                if is_shadow or not shadows or self.pool.num_free + self._num_shadow_pages() < ticket.num_pages:
                     raise
                 await asyncio.wait({self.end(shadows[0])})
+
+    def _num_shadow_pages(self) -> int:
+        """Return the number of pages that shadows have and no other session."""
+        pages: dict[bool, set[int]] = {True: set(), False: set()}
+        for each in self.open.values():
+            pages[each.is_shadow].update(each.pages.numbers)
+        return len(pages[True] - pages[False])
 
     async def _check(self, ticket: Ticket) -> None:
         """Raise `DeclinedError` unless an admitted client signed the ticket."""
@@ -167,6 +179,11 @@ class SessionBook:
 
     def _declined(self, cause: Cause, reason: str, retry_after: float = 0.0) -> DeclinedError:
         return DeclinedError(Failed(self.offer.number, cause, reason[:256], retry_after))
+
+    def drop_stale_pages(self) -> None:
+        """Find the prefix pages of versions no more that are not served now."""
+        number, stages = self.offer.number, self.executor.stages
+        self.pool.drop(lambda key: (key.version.round, key.version.digests[number]) not in stages)
 
     def leave(self, session: HostSession) -> None:
         """End a session that has lost its caller: at once if it failed, else unless there is one again in time."""
@@ -194,8 +211,10 @@ class SessionBook:
         return self._tasks.start(self._free(session), "free")
 
     async def _free(self, session: HostSession) -> None:
-        """Free a session's pages once no batch uses them."""
+        """Give up a session's pages once no batch uses them; the full ones of one that did not fail are kept."""
         await self.executor.until_idle(session)
+        if session.failure is not None and session.failure.cause is Cause.OVER:
+            session.share(session.computed)
         self.pool.free(session.pages)
 
     async def close(self) -> None:
