@@ -42,6 +42,7 @@ class Repeater:
         failure: Raised in place of the token after ``fails_after`` others.
         opened: Generations that began: their prompts, settings and lengths.
         running: Number of generations in progress.
+        cached: Told by each generation.
     """
 
     reply: bytes = b"Hello, world."
@@ -55,6 +56,7 @@ class Repeater:
     num_probes: int = 0
     opened: list[tuple[list[int], Sampling, int, str]] = field(default_factory=list)
     running: int = 0
+    cached: int = 0
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     def generate(
@@ -99,6 +101,7 @@ class Repetition:
 
     def __init__(self, owner: Repeater, first: int, sampling: Sampling, max_tokens: int) -> None:
         self._owner, self._first, self._sampling, self._max_tokens = owner, first, sampling, max_tokens
+        self.cached = owner.cached
 
     async def __aiter__(self) -> AsyncIterator[Token]:
         owner = self._owner

@@ -13,7 +13,7 @@ import msgspec
 from p2ptrain.serving.generation import Generator, Token
 from p2ptrain.serving.http.keys import Client
 from p2ptrain.serving.http.metrics import Metrics
-from p2ptrain.serving.http.schemas import MAX_SEED, Finish, Usage
+from p2ptrain.serving.http.schemas import MAX_SEED, CachedTokens, Finish, Usage
 from p2ptrain.serving.sampling import Sampling
 from p2ptrain.serving.text import StopStrings, Text, TextStream
 from p2ptrain.tasks import Tasks
@@ -63,6 +63,7 @@ class Request:
     arrived: float
     version: str = ""
     num_generated: int = field(default=0, init=False)
+    num_cached: int = field(default=0, init=False)
 
     @property
     def num_choices(self) -> int:
@@ -71,7 +72,7 @@ class Request:
     @property
     def usage(self) -> Usage:
         prompt = sum(len(prompt.ids) for prompt in self.prompts)
-        return Usage(prompt, self.num_generated, prompt + self.num_generated)
+        return Usage(prompt, self.num_generated, prompt + self.num_generated, CachedTokens(self.num_cached))
 
 
 class Generating:
@@ -157,6 +158,10 @@ class Generating:
                     else:
                         metrics.waiting.dec()
                         metrics.first_token.observe(last - request.arrived)
+                        if not index % request.n:  # A prompt counts once.
+                            request.num_cached += generation.cached
+                            metrics.cached_tokens.inc(generation.cached)
+                            metrics.prefix_hits.inc(generation.cached > 0)
                     metrics.generated_tokens.inc()
                     client.spend(1)
                     request.num_generated += 1

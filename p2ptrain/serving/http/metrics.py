@@ -28,6 +28,10 @@ class Metrics:
             f"{prefix}_requests", "Requests that ended, by path and status code", ["path", "code"], registry=registry
         )
         self.prompt_tokens = Counter(f"{prefix}_prompt_tokens", "Tokens of prompts", registry=registry)
+        self.cached_tokens = Counter(
+            f"{prefix}_cached_prompt_tokens", "Those of them that a host had computed before", registry=registry
+        )
+        self.prefix_hits = Counter(f"{prefix}_prefix_hits", "Prompts with such tokens", registry=registry)
         self.generated_tokens = Counter(f"{prefix}_generated_tokens", "Tokens generated", registry=registry)
         self.cancelled = Counter(
             f"{prefix}_cancelled_requests", "Requests whose client left before their end", registry=registry

@@ -169,12 +169,19 @@ class ResponseRequest(Settings, frozen=True, kw_only=True):
         return ChatRequest(**shared, messages=messages, max_completion_tokens=self.max_output_tokens)
 
 
+class CachedTokens(Struct, frozen=True):
+    """Tokens of prompts that were computed before."""
+
+    cached_tokens: int = 0
+
+
 class Usage(Struct, frozen=True):
     """Numbers of tokens; those of a prompt count once, whatever ``n`` is."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: CachedTokens = CachedTokens()
 
 
 class TopLogprob(Struct, frozen=True):
@@ -292,16 +299,12 @@ class OutputMessage(Struct, frozen=True, kw_only=True):
     type: Literal["message"] = "message"
 
 
-class CachedTokens(Struct, frozen=True):
-    cached_tokens: int = 0
-
-
 class ReasoningTokens(Struct, frozen=True):
     reasoning_tokens: int = 0
 
 
 class ResponseUsage(Struct, frozen=True):
-    """Numbers of tokens; the details are always 0."""
+    """Numbers of tokens; there is no reasoning."""
 
     input_tokens: int
     output_tokens: int
