@@ -21,7 +21,7 @@ from torch.nn import functional
 from benchmarks.findings import Finding, Section
 from benchmarks.findings import run as run_parts
 from benchmarks.harness import Measured, alternate, arguments, paired
-from benchmarks.serving_hosts import decoding_on_hosts, failover
+from benchmarks.serving_hosts import decoding_on_hosts, failover, prefixes
 from p2ptrain.manifest import ModelSpec
 from p2ptrain.models import build_model, get_family
 from p2ptrain.models.exact import ExactStage, Part, WeightFormat, exact_stage, self_check
@@ -252,6 +252,7 @@ def main() -> int:
         "prefill": partial(prefill, options.threads, max(repeats // 5, 3)),
         "sampling": partial(sampling, repeats),
         "hosts": partial(decoding_on_hosts, SPEC, timed(Plain(model()[1])), 30 if options.quick else 100),
+        "prefixes": partial(prefixes, SPEC, 3 if options.quick else 10),
         "failover": partial(failover, SPEC, (100,) if options.quick else (100, 1500)),
     }
     return run_parts("serving", parts, options)

@@ -191,14 +191,20 @@ class HostSession:
             self.share(self.ticket.prompt)  # Nothing trims a session to less than its prompt.
 
     def share(self, stop: int) -> None:
-        """Let later sessions have the full pages of the computed rows before ``stop``, which do not change again."""
+        """Share the full pages of the computed rows before ``stop`` with later sessions; they do not change again.
+
+        A caller that sent other tokens of the prompt than the client's ticket names leaves no page behind.
+        """
+        signed = self.ticket.pages
         for index in range(self._num_shared, min(stop, self.computed, MAX_PREFIX_PAGES * PAGE) // PAGE):
             first = index * PAGE
             ids = self.ids[first : first + PAGE]
-            self._hash = next_hash(self._hash, ids)
+            page_hash = next_hash(self._hash, ids)
+            if index < len(signed) and signed[index] != page_hash:
+                return
             outputs = self.journal.rows(first, first + PAGE)
-            self.pages.pool.share(self.pages, index, key_of(self.ticket, self._hash), ids, outputs)
-            self._num_shared = index + 1
+            self.pages.pool.share(self.pages, index, key_of(self.ticket, page_hash), ids, outputs)
+            self._hash, self._num_shared = page_hash, index + 1
 
     # The client, on the last stage
 

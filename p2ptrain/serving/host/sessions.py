@@ -137,7 +137,7 @@ class SessionBook:
         client, now = request.ticket.client, asyncio.get_running_loop().time()
         self._waiting = {each: since for each, since in self._waiting.items() if now - since < WAITING_SECONDS}
         mine = [each for each in self.open.values() if each.ticket.client == client and not each.is_shadow]
-        own = sum(len(each.pages.numbers) for each in mine)
+        own = len({number for each in mine for number in each.pages.numbers})
         is_fair = 2 * (own + request.ticket.num_pages) <= self.pool.num_pages
         if own and not is_fair and not request.is_shadow and self._waiting.keys() - {client}:
             raise PoolFullError(f"this client has {own} of {self.pool.num_pages} pages, and others wait")

@@ -6,19 +6,23 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.errors import ProtocolError
-from p2ptrain.models.exact import ExactStage
+from p2ptrain.manifest import ModelSpec
+from p2ptrain.models.exact import PAGE, ExactStage, exact_stage
 from p2ptrain.network.records.serving import ServingReport
 from p2ptrain.serving.host.meter import Meter
-from p2ptrain.serving.host.pool import PagePool
+from p2ptrain.serving.host.pool import PagePool, key_of
 from p2ptrain.serving.host.session import KEPT_ROWS, HostSession
 from p2ptrain.serving.messages import AHEAD, Cause, Failed, Open, Ticket, Version
+from p2ptrain.serving.prefix import page_hashes
 from p2ptrain.serving.sampling import Drawn
+from tests.support.exact import kernels, lively_model
 from tests.support.sim.serving import ARITHMETIC, GREEDY, VOCABULARY, WIDTH, SmallStage, digest
 
 PROMPT = [5, 1, 4, 1, 5]
@@ -161,6 +165,69 @@ def test_a_long_answer_costs_no_more_a_token_than_a_short_one() -> None:
             tokens.looks = 0
             assert compute(held, 1) == [at + 1]
             assert tokens.looks <= KEPT_ROWS + 3
+
+    on_loop(main)
+
+
+def test_only_pages_of_the_prompt_that_the_client_signed_are_shared() -> None:
+    """A host of the stage before could send rows of other tokens, to be found by the client's later sessions."""
+
+    async def main() -> None:
+        ids = [at % VOCABULARY for at in range(2 * PAGE + 9)]
+        for signed, shared in ((ids, 2), ([*ids[:PAGE], 7, *ids[PAGE + 1 :]], 1), (ids[::-1], 0), ([], 2)):
+            held = session(msgspec.structs.replace(ticket(len(ids), 3 * PAGE), pages=page_hashes(signed)))
+            put(held, 0, ids[:-5])
+            for rows in (PAGE + 3, len(ids) - PAGE - 8):
+                compute(held, rows)
+            assert held.pages.pool.num_prefix_pages == shared
+            put(held, len(ids) - 5, [*ids[-5:], *ids])
+            compute(held, len(held.ids) - held.computed)
+            assert held.pages.pool.num_prefix_pages == shared  # The answer may yet be trimmed.
+            held.share(held.computed)
+            assert held.pages.pool.num_prefix_pages == (4 if shared == 2 else shared)
+
+    on_loop(main)
+
+
+@pytest.mark.skipif(not kernels(), reason="there is no library of exact kernels")
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_sessions_of_a_shared_prefix_have_the_bits_that_they_have_alone(family: str) -> None:
+    spec = ModelSpec(family=family, layers=2, hidden=48, heads=4, intermediate=84, vocabulary=VOCABULARY, context=256)
+    stage = exact_stage(lively_model(spec), spec)
+    prefix = [7 * at % VOCABULARY for at in range(2 * PAGE + 20)]
+    prompts = [[*prefix, *(11 * at * number % VOCABULARY for at in range(40))] for number in range(1, 4)]
+
+    def begin(pool: PagePool, ids: list[int]) -> HostSession:
+        order = msgspec.structs.replace(ticket(len(ids)), pages=page_hashes(ids))
+        pages = pool.reserve(order.num_pages, [key_of(order, each) for each in order.pages])
+        held = HostSession(order, (5, digest(5, 0)), pages, stage, None)
+        put(held, held.cached, ids[held.cached :])
+        return held
+
+    def compute(store: Any, *some: HostSession, rows: int) -> None:
+        taken = [each.take(min(rows, len(each.ids) - each.computed)) for each in some]
+        outputs = stage.step([part for part, _ in taken], torch.cat([inputs for _, inputs in taken]), store)
+        split = torch.split(outputs, [part.rows for part, _ in taken])
+        for held, (part, _), mine in zip(some, taken, split, strict=True):
+            held.done(part.rows, mine, {})
+
+    async def main() -> None:
+        pool, store, alone = PagePool(20), stage.new_pages(20), {}
+        for each in (store.keys, store.values):
+            each.fill_(torch.nan)
+        for number, ids in enumerate(prompts):
+            compute(stage.new_pages(6), held := begin(PagePool(6), ids), rows=300)
+            alone[number] = held.journal.rows(0, len(ids))
+        first = begin(pool, prompts[0])
+        compute(store, first, rows=100)
+        compute(store, first, rows=100)
+        later = [begin(pool, ids) for ids in prompts[1:]]
+        assert [held.cached for held in later] == [2 * PAGE] * 2
+        pool.free(first.pages)
+        for rows in (1, 30, 40):
+            compute(store, *later, rows=rows)
+        for number, held in enumerate([first, *later]):
+            assert held.journal.rows(0, len(prompts[number])) == alone[number]
 
     on_loop(main)
 
