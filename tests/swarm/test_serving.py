@@ -15,7 +15,7 @@ import pytest
 from p2ptrain.manifest import ModelSpec
 from p2ptrain.models import build_stage, model_blocks
 from p2ptrain.models.blocks import Span
-from p2ptrain.models.exact import exact_stage
+from p2ptrain.models.exact import PAGE, exact_stage
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.node.serving.client import SwarmModel
 from p2ptrain.node.serving.thread import ModelThread
@@ -141,7 +141,8 @@ def test_a_host_that_is_killed_or_stopped_is_replaced_with_the_same_tokens(
 
 def test_the_commands_answer_with_the_tokens_of_one_process(hosts: Hosts) -> None:
     hosts.start_all(0, 1)
-    wanted = bytes(golden(60, Sampling(temperature=0.0))).decode(errors="replace")
+    drawn = golden(120, Sampling(temperature=0.0))
+    wanted = bytes(drawn[:60]).decode(errors="replace")
     options = ["--max-tokens", "60", "--temperature", "0"]
     result = run_command("generate", hosts.link, PROMPT, *options)
     assert result.stdout == f"{PROMPT}{wanted}\n"
@@ -159,7 +160,16 @@ def test_the_commands_answer_with_the_tokens_of_one_process(hosts: Hosts) -> Non
             "prompt_tokens": len(PROMPT),
             "completion_tokens": 60,
             "total_tokens": len(PROMPT) + 60,
+            "prompt_tokens_details": {"cached_tokens": 0},
         }
+        request |= {"prompt": [*PROMPT.encode(), *drawn[:60]], "return_token_ids": True}
+
+        def is_cached() -> bool:
+            reply = httpx.post(f"{url}/completions", json=request, timeout=60).json()
+            assert reply["choices"][0]["token_ids"] == drawn[60:]
+            return bool(reply["usage"]["prompt_tokens_details"]["cached_tokens"] == PAGE)
+
+        wait_until(is_cached)
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
 
