@@ -173,6 +173,8 @@ class ServingSection(Section):
     every_rounds: int = Field(10, ge=1, le=1 << 40)
     """Rounds from one served version of the weights to the next, or more if rounds are short. All hosts need the same
     value."""
+    speculation: Literal["ngram", "off"] = "ngram"
+    """``ngram``: a host of the first stage drafts tokens that followed the last ones before. No answer changes."""
     context: int = Field(0, ge=0, le=1 << 20)
     """Most tokens of a prompt and its answer; 0 takes the model's."""
 

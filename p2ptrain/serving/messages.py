@@ -35,6 +35,8 @@ IDLE_SECONDS = 600.0
 """Timeout between a caller's messages: a client that takes no more tokens sends none."""
 AHEAD = 8
 """Tokens that the last host may draw beyond those that the client has taken."""
+MAX_DRAFTS = AHEAD - 1
+"""Drafted rows of a session at a time: with the token after them, as many as one grant permits."""
 _CONTEXT = b"p2ptrain serving ticket\0"
 
 Peer = Annotated[str, Meta(min_length=1, max_length=128)]
@@ -128,10 +130,15 @@ class FromCaller(Message, frozen=True, tag=True):
 
 
 class Step(FromCaller, frozen=True, tag="step"):
-    """Rows of consecutive positions; their hidden states follow as fp32, except to the first stage."""
+    """Rows of consecutive positions; their hidden states follow as fp32, except to the first stage.
+
+    Attributes:
+        drafts: How many rows before the last one's end are drafts. Other ids at their positions replace them.
+    """
 
     first: Position
     ids: Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=MAX_CHUNK_ROWS)]
+    drafts: Annotated[int, Meta(ge=0, le=MAX_DRAFTS)] = 0
 
 
 class Close(FromCaller, frozen=True, tag="close"):

@@ -100,6 +100,7 @@ class ServingTotals:
         first_token: Times from a request's arrival to its first token.
         token: Times between consecutive tokens of a request.
         cached_tokens: Tokens of prompts whose rows were in prefix pages.
+        drafted_tokens, accepted_tokens: Drafts of hosts of the first stage, and those that were drawn then.
     """
 
     requests: Total = 0
@@ -109,6 +110,8 @@ class ServingTotals:
     first_token: Latencies = Latencies()
     token: Latencies = Latencies()
     cached_tokens: Total = 0
+    drafted_tokens: Total = 0
+    accepted_tokens: Total = 0
 
     def __add__(self, other: ServingTotals) -> ServingTotals:
         return ServingTotals(*(mine + its for mine, its in self._beside(other)))
@@ -159,6 +162,7 @@ class ServingReport:
         totals = self.totals
         _expect(totals.failed_requests <= totals.requests, "more requests failed than there were")
         _expect(totals.cached_tokens <= totals.prompt_tokens, "more cached tokens than prompts had")
+        _expect(totals.accepted_tokens <= totals.drafted_tokens, "more drafts were accepted than there were")
         _expect(totals.first_token.total <= totals.requests, "more first tokens than requests")
         _expect(totals.token.total <= totals.generated_tokens, "more tokens were timed than generated")
         for latencies in (totals.first_token, totals.token):

@@ -104,7 +104,8 @@ class Serving:
             num_pages = max(1, min(cache // (stage.page_bytes + outputs), stage.free_bytes // stage.page_bytes))
             context = self._config.serving.context or await asyncio.to_thread(self._model_context)
             peer = self._peer
-            offer = Offer(held.number, held.num_stages, stage.arithmetic, context)
+            speculates = self._config.serving.speculation == "ngram"
+            offer = Offer(held.number, held.num_stages, stage.arithmetic, context, speculates)
             book = SessionBook(peer.rpc, peer.identity, offer, PagePool(num_pages))
             self._host = ServingHost(peer.rpc, book)
             logger.info(

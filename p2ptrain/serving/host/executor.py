@@ -14,6 +14,7 @@ from p2ptrain.models.exact import ExactStage, PageStore, Part
 from p2ptrain.runtime import Runtime
 from p2ptrain.serving.host.scheduler import Waiting, next_batch
 from p2ptrain.serving.host.session import HostSession, Key
+from p2ptrain.serving.host.speculation import accept
 from p2ptrain.serving.messages import Cause, Failed
 from p2ptrain.serving.sampling import Drawn, Sampling, draw
 
@@ -24,8 +25,8 @@ class Share(NamedTuple):
     """One session's part of a batch.
 
     Attributes:
-        draws: Tokens to draw, each by its position, with the final hidden state before it; None for the batch's last
-            row of this session.
+        draws: Tokens to draw, each by its position, with the final hidden state before it; None for one of the
+            batch's rows. No token is drawn after one that differs from the id at its position.
     """
 
     session: HostSession
@@ -107,9 +108,11 @@ class Executor:
             if not isinstance(error, IntegrityError):
                 logger.exception("a session's rows could not be computed")
             return self._fail(shares, Cause.BROKEN, str(error))
+        rows = sum(share.part.rows for share in shares)
         for share, (outputs, drawn) in zip(shares, results, strict=True):
             self.num_drawn += len(drawn)
-            share.session.done(share.part.rows, outputs, drawn)
+            share.session.others = rows - share.part.rows
+            share.session.done(outputs, drawn)
 
     def _fail(self, shares: Sequence[Share], cause: Cause, reason: str) -> None:
         for share in shares:
@@ -120,7 +123,7 @@ def _share(session: HostSession, rows: int) -> Share:
     draws = [(at, session.final(at - 1)) for at in session.draws_after(rows)]
     part, inputs = session.take(rows)
     ticket = session.ticket
-    # The session only appends to its ids, so a batch may read those before its draws meanwhile.
+    # The session only appends to this list, or takes another one, so a batch may read it meanwhile.
     return Share(session, part, inputs, draws, session.ids, ticket.given, ticket.sampling)
 
 
@@ -140,10 +143,14 @@ def _compute(
             at = position - 1 - share.part.first
             finals.append(rows[at : at + 1] if kept is None else kept)
     logits = iter(stage.logits(torch.cat(finals)) if finals else ())
-    return [
-        (
-            rows,
-            {at: draw(next(logits), at, share.ids[:at], share.sampling, share.prompt) for at, _ in share.draws},
-        )
-        for share, rows in zip(shares, mine, strict=True)
-    ]
+    return [(rows, _draw(share, [next(logits) for _ in share.draws])) for share, rows in zip(shares, mine, strict=True)]
+
+
+def _draw(share: Share, logits: Sequence[torch.Tensor]) -> dict[int, Drawn]:
+    """Return a share's tokens by position, as far as its drafts are right."""
+    positions = [at for at, _ in share.draws]
+    drafted = [share.ids[at] for at in positions if at < len(share.ids)]
+    draws = (
+        draw(row, at, share.ids[:at], share.sampling, share.prompt) for at, row in zip(positions, logits, strict=True)
+    )
+    return dict(zip(positions, accept(drafted, draws), strict=False))

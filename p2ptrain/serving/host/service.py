@@ -102,7 +102,7 @@ class ServingHost:
         elif not request.is_shadow:
             self._link(session, request)
         try:
-            await channel.send(Opened(len(session.ids)))
+            await channel.send(Opened(session.known))
             async with Tasks() as tasks:
                 telling = tasks.call(self._tell(session, channel), "tell")
                 hearing = tasks.call(self._hear(session, channel), "hear")
@@ -127,7 +127,7 @@ class ServingHost:
                     if self.book.holds(session):
                         self.book.end(session)
                     return
-                case Step(first, ids):
+                case Step(first, ids, drafts):
                     rows = torch.tensor(ids)
                     if self._number:
                         width = self._width
@@ -136,7 +136,7 @@ class ServingHost:
                         if not bool(rows.isfinite().all()):
                             raise ProtocolError(channel.remote, "hidden states that are not finite")
                     self._check_is_present(session, channel)
-                    session.put(first, ids, rows)
+                    session.put(first, ids, rows, drafts)
                     session.put_fed({})
                     self.executor.wake()
 

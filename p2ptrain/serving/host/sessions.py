@@ -11,6 +11,7 @@ from p2ptrain.serving.host.executor import Executor
 from p2ptrain.serving.host.meter import Meter
 from p2ptrain.serving.host.pool import PagePool, Pages, PoolFullError, key_of
 from p2ptrain.serving.host.session import HostSession
+from p2ptrain.serving.host.speculation import Speculation
 from p2ptrain.serving.messages import Cause, Failed, Open, Ticket
 from p2ptrain.signing import Signer
 from p2ptrain.tasks import Tasks
@@ -34,12 +35,16 @@ class DeclinedError(Exception):
 
 @dataclass(frozen=True)
 class Offer:
-    """A host's stage, of ``num_stages``, its arithmetic, and the most positions of a session."""
+    """A host's stage, of ``num_stages``, its arithmetic, and the most positions of a session.
+
+    ``speculates`` is False for a first stage that drafts no tokens.
+    """
 
     number: int
     num_stages: int
     arithmetic: str
     context: int
+    speculates: bool = True
 
     @property
     def is_last(self) -> bool:
@@ -112,6 +117,8 @@ class SessionBook:
             self.pool.free(pages)
             return self._found(session, request)
         session = HostSession(ticket, key, pages, stage, self.meter if offer.is_last else None)
+        if offer.speculates and not offer.number:
+            session.speculation = Speculation(self.meter)
         self.open[ticket.session] = session
         return session
 

@@ -11,7 +11,7 @@ from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.serving.host.executor import Executor
 from p2ptrain.serving.host.session import HostSession
 from p2ptrain.serving.link import OPEN_SECONDS
-from p2ptrain.serving.messages import FEED, IDLE_SECONDS, TOKENS, Fed, FeedRequest, Grant, Listen
+from p2ptrain.serving.messages import AHEAD, FEED, IDLE_SECONDS, TOKENS, Fed, FeedRequest, Grant, Listen
 from p2ptrain.tasks import Tasks
 
 
@@ -70,9 +70,9 @@ class TokenService:
         while session.failure is None:
             drawn, feed = session.drawn, session.feed
             if self._is_first:
-                if (token := session.tokens.get(len(session.ids))) is not None:
-                    session.put_fed({len(session.ids): token.id})
-                    self._executor.wake()
+                next_ = range(session.known, session.known + AHEAD)
+                session.put_fed({at: session.tokens[at].id for at in next_ if at in session.tokens})
+                self._executor.wake()
             elif feed != self._rpc.peer_id:
                 with contextlib.suppress(PeerError, DeadlineError):
                     await self._feed_to(feed, session)
@@ -85,7 +85,7 @@ class TokenService:
             position = session.ticket.prompt
             while session.failure is None and session.feed == feed:
                 drawn = session.drawn
-                while position in session.tokens or position < len(session.ids):
+                while position in session.tokens or position < session.known:
                     if position in session.tokens:
                         await channel.send(Fed(position, session.tokens[position].id))
                     position += 1

@@ -21,7 +21,7 @@ from p2ptrain.serving.generation import Token
 from p2ptrain.serving.host.pool import PagePool
 from p2ptrain.serving.host.service import ServingHost
 from p2ptrain.serving.host.sessions import Offer, SessionBook
-from p2ptrain.serving.sampling import Sampling
+from p2ptrain.serving.sampling import Drawn, Sampling, draw
 from tests.support.sim.peers import SWARM
 
 T = TypeVar("T")
@@ -68,13 +68,34 @@ class SmallStage:
         return torch.tensor(rows)
 
 
+class CopyingStage(SmallStage):
+    """A stage whose tokens mostly follow a cycle, so that drafts are often right; each row ends with its token.
+
+    One token in ``breaks`` leaves the cycle.
+    """
+
+    breaks = 11
+
+    def step(self, parts: Sequence[Part], inputs: torch.Tensor, store: torch.Tensor) -> torch.Tensor:
+        outputs = super().step(parts, inputs, store)
+        outputs[:, -1] = inputs if inputs.dim() == 1 else inputs[:, -1]
+        return outputs
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        found = super().logits(hidden)
+        for row, values in zip(hidden, found, strict=True):
+            if int(row[0]) % self.breaks:
+                values[(int(row[-1]) + 1) % 9] += 12
+        return found
+
+
 class PacedRuntime(Runtime):
     """A runtime whose batches of generation take ``serve_seconds``, and a further ``row_seconds`` a row."""
 
-    serve_seconds = 0.01
+    serve_seconds, row_seconds = 0.01, 0.0
 
     async def serve(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        await asyncio.sleep(self.serve_seconds)
+        await asyncio.sleep(self.serve_seconds + self.row_seconds * sum(share.part.rows for share in args[-1]))
         return function(*args, **kwargs)
 
 
@@ -103,19 +124,22 @@ class ServingSwarm:
     num_pages: int = 64
     context: int = 4096
     serve_seconds: float = 0.01
+    row_seconds: float = 0.0
+    kind: type[SmallStage] = SmallStage
     hosts: dict[str, ServingPeer] = field(default_factory=dict)
     rounds: tuple[int, ...] = (5,)
+    speculates: bool = True
 
     async def start_host(self, name: str, number: int, peer: SimulatedPeer | None = None) -> ServingPeer:
         peer = peer or self.network.add_peer(name)
         runtime = peer.runtime = PacedRuntime(random=peer.runtime.random, clock=peer.runtime.clock)
-        runtime.serve_seconds = self.serve_seconds
+        runtime.serve_seconds, runtime.row_seconds = self.serve_seconds, self.row_seconds
         rpc = Rpc(peer.transport, peer.runtime, SWARM)
-        stage = SmallStage(number)
+        stage = self.kind(number)
 
         async def start() -> ServingHost:
             await rpc.start()
-            offer = Offer(number, self.num_stages, ARITHMETIC, self.context)
+            offer = Offer(number, self.num_stages, ARITHMETIC, self.context, self.speculates)
             host = ServingHost(rpc, SessionBook(rpc, peer.signer, offer, PagePool(self.num_pages)))
             for round_ in self.rounds:
                 host.serve((round_, digest(round_, number)), cast(ExactStage, stage))
@@ -194,9 +218,15 @@ def digest(round_: int, stage: int) -> bytes:
 
 def golden(prompt: Sequence[int], num_tokens: int, num_stages: int, sampling: Sampling = GREEDY) -> list[int]:
     """Return the tokens that one process computes, a row at a time."""
-    from p2ptrain.serving.sampling import draw
+    return [drawn.id for drawn in golden_draws(prompt, num_tokens, num_stages, sampling)]
 
-    stages = [SmallStage(number) for number in range(num_stages)]
+
+def golden_draws(
+    prompt: Sequence[int], num_tokens: int, num_stages: int, sampling: Sampling, kind: type[SmallStage] = SmallStage
+) -> list[Drawn]:
+    """Return the tokens of `golden` with their log probabilities."""
+    stages = [kind(number) for number in range(num_stages)]
+    draws: list[Drawn] = []
     num_pages = -(-(len(prompt) + num_tokens) // PAGE)
     stores = [stage.new_pages(num_pages) for stage in stages]
     ids = list(prompt)
@@ -206,5 +236,6 @@ def golden(prompt: Sequence[int], num_tokens: int, num_stages: int, sampling: Sa
         for stage, store in zip(stages, stores, strict=True):
             hidden = stage.step([Part(1, position, range(num_pages))], hidden, store)
         if position >= len(prompt) - 1:
-            ids.append(draw(stages[-1].logits(hidden)[0], position + 1, ids, sampling, len(prompt)).id)
-    return ids[len(prompt) :]
+            draws.append(draw(stages[-1].logits(hidden)[0], position + 1, ids, sampling, len(prompt)))
+            ids.append(draws[-1].id)
+    return draws

@@ -19,7 +19,7 @@ from p2ptrain.network.records.serving import ServingReport
 from p2ptrain.serving.host.meter import Meter
 from p2ptrain.serving.host.pool import PagePool, key_of
 from p2ptrain.serving.host.session import KEPT_ROWS, HostSession
-from p2ptrain.serving.messages import AHEAD, Cause, Failed, Open, Ticket, Version
+from p2ptrain.serving.messages import AHEAD, MAX_DRAFTS, Cause, Failed, Open, Ticket, Version
 from p2ptrain.serving.prefix import page_hashes
 from p2ptrain.serving.sampling import Drawn
 from tests.support.exact import kernels, lively_model
@@ -48,7 +48,7 @@ def compute(held: HostSession, rows: int) -> list[int]:
     draws = held.draws_after(rows)
     part, inputs = held.take(rows)
     assert (part.rows, part.first, len(inputs)) == (rows, held.computed, rows)
-    held.done(rows, torch.zeros(rows, WIDTH), {at: Drawn(at % VOCABULARY, 0.0, ()) for at in draws})
+    held.done(torch.zeros(rows, WIDTH), {at: Drawn(at % VOCABULARY, 0.0, ()) for at in draws})
     return draws
 
 
@@ -92,7 +92,7 @@ def test_rows_are_computed_once_and_in_order_however_they_come(steps: list[tuple
             left = len(held.ids) - held.computed
             rows = data.draw(st.integers(0, left))
             computed += held.take(rows)[1].long().tolist()
-            held.done(rows, torch.full((rows, WIDTH), float(len(computed))), {})
+            held.done(torch.full((rows, WIDTH), float(len(computed))), {})
         assert held.ids == ids[: len(held.ids)]
         assert computed == ids[: held.computed]
         assert held.journal.ids == computed
@@ -189,6 +189,38 @@ def test_only_pages_of_the_prompt_that_the_client_signed_are_shared() -> None:
     on_loop(main)
 
 
+@given(st.lists(st.tuples(st.sampled_from(["step", "take", "done"]), st.integers(0, 9)), max_size=60), st.data())
+def test_replaced_drafts_leave_nothing_behind(events: list[tuple[str, int]], data: Any) -> None:
+    """However drafts are replaced, also while a batch computes their rows: a host's outputs follow from its ids."""
+
+    async def main() -> None:
+        held, truth = session(ticket(1, 80), is_last=False), [at % 7 for at in range(80)]
+        known, taken = 0, None
+        for event, number in events:
+            if event == "step":
+                first = data.draw(st.integers(max(0, known - 3), known))
+                known = min(known + number, 70)
+                drafts = [each + data.draw(st.integers(0, 1)) for each in truth[known : known + number % MAX_DRAFTS]]
+                if ids := truth[first:known] + drafts:
+                    held.put(first, ids, torch.tensor(ids), len(drafts))
+                    assert held.ids[: first + len(ids)] == truth[:known] + drafts
+                    assert held.known == known
+            elif event == "take" and taken is None:
+                taken = held.take(min(number, len(held.ids) - held.computed))
+            elif taken is not None:
+                part, inputs = taken
+                held.done(inputs.float()[:, None].repeat(1, WIDTH) if part.rows else torch.empty(0, WIDTH), {})
+                taken = None
+            journal = held.journal
+            assert journal.ids == held.ids[: journal.end]
+            assert journal.end == held.computed
+            rows = torch.frombuffer(bytearray(journal.rows(0, journal.end) or bytes(4)), dtype=torch.float32)
+            assert rows.view(-1, WIDTH if journal.end else 1)[: journal.end, 0].tolist() == held.ids[: journal.end]
+            assert journal.known == min(held.known, journal.end) or journal.known < held.known
+
+    on_loop(main)
+
+
 @pytest.mark.skipif(not kernels(), reason="there is no library of exact kernels")
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_sessions_of_a_shared_prefix_have_the_bits_that_they_have_alone(family: str) -> None:
@@ -209,7 +241,7 @@ def test_sessions_of_a_shared_prefix_have_the_bits_that_they_have_alone(family: 
         outputs = stage.step([part for part, _ in taken], torch.cat([inputs for _, inputs in taken]), store)
         split = torch.split(outputs, [part.rows for part, _ in taken])
         for held, (part, _), mine in zip(some, taken, split, strict=True):
-            held.done(part.rows, mine, {})
+            held.done(mine, {})
 
     async def main() -> None:
         pool, store, alone = PagePool(20), stage.new_pages(20), {}
@@ -228,6 +260,41 @@ def test_sessions_of_a_shared_prefix_have_the_bits_that_they_have_alone(family: 
             compute(store, *later, rows=rows)
         for number, held in enumerate([first, *later]):
             assert held.journal.rows(0, len(prompts[number])) == alone[number]
+
+    on_loop(main)
+
+
+def test_a_draft_that_is_not_drawn_ends_the_draws_until_it_is_replaced() -> None:
+    async def main() -> None:
+        held = session(ticket(max_tokens=20))
+        put(held, 0, PROMPT)
+        assert compute(held, 5) == [5]
+        held.put(5, [5, 6, 9, 8], torch.tensor([5, 6, 9, 8]), 3)
+        assert held.waiting() == (4, False, held._since, False)  # Verified with the tokens of other sessions.
+        assert held.draws_after(4) == [6, 7, 8, 9]
+        held.take(4)
+        held.done(torch.zeros(4, WIDTH), {6: Drawn(6, 0.0, ()), 7: Drawn(7, 0.0, ())})
+        assert held.failure is None
+        assert held.draws_after(0) == []
+        with pytest.raises(ProtocolError, match="another token at position 7"):
+            put(held, 6, [6, 9])
+        held.put(6, [6, 7, 8], torch.tensor([6, 7, 8]), 1)
+        assert (held.ids, held.known, held.computed) == ([*PROMPT, 5, 6, 7, 8], 8, 7)
+        assert compute(held, 2) == [8, 9]
+
+    on_loop(main)
+
+
+def test_a_token_after_ids_that_were_replaced_meanwhile_is_dropped() -> None:
+    async def main() -> None:
+        held = session(ticket(max_tokens=20))
+        held.put(0, [*PROMPT, 9, 8], torch.tensor([*PROMPT, 9, 8]), 2)
+        draws = held.draws_after(7)
+        held.take(7)
+        held.put(5, [7], torch.tensor([7]), 0)
+        held.done(torch.zeros(7, WIDTH), {at: Drawn(7, 0.0, ()) for at in draws})
+        assert list(held.tokens) == [5]
+        assert compute(held, 1) == [6]
 
     on_loop(main)
 
