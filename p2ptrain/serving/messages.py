@@ -133,7 +133,7 @@ class Step(FromCaller, frozen=True, tag="step"):
     """Rows of consecutive positions; their hidden states follow as fp32, except to the first stage.
 
     Attributes:
-        drafts: How many rows before the last one's end are drafts. Other ids at their positions replace them.
+        drafts: So many positions before its end are drafts, those of earlier steps included. Other ids replace them.
     """
 
     first: Position

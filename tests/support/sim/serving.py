@@ -125,14 +125,16 @@ class ServingSwarm:
     context: int = 4096
     serve_seconds: float = 0.01
     row_seconds: float = 0.0
-    kind: type[SmallStage] = SmallStage
+    kind: Callable[[int], SmallStage] = SmallStage
+    vocabulary: int = VOCABULARY
+    runtime: type[PacedRuntime] = PacedRuntime
     hosts: dict[str, ServingPeer] = field(default_factory=dict)
     rounds: tuple[int, ...] = (5,)
     speculates: bool = True
 
     async def start_host(self, name: str, number: int, peer: SimulatedPeer | None = None) -> ServingPeer:
         peer = peer or self.network.add_peer(name)
-        runtime = peer.runtime = PacedRuntime(random=peer.runtime.random, clock=peer.runtime.clock)
+        runtime = peer.runtime = self.runtime(random=peer.runtime.random, clock=peer.runtime.clock)
         runtime.serve_seconds, runtime.row_seconds = self.serve_seconds, self.row_seconds
         rpc = Rpc(peer.transport, peer.runtime, SWARM)
         stage = self.kind(number)
@@ -173,7 +175,7 @@ class ServingSwarm:
         peer = self.network.add_peer(name)
         rpc = Rpc(peer.transport, peer.runtime, SWARM)
         await peer.spawn(rpc.start())
-        model = ServedModel("small", VOCABULARY, tuple((each, each + 1) for each in range(self.num_stages)))
+        model = ServedModel("small", self.vocabulary, tuple((each, each + 1) for each in range(self.num_stages)))
         return SimulatedClient(peer, rpc, SwarmGenerator(rpc, peer.signer, model, self.known, wait_seconds))
 
     def host_of(self, peer_id: str) -> ServingPeer:

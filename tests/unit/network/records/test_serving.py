@@ -103,6 +103,7 @@ COUNTS = [0] * (len(BOUNDS) + 1)
         ("totals.requests", 10, "more first tokens than requests"),
         ("totals.generated_tokens", 1, "more tokens were timed"),
         ("totals.cached_tokens", 10**9, "more cached tokens"),
+        ("totals.accepted_tokens", 1, "more drafts were accepted"),
         ("totals.first_token.seconds", float("nan"), ">= 0"),
         ("totals.first_token.seconds", float("inf"), "<= 1e"),
         ("totals.first_token.seconds", 0.0, "its counts rule out"),
