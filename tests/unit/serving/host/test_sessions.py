@@ -189,6 +189,27 @@ def test_only_pages_of_the_prompt_that_the_client_signed_are_shared() -> None:
     on_loop(main)
 
 
+def test_drafts_are_not_shared_and_replace_no_shared_page() -> None:
+    """A caller could mark rows of the prompt as drafts, and change them under the sessions that share their page."""
+
+    async def main() -> None:
+        ids = [at % VOCABULARY for at in range(2 * PAGE)]
+        held = session(ticket(len(ids)))
+        held.put(0, ids[: PAGE + 4], torch.tensor(ids[: PAGE + 4]), 5)
+        compute(held, PAGE + 4)
+        assert held.pages.pool.num_prefix_pages == 0
+        held.put(PAGE + 4, ids[PAGE + 4 :], torch.tensor(ids[PAGE + 4 :]), 3)
+        compute(held, PAGE - 4)
+        assert held.pages.pool.num_prefix_pages == 1
+        for first in (PAGE - 3, 0):
+            with pytest.raises(ProtocolError, match="other tokens than before"):
+                held.put(first, [7] * (PAGE - first), torch.tensor([7] * (PAGE - first)), MAX_DRAFTS)
+        held.put(PAGE, [7] * 3, torch.tensor([7] * 3), 3)
+        assert held.ids == [*ids[:PAGE], 7, 7, 7]
+
+    on_loop(main)
+
+
 @given(st.lists(st.tuples(st.sampled_from(["step", "take", "done"]), st.integers(0, 9)), max_size=60), st.data())
 def test_replaced_drafts_leave_nothing_behind(events: list[tuple[str, int]], data: Any) -> None:
     """However drafts are replaced, also while a batch computes their rows: a host's outputs follow from its ids."""
@@ -240,7 +261,7 @@ def test_sessions_of_a_shared_prefix_have_the_bits_that_they_have_alone(family: 
         taken = [each.take(min(rows, len(each.ids) - each.computed)) for each in some]
         outputs = stage.step([part for part, _ in taken], torch.cat([inputs for _, inputs in taken]), store)
         split = torch.split(outputs, [part.rows for part, _ in taken])
-        for held, (part, _), mine in zip(some, taken, split, strict=True):
+        for held, mine in zip(some, split, strict=True):
             held.done(mine, {})
 
     async def main() -> None:
