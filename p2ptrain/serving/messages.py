@@ -29,6 +29,8 @@ MAX_CANDIDATES = 8
 MAX_CONTEXT = 1 << 20
 MAX_CHUNK_ROWS = 256
 """Rows of one `Step`: small enough that decoding sessions wait little for another one's prompt."""
+MAX_LOGIT_ROWS = 16
+"""Rows of one `LogitRows`: 3 MB with a vocabulary of 50,000."""
 MAX_OPEN_BYTES = 256 * 1024
 FLOAT_BYTES = 4
 IDLE_SECONDS = 600.0
@@ -80,6 +82,7 @@ class Ticket(Message, frozen=True):
         salt: Of the client's own choice: its sessions share prefix pages with those of equal salts, and with no other
             client's.
         pages: Hashes of the first full pages of the tokens that the client has; see `p2ptrain.serving.prefix`.
+        wants_logits: True if the last host keeps its outputs for ``serve.logits``.
     """
 
     session: SessionId
@@ -94,6 +97,7 @@ class Ticket(Message, frozen=True):
     credential: Annotated[bytes, Meta(max_length=MAX_CREDENTIAL_BYTES)] = b""
     salt: Annotated[bytes, Meta(max_length=32)] = b""
     pages: Annotated[tuple[Hash, ...], Meta(max_length=MAX_PREFIX_PAGES)] = ()
+    wants_logits: bool = False
     signature: Annotated[bytes, Meta(max_length=1024)] = b""
 
     @property
@@ -217,6 +221,19 @@ class DrawnToken(Message, frozen=True):
     top: Annotated[tuple[tuple[TokenId, Number], ...], Meta(max_length=MAX_TOP_LOGPROBS)] = ()
 
 
+class LogitsRequest(Message, frozen=True):
+    """The client's request for the logits of a session's rows from a position on (``serve.logits``)."""
+
+    session: SessionId
+    start: Position
+
+
+class LogitRows(Message, frozen=True):
+    """Logits of the next rows; they follow as fp32."""
+
+    rows: Annotated[int, Meta(ge=1, le=MAX_LOGIT_ROWS)]
+
+
 class FeedRequest(Message, frozen=True):
     """The last host's request to send a session's tokens to the first host (``serve.feed``)."""
 
@@ -236,4 +253,5 @@ def service(stage: int) -> str:
 
 
 TOKENS = "serve.tokens"
+LOGITS = "serve.logits"
 FEED = "serve.feed"

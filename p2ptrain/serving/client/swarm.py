@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
+import torch
 
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.serving.client.routes import Host, Plan, Prefix, RecentPrefixes, choose, longest
-from p2ptrain.serving.client.session import SwarmSession
+from p2ptrain.serving.client.session import LogitsSession, SwarmSession
 from p2ptrain.serving.errors import NoHostError, PromptTooLongError, VersionGoneError
 from p2ptrain.serving.messages import Ticket, Version
 from p2ptrain.serving.prefix import page_hashes
 from p2ptrain.serving.sampling import Sampling
 from p2ptrain.signing import Signer
 from p2ptrain.tasks import Tasks
+
+S = TypeVar("S", bound=SwarmSession)
 
 LOOK_SECONDS = 0.5
 TICKET_SECONDS = 24 * 3600.0
@@ -64,16 +68,28 @@ class SwarmGenerator:
         """Raise `NoHostError` unless each stage has a host."""
         self._plan(bytes(16))
 
-    @asynccontextmanager
-    async def generate(
+    def generate(
         self, ids: Sequence[int], sampling: Sampling, *, max_tokens: int, stops: Sequence[int] = (), key: str = ""
-    ) -> AsyncIterator[SwarmSession]:
+    ) -> AbstractAsyncContextManager[SwarmSession]:
         """Generate tokens after a prompt; see `p2ptrain.serving.generation.Generator`.
 
         Raises:
             PromptTooLongError: Prompt and answer exceed the context, or the prompt is empty or has unknown tokens.
             NoHostError, OverloadedError, GenerationFailedError: From the iteration, too.
         """
+        return self._open(SwarmSession, ids, sampling, max_tokens, tuple(stops), key)
+
+    async def logits(self, ids: Sequence[int]) -> torch.Tensor:
+        """Return the logits after each of some tokens, ``[tokens, vocabulary]``, fp32; raise as `generate`."""
+        opened = self._open(LogitsSession, ids, Sampling(temperature=0.0), 1, (), "", wants_logits=True)
+        async with opened as session:
+            return await session.logits(self.vocabulary)
+
+    @asynccontextmanager
+    async def _open(
+        self, kind: type[S], ids: Sequence[int], sampling: Sampling, max_tokens: int, stops: tuple[int, ...],
+        key: str, *, wants_logits: bool = False,
+    ) -> AsyncIterator[S]:  # fmt: skip
         rpc, id = self._rpc, self._new_id()
         await self._first_plan(id)
         if not 0 < len(ids) <= self.context - max_tokens:
@@ -88,9 +104,9 @@ class SwarmGenerator:
         plan = await self._first_plan(id, len(ids) + max_tokens - 1, prefix)
         ticket = Ticket(
             id, rpc.peer_id, plan.version, len(ids), len(ids), max_tokens, sampling,
-            self._rpc.runtime.now() + TICKET_SECONDS, tuple(stops), rpc.credential, salt, pages,
+            self._rpc.runtime.now() + TICKET_SECONDS, stops, rpc.credential, salt, pages, wants_logits,
         )  # fmt: skip
-        session = SwarmSession(
+        session = kind(
             rpc, await self._signed(ticket), list(ids),
             lambda version: self._plan(id, version, ticket.num_positions, prefix), self._renewed, self._wait_seconds,
         )  # fmt: skip

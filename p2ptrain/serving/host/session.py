@@ -46,7 +46,7 @@ class HostSession:
         channel: The caller's; None while the session has no caller.
         is_shadow: True if another host serves the session: its rows wait for all others, and no token is drawn.
         later: Hosts of later stages, by stage.
-        journal: Outputs for the next stage; without rows on the last stage.
+        journal: Outputs for the next stage; on the last one for a client that wants logits, else without rows.
         tokens: The last stage's tokens, by position.
         feed: The first stage's host.
         failure: Why the session is over; None while it lasts.
@@ -70,7 +70,7 @@ class HostSession:
         self.channel: Channel | None = None
         self.is_shadow = False
         self.later: dict[int, str] = {}
-        self.journal = Journal(width=0 if self.is_last else stage.hidden)
+        self.journal = Journal(width=0 if self.is_last and not ticket.wants_logits else stage.hidden)
         self.tokens: dict[int, Drawn] = {}
         self.feed = ""
         self.failure: Failed | None = None
@@ -211,9 +211,9 @@ class HostSession:
         first, end, rows = self._batch.start, self._batch.stop, len(self._batch)
         self.computed = end if rows else self.computed
         self._since = now = asyncio.get_running_loop().time()
-        if not self.is_last and rows:
+        if self.journal.row_bytes and rows:
             self.journal.append(self.ids[first:end], outputs[:rows].numpy().tobytes(), self.known)
-        elif rows:
+        if self.is_last and rows:
             kept = range(max(first, self.computed - KEPT_ROWS), self.computed)
             self._finals.update((at, outputs[at - first : at - first + 1].clone()) for at in kept)
             self._finals = {at: row for at, row in self._finals.items() if at >= self.computed - KEPT_ROWS}
@@ -244,7 +244,7 @@ class HostSession:
             page_hash = next_hash(self._hash, ids)
             if index < len(signed) and signed[index] != page_hash:
                 return
-            outputs = self.journal.rows(first, first + PAGE)
+            outputs = b"" if self.is_last else self.journal.rows(first, first + PAGE)
             self.pages.pool.share(self.pages, index, key_of(self.ticket, page_hash), ids, outputs)
             self._hash, self._num_shared = page_hash, index + 1
 

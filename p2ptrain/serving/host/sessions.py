@@ -153,9 +153,11 @@ class SessionBook:
         """Return pages, those of shadows if necessary; raise `PoolFullError` if there are too few.
 
         The first ones are the prefix pages that the pool has. The last stage computes the prompt's last row in any
-        case, because the first token is drawn from it.
+        case, because the first token is drawn from it, and all rows for a client that wants their logits.
         """
         num_shared = (ticket.prompt - self.offer.is_last) // PAGE
+        if self.offer.is_last and ticket.wants_logits:
+            num_shared = 0
         keys = [key_of(ticket, each) for each in ticket.pages[:num_shared]]
         while True:
             try:

@@ -241,3 +241,13 @@ def golden_draws(
             draws.append(draw(stages[-1].logits(hidden)[0], position + 1, ids, sampling, len(prompt)))
             ids.append(draws[-1].id)
     return draws
+
+
+def golden_logits(prompt: Sequence[int], num_stages: int) -> torch.Tensor:
+    """Return the logits that one process computes after each of some tokens."""
+    hidden = torch.tensor(list(prompt))
+    num_pages = -(-len(prompt) // PAGE)
+    stages = [SmallStage(number) for number in range(num_stages)]
+    for stage in stages:
+        hidden = stage.step([Part(len(prompt), 0, range(num_pages))], hidden, stage.new_pages(num_pages))
+    return stages[-1].logits(hidden)
