@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from p2ptrain.errors import ConfigError, ManifestError, TemporaryError, UsageError
 from p2ptrain.manifest import DataSpec, Manifest, ModelSpec, explain
-from p2ptrain.models import FAMILIES, get_family, model_blocks
+from p2ptrain.models import FAMILIES, check_reads_text, get_family, model_blocks
 from p2ptrain.models.blocks import Span, stage_shapes, stage_ties
 from p2ptrain.progress import Progress, no_progress
 
@@ -77,6 +77,15 @@ def local_tokenizer(manifest: Manifest, given: Path | None, allowed: Sequence[Pa
         raise ConfigError(not_given("data.tokenizer", name))
     _check_allowed("data.tokenizer", name, allowed)
     return name
+
+
+def manifest_tokenizer(manifest: Manifest, given: Path | None = None, allowed: Sequence[Path] = ()) -> Any:
+    """Return the transformers tokenizer of `local_tokenizer`; raise `UsageError`, too, if the model reads no text."""
+    from p2ptrain.models.tokenizers import byte_tokenizer, load_pretrained_tokenizer
+
+    check_reads_text(manifest.model)
+    name = local_tokenizer(manifest, given, allowed)
+    return byte_tokenizer(manifest.model.context) if name == "bytes" else load_pretrained_tokenizer(name)
 
 
 def _check_allowed(key: str, source: str, allowed: Sequence[Path]) -> None:

@@ -2,30 +2,37 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
+import torch
 
+from p2ptrain import Swarm
+from p2ptrain.errors import TemporaryError, UsageError
 from p2ptrain.manifest import ModelSpec
 from p2ptrain.models import build_stage, model_blocks
 from p2ptrain.models.blocks import Span
-from p2ptrain.models.exact import PAGE, exact_stage
+from p2ptrain.models.exact import PAGE, ExactStage, Part, exact_stage
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.node.serving.client import SwarmModel
 from p2ptrain.node.serving.thread import ModelThread
 from p2ptrain.serving.local import LocalGenerator
 from p2ptrain.serving.sampling import Sampling
-from tests.support.processes.daemons import wait_until
+from tests.support.processes.daemons import ROOT, wait_until
 from tests.support.processes.files import LOOPBACK, QUICK, TINY, set_options
 from tests.support.processes.swarmlet import background_command, init, nothing_left_behind, run_command, seeding
 from tests.support.processes.tellers import PATIENCE_SECONDS
 
+PYTHON_API = ROOT / "docs" / "reference" / "python-api.md"
 PROMPT = "the quick brown fox"
 CONTEXT = 1024
 DRAWN = Sampling(temperature=1.0, seed=3)
@@ -91,17 +98,27 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
         yield Hosts(tmp_path, stack)
 
 
-def golden(num_tokens: int, sampling: Sampling) -> list[int]:
-    """Return the tokens that this process computes with the model's initial weights."""
+def whole_model() -> ExactStage:
+    """Return the model with its initial weights."""
     spec = ModelSpec(**{**TINY, "layers": 4, "context": CONTEXT})
-    stage = build_stage(spec, Span(0, len(model_blocks(spec))))
-    generator = LocalGenerator([exact_stage(stage, spec)], context=CONTEXT)
+    return exact_stage(build_stage(spec, Span(0, len(model_blocks(spec)))), spec)
+
+
+def golden(num_tokens: int, sampling: Sampling, prompt: str = PROMPT) -> list[int]:
+    """Return the tokens that this process computes with the model's initial weights."""
+    generator = LocalGenerator([whole_model()], context=CONTEXT)
 
     async def generate() -> list[int]:
-        async with generator.generate(list(PROMPT.encode()), sampling, max_tokens=num_tokens) as generation:
+        async with generator.generate(list(prompt.encode()), sampling, max_tokens=num_tokens) as generation:
             return [token.id async for token in generation]
 
     return asyncio.run(generate())
+
+
+def golden_logits(ids: torch.Tensor) -> torch.Tensor:
+    """Return the logits that this process computes after each token, ``[tokens, vocabulary]``."""
+    stage = whole_model()
+    return stage.logits(stage.step([Part(len(ids), 0, [0])], ids, stage.new_pages(1)))
 
 
 async def ask(
@@ -137,6 +154,63 @@ def test_a_host_that_is_killed_or_stopped_is_replaced_with_the_same_tokens(
             os.kill(struck[0].pid, signal.SIGCONT)
     assert tokens == golden(400, DRAWN)
     assert failovers >= 1
+
+
+def test_a_script_generates_as_with_transformers(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Prompts of several lengths at once, a streamer, logits, and a host, or its shadow, that is killed meanwhile."""
+    processes = hosts.start_all(0, 1, 1)
+    ids = torch.tensor([list(PROMPT.encode()), [0] * 4 + list(PROMPT[4:].encode())])
+    mask = torch.tensor([[1] * len(PROMPT), [0] * 4 + [1] * (len(PROMPT) - 4)])
+    monkeypatch.setattr(Swarm, "join", partial(Swarm.join, listen=(LOOPBACK,)))
+    with Swarm.join(hosts.link) as swarm:
+        model = swarm.language_model()
+        assert swarm.language_model() is model
+        wanted = golden(60, Sampling(temperature=0.0))
+        other = golden(60, Sampling(temperature=0.0), PROMPT[4:])
+        found = model.generate(ids, attention_mask=mask, max_new_tokens=60)
+        assert found.tolist() == [[*row, *more] for row, more in zip(ids.tolist(), (wanted, other), strict=True)]
+        seen: list[int] = []
+        streamer = SimpleNamespace(put=lambda some: seen.extend(some.flatten().tolist()), end=lambda: seen.append(-1))
+        drawn = model.generate(
+            ids[:1], max_new_tokens=9, do_sample=True, seed=3, eos_token_id=wanted[0], streamer=streamer
+        )
+        told = golden(9, DRAWN)
+        told = told[: told.index(wanted[0]) + 1] if wanted[0] in told else told
+        assert drawn[0].tolist() == seen[:-1] == [*ids[0].tolist(), *told]
+        assert swarm.generate(PROMPT, max_new_tokens=60) == bytes(wanted).decode(errors="replace")
+
+        logits = model(ids, mask).logits
+        assert logits is not None
+        assert torch.equal(logits[0], golden_logits(ids[0]))
+        assert torch.equal(logits[1, 4:], golden_logits(ids[1, 4:]))
+        assert not logits[1, :4].any()
+        assert int(logits[0, -1].argmax()) == wanted[0]
+
+        for settings, message in (
+            ({"max_new_tokens": CONTEXT}, "do not fit the context"), ({"max_new_tokens": 0}, "max_new_tokens"),
+            ({"do_sample": True, "temperature": 9.0}, "temperature"), ({"top_p": 0.0}, "top_p"),
+        ):  # fmt: skip
+            with pytest.raises(UsageError, match=message):
+                model.generate(ids[:1], **settings)
+        tokens, taken = model.stream(ids[0], max_new_tokens=400, do_sample=True, seed=3), list[int]()
+        for token in tokens:
+            taken.append(token)
+            if len(taken) == 150:
+                processes["host1"].kill()  # Perhaps the shadow; either way the answer is the same.
+        assert taken == golden(400, DRAWN)
+        next(unfinished := model.stream(ids[0], max_new_tokens=900))
+        unfinished.close()
+    with pytest.raises(TemporaryError, match="closed"):
+        model.generate(ids)
+
+    (code,) = re.findall(r"^```python\n(.*?)^```$", PYTHON_API.read_text(), flags=re.MULTILINE | re.DOTALL)
+    exec(code.replace("p2ptrain://…", hosts.link), {})
+    printed = capsys.readouterr().out
+    story = golden(40, Sampling(temperature=0.0), "Once upon a time")
+    assert printed.startswith(bytes(story).decode(errors="replace"))
+    assert printed.endswith("torch.Size([1, 19, 256])\n")
 
 
 def test_the_commands_answer_with_the_tokens_of_one_process(hosts: Hosts) -> None:
