@@ -11,10 +11,13 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, Literal
 
 import httpx
 import pytest
 import torch
+from openai import AsyncOpenAI
+from pydantic import BaseModel, Field
 
 from p2ptrain import Swarm
 from p2ptrain.errors import TemporaryError, UsageError
@@ -22,11 +25,14 @@ from p2ptrain.manifest import ModelSpec
 from p2ptrain.models import build_stage, model_blocks
 from p2ptrain.models.blocks import Span
 from p2ptrain.models.exact import PAGE, ExactStage, Part, exact_stage
+from p2ptrain.models.tokenizers import END_OF_TEXT, byte_tokenizer
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.node.serving.client import SwarmModel
 from p2ptrain.node.serving.thread import ModelThread
+from p2ptrain.serving.http.serve import serving_http
 from p2ptrain.serving.local import LocalGenerator
 from p2ptrain.serving.sampling import Sampling
+from tests.support.generators import TEMPLATE
 from tests.support.processes.daemons import ROOT, wait_until
 from tests.support.processes.files import LOOPBACK, QUICK, TINY, set_options
 from tests.support.processes.swarmlet import background_command, init, nothing_left_behind, run_command, seeding
@@ -96,6 +102,11 @@ class Hosts:
 def hosts(tmp_path: Path) -> Iterator[Hosts]:
     with nothing_left_behind(), ExitStack() as stack:
         yield Hosts(tmp_path, stack)
+
+
+class Answer(BaseModel):
+    names: list[Literal["fox", "dog", "owl"]] = Field(min_length=8, max_length=12)
+    age: int = Field(ge=0, le=99)
 
 
 def whole_model() -> ExactStage:
@@ -246,6 +257,35 @@ def test_the_commands_answer_with_the_tokens_of_one_process(hosts: Hosts) -> Non
         wait_until(is_cached)
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
+
+
+def test_openai_s_client_parses_an_answer_whose_host_is_killed_meanwhile(hosts: Hosts) -> None:
+    """The last stage's host dies in the middle of the JSON: it fits the class, and equals the one before."""
+    processes = hosts.start_all(0, 1, 1)
+    tokenizer = byte_tokenizer(CONTEXT)
+    tokenizer.chat_template = TEMPLATE
+    ask: Any = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 600, "seed": 5}
+
+    async def parse(model: SwarmModel) -> tuple[list[str | None], int]:
+        found: list[str | None] = []
+        serving = serving_http(model.generator, tokenizer, port=0, end_ids=[END_OF_TEXT])
+        async with serving as (url, _), AsyncOpenAI(base_url=f"{url}v1", api_key="any", max_retries=0) as client:
+            for is_struck in (False, True):
+                async with client.chat.completions.stream(**ask, response_format=Answer) as stream:
+                    number = 0
+                    async for event in stream:
+                        number += event.type == "content.delta"
+                        if is_struck and number == 20 and event.type == "content.delta":
+                            processes["host1"].kill()
+                    final = await stream.get_final_completion()
+                assert isinstance(final.choices[0].message.parsed, Answer)
+                found.append(final.choices[0].message.content)
+        return found, number
+
+    with ModelThread(SwarmLink.parse(hosts.link), PATIENCE_SECONDS) as thread:
+        found, number = thread.call(parse(thread.model))
+    assert found[0] == found[1]
+    assert number > 40
 
 
 def test_a_trainer_serves_newer_weights_as_rounds_end(tmp_path: Path) -> None:

@@ -139,6 +139,7 @@ class ServedStage(msgspec.Struct, frozen=True, array_like=True):
         context: Most positions of a session.
         free_pages: Pages for keys and values, of 64 positions each.
         sessions: Open now.
+        grammars: Id of the engine for answers in a given form; empty if the peer has none, or not the last stage.
     """
 
     stage: Count
@@ -148,6 +149,7 @@ class ServedStage(msgspec.Struct, frozen=True, array_like=True):
     context: Count
     free_pages: Count = 0
     sessions: Count = 0
+    grammars: Annotated[str, Meta(max_length=64)] = ""
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from abc import ABC, abstractmethod
 
 import torch
 
+from p2ptrain.config import PeerConfig
+from p2ptrain.errors import P2PTrainError
 from p2ptrain.models import build_model
+from p2ptrain.models.pretrained import end_marks, manifest_tokenizer
 from p2ptrain.models.stage import Stage
 from p2ptrain.node.peer import Peer
 from p2ptrain.pipeline.plan import PipelinePlan
 from p2ptrain.pipeline.stage.hosted_stage import HostedStage
+from p2ptrain.serving.grammar import Grammars
 from p2ptrain.serving.host.session import Key
 from p2ptrain.training.sync.synchronizer import Synchronizer
+
+logger = logging.getLogger(__name__)
 
 
 class Held(ABC):
@@ -78,6 +85,16 @@ class HeldModel(Held):
         self._state.layout.write(self._state.vector, self._module)
         assert isinstance(self._module, Stage)
         return self._module
+
+
+def load_grammars(peer: Peer, config: PeerConfig, vocabulary: int) -> Grammars | None:
+    """Return the grammars of the model's tokenizer; None, which the log explains, if something is missing."""
+    try:
+        tokenizer = manifest_tokenizer(peer.manifest, config.weights, config.allow_path)
+        return Grammars(tokenizer, vocabulary, end_marks(peer.manifest))
+    except P2PTrainError as error:
+        logger.info("no answers in a given form (JSON, tool calls): %s", error)
+        return None
 
 
 def newest(peer: Peer, before: Held | None) -> Held | None:

@@ -13,7 +13,7 @@ from p2ptrain.native.exact import AnyKernels
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.node.peer import Peer
 from p2ptrain.node.roles.materials import choose_device
-from p2ptrain.node.serving.held import Held, newest
+from p2ptrain.node.serving.held import Held, load_grammars, newest
 from p2ptrain.serving.host.pool import PagePool
 from p2ptrain.serving.host.service import ServingHost
 from p2ptrain.serving.host.session import Key
@@ -104,8 +104,12 @@ class Serving:
             num_pages = max(1, min(cache // (stage.page_bytes + outputs), stage.free_bytes // stage.page_bytes))
             context = self._config.serving.context or await asyncio.to_thread(self._model_context)
             peer = self._peer
+            is_last = held.number == held.num_stages - 1
+            grammars = (
+                await asyncio.to_thread(load_grammars, self._peer, self._config, stage.vocabulary) if is_last else None
+            )
             speculates = self._config.serving.speculation == "ngram"
-            offer = Offer(held.number, held.num_stages, stage.arithmetic, context, speculates)
+            offer = Offer(held.number, held.num_stages, stage.arithmetic, context, speculates, grammars)
             book = SessionBook(peer.rpc, peer.identity, offer, PagePool(num_pages))
             self._host = ServingHost(peer.rpc, book)
             logger.info(

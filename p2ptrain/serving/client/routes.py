@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -27,10 +27,11 @@ class Host(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The hosts of each stage, the best first."""
+    """The hosts of each stage, the best first; ``engine`` is that of the last ones' grammars, if they are needed."""
 
     version: Version
     route: tuple[tuple[str, ...], ...]
+    engine: str = ""
 
 
 class Prefix(NamedTuple):
@@ -38,6 +39,20 @@ class Prefix(NamedTuple):
 
     rows: int
     route: tuple[str, ...]
+
+
+class Needs(NamedTuple):
+    """The demands of a session on its hosts.
+
+    Attributes:
+        positions: The context that it needs.
+        engine: Of its grammar; empty for the one that most hosts have, and None if it has no grammar.
+        prefix: Of its prompt.
+    """
+
+    positions: int = 1
+    engine: str | None = None
+    prefix: Prefix | None = None
 
 
 class RecentPrefixes:
@@ -63,21 +78,19 @@ class RecentPrefixes:
 
 
 def choose(
-    hosts: Sequence[Host],
-    num_stages: int,
-    session: bytes,
-    *,
-    positions: int = 1,
-    only: Version | None = None,
-    prefix: Prefix | None = None,
+    hosts: Sequence[Host], num_stages: int, session: bytes, needs: Needs = Needs(), *, only: Version | None = None
 ) -> Plan | int:
     """Return the plan of a session, or the number of a stage that no host serves in a common version.
 
     The newest round counts that all stages have in one arithmetic. Near and idle hosts come first; the session's id
-    spreads sessions over equal ones. A host that computed the prompt's ``prefix`` comes before others that are not
-    much better. ``positions`` is the context that the session needs.
+    spreads sessions over equal ones. A host that computed the prompt's prefix comes before others that are not much
+    better.
     """
-    able = [host for host in hosts if is_able(host, num_stages) and host.served.context >= positions]
+    able = [host for host in hosts if is_able(host, num_stages) and host.served.context >= needs.positions]
+    if (engine := needs.engine) is not None:
+        engines = Counter(host.served.grammars for host in able if host.served.grammars)
+        engine = engine or max(engines, key=lambda each: (engines[each], each), default="")
+        able = [each for each in able if each.served.stage < num_stages - 1 or (each.served.grammars == engine != "")]
     versions: dict[tuple[int, str], dict[int, dict[bytes, list[Host]]]] = {}
     for host in able:
         for round_, digest in host.served.versions:
@@ -92,7 +105,7 @@ def choose(
         if only is not None and version != only:
             continue
         found = (stages[number][digest] for number, digest in enumerate(digests))
-        return Plan(version, tuple(_ordered(each, session, prefix) for each in found))
+        return Plan(version, tuple(_ordered(each, session, needs.prefix) for each in found), engine or "")
     served = {host.served.stage for host in able}
     return next((number for number in range(num_stages) if number not in served), 0)
 

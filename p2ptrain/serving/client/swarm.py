@@ -13,9 +13,9 @@ import msgspec
 import torch
 
 from p2ptrain.network.rpc.endpoint import Rpc
-from p2ptrain.serving.client.routes import Host, Plan, Prefix, RecentPrefixes, choose, longest
+from p2ptrain.serving.client.routes import Host, Needs, Plan, RecentPrefixes, choose, longest
 from p2ptrain.serving.client.session import LogitsSession, SwarmSession
-from p2ptrain.serving.errors import NoHostError, PromptTooLongError, VersionGoneError
+from p2ptrain.serving.errors import NoGrammarError, NoHostError, PromptTooLongError, VersionGoneError
 from p2ptrain.serving.messages import Ticket, Version
 from p2ptrain.serving.prefix import page_hashes
 from p2ptrain.serving.sampling import Sampling
@@ -77,21 +77,21 @@ class SwarmGenerator:
             PromptTooLongError: Prompt and answer exceed the context, or the prompt is empty or has unknown tokens.
             NoHostError, OverloadedError, GenerationFailedError: From the iteration, too.
         """
-        return self._open(SwarmSession, ids, sampling, max_tokens, tuple(stops), key)
+        return self._open(SwarmSession, ids, sampling, max_tokens, stops, key)
 
     async def logits(self, ids: Sequence[int]) -> torch.Tensor:
         """Return the logits after each of some tokens, ``[tokens, vocabulary]``, fp32; raise as `generate`."""
-        opened = self._open(LogitsSession, ids, Sampling(temperature=0.0), 1, (), "", wants_logits=True)
-        async with opened as session:
+        async with self._open(LogitsSession, ids, Sampling(temperature=0.0), 1) as session:
             return await session.logits(self.vocabulary)
 
     @asynccontextmanager
     async def _open(
-        self, kind: type[S], ids: Sequence[int], sampling: Sampling, max_tokens: int, stops: tuple[int, ...],
-        key: str, *, wants_logits: bool = False,
+        self, kind: type[S], ids: Sequence[int], sampling: Sampling, max_tokens: int, stops: Sequence[int] = (),
+        key: str = "",
     ) -> AsyncIterator[S]:  # fmt: skip
         rpc, id = self._rpc, self._new_id()
-        await self._first_plan(id)
+        engine = sampling.grammar.engine if sampling.grammar is not None else None
+        await self._first_plan(id, Needs(engine=engine))
         if not 0 < len(ids) <= self.context - max_tokens:
             raise PromptTooLongError(
                 f"a prompt of {len(ids)} tokens and an answer of {max_tokens} do not fit the context of {self.context}:"
@@ -100,15 +100,16 @@ class SwarmGenerator:
         if not 0 <= min(ids) <= max(ids) < self.vocabulary:
             raise PromptTooLongError(f"the prompt has a token that is not in the vocabulary of {self.vocabulary}")
         salt, pages = hashlib.sha256(key.encode()).digest() if key else b"", page_hashes(ids)
-        prefix = self._recent.find(salt, pages)
-        plan = await self._first_plan(id, len(ids) + max_tokens - 1, prefix)
+        needs = Needs(len(ids) + max_tokens - 1, engine, self._recent.find(salt, pages))
+        plan = await self._first_plan(id, needs)
+        needs = needs._replace(engine=plan.engine or None)
         ticket = Ticket(
-            id, rpc.peer_id, plan.version, len(ids), len(ids), max_tokens, sampling,
-            self._rpc.runtime.now() + TICKET_SECONDS, stops, rpc.credential, salt, pages, wants_logits,
+            id, rpc.peer_id, plan.version, len(ids), len(ids), max_tokens, _with_engine(sampling, plan.engine),
+            self._rpc.runtime.now() + TICKET_SECONDS, tuple(stops), rpc.credential, salt, pages, kind is LogitsSession,
         )  # fmt: skip
         session = kind(
-            rpc, await self._signed(ticket), list(ids),
-            lambda version: self._plan(id, version, ticket.num_positions, prefix), self._renewed, self._wait_seconds,
+            rpc, await self._signed(ticket), list(ids), lambda version: self._plan(id, needs, version), self._renewed,
+            self._wait_seconds,
         )  # fmt: skip
         self._recent.note(salt, pages, tuple(hosts[0] for hosts in plan.route))
         async with Tasks() as tasks:
@@ -130,28 +131,33 @@ class SwarmGenerator:
 
     async def _renewed(self, ticket: Ticket) -> Ticket:
         """Return a ticket like this one for another session, of the newest version."""
-        id = self._new_id()
-        plan = await self._first_plan(id, ticket.num_positions)
+        id, grammar = self._new_id(), ticket.sampling.grammar
+        plan = await self._first_plan(id, Needs(ticket.num_positions, grammar.engine if grammar is not None else None))
         return await self._signed(msgspec.structs.replace(ticket, session=id, version=plan.version))
 
-    async def _first_plan(self, id: bytes, positions: int = 1, prefix: Prefix | None = None) -> Plan:
+    async def _first_plan(self, id: bytes, needs: Needs) -> Plan:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._wait_seconds
         while True:
             try:
-                return self._plan(id, None, positions, prefix)
-            except NoHostError:
-                if loop.time() >= deadline:
+                return self._plan(id, needs)
+            except NoHostError as error:
+                if loop.time() >= deadline or isinstance(error, NoGrammarError):
                     raise
             await asyncio.sleep(LOOK_SECONDS)
 
-    def _plan(
-        self, id: bytes, version: Version | None = None, positions: int = 1, prefix: Prefix | None = None
-    ) -> Plan:
+    def _plan(self, id: bytes, needs: Needs = Needs(), version: Version | None = None) -> Plan:
         hosts, num_stages = self._hosts(), len(self._blocks)
-        found = choose(hosts, num_stages, id, positions=positions, only=version, prefix=prefix)
+        found = choose(hosts, num_stages, id, needs, only=version)
         if isinstance(found, Plan):
             return found
-        if version is not None and isinstance(choose(hosts, num_stages, id, positions=positions), Plan):
+        if version is not None and isinstance(choose(hosts, num_stages, id, needs), Plan):
             raise VersionGoneError(f"round {version.round} is not served any more")
-        raise NoHostError(found, self._blocks[found])
+        is_served = needs.engine is not None and isinstance(choose(hosts, num_stages, id, Needs(needs.positions)), Plan)
+        raise (NoGrammarError if is_served else NoHostError)(found, self._blocks[found])
+
+
+def _with_engine(sampling: Sampling, engine: str) -> Sampling:
+    if sampling.grammar is None:
+        return sampling
+    return msgspec.structs.replace(sampling, grammar=msgspec.structs.replace(sampling.grammar, engine=engine))

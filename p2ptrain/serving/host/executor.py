@@ -37,6 +37,12 @@ class Share(NamedTuple):
     prompt: int
     sampling: Sampling
 
+    def draw(self, logits: torch.Tensor, at: int) -> Drawn:
+        """Return the token of a position; raise `IntegrityError` if the ids do not fit the grammar."""
+        ids, matcher = self.ids[:at], self.session.matcher
+        allowed = matcher.allowed(ids[self.prompt :]) if matcher is not None else None
+        return draw(logits, at, ids, self.sampling, self.prompt, allowed)
+
 
 class Executor:
     """Computes one batch after another in `run`; `wake` announces work.
@@ -150,7 +156,5 @@ def _draw(share: Share, logits: Sequence[torch.Tensor]) -> dict[int, Drawn]:
     """Return a share's tokens by position, as far as its drafts are right."""
     positions = [at for at, _ in share.draws]
     drafted = [share.ids[at] for at in positions if at < len(share.ids)]
-    draws = (
-        draw(row, at, share.ids[:at], share.sampling, share.prompt) for at, row in zip(positions, logits, strict=True)
-    )
+    draws = (share.draw(row, at) for at, row in zip(positions, logits, strict=True))
     return dict(zip(positions, accept(drafted, draws), strict=False))

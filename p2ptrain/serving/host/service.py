@@ -85,7 +85,7 @@ class ServingHost:
         offer, sessions = self._offer, len(self.book.open)
         served = ServedStage(
             offer.number, offer.num_stages, tuple(self.keys), offer.arithmetic, offer.context, self.book.pool.num_free,
-            sessions,
+            sessions, offer.grammars.engine if offer.grammars is not None else "",
         )  # fmt: skip
         return ServingReport(sessions if offer.is_last else 0, self.book.meter.totals(), served)
 

@@ -10,6 +10,7 @@ import torch
 from p2ptrain.errors import ProtocolError
 from p2ptrain.models.exact import PAGE, ExactStage, Part
 from p2ptrain.network.rpc.channel import Channel
+from p2ptrain.serving.grammar import Matcher
 from p2ptrain.serving.host.meter import Meter
 from p2ptrain.serving.host.pool import Pages, key_of
 from p2ptrain.serving.host.scheduler import Waiting
@@ -57,8 +58,12 @@ class HostSession:
         drawn: Set by the next token, grant or failure, which replaces it.
     """
 
-    def __init__(self, ticket: Ticket, key: Key, pages: Pages, stage: ExactStage, meter: Meter | None) -> None:
-        """``meter`` counts the last stage's tokens; None on other stages."""
+    def __init__(
+        self, ticket: Ticket, key: Key, pages: Pages, stage: ExactStage, meter: Meter | None,
+        matcher: Matcher | None = None,
+    ) -> None:  # fmt: skip
+        """``meter`` counts the last stage's tokens; None on other stages. ``matcher`` is of its grammar."""
+        self.matcher = matcher
         self.ticket = ticket
         self.key = key
         self.pages = pages

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 from p2ptrain.models.exact import PAGE
 from p2ptrain.network.rpc.endpoint import Rpc
+from p2ptrain.serving.errors import GrammarError
+from p2ptrain.serving.grammar import Grammars, Matcher
 from p2ptrain.serving.host.executor import Executor
 from p2ptrain.serving.host.meter import Meter
 from p2ptrain.serving.host.pool import PagePool, Pages, PoolFullError, key_of
@@ -18,6 +20,8 @@ from p2ptrain.tasks import Tasks
 
 ORPHAN_SECONDS = 10.0
 """Time for a caller to return, or for another one to come, before a session's pages are freed."""
+COMPILE_SECONDS = 1.0
+"""Timeout of a grammar's compilation; < `p2ptrain.serving.link.IMPATIENT_OPEN_SECONDS`."""
 MAX_SESSIONS = 1024
 MAX_SESSIONS_PER_CLIENT = 64
 FULL_RETRY_SECONDS = 1.0
@@ -35,7 +39,7 @@ class DeclinedError(Exception):
 
 @dataclass(frozen=True)
 class Offer:
-    """A host's stage, of ``num_stages``, its arithmetic, and the most positions of a session.
+    """A host's stage, of ``num_stages``, with its arithmetic, the most positions of a session, and its grammars.
 
     ``speculates`` is False for a first stage that drafts no tokens.
     """
@@ -45,6 +49,7 @@ class Offer:
     arithmetic: str
     context: int
     speculates: bool = True
+    grammars: Grammars | None = None
 
     @property
     def is_last(self) -> bool:
@@ -99,6 +104,7 @@ class SessionBook:
             raise self._declined(Cause.VERSION, f"round {key[0]} is not served here")
         if any(id >= stage.vocabulary for id, _ in ticket.sampling.logit_bias):
             raise self._declined(Cause.BROKEN, f"logit_bias names a token beyond the vocabulary of {stage.vocabulary}")
+        matcher = await self._matcher(ticket)
         own = sum(each.ticket.client == ticket.client for each in self.open.values())
         if len(self.open) >= MAX_SESSIONS or own >= MAX_SESSIONS_PER_CLIENT:
             raise self._declined(Cause.FULL, f"{len(self.open)} sessions are open", FULL_RETRY_SECONDS)
@@ -116,7 +122,7 @@ class SessionBook:
         if (session := self.open.get(ticket.session)) is not None:  # Another caller came meanwhile.
             self.pool.free(pages)
             return self._found(session, request)
-        session = HostSession(ticket, key, pages, stage, self.meter if offer.is_last else None)
+        session = HostSession(ticket, key, pages, stage, self.meter if offer.is_last else None, matcher)
         if offer.speculates and not offer.number:
             session.speculation = Speculation(self.meter)
         self.open[ticket.session] = session
@@ -138,6 +144,21 @@ class SessionBook:
         if version.arithmetic != offer.arithmetic or len(version.digests) != offer.num_stages:
             raise self._declined(Cause.VERSION, f"this host computes {offer.arithmetic}")
         return version.digests[offer.number]
+
+    async def _matcher(self, ticket: Ticket) -> Matcher | None:
+        """Return the matcher of a ticket's grammar, on the last stage; raise `DeclinedError` if there is none."""
+        grammar, grammars = ticket.sampling.grammar, self.offer.grammars
+        if grammar is None or not self.offer.is_last:
+            return None
+        if grammars is None or grammar.engine != grammars.engine:
+            raise self._declined(Cause.VERSION, f"this host has no grammars of {grammar.engine}")
+        try:
+            async with asyncio.timeout(COMPILE_SECONDS):
+                return await self._rpc.runtime.offload(grammars.compile, grammar.text, ticket.stops)
+        except GrammarError as error:
+            raise self._declined(Cause.BROKEN, f"grammar: {error}") from error
+        except TimeoutError as error:
+            raise self._declined(Cause.FULL, "the grammar takes long to compile", FULL_RETRY_SECONDS) from error
 
     def _check_share(self, request: Open) -> None:
         """Raise `PoolFullError` for a client's further session beyond half of the pages, while another waits."""

@@ -18,6 +18,7 @@ from p2ptrain.runtime import Runtime
 from p2ptrain.serving.client.routes import Host
 from p2ptrain.serving.client.swarm import ServedModel, SwarmGenerator
 from p2ptrain.serving.generation import Token
+from p2ptrain.serving.grammar import Grammars, Matcher
 from p2ptrain.serving.host.pool import PagePool
 from p2ptrain.serving.host.service import ServingHost
 from p2ptrain.serving.host.sessions import Offer, SessionBook
@@ -131,8 +132,11 @@ class ServingSwarm:
     hosts: dict[str, ServingPeer] = field(default_factory=dict)
     rounds: tuple[int, ...] = (5,)
     speculates: bool = True
+    grammars: Grammars | None = None
 
-    async def start_host(self, name: str, number: int, peer: SimulatedPeer | None = None) -> ServingPeer:
+    async def start_host(
+        self, name: str, number: int, peer: SimulatedPeer | None = None, grammars: Grammars | None = None
+    ) -> ServingPeer:
         peer = peer or self.network.add_peer(name)
         runtime = peer.runtime = self.runtime(random=peer.runtime.random, clock=peer.runtime.clock)
         runtime.serve_seconds, runtime.row_seconds = self.serve_seconds, self.row_seconds
@@ -141,7 +145,8 @@ class ServingSwarm:
 
         async def start() -> ServingHost:
             await rpc.start()
-            offer = Offer(number, self.num_stages, ARITHMETIC, self.context, self.speculates)
+            own = grammars if number == self.num_stages - 1 else None
+            offer = Offer(number, self.num_stages, ARITHMETIC, self.context, self.speculates, own)
             host = ServingHost(rpc, SessionBook(rpc, peer.signer, offer, PagePool(self.num_pages)))
             for round_ in self.rounds:
                 host.serve((round_, digest(round_, number)), cast(ExactStage, stage))
@@ -155,7 +160,7 @@ class ServingSwarm:
         """Start so many hosts of each stage: ``s0a``, ``s0b``, …"""
         for number, count in enumerate(replicas):
             for replica in "abcdefgh"[:count]:
-                await self.start_host(f"s{number}{replica}", number)
+                await self.start_host(f"s{number}{replica}", number, grammars=self.grammars)
 
     async def restart(self, name: str) -> ServingPeer:
         before = self.hosts[name]
@@ -166,7 +171,7 @@ class ServingSwarm:
         return [
             Host(each.peer.peer_id, ServedStage(
                 each.number, self.num_stages, tuple((round_, digest(round_, each.number)) for round_ in self.rounds),
-                ARITHMETIC, self.context, 1, 0,
+                ARITHMETIC, self.context, 1, 0, each.host.report().served.grammars,  # type: ignore[union-attr]
             ))
             for each in self.hosts.values()
         ]  # fmt: skip
@@ -218,14 +223,33 @@ def digest(round_: int, stage: int) -> bytes:
     return hashlib.sha256(f"{round_}/{stage}".encode()).digest()
 
 
-def golden(prompt: Sequence[int], num_tokens: int, num_stages: int, sampling: Sampling = GREEDY) -> list[int]:
-    """Return the tokens that one process computes, a row at a time."""
-    return [drawn.id for drawn in golden_draws(prompt, num_tokens, num_stages, sampling)]
+CHARACTERS = '{}[]":,abcdefghijklmnopqrstuvwxyz0123456789 .-_ABCDEFGHIJKLM'
+END = VOCABULARY - 1
+
+
+def small_grammars() -> Grammars:
+    """Return grammars of a vocabulary with the stage's 61 tokens: `CHARACTERS`, and `END`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = [*CHARACTERS.replace(" ", "\u0120"), "<end>"]
+    made = Tokenizer(models.BPE(vocab={name: place for place, name in enumerate(names)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    return Grammars(PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>"), VOCABULARY)  # type: ignore[no-untyped-call]
+
+
+def golden(
+    prompt: Sequence[int], num_tokens: int, num_stages: int, sampling: Sampling = GREEDY, matcher: Matcher | None = None
+) -> list[int]:
+    """Return the tokens that one process computes, a row at a time; with a matcher up to `END`."""
+    return [drawn.id for drawn in golden_draws(prompt, num_tokens, num_stages, sampling, matcher=matcher)]
 
 
 def golden_draws(
-    prompt: Sequence[int], num_tokens: int, num_stages: int, sampling: Sampling, kind: type[SmallStage] = SmallStage
-) -> list[Drawn]:
+    prompt: Sequence[int], num_tokens: int, num_stages: int, sampling: Sampling, kind: type[SmallStage] = SmallStage,
+    matcher: Matcher | None = None,
+) -> list[Drawn]:  # fmt: skip
     """Return the tokens of `golden` with their log probabilities."""
     stages = [kind(number) for number in range(num_stages)]
     draws: list[Drawn] = []
@@ -238,8 +262,11 @@ def golden_draws(
         for stage, store in zip(stages, stores, strict=True):
             hidden = stage.step([Part(1, position, range(num_pages))], hidden, store)
         if position >= len(prompt) - 1:
-            draws.append(draw(stages[-1].logits(hidden)[0], position + 1, ids, sampling, len(prompt)))
+            allowed = matcher.allowed(ids[len(prompt) :]) if matcher is not None else None
+            draws.append(draw(stages[-1].logits(hidden)[0], position + 1, ids, sampling, len(prompt), allowed))
             ids.append(draws[-1].id)
+            if matcher is not None and ids[-1] == END:
+                break
     return draws
 
 

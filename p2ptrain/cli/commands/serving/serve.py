@@ -40,11 +40,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     async def serve() -> None:
         async with generating(link, arguments.wait) as model:
-            _, tokenizer = text_of(model.manifest, arguments)
+            text, tokenizer = text_of(model.manifest, arguments)
             stop = stop_on_signals(lambda: None)
             await serve_http(
                 model.generator, tokenizer, stop, host=arguments.host, port=arguments.port, names=arguments.host_name,
-                keys=arguments.keys,
+                keys=arguments.keys, end_ids=text.end_ids,
                 on_ready=lambda url: print(f"API: {url}v1  chat: {url}  (Ctrl-C ends it)", flush=True),
             )  # fmt: skip
 

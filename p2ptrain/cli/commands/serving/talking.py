@@ -75,11 +75,11 @@ def text_of(manifest: Manifest, arguments: argparse.Namespace) -> tuple[Text, An
         ConfigError: Each peer brings the tokenizer, and --weights does not.
         UsageError: The model does not read text.
     """
-    from p2ptrain.models.pretrained import manifest_tokenizer
+    from p2ptrain.models.pretrained import end_marks, manifest_tokenizer
     from p2ptrain.serving.text import Text
 
     tokenizer = manifest_tokenizer(manifest, arguments.weights, arguments.allow_path or ())
-    return Text(tokenizer), tokenizer
+    return Text(tokenizer, end_marks(manifest)), tokenizer
 
 
 async def answer(

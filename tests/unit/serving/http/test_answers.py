@@ -140,7 +140,13 @@ async def test_settings_reach_the_generator_and_what_is_left_out_has_openais_def
             path = CHAT if "messages" in body else COMPLETIONS
             assert (await client.post(path, json=body)).status_code == 200
     first, second, third, fourth = generator.opened
-    expected = {**settings, "logit_bias": ((3, 1.0), (65, -100.0)), "logprobs": 4, "want_logprob": True}
+    expected = {
+        **settings,
+        "grammar": None,
+        "logit_bias": ((3, 1.0), (65, -100.0)),
+        "logprobs": 4,
+        "want_logprob": True,
+    }
     del expected["top_logprobs"]
     assert msgspec.structs.asdict(first[1]) == expected
     assert (first[2], third[2]) == (9, 8)
