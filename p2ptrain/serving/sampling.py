@@ -26,7 +26,7 @@ MAX_LOGIT_BIASES = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_GRAMMAR_BYTES = 32 * 1024
 LEAST = 1e-6
-"""Lower bound of settings that must not be 0."""
+"""Lower bound of settings that must not be 0, and of a temperature that is not: smaller ones would overflow."""
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -157,7 +157,7 @@ def _adjust(raw: Floats, ids: Sequence[int], settings: Sampling, prompt: int) ->
 
 def _draw(values: Floats, candidates: Ids, position: int, settings: Sampling, kernels: Kernels | None) -> int:
     scaled = values.astype(np.float64)
-    scaled = (scaled - scaled.max()) / settings.temperature
+    scaled = (scaled - scaled.max()) / max(settings.temperature, LEAST)
     if settings.top_k or settings.top_p < 1:
         kept = order(values, np.arange(len(values)))
         kept = kept[: settings.top_k or None]
