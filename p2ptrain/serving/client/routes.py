@@ -55,6 +55,9 @@ class Needs(NamedTuple):
     prefix: Prefix | None = None
 
 
+ANY = Needs()
+
+
 class RecentPrefixes:
     """Where this client's recent prompts were computed, by their pages; the least recently used are forgotten."""
 
@@ -78,7 +81,7 @@ class RecentPrefixes:
 
 
 def choose(
-    hosts: Sequence[Host], num_stages: int, session: bytes, needs: Needs = Needs(), *, only: Version | None = None
+    hosts: Sequence[Host], num_stages: int, session: bytes, needs: Needs = ANY, *, only: Version | None = None
 ) -> Plan | int:
     """Return the plan of a session, or the number of a stage that no host serves in a common version.
 

@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from p2ptrain.network.rpc.endpoint import Rpc
-from p2ptrain.serving.client.routes import Host, Needs, Plan, RecentPrefixes, choose, longest
+from p2ptrain.serving.client.routes import ANY, Host, Needs, Plan, RecentPrefixes, choose, longest
 from p2ptrain.serving.client.session import LogitsSession, SwarmSession
 from p2ptrain.serving.errors import NoGrammarError, NoHostError, PromptTooLongError, VersionGoneError
 from p2ptrain.serving.messages import Ticket, Version
@@ -146,7 +146,7 @@ class SwarmGenerator:
                     raise
             await asyncio.sleep(LOOK_SECONDS)
 
-    def _plan(self, id: bytes, needs: Needs = Needs(), version: Version | None = None) -> Plan:
+    def _plan(self, id: bytes, needs: Needs = ANY, version: Version | None = None) -> Plan:
         hosts, num_stages = self._hosts(), len(self._blocks)
         found = choose(hosts, num_stages, id, needs, only=version)
         if isinstance(found, Plan):

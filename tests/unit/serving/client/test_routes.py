@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from p2ptrain.models.exact import PAGE
 from p2ptrain.network.records.serving import ServedStage
-from p2ptrain.serving.client.routes import Host, Plan, Prefix, RecentPrefixes, choose, longest
+from p2ptrain.serving.client.routes import Host, Needs, Plan, Prefix, RecentPrefixes, choose, longest
 from p2ptrain.serving.messages import MAX_CANDIDATES
 
 SESSION = bytes(16)
@@ -56,7 +56,7 @@ def test_near_idle_and_free_hosts_come_first() -> None:
 def test_hosts_that_have_the_prefix_come_first_unless_they_are_much_worse() -> None:
     def first(rows: int, **settings: float) -> str:
         hosts = (host("a", 0, 4), host("idle", 1, 4), host("had", 1, 4, **settings))  # type: ignore[arg-type]
-        return plan(*hosts, prefix=Prefix(rows, ("gone", "had"))).route[1][0]
+        return plan(*hosts, needs=Needs(prefix=Prefix(rows, ("gone", "had")))).route[1][0]
 
     assert first(64) == first(512, sessions=15) == first(512, seconds=0.15) == "had"
     assert first(64, sessions=10) == first(512, sessions=30) == first(1 << 20, seconds=0.3) == "idle"
@@ -105,9 +105,9 @@ def test_a_host_with_a_short_context_is_left_out_of_long_sessions_only() -> None
     hosts = (host("a", 0, 4, context=100), host("b", 1, 4, context=2), host("c", 1, 4, context=50), host("d", 7, 4))
     assert longest(hosts, 2) == 50
     assert longest(hosts[:2], 3) == 0
-    assert plan(*hosts, positions=50).route == (("a",), ("c",))
-    assert sorted(plan(*hosts, positions=2).route[1]) == ["b", "c"]
-    assert choose(hosts, 2, SESSION, positions=51) == 1
+    assert plan(*hosts, needs=Needs(50)).route == (("a",), ("c",))
+    assert sorted(plan(*hosts, needs=Needs(2)).route[1]) == ["b", "c"]
+    assert choose(hosts, 2, SESSION, Needs(51)) == 1
 
 
 @given(
