@@ -15,7 +15,6 @@ from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.serving.generation import Token
 from p2ptrain.serving.host.sessions import ORPHAN_SECONDS
 from p2ptrain.serving.sampling import Sampling
-from tests.sim.test_serving import serve
 from tests.support.sim.peers import until
 from tests.support.sim.serving import (
     DRAWN,
@@ -27,6 +26,7 @@ from tests.support.sim.serving import (
     digest,
     golden,
     golden_draws,
+    serve,
 )
 
 SHARED = [(11 * at + at // 9) % 61 for at in range(8 * PAGE)]

@@ -4,65 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import random
 from typing import Any, cast
 
 import msgspec
 import pytest
-import torch
 
 from p2ptrain.errors import PeerRefusedError, ProtocolError
 from p2ptrain.models.exact import PAGE, ExactStage, NotFiniteError
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
 from p2ptrain.serving.errors import (
     GenerationFailedError,
-    NoGrammarError,
     NoHostError,
     OverloadedError,
     PromptTooLongError,
 )
 from p2ptrain.serving.generation import Token
-from p2ptrain.serving.grammar import AnswerForm
 from p2ptrain.serving.host.sessions import ORPHAN_SECONDS
-from p2ptrain.serving.messages import AHEAD, LOGITS, Close, DrawnToken, LogitRows, LogitsRequest
-from p2ptrain.serving.sampling import Grammar, Sampling
+from p2ptrain.serving.messages import AHEAD, Close, DrawnToken
+from p2ptrain.serving.sampling import Sampling
 from tests.support.sim.peers import until
-from tests.support.sim.serving import (
-    CHARACTERS,
-    DRAWN,
-    END,
-    GREEDY,
-    VOCABULARY,
-    ServingSwarm,
-    digest,
-    golden,
-    golden_logits,
-    small_grammars,
-)
+from tests.support.sim.serving import DRAWN, GREEDY, VOCABULARY, ServingSwarm, digest, golden, serve
 
 PROMPT = [5, 1, 4, 1, 5, 9, 2, 6]
 LONG_PROMPT = [(7 * at) % 61 for at in range(700)]
-
-
-def serve(main: Any, *replicas: int, seed: int = 0, model: LinkModel | None = None, **settings: Any) -> Any:
-    """Run ``main(swarm, client)`` beside hosts; check that it leaves no session and no page behind."""
-
-    async def run(network: SimulatedNetwork) -> Any:
-        swarm = ServingSwarm(network, len(replicas), **settings)
-        await swarm.start(*replicas)
-        client = await swarm.start_client()
-        result = await client.peer.spawn(main(swarm, client))
-        for each in swarm.hosts.values():
-            network.resume(each.peer)
-        is_clean = lambda: all(each.is_clean for each in swarm.hosts.values() if each.peer.alive)  # noqa: E731
-        await until(is_clean, len(replicas) * (ORPHAN_SECONDS + 5.0))
-        for each in swarm.hosts.values():
-            each.host.report()  # Raises if the totals contradict each other: the peer would have no record.
-        await swarm.end(client)
-        return result
-
-    return simulate(run, seed, model=model)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
@@ -72,151 +37,6 @@ def test_stages_draw_the_tokens_of_one_process(num_stages: int, sampling: Any) -
         return await client.ask(PROMPT, 40, sampling)
 
     assert serve(main, *[1] * num_stages) == (golden(PROMPT, 40, num_stages, sampling), 0)
-
-
-@pytest.mark.parametrize("fault", ["", "crash", "stall"])
-@pytest.mark.parametrize("victim", [0, 1])
-def test_logits_of_all_rows_are_those_of_one_process_also_when_a_host_fails(fault: str, victim: int) -> None:
-    struck: list[Any] = []
-
-    async def main(swarm: ServingSwarm, client: Any) -> Any:
-        async def strike() -> None:
-            await until(lambda: any(each.number == 1 and each.stage.rows > 100 for each in swarm.hosts.values()), 60.0)
-            struck.append(max((each for each in swarm.hosts.values() if each.number == victim),
-                              key=lambda each: each.stage.rows))  # fmt: skip
-            getattr(swarm.network, fault)(struck[0].peer)
-
-        async with asyncio.TaskGroup() as group:
-            if fault:
-                group.create_task(strike())
-            return await client.generator.logits(LONG_PROMPT)
-
-    assert torch.equal(serve(main, 2, 2, serve_seconds=0.05), golden_logits(LONG_PROMPT, 2))
-    assert bool(struck) == bool(fault)
-
-
-FORM = AnswerForm({
-    "type": "object", "properties": {f"p{each}": {"type": "integer", "minimum": 0, "maximum": 99} for each in range(9)},
-    "required": [f"p{each}" for each in range(9)], "additionalProperties": False,
-}).encode()  # fmt: skip
-
-
-@pytest.mark.fault(30)
-@pytest.mark.parametrize("fault", ["crash", "stall"])
-@pytest.mark.parametrize("at", [0, 1, 30])
-def test_an_answer_in_a_form_keeps_it_when_the_host_that_draws_fails(fault: str, at: int) -> None:
-    """The substitute has the tokens alone, and computes the same masks from them."""
-    grammars = small_grammars()
-    drawn = msgspec.structs.replace(DRAWN, grammar=Grammar(FORM))
-
-    async def main(swarm: ServingSwarm, client: Any) -> Any:
-        def strike(generation: Any, token: Token) -> None:
-            if token.position == len(PROMPT) + at:
-                getattr(swarm.network, fault)(swarm.host_of(generation.route[-1]).peer)
-
-        return await client.ask(PROMPT, 300, drawn, on_token=strike, stops=[END])
-
-    tokens, failovers = serve(main, 1, 2, seed=at, grammars=grammars)
-    assert tokens == golden(PROMPT, 300, 2, drawn, grammars.compile(FORM, [END]))
-    values = json.loads("".join(CHARACTERS[each] for each in tokens[:-1]))
-    assert list(values) == [f"p{each}" for each in range(9)]
-    assert failovers >= 1
-
-
-def test_an_answer_in_a_form_goes_on_with_newer_weights() -> None:
-    grammars = small_grammars()
-    drawn = msgspec.structs.replace(DRAWN, grammar=Grammar(FORM))
-
-    async def main(swarm: ServingSwarm, client: Any) -> Any:
-        def renew(generation: Any, token: Token) -> None:
-            if token.position == len(PROMPT) + 20:
-                for each in swarm.hosts.values():
-                    for round_ in (6, 7):
-                        each.host.serve((round_, digest(round_, each.number)), cast(ExactStage, each.stage))
-                swarm.rounds = (6, 7)
-
-        return await client.ask(PROMPT, 300, drawn, on_token=renew, stops=[END])
-
-    tokens, _ = serve(main, 1, 1, grammars=grammars)
-    assert tokens == golden(PROMPT, 300, 2, drawn, grammars.compile(FORM, [END]))
-
-
-def test_only_hosts_with_grammars_draw_answers_in_a_form_and_without_one_the_client_is_told() -> None:
-    drawn = msgspec.structs.replace(DRAWN, grammar=Grammar(FORM))
-
-    async def main(swarm: ServingSwarm, client: Any) -> None:
-        with pytest.raises(NoGrammarError, match="generates in a given form"):
-            await client.ask(PROMPT, 300, drawn, stops=[END])
-        able = await swarm.start_host("able", 1, grammars=small_grammars())
-        used = set[str]()
-        tokens, _ = await client.ask(
-            PROMPT, 300, drawn, stops=[END], on_token=lambda generation, token: used.add(generation.route[-1])
-        )
-        assert used == {able.peer.peer_id}
-        assert tokens[-1] == END
-        assert (await client.ask(PROMPT, 5))[0] == golden(PROMPT, 5, 2)
-
-    serve(main, 1, 2)
-
-
-@pytest.mark.parametrize(
-    ("text", "stops", "reason"),
-    [
-        (b"{}", [END], "grammar"),
-        (AnswerForm({"type": "x"}).encode(), [END], "Invalid type"),
-        (FORM, [1], "ends the answer"),
-    ],
-)
-def test_a_form_that_a_host_cannot_use_is_refused_before_it_takes_pages(
-    text: bytes, stops: list[int], reason: str
-) -> None:
-    async def main(swarm: ServingSwarm, client: Any) -> None:
-        client.generator._wait_seconds = 0.0
-        with pytest.raises(GenerationFailedError, match=reason):
-            await client.ask(PROMPT, 3, msgspec.structs.replace(DRAWN, grammar=Grammar(text)), stops=stops)
-
-    serve(main, 1, 1, grammars=small_grammars())
-
-
-def test_logits_are_those_of_one_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rows of a version that is gone are asked again of the newer one."""
-    asked: list[tuple[bytes, int]] = []
-
-    async def main(swarm: ServingSwarm, client: Any) -> Any:
-        host = swarm.hosts["s0a"]
-        serve_logits = host.host._tokens._serve_logits
-
-        async def renew() -> None:
-            await until(lambda: bool(asked) and host.stage.rows >= 100, 60.0)
-            for round_ in (6, 7):
-                host.host.serve((round_, digest(round_, 0)), cast(ExactStage, host.stage))
-            swarm.rounds = (6, 7)
-
-        async def note(channel: Any, request: Any) -> None:
-            asked.append((request.session, request.start))
-            await serve_logits(channel, request)
-
-        host.rpc.withdraw(LOGITS)
-        host.rpc.serve_channel(LOGITS, LogitsRequest, note)
-        async with asyncio.TaskGroup() as group:
-            group.create_task(renew())
-            return await client.generator.logits(LONG_PROMPT)
-
-    assert torch.equal(serve(main, 1, serve_seconds=0.05), golden_logits(LONG_PROMPT, 1))
-    assert len({session for session, _ in asked}) == 2
-    assert asked[-1][1] == 0
-
-
-def test_logits_are_refused_to_a_session_that_did_not_ask_for_them() -> None:
-    async def main(swarm: ServingSwarm, client: Any) -> None:
-        async with client.generator.generate(PROMPT, GREEDY, max_tokens=5) as generation:
-            await anext(aiter(generation))
-            request = LogitsRequest(generation._ticket.session, 0)
-            async with client.rpc.open(generation.route[-1], LOGITS, request, 5.0) as channel:
-                with pytest.raises(PeerRefusedError, match="no logits"):
-                    await channel.receive(LogitRows, 5.0)
-
-    serve(main, 1)
 
 
 def test_a_long_prompt_goes_through_in_chunks() -> None:

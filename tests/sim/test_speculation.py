@@ -14,9 +14,8 @@ from p2ptrain.serving.generation import Token
 from p2ptrain.serving.host.sessions import ORPHAN_SECONDS
 from p2ptrain.serving.messages import AHEAD
 from p2ptrain.serving.sampling import Drawn, Sampling
-from tests.sim.test_serving import serve
 from tests.support.sim.peers import until
-from tests.support.sim.serving import GREEDY, CopyingStage, ServingSwarm, SmallStage, golden_draws
+from tests.support.sim.serving import GREEDY, CopyingStage, ServingSwarm, SmallStage, golden_draws, serve
 
 CYCLE = [*range(9)] * 3
 TOLD = Sampling(temperature=0.0, logprobs=2)

@@ -14,11 +14,10 @@ from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.node.peer import Peer
 from p2ptrain.node.roles.materials import choose_device
 from p2ptrain.node.serving.held import Held, load_grammars, newest
-from p2ptrain.serving.host.pool import PagePool
+from p2ptrain.serving.host.pool import PagePool, pages_within
 from p2ptrain.serving.host.service import ServingHost
 from p2ptrain.serving.host.session import Key
 from p2ptrain.serving.host.sessions import Offer, SessionBook
-from p2ptrain.serving.messages import FLOAT_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -98,10 +97,7 @@ class Serving:
             return
         key, stage = copied
         if self._host is None:
-            # A page's outputs feed the next stage again. They lie in the machine's memory, its cache on the device.
-            outputs = 0 if stage.is_last else PAGE * FLOAT_BYTES * stage.hidden
-            cache = self._config.serving.cache
-            num_pages = max(1, min(cache // (stage.page_bytes + outputs), stage.free_bytes // stage.page_bytes))
+            num_pages = pages_within(self._config.serving.cache, stage)
             context = self._config.serving.context or await asyncio.to_thread(self._model_context)
             peer = self._peer
             is_last = held.number == held.num_stages - 1

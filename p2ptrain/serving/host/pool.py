@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from p2ptrain.errors import TemporaryError
-from p2ptrain.models.exact import PAGE
-from p2ptrain.serving.messages import Ticket, Version
+from p2ptrain.models.exact import PAGE, ExactStage
+from p2ptrain.serving.messages import FLOAT_BYTES, Ticket, Version
 
 
 class PoolFullError(TemporaryError):
@@ -150,3 +150,12 @@ class PagePool:
 def pages_for(positions: int) -> int:
     """Return how many pages some positions need."""
     return -(-positions // PAGE)
+
+
+def pages_within(cache: int, stage: ExactStage) -> int:
+    """Return how many pages of a stage fit ``cache`` bytes, and the device.
+
+    A page's outputs, which feed the next stage again, lie in the machine's memory.
+    """
+    outputs = 0 if stage.is_last else PAGE * FLOAT_BYTES * stage.hidden
+    return max(1, min(cache // (stage.page_bytes + outputs), stage.free_bytes // stage.page_bytes))

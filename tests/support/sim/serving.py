@@ -13,7 +13,7 @@ import torch
 from p2ptrain.models.exact import PAGE, ExactStage, Part
 from p2ptrain.network.records.serving import ServedStage
 from p2ptrain.network.rpc.endpoint import Rpc
-from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
+from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, SimulatedPeer, simulate
 from p2ptrain.runtime import Runtime
 from p2ptrain.serving.client.routes import Host
 from p2ptrain.serving.client.swarm import ServedModel, SwarmGenerator
@@ -21,9 +21,9 @@ from p2ptrain.serving.generation import Token
 from p2ptrain.serving.grammar import Grammars, Matcher
 from p2ptrain.serving.host.pool import PagePool
 from p2ptrain.serving.host.service import ServingHost
-from p2ptrain.serving.host.sessions import Offer, SessionBook
+from p2ptrain.serving.host.sessions import ORPHAN_SECONDS, Offer, SessionBook
 from p2ptrain.serving.sampling import Drawn, Sampling, draw
-from tests.support.sim.peers import SWARM
+from tests.support.sim.peers import SWARM, until
 
 T = TypeVar("T")
 WIDTH = 4
@@ -96,7 +96,8 @@ class PacedRuntime(Runtime):
     serve_seconds, row_seconds = 0.01, 0.0
 
     async def serve(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        await asyncio.sleep(self.serve_seconds + self.row_seconds * sum(share.part.rows for share in args[-1]))
+        rows = len(args[-1]) if isinstance(args[-1], torch.Tensor) else sum(share.part.rows for share in args[-1])
+        await asyncio.sleep(self.serve_seconds + self.row_seconds * rows)
         return function(*args, **kwargs)
 
 
@@ -278,3 +279,23 @@ def golden_logits(prompt: Sequence[int], num_stages: int) -> torch.Tensor:
     for stage in stages:
         hidden = stage.step([Part(len(prompt), 0, range(num_pages))], hidden, stage.new_pages(num_pages))
     return stages[-1].logits(hidden)
+
+
+def serve(main: Any, *replicas: int, seed: int = 0, model: LinkModel | None = None, **settings: Any) -> Any:
+    """Run ``main(swarm, client)`` beside hosts; check that it leaves no session and no page behind."""
+
+    async def run(network: SimulatedNetwork) -> Any:
+        swarm = ServingSwarm(network, len(replicas), **settings)
+        await swarm.start(*replicas)
+        client = await swarm.start_client()
+        result = await client.peer.spawn(main(swarm, client))
+        for each in swarm.hosts.values():
+            network.resume(each.peer)
+        is_clean = lambda: all(each.is_clean for each in swarm.hosts.values() if each.peer.alive)  # noqa: E731
+        await until(is_clean, len(replicas) * (ORPHAN_SECONDS + 5.0))
+        for each in swarm.hosts.values():
+            each.host.report()  # Raises if the totals contradict each other: the peer would have no record.
+        await swarm.end(client)
+        return result
+
+    return simulate(run, seed, model=model)
