@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import NamedTuple, Protocol
 
@@ -56,6 +56,7 @@ class Generator(Protocol):
         model: The model's name.
         context: Largest number of positions of a session; 0 while it is unknown.
         vocabulary: Number of token ids.
+        audits: Audits by their result; see `p2ptrain.serving.client.audit.Auditor`.
     """
 
     @property
@@ -66,6 +67,9 @@ class Generator(Protocol):
 
     @property
     def vocabulary(self) -> int: ...
+
+    @property
+    def audits(self) -> Mapping[str, int]: ...
 
     def generate(
         self, ids: Sequence[int], sampling: Sampling, *, max_tokens: int, stops: Sequence[int] = (), key: str = ""

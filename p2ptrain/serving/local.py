@@ -99,6 +99,7 @@ class LocalGenerator:
         self.stages = tuple(stages)
         self.model, self.vocabulary = model, stages[0].vocabulary
         self.context = context or stages[0].context
+        self.audits: dict[str, int] = {}
         self.pool = PagePool(num_pages)
         self._stores = [stage.new_pages(num_pages) for stage in stages]
         self._max_rows = max_rows

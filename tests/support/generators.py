@@ -49,6 +49,7 @@ class Repeater:
     model: str = MODEL
     context: int = CONTEXT
     vocabulary: int = 257
+    audits: dict[str, int] = field(default_factory=dict)
     steps: asyncio.Semaphore | None = None
     failure: Exception | None = None
     fails_after: int = 0

@@ -35,6 +35,7 @@ from p2ptrain.serving.sampling import Sampling
 from tests.support.generators import TEMPLATE
 from tests.support.processes.daemons import ROOT, wait_until
 from tests.support.processes.files import LOOPBACK, QUICK, TINY, set_options
+from tests.support.processes.preloaded import COMMAND, LYING
 from tests.support.processes.swarmlet import background_command, init, nothing_left_behind, run_command, seeding
 from tests.support.processes.tellers import PATIENCE_SECONDS
 
@@ -60,7 +61,7 @@ class Hosts:
         )  # fmt: skip
         self.link = stack.enter_context(seeding(init(directory / "swarm", *settings))).link
 
-    def start(self, name: str, *options: str) -> subprocess.Popen[bytes]:
+    def start(self, name: str, *options: str, program: str = COMMAND) -> subprocess.Popen[bytes]:
         log = self.directory / f"{name}.log"
         return self._stack.enter_context(
             background_command(
@@ -80,6 +81,7 @@ class Hosts:
                 "--allow-path",
                 str(self.directory / "text"),
                 *options,
+                program=program,
             )
         )
 
@@ -255,6 +257,34 @@ def test_the_commands_answer_with_the_tokens_of_one_process(hosts: Hosts) -> Non
             return bool(reply["usage"]["prompt_tokens_details"]["cached_tokens"] == PAGE)
 
         wait_until(is_cached)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+
+
+@pytest.mark.fault(56)
+def test_a_host_that_returns_garbage_is_left_out(hosts: Hosts) -> None:
+    hosts.start("liar", "--role", "stage", "--stage", "0", program=LYING)
+    hosts.wait_until_serving("liar")
+    hosts.start_all(0, 0, 1)
+    wanted = golden(40, Sampling(temperature=0.0))
+    log = hosts.directory / "serve.log"
+    with background_command(log, "serve", hosts.link, "--port", "0", "--audit-share", "1") as process:
+        wait_until(lambda: "API: http" in log.read_text(), PATIENCE_SECONDS)
+        url = log.read_text().partition("API: ")[2].split()[0]
+        request = {"model": "tiny", "prompt": PROMPT, "max_tokens": 40, "temperature": 0, "return_token_ids": True}
+
+        def answers() -> list[int]:
+            reply = httpx.post(f"{url}/completions", json=request, timeout=60).json()
+            return list(reply["choices"][0]["token_ids"])
+
+        def is_found() -> bool:
+            answers()
+            return "left out" in log.read_text()
+
+        wait_until(is_found, PATIENCE_SECONDS)
+        for _ in range(5):
+            assert answers() == wanted
+        assert 'audits_total{result="differed"}' in httpx.get(f"{url.removesuffix('v1')}metrics").text
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
 

@@ -48,11 +48,13 @@ class Needs(NamedTuple):
         positions: The context that it needs.
         engine: Of its grammar; empty for the one that most hosts have, and None if it has no grammar.
         prefix: Of its prompt.
+        among: The only hosts that it may have; None for any.
     """
 
     positions: int = 1
     engine: str | None = None
     prefix: Prefix | None = None
+    among: frozenset[str] | None = None
 
 
 ANY = Needs()
@@ -90,6 +92,8 @@ def choose(
     better.
     """
     able = [host for host in hosts if is_able(host, num_stages) and host.served.context >= needs.positions]
+    if needs.among is not None:
+        able = [host for host in able if host.peer in needs.among]
     if (engine := needs.engine) is not None:
         engines = Counter(host.served.grammars for host in able if host.served.grammars)
         engine = engine or max(engines, key=lambda each: (engines[each], each), default="")

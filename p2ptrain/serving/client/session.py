@@ -49,6 +49,7 @@ class SwarmSession:
 
     Attributes:
         failovers: Replaced hosts so far.
+        drawn: The tokens so far.
         version, cached: See `p2ptrain.serving.generation.Generation`.
     """
 
@@ -75,6 +76,7 @@ class SwarmSession:
         self._cached: int | None = None
         self._moved = asyncio.Event()
         self._journal = Journal(ids)
+        self.drawn: list[int] = []
         self._stop = ticket.prompt + ticket.max_tokens
         self._use(ticket)
         self._tokens: asyncio.Queue[Token | P2PTrainError] = asyncio.Queue()
@@ -97,6 +99,11 @@ class SwarmSession:
     @property
     def failovers(self) -> int:
         return self._moves
+
+    @property
+    def ticket(self) -> Ticket:
+        """The ticket of the version that goes on now."""
+        return self._ticket
 
     @property
     def cached(self) -> int:
@@ -234,6 +241,7 @@ class SwarmSession:
         if token.position >= min(self._stop, max(self._taken, self._ticket.prompt) + AHEAD):
             raise ProtocolError(host, f"token {token.position}, which was not granted")
         self._next += 1
+        self.drawn.append(token.id)
         if self._next < self._stop:
             journal.append([token.id])
         self._tokens.put_nowait(Token(token.position, token.id, token.logprob, token.top))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from p2ptrain.network.rpc.endpoint import Rpc
+from p2ptrain.serving.client.audit import Answer, Auditor, Tokens
 from p2ptrain.serving.client.routes import ANY, Host, Needs, Plan, RecentPrefixes, choose, longest
 from p2ptrain.serving.client.session import LogitsSession, SwarmSession
 from p2ptrain.serving.errors import NoGrammarError, NoHostError, PromptTooLongError, VersionGoneError
@@ -39,7 +40,12 @@ class ServedModel:
 
 
 class SwarmGenerator:
-    """A `p2ptrain.serving.generation.Generator` on a swarm's hosts."""
+    """A `p2ptrain.serving.generation.Generator` on a swarm's hosts.
+
+    Attributes:
+        auditor: Leaves out hosts that compute other tokens than most.
+        audits: Its counts.
+    """
 
     def __init__(
         self,
@@ -48,8 +54,12 @@ class SwarmGenerator:
         model: ServedModel,
         hosts: Callable[[], Sequence[Host]],
         wait_seconds: float = 30.0,
+        audit_share: float = 0.0,
     ) -> None:
-        """``hosts`` returns the known hosts as of now; a stage without one is waited for ``wait_seconds``."""
+        """``hosts`` returns the known hosts as of now; a stage without one is waited for ``wait_seconds``.
+
+        ``audit_share`` of the answers are audited while `Auditor.run` runs.
+        """
         self.model = model.name
         self.vocabulary = model.vocabulary
         self._blocks = model.blocks
@@ -58,6 +68,8 @@ class SwarmGenerator:
         self._hosts = hosts
         self._wait_seconds = wait_seconds
         self._recent = RecentPrefixes()
+        self.auditor = Auditor(rpc.runtime, audit_share, self._again, hosts)
+        self.audits = self.auditor.counts
 
     @property
     def context(self) -> int:
@@ -90,7 +102,7 @@ class SwarmGenerator:
         key: str = "",
     ) -> AsyncIterator[S]:  # fmt: skip
         rpc, id = self._rpc, self._new_id()
-        engine = sampling.grammar.engine if sampling.grammar is not None else None
+        engine = _engine(sampling)
         await self._first_plan(id, Needs(engine=engine))
         if not 0 < len(ids) <= self.context - max_tokens:
             raise PromptTooLongError(
@@ -99,7 +111,9 @@ class SwarmGenerator:
             )
         if not 0 <= min(ids) <= max(ids) < self.vocabulary:
             raise PromptTooLongError(f"the prompt has a token that is not in the vocabulary of {self.vocabulary}")
-        salt, pages = hashlib.sha256(key.encode()).digest() if key else b"", page_hashes(ids)
+        # Pages that a false host computed, or fed, are found no more.
+        salt = hashlib.sha256(f"{self.auditor.num_differences}/{key}".encode()).digest()
+        pages = page_hashes(ids)
         needs = Needs(len(ids) + max_tokens - 1, engine, self._recent.find(salt, pages))
         plan = await self._first_plan(id, needs)
         needs = needs._replace(engine=plan.engine or None)
@@ -107,19 +121,50 @@ class SwarmGenerator:
             id, rpc.peer_id, plan.version, len(ids), len(ids), max_tokens, _with_engine(sampling, plan.engine),
             self._rpc.runtime.now() + TICKET_SECONDS, tuple(stops), rpc.credential, salt, pages, kind is LogitsSession,
         )  # fmt: skip
-        session = kind(
-            rpc, await self._signed(ticket), list(ids), lambda version: self._plan(id, needs, version), self._renewed,
-            self._wait_seconds,
-        )  # fmt: skip
         self._recent.note(salt, pages, tuple(hosts[0] for hosts in plan.route))
-        async with Tasks() as tasks:
-            running = tasks.call(session.run(), "generation")
+        async with self._running(kind, ticket, ids, needs, self._renewed) as session:
             try:
                 yield session
             finally:
                 if all(session.route):
                     self._recent.note(salt, pages, session.route)
+                if kind is SwarmSession and not session.failovers and session.ticket.version == plan.version:
+                    answer = Answer(
+                        plan.version, tuple(ids), ticket.sampling, ticket.stops, tuple(session.drawn), session.route
+                    )
+                    self.auditor.offer(answer)
+
+    @asynccontextmanager
+    async def _running(
+        self, kind: type[S], ticket: Ticket, ids: Sequence[int], needs: Needs,
+        renew: Callable[[Ticket], Awaitable[Ticket]],
+    ) -> AsyncIterator[S]:  # fmt: skip
+        """Run a session in the block."""
+        session = kind(
+            self._rpc, await self._signed(ticket), list(ids),
+            lambda version: self._plan(ticket.session, needs, version), renew, self._wait_seconds,
+        )  # fmt: skip
+        async with Tasks() as tasks:
+            running = tasks.call(session.run(), "generation")
+            try:
+                yield session
+            finally:
                 await session.close(running)
+
+    async def _again(self, answer: Answer, route: Sequence[str]) -> Tokens:
+        """Generate an answer again, on one route with the same weights."""
+        number, needs = len(answer.tokens), Needs(engine=_engine(answer.sampling), among=frozenset(route))
+        ticket = Ticket(
+            self._new_id(), self._rpc.peer_id, answer.version, len(answer.ids), len(answer.ids), number,
+            answer.sampling, self._rpc.runtime.now() + TICKET_SECONDS, answer.stops, self._rpc.credential,
+            self._new_id(),
+        )  # fmt: skip
+
+        async def end(ticket: Ticket) -> Ticket:
+            raise VersionGoneError(f"round {ticket.version.round} is not served any more")
+
+        async with self._running(SwarmSession, ticket, answer.ids, needs, end) as session:
+            return tuple([token.id async for token in session])
 
     def _new_id(self) -> bytes:
         return self._rpc.runtime.random.getrandbits(128).to_bytes(16, "big")
@@ -131,8 +176,8 @@ class SwarmGenerator:
 
     async def _renewed(self, ticket: Ticket) -> Ticket:
         """Return a ticket like this one for another session, of the newest version."""
-        id, grammar = self._new_id(), ticket.sampling.grammar
-        plan = await self._first_plan(id, Needs(ticket.num_positions, grammar.engine if grammar is not None else None))
+        id = self._new_id()
+        plan = await self._first_plan(id, Needs(ticket.num_positions, _engine(ticket.sampling)))
         return await self._signed(msgspec.structs.replace(ticket, session=id, version=plan.version))
 
     async def _first_plan(self, id: bytes, needs: Needs) -> Plan:
@@ -148,6 +193,8 @@ class SwarmGenerator:
 
     def _plan(self, id: bytes, needs: Needs = ANY, version: Version | None = None) -> Plan:
         hosts, num_stages = self._hosts(), len(self._blocks)
+        if needs.among is None:
+            hosts = self.auditor.trusted(hosts)
         found = choose(hosts, num_stages, id, needs, only=version)
         if isinstance(found, Plan):
             return found
@@ -155,6 +202,10 @@ class SwarmGenerator:
             raise VersionGoneError(f"round {version.round} is not served any more")
         is_served = needs.engine is not None and isinstance(choose(hosts, num_stages, id, Needs(needs.positions)), Plan)
         raise (NoGrammarError if is_served else NoHostError)(found, self._blocks[found])
+
+
+def _engine(sampling: Sampling) -> str | None:
+    return sampling.grammar.engine if sampling.grammar is not None else None
 
 
 def _with_engine(sampling: Sampling, engine: str) -> Sampling:

@@ -177,12 +177,15 @@ class ServingSwarm:
             for each in self.hosts.values()
         ]  # fmt: skip
 
-    async def start_client(self, name: str = "client", wait_seconds: float = 30.0) -> SimulatedClient:
+    async def start_client(
+        self, name: str = "client", wait_seconds: float = 30.0, audit_share: float = 0.0
+    ) -> SimulatedClient:
         peer = self.network.add_peer(name)
         rpc = Rpc(peer.transport, peer.runtime, SWARM)
         await peer.spawn(rpc.start())
         model = ServedModel("small", self.vocabulary, tuple((each, each + 1) for each in range(self.num_stages)))
-        return SimulatedClient(peer, rpc, SwarmGenerator(rpc, peer.signer, model, self.known, wait_seconds))
+        generator = SwarmGenerator(rpc, peer.signer, model, self.known, wait_seconds, audit_share)
+        return SimulatedClient(peer, rpc, generator)
 
     def host_of(self, peer_id: str) -> ServingPeer:
         return next(each for each in self.hosts.values() if each.peer.peer_id == peer_id)
