@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -13,19 +12,15 @@ import pytest
 from p2ptrain.models.exact import PAGE, ExactStage
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.serving.generation import Token
-from p2ptrain.serving.host.sessions import ORPHAN_SECONDS
 from p2ptrain.serving.sampling import Sampling
 from tests.support.sim.peers import until
 from tests.support.sim.serving import (
     DRAWN,
     GREEDY,
-    CopyingStage,
     ServingPeer,
     ServingSwarm,
-    SmallStage,
     digest,
     golden,
-    golden_draws,
     serve,
 )
 
@@ -253,64 +248,3 @@ def test_later_sessions_go_to_the_hosts_that_have_the_prefix() -> None:
         assert len(routes) == 1
 
     serve(main, 4, 4)
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_random_prompts_of_shared_prefixes_are_exact_under_faults_and_evictions(seed: int) -> None:
-    """With few drafts, and with many."""
-
-    async def run(network: SimulatedNetwork) -> int:
-        chance = random.Random(seed)
-        num_stages, kind = chance.randint(1, 3), (SmallStage, CopyingStage)[seed % 2]
-        swarm = ServingSwarm(network, num_stages, num_pages=chance.choice([20, 40, 200]), kind=kind)
-        await swarm.start(*[2] * num_stages)
-        clients = [await swarm.start_client(f"client{each}", wait_seconds=300.0) for each in range(2)]
-        hits: list[int] = []
-
-        async def strike() -> None:
-            while True:
-                await asyncio.sleep(chance.uniform(0.5, 5.0))
-                each = swarm.hosts[name := chance.choice(sorted(swarm.hosts))]
-                kind = chance.random()
-                if kind < 0.3:
-                    network.stall(each.peer, chance.uniform(0.2, 6.0))
-                elif kind < 0.6:
-                    each.host.book.pool.drop(lambda key: chance.random() < 0.5)
-                elif each.peer.alive:
-                    network.crash(each.peer)
-                    await asyncio.sleep(chance.uniform(0.1, 2.0))
-                    await swarm.restart(name)
-
-        async def talk(client: Any, number: int) -> None:
-            mine = random.Random(f"{seed}/{number}")
-            prompt: list[int] = []
-            for _ in range(6):
-                base = mine.choice([SHARED, SHARED[::-1], prompt])
-                own = [mine.randrange(61) for _ in range(mine.choice([1, 64, 90]))]
-                prompt = [*base[: mine.choice([0, 64, 200, 512])], *own]
-                num_tokens, sampling = mine.choice([1, 20, 90]), mine.choice([GREEDY, DRAWN])
-                async with client.generator.generate(prompt, sampling, max_tokens=num_tokens) as generation:
-                    tokens = [token.id async for token in generation]
-                hits.append(generation.cached)
-                expected = golden_draws(prompt, num_tokens, num_stages, sampling, kind)
-                assert tokens == [drawn.id for drawn in expected]
-                prompt += tokens
-
-        striking = asyncio.create_task(strike())
-        async with asyncio.timeout(3600), asyncio.TaskGroup() as group:
-            for number, client in enumerate([*clients, clients[0]]):
-                group.create_task(talk(client, number))
-        striking.cancel()
-        await asyncio.wait({striking})
-        for each in swarm.hosts.values():
-            network.resume(each.peer)
-        alive = [each for each in swarm.hosts.values() if each.peer.alive]
-        await until(lambda: all(each.is_clean for each in alive), num_stages * (ORPHAN_SECONDS + 5.0))
-        for each in alive:
-            each.host.report()
-            pool = each.host.book.pool
-            assert len(pool._free) + num_cached(each) == pool.num_pages
-        await swarm.end(*clients)
-        return sum(hits)
-
-    assert simulate(run, seed) > 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import random
 from typing import Any, cast
 
 import msgspec
@@ -510,55 +509,6 @@ def test_pages_of_a_client_that_vanishes_are_freed() -> None:
         await swarm.end()
 
     simulate(run, 0)
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_sessions_survive_random_faults(seed: int) -> None:
-    """Hosts crash, restart and stall at random; every answer is exact, and nothing is left behind."""
-
-    async def run(network: SimulatedNetwork) -> int:
-        chance = random.Random(seed)
-        num_stages = chance.randint(1, 3)
-        swarm = ServingSwarm(network, num_stages, num_pages=256)
-        await swarm.start(*[2] * num_stages)
-        clients = [await swarm.start_client(f"client{each}", wait_seconds=120.0) for each in range(3)]
-
-        async def strike() -> None:
-            while True:
-                await asyncio.sleep(chance.uniform(0.2, 3.0))
-                name = chance.choice(sorted(swarm.hosts))
-                if chance.random() < 0.5:
-                    network.stall(swarm.hosts[name].peer, chance.uniform(0.2, 6.0))
-                elif swarm.hosts[name].peer.alive:
-                    network.crash(swarm.hosts[name].peer)
-                    await asyncio.sleep(chance.uniform(0.1, 2.0))
-                    await swarm.restart(name)
-
-        async def talk(client: Any, number: int) -> None:
-            mine = random.Random(f"{seed}/{number}")
-            for _ in range(3):
-                prompt = [mine.randrange(61) for _ in range(mine.choice([1, 9, 130, 600]))]
-                num_tokens = mine.choice([1, 20, 90])
-                sampling = mine.choice([GREEDY, DRAWN])
-                tokens, _ = await client.ask(prompt, num_tokens, sampling)
-                assert tokens == golden(prompt, num_tokens, num_stages, sampling)
-
-        striking = asyncio.create_task(strike())
-        async with asyncio.timeout(3600), asyncio.TaskGroup() as group:
-            for number, client in enumerate(clients):
-                group.create_task(talk(client, number))
-        striking.cancel()
-        await asyncio.wait({striking})
-        for each in swarm.hosts.values():
-            network.resume(each.peer)
-        is_clean = lambda: all(each.is_clean for each in swarm.hosts.values() if each.peer.alive)  # noqa: E731
-        await until(is_clean, num_stages * (ORPHAN_SECONDS + 5.0))
-        for each in swarm.hosts.values():
-            each.host.report()
-        await swarm.end(*clients)
-        return seed
-
-    assert simulate(run, seed) == seed
 
 
 @pytest.mark.parametrize("one_way", [0.05, 0.1])

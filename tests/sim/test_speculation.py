@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from typing import Any
 
 import pytest
 import torch
 
-from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
+from p2ptrain.network.simulated import LinkModel
 from p2ptrain.serving.generation import Token
-from p2ptrain.serving.host.sessions import ORPHAN_SECONDS
 from p2ptrain.serving.messages import AHEAD
 from p2ptrain.serving.sampling import Drawn, Sampling
-from tests.support.sim.peers import until
 from tests.support.sim.serving import GREEDY, CopyingStage, ServingSwarm, SmallStage, golden_draws, serve
 
 CYCLE = [*range(9)] * 3
@@ -134,61 +131,6 @@ def test_drafts_run_no_further_than_a_client_permits() -> None:
             assert swarm.hosts["s1a"].host.executor.num_drawn == 40 + AHEAD
 
     serve(main, 1, 1, kind=CopyingStage)
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_speculating_sessions_survive_random_faults(seed: int) -> None:
-    """Hosts crash, restart, stall and lose their channels; every answer is exact, and nothing is left behind."""
-
-    async def run(network: SimulatedNetwork) -> int:
-        chance = random.Random(seed)
-        num_stages = chance.randint(2, 4)
-        swarm = ServingSwarm(network, num_stages, num_pages=256, kind=CopyingStage)
-        await swarm.start(*[2] * num_stages)
-        clients = [await swarm.start_client(f"client{each}", wait_seconds=120.0) for each in range(2)]
-
-        async def strike() -> None:
-            while True:
-                await asyncio.sleep(chance.uniform(0.2, 2.0))
-                name, kind = chance.choice(sorted(swarm.hosts)), chance.random()
-                held = swarm.hosts[name]
-                if kind < 0.3:
-                    network.stall(held.peer, chance.uniform(0.2, 6.0))
-                elif kind < 0.6:
-                    for session in held.host.executor.sessions.values():
-                        if held.peer.alive and session.channel is not None:
-                            session.channel.abort()
-                elif held.peer.alive:
-                    network.crash(held.peer)
-                    await asyncio.sleep(chance.uniform(0.1, 2.0))
-                    await swarm.restart(name)
-
-        async def talk(client: Any, number: int) -> None:
-            mine = random.Random(f"{seed}/{number}")
-            for _ in range(3):
-                piece = [mine.randrange(61) for _ in range(mine.choice([5, 9, 40]))]
-                prompt, num_tokens = piece * mine.choice([1, 3, 8]), mine.choice([20, 90, 150])
-                sampling = mine.choice([TOLD, WARM])
-                assert await told(client, prompt, num_tokens, sampling) == copied(
-                    prompt, num_tokens, num_stages, sampling
-                )
-
-        striking = asyncio.create_task(strike())
-        async with asyncio.timeout(3600), asyncio.TaskGroup() as group:
-            for number, client in enumerate(clients):
-                group.create_task(talk(client, number))
-        striking.cancel()
-        await asyncio.wait({striking})
-        for each in swarm.hosts.values():
-            network.resume(each.peer)
-        is_clean = lambda: all(each.is_clean for each in swarm.hosts.values() if each.peer.alive)  # noqa: E731
-        await until(is_clean, num_stages * (ORPHAN_SECONDS + 5.0))
-        for each in swarm.hosts.values():
-            each.host.report()
-        await swarm.end(*clients)
-        return seed
-
-    assert simulate(run, seed) == seed
 
 
 class SteadyStage(CopyingStage):

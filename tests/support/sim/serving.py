@@ -165,7 +165,7 @@ class ServingSwarm:
 
     async def restart(self, name: str) -> ServingPeer:
         before = self.hosts[name]
-        return await self.start_host(name, before.number, self.network.restart(before.peer))
+        return await self.start_host(name, before.number, self.network.restart(before.peer), self.grammars)
 
     def known(self) -> list[Host]:
         """Return the hosts by their records, dead ones too."""
