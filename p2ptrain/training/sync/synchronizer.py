@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import deque
 from dataclasses import dataclass, replace
 
@@ -259,7 +260,8 @@ class Synchronizer:
 
     def _best_source(self) -> str | None:
         best, source = self.head, None
-        for record in self._membership.trusted_records():
+        dials = self.replica.context.rpc.dial_seconds
+        for record in sorted(self._membership.trusted_records(), key=lambda record: dials.get(record.peer, math.inf)):
             announced = Head(
                 record.round, record.lineage, record.lineage_tokens, 0, record.digest,
                 full=record.lineage_full, returned=record.lineage_returned,
