@@ -326,7 +326,8 @@ class Matchmaker:
         dial_seconds = leader_dial_seconds(grace, rpc.dial_seconds.get(leader), OPEN_TIMEOUT_SECONDS)
         async with rpc.open(leader, messages.JOIN, request, dial_seconds) as channel:
             dialled = loop.time() - began
-            timeouts = AnswerTimeouts(timeout_seconds - dialled, grace, leader_allowance_seconds(grace), dialled)
+            round_trip = max(dialled, rpc.dial_seconds.get(leader, 0.0))
+            timeouts = AnswerTimeouts(timeout_seconds - dialled, grace, leader_allowance_seconds(grace), round_trip)
             return await receive_answer(channel, messages.Answer, timeouts, MAX_ROSTER_BYTES)
 
     def _accept(self, answer: messages.Answer, ticket: Ticket, leader: str) -> Roster:
