@@ -38,7 +38,7 @@ class Club:
 
     def __init__(self, network: SimulatedNetwork, mode: str = "invite") -> None:
         self.network = network
-        seed = SimulatedSeed(network)
+        seed = SimulatedSeed(network, is_open=mode == "open")
         manifest = make_manifest(history_rounds=4, matchmaking_seconds=WAIT_SECONDS)
         admission = manifest.admission.model_copy(update={"mode": mode})
         self.manifest = manifest.model_copy(update={"founders": (seed.peer.peer_id,), "admission": admission})
@@ -86,6 +86,12 @@ class Club:
         for each in self.trainers:
             if each.peer.alive:
                 await each.peer.spawn(each.close())
+
+
+def tell_seed(club: Club, *trainers: SimulatedTrainer) -> None:
+    """Let the seed have records of trainers."""
+    for each in trainers:
+        club.seed.membership.update(each.describe(), 1, expires_at=math.inf)
 
 
 async def established(network: SimulatedNetwork, names: str = "abc") -> tuple[Club, list[SimulatedTrainer]]:
@@ -224,6 +230,51 @@ async def test_a_newcomer_follows_no_chain_without_the_founders_votes(
     await announce(evil, newcomer)
     await refuses(newcomer, evil)
     assert newcomer.sync.head.round == 0
+
+
+# --- the beginning --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault(36)
+@pytest.mark.parametrize("mode", ["open", "invite"])
+@simulated(seed=31)
+async def test_a_hostile_first_peer_does_not_begin_the_swarm_alone_while_others_are_there(
+    network: SimulatedNetwork, mode: str
+) -> None:
+    club = Club(network, mode)
+    evil = await club.start("evil", joins=False)
+    honest = await asyncio.gather(*(club.start(name) for name in "abcd"))
+    tell_seed(club, evil, *honest)
+    alone = forge(evil)
+    assert await ask_for_votes(evil, alone.certificate, [club.seed.peer.peer_id]) == []
+    began = network.loop.time()
+    await club.average(*honest)
+    assert network.loop.time() - began < WAIT_SECONDS
+    table = honest[0].sync.head.table
+    assert table.leading == {each.peer.peer_id for each in honest}
+    assert await ask_for_votes(evil, alone.certificate, [club.seed.peer.peer_id]) == []
+    await asyncio.sleep(WAIT_SECONDS)
+    assert await ask_for_votes(evil, alone.certificate, [club.seed.peer.peer_id]) == []
+    await club.average(*honest)
+
+
+@pytest.mark.parametrize("mode", ["open", "invite"])
+@simulated(seed=32)
+async def test_a_lone_first_peer_waits_once_for_others_whose_records_are_there(
+    network: SimulatedNetwork, mode: str
+) -> None:
+    club = Club(network, mode)
+    alone = await club.start("alone")
+    for name in ("ghost", "other ghost"):
+        club.seed.membership.update(record_of(name), 1, expires_at=math.inf)
+    began = network.loop.time()
+    while not alone.sync.head.round and network.loop.time() - began < 4 * WAIT_SECONDS:
+        alone._step()
+        await alone.synchronize()
+    assert WAIT_SECONDS <= network.loop.time() - began < 2.5 * WAIT_SECONDS
+    began = network.loop.time()
+    await club.average(alone)
+    assert network.loop.time() - began < WAIT_SECONDS
 
 
 # --- two rosters ----------------------------------------------------------------------------------------------------

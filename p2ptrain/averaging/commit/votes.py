@@ -61,6 +61,7 @@ class LightVotes:
         self._ballots = context.ballots
         self._head = head
         self._voted_at: tuple[bytes, float] = (b"", asyncio.get_running_loop().time())
+        self._refused_at: float | None = None
         self._turn = asyncio.Lock()
         context.rpc.serve(VOTE, AskVote, self._serve, max_request_bytes=REQUEST_BYTES)
 
@@ -80,6 +81,8 @@ class LightVotes:
             tip.table.check_body(body)
             if body.levels != Cells(context.spec.group_size).num_levels(tip.present):
                 raise IntegrityError("a certificate is of another tree than its lineage has")
+            if body.round == 0 and self._waits_for_others(body):
+                raise PeerRefusedError(own, "most of the trainers that this peer knows are not on the first roster")
             if body.is_reduced:
                 if tip.table.is_open:
                     raise PeerRefusedError(own, "among strangers, only members close a round without the others")
@@ -89,6 +92,19 @@ class LightVotes:
                 raise PeerRefusedError(own, "too few of the lineage's members are in this result")
             await self._record(body, certificate)
         return context.signer.sign(vote(body.body_hash))
+
+    def _waits_for_others(self, body: Body) -> bool:
+        """True if a first roster leaves out most of the known trainers, for `matchmaking_seconds` from the first one.
+
+        The peers of the first roster decide the rounds after it. They need half of the places where a group has too few
+        for all. Records of peers that never come delay the beginning once.
+        """
+        context, now = self._context, asyncio.get_running_loop().time()
+        known = {*context.membership.present(), *body.members}
+        if 2 * len(body.members) > min(len(known), context.spec.group_size):
+            return False
+        self._refused_at = now if self._refused_at is None else self._refused_at
+        return now - self._refused_at < context.spec.matchmaking_seconds
 
     async def _record(self, body: Body, certificate: Certificate) -> None:
         """Record a vote; raise `PeerRefusedError` if this peer voted for another result."""
