@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -205,6 +206,27 @@ async def test_a_stranger_whose_chain_never_comes_keeps_nobody_s_vote(network: S
     assert not asking.done()
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
+
+
+@pytest.mark.fault(36)
+@pytest.mark.parametrize("mode", ["open", "invite"])
+@simulated(seed=23)
+async def test_a_stranger_that_names_another_state_keeps_nobody_s_vote(network: SimulatedNetwork, mode: str) -> None:
+    """It asks the seed first, before an honest peer has told the seed of the round."""
+    club = Club(network, mode)
+    honest = [await club.start(name) for name in "ab"]
+    await club.average(*honest)
+    evil = await club.start("evil")
+    evil.sync.participate(False)
+    right = evil.sync.head
+    evil.state.head = replace(right, digest=b"x" * 32)
+    false = forge(evil)
+    assert false.certificate.body.digest == b"x" * 32
+    assert await ask_for_votes(evil, false.certificate, [club.seed.peer.peer_id]) == []
+    evil.state.head = right
+    began = network.loop.time()
+    await club.average(*honest)
+    assert network.loop.time() - began < WAIT_SECONDS / 2
 
 
 @pytest.mark.fault(36)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from p2ptrain.averaging.commit.attempt import Attempt
 from p2ptrain.averaging.context import PeerContext
@@ -77,7 +78,11 @@ class LightVotes:
         if tip.lineage not in (body.lineage, body.next_lineage):
             raise PeerRefusedError(own, UNKNOWN)
         if tip.lineage != body.next_lineage:  # Otherwise it is certified, and another signature only confirms it.
-            body.check_follows(tip)
+            held = self._head()
+            # A voter without the state takes the roster's word for the digest; anybody may have led it to the tip.
+            if held is None or held.lineage != tip.lineage:
+                held = replace(tip, digest=body.digest)
+            body.check_follows(held)
             tip.table.check_body(body)
             if body.levels != Cells(context.spec.group_size).num_levels(tip.present):
                 raise IntegrityError("a certificate is of another tree than its lineage has")
