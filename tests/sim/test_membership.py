@@ -2,13 +2,13 @@
 
 import asyncio
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from p2ptrain.averaging.commit.votes import VOTE, WAITS_BEFORE_FOUNDING, AskVote, Vote
+from p2ptrain.averaging.commit.votes import WAITS_BEFORE_FOUNDING
 from p2ptrain.averaging.context import ballots_in
 from p2ptrain.averaging.grouping.messages import JOIN, Formed, Join
 from p2ptrain.averaging.protocol.certificate import (
@@ -18,34 +18,15 @@ from p2ptrain.averaging.protocol.certificate import (
     Certificate,
     Chain,
     Roster,
-    vote,
 )
 from p2ptrain.averaging.protocol.table import ESTABLISHED
-from p2ptrain.errors import PeerRefusedError
 from p2ptrain.network.admission import OpenGate
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.simulated import SimulatedNetwork
 from tests.support.coroutines import simulated
 from tests.support.records import record_of
-from tests.support.sim.clubs import WAIT_SECONDS, Club, announce, established, refuses, tell_seed
+from tests.support.sim.clubs import WAIT_SECONDS, Club, announce, ask_for_votes, established, refuses, tell_seed
 from tests.support.sim.strangers import forge, go_on_from
-from tests.support.sim.trainers import SimulatedTrainer
-
-
-async def ask_for_votes(
-    asker: SimulatedTrainer, certificate: Certificate, peers: Sequence[str]
-) -> list[tuple[str, bytes]]:
-    """The signatures of a body that peers give to whom asks for them."""
-    proofs = []
-    for peer in peers:
-        try:
-            reply = await asker.rpc.call(peer, VOTE, AskVote(certificate.to_bytes()), Vote, 5.0)
-        except PeerRefusedError:
-            continue
-        assert asker.peer.signer.verify(peer, vote(certificate.body.body_hash), reply.proof)
-        proofs.append((peer, reply.proof))
-    return proofs
-
 
 # --- strangers ----------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from p2ptrain.averaging.commit.anchoring import serve_anchors
 from p2ptrain.averaging.commit.attempt import Attempt
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.cells import Cells
@@ -64,6 +65,7 @@ class LightVotes:
         self._voted_at: tuple[bytes, float] = (b"", asyncio.get_running_loop().time())
         self._refused_at: float | None = None
         self._turn = asyncio.Lock()
+        serve_anchors(context)
         context.rpc.serve(VOTE, AskVote, self._serve, max_request_bytes=REQUEST_BYTES)
 
     async def _serve(self, peer: str, request: AskVote) -> Vote:
@@ -74,6 +76,8 @@ class LightVotes:
     async def _vote(self, peer: str, certificate: Certificate, head: Head | None) -> bytes:
         """Return this peer's signature of a result; raise `PeerRefusedError` or `IntegrityError` if it must not."""
         context, body, own = self._context, certificate.body, self._context.rpc.peer_id
+        if reason := context.anchors.conflict:
+            raise PeerRefusedError(own, reason)
         tip = await self._tip_at(peer, body, head)
         if tip.lineage not in (body.lineage, body.next_lineage):
             raise PeerRefusedError(own, UNKNOWN)
@@ -135,6 +139,7 @@ class LightVotes:
             logger.warning("nobody has gone on after round %d: this voter lets the swarm begin again", tip.round)
             tip, self._voted_at = context.genesis(body.digest), (b"", self._voted_at[1])
             self._ballots.tip = tip
+            context.anchors.forget()
         if tip.lineage not in (body.lineage, body.next_lineage):
             later = await self._tip_after(tip, peer, body)
             if later.lineage != body.lineage and claimed is not None:
@@ -169,6 +174,7 @@ class LightVotes:
         chain = await fetch_certificates(context.rpc, peer, {tip.lineage: tip.table}, context.certificate, proofs=True)
         following = [*(each.body.digest for each in chain[1:]), body.digest]
         for certificate, digest in zip(chain, following, strict=False):
+            context.anchors.reached(replace(tip, digest=certificate.body.digest))  # which the certificate vouches for
             tip = tip.after(certificate, digest)
             if tip.lineage == body.lineage:
                 break

@@ -14,6 +14,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
+from p2ptrain.averaging.commit.anchoring import AnchorSearch
 from p2ptrain.averaging.commit.attempt import AttemptFailedError
 from p2ptrain.averaging.commit.round_log import Result
 from p2ptrain.averaging.grouping.membership import ACTIVE_STATES
@@ -48,6 +49,7 @@ class CatchUp:
     Attributes:
         resyncs: Full downloads of the state.
         incompatible: By peer: why its state does not fit this model.
+        anchors: Looks for newer anchors.
     """
 
     def __init__(self, replica: Replica, jobs: Progress) -> None:
@@ -62,6 +64,7 @@ class CatchUp:
         self._failed_repairs = 0
         self._tasks = Tasks()
         self._checks: dict[str, asyncio.Task[None]] = {}
+        self.anchors = AnchorSearch(self._context, self._round_log, lambda: self._state.head, self._tasks)
         self.resyncs = 0
         self.incompatible: dict[str, str] = {}
 
@@ -276,7 +279,8 @@ class CatchUp:
         return head
 
     def _check_ahead(self, source: str, head: Head) -> None:
-        if not self._matchmaker.position.follows(head, self._context.spec):
+        is_ahead = self._matchmaker.position.follows(head, self._context.spec)
+        if not (is_ahead or self._context.anchors.is_off):
             raise AttemptFailedError(f"peer {source[-8:]} is not ahead of this one")
 
     async def _take_over(self, work: Contribution | None, keep_work: bool, chain: Sequence[Certificate]) -> int:

@@ -200,6 +200,7 @@ class Replica:
             self.averager.contributions.consumed([self.fragment_of(body).index])
         before = self.state.head
         self._set_head(result.certificate.next_head(tree_root, table))
+        self.context.anchors.reached(self.state.head)
         self.averager.round_log.add(result, before, bool(self._server.chunks.active))
 
     def _take_step(self, result: Result, work: Contribution | None, contributed: bool) -> bytes:

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 MAX_RETRIES = 12
 MAX_REPORTS = 8
+CONFLICT_SECONDS = 5.0
+"""Pause of each synchronisation while two anchors contradict each other."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class RoundResult:
         reason: Why it failed, or a remark.
         contributed: True if the result includes this peer's work.
         members: Size of the group, of which ``contributors`` contributed.
-        paused: True if the swarm is below its minimum of peers.
+        paused: True if the swarm is below its minimum of peers, or two anchors contradict each other.
         seconds: Duration, which includes ``matchmaking_seconds``, and ``transfer_seconds`` to reduce and sign.
     """
 
@@ -157,6 +159,9 @@ class Synchronizer:
 
     async def _synchronize(self, work: Contribution) -> RoundResult:
         before = self.head
+        if reason := self.replica.context.anchors.conflict:
+            await asyncio.sleep(CONFLICT_SECONDS)
+            return RoundResult(False, before.round, reason, paused=True)
         for _ in range(MAX_RETRIES):
             async with work.model_lock:
                 ready = await self._prepare(work, before)
@@ -248,9 +253,11 @@ class Synchronizer:
     async def follow_swarm(self, work: Contribution | None) -> bool:
         """Catch up with the best lineage that a trusted peer announces; return True if this peer's head moved.
 
+        A peer on a lineage without the newest anchor follows those that showed the anchor.
         A doubted peer must prove its state in the background first. Else it could stall each round until a timeout.
         """
         before = self.head
+        await self.catch_up.anchors.look()
         for _ in range(3):
             best = self._best_source()
             if best is None:
@@ -259,14 +266,17 @@ class Synchronizer:
         return self.head != before
 
     def _best_source(self) -> str | None:
-        best, source = self.head, None
+        best, source, records = self.head, None, self._membership.trusted_records()
         dials = self.replica.context.rpc.dial_seconds
-        for record in sorted(self._membership.trusted_records(), key=lambda record: dials.get(record.peer, math.inf)):
+        anchored = self.catch_up.anchors.better(records)
+        if anchored:
+            best = self.replica.context.genesis(self.head.digest)
+        for record in sorted(anchored or records, key=lambda record: dials.get(record.peer, math.inf)):
             announced = Head(
                 record.round, record.lineage, record.lineage_tokens, 0, record.digest,
                 full=record.lineage_full, returned=record.lineage_returned,
             )  # fmt: skip
-            if announced.outranks(best) and self.position.follows(announced, self._spec):
+            if announced.outranks(best) and (anchored or self.position.follows(announced, self._spec)):
                 if self._membership.is_doubted(record.peer):
                     self.catch_up.check_soon(record.peer)
                 else:

@@ -2,9 +2,13 @@
 
 import asyncio
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
+from p2ptrain.averaging.commit.votes import VOTE, AskVote, Vote
+from p2ptrain.averaging.protocol.certificate import Certificate, vote
 from p2ptrain.averaging.protocol.table import ESTABLISHED
+from p2ptrain.errors import PeerRefusedError
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
 from tests.support.coroutines import at_end
 from tests.support.sim.seed import SimulatedSeed
@@ -108,3 +112,18 @@ async def refuses(victim: SimulatedTrainer, evil: SimulatedTrainer) -> None:
     assert victim.sync.catch_up.resyncs == resyncs
     assert victim.membership.is_mistrusted(evil.peer.peer_id)
     assert not await victim.sync.follow_swarm(victim.work)
+
+
+async def ask_for_votes(
+    asker: SimulatedTrainer, certificate: Certificate, peers: Sequence[str]
+) -> list[tuple[str, bytes]]:
+    """The signatures of a body that peers give to whom asks for them."""
+    proofs = []
+    for peer in peers:
+        try:
+            reply = await asker.rpc.call(peer, VOTE, AskVote(certificate.to_bytes()), Vote, 5.0)
+        except PeerRefusedError:
+            continue
+        assert asker.peer.signer.verify(peer, vote(certificate.body.body_hash), reply.proof)
+        proofs.append((peer, reply.proof))
+    return proofs

@@ -1,0 +1,224 @@
+"""Anchors: heads that keys of the manifest sign at times, and past which no peer goes back.
+
+Voters' signatures protect a lineage while two thirds of its voters are honest. Keys of voters that are stolen later
+could sign another past. An *anchor* is the head after a full certificate with signatures of enough anchor keys. A later
+head counts only if it is proved from the anchor's head, or from one that was: by a chain of certificates, or by the
+votes of two thirds of its electorate. Then it is *past* the anchor. An anchor chooses among certified heads, and makes
+none: it holds the certificate that leads to it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from threading import Lock
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from p2ptrain.averaging.protocol.ballots import write_synced
+from p2ptrain.averaging.protocol.certificate import Certificate, Head, Name, Proof
+from p2ptrain.errors import IntegrityError
+from p2ptrain.hashing import canonical_bytes
+from p2ptrain.manifest import MAX_ANCHOR_KEYS
+from p2ptrain.network.schema import Message, from_bytes
+from p2ptrain.signing import Signer
+
+logger = logging.getLogger(__name__)
+
+
+class Anchor(Message, frozen=True):
+    """A head with the signatures of anchor keys; each signs round, lineage and digest."""
+
+    head: Head
+    proofs: Annotated[tuple[tuple[Name, Proof], ...], Meta(max_length=MAX_ANCHOR_KEYS)]
+
+    def statement(self, swarm: bytes) -> bytes:
+        """Return the bytes that each key signs; ``swarm`` is the digest of the manifest or unit, 32 bytes."""
+        head = self.head
+        return b"p2ptrain anchor" + swarm + canonical_bytes([head.round, head.lineage, head.digest])
+
+
+class _Record(Message, frozen=True):
+    newest: Anchor | None = None
+    rival: Anchor | None = None
+    own: Anchor | None = None
+    is_off: bool = False
+
+
+class AnchorBook:
+    """The newest anchor that this peer knows; in ``path``, if given, before it counts. Safe from any thread.
+
+    Raises:
+        IntegrityError: The file is damaged.
+
+    Attributes:
+        keys: Peers whose signatures count; without any there are no anchors.
+        every: Rounds from one anchor to the next.
+    """
+
+    def __init__(
+        self,
+        swarm: bytes,
+        signer: Signer,
+        read: Callable[[bytes], Certificate],
+        keys: Iterable[str] = (),
+        quorum: int = 0,
+        every: int = 1,
+        path: Path | None = None,
+    ) -> None:
+        """
+        Args:
+            read: Parses and verifies a certificate.
+            quorum: How many keys must sign; 0 for more than half.
+        """
+        self.keys, self.every = frozenset(keys), every
+        self._quorum = quorum or len(self.keys) // 2 + 1
+        self._swarm, self._signer, self._read, self._path = swarm, signer, read, path
+        self._record = _Record()
+        self._by_key: dict[str, Anchor] = {}
+        self._lock = Lock()
+        if path is not None and self.keys and path.is_file():
+            try:
+                self._record = from_bytes(_Record, path.read_bytes())
+            except IntegrityError as error:
+                raise IntegrityError(f"the anchors in {path} are damaged ({error}): delete the file") from error
+
+    @property
+    def newest(self) -> Head | None:
+        """The head of the newest anchor; None before the first."""
+        return None if self._record.newest is None else self._record.newest.head
+
+    @property
+    def round(self) -> int:
+        """Round of the newest anchor; 0 before the first."""
+        return 0 if self.newest is None else self.newest.round
+
+    @property
+    def is_off(self) -> bool:
+        """True if this peer's lineage parted from the anchor's before it."""
+        return self._record.is_off
+
+    @property
+    def conflict(self) -> str:
+        """Why this peer must not go on; empty if it may."""
+        if self._record.rival is None:
+            return ""
+        names = [
+            f"{each.head.lineage.hex()[:8]} of round {each.head.round}"
+            for each in (self._record.newest, self._record.rival)
+            if each is not None
+        ]
+        return (
+            f"two anchors contradict each other: {' and '.join(names)}: ask the organizer which is right, and delete"
+            f" {self._path or 'the anchors'} of the peers that hold the other; see docs/explanation/rounds.md"
+        )
+
+    def held(self, known: bytes = b"") -> tuple[Anchor, ...]:
+        """Return the anchors of which another peer should hear that knows the newest one of lineage ``known``."""
+        newest, rival, own, _ = msgspec.structs.astuple(self._record)
+        if newest is not None and own is not None and own.head.round <= newest.head.round:
+            own = None
+        if newest is not None and newest.head.lineage == known:
+            newest = None
+        return tuple(each for each in (newest, rival, own) if each is not None)
+
+    # --- this peer's lineage
+
+    def is_past(self, head: Head) -> bool:
+        """True if a head of this peer's lineage is the newest anchor's, or follows from it."""
+        return not self.is_off and head.round >= self.round
+
+    def start_for(self, own: Head, head: Head) -> Head:
+        """Return the head from which ``head`` must be proved: this peer's own, or the newest anchor's.
+
+        Raises:
+            IntegrityError: The head is before the anchor, and this peer's own is past it.
+        """
+        newest = self.newest
+        if newest is None or (head.round < newest.round and own.round < newest.round):
+            return own
+        if head.round < newest.round:
+            raise IntegrityError("a head is before the newest anchor")
+        return own if self.is_past(own) else newest
+
+    def parts(self, certificate: Certificate) -> bool:
+        """True if a certificate leads to the newest anchor's round, and not to the anchor."""
+        newest, body = self.newest, certificate.body
+        return newest is not None and body.round + 1 == newest.round and body.next_lineage != newest.lineage
+
+    def reached(self, head: Head) -> None:
+        """Record the head after this peer's next round, and sign it if that is due."""
+        if not self.keys or head.round % self.every:
+            return
+        newest, own = self.newest, self._record.own
+        if newest is not None and head.round == newest.round:
+            self._set(is_off=head.lineage != newest.lineage)
+        is_new = head.round > (own.head.round if own is not None else 0)
+        may_sign = is_new and not (head.is_reduced or self.is_off or self.conflict)
+        if self._signer.peer_id in self.keys and may_sign:
+            proof = self._signer.sign(Anchor(head, ()).statement(self._swarm))
+            self._set(own=Anchor(head, ((self._signer.peer_id, proof),)))
+
+    def believed(self) -> None:
+        """Record that this peer moved to a head that was proved from `start_for`."""
+        if self.is_off:
+            self._set(is_off=False)
+
+    # --- anchors
+
+    def check(self, anchor: Anchor) -> Anchor | None:
+        """Return an anchor from anybody with all known signatures, once there are enough; None before.
+
+        Raises:
+            IntegrityError: It is not of this swarm's keys, or of no certified head that may be anchored.
+        """
+        head, statement = anchor.head, anchor.statement(self._swarm)
+        signers = {key for key, _ in anchor.proofs}
+        if not signers or not signers <= self.keys or len(signers) < len(anchor.proofs):
+            raise IntegrityError("an anchor is not signed by the keys that the manifest names")
+        if head.round == 0 or head.round % self.every or head.is_reduced:
+            raise IntegrityError("an anchor is of a round that has none")
+        if not all(self._signer.verify(key, statement, proof) for key, proof in anchor.proofs):
+            raise IntegrityError("an anchor has a signature that does not match its key")
+        if self._read(head.certificate).next_head(head.digest, head.table) != head:
+            raise IntegrityError("an anchor is of a head that does not follow from its certificate")
+        with self._lock:
+            for key, proof in anchor.proofs:
+                known = self._by_key.get(key)
+                if known is None or known.head.round <= head.round:
+                    self._by_key[key] = Anchor(head, ((key, proof),))
+            same = [each for each in self._by_key.values() if each.statement(self._swarm) == statement]
+        proofs = dict(anchor.proofs) | dict(each.proofs[0] for each in same)
+        return Anchor(head, tuple(sorted(proofs.items()))) if len(proofs) >= self._quorum else None
+
+    def adopt(self, anchor: Anchor, *, is_off: bool) -> None:
+        """Keep a complete anchor as the newest one; ``is_off`` tells whether this peer's lineage lacks it."""
+        if self._set(newest=anchor, is_off=is_off):
+            logger.info("round %d is anchored", anchor.head.round)
+
+    def contradict(self, anchor: Anchor) -> None:
+        """Keep a complete anchor that excludes the newest one: this peer stops."""
+        if self._set(rival=anchor):
+            logger.error("%s", self.conflict)
+
+    def forget(self) -> None:
+        """Forget all anchors, because the swarm begins again."""
+        self._set(newest=None, rival=None, own=None, is_off=False)
+
+    def _set(self, **changes: Any) -> bool:
+        """Change the record, on disk before it counts; return False if it cannot be written."""
+        with self._lock:
+            record = msgspec.structs.replace(self._record, **changes)
+            if record == self._record:
+                return False
+            try:
+                if self._path is not None:
+                    write_synced(self._path, record)
+            except OSError as error:
+                logger.error("cannot keep an anchor in %s: %s", self._path, error)
+                return False
+            self._record = record
+            return True
