@@ -100,3 +100,8 @@ def write_synced(path: Path, record: Message) -> None:
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)  # Else a power failure could bring the old file back.
+    finally:
+        os.close(folder)

@@ -2,7 +2,9 @@
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Sequence
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -222,8 +224,31 @@ def test_the_newest_anchor_is_kept(tmp_path: Path) -> None:
     book = adopted(ANCHORED, path)
     assert make_book(path=path).newest == book.newest == ANCHORED
     assert make_book(path=path).round == EVERY
-    book.forget()
-    assert make_book(path=path).newest is None
+
+
+def test_a_key_whose_machine_fails_as_it_signs_signs_no_second_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each step that reaches the disk. Nothing is shown before all of them."""
+    reached = list[str]()
+    for step in range(3):
+        path, steps = tmp_path / str(step) / "anchors", iter(range(4))
+
+        def fail(descriptor: int, step: int = step, steps: Iterator[int] = steps, path: Path = path) -> None:
+            if next(steps) == step:
+                raise KeyboardInterrupt
+            reached.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
+
+        book = make_book("k1", path)
+        monkeypatch.setattr(os, "fsync", fail)
+        with pytest.raises(KeyboardInterrupt) if step < 2 else contextlib.nullcontext():
+            book.reached(ANCHORED)
+        monkeypatch.undo()
+        assert book.held() == (() if step < 2 else (sign(ANCHORED, "k1"),))
+        again = make_book("k1", path)
+        again.reached(OTHERS[EVERY])
+        assert again.held() == ((sign(OTHERS[EVERY], "k1"),) if step < 1 else (sign(ANCHORED, "k1"),))
+    assert reached == ["file", "file", "folder"]
 
 
 def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path) -> None:
