@@ -336,6 +336,35 @@ async def test_after_a_partition_the_anchored_side_wins_over_more_rounds(network
     await refuses_nobody(club, left, right, *between)
 
 
+@simulated(seed=13)
+async def test_no_founder_lets_a_swarm_begin_again_behind_an_anchor(network: SimulatedNetwork) -> None:
+    club, trainers = await established(network, "abc", anchor_rounds=EVERY)
+    evil = await club.start("evil", joins=False)
+    await club.average(*trainers, rounds=EVERY + 4 - trainers[0].sync.head.round)
+    for each in trainers:
+        network.crash(each.peer)
+    club.seed.membership._known.clear()
+    await asyncio.sleep(10 * WAIT_SECONDS)
+    assert await ask_for_votes(evil, forge(evil).certificate, [club.seed.peer.peer_id]) == []
+    assert [each.head.round for each in await anchors_of_seed(club, evil)] == [EVERY]
+
+
+async def anchors_of_seed(club: Club, asker: SimulatedTrainer) -> Sequence[Anchor]:
+    return (await asker.rpc.call(club.seed.peer.peer_id, ANCHORS, AskAnchors(), HeldAnchors, 5.0)).anchors
+
+
+@simulated(seed=14)
+async def test_the_seed_signs_no_digest_that_a_reduced_round_names(network: SimulatedNetwork) -> None:
+    """One invited member can certify a reduced round after the anchor's head alone."""
+    club, (*trainers, evil) = await established(network, "abcd", anchor_rounds=EVERY)
+    await club.average(*trainers, evil, rounds=EVERY - evil.sync.head.round)
+    evil.sync.participate(False)
+    evil.state.head = replace(evil.sync.head, digest=b"x" * 32)
+    go_on_from(evil, forge(evil, is_reduced=True))
+    await ask_for_votes(evil, forge(evil).certificate, [club.seed.peer.peer_id])
+    assert b"x" * 32 not in [each.head.digest for each in await anchors_of_seed(club, evil)]
+
+
 async def refuses_nobody(club: Club, *trainers: SimulatedTrainer) -> None:
     for each in trainers:
         each.sync.participate(True)

@@ -64,6 +64,7 @@ class LightVotes:
         self._head = head
         self._voted_at: tuple[bytes, float] = (b"", asyncio.get_running_loop().time())
         self._refused_at: float | None = None
+        self._has_warned = False
         self._turn = asyncio.Lock()
         serve_anchors(context)
         context.rpc.serve(VOTE, AskVote, self._serve, max_request_bytes=REQUEST_BYTES)
@@ -76,8 +77,10 @@ class LightVotes:
     async def _vote(self, peer: str, certificate: Certificate, head: Head | None) -> bytes:
         """Return this peer's signature of a result; raise `PeerRefusedError` or `IntegrityError` if it must not."""
         context, body, own = self._context, certificate.body, self._context.rpc.peer_id
-        if reason := context.anchors.conflict:
-            raise PeerRefusedError(own, reason)
+        if context.anchors.conflict:
+            raise PeerRefusedError(own, "two anchors that this peer knows contradict each other")
+        if body.round == 0 and context.anchors.last_round:
+            raise PeerRefusedError(own, self._is_anchored())
         tip = await self._tip_at(peer, body, head)
         if tip.lineage not in (body.lineage, body.next_lineage):
             raise PeerRefusedError(own, UNKNOWN)
@@ -101,6 +104,15 @@ class LightVotes:
                 raise PeerRefusedError(own, "too few of the lineage's members are in this result")
             await self._record(body, certificate)
         return context.signer.sign(vote(body.body_hash))
+
+    def _is_anchored(self) -> str:
+        """Return why the swarm cannot begin again, and tell the operator once how it can."""
+        anchors = self._context.anchors
+        reason = f"round {anchors.last_round} of this swarm is anchored: it does not begin again"
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("%s. If its state is lost, delete %s at each founder, and restart it", reason, anchors.file)
+        return reason
 
     def _waits_for_others(self, body: Body) -> bool:
         """True if a first roster leaves out most of the known trainers, for `matchmaking_seconds` from the first one.
@@ -139,7 +151,6 @@ class LightVotes:
             logger.warning("nobody has gone on after round %d: this voter lets the swarm begin again", tip.round)
             tip, self._voted_at = context.genesis(body.digest), (b"", self._voted_at[1])
             self._ballots.tip = tip
-            context.anchors.forget()
         if tip.lineage not in (body.lineage, body.next_lineage):
             later = await self._tip_after(tip, peer, body)
             if later.lineage != body.lineage and claimed is not None:
@@ -174,7 +185,8 @@ class LightVotes:
         chain = await fetch_certificates(context.rpc, peer, {tip.lineage: tip.table}, context.certificate, proofs=True)
         following = [*(each.body.digest for each in chain[1:]), body.digest]
         for certificate, digest in zip(chain, following, strict=False):
-            context.anchors.reached(replace(tip, digest=certificate.body.digest))  # which the certificate vouches for
+            if not certificate.body.is_reduced:  # Few could certify a reduced one with another digest.
+                context.anchors.reached(replace(tip, digest=certificate.body.digest))
             tip = tip.after(certificate, digest)
             if tip.lineage == body.lineage:
                 break

@@ -49,7 +49,9 @@ class _Record(Message, frozen=True):
 
 
 class AnchorBook:
-    """The newest anchor that this peer knows; in ``path``, if given, before it counts. Safe from any thread.
+    """The newest anchor that this peer knows; in ``path``, if given, before it counts.
+
+    `check` is safe from any thread. All else is called on the event loop.
 
     Raises:
         IntegrityError: The file is damaged.
@@ -97,6 +99,16 @@ class AnchorBook:
         return 0 if self.newest is None else self.newest.round
 
     @property
+    def last_round(self) -> int:
+        """Round of the newest anchor, or of the newest head that this peer signed; 0 before the first."""
+        return max(self.round, 0 if self._record.own is None else self._record.own.head.round)
+
+    @property
+    def file(self) -> str:
+        """The file that keeps the anchors, for the operator."""
+        return str(self._path or "the anchors")
+
+    @property
     def is_off(self) -> bool:
         """True if this peer's lineage parted from the anchor's before it."""
         return self._record.is_off
@@ -113,7 +125,7 @@ class AnchorBook:
         ]
         return (
             f"two anchors contradict each other: {' and '.join(names)}: ask the organizer which is right, and delete"
-            f" {self._path or 'the anchors'} of the peers that hold the other; see docs/explanation/rounds.md"
+            f" {self.file} of the peers that hold the other; see docs/explanation/rounds.md"
         )
 
     def held(self, known: bytes = b"") -> tuple[Anchor, ...]:
@@ -203,10 +215,6 @@ class AnchorBook:
         """Keep a complete anchor that excludes the newest one: this peer stops."""
         if self._set(rival=anchor):
             logger.error("%s", self.conflict)
-
-    def forget(self) -> None:
-        """Forget all anchors, because the swarm begins again."""
-        self._set(newest=None, rival=None, own=None, is_off=False)
 
     def _set(self, **changes: Any) -> bool:
         """Change the record, on disk before it counts; return False if it cannot be written."""
