@@ -335,7 +335,8 @@ class AveragingSpec(Section):
     """Peer ids whose keys sign anchors, past which no peer goes back; each must be a founder, or train. Empty for the
     first 16 founders in an ``open`` swarm, and for no anchors in others."""
     anchor_quorum: int = Field(0, ge=0, le=MAX_ANCHOR_KEYS)
-    """How many of ``anchors`` must sign; 0 for more than half."""
+    """How many of ``anchors`` must sign; 0 for more than half. With half or fewer, keys that do not know of each other
+    may anchor two pasts."""
     anchor_rounds: int = Field(64, ge=1, le=4096)
     """Rounds from one anchor to the next."""
 
@@ -357,6 +358,8 @@ class AveragingSpec(Section):
 
     @model_validator(mode="after")
     def _anchors_suffice(self) -> AveragingSpec:
+        if len(set(self.anchors)) < len(self.anchors):
+            raise ValueError("averaging.anchors names a key twice")
         if self.anchor_quorum > len(self.anchors):
             raise ValueError(
                 f"averaging.anchor_quorum = {self.anchor_quorum}, and averaging.anchors names {len(self.anchors)} keys:"

@@ -1,6 +1,7 @@
 """Anchors: no stolen keys rewrite the past, contradictions stop peers, and a swarm does without."""
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,9 @@ import pytest
 from p2ptrain.averaging.commit.anchoring import ANCHORS, AskAnchors, HeldAnchors
 from p2ptrain.averaging.protocol.anchors import Anchor, AnchorBook
 from p2ptrain.averaging.protocol.certificate import CHAIN, AskChain, Chain, Head
+from p2ptrain.errors import IntegrityError
 from p2ptrain.network.simulated import SimulatedNetwork
+from p2ptrain.training.sync.state_server import check_head
 from tests.support.coroutines import simulated
 from tests.support.sim.clubs import WAIT_SECONDS, Club, announce, ask_for_votes, established, refuses
 from tests.support.sim.strangers import forge, go_on_from
@@ -175,8 +178,11 @@ async def test_anchors_that_contradict_each_other_stop_both_sides(network: Simul
 
 def anchor_of(swarm: Rewrite, trainer: SimulatedTrainer, round_: int) -> Anchor:
     """The seed's signature of a head on a trainer's lineage."""
-    head = next(head for head in trainer.sync.averager.round_log.heads() if head.round == round_)
-    return signed(swarm.club, head, trainer.swarm)
+    return signed(swarm.club, head_of(trainer, round_), trainer.swarm)
+
+
+def head_of(trainer: SimulatedTrainer, round_: int) -> Head:
+    return next(head for head in trainer.sync.averager.round_log.heads() if head.round == round_)
 
 
 def signed(club: Club, head: Head, unit: bytes) -> Anchor:
@@ -302,10 +308,11 @@ async def test_an_anchor_of_a_head_that_the_voters_did_not_certify_moves_nobody(
     assert evil.sync.head.lineage != trainers[0].sync.head.lineage
 
 
-def show(trainer: SimulatedTrainer, anchors: Sequence[Anchor]) -> None:
-    """Let a trainer tell others of these anchors."""
+def show(trainer: SimulatedTrainer, anchors: Sequence[Anchor], seconds: float = 0.0) -> None:
+    """Let a trainer tell others of these anchors, so many seconds later."""
 
     async def answer(peer: str, request: AskAnchors) -> HeldAnchors:
+        await asyncio.sleep(seconds)
         return HeldAnchors(tuple(anchors))
 
     trainer.rpc.serve(ANCHORS, AskAnchors, answer)
@@ -336,6 +343,38 @@ async def test_after_a_partition_the_anchored_side_wins_over_more_rounds(network
     await refuses_nobody(club, left, right, *between)
 
 
+@pytest.mark.parametrize("old", [False, True], ids=["no anchor", "an old anchor"])
+@simulated(seed=11)
+async def test_a_newcomer_that_meets_liars_and_the_seed_alone_follows_nobody(
+    network: SimulatedNetwork, old: bool
+) -> None:
+    """The seed has no certificates that lead to its anchor."""
+    swarm = await rewritten(network, EVERY)
+    newcomer = await swarm.club.start("newcomer", joins=False)
+    if old:
+        book_of(newcomer).adopt(anchor_of(swarm, swarm.members[0], EVERY), is_off=False)
+    await announce(swarm.evil, newcomer)
+    knows_only(newcomer, swarm.evil)
+    await newcomer.sync.follow_swarm(newcomer.work)
+    assert book_of(newcomer).round == 2 * EVERY
+    assert newcomer.sync.head.round == 0
+
+
+@simulated(seed=12)
+async def test_a_member_that_was_away_asks_for_anchors_before_it_follows_anybody(network: SimulatedNetwork) -> None:
+    """Old voters, whose signatures it believes, announce the longer lineage."""
+    swarm = await rewritten(network, EVERY)
+    away, honest = swarm.away, swarm.members[0]
+    for each in swarm.members:
+        show(each, book_of(each).held(), 2.0)
+    before = away.sync.catch_up.resyncs
+    await announce(swarm.evil, away)
+    await announce(honest, away)
+    await away.sync.follow_swarm(away.work)
+    assert away.sync.head == honest.sync.head
+    assert away.sync.catch_up.resyncs == before + 1, "and never was at the old voters' head"
+
+
 @simulated(seed=13)
 async def test_no_founder_lets_a_swarm_begin_again_behind_an_anchor(network: SimulatedNetwork) -> None:
     club, trainers = await established(network, "abc", anchor_rounds=EVERY)
@@ -363,6 +402,152 @@ async def test_the_seed_signs_no_digest_that_a_reduced_round_names(network: Simu
     go_on_from(evil, forge(evil, is_reduced=True))
     await ask_for_votes(evil, forge(evil).certificate, [club.seed.peer.peer_id])
     assert b"x" * 32 not in [each.head.digest for each in await anchors_of_seed(club, evil)]
+
+
+@simulated(seed=1)
+async def test_an_old_anchor_after_a_newer_one_is_no_contradiction(network: SimulatedNetwork) -> None:
+    """For a peer on another lineage, whose log differs from both."""
+    swarm = await rewritten(network, EVERY)
+    misled, honest = swarm.evil, swarm.members[0]
+    show(honest, [anchor_of(swarm, honest, 2 * EVERY), anchor_of(swarm, honest, EVERY)])
+    await announce(honest, misled)
+    for _ in range(2):
+        await misled.sync.follow_swarm(misled.work)
+        await asyncio.sleep(6.0)
+    assert not book_of(misled).conflict
+    assert misled.sync.head == honest.sync.head
+
+
+@pytest.mark.parametrize("holder", ["a newcomer", "a peer on the other lineage"])
+@simulated(seed=16)
+async def test_a_second_anchor_that_excludes_the_first_stops_also(network: SimulatedNetwork, holder: str) -> None:
+    """The newcomer hears of two anchors of one round. The other peer hears of a later one, of its own lineage."""
+    swarm = await rewritten(network, EVERY)
+    evil, honest = swarm.evil, swarm.members[0]
+    peer = evil if holder != "a newcomer" else await swarm.club.start("newcomer", joins=False)
+    source = honest if peer is evil else evil
+    book_of(peer).adopt(anchor_of(swarm, honest, 2 * EVERY), is_off=peer is evil)
+    show(source, [anchor_of(swarm, evil, (3 if peer is evil else 2) * EVERY)])
+    await announce(source, peer)
+    knows_only(peer, source)
+    await peer.sync.catch_up.anchors.look()
+    await asyncio.sleep(6.0)
+    assert book_of(peer).conflict
+
+
+@simulated(seed=17)
+async def test_an_old_anchor_moves_nobody_whose_source_withholds_what_followed(network: SimulatedNetwork) -> None:
+    """The victim came after the anchor, and has no certificates from there on; others have."""
+    club, trainers = await established(network, "abcd", anchor_rounds=EVERY)
+    *members, evil = trainers
+    await club.average(*trainers, rounds=2 * EVERY)
+    network.crash(club.seed.peer)
+    for each in trainers:
+        show(each, [])
+    victim = await club.start("victim")
+    await club.average(*trainers, victim)
+    assert book_of(victim).round == 0
+    before = victim.sync.head
+    show(evil, [signed(club, head_of(evil, EVERY), evil.swarm)])
+
+    async def tell_nothing(peer: str, request: AskChain) -> Chain:
+        return Chain(())
+
+    evil.rpc.serve(CHAIN, AskChain, tell_nothing)
+    await victim.sync.catch_up.anchors._ask_one(evil.peer.peer_id)
+    assert book_of(victim).round == EVERY
+    assert not book_of(victim).is_off
+    assert victim.sync.head == before
+    assert len(members) == 3
+
+
+@simulated(seed=18)
+async def test_an_anchor_of_a_round_far_ahead_moves_no_peer_that_goes_on(network: SimulatedNetwork) -> None:
+    """The anchor key is stolen; no voter's key is. A peer that is stalled must take the keys' word."""
+    club, trainers = await established(network, "abc", anchor_rounds=EVERY)
+    evil = await club.start("evil")
+    evil.sync.participate(False)
+    await club.average(*trainers, rounds=EVERY - trainers[0].sync.head.round + 4)
+    evil.state.head = replace(evil.sync.head, round=100 * EVERY - 1, lineage=b"x" * 32)
+    go_on_from(evil, forge(evil))
+    show(evil, [signed(club, evil.sync.head, evil.swarm)])
+    await announce(evil, *trainers)
+    for each in trainers:
+        await each.sync.follow_swarm(each.work)
+    await asyncio.sleep(2.0)
+    for each in trainers:
+        assert book_of(each).round == EVERY
+        assert each.sync.head.round == EVERY + 4
+    await club.average(*trainers, rounds=EVERY)
+    assert book_of(trainers[0]).round == 2 * EVERY
+    trainers[0].sync.position.standstill = WAIT_SECONDS
+    await trainers[0].sync.catch_up.anchors._ask_one(evil.peer.peer_id)
+    assert book_of(trainers[0]).round == 100 * EVERY
+
+
+@simulated(seed=19)
+async def test_strangers_do_not_keep_a_peer_from_asking_others(
+    network: SimulatedNetwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crowd on lineages of its own has the first ids in any order."""
+    swarm = await rewritten(network, EVERY)
+    misled = swarm.evil
+    book_of(misled).adopt(anchor_of(swarm, swarm.members[0], 2 * EVERY), is_off=True)
+    crowd = [f"0{number:02}" for number in range(20)]
+    for each in (*crowd, "zz"):
+        record = replace(misled.describe(), peer=each, lineage=each.encode() * 4, state="training")
+        misled.membership.update(record, 1, expires_at=math.inf)
+    search, asked = misled.sync.catch_up.anchors, set[str]()
+
+    async def ask(peer: str) -> None:
+        asked.add(peer)
+
+    monkeypatch.setattr(search, "_ask_one", ask)
+    for _ in range(50):
+        await search.look()
+        await asyncio.sleep(1.0)
+    assert {*crowd, "zz"} <= asked
+
+
+@simulated(seed=20)
+async def test_a_search_that_hangs_ends(network: SimulatedNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
+    club = Club(network, anchor_rounds=EVERY)
+    trainer = await club.start("a")
+    search, began = trainer.sync.catch_up.anchors, 0
+
+    async def ask(peer: str) -> None:
+        nonlocal began
+        began += 1
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(search, "_ask_one", ask)
+    trainer.state.head = replace(trainer.sync.head, round=EVERY + 1)
+    await search.look()
+    await asyncio.sleep(61.0)
+    search._keys_asked_at = -1
+    await search.look()
+    await asyncio.sleep(1.0)
+    assert began == 2
+
+
+@simulated(seed=21)
+async def test_a_head_at_the_anchor_has_its_digest(network: SimulatedNetwork) -> None:
+    """The certificate that leads there names no digest: only the next one does."""
+    swarm = await rewritten(network, EVERY)
+    newcomer, anchor = await swarm.club.start("newcomer", joins=False), anchor_of(swarm, swarm.members[0], 2 * EVERY)
+    book_of(newcomer).adopt(anchor, is_off=False)
+    check_head(newcomer.sync.replica.context, anchor.head)
+    with pytest.raises(IntegrityError, match="another digest than its anchor"):
+        check_head(newcomer.sync.replica.context, replace(anchor.head, digest=b"x" * 32))
+
+
+@simulated(seed=22)
+async def test_a_peer_that_leaves_its_lineage_for_the_anchor_goes_to_no_beginning(network: SimulatedNetwork) -> None:
+    swarm = await rewritten(network, EVERY)
+    misled, context = swarm.evil, swarm.evil.sync.replica.context
+    book_of(misled).adopt(anchor_of(swarm, swarm.members[0], 2 * EVERY), is_off=True)
+    with pytest.raises(IntegrityError, match="before the newest anchor"):
+        await misled.sync.averager.round_log.believe("x", misled.sync.head, context.genesis(b"x" * 32))
 
 
 async def refuses_nobody(club: Club, *trainers: SimulatedTrainer) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated
 
 from msgspec import Meta
 
 from p2ptrain.averaging.commit.round_log import MAX_CERTIFICATES, RoundLog
 from p2ptrain.averaging.context import PeerContext
-from p2ptrain.averaging.protocol.anchors import Anchor
+from p2ptrain.averaging.protocol.anchors import Anchor, follows
 from p2ptrain.averaging.protocol.certificate import MAX_ROOT_BYTES, Head, fetch_certificates
 from p2ptrain.errors import DeadlineError, IntegrityError, PeerError, PeerRefusedError, ProtocolError
 from p2ptrain.network.records.record import PeerRecord
@@ -22,8 +22,10 @@ logger = logging.getLogger(__name__)
 
 ANCHORS = "anchors"
 CALL_SECONDS = 5.0
+ASK_SECONDS = 60.0
+"""Timeout of a search; > that of a chain of certificates."""
 NEWCOMER_SECONDS = 3.0
-"""A newcomer waits so long for anchors before it follows anybody."""
+"""A newcomer, or a peer that was away for an anchor, waits so long for anchors before it follows anybody."""
 MAX_ASKED = 3
 MAX_HELD = 3
 
@@ -53,9 +55,21 @@ def serve_anchors(context: PeerContext) -> None:
 class AnchorSearch:
     """Asks other peers for anchors that this one should know; does nothing in a swarm without anchor keys."""
 
-    def __init__(self, context: PeerContext, round_log: RoundLog, own: Callable[[], Head], tasks: Tasks) -> None:
-        """``own`` returns the head of this peer's state."""
+    def __init__(
+        self,
+        context: PeerContext,
+        round_log: RoundLog,
+        own: Callable[[], Head],
+        tasks: Tasks,
+        is_stalled: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """
+        Args:
+            own: Returns the head of this peer's state.
+            is_stalled: Tells whether no full round was possible for long.
+        """
         self._context, self._log, self._own, self._tasks = context, round_log, own, tasks
+        self._is_stalled = is_stalled
         self._book = context.anchors
         self._asked: dict[str, int] = {}
         self._keys_asked_at = -1
@@ -63,14 +77,19 @@ class AnchorSearch:
         self._holders: set[str] = set()  # of the newest anchor
 
     async def look(self) -> None:
-        """Ask for anchors in the background; only a newcomer waits for the answers, a short time."""
+        """Ask for anchors in the background; wait a short time for the answers if this peer follows others far."""
         if not self._book.keys or self._book.conflict:
             return
+        own, records = self._own(), self._context.membership.trusted_records()
+        self._holders.intersection_update(record.peer for record in records)
+        known = self._log.lineages() | {own.lineage}
+        others = [r for r in records if r.round >= self._book.every and r.lineage not in known]
+        far = [r.round for r in others if own.round == 0 or r.round - own.round >= self._book.every]
         if self._running is None or self._running.done():
-            if not (peers := self._whom_to_ask(self._own())):
+            if not (peers := self._whom_to_ask(own, others, max([own.round, *far]))):
                 return
             self._running = self._tasks.start(self._ask(peers), "anchors")
-        if self._own().round == 0:
+        if own.round == 0 or far:
             await asyncio.wait([self._running], timeout=NEWCOMER_SECONDS)
 
     def better(self, records: Sequence[PeerRecord]) -> list[PeerRecord]:
@@ -80,26 +99,31 @@ class AnchorSearch:
         lineage = self._own().lineage
         return [record for record in records if record.peer in self._holders and record.lineage != lineage]
 
-    def _whom_to_ask(self, own: Head) -> list[str]:
+    def _whom_to_ask(self, own: Head, others: Sequence[PeerRecord], newest: int) -> list[str]:
         """Return the keys once a round while an anchor is due, and peers on lineages that this one does not know.
 
         Each of those is asked once for each anchor that it may have.
         """
         book, membership = self._book, self._context.membership
-        known = self._log.lineages() | {own.lineage}
-        others = [r for r in membership.trusted_records() if r.round >= book.every and r.lineage not in known]
-        seen = max([own.round, *(r.round for r in others if own.round == 0)]) - 1
-        is_due = seen // book.every * book.every > book.round and self._keys_asked_at != own.round
+        is_due = (newest - 1) // book.every * book.every > book.round and self._keys_asked_at != own.round
         keys = [key for key in sorted(book.keys) if is_due and membership.may_answer(key)]
         self._keys_asked_at = own.round if keys else self._keys_asked_at
         wanted = {r.peer: r.round // book.every for r in others if r.peer not in keys}
-        asked = [peer for peer, number in wanted.items() if book.is_off or self._asked.get(peer) != number][:MAX_ASKED]
         self._asked = {peer: number for peer, number in self._asked.items() if peer in wanted}
+        asked = self._some([p for p, number in wanted.items() if book.is_off or self._asked.get(p) != number])
         self._asked.update((peer, wanted[peer]) for peer in asked)
         return keys + asked
 
+    def _some(self, peers: Sequence[str]) -> list[str]:
+        """Return `MAX_ASKED` of these peers at random: strangers choose their ids, and so their place in any order."""
+        return self._context.runtime.random.sample(peers, min(len(peers), MAX_ASKED))
+
     async def _ask(self, peers: list[str]) -> None:
-        await together("anchor", map(self._ask_one, peers))
+        try:
+            async with asyncio.timeout(ASK_SECONDS):
+                await together("anchor", map(self._ask_one, peers))
+        except TimeoutError:
+            logger.debug("no anchor came within %g s", ASK_SECONDS)
 
     async def _ask_one(self, peer: str) -> None:
         context, newest = self._context, self._book.newest
@@ -125,42 +149,101 @@ class AnchorSearch:
         """Adopt an anchor that a peer showed, or stop if it contradicts the newest one; ignore an older one.
 
         One of a round that this peer's log contains must follow from a head there, and so must one of a round so near
-        that the source has the certificates. Of any other the keys' signatures decide.
+        that the source has the certificates. Of any other the keys' signatures decide, for a newcomer and for a peer
+        that was away. A peer that is not stalled was not away.
 
         Raises:
             IntegrityError: It is no anchor of this swarm, or no certificates lead to it.
             PeerError, DeadlineError: The source does not tell what leads to it.
         """
-        book, context, log = self._book, self._context, self._log
-        complete = await context.runtime.offload(book.check, anchor)
-        if complete is None:
+        book, log = self._book, self._log
+        if (complete := await self._context.runtime.offload(book.check, anchor)) is None:
             return
         head, newest, own = complete.head, book.newest, self._own()
-        is_later, held = head.round > book.round, log.lineage_at(own, head.round)
+        here = log.lineage_at(own, head.round)
         if newest is not None and head.lineage == newest.lineage:
             self._holders.add(source)
-        elif held == head.lineage:
-            if is_later:
-                self._adopt(source, complete, is_off=False)
-        elif is_later or held is not None:
-            heads = [own, *log.heads(), *([newest] if newest is not None else [])]
-            past = {each.lineage for each in heads if newest is None or each is newest or book.is_past(each)}
-            starts = {each.lineage: each.table for each in heads}
-            chain = await fetch_certificates(
-                context.rpc, source, starts, context.any_certificate, proofs=True, until=head.lineage
-            )
-            is_proved = any(each.body.next_lineage == head.lineage for each in chain)
-            if is_proved and is_later and not past.isdisjoint(each.body.lineage for each in chain):
-                is_off = log.lineage_at(self._own(), head.round) not in (None, head.lineage)
-                self._adopt(source, complete, is_off=is_off)
-            elif is_proved and newest is not None:
-                book.contradict(complete)
-            elif held is not None or 0 < own.round < head.round <= own.round + MAX_CERTIFICATES:
-                raise IntegrityError("no certificates lead to it")
-            else:
-                is_off = own.round >= head.round and not await log.leads_to(source, own, head)
-                self._adopt(source, complete, is_off=is_off)
+            return
+        if newest is not None and head.round < newest.round and (here in (None, head.lineage) or not book.is_past(own)):
+            return  # Nothing that this peer holds tells whether the newest one follows from it.
+        if own.round == 0 and newest is None:
+            return self._adopt(source, complete)
+        path = await self._path_to(source, head, own)
+        is_after = await self._is_after_newest(source, head, path) if path else None
+        is_unseen = not path and here is None and head.round > book.round  # by this peer's log
+        is_off = is_unseen and own.round >= head.round and not await self._comes_after(source, head, own)
+        if book.newest is not newest:  # Another source was faster.
+            return await self._take(source, anchor)
+        if is_after or (is_unseen and own.round >= head.round):
+            self._adopt(source, complete, is_off=is_off)
+        elif is_after is not None or (newest is not None and head.round == newest.round and own.round == 0):
+            book.contradict(complete)
+        elif path == {} and (here is not None or 0 < own.round < head.round <= own.round + MAX_CERTIFICATES):
+            raise IntegrityError("no certificates lead to it")
+        elif is_unseen and (own.round == 0 or self._is_stalled()):
+            self._adopt(source, complete)
+        else:  # Later it may count.
+            self._asked.pop(source, None)
+            self._keys_asked_at = -1
 
-    def _adopt(self, source: str, anchor: Anchor, *, is_off: bool) -> None:
+    async def _is_after_newest(self, source: str, head: Head, path: Mapping[int, bytes]) -> bool | None:
+        """Return whether a head follows from the newest anchor; False if they exclude each other, None if unknown."""
+        newest = self._book.newest
+        if newest is None or (is_after := follows(newest, path)) is not None:
+            return newest is None or is_after
+        if self._book.is_past(own := self._own()):
+            return True
+        if (here := self._log.lineage_at(own, newest.round)) is not None:
+            return here == newest.lineage
+        return True if await self._path(source, head, [newest]) else None
+
+    async def _path_to(self, source: str, head: Head, own: Head) -> dict[int, bytes] | None:
+        """Return lineages by round from a head that this peer knows to an anchor's; empty if there is no such path.
+
+        A seed has no certificates: then others are asked. None if nobody has any.
+        """
+        if self._log.lineage_at(own, head.round) == head.lineage:
+            return {head.round: head.lineage}
+        heads = [own, *self._log.heads(), *([] if self._book.newest is None else [self._book.newest])]
+        try:
+            if source != self._context.rpc.peer_id:
+                return await self._path(source, head, heads)
+        except PeerRefusedError as error:
+            logger.debug("peer %s has no certificates: %s", source[-8:], error)
+        for peer in self._some([r.peer for r in self._context.membership.trusted_records() if r.peer != source]):
+            try:
+                if path := await self._path(peer, head, heads):
+                    return path
+            except (PeerError, DeadlineError) as error:
+                logger.debug("peer %s tells no certificates: %s", peer[-8:], error)
+        return None
+
+    async def _path(self, peer: str, head: Head, starts: Sequence[Head]) -> dict[int, bytes]:
+        context, tables = self._context, {each.lineage: each.table for each in starts}
+        chain = await fetch_certificates(
+            context.rpc, peer, tables, context.any_certificate, proofs=True, until=head.lineage
+        )
+        if not any(each.body.next_lineage == head.lineage for each in chain):
+            return {}
+        return {each.body.round: each.body.lineage for each in chain if each.body.round < head.round} | {
+            head.round: head.lineage
+        }
+
+    async def _comes_after(self, source: str, head: Head, own: Head) -> bool:
+        """True if a peer has the certificates from an anchor's head to this peer's own.
+
+        The source may withhold them, so that this peer leaves its lineage; so others are asked, too.
+        """
+        for peer in [source, *self._some([r.peer for r in self._context.membership.trusted_records()])]:
+            try:
+                if await self._log.leads_to(peer, own, head):
+                    return True
+            except (PeerError, DeadlineError) as error:
+                logger.debug("peer %s tells no certificates: %s", peer[-8:], error)
+        return False
+
+    def _adopt(self, source: str, anchor: Anchor, *, is_off: bool = False) -> None:
+        """Adopt an anchor; this peer's lineage lacks it if its log says so, or ``is_off``."""
+        here = self._log.lineage_at(self._own(), anchor.head.round)
         self._holders = {source}
-        self._book.adopt(anchor, is_off=is_off)
+        self._book.adopt(anchor, is_off=is_off or here not in (None, anchor.head.lineage))

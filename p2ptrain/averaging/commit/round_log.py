@@ -331,12 +331,11 @@ class RoundLog:
             PeerError, DeadlineError: The source does not answer.
             IntegrityError: The source does not prove it.
         """
-        context = self._context
-        if head.lineage == own.lineage or head.round == 0:
-            return
-        anchors = context.anchors
-        own = anchors.start_for(own, head)
+        context, anchors = self._context, self._context.anchors
         if head.lineage == own.lineage:
+            return
+        own = anchors.start_for(own, head)
+        if head.lineage == own.lineage or head.round == 0:
             return
         if own.table.believes(await context.runtime.offload(context.certificate, head.certificate)):
             return

@@ -10,7 +10,7 @@ none: it holds the certificate that leads to it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from threading import Lock
 from typing import Annotated, Any
@@ -156,6 +156,11 @@ class AnchorBook:
             raise IntegrityError("a head is before the newest anchor")
         return own if self.is_past(own) else newest
 
+    def check_digest(self, head: Head) -> None:
+        """Raise `IntegrityError` if the newest anchor is of this head's lineage, and of another state."""
+        if self.newest is not None and head.lineage == self.newest.lineage and head.digest != self.newest.digest:
+            raise IntegrityError("a head has another digest than its anchor")
+
     def parts(self, certificate: Certificate) -> bool:
         """True if a certificate leads to the newest anchor's round, and not to the anchor."""
         newest, body = self.newest, certificate.body
@@ -230,3 +235,17 @@ class AnchorBook:
                 return False
             self._record = record
             return True
+
+
+def follows(newest: Head | None, path: Mapping[int, bytes]) -> bool | None:
+    """Return whether the end of a path of certificates follows from the newest anchor.
+
+    Args:
+        path: Lineage by round, without a gap, from a head to a later one. It is not empty.
+
+    Returns:
+        False if the two exclude each other; None if the path begins after the anchor, and so does not tell.
+    """
+    if newest is None:
+        return True
+    return None if newest.round < min(path) else path.get(newest.round) == newest.lineage

@@ -64,7 +64,10 @@ class CatchUp:
         self._failed_repairs = 0
         self._tasks = Tasks()
         self._checks: dict[str, asyncio.Task[None]] = {}
-        self.anchors = AnchorSearch(self._context, self._round_log, lambda: self._state.head, self._tasks)
+        self.anchors = AnchorSearch(
+            self._context, self._round_log, lambda: self._state.head, self._tasks,
+            lambda: self._matchmaker.position.is_stalled(self._context.spec),
+        )  # fmt: skip
         self.resyncs = 0
         self.incompatible: dict[str, str] = {}
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2ptrain.averaging.protocol.anchors import Anchor, AnchorBook
+from p2ptrain.averaging.protocol.anchors import Anchor, AnchorBook, follows
 from p2ptrain.averaging.protocol.certificate import Certificate, Head, genesis, vote
 from p2ptrain.averaging.protocol.table import founding_table
 from p2ptrain.errors import IntegrityError
@@ -79,6 +79,12 @@ def test_the_signatures_of_a_quorum_make_an_anchor_in_whatever_order_they_come()
     assert book.check(sign(ANCHORED, "k3")) is None, "the same one again"
     assert book.check(sign(OTHERS[EVERY], "k2")) is None, "of another head"
     assert book.check(sign(ANCHORED, "k1")) == sign(ANCHORED, "k1", "k3")
+
+
+def test_two_halves_of_the_keys_that_sign_two_heads_anchor_neither() -> None:
+    book = AnchorBook(SWARM, VERIFIER, read, ["k1", "k2", "k3", "k4"], every=EVERY)
+    assert book.check(sign(ANCHORED, "k1", "k2")) is None
+    assert book.check(sign(OTHERS[EVERY], "k3", "k4")) is None
 
 
 @pytest.mark.parametrize(("keys", "quorum"), [(1, 1), (2, 2), (3, 2), (4, 3), (5, 3)])
@@ -173,6 +179,26 @@ def test_two_anchors_that_contradict_each_other_are_named(tmp_path: Path) -> Non
         assert f"{ANCHORED.lineage.hex()[:8]} of round {EVERY}" in each.conflict
         assert f"{OTHERS[2 * EVERY].lineage.hex()[:8]} of round {2 * EVERY}" in each.conflict
         assert str(tmp_path / "anchors") in each.conflict
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        (HEADS[EVERY - 2 : EVERY + 3], True),
+        (HEADS[EVERY:], True),
+        ([*HEADS[1:3], *OTHERS[3 : EVERY + 2]], False),
+        (HEADS[1 : EVERY - 1], False),
+        (HEADS[EVERY + 1 :], None),
+        (OTHERS[EVERY + 1 :], None),
+    ],
+)
+def test_a_path_of_certificates_follows_from_the_anchor_excludes_it_or_does_not_tell(
+    path: Sequence[Head], expected: bool | None
+) -> None:
+    """One that ends before the anchor excludes it where its end is not on this peer's lineage."""
+    lineages = {head.round: head.lineage for head in path}
+    assert follows(ANCHORED, lineages) is expected
+    assert follows(None, lineages)
 
 
 # --- a key's signatures
@@ -287,6 +313,7 @@ def test_a_peer_is_told_of_what_it_does_not_know() -> None:
         ({"anchor_rounds": 8}, "anchor_rounds is used with anchors alone"),
         ({"anchors": ("no peer's id",)}, "anchors"),
         ({"anchors": tuple(f"p{number}" for number in range(MAX_ANCHOR_KEYS + 1))}, "anchors"),
+        ({"anchors": ("a", "a", "b"), "anchor_quorum": 3}, "a key twice"),
         ({"anchors": ("a",), "anchor_rounds": 0}, "anchor_rounds"),
     ],
 )
