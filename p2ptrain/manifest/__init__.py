@@ -303,7 +303,7 @@ class AveragingSpec(Section):
     late_decay: float = Field(0.9, ge=0, le=1)
     """Fraction kept of a contribution that missed a round and waits for the next: 1 keeps all of it, 0 drops it."""
     matchmaking_seconds: float = Field(20.0, gt=0, le=3600)
-    """Deadline of finding a group."""
+    """Deadline of finding a group. A founder waits as long, once, for most of the trainers that it knows to begin."""
     round_seconds: float = Field(60.0, gt=0, le=3600)
     """Deadline of one attempt at averaging, once the group stands."""
     max_weight: float = Field(1e9, gt=0)

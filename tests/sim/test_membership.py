@@ -183,6 +183,7 @@ async def test_a_lone_first_peer_waits_once_for_others_whose_records_are_there(
         alone._step()
         await alone.synchronize()
     assert WAIT_SECONDS <= network.loop.time() - began < 2.5 * WAIT_SECONDS
+    assert "most of the trainers that this peer knows are not on the first roster" in alone.results[0].reason
     began = network.loop.time()
     await club.average(alone)
     assert network.loop.time() - began < WAIT_SECONDS

@@ -170,6 +170,7 @@ class Attempt:
         sent_parts: By share: this member's encoded part, where means are lists of parts; see `check_quotes`.
         body: None until every mean is here.
         proofs: By peer: valid signatures of ``body``.
+        refusal: Why an absent voter did not sign; empty if none refused.
         audited: True if members spot-check the means before they sign (`p2ptrain.averaging.verification.audit`).
         withholds: True if this peer ended before it began to reduce its share: no member can ever hold a result.
         is_over: True if this peer's attempt broke.
@@ -194,6 +195,7 @@ class Attempt:
     sent_parts: dict[int, Buffer] = field(default_factory=dict)
     body: Body | None = None
     proofs: dict[str, bytes] = field(default_factory=dict)
+    refusal: str = ""
     phase: str = "scatter"
     audited: bool = False
     withholds: bool = False

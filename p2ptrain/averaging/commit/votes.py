@@ -237,6 +237,7 @@ async def _ask(context: PeerContext, attempt: Attempt, voters: Sequence[str]) ->
                 reply = await context.rpc.call(peer, VOTE, proved, Vote, seconds)
         except PeerRefusedError as error:
             logger.debug("round %d: peer %s does not vote: %s", body.round, peer[-8:], error.reason)
+            attempt.refusal = error.reason
         except (PeerError, DeadlineError, IntegrityError) as error:
             context.membership.suspect(peer, str(error))
         else:
