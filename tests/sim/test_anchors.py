@@ -1,8 +1,9 @@
 """Anchors: no stolen keys rewrite the past, contradictions stop peers, and a swarm does without."""
 
 import asyncio
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from p2ptrain.errors import IntegrityError
 from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.training.sync.state_server import check_head
 from tests.support.coroutines import simulated
-from tests.support.sim.clubs import WAIT_SECONDS, Club, announce, ask_for_votes, established, refuses
+from tests.support.sim.clubs import WAIT_SECONDS, Club, announce, ask_for_votes, established, refuses, save
 from tests.support.sim.strangers import forge, go_on_from
 from tests.support.sim.trainers import SimulatedTrainer
 
@@ -530,6 +531,29 @@ async def test_a_search_that_hangs_ends(network: SimulatedNetwork, monkeypatch: 
     assert began == 2
 
 
+@simulated(seed=37)
+async def test_a_key_that_did_not_answer_is_asked_again(
+    network: SimulatedNetwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by a peer whose round does not end: it may need the key's word for that."""
+    club = Club(network, anchor_rounds=EVERY)
+    trainer = await club.start("a")
+    search, asked = trainer.sync.catch_up.anchors, list[str]()
+    trainer.state.head = replace(trainer.sync.head, round=EVERY + 1)
+    network.crash(club.seed.peer)
+    await search.look()
+    await asyncio.sleep(10.0)
+
+    async def ask(peer: str) -> None:
+        asked.append(peer)
+
+    monkeypatch.setattr(search, "_ask_one", ask)
+    for _ in range(3):
+        await search.look()
+        await asyncio.sleep(1.0)
+    assert asked == [club.seed.peer.peer_id], "but once if it answers"
+
+
 @simulated(seed=21)
 async def test_a_head_at_the_anchor_has_its_digest(network: SimulatedNetwork) -> None:
     """The certificate that leads there names no digest: only the next one does."""
@@ -548,6 +572,139 @@ async def test_a_peer_that_leaves_its_lineage_for_the_anchor_goes_to_no_beginnin
     book_of(misled).adopt(anchor_of(swarm, swarm.members[0], 2 * EVERY), is_off=True)
     with pytest.raises(IntegrityError, match="before the newest anchor"):
         await misled.sync.averager.round_log.believe("x", misled.sync.head, context.genesis(b"x" * 32))
+
+
+@simulated(seed=31)
+async def test_an_anchor_that_comes_during_a_download_counts_for_it(
+    network: SimulatedNetwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Liars proved their head before, as a newcomer believed them. It takes none of their state."""
+    swarm = await rewritten(network, EVERY)
+    evil, honest = swarm.evil, swarm.members[0]
+    network.crash(swarm.club.seed.peer)
+    newcomer = await swarm.club.start("newcomer", joins=False)
+    await announce(evil, newcomer)
+    knows_only(newcomer, evil)
+    download = newcomer.sync.catch_up._downloaded
+    fetched = download.fetched
+
+    @contextlib.asynccontextmanager
+    async def meanwhile(source: str, head: Head) -> AsyncIterator[None]:
+        async with fetched(source, head):
+            book_of(newcomer).adopt(anchor_of(swarm, honest, 2 * EVERY), is_off=False)
+            yield
+
+    monkeypatch.setattr(download, "fetched", meanwhile)
+    assert not await newcomer.sync.catch_up.follow(evil.peer.peer_id, newcomer.work)
+    assert newcomer.sync.head.round == 0
+    await announce(honest, newcomer)
+    assert await newcomer.sync.catch_up.follow(honest.peer.peer_id, newcomer.work)
+    assert newcomer.sync.head == honest.sync.head
+
+
+@simulated(seed=32)
+async def test_a_liar_that_announces_many_rounds_and_does_not_answer_slows_no_round(network: SimulatedNetwork) -> None:
+    """Nobody follows it, because its rounds are not full; so nobody finds out that it lies."""
+    club, trainers = await established(network, "abc", anchor_rounds=EVERY)
+    evil = await club.start("evil", joins=False)
+    await club.average(*trainers, rounds=EVERY)
+    evil.state.head = replace(evil.sync.head, round=1000, lineage=b"x" * 32, full=0)
+    show(evil, [], 100.0)
+    await announce(evil, *trainers)
+    began = network.loop.time()
+    await club.average(*trainers, rounds=2 * EVERY)
+    assert network.loop.time() - began < 2 * EVERY
+
+
+@simulated(seed=33)
+async def test_a_swarm_that_restarts_as_a_whole_knows_that_its_lineage_has_the_anchor(
+    network: SimulatedNetwork, tmp_path: Path
+) -> None:
+    """The seed had signed before; no trainer had heard of it, and nobody has a certificate from there on any more."""
+    club = Club(network, anchor_rounds=EVERY)
+    trainers = list(await asyncio.gather(*(club.start(name, scratch=tmp_path / name) for name in "abc")))
+    for each in trainers:
+        context = each.sync.replica.context
+        each.sync.catch_up.anchors._book = AnchorBook(each.swarm, each.peer.signer, context.any_certificate)
+    await club.average(*trainers, rounds=EVERY + 3)
+    assert [book_of(each).round for each in trainers] == [0, 0, 0]
+    again = await club.restart_all(trainers, [save(each) for each in trainers])
+    await club.average(*again)
+    assert [(book_of(each).round, book_of(each).is_off) for each in again] == 3 * [(EVERY, False)]
+    await club.average(*again, rounds=2 * EVERY)
+    assert [(book_of(each).round, book_of(each).is_off) for each in again] == 3 * [(3 * EVERY, False)]
+
+
+@simulated(seed=34)
+async def test_a_swarm_whose_checkpoints_are_all_older_than_the_anchor_goes_on(
+    network: SimulatedNetwork, tmp_path: Path
+) -> None:
+    """The power failed at all. They part from the anchor, which the seed still shows, and sign the next."""
+    club = Club(network, anchor_rounds=EVERY)
+    trainers = list(await asyncio.gather(*(club.start(name, scratch=tmp_path / name) for name in "abc")))
+    await club.average(*trainers, rounds=EVERY - 2)
+    saved = [save(each) for each in trainers]
+    await club.average(*trainers, rounds=EVERY)
+    assert [book_of(each).round for each in trainers] == 3 * [EVERY]
+    again = await club.restart_all(trainers, saved)
+    for each in again:
+        each.peer.spawn(train(each))
+    await asyncio.sleep(120.0)
+    for each in again:
+        each.stop = True
+    await asyncio.sleep(60.0)
+    assert max(each.sync.head.full for each in again) - min(each.sync.head.full for each in again) <= 1
+    for each in again:
+        assert not each.sync.head.is_reduced
+        assert book_of(each).round > EVERY
+        assert not book_of(each).conflict
+
+
+async def train(trainer: SimulatedTrainer) -> None:
+    while not trainer.stop:
+        await trainer._compute()
+        await trainer.synchronize()
+
+
+@simulated(seed=35)
+async def test_a_peer_that_came_while_nobody_told_of_the_anchor_hears_of_it_from_the_others(
+    network: SimulatedNetwork,
+) -> None:
+    """The key is down, and the others are on its own lineage."""
+    club, trainers = await established(network, "abc", anchor_rounds=EVERY)
+    await club.average(*trainers, rounds=EVERY)
+    network.crash(club.seed.peer)
+    for each in trainers:
+        show(each, [])
+    newcomer = await club.start("newcomer")
+    await club.average(*trainers, newcomer)
+    assert book_of(newcomer).round == 0
+    for each in trainers:
+        show(each, book_of(each).held())
+    await club.average(*trainers, newcomer, rounds=2)
+    assert book_of(newcomer).round == EVERY
+    assert not book_of(newcomer).is_off
+
+
+@simulated(seed=36)
+async def test_a_member_that_meets_only_peers_that_came_after_the_anchor_rejoins(network: SimulatedNetwork) -> None:
+    """They cannot show what leads there. That is no lie, and the voters that both know have signed."""
+    club, (away, *others) = await established(network, "abcd", anchor_rounds=EVERY)
+    away.sync.participate(False)
+    network.cut(away.peer)
+    await club.average(*others, rounds=3 * EVERY + 2 - away.sync.head.round)
+    for each in others:
+        each.sync.averager.round_log.begin_at(each.sync.head)  # as after a download
+    network.mend(away.peer)
+    for each in others:
+        await announce(each, away)
+    await away.sync.follow_swarm(away.work)
+    assert away.sync.head == others[0].sync.head
+    away.sync.participate(True)
+    await club.average(away, *others, rounds=EVERY + 4)
+    assert book_of(away).round == 4 * EVERY
+    assert not book_of(away).is_off
+    assert away.sync.catch_up.resyncs == 1, "and it went back to no earlier head that a record still told of"
 
 
 async def refuses_nobody(club: Club, *trainers: SimulatedTrainer) -> None:

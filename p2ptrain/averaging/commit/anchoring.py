@@ -9,7 +9,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from p2ptrain.averaging.commit.round_log import MAX_CERTIFICATES, RoundLog
+from p2ptrain.averaging.commit.round_log import RoundLog
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.protocol.anchors import Anchor, follows
 from p2ptrain.averaging.protocol.certificate import MAX_ROOT_BYTES, Head, fetch_certificates
@@ -73,6 +73,7 @@ class AnchorSearch:
         self._book = context.anchors
         self._asked: dict[str, int] = {}
         self._keys_asked_at = -1
+        self._has_looked = False
         self._running: asyncio.Task[None] | None = None
         self._holders: set[str] = set()  # of the newest anchor
 
@@ -81,38 +82,48 @@ class AnchorSearch:
         if not self._book.keys or self._book.conflict:
             return
         own, records = self._own(), self._context.membership.trusted_records()
+        if not self._has_looked and 0 < own.round < self._book.round:
+            self._book.forget()
+        self._has_looked = True
         self._holders.intersection_update(record.peer for record in records)
-        known = self._log.lineages() | {own.lineage}
-        others = [r for r in records if r.round >= self._book.every and r.lineage not in known]
-        far = [r.round for r in others if own.round == 0 or r.round - own.round >= self._book.every]
+        # Full rounds alone: a peer that announces more, and does not show them when it is followed, is not trusted.
+        others = [r for r in self._unknown(records) if r.lineage_full >= self._book.every]
+        far = [r.lineage_full for r in others if r.lineage_full - own.full >= self._book.every]
         if self._running is None or self._running.done():
-            if not (peers := self._whom_to_ask(own, others, max([own.round, *far]))):
+            if not (peers := self._whom_to_ask(own, records, others, max([own.round, *far]))):
                 return
             self._running = self._tasks.start(self._ask(peers), "anchors")
-        if own.round == 0 or far:
+        if far:
             await asyncio.wait([self._running], timeout=NEWCOMER_SECONDS)
+
+    def _unknown(self, records: Sequence[PeerRecord]) -> list[PeerRecord]:
+        """Return the records that announce no head of this peer's lineage that it knows."""
+        known = self._log.lineages() | {self._own().lineage}
+        return [record for record in records if record.lineage not in known]
 
     def better(self, records: Sequence[PeerRecord]) -> list[PeerRecord]:
         """Return the records of peers to follow whatever their rank: they showed an anchor that this peer's lacks."""
         if not self._book.is_off:
             return []
-        lineage = self._own().lineage
-        return [record for record in records if record.peer in self._holders and record.lineage != lineage]
+        return [record for record in self._unknown(records) if record.peer in self._holders]
 
-    def _whom_to_ask(self, own: Head, others: Sequence[PeerRecord], newest: int) -> list[str]:
-        """Return the keys once a round while an anchor is due, and peers on lineages that this one does not know.
+    def _whom_to_ask(
+        self, own: Head, records: Sequence[PeerRecord], others: Sequence[PeerRecord], newest: int
+    ) -> list[str]:
+        """Return the keys and some peers once a round while an anchor is due, and some of ``others``.
 
         Each of those is asked once for each anchor that it may have.
         """
-        book, membership = self._book, self._context.membership
-        is_due = (newest - 1) // book.every * book.every > book.round and self._keys_asked_at != own.round
-        keys = [key for key in sorted(book.keys) if is_due and membership.may_answer(key)]
-        self._keys_asked_at = own.round if keys else self._keys_asked_at
-        wanted = {r.peer: r.round // book.every for r in others if r.peer not in keys}
+        book, membership, due = self._book, self._context.membership, list[str]()
+        if (newest - 1) // book.every * book.every > book.round and self._keys_asked_at != own.round:
+            self._keys_asked_at = own.round
+            due = [key for key in sorted(book.keys) if membership.may_answer(key)]
+            due += self._some([record.peer for record in records])
+        wanted = {r.peer: r.lineage_full // book.every for r in others}
         self._asked = {peer: number for peer, number in self._asked.items() if peer in wanted}
         asked = self._some([p for p, number in wanted.items() if book.is_off or self._asked.get(p) != number])
         self._asked.update((peer, wanted[peer]) for peer in asked)
-        return keys + asked
+        return list(dict.fromkeys(due + asked))
 
     def _some(self, peers: Sequence[str]) -> list[str]:
         """Return `MAX_ASKED` of these peers at random: strangers choose their ids, and so their place in any order."""
@@ -143,17 +154,17 @@ class AnchorSearch:
         except (PeerError, DeadlineError) as error:
             logger.debug("peer %s tells no anchor: %s", peer[-8:], error)
             if not isinstance(error, PeerRefusedError):
-                self._asked.pop(peer, None)
+                self._ask_again(peer)
 
     async def _take(self, source: str, anchor: Anchor) -> None:
         """Adopt an anchor that a peer showed, or stop if it contradicts the newest one; ignore an older one.
 
-        One of a round that this peer's log contains must follow from a head there, and so must one of a round so near
-        that the source has the certificates. Of any other the keys' signatures decide, for a newcomer and for a peer
-        that was away. A peer that is not stalled was not away.
+        It counts if certificates lead to it from a head that this peer knows. Of one that this peer's log does not
+        tell of, the keys' signatures decide, for a newcomer and for a peer that is past it, or was away. A peer that is
+        not stalled was not away.
 
         Raises:
-            IntegrityError: It is no anchor of this swarm, or no certificates lead to it.
+            IntegrityError: It is no anchor of this swarm.
             PeerError, DeadlineError: The source does not tell what leads to it.
         """
         book, log = self._book, self._log
@@ -169,38 +180,39 @@ class AnchorSearch:
         if own.round == 0 and newest is None:
             return self._adopt(source, complete)
         path = await self._path_to(source, head, own)
-        is_after = await self._is_after_newest(source, head, path) if path else None
         is_unseen = not path and here is None and head.round > book.round  # by this peer's log
         is_off = is_unseen and own.round >= head.round and not await self._comes_after(source, head, own)
-        if book.newest is not newest:  # Another source was faster.
-            return await self._take(source, anchor)
-        if is_after or (is_unseen and own.round >= head.round):
+        if book.newest is not newest or own.lineage not in log.lineages() | {self._own().lineage}:
+            return await self._take(source, anchor)  # Another source was faster, or this peer moved.
+        if (path and self._is_after_newest(path)) or (is_unseen and own.round >= head.round):
             self._adopt(source, complete, is_off=is_off)
-        elif is_after is not None or (newest is not None and head.round == newest.round and own.round == 0):
+        elif path or (newest is not None and head.round == newest.round and own.round == 0):
             book.contradict(complete)
-        elif path == {} and (here is not None or 0 < own.round < head.round <= own.round + MAX_CERTIFICATES):
-            raise IntegrityError("no certificates lead to it")
         elif is_unseen and (own.round == 0 or self._is_stalled()):
             self._adopt(source, complete)
         else:  # Later it may count.
-            self._asked.pop(source, None)
+            self._ask_again(source)
+
+    def _ask_again(self, peer: str) -> None:
+        self._asked.pop(peer, None)
+        if peer in self._book.keys:
             self._keys_asked_at = -1
 
-    async def _is_after_newest(self, source: str, head: Head, path: Mapping[int, bytes]) -> bool | None:
-        """Return whether a head follows from the newest anchor; False if they exclude each other, None if unknown."""
-        newest = self._book.newest
-        if newest is None or (is_after := follows(newest, path)) is not None:
-            return newest is None or is_after
-        if self._book.is_past(own := self._own()):
+    def _is_after_newest(self, path: Mapping[int, bytes]) -> bool:
+        """Return False if the end of a path and the newest anchor exclude each other.
+
+        If neither the path nor this peer's log tells, the keys' word counts: they sign no head that excludes an anchor.
+        """
+        newest, own = self._book.newest, self._own()
+        if newest is None or (is_after := follows(newest, path)):
             return True
-        if (here := self._log.lineage_at(own, newest.round)) is not None:
-            return here == newest.lineage
-        return True if await self._path(source, head, [newest]) else None
+        here = self._log.lineage_at(own, newest.round)
+        return is_after is None and (self._book.is_past(own) or here in (None, newest.lineage))
 
-    async def _path_to(self, source: str, head: Head, own: Head) -> dict[int, bytes] | None:
-        """Return lineages by round from a head that this peer knows to an anchor's; empty if there is no such path.
+    async def _path_to(self, source: str, head: Head, own: Head) -> dict[int, bytes]:
+        """Return lineages by round from a head that this peer knows to an anchor's; empty if nobody shows such a path.
 
-        A seed has no certificates: then others are asked. None if nobody has any.
+        A seed has no certificates: then others are asked.
         """
         if self._log.lineage_at(own, head.round) == head.lineage:
             return {head.round: head.lineage}
@@ -216,7 +228,7 @@ class AnchorSearch:
                     return path
             except (PeerError, DeadlineError) as error:
                 logger.debug("peer %s tells no certificates: %s", peer[-8:], error)
-        return None
+        return {}
 
     async def _path(self, peer: str, head: Head, starts: Sequence[Head]) -> dict[int, bytes]:
         context, tables = self._context, {each.lineage: each.table for each in starts}

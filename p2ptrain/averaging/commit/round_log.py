@@ -219,8 +219,6 @@ class RoundLog:
 
     def begin_at(self, head: Head) -> None:
         """Drop all results and certificates, because this peer moved to a head that it believes."""
-        if head.lineage not in self.lineages():
-            self._context.anchors.believed()
         self._root = head
         self._results.clear()
         self._certificates.clear()
@@ -238,7 +236,8 @@ class RoundLog:
     def lineage_at(self, own: Head, round_: int) -> bytes | None:
         """Return the lineage at an earlier round of this peer's ``own`` head; None if it is not known."""
         known = {each.round: each.lineage for each in (*self._heads.values(), own)}
-        return (known | {c.body.round: c.body.lineage for c in self._certificates.values()}).get(round_)
+        known |= {c.body.round: c.body.lineage for c in self._certificates.values()}
+        return known.get(round_) or (self._context.anchors.lineage_at(round_) if round_ <= own.round else None)
 
     def chain(self, lineage: bytes) -> list[Certificate]:
         """Return the certificates from ``lineage`` to the newest; empty if the result after ``lineage`` is evicted."""

@@ -186,7 +186,7 @@ class LightVotes:
         following = [*(each.body.digest for each in chain[1:]), body.digest]
         for certificate, digest in zip(chain, following, strict=False):
             if not certificate.body.is_reduced:  # Few could certify a reduced one with another digest.
-                context.anchors.reached(replace(tip, digest=certificate.body.digest))
+                context.anchors.sign(replace(tip, digest=certificate.body.digest))
             tip = tip.after(certificate, digest)
             if tip.lineage == body.lineage:
                 break

@@ -19,11 +19,11 @@ import msgspec
 from msgspec import Meta
 
 from p2ptrain.averaging.protocol.ballots import write_synced
-from p2ptrain.averaging.protocol.certificate import Certificate, Head, Name, Proof
+from p2ptrain.averaging.protocol.certificate import Certificate, Count, Head, Name, Proof
 from p2ptrain.errors import IntegrityError
 from p2ptrain.hashing import canonical_bytes
 from p2ptrain.manifest import MAX_ANCHOR_KEYS
-from p2ptrain.network.schema import Message, from_bytes
+from p2ptrain.network.schema import Hash, Message, from_bytes
 from p2ptrain.signing import Signer
 
 logger = logging.getLogger(__name__)
@@ -42,10 +42,13 @@ class Anchor(Message, frozen=True):
 
 
 class _Record(Message, frozen=True):
+    """``passed`` is round and lineage of the last head of this peer's own that could be anchored."""
+
     newest: Anchor | None = None
     rival: Anchor | None = None
     own: Anchor | None = None
     is_off: bool = False
+    passed: tuple[Count, Hash] | None = None
 
 
 class AnchorBook:
@@ -130,7 +133,7 @@ class AnchorBook:
 
     def held(self, known: bytes = b"") -> tuple[Anchor, ...]:
         """Return the anchors of which another peer should hear that knows the newest one of lineage ``known``."""
-        newest, rival, own, _ = msgspec.structs.astuple(self._record)
+        newest, rival, own = self._record.newest, self._record.rival, self._record.own
         if newest is not None and own is not None and own.head.round <= newest.head.round:
             own = None
         if newest is not None and newest.head.lineage == known:
@@ -170,19 +173,33 @@ class AnchorBook:
         """Record the head after this peer's next round, and sign it if that is due."""
         if not self.keys or head.round % self.every:
             return
-        newest, own = self.newest, self._record.own
+        newest, is_off = self.newest, self.is_off
         if newest is not None and head.round == newest.round:
-            self._set(is_off=head.lineage != newest.lineage)
-        is_new = head.round > (own.head.round if own is not None else 0)
-        may_sign = is_new and not (head.is_reduced or self.is_off or self.conflict)
-        if self._signer.peer_id in self.keys and may_sign:
-            proof = self._signer.sign(Anchor(head, ()).statement(self._swarm))
-            self._set(own=Anchor(head, ((self._signer.peer_id, proof),)))
+            is_off = head.lineage != newest.lineage
+        self._set(is_off=is_off, passed=(head.round, head.lineage))
+        self.sign(head)
 
-    def believed(self) -> None:
-        """Record that this peer moved to a head that was proved from `start_for`."""
-        if self.is_off:
-            self._set(is_off=False)
+    def sign(self, head: Head) -> None:
+        """Sign the head after a full certificate, if this peer has a key and it is due; on disk before it is shown."""
+        own, signer = self._record.own, self._signer
+        if signer.peer_id not in self.keys or head.round % self.every or head.is_reduced:
+            return
+        if self.conflict or not self.is_past(head) or head.round <= (0 if own is None else own.head.round):
+            return
+        self._set(own=Anchor(head, ((signer.peer_id, signer.sign(Anchor(head, ()).statement(self._swarm))),)))
+
+    def moved(self, *, is_off: bool = False) -> None:
+        """Record that this peer moved to a head of another lineage, which was proved from `start_for`.
+
+        ``is_off`` tells that an anchor came since the proof.
+        """
+        if self.keys:
+            self._set(is_off=is_off, passed=None)
+
+    def lineage_at(self, round_: int) -> bytes | None:
+        """Return the lineage of this peer's last head that could be anchored, if it was of this round."""
+        passed = self._record.passed
+        return passed[1] if passed is not None and passed[0] == round_ else None
 
     # --- anchors
 
@@ -215,6 +232,15 @@ class AnchorBook:
         """Keep a complete anchor as the newest one; ``is_off`` tells whether this peer's lineage lacks it."""
         if self._set(newest=anchor, is_off=is_off):
             logger.info("round %d is anchored", anchor.head.round)
+
+    def forget(self) -> None:
+        """Forget the newest anchor, because this peer begins again at a head before it.
+
+        If all have lost the state since, they could not go on. If others have it, they show the anchor again. The
+        voters are nearly the same at both heads: keys that could lead this peer astray here could do so there.
+        """
+        logger.warning("this peer's state is of a round before the anchor of round %d: it asks anew", self.round)
+        self._set(newest=None, is_off=False, passed=None)
 
     def contradict(self, anchor: Anchor) -> None:
         """Keep a complete anchor that excludes the newest one: this peer stops."""

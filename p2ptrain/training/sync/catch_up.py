@@ -259,12 +259,17 @@ class CatchUp:
 
         ``chain`` holds the known certificates from this peer's lineage on.
         """
+        anchors, newest = self._context.anchors, self._context.anchors.newest
         head = await self._head_ahead(source, accepts_own_lineage=not keep_work)
         if chain and between(chain, self._state.head.lineage, head.lineage) is None:  # The source committed more.
             since = await self._round_log.certificates_after(source, head_through(self._state.head, chain))
             chain = [*chain, *since]
         async with self._downloaded.fetched(source, head):
+            if anchors.newest is not newest:  # The chunks stay, for a head that is proved from the anchor.
+                raise AttemptFailedError("an anchor came during the download")
             position = await to_its_end(self._take_over(work, keep_work, chain))
+            if anchors.newest is not newest:
+                anchors.moved(is_off=True)
             logger.info("downloaded the state of round %d from peer %s", self._state.head.round, source[-8:])
             while position < len(self._downloaded.rounds.certificates):  # The list may grow during the loop.
                 await self._replica.apply_missed(self._downloaded.rounds.result(position), work)

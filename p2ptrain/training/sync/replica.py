@@ -251,13 +251,16 @@ class Replica:
         ``assemble`` overwrites the state, and returns its head. ``missed`` are the certificates from this peer's head
         to the new one; None if they are not known. With ``keeps_work`` work may be carried to the new state.
         """
+        before, log = self.state.head, self.averager.round_log
         kept = self._kept(missed) if keeps_work else [None] * len(self.state.fragments)
         carries = await self.context.runtime.compute(self._carries, work, kept)
         head = await assemble()
         self.state.head = head
         await self.context.runtime.compute(self._adopt, work, kept, carries, missed is not None)
         self.averager.contributions.consumed(index for index, part in enumerate(kept) if part is None)
-        self.averager.round_log.begin_at(head)
+        if head.lineage not in {before.lineage, *log.lineages()}:
+            self.context.anchors.moved()
+        log.begin_at(head)
         self._set_head(head)
 
     def _kept(self, missed: Sequence[Certificate] | None) -> list[float | None]:

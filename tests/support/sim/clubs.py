@@ -5,8 +5,10 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from p2ptrain.averaging.commit.votes import VOTE, AskVote, Vote
-from p2ptrain.averaging.protocol.certificate import Certificate, vote
+from p2ptrain.averaging.protocol.certificate import Certificate, Head, vote
 from p2ptrain.averaging.protocol.table import ESTABLISHED
 from p2ptrain.errors import PeerRefusedError
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
@@ -15,6 +17,12 @@ from tests.support.sim.seed import SimulatedSeed
 from tests.support.sim.trainers import Ledger, SimulatedTrainer, make_manifest
 
 WAIT_SECONDS = 20.0
+Saved = tuple[Head, list[tuple[str, torch.Tensor]]]
+
+
+def save(trainer: SimulatedTrainer) -> Saved:
+    """A checkpoint of a trainer's state."""
+    return trainer.sync.head, [(name, tensor.clone()) for name, tensor in trainer.state.tensors()]
 
 
 class Club:
@@ -41,15 +49,26 @@ class Club:
         peer.runtime.scratch = scratch
         return await self._begin(peer, joins)
 
-    async def restart(self, trainer: SimulatedTrainer) -> SimulatedTrainer:
-        """Begin again after a crash, with the files and without the state."""
+    async def restart(self, trainer: SimulatedTrainer, saved: Saved | None = None) -> SimulatedTrainer:
+        """Begin again after a crash, with the files, and with the state of a checkpoint if there is one."""
         peer = self.network.restart(trainer.peer)
         peer.runtime.scratch = trainer.peer.runtime.scratch
-        return await self._begin(peer, joins=False)
+        return await self._begin(peer, joins=saved is not None, saved=saved)
 
-    async def _begin(self, peer: SimulatedPeer, joins: bool) -> SimulatedTrainer:
+    async def restart_all(self, trainers: Sequence[SimulatedTrainer], saved: Sequence[Saved]) -> list[SimulatedTrainer]:
+        """Crash all of these trainers at once, and begin again with them after two minutes."""
+        for each in trainers:
+            self.network.crash(each.peer)
+        await asyncio.sleep(120.0)
+        return list(await asyncio.gather(*(self.restart(each, s) for each, s in zip(trainers, saved, strict=True))))
+
+    async def _begin(self, peer: SimulatedPeer, joins: bool, saved: Saved | None = None) -> SimulatedTrainer:
         trainer = SimulatedTrainer(peer, self.manifest, self.ledger)
         self.trainers.append(trainer)
+        if saved is not None:
+            head, tensors = saved
+            trainer.state.replace(tensors, head)
+            trainer.sync.averager.matchmaker.set_head(head)
 
         async def begin() -> None:
             await trainer.rpc.start()

@@ -153,7 +153,7 @@ def test_a_head_past_the_anchor_is_proved_from_there() -> None:
     book.adopt(sign(HEADS[2 * EVERY], "k1", "k2"), is_off=True)
     assert book.start_for(OTHERS[-1], HEADS[-1]) == HEADS[2 * EVERY]
     assert not book.is_past(OTHERS[-1])
-    book.believed()
+    book.moved()
     assert book.is_past(HEADS[-1])
 
 
@@ -169,6 +169,25 @@ def test_a_peer_that_comes_to_the_round_of_an_anchor_on_another_lineage_is_off(h
     book = adopted(ANCHORED)
     book.reached(head)
     assert book.is_off == is_off
+
+
+def test_certificates_that_a_voter_follows_do_not_tell_where_its_state_is() -> None:
+    book = make_book("k1")
+    book.adopt(sign(ANCHORED, "k2", "k3"), is_off=True)
+    book.sign(ANCHORED)
+    assert book.is_off
+    assert book.lineage_at(EVERY) is None
+
+
+def test_a_peer_remembers_the_lineage_of_its_last_head_that_could_be_anchored(tmp_path: Path) -> None:
+    book = make_book(path=tmp_path / "anchors")
+    for head in OTHERS[: EVERY + 2]:
+        book.reached(head)
+    for each in (book, make_book(path=tmp_path / "anchors")):
+        assert each.lineage_at(EVERY) == OTHERS[EVERY].lineage
+        assert each.lineage_at(2 * EVERY) is None
+    book.moved()
+    assert book.lineage_at(EVERY) is None
 
 
 def test_two_anchors_that_contradict_each_other_are_named(tmp_path: Path) -> None:
@@ -225,6 +244,7 @@ def test_a_key_signs_the_head_of_every_nth_round_once_and_never_an_earlier_one(t
     [
         lambda book: book.adopt(sign(ANCHORED, "k1", "k2"), is_off=True),
         lambda book: book.contradict(sign(OTHERS[EVERY], "k1", "k2")),
+        lambda book: book.adopt(sign(HEADS[3 * EVERY], "k1", "k2"), is_off=False),
     ],
 )
 def test_a_key_signs_nothing_on_a_lineage_without_the_anchor_or_after_a_contradiction(
@@ -233,7 +253,7 @@ def test_a_key_signs_nothing_on_a_lineage_without_the_anchor_or_after_a_contradi
     book = make_book("k1")
     prepare(book)
     book.reached(OTHERS[2 * EVERY])
-    assert all(anchor.head.round == EVERY for anchor in book.held())
+    assert all(anchor.head.round != 2 * EVERY for anchor in book.held())
 
 
 def test_a_key_signs_no_reduced_head() -> None:
@@ -268,11 +288,11 @@ def test_a_key_whose_machine_fails_as_it_signs_signs_no_second_head(
         book = make_book("k1", path)
         monkeypatch.setattr(os, "fsync", fail)
         with pytest.raises(KeyboardInterrupt) if step < 2 else contextlib.nullcontext():
-            book.reached(ANCHORED)
+            book.sign(ANCHORED)
         monkeypatch.undo()
         assert book.held() == (() if step < 2 else (sign(ANCHORED, "k1"),))
         again = make_book("k1", path)
-        again.reached(OTHERS[EVERY])
+        again.sign(OTHERS[EVERY])
         assert again.held() == ((sign(OTHERS[EVERY], "k1"),) if step < 1 else (sign(ANCHORED, "k1"),))
     assert reached == ["file", "file", "folder"]
 
