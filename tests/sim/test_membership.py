@@ -368,6 +368,34 @@ async def test_a_voter_that_is_killed_after_its_vote_votes_for_no_other_result_o
         assert await ask_for_votes(asker, later.certificate, [back]), "most of the roster gave it up"
 
 
+@simulated(seed=23)
+async def test_a_member_that_slept_through_its_round_suspects_nobody_that_answers(network: SimulatedNetwork) -> None:
+    """They gave the attempt up, so all of it is late here; alone with its suspicion, it would end the round again."""
+    club = Club(network)
+    a, b, c = await asyncio.gather(*(club.start(name) for name in "abc"))
+    await club.average(a, b, c)
+    suspects = list[list[str]]()
+
+    def on_phase(phase: str, round: int) -> None:
+        if phase == "matchmaking":
+            suspects.append(c.membership.suspects())
+        elif phase == "reduce":
+            network.stall(c.peer)
+
+    c.sync.averager.phase_listeners = [on_phase]
+    for each in (a, b, c):
+        each._step()
+    sleeping = c.peer.spawn(c.synchronize())
+    await asyncio.gather(*(each.peer.spawn(each.synchronize()) for each in (a, b)))
+    assert a.sync.head == b.sync.head != c.sync.head
+    await asyncio.sleep(club.manifest.averaging.round_seconds)
+    network.resume(c.peer)
+    await sleeping
+    assert c.sync.head.lineage == a.sync.head.lineage
+    assert len(suspects) > 1
+    assert suspects == [[]] * len(suspects)
+
+
 @simulated(seed=21)
 async def test_a_swarm_whose_state_is_gone_for_good_begins_again_and_no_earlier(network: SimulatedNetwork) -> None:
     """The only trainer is gone with its files; its seed is still there, and has voted on later rounds."""

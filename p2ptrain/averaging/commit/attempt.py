@@ -349,6 +349,11 @@ class Attempt:
         return sum(peer in self.proofs for peer in self.roster.members) >= self.roster.majority
 
     @property
+    def answering(self) -> set[str]:
+        """The other members that told their standing, and have not fallen silent since."""
+        return {peer for peer, standing in self.standings.items() if standing is not Standing.LOST}
+
+    @property
     def absent_voters(self) -> list[str]:
         """The voters beyond the roster whose signatures would count, in order."""
         table = self.head.table
