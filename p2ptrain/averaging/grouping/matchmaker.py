@@ -208,8 +208,7 @@ class Matchmaker:
         key = self.cells.key_of(ticket, ticket.peer, ticket.level)
         tried, own = list[str](), self._context.rpc.peer_id
         target, hops = "", 0
-        if self._clock is None and not self._coordinator.closed:
-            self._clock = loop.call_later(TICK_SECONDS, self._count_standstill, loop.time())
+        self.start_clock()
         try:
             while (remaining := deadline - loop.time()) > 0:
                 if self._coordinator.closed:
@@ -260,6 +259,12 @@ class Matchmaker:
             self.position.following = self.position.turn = None
         self.group_broke()
         raise NoGroupError("no group was found before the matchmaking deadline")
+
+    def start_clock(self) -> None:
+        """Count from now on for how long this peer has tried to end the round in progress; idempotent."""
+        if self._clock is None and not self._coordinator.closed:
+            loop = asyncio.get_running_loop()
+            self._clock = loop.call_later(TICK_SECONDS, self._count_standstill, loop.time())
 
     def _count_standstill(self, since: float) -> None:
         """Count the seconds of the round in progress; those in which this process was suspended do not count."""

@@ -180,6 +180,7 @@ class StageRounds:
         If the round is over elsewhere, it ends with a gradient of zero instead.
         """
         synchronizer = unit.synchronizer
+        synchronizer.averager.matchmaker.start_clock()  # Else it would never follow a reduced lineage.
         source = await synchronizer.averager.matchmaker.standby.sit_out(seconds)
         if source:
             await synchronizer.catch_up.follow(source, unit.work)
