@@ -58,9 +58,9 @@ def test_whatever_fails_each_microbatch_counts_once_and_what_is_done_is_everywhe
 
 
 @pytest.mark.fault(27)
-@pytest.mark.parametrize("seed", [638087056, 638087474])
+@pytest.mark.parametrize("seed", [638087045, 638087056, 638087474])
 def test_so_it_is_in_schedules_that_failed_once(seed: int) -> None:
-    """A host that stood still ended a round again, and idle hosts waited for ever."""
+    """Members that left or stood still were followed by rounds of one host each, and idle hosts waited for ever."""
     assert find_pipeline_problems(draw_pipeline_schedule(seed)) == []
 
 
@@ -239,6 +239,17 @@ async def test_a_round_that_died_with_the_host_that_had_it_goes_on_after_it_was_
     for told in [other, pipeline.hosts[-1]] if are_others_through else [other]:
         await tell(trainer, told, closing=True)
     await go_on(pipeline, trainer, range(1, 49), 24)
+
+
+@pytest.mark.fault(13)
+@pytest.mark.parametrize("rounds", [1, 6])
+@simulated(seed=1)
+async def test_a_pipeline_goes_on_without_its_seed(network: SimulatedNetwork, rounds: int) -> None:
+    """The hosts of a stage are members of its lineage, and vote like any trainer once they counted often enough."""
+    pipeline, trainer = await begin(network, 0, 0, 1, 1)
+    await go_on(pipeline, trainer, range(12 * rounds), 12 * rounds)
+    network.crash(pipeline.founder.peer)
+    await go_on(pipeline, trainer, range(12 * rounds, 12 * rounds + 36), 12 * rounds + 24)
 
 
 @simulated(seed=1)

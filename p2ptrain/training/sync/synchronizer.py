@@ -73,6 +73,7 @@ class Synchronizer:
         reports: The last rounds, newest last.
         rested_since: End of the last synchronisation, on the event loop's clock; None before the first.
         last_round: First round that this peer does not contribute to; 0 for no limit.
+        stays: True if this peer is a member after `last_round`, too; its tickets say if it leaves.
         is_paused: True if the last synchronisation found the swarm below its minimum of peers.
     """
 
@@ -92,6 +93,7 @@ class Synchronizer:
         self.rounds_aborted = 0
         self.rested_since: float | None = None
         self.last_round = 0
+        self.stays = False
         self.is_paused = False
         self.reports: deque[RoundReport] = deque(maxlen=MAX_REPORTS)
 
@@ -109,6 +111,10 @@ class Synchronizer:
     def participate(self, trains: bool) -> None:
         """Set whether rounds wait for this peer, which then reports its steps."""
         self.averager.matchmaker.participate(trains, self.is_behind)
+
+    def leave(self) -> None:
+        """Announce in each ticket from now on that this peer leaves the swarm."""
+        self.stays, self.position.leaves = False, True
 
     async def close(self) -> None:
         await self.catch_up.close()
@@ -187,7 +193,7 @@ class Synchronizer:
     async def _prepare(self, work: Contribution, before: Head) -> tuple[torch.Tensor, int, int] | RoundResult:
         for _ in range(MAX_RETRIES):
             await self.follow_swarm(work)
-            self.position.leaves = 0 < self.last_round <= self.head.round + 1
+            self.position.leaves = not self.stays and 0 < self.last_round <= self.head.round + 1
             if 0 < self.last_round <= self.head.round:
                 return RoundResult(self.head != before, self.head.round, "the last round is over")
             if await self.replica.is_intact():
