@@ -104,7 +104,6 @@ def newest(peer: Peer, before: Held | None) -> Held | None:
         if isinstance(before, HeldStage) and before.hosted is hosted:
             return before
         return HeldStage(hosted, PipelinePlan(peer.manifest).num_stages) if hosted.reports() else None
-    synchronizer = peer.held.synchronizer
-    if synchronizer is None or not synchronizer.state.is_settled:
-        return None
-    return before or HeldModel(synchronizer, peer)
+    if before is not None or (synchronizer := peer.held.synchronizer) is None:
+        return before
+    return HeldModel(synchronizer, peer) if synchronizer.state.is_settled else None
