@@ -22,7 +22,7 @@ from p2ptrain.hashing import canonical_bytes
 from p2ptrain.manifest.sections import Need, Section
 from p2ptrain.signing import Signer, issuing_key
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Version of the wire protocol; raised with each incompatible change. Peers of other versions are refused."""
 
 MAX_PIPELINE_STAGES = 256
