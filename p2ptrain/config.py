@@ -182,9 +182,10 @@ class ServingSection(Section):
 class PeerConfig(Section):
     """The configuration of one peer. Paths in a role file are relative to that file's folder."""
 
-    role: Literal["bootstrap", "trainer", "stage", "both"]
+    role: Literal["bootstrap", "trainer", "stage", "both", "server"]
     """``bootstrap`` serves the manifest and the directory; ``trainer`` trains, too. Where the model is cut into
-    stages, ``stage`` hosts one, ``trainer`` sends microbatches through all of them, and ``both`` does both."""
+    stages, ``stage`` hosts one, ``trainer`` sends microbatches through all of them, and ``both`` does both. ``server``
+    serves a stage, or the whole model, and does not train."""
     name: str = Field("", max_length=64, pattern=r"^[A-Za-z0-9 ._-]*$")
     """The name in the status; the end of the peer's id if empty."""
     run_dir: Path = Path("runs/peer")

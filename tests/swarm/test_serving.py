@@ -224,6 +224,17 @@ def test_a_script_generates_as_with_transformers(
     assert printed.endswith("torch.Size([1, 19, 256])\n")
 
 
+def test_a_host_that_does_not_train_serves_with_one_that_does(hosts: Hosts) -> None:
+    hosts.start("trainer", "--role", "stage", "--stage", "0")
+    hosts.start("server", "--serve-only", "--stage", "1")
+    for name in ("trainer", "server"):
+        hosts.wait_until_serving(name)
+    with ModelThread(SwarmLink.parse(hosts.link), PATIENCE_SECONDS) as thread:
+        tokens, failovers = thread.call(ask(thread.model, 60, 0, lambda route: None))
+    assert tokens == golden(60, DRAWN)
+    assert not failovers
+
+
 def test_the_commands_answer_with_the_tokens_of_one_process(hosts: Hosts) -> None:
     hosts.start_all(0, 1)
     drawn = golden(120, Sampling(temperature=0.0))

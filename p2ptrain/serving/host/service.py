@@ -57,11 +57,15 @@ class ServingHost:
         self._tasks.keep(self.executor.run, f"serve-{offer.number}")
 
     def serve(self, key: Key, stage: ExactStage) -> None:
-        """Serve a version's weights; the first of more than `KEPT_VERSIONS` is dropped, and its sessions fail."""
+        """Serve a version's weights; it keeps `KEPT_VERSIONS`."""
         if self.executor.store is None:
             self.executor.store, self._width = stage.new_pages(self.book.pool.num_pages), stage.hidden
         self.executor.stages[key] = stage
-        while len(self.executor.stages) > KEPT_VERSIONS:
+        self.keep(KEPT_VERSIONS)
+
+    def keep(self, number: int) -> None:
+        """Drop all but the last ``number`` versions; their sessions fail."""
+        while len(self.executor.stages) > number:
             del self.executor.stages[next(iter(self.executor.stages))]  # Not the least round: a stage may go back.
         self.book.drop_stale_pages()
         for session in self.book.open.values():
