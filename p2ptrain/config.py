@@ -112,6 +112,8 @@ class ResourcesSection(Section):
     """CPU threads for tensor arithmetic; 0 takes one per core."""
     max_memory: Size = 0
     """Resident memory of all processes of this peer, in bytes or as ``4GB``; 0 sets no limit."""
+    serving_share: float = Field(0.5, ge=0.01, le=1.0)
+    """Share of time in which a batch of generation may compute while this peer trains; 1 sets no limit."""
     up: Rate = 0
     """Upload bandwidth, in bytes per second or as ``20Mbit``; 0 sets no limit."""
     down: Rate = 0

@@ -55,6 +55,10 @@ class Held(ABC):
         """True unless a round is between its step and its head; the caller runs on the state's thread."""
 
     @abstractmethod
+    def is_training(self) -> bool:
+        """True if the machine computes for training now."""
+
+    @abstractmethod
     def module(self) -> Stage | None:
         """Return the module with the state of `key`; None between a round's step and its head.
 
@@ -77,6 +81,9 @@ class HeldStage(Held):
     def is_whole(self) -> bool:
         return all(unit.state.is_settled and unit.work.is_adopted() for unit in self.hosted.units)
 
+    def is_training(self) -> bool:
+        return self.hosted.worker.device.is_in_use
+
     def module(self) -> Stage | None:
         return self.hosted.worker.compute.stage if self.is_whole() else None
 
@@ -89,6 +96,7 @@ class HeldModel(Held):
 
     def __init__(self, state: SharedState, peer: Peer) -> None:
         self._state = state
+        self._record = peer.record
         self._model = peer.manifest.model
         self._module: torch.nn.Module | None = None
 
@@ -98,6 +106,9 @@ class HeldModel(Held):
 
     def is_whole(self) -> bool:
         return self._state.is_settled
+
+    def is_training(self) -> bool:
+        return self._record.state == "training"
 
     def module(self) -> Stage | None:
         if not self._state.is_settled:

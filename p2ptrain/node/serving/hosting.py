@@ -117,7 +117,7 @@ class Serving:
             speculates = self._config.serving.speculation == "ngram"
             offer = Offer(number, num_stages, stage.arithmetic, context, speculates, grammars)
             book = SessionBook(peer.rpc, peer.identity, offer, PagePool(num_pages))
-            self._host = ServingHost(peer.rpc, book)
+            self._host = ServingHost(peer.rpc, book, self._config.resources.serving_share, self._is_training)
             logger.info(
                 "serving stage %d of %d in %s, with room for %d tokens", number, num_stages, stage.arithmetic,
                 num_pages * PAGE,
@@ -125,6 +125,9 @@ class Serving:
         self._host.serve(key, stage)
         logger.info("serving round %d", key[0])
         self._peer.presence.changed()
+
+    def _is_training(self) -> bool:
+        return self._held is not None and self._held.is_training()
 
     def _model_context(self) -> int:
         """Return the positions that the model can have: a pretrained one's own, or those of a training sample."""

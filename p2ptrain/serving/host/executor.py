@@ -14,6 +14,7 @@ from p2ptrain.models.exact import ExactStage, PageStore, Part
 from p2ptrain.runtime import Runtime
 from p2ptrain.serving.host.scheduler import Waiting, next_batch
 from p2ptrain.serving.host.session import HostSession, Key
+from p2ptrain.serving.host.share import ComputeShare
 from p2ptrain.serving.host.speculation import accept
 from p2ptrain.serving.messages import Cause, Failed
 from p2ptrain.serving.sampling import Drawn, Sampling, draw
@@ -50,6 +51,7 @@ class Executor:
     Attributes:
         stages: The stage's weights in each served version.
         sessions: Those to compute, by id.
+        share: Bounds the time that batches take.
         num_drawn: Tokens drawn since the start.
     """
 
@@ -57,6 +59,7 @@ class Executor:
         self.stages: dict[Key, ExactStage] = {}
         self.sessions: dict[bytes, HostSession] = {}
         self.store: PageStore | None = None
+        self.share = ComputeShare()
         self.num_drawn = 0
         self._runtime = runtime
         self._number = number
@@ -74,18 +77,25 @@ class Executor:
 
     async def run(self) -> None:
         """Compute until cancelled."""
+        loop = asyncio.get_running_loop()
         while True:
             await self._work.wait()
             self._work.clear()
-            while batch := self._next():
+            while batch := await self._next_in_turn():
                 key, shares = batch
-                self._busy = {share.session for share in shares}
+                self._busy, began = {share.session for share in shares}, loop.time()
                 try:
                     await self._compute(key, shares)
                 finally:
+                    self.share.spend(loop.time() - began)
                     self._busy = set()
                     self._rested.set()
                     self._rested = asyncio.Event()
+
+    async def _next_in_turn(self) -> tuple[Key, list[Share]] | None:
+        """Return the next batch once it may begin; sessions that come meanwhile are in it."""
+        await self.share.wait()
+        return self._next()
 
     def _next(self) -> tuple[Key, list[Share]] | None:
         """Return the next batch, of sessions of one version; None if nothing waits."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 
 import torch
 
@@ -14,6 +15,7 @@ from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.serving.host.session import BEAT_SECONDS, HostSession, Key
 from p2ptrain.serving.host.sessions import DeclinedError, SessionBook
+from p2ptrain.serving.host.share import ComputeShare
 from p2ptrain.serving.host.tokens import TokenService
 from p2ptrain.serving.link import StageFailedError, StageLink
 from p2ptrain.serving.messages import (
@@ -45,8 +47,12 @@ class ServingHost:
         book: The sessions.
     """
 
-    def __init__(self, rpc: Rpc, book: SessionBook) -> None:
+    def __init__(
+        self, rpc: Rpc, book: SessionBook, share: float = 1.0, is_training: Callable[[], bool] = lambda: False
+    ) -> None:
+        """``share`` bounds the time of batches while ``is_training``; see `ComputeShare`."""
         self.book, self.executor = book, book.executor
+        self.executor.share = ComputeShare(share, is_training)
         self._rpc = rpc
         self._offer = offer = book.offer
         self._number = offer.number

@@ -12,7 +12,7 @@ from tests.support.sim.downloads import shared_state
 def test_a_round_between_its_step_and_its_head_does_not_end_serving() -> None:
     state = shared_state(1000)
     held = SimpleNamespace(stages=[], synchronizer=None)
-    peer = cast(Any, SimpleNamespace(held=held, manifest=SimpleNamespace(model=None)))
+    peer = cast(Any, SimpleNamespace(held=held, manifest=SimpleNamespace(model=None), record=None))
     assert newest(peer, None) is None
     held.synchronizer = SimpleNamespace(state=state)
     state.apply(torch.ones(1000), 0)

@@ -53,7 +53,7 @@ class Host:
         peer = SimpleNamespace(
             rpc=self.member.rpc, runtime=runtime, identity=SimpleNamespace(peer_id=self.member.rpc.peer_id),
             held=SimpleNamespace(stages=[], synchronizer=SimpleNamespace(state=self.state)),
-            manifest=SimpleNamespace(model=None), on_close=lambda close: None,
+            manifest=SimpleNamespace(model=None), record=None, on_close=lambda close: None,
         )  # fmt: skip
         self.source = WeightSource(cast(Any, peer))
 
