@@ -41,6 +41,8 @@ KEPT_SECONDS = 10.0
 """Time after its last transfer for which a copy is kept; > a receiver's pause between two tries."""
 LEAST_BYTES_PER_SECOND = 200_000
 """Rate of the slowest download for which a copy stays in place."""
+YIELD_SECONDS = 1.5
+"""Longest pause of a transfer before a chunk, while a round sends its parts."""
 COPY_SHARE = 0.02
 """Most of the time of the state's thread, and thus of the rounds, that copies take."""
 MAX_WAITING = 16
@@ -187,5 +189,20 @@ class WeightSource:
         copy = self._copy
         for layout, snapshot in copy.units if copy is not None else ():
             if snapshot.head.digest == digest:
-                return WeightSupply(layout, snapshot, lambda: self._copy is copy)
+                return WeightSupply(layout, snapshot, lambda: self._until_ready(copy))
         return None
+
+    async def _until_ready(self, copy: _Copy | None) -> None:
+        """Wait while this peer averages, for up to `YIELD_SECONDS`; raise `TemporaryError` if the copy is dropped."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + YIELD_SECONDS
+        while self._is_averaging() and loop.time() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_SECONDS)
+        if self._copy is not copy:
+            raise TemporaryError("these weights are not kept any more: ask for newer ones")
+
+    def _is_averaging(self) -> bool:
+        held = self._peer.held
+        of_stages = [unit.synchronizer for stage in held.stages for unit in stage.units]
+        averaging = of_stages or filter(None, [held.synchronizer])
+        return any(each.averager.phase not in ("idle", "matchmaking") for each in averaging)

@@ -6,7 +6,7 @@ chunk's other bytes, and the proof up to the digest in the snapshot's head. The 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import numpy as np
 
@@ -48,11 +48,11 @@ def wire_bytes(cut: Cut, index: int) -> int:
 class WeightSupply:
     """The chunks of a snapshot; implements `p2ptrain.network.chunks.server.Supply`."""
 
-    def __init__(self, layout: Layout, snapshot: Snapshot, is_kept: Callable[[], bool] = lambda: True) -> None:
-        """A transfer ends when ``is_kept`` returns False, so it does not keep the snapshot in memory."""
+    def __init__(self, layout: Layout, snapshot: Snapshot, until_ready: Callable[[], Awaitable[None]]) -> None:
+        """Before each chunk ``until_ready`` waits for more urgent traffic, or ends the transfer with an error."""
         self._layout = layout
         self._snapshot = snapshot
-        self._is_kept = is_kept
+        self._until_ready = until_ready
         self._cut = cut_of(snapshot.specs)
         self.num_chunks = self._cut.num_chunks
 
@@ -60,8 +60,7 @@ class WeightSupply:
         return HeldState(self._layout.fingerprint, Description(self._snapshot.specs))
 
     async def read(self, index: int) -> bytes:
-        if not self._is_kept():
-            raise TemporaryError("these weights are not kept any more: ask for newer ones")
+        await self._until_ready()
         start, stop = self._cut.run(index)
         tree = self._snapshot.tree
         return b"".join((self._snapshot.vector[start:stop], tree.rests[index], tree.proof(index)))

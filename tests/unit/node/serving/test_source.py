@@ -21,6 +21,7 @@ from p2ptrain.node.serving.source import (
     LEAST_BYTES_PER_SECOND,
     MAX_WAITING,
     WAIT_SECONDS,
+    YIELD_SECONDS,
     AskCopy,
     Copied,
     WeightSource,
@@ -39,6 +40,7 @@ class Host:
 
     def __init__(self, everyone: list[Member]) -> None:
         self.member, *self.askers = everyone
+        self.averager = SimpleNamespace(phase="idle")
         self.state, self.copies, self.copying_seconds = shared_state(NUM_VALUES), 0, 0.0
         runtime = self.member.rpc.runtime
         clock, snapshot = runtime.clock, self.state.snapshot
@@ -52,7 +54,7 @@ class Host:
         self.state.snapshot = counted  # type: ignore[method-assign]
         peer = SimpleNamespace(
             rpc=self.member.rpc, runtime=runtime, identity=SimpleNamespace(peer_id=self.member.rpc.peer_id),
-            held=SimpleNamespace(stages=[], synchronizer=SimpleNamespace(state=self.state)),
+            held=SimpleNamespace(stages=[], synchronizer=SimpleNamespace(state=self.state, averager=self.averager)),
             manifest=SimpleNamespace(model=None), record=None, on_close=lambda close: None,
         )  # fmt: skip
         self.source = WeightSource(cast(Any, peer))
@@ -120,6 +122,16 @@ async def test_a_receiver_that_does_not_receive_keeps_no_copy_in_place(swarm: Ho
     turn.set()
     with pytest.raises(PeerRefusedError, match="other weights now"):
         await receiving
+
+
+@pytest.mark.parametrize(("phase", "pauses"), [("idle", 0), ("matchmaking", 0), ("scatter", 3), ("gather", 3)])
+@simulated(host, 1, seed=1, model=FAST)
+async def test_transfers_pause_while_a_round_sends_its_parts(swarm: Host, phase: str, pauses: int) -> None:
+    digest, began = (await swarm.ask()).heads[0].digest, asyncio.get_running_loop().time()
+    swarm.averager.phase = phase
+    rpc, target = swarm.target()
+    await fetch(rpc, WEIGHTS, digest, target, lambda: [swarm.member.rpc.peer_id])
+    assert pauses * YIELD_SECONDS <= asyncio.get_running_loop().time() - began < (pauses + 1) * YIELD_SECONDS
 
 
 @simulated(host, MAX_WAITING + 1, seed=1, model=FAST)
