@@ -213,3 +213,32 @@ async def test_a_full_disk_of_a_source_ends_nothing_and_that_of_the_host_says_so
     full.add("s")
     with pytest.raises(ResourceError, match="free some space"):
         await swarm.tasks.pop("s")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@simulated(seed=1)
+async def test_it_follows_one_stage_with_all_its_units(
+    network: SimulatedNetwork, begin: Begin, monkeypatch: pytest.MonkeyPatch, tied: bool
+) -> None:
+    swarm = begin(network, {"every": 1, "global_batch": 12, "warmup_steps": 4}, num_stages=2, tied=tied)
+    downloaded = list[tuple[int, bytes]]()
+    keep = KeptWeights.keep
+
+    def noting(kept: KeptWeights, vector: memoryview, head: Head) -> None:
+        held = [node.held.stages for node in swarm.nodes.values()]
+        units = [unit for stages in held for stage in stages for unit in stage.units]
+        logs = [unit.synchronizer.averager.round_log for unit in units]
+        assert any(head.lineage in log._heads for log in logs)
+        downloaded.append((head.round, head.digest))
+        keep(kept, vector, head)
+
+    monkeypatch.setattr(KeptWeights, "keep", noting)
+    for number, name in enumerate("abcd"):
+        swarm.start(name, role="both", pipeline={"stage": number % 2})
+    await swarm.until(lambda: swarm.round("a") >= 2 and swarm.round("b") >= 2)
+    swarm.start("s", role="server", serving=SERVING, pipeline={"stage": 1})
+    await swarm.until(lambda: len({number for number, _ in downloaded}) >= 2)
+    assert all(digest in swarm.digests.values() for _, digest in downloaded)
+    assert len(downloaded) % (2 if tied else 1) == 0
+    for name in swarm.tasks:
+        await swarm.kill(name)

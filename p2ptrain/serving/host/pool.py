@@ -155,7 +155,7 @@ def pages_for(positions: int) -> int:
 def pages_within(cache: int, stage: ExactStage) -> int:
     """Return how many pages of a stage fit ``cache`` bytes, and the device.
 
-    A page's outputs, which feed the next stage again, lie in the machine's memory.
+    A page's outputs, which feed the next stage again, lie in the machine's memory. A last stage may have no layers.
     """
-    outputs = 0 if stage.is_last else PAGE * FLOAT_BYTES * stage.hidden
-    return max(1, min(cache // (stage.page_bytes + outputs), stage.free_bytes // stage.page_bytes))
+    outputs = 0 if stage.is_last and stage.num_layers else PAGE * FLOAT_BYTES * stage.hidden
+    return max(1, min(cache // (stage.page_bytes + outputs), stage.free_bytes // max(1, stage.page_bytes)))
