@@ -131,9 +131,9 @@ async def test_a_source_that_invents_weights_is_not_believed(
     swarm, honest = served.swarm, WeightSource._snapshots
     told = itertools.count()
 
-    def snapshots(self: WeightSource, held: Held) -> tuple[list[tuple[Layout, Snapshot]], float]:
+    def snapshots(self: WeightSource, held: Held, digest: bytes) -> tuple[list[tuple[Layout, Snapshot]], float]:
         if self._peer is not swarm.nodes["a"]:
-            return honest(self, held)
+            return honest(self, held, digest)
         next(told)
         return lies(held)
 

@@ -32,13 +32,13 @@ NUM_TOKENS = 40
 class Swarmlet:
     """A bootstrap peer of a swarm that trains a whole model, and peers of it."""
 
-    def __init__(self, directory: Path, stack: ExitStack, **model: int) -> None:
+    def __init__(self, directory: Path, stack: ExitStack, every: int = 2, **model: int) -> None:
         self.directory = directory
         self._stack = stack
         text = write_text(directory / "some.txt")
         settings = set_options(
             name="tiny", model={**TINY, "context": 64, **model}, data={"source": f"path:{text}"}, averaging=QUICK,
-            training={"every": 2, "local_batch": 2},
+            training={"every": every, "local_batch": 2},
         )  # fmt: skip
         self.link = stack.enter_context(seeding(init(directory / "swarm", *settings))).link
 
@@ -83,7 +83,7 @@ def resident_bytes(process: subprocess.Popen[bytes], kind: str) -> int:
 
 
 def test_it_answers_as_the_trainers_and_follows_their_rounds(tmp_path: Path, stack: ExitStack) -> None:
-    swarm = Swarmlet(tmp_path, stack)
+    swarm = Swarmlet(tmp_path, stack, every=24)  # Rounds last longer than a host's interval of looks.
     swarm.join("trainer", "--serve")
     swarm.join("other")
     wait_until(lambda: "serving round" in swarm.log("trainer"), PATIENCE_SECONDS)

@@ -125,7 +125,7 @@ class WeightSource:
             self._newest_digest, self._since = digest, now
         is_at_rest = now - self._since >= IDLE_SECONDS
         if digest != request.has and (not request.has or number % request.every == 0 or is_at_rest):
-            await self._take(held)
+            await self._take(held, digest if request.has else b"")
 
     def _newest(self) -> Held | None:
         self._held = newest(self._peer, self._held)
@@ -138,15 +138,18 @@ class WeightSource:
             copy.unused_until = now + KEPT_SECONDS
         return now < min(copy.until, copy.unused_until)
 
-    async def _take(self, held: Held) -> None:
-        """Copy the weights, unless a copy is in use, copies take too much time, or a round changes the weights."""
+    async def _take(self, held: Held, digest: bytes) -> None:
+        """Copy the weights, unless a copy is in use, copies take too much time, or a round changes the weights.
+
+        A version with another digest than this one is not copied; empty for any.
+        """
         async with self._copying:
             now = asyncio.get_running_loop().time()
             if now < self._may_copy_at or (self._copy is not None and self._is_in_use(self._copy)):
                 return
             self._copy, self._may_copy_at = None, now + KEPT_SECONDS
             try:
-                units, seconds = await self._peer.runtime.compute(self._snapshots, held)
+                units, seconds = await self._peer.runtime.compute(self._snapshots, held, digest)
             except ResourceError as error:
                 logger.warning("no weights for peers that only serve: %s", error)
                 raise TemporaryError("this peer has no room for a copy now") from error
@@ -158,11 +161,12 @@ class WeightSource:
                 self._copy = _Copy(digest, units, now + KEPT_SECONDS, now + longest)
                 self._tasks.start(self._drop_unused(self._copy), "weights")
 
-    def _snapshots(self, held: Held) -> tuple[list[tuple[Layout, Snapshot]], float]:
-        """Return a snapshot of each unit, none while a round changes one, and the seconds that this took."""
+    def _snapshots(self, held: Held, digest: bytes) -> tuple[list[tuple[Layout, Snapshot]], float]:
+        """Return a snapshot of each unit, and the seconds that this took; none if a round changes or changed one."""
         runtime = self._peer.runtime
         began, units = runtime.clock(), list[tuple[Layout, Snapshot]]()
-        for state in held.states if held.is_whole() else ():
+        is_wanted = held.is_whole() and digest in (b"", held.key[1])
+        for state in held.states if is_wanted else ():
             if (snapshot := state.snapshot(lambda size: unlinked_memory(runtime.scratch, size))) is None:
                 return [], runtime.clock() - began
             units.append((state.layout, snapshot))
@@ -179,7 +183,7 @@ class WeightSource:
         if (supply := self._supply(request.key)) is None:
             held = self._newest()
             if held is not None and request.key in {state.head.digest for state in held.states}:
-                await self._take(held)
+                await self._take(held, held.key[1])
                 supply = self._supply(request.key)
         if supply is None:
             raise PeerRefusedError(self._peer.identity.peer_id, "holds other weights now")

@@ -96,6 +96,19 @@ async def test_it_copies_rounds_that_the_receiver_takes_or_a_head_at_rest(swarm:
 
 
 @simulated(host, 1, seed=1, model=FAST)
+async def test_a_round_that_ends_before_the_copy_begins_is_not_copied(swarm: Host) -> None:
+    has = (await swarm.ask()).heads[0].digest
+    await asyncio.sleep(KEPT_SECONDS + COPY_SECONDS / COPY_SHARE)
+    advance(swarm.state)
+    held = swarm.source._newest()
+    assert held is not None
+    advance(swarm.state)
+    assert swarm.source._snapshots(held, has)[0] == []
+    ((_, snapshot),) = swarm.source._snapshots(held, held.key[1])[0]
+    assert snapshot.head == swarm.state.head
+
+
+@simulated(host, 1, seed=1, model=FAST)
 async def test_copies_for_a_peer_that_asks_again_and_again_take_a_bounded_share_of_time(swarm: Host) -> None:
     began = asyncio.get_running_loop().time()
     for _ in range(40):
