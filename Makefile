@@ -74,6 +74,7 @@ test-all: $(STAMP)  ## all that .ci/run checks, slow tests, containers, each ben
 	$(BIN)/python -m benchmarks --quick
 	$(BIN)/python -m tests.support.sim.schedules --first $$($(BIN)/python -m tests.support.seeds schedules) --count $(SEEDS)
 	$(BIN)/python -m tests.support.sim.schedules --first $$($(BIN)/python -m tests.support.seeds pipelines) --count $(SEEDS) --pipelines
+	$(BIN)/python -m tests.support.sim.schedules --first $$($(BIN)/python -m tests.support.seeds serving) --count $(SEEDS) --serving
 	$(MAKE) soak HOURS=0.1
 	@if [ -e tests/mutants.py ]; then $(BIN)/python -m tests.mutants; fi
 
@@ -94,7 +95,7 @@ fuzz: $(STAMP)  ## every decoder under atheris for 20 seconds each; ARGS="--seco
 wheels: $(STAMP)  ## fill wheels/, from which an image is built without a registry
 	deploy/container/wheels.sh $(BIN)/python
 
-schedules: $(STAMP)  ## simulated faults from other seeds; ARGS="--first 20000 --count 5000 [--pipelines]"
+schedules: $(STAMP)  ## simulated faults from other seeds; ARGS="--first 20000 --count 5000 [--pipelines|--serving]"
 	$(BIN)/python -m tests.support.sim.schedules $(ARGS)
 
 lint: $(STAMP)  ## ruff and mypy

@@ -1,4 +1,4 @@
-"""Serving: exact kernels against torch, sessions against plain transformers with one, and hosts that fail.
+"""Serving: exact kernels against torch, sessions against plain transformers with one, drafts, and hosts that fail.
 
 The model has the shape of SmolLM2-135M and random weights. Times are of contenders in turn on the same threads; a ratio
 is the median of the ratios turn by turn.
@@ -21,7 +21,8 @@ from torch.nn import functional
 from benchmarks.findings import Finding, Section
 from benchmarks.findings import run as run_parts
 from benchmarks.harness import Measured, alternate, arguments, paired
-from benchmarks.serving_hosts import decoding_on_hosts, failover
+from benchmarks.serving_hosts import decoding_on_hosts, failover, prefixes
+from benchmarks.serving_speculation import speculation
 from p2ptrain.manifest import ModelSpec
 from p2ptrain.models import build_model, get_family
 from p2ptrain.models.exact import ExactStage, Part, WeightFormat, exact_stage, self_check
@@ -252,6 +253,8 @@ def main() -> int:
         "prefill": partial(prefill, options.threads, max(repeats // 5, 3)),
         "sampling": partial(sampling, repeats),
         "hosts": partial(decoding_on_hosts, SPEC, timed(Plain(model()[1])), 30 if options.quick else 100),
+        "prefixes": partial(prefixes, SPEC, 3 if options.quick else 10),
+        "speculation": partial(speculation, SPEC, options.threads, 1 if options.quick else 3),
         "failover": partial(failover, SPEC, (100,) if options.quick else (100, 1500)),
     }
     return run_parts("serving", parts, options)

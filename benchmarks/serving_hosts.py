@@ -1,4 +1,4 @@
-"""Hosts of two stages as real processes on loopback: greedy decoding, and the pause when one is killed or stopped."""
+"""Hosts of two stages as real processes on loopback: decoding, shared prefixes, and the pause when a host fails."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from p2ptrain.serving.sampling import Sampling
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 START_SECONDS = 180.0
 GREEDY = Sampling(temperature=0.0)
+PREFIX, REST = 512, 16
 FAILOVER_GOALS = {signal.SIGKILL: 0.5, signal.SIGSTOP: 2.0}
 
 
@@ -126,6 +127,42 @@ def decoding_on_hosts(spec: ModelSpec, plain_seconds: Callable[[], float], num_t
     ratio = statistics.median(their / our for our, their in zip(ours, theirs, strict=True))
     section.findings.append(Finding("tokens of 1 session on 2 hosts, fp32", ratio, "plain transformers", 1.4, True))
     section.results = {"ours": ours, "theirs": theirs}
+    return section
+
+
+async def first_token(model: SwarmModel, ids: list[int]) -> tuple[float, int]:
+    """Return the seconds to a generation's first token, and how many tokens of its prompt were cached."""
+    start = time.perf_counter()
+    async with model.generator.generate(ids, GREEDY, max_tokens=1) as generation:
+        async for _ in generation:
+            seconds = time.perf_counter() - start
+        return seconds, generation.cached
+
+
+def prefixes(spec: ModelSpec, repeats: int) -> Section:
+    """The first token of prompts with a prefix that the hosts have, and with another one, in turn."""
+    section = Section(f"A prompt's first token after {PREFIX} tokens and {REST} more, s", ("prefix", "seconds"))
+    new: list[float] = []
+    shared: list[float] = []
+    with Hosts(spec, (0, 1)) as hosts, ModelThread(SwarmLink.parse(hosts.link)) as thread:
+
+        def ask(first: int, last: int) -> tuple[float, int]:
+            rest = [(last + 41 * each) % spec.vocabulary for each in range(REST)]
+            return thread.call(
+                first_token(thread.model, [(first + 37 * each) % spec.vocabulary for each in range(PREFIX)] + rest)
+            )
+
+        ask(0, 0)
+        for each in range(1, repeats + 1):
+            for times, first, cached in ((new, each, 0), (shared, 0, PREFIX)):
+                seconds, found = ask(first, each)
+                if found != cached:
+                    raise RuntimeError(f"{found} tokens were cached, not {cached}")
+                times.append(seconds)
+    section.rows += [("new", f"{statistics.median(new):.3f}"), ("shared", f"{statistics.median(shared):.3f}")]
+    ratio = statistics.median(one / other for one, other in zip(new, shared, strict=True))
+    section.findings.append(Finding("a new prefix", ratio, "the time of a shared one", 5, at_least=True))
+    section.results = {"new": new, "shared": shared}
     return section
 
 

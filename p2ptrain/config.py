@@ -112,6 +112,8 @@ class ResourcesSection(Section):
     """CPU threads for tensor arithmetic; 0 takes one per core."""
     max_memory: Size = 0
     """Resident memory of all processes of this peer, in bytes or as ``4GB``; 0 sets no limit."""
+    serving_share: float = Field(0.5, ge=0.01, le=1.0)
+    """Share of time in which a batch of generation may compute while this peer trains; 1 sets no limit."""
     up: Rate = 0
     """Upload bandwidth, in bytes per second or as ``20Mbit``; 0 sets no limit."""
     down: Rate = 0
@@ -169,10 +171,12 @@ class ServingSection(Section):
     weights: Literal["fp32", "int8"] = "fp32"
     """Precision of the served copy: ``fp32`` is exact, ``int8`` takes a quarter of the memory."""
     cache: Size = 512 * 10**6
-    """Memory for keys and values of all sessions, in bytes or as ``512MB``."""
+    """Memory for keys, values and outputs of all sessions and prefixes, in bytes or as ``512MB``."""
     every_rounds: int = Field(10, ge=1, le=1 << 40)
     """Rounds from one served version of the weights to the next, or more if rounds are short. All hosts need the same
     value."""
+    speculation: Literal["ngram", "off"] = "ngram"
+    """``ngram``: a host of the first stage drafts tokens that followed the last ones before. No answer changes."""
     context: int = Field(0, ge=0, le=1 << 20)
     """Most tokens of a prompt and its answer; 0 takes the model's."""
 
@@ -180,9 +184,10 @@ class ServingSection(Section):
 class PeerConfig(Section):
     """The configuration of one peer. Paths in a role file are relative to that file's folder."""
 
-    role: Literal["bootstrap", "trainer", "stage", "both"]
+    role: Literal["bootstrap", "trainer", "stage", "both", "server"]
     """``bootstrap`` serves the manifest and the directory; ``trainer`` trains, too. Where the model is cut into
-    stages, ``stage`` hosts one, ``trainer`` sends microbatches through all of them, and ``both`` does both."""
+    stages, ``stage`` hosts one, ``trainer`` sends microbatches through all of them, and ``both`` does both. ``server``
+    serves a stage, or the whole model, and does not train."""
     name: str = Field("", max_length=64, pattern=r"^[A-Za-z0-9 ._-]*$")
     """The name in the status; the end of the peer's id if empty."""
     run_dir: Path = Path("runs/peer")

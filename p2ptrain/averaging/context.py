@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
 from p2ptrain.averaging.grouping.membership import Membership
+from p2ptrain.averaging.protocol.anchors import AnchorBook
 from p2ptrain.averaging.protocol.ballots import Ballots
 from p2ptrain.averaging.protocol.certificate import Certificate, Head, genesis
 from p2ptrain.averaging.protocol.table import NO_MEMBERS, Table, founding_table
-from p2ptrain.manifest import AveragingSpec, Manifest
+from p2ptrain.errors import IntegrityError
+from p2ptrain.manifest import MAX_ANCHOR_KEYS, AveragingSpec, Manifest
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
@@ -72,6 +75,19 @@ class PeerContext:
     founding: Table = NO_MEMBERS
     ballots: Ballots = field(default_factory=Ballots)
 
+    @cached_property
+    def anchors(self) -> AnchorBook:
+        """This peer's anchors, kept in the runtime's folder if there is one; raise `IntegrityError` if damaged.
+
+        Unless the manifest names keys, those of founders count among strangers. Friends may all restart from
+        checkpoints that are older than an anchor, and go on.
+        """
+        spec, folder = self.spec, self.runtime.scratch
+        founders = sorted(self.founding.electorate) if self.founding.is_open else []
+        path = folder / f"anchors-{self.swarm.hex()[:16]}" if folder is not None else None
+        keys, read = spec.anchors or founders[:MAX_ANCHOR_KEYS], self.any_certificate
+        return AnchorBook(self.swarm, self.signer, read, keys, spec.anchor_quorum, spec.anchor_rounds, path)
+
     def genesis(self, digest: bytes) -> Head:
         """Return the head of a new lineage, whose initial state has this digest."""
         return genesis(self.swarm, digest, self.founding)
@@ -82,8 +98,16 @@ class PeerContext:
         Whether it counts depends on the lineage: see `Table.check`.
 
         Raises:
-            IntegrityError: It is malformed, of another swarm, without a majority, or breaks the manifest's bounds.
+            IntegrityError: It is malformed, of another swarm, without a majority, breaks the manifest's bounds, or
+                belongs to a lineage that parts from the newest anchor's there.
         """
+        certificate = self.any_certificate(raw)
+        if self.anchors.parts(certificate):
+            raise IntegrityError("a certificate leads past the newest anchor on another lineage")
+        return certificate
+
+    def any_certificate(self, raw: bytes) -> Certificate:
+        """Return a certificate that may also be of a lineage without the newest anchor; raise as `certificate`."""
         certificate = Certificate.from_bytes(raw, self.swarm, self.signer)
         certificate.body.check_allowed(self.spec)
         return certificate

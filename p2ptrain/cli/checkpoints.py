@@ -20,6 +20,9 @@ from p2ptrain.status.formats import human_bytes, human_count
 from p2ptrain.training.checkpoints.stage_list import read_stage_list
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from p2ptrain.averaging.protocol.certificate import Head
     from p2ptrain.training.checkpoints.files import LoadedCheckpoint
 
 _STAGE_FOLDER = re.compile(rf"stage-\d+|{TIED_FOLDER}")
@@ -117,23 +120,31 @@ def export(path: Path, arguments: argparse.Namespace) -> None:
         ConfigError: The manifest is missing.
         IncompatibleError: It is of another swarm or model.
     """
-    from p2ptrain.models import build_model, export_hugging_face
+    from p2ptrain.models import export_hugging_face
     from p2ptrain.models.pretrained import local_tokenizer
+
+    model, manifest, head = read_model(path, arguments.manifest)
+    tokenizer, output = local_tokenizer(manifest, arguments.weights, arguments.allow_path or ()), arguments.output
+    with bars(f"writing {output}", ""):
+        export_hugging_face(model, manifest.model, output, tokenizer)
+    print(f"wrote {output}: round {head.round}, digest {head.digest.hex()[:8]}")
+
+
+def read_model(path: Path, manifest_file: Path | None) -> tuple[nn.Module, Manifest, Head]:
+    """Return the model of one checkpoint, its swarm's manifest, and its head; raises as `export`."""
+    from p2ptrain.models import build_model
     from p2ptrain.training.checkpoints.files import load_checkpoint
     from p2ptrain.training.state.layout import Layout
 
-    checkpoint, output = load_checkpoint(path, bars), arguments.output
-    manifest = _manifest_of(checkpoint, arguments.manifest)
-    tokenizer = local_tokenizer(manifest, arguments.weights, arguments.allow_path or ())
+    checkpoint = load_checkpoint(path, bars)
+    manifest = _manifest_of(checkpoint, manifest_file)
     model = build_model(manifest.model)
     layout = Layout.from_module(model)
     vector = checkpoint.tensors[0][1]
     if vector.shape != (layout.num_values,):
         raise IncompatibleError(f"{path} holds another model than its manifest names: give --manifest")
     layout.write(vector, model)
-    with bars(f"writing {output}", ""):
-        export_hugging_face(model, manifest.model, output, tokenizer)
-    print(f"wrote {output}: round {checkpoint.head.round}, digest {checkpoint.head.digest.hex()[:8]}")
+    return model, manifest, checkpoint.head
 
 
 def _manifest_of(checkpoint: LoadedCheckpoint, given: Path | None) -> Manifest:

@@ -19,8 +19,9 @@ from pathlib import Path
 from p2ptrain.cli.manifests import LINK_FILE, write_atomically
 from p2ptrain.cli.plan import Plan
 from p2ptrain.cli.screen.live import Goal, SwarmScreen, stop_on_signals
+from p2ptrain.cli.screen.table import printable
 from p2ptrain.cli.supervise import Child, Supervisor
-from p2ptrain.errors import DeadlineError
+from p2ptrain.errors import DeadlineError, P2PTrainError
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.node.reports.summary import SUMMARY_FILE, SwarmSummary, combine, read_summary, to_json
 from p2ptrain.status.formats import human_bytes, human_count, human_loss
@@ -53,10 +54,13 @@ async def run_swarm(plan: Plan, summary_file: Path | None) -> int:
             with SwarmScreen(sys.stdout, plan.goal, draws=plan.chat is None) as view:
                 view.say(f"run directory: {plan.run_dir}")
                 trainers = await _train(plan, supervisor, stop, view)
+            _report(plan, trainers, summary_file, interrupted=stop.is_set())
+            if plan.chat is None:
+                await _show_result(plan, trainers)
         except asyncio.CancelledError:
             task.uncancel()
             return 130
-        return _report(plan, trainers, summary_file, interrupted=stop.is_set())
+        return 0
 
 
 async def _train(plan: Plan, supervisor: Supervisor, stop: asyncio.Event, view: SwarmScreen) -> list[Child]:
@@ -154,7 +158,7 @@ async def _wait_for_end(goal: Goal, supervisor: Supervisor, trainers: list[Child
         await asyncio.wait(ends, timeout=60 * goal.minutes or None, return_when=asyncio.FIRST_COMPLETED)
 
 
-def _report(plan: Plan, trainers: list[Child], summary_file: Path | None, *, interrupted: bool) -> int:
+def _report(plan: Plan, trainers: list[Child], summary_file: Path | None, *, interrupted: bool) -> None:
     found = {child.name: read_summary(plan.run_dir / child.name / SUMMARY_FILE) for child in trainers}
     summary = combine({name: values for name, values in found.items() if values is not None}, len(plan.trainers))
     failed = [child for child in trainers if child.exit_code != 0]
@@ -168,7 +172,25 @@ def _report(plan: Plan, trainers: list[Child], summary_file: Path | None, *, int
     for path in (plan.run_dir / SUMMARY_FILE, *([summary_file] if summary_file is not None else [])):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, to_json(summary))
-    return 0
+
+
+async def _show_result(plan: Plan, trainers: Sequence[Child]) -> None:
+    """Print some text by the trained model, and the commands that go on from here."""
+    from p2ptrain.cli.commands.serving.sample import sample
+
+    if not (saved := [child.name for child in trainers if any((plan.run_dir / child.name).glob("checkpoints/*"))]):
+        return
+    try:
+        text = await sample(plan.run_dir, saved[0], plan.manifest, plan.weights)
+        print("\nwhat it writes now:\n" + "\n".join(f"  | {printable(line)}" for line in text.splitlines()))
+    except P2PTrainError as error:
+        print(f"\nno sample of the model: {error}")
+    of = shlex.quote(str(plan.run_dir if plan.manifest.in_stages else plan.run_dir / saved[0]))
+    print(
+        f"\nexport the model for transformers:  p2ptrain checkpoint export {of} my-model\n"
+        "train with others:                  p2ptrain init my-swarm && p2ptrain seed my-swarm\n"
+        "talk with the model as it learns:   join that swarm with --serve, then p2ptrain generate LINK TEXT"
+    )
 
 
 def to_text(summary: SwarmSummary) -> str:

@@ -37,10 +37,13 @@ _LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 class Plan:
     """Role files of the peers, the goal, whether to serve the status page (``monitor``), and to chat.
 
-    ``chat`` has the options of ``p2ptrain chat`` behind the link; None if nothing is served.
+    ``chat`` has the options of ``p2ptrain chat`` behind the link; None if nothing is served. ``weights`` is the folder
+    of a pretrained model that the manifest names.
     """
 
     run_dir: Path
+    manifest: Manifest
+    weights: Path | None
     bootstrap: Path
     trainers: tuple[Path, ...]
     goal: Goal
@@ -95,6 +98,8 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     minutes = arguments.minutes or (0.0 if has_end else DEFAULT_MINUTES)
     return Plan(
         run_dir,
+        manifest,
+        arguments.weights,
         bootstrap,
         tuple(trainers),
         Goal(minutes, min(filter(None, (at_round, manifest.training.rounds)), default=0)),

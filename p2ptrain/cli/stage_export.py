@@ -37,11 +37,22 @@ def export_stages(paths: Sequence[Path], arguments: argparse.Namespace) -> None:
     from p2ptrain.pipeline.plan import PipelinePlan
 
     manifest, output = _manifest_in(arguments.path, arguments.manifest), arguments.output
+    values, number = read_stages(paths, manifest, arguments.by_round)
+    with bars(f"writing {output}", ""):
+        _write(values, manifest, output, arguments)
+    use = f"; in Python: peft.PeftModel.from_pretrained(model, {str(output)!r})" if manifest.lora is not None else ""
+    print(f"wrote {output}: round {number} of {PipelinePlan(manifest).num_stages} stages{use}")
+
+
+def read_stages(paths: Sequence[Path], manifest: Manifest, by_round: bool) -> tuple[dict[str, torch.Tensor], int]:
+    """Return the values of the newest complete round by parameter, and its number; raises as `export_stages`."""
+    from p2ptrain.pipeline.plan import PipelinePlan
+
     plan = PipelinePlan(manifest)
     units = {stage_folder(stage): plan.own(stage) for stage in range(plan.num_stages)}
     if plan.tied is not None:
         units[TIED_FOLDER] = plan.tied
-    joined = join([found for each in paths if (found := _describe(each, manifest))], list(units), arguments.by_round)
+    joined = join([found for each in paths if (found := _describe(each, manifest))], list(units), by_round)
     if not joined.is_complete:
         print(
             f"warning: only their round, {joined.round}, says that these checkpoints belong together", file=sys.stderr
@@ -59,10 +70,7 @@ def export_stages(paths: Sequence[Path], arguments: argparse.Namespace) -> None:
         for (parameter, shape), size in zip(shapes.items(), sizes, strict=True):
             values[parameter] = vector[offset : offset + size].view(shape)
             offset += size
-    with bars(f"writing {output}", ""):
-        _write(values, manifest, output, arguments)
-    use = f"; in Python: peft.PeftModel.from_pretrained(model, {str(output)!r})" if manifest.lora is not None else ""
-    print(f"wrote {output}: round {joined.round} of {plan.num_stages} stages{use}")
+    return values, joined.round
 
 
 def _write(values: dict[str, torch.Tensor], manifest: Manifest, output: Path, arguments: argparse.Namespace) -> None:

@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
-
 from p2ptrain.config import PeerConfig, parse_size
 from p2ptrain.errors import ConfigError, NotAdmittedError, ResourceError
 from p2ptrain.manifest import Manifest
@@ -19,7 +17,7 @@ from p2ptrain.network.admission import Admission
 from p2ptrain.network.identity import IDENTITY_FILE, Identity
 from p2ptrain.node.meeting import credential_at_hand, what_to_do
 from p2ptrain.pipeline.measure import available_memory
-from p2ptrain.pipeline.plan import PipelinePlan
+from p2ptrain.pipeline.plan import PipelinePlan, serving_bytes
 from p2ptrain.status.formats import human_bytes, human_count
 
 _MOMENTS = {"average": 0, "nesterov": 1, "adam": 2}
@@ -37,7 +35,10 @@ def describe(manifest: Manifest, config: PeerConfig) -> str:
     """
     resources, directory = config.resources, config.network.directory
     caps = [f"{name} {human_bytes(rate)}/s" for name, rate in (("up", resources.up), ("down", resources.down)) if rate]
-    runs, sends = _of_stages(manifest, config) if manifest.in_stages else _of_whole_model(manifest, config)
+    if config.role == "server":
+        runs, sends = _of_server(manifest, config)
+    else:
+        runs, sends = _of_stages(manifest, config) if manifest.in_stages else _of_whole_model(manifest, config)
     lines = [
         f"swarm      {manifest.name!r}, by organizer {manifest.organizer}",
         *runs,
@@ -50,6 +51,21 @@ def describe(manifest: Manifest, config: PeerConfig) -> str:
     ]
     width = shutil.get_terminal_size().columns
     return "\n".join(textwrap.fill(line, width, subsequent_indent=" " * 11, break_on_hyphens=False) for line in lines)
+
+
+def _of_server(manifest: Manifest, config: PeerConfig) -> tuple[list[str], str]:
+    """Return the lines about what a peer that does not train serves, and what it sends."""
+    needs = serving_bytes(manifest, config.serving.weights, config.serving.cache)
+    wanted = config.pipeline.stage
+    chosen = needs[wanted : wanted + 1] if wanted >= 0 else needs
+    which = "the whole model" if len(needs) == 1 else f"stage {wanted}" if wanted >= 0 else "the stage with least hosts"
+    low, high = human_bytes(min(chosen or needs)), human_bytes(max(chosen or needs))
+    runs = [
+        "downloads  the weights of what it serves, again and again as rounds end, from peers that train",
+        f"hosts      {which} of {manifest.model.family}, and does not train; CPU, about"
+        f" {low if low == high else f'{low} to {high}'} of memory",
+    ]
+    return runs, "hidden states and tokens of those who generate"
 
 
 def _of_whole_model(manifest: Manifest, config: PeerConfig) -> tuple[list[str], str]:
@@ -107,6 +123,9 @@ def _stages_to_host(plan: PipelinePlan, config: PeerConfig) -> list[int]:
 
 def _needed_bytes(manifest: Manifest, config: PeerConfig) -> tuple[int, int]:
     """Return the bytes of memory and of a checkpoint; of the smallest stage if none is chosen."""
+    if config.role == "server":
+        needs, stage = serving_bytes(manifest, config.serving.weights, config.serving.cache), config.pipeline.stage
+        return (needs[stage] if 0 <= stage < len(needs) else min(needs)), 0
     if not manifest.in_stages:
         return estimate_memory_bytes(manifest.model, manifest.training), 5 * 4 * num_parameters(manifest.model)
     if config.role == "trainer":
@@ -134,10 +153,11 @@ def check_machine(manifest: Manifest, config: PeerConfig) -> None:
         ConfigError: The swarm's data or pretrained model is at a path that does not exist here.
     """
     needed, checkpoint = _needed_bytes(manifest, config)
-    available = psutil.virtual_memory().available
+    available = config.resources.max_memory or available_memory()
     if needed > available:
+        does = "serving" if config.role == "server" else "training"
         raise ResourceError(
-            f"training needs about {human_bytes(needed)} of memory and {human_bytes(available)} is free:"
+            f"{does} needs about {human_bytes(needed)} of memory and {human_bytes(available)} is free:"
             " close other programs, or use a larger machine"
         )
     config.run_dir.mkdir(parents=True, exist_ok=True)
@@ -150,7 +170,7 @@ def check_machine(manifest: Manifest, config: PeerConfig) -> None:
             " choose another --run-dir"
         )
     needs = {}
-    if config.role != "stage":
+    if config.role not in ("stage", "server"):
         data = local_data(manifest, config.weights, config.allow_path)
         needs = {"data.source": data.source, "data.tokenizer": data.tokenizer}
     if manifest.model.weights.startswith("local:") and (config.role != "trainer" or not manifest.in_stages):
@@ -165,12 +185,33 @@ def check_machine(manifest: Manifest, config: PeerConfig) -> None:
             )
 
 
-def has_room(manifest: Manifest, max_memory: str | None) -> bool:
-    """True if a stage fits into ``max_memory``, by default this machine's; else print that the peer hosts none."""
+def can_train(manifest: Manifest, max_memory: str | None, stage: int | None) -> bool:
+    """True if this machine has the memory to train; else print that it only serves."""
+    memory = _memory(max_memory)
+    if manifest.in_stages:
+        needs = [need.memory for need in PipelinePlan(manifest).needs]
+        needed = needs[stage] if stage is not None and 0 <= stage < len(needs) else min(needs)
+    else:
+        needed = estimate_memory_bytes(manifest.model, manifest.training)
+    if needed > memory:
+        print(
+            f"training takes {human_bytes(needed)} of memory, and this machine has {human_bytes(memory)}: it only"
+            " serves; --role insists on training"
+        )
+    return needed <= memory
+
+
+def _memory(max_memory: str | None) -> int:
+    """Return the memory that may be used, in bytes: ``max_memory``, by default this machine's."""
     try:
-        memory = parse_size(max_memory or 0) or available_memory()
+        return parse_size(max_memory or 0) or available_memory()
     except ValueError as error:
         raise ConfigError(f"--max-memory: {error}") from error
+
+
+def has_room(manifest: Manifest, max_memory: str | None) -> bool:
+    """True if a stage fits into ``max_memory``, by default this machine's; else print that the peer hosts none."""
+    memory = _memory(max_memory)
     least = min(need.memory for need in PipelinePlan(manifest).needs)
     if least > memory:
         print(

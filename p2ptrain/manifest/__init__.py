@@ -22,11 +22,13 @@ from p2ptrain.hashing import canonical_bytes
 from p2ptrain.manifest.sections import Need, Section
 from p2ptrain.signing import Signer, issuing_key
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Version of the wire protocol; raised with each incompatible change. Peers of other versions are refused."""
 
 MAX_PIPELINE_STAGES = 256
 MAX_MANIFEST_BYTES = 256 * 1024
+MAX_ANCHOR_KEYS = 16
+PeerName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 SIGNED_FILE = "manifest.bin"
 """File name of a signed manifest, beside an organizer's ``run.toml`` and in each peer's run directory."""
 INVITE_FILE = "invite.key"
@@ -276,6 +278,7 @@ class AveragingSpec(Section):
         "center_ratio": _rules("centered_clip"),
         "trim_fraction": _rules("trimmed"),
         "max_weight_ratio": _rules("mean", "norm_clip"),
+        **{key: Need("anchors", bool, "anchors") for key in ("anchors", "anchor_quorum", "anchor_rounds")},
     }
     codec: str = Field("int8", pattern=EXTENSION_PATTERN)
     """``fp32``, ``fp16``, ``bf16``, ``int8``, ``int4`` or ``topk``, from exact to compact; or a codec of an installed
@@ -300,7 +303,7 @@ class AveragingSpec(Section):
     late_decay: float = Field(0.9, ge=0, le=1)
     """Fraction kept of a contribution that missed a round and waits for the next: 1 keeps all of it, 0 drops it."""
     matchmaking_seconds: float = Field(20.0, gt=0, le=3600)
-    """Deadline of finding a group."""
+    """Deadline of finding a group. A founder waits as long, once, for most of the trainers that it knows to begin."""
     round_seconds: float = Field(60.0, gt=0, le=3600)
     """Deadline of one attempt at averaging, once the group stands."""
     max_weight: float = Field(1e9, gt=0)
@@ -328,6 +331,14 @@ class AveragingSpec(Section):
     machines are one person's."""
     history_rounds: int = Field(8, ge=1, le=256)
     """Encoded results that each peer keeps for laggards; with ``training.fragments``, so many of each."""
+    anchors: tuple[PeerName, ...] = Field((), max_length=MAX_ANCHOR_KEYS)
+    """Peer ids whose keys sign anchors, past which no peer goes back; each must be a founder, or train. Empty for the
+    first 16 founders in an ``open`` swarm, and for no anchors in others."""
+    anchor_quorum: int = Field(0, ge=0, le=MAX_ANCHOR_KEYS)
+    """How many of ``anchors`` must sign; 0 for more than half. With half or fewer, keys that do not know of each other
+    may anchor two pasts."""
+    anchor_rounds: int = Field(64, ge=1, le=4096)
+    """Rounds from one anchor to the next."""
 
     @model_validator(mode="before")
     @classmethod
@@ -342,6 +353,17 @@ class AveragingSpec(Section):
             raise ValueError(
                 f"averaging.aggregation = {self.aggregation!r} makes zeros of what topk sends, because most peers "
                 "leave out any one value: use norm_clip or centered_clip"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _anchors_suffice(self) -> AveragingSpec:
+        if len(set(self.anchors)) < len(self.anchors):
+            raise ValueError("averaging.anchors names a key twice")
+        if self.anchor_quorum > len(self.anchors):
+            raise ValueError(
+                f"averaging.anchor_quorum = {self.anchor_quorum}, and averaging.anchors names {len(self.anchors)} keys:"
+                " name more, or lower the quorum"
             )
         return self
 
@@ -390,7 +412,6 @@ class PipelineSpec(Section):
 
 KEY_PATTERN = r"^[0-9a-f]{64}$"
 """An Ed25519 public key."""
-PeerName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 MAX_NAMED_PEERS = 1024
 
 

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from p2ptrain.models.stage import Stage
 
 __all__ = [
-    "FAMILIES", "Block", "Family", "Span", "build_model", "build_stage", "check_reads_text", "estimate_memory_bytes",
-    "export_hugging_face", "get_family", "model_blocks", "num_parameters", "whole",
+    "FAMILIES", "Block", "Family", "Span", "blank_stage", "build_model", "build_stage", "check_reads_text",
+    "estimate_memory_bytes", "estimate_serving_bytes", "export_hugging_face", "get_family", "model_blocks",
+    "num_parameters", "whole",
 ]  # fmt: skip
 
 FAMILIES = Extensions(
@@ -43,6 +44,12 @@ QUANTS = ("int8",)
 
 PROCESS_BYTES = 420 << 20
 """Resident memory of a process with torch and a model family imported, before any model."""
+
+SERVING_PROCESS_BYTES = 300 << 20
+"""Resident memory of a process that serves without training, before any model."""
+
+SERVED_BYTES = {"fp32": 4.0, "int8": 1.1}
+"""Memory per served parameter, by format."""
 
 TRAINED_BYTES = 4 * (1 + 1 + 2 + 4)
 """Memory per trained fp32 parameter: value, gradient, AdamW's two moments, and the swarm's four vectors: round start,
@@ -142,6 +149,32 @@ def estimate_memory_bytes(
     values = num_layers * per_layer + (4 * family.outputs(spec) if span.stop == len(blocks) else 0)
     held = sum(math.prod(shape) for shape in stage_shapes(blocks, span).values())
     return PROCESS_BYTES + int(parameter_bytes * held) + 4 * tokens * values
+
+
+def estimate_serving_bytes(spec: ModelSpec, span: Span, weight_bytes: float, cache: int, base_bytes: float = 0) -> int:
+    """Estimate the resident memory of a peer that only serves a span, in bytes, daemon excluded.
+
+    Counts the process, two versions of the weights, keys and values, and the rows that sessions keep for substitutes.
+
+    Args:
+        weight_bytes: Of a served parameter.
+        cache: Bytes of keys and values.
+        base_bytes: Of a parameter of the frozen base that adapters need besides; 0 for none.
+    """
+    blocks, width = model_blocks(spec), spec.hidden // spec.heads
+    held = sum(math.prod(shape) for shape in stage_shapes(blocks, span).values())
+    num_layers = max(1, min(span.stop, len(blocks) - 1) - max(span.start, 1))
+    journals = cache * spec.hidden // (num_layers * spec.kv_heads * width)  # Inputs and outputs, keys and values.
+    return SERVING_PROCESS_BYTES + int((2 * weight_bytes + base_bytes) * held) + cache + journals
+
+
+def blank_stage(spec: ModelSpec, span: Span) -> Stage:
+    """Return a stage in fp32 on the CPU without values, whose memory the system provides on first use."""
+    import torch
+
+    with torch.device("meta"):
+        stage = get_family(spec).stage(spec, span)
+    return stage.to_empty(device="cpu")
 
 
 def export_hugging_face(model: nn.Module, spec: ModelSpec, directory: Path, tokenizer: str = "bytes") -> None:

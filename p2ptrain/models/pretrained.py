@@ -15,8 +15,9 @@ from pydantic import ValidationError
 
 from p2ptrain.errors import ConfigError, ManifestError, TemporaryError, UsageError
 from p2ptrain.manifest import DataSpec, Manifest, ModelSpec, explain
-from p2ptrain.models import FAMILIES, get_family, model_blocks
+from p2ptrain.models import FAMILIES, check_reads_text, get_family, model_blocks
 from p2ptrain.models.blocks import Span, stage_shapes, stage_ties
+from p2ptrain.models.tokenizers import END_OF_TEXT, byte_tokenizer, load_pretrained_tokenizer
 from p2ptrain.progress import Progress, no_progress
 
 CONFIG = "config.json"
@@ -77,6 +78,18 @@ def local_tokenizer(manifest: Manifest, given: Path | None, allowed: Sequence[Pa
         raise ConfigError(not_given("data.tokenizer", name))
     _check_allowed("data.tokenizer", name, allowed)
     return name
+
+
+def manifest_tokenizer(manifest: Manifest, given: Path | None = None, allowed: Sequence[Path] = ()) -> Any:
+    """Return the transformers tokenizer of `local_tokenizer`; raise `UsageError`, too, if the model reads no text."""
+    check_reads_text(manifest.model)
+    name = local_tokenizer(manifest, given, allowed)
+    return byte_tokenizer(manifest.model.context) if name == "bytes" else load_pretrained_tokenizer(name)
+
+
+def end_marks(manifest: Manifest) -> tuple[int, ...]:
+    """Return the tokens that end a text, beside the tokenizer's own; the byte tokenizer has none of its own."""
+    return (END_OF_TEXT,) if manifest.data.tokenizer == "bytes" else ()
 
 
 def _check_allowed(key: str, source: str, allowed: Sequence[Path]) -> None:

@@ -7,6 +7,9 @@ from typing import Any
 
 from p2ptrain.errors import ConfigError
 
+END_OF_TEXT = 0
+"""The byte tokenizer's end mark; text has no zero bytes."""
+
 
 def load_pretrained_tokenizer(name: str) -> Any:
     """Return the transformers tokenizer of ``path:DIR`` or ``hub:OWNER/NAME[@REVISION]``; raises `ConfigError`."""

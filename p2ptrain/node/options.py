@@ -16,7 +16,7 @@ class PeerOptions:
     """A peer's role, name, network and limits.
 
     Attributes:
-        role: ``bootstrap``, ``trainer``, ``stage``, or ``client`` (read-only).
+        role: ``bootstrap``, ``trainer``, ``stage``, ``server``, or ``client`` (read-only).
         name, device: For people, in the record.
         run_dir: Keeps the addresses of known peers; None keeps none.
         network: Its ``directory`` may be empty, for the link's directory, or else the DHT.

@@ -109,7 +109,6 @@ class Peer:
         )
         self.presence.exchange.contacts.update(dict.fromkeys(address.rpartition("/")[2] for address in known))
         self.record.parts.append(self.entry.describe)
-        self.state_changed = self.presence.changed
         self._is_present = True
         if self.options.role == "client":
             await self.presence.refresh()
@@ -126,6 +125,10 @@ class Peer:
     def is_reachable(self) -> bool:
         """See `Owner`."""
         return not self.network.reach.is_outbound_only
+
+    def state_changed(self) -> None:
+        """See `Owner`."""
+        self.presence.changed()
 
     def set_state(self, state: str) -> None:
         """Change the state in the record; rounds wait for a peer in ``training``."""

@@ -16,6 +16,7 @@ from p2ptrain.network.link import SwarmLink
 from p2ptrain.node.options import peer_options
 from p2ptrain.node.peer import Peer
 from p2ptrain.node.process import StopSignals, notify
+from p2ptrain.node.roles import take_role
 from p2ptrain.runtime import real_runtime
 
 logger = logging.getLogger(__name__)
@@ -88,28 +89,13 @@ async def serve_and_close(
             if on_ready is not None:
                 on_ready(str(peer.network.link))
             notify("READY=1")
-            await _take_role(peer, config, signals)
+            await take_role(peer, config, signals)
     finally:
         notify("STOPPING=1")
         await peer.close()
     peer.entry.check()
     if signals.reason.startswith("the network daemon ended"):
         raise TemporaryError(f"{signals.reason}; the state is saved: start this peer again")
-
-
-async def _take_role(peer: Peer, config: PeerConfig, signals: StopSignals) -> None:
-    if peer.manifest.in_stages and config.role in ("trainer", "stage", "both"):
-        from p2ptrain.node.roles.pipeline import take_part
-
-        await take_part(peer, config, signals)
-    elif config.role in ("stage", "both"):
-        raise ConfigError(f'role = {config.role!r}: this swarm\'s model is not cut into stages; use role = "trainer"')
-    elif config.role == "trainer":
-        from p2ptrain.node.roles.trainer import train
-
-        await train(peer, config, signals)
-    else:
-        await _serve(peer, config, signals)
 
 
 def _read_manifest(config: PeerConfig, link: SwarmLink | None, identity: Identity) -> SignedManifest | None:
@@ -136,11 +122,3 @@ def _keep_manifest(signed: SignedManifest, path: Path) -> None:
         partial.replace(path)
     except OSError as error:
         logger.warning("cannot keep the manifest in %s, going on without: %s", path, error.strerror)
-
-
-async def _serve(peer: Peer, config: PeerConfig, signals: StopSignals) -> None:
-    peer.held.vote()
-    peer.set_state("serving")
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(60 * config.stop_after.minutes or None):
-            await signals.requested.wait()

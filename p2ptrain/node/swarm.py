@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Sequence, Sized
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 from p2ptrain.errors import UsageError
 from p2ptrain.manifest import LoraSpec, Manifest
 from p2ptrain.network.libp2p.settings import Libp2pSettings
-from p2ptrain.network.link import SwarmLink
 from p2ptrain.node.process import SigtermExit
 from p2ptrain.node.thread import PeerThread
 from p2ptrain.training.checkpoints import SavePolicy
@@ -17,6 +16,7 @@ from p2ptrain.training.checkpoints import SavePolicy
 if TYPE_CHECKING:
     import torch
 
+    from p2ptrain.node.serving.language_model import LanguageModel, Settings
     from p2ptrain.pipeline.client.remote_model import PipelineModule
     from p2ptrain.training.checkpoints.saving import Saver
     from p2ptrain.training.data.sampler import SwarmSampler
@@ -55,6 +55,7 @@ class Swarm:
         self._sigterm = SigtermExit()
         self._optimizer: SwarmOptimizer | None = None
         self._module: PipelineModule | None = None
+        self._language_model: LanguageModel | None = None
 
     @classmethod
     def join(
@@ -88,7 +89,7 @@ class Swarm:
         """
         network = Libp2pSettings(listen=listen, auto_nat=True)
         folder = Path(run_dir) if run_dir is not None else None
-        return cls(PeerThread(folder, name, network, link=SwarmLink.parse(link)), saving or SavePolicy())
+        return cls(PeerThread(folder, name, network, link=link), saving or SavePolicy())
 
     @classmethod
     def create(
@@ -225,6 +226,38 @@ class Swarm:
             raise UsageError("this swarm has an optimizer or a pipeline already: a peer trains one model")
         self._module = share_model(self._running)
         return self._module
+
+    def language_model(
+        self, *, weights: str | Path | None = None, allow_path: Sequence[str | Path] = (), wait_seconds: float = 30.0
+    ) -> LanguageModel:
+        """Return the swarm's model to generate with; peers that serve compute it.
+
+        The same object each time: the arguments of the first call count.
+
+        Args:
+            weights: The model's folder, if each peer brings the tokenizer.
+            allow_path: Folders that the manifest may name for the tokenizer.
+            wait_seconds: How long to wait for a stage without a host.
+
+        Raises:
+            ManifestError: The model is not one that generates.
+        """
+        from p2ptrain.node.serving.language_model import open_language_model
+
+        if self._language_model is None:
+            given = Path(weights) if weights is not None else None
+            self._language_model = open_language_model(self._running, given, tuple(map(Path, allow_path)), wait_seconds)
+        return self._language_model
+
+    def generate(self, prompt: str, **settings: Unpack[Settings]) -> str:
+        """Return the continuation of a text by the swarm's model; see `LanguageModel.generate`.
+
+        Raises:
+            ConfigError: The tokenizer is not here: call `language_model` first, and give its folder.
+            UsageError: A setting is out of range, or prompt and answer exceed the context.
+            TemporaryError: A stage has no host, or all are full.
+        """
+        return self.language_model().complete(prompt, **settings)
 
     def close(self) -> None:
         """Leave the swarm, stop the daemon, and save if there is a ``run_dir``; idempotent."""

@@ -85,7 +85,7 @@ class PeerThread:
         name: str,
         network: Libp2pSettings,
         *,
-        link: SwarmLink | None = None,
+        link: str | None = None,
         manifest: Manifest | None = None,
     ) -> None:
         """Join the swarm of ``link``, or start that of ``manifest``.
@@ -93,9 +93,11 @@ class PeerThread:
         ``run_dir`` holds the key; None makes a new one.
 
         Raises:
+            LinkError: The link is malformed.
             IdentityError: The key is unusable or in use.
             P2PTrainError: As from `Peer.start`.
         """
+        parsed = SwarmLink.parse(link) if link is not None else None
         if run_dir is not None:
             run_dir.mkdir(parents=True, exist_ok=True)
         with ExitStack() as lock, ExitStack() as resources:
@@ -110,7 +112,7 @@ class PeerThread:
             if signed is not None and signed.manifest.admission.mode == "invite":
                 invite = to_bytes(Issuer(signed.manifest, identity).standing_invite())
             options = PeerOptions("trainer", name, "cpu", run_dir, network, invite=invite)
-            self.peer = self.thread.call(Peer.start(identity, options, runtime, link=link, signed=signed))
+            self.peer = self.thread.call(Peer.start(identity, options, runtime, link=parsed, signed=signed))
             resources.callback(lambda: self.thread.call(self.peer.close()))
             lock.pop_all()
             self.close = resources.pop_all().close

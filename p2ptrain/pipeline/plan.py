@@ -18,9 +18,11 @@ from p2ptrain.models import (
     FROZEN_BYTES,
     MOMENTS_SAVED_BYTES,
     PROCESS_BYTES,
+    SERVED_BYTES,
     TRAINED_BYTES,
     build_stage,
     estimate_memory_bytes,
+    estimate_serving_bytes,
     get_family,
     model_blocks,
 )
@@ -249,3 +251,16 @@ def stage_blocks(manifest: Manifest) -> tuple[tuple[int, int], ...]:
     if not manifest.in_stages:
         return ((0, len(model_blocks(manifest.model))),)
     return tuple((span.start, span.stop) for span in PipelinePlan(manifest).spans)
+
+
+def serving_bytes(manifest: Manifest, weights: str, cache: int) -> list[int]:
+    """Return the memory of a peer that only serves, for each stage; one stage if the model is not cut.
+
+    Args:
+        weights: The format of the served copies.
+        cache: Bytes of keys and values.
+    """
+    has_base = manifest.lora is not None or bool(manifest.pipeline.quant)
+    base = FROZEN_BYTES[manifest.pipeline.quant] if has_base else 0.0
+    spans = [Span(*blocks) for blocks in stage_blocks(manifest)]
+    return [estimate_serving_bytes(manifest.model, span, SERVED_BYTES[weights], cache, base) for span in spans]

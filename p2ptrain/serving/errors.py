@@ -13,6 +13,10 @@ class ChatTemplateError(UsageError):
     """The tokenizer has no chat template, or its template refuses the messages."""
 
 
+class GrammarError(UsageError):
+    """A grammar or a JSON Schema is invalid, not supported, or too large. The message is the reason alone."""
+
+
 class OverloadedError(TemporaryError):
     """A bound on concurrent work is reached.
 
@@ -40,6 +44,17 @@ class NoHostError(TemporaryError):
             "'p2ptrain join LINK --serve'"
         )
         self.stage, self.blocks = stage, blocks
+
+
+class NoGrammarError(NoHostError):
+    """The hosts of the last stage do not generate in a given form."""
+
+    def __init__(self, stage: int, blocks: tuple[int, int]) -> None:
+        super().__init__(stage, blocks)
+        self.args = (
+            "no host that is known generates in a given form (response_format, tool_choice): wait for one of the last"
+            " stage that has the model's tokenizer, and installed 'p2ptrain[grammar]'",
+        )
 
 
 class VersionGoneError(TemporaryError):

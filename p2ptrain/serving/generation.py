@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import NamedTuple, Protocol
 
@@ -30,6 +30,7 @@ class Generation(Protocol):
     Attributes:
         route: Ids of the peers that compute it now, one a stage.
         failovers: How often another host took a failed one's place.
+        cached: Tokens of the prompt whose rows the first stage's host had from an earlier one.
         version: Round and digest of the weights, and the arithmetic: answers with equal versions can be reproduced.
     """
 
@@ -38,6 +39,9 @@ class Generation(Protocol):
 
     @property
     def failovers(self) -> int: ...
+
+    @property
+    def cached(self) -> int: ...
 
     @property
     def version(self) -> str: ...
@@ -52,6 +56,7 @@ class Generator(Protocol):
         model: The model's name.
         context: Largest number of positions of a session; 0 while it is unknown.
         vocabulary: Number of token ids.
+        audits: Audits by their result; see `p2ptrain.serving.client.audit.Auditor`.
     """
 
     @property
@@ -63,13 +68,16 @@ class Generator(Protocol):
     @property
     def vocabulary(self) -> int: ...
 
+    @property
+    def audits(self) -> Mapping[str, int]: ...
+
     def generate(
         self, ids: Sequence[int], sampling: Sampling, *, max_tokens: int, stops: Sequence[int] = (), key: str = ""
     ) -> AbstractAsyncContextManager[Generation]:
         """Generate up to ``max_tokens`` tokens after ``ids``; the last one may be one of ``stops``.
 
         Args:
-            key: Whose request it is; one key's requests do not starve another's.
+            key: Whose request it is; one key's requests do not starve another's, and share no prefix with them.
         """
         ...
 

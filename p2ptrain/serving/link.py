@@ -72,10 +72,15 @@ class StageFailedError(TemporaryError):
 
 @dataclass
 class _Supply:
-    """One opened channel; the host there has computed the rows before ``position``."""
+    """One opened channel; the host there has computed the rows before ``position``.
+
+    The rows before ``sent`` were sent, up to the first ``trims`` of the journal's trims.
+    """
 
     position: int
     is_shadow: bool
+    sent: int
+    trims: int
 
 
 class StageLink:
@@ -200,7 +205,8 @@ class StageLink:
         """Open the session at a host or shadow, and send it rows until `close`."""
         async with self._open(host, request, patience) as channel, Tasks() as tasks:
             cached = await _opened(channel, patience)
-            supply = _Supply(min(cached, self._journal.end), request.is_shadow)
+            start = min(cached, self._journal.end)
+            supply = _Supply(start, request.is_shadow, start, len(self._journal.trims))
             if not request.is_shadow:
                 self.host, self.position = host, supply.position
                 self._on_moved(self._stage, host)
@@ -212,23 +218,24 @@ class StageLink:
             await asyncio.wait({hearing}, timeout=CLOSE_SECONDS)  # The host ends the channel.
 
     async def _send(self, channel: Channel, supply: _Supply) -> None:
-        """Send rows as they come, within the window, and `Close` at the end."""
-        journal, sent = self._journal, supply.position
+        """Send rows as they come, within the window, and `Close` at the end. A shadow gets no drafts."""
+        journal = self._journal
         while not self._is_closing:
             changed = journal.changed
-            end = journal.end // PAGE * PAGE if supply.is_shadow else journal.end
-            stop = min(end, sent + MAX_CHUNK_ROWS, supply.position + WINDOW_ROWS)
-            if stop <= sent:
+            supply.sent = first = min(supply.sent, *journal.trims[supply.trims :], journal.end)
+            supply.trims = len(journal.trims)
+            end = journal.known // PAGE * PAGE if supply.is_shadow else journal.end
+            stop = min(end, first + MAX_CHUNK_ROWS, supply.position + WINDOW_ROWS)
+            if stop <= first:
                 await changed.wait()
                 continue
-            await self._send_rows(channel, sent, stop)
-            sent = stop
+            step = Step(first, tuple(journal.ids[first:stop]), max(0, stop - journal.known))
+            rows = journal.rows(first, stop)  # Before the first pause: a trim may follow.
+            supply.sent = stop
+            await channel.send(step)
+            if rows:
+                await channel.send_bytes(rows)
         await channel.send(Close())
-
-    async def _send_rows(self, channel: Channel, first: int, stop: int) -> None:
-        await channel.send(Step(first, tuple(self._journal.ids[first:stop])))
-        if rows := self._journal.rows(first, stop):
-            await channel.send_bytes(rows)
 
     async def _hear(self, channel: Channel, supply: _Supply) -> None:
         """Follow a host's messages; raise when it fails or falls silent."""

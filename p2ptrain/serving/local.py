@@ -14,8 +14,9 @@ from contextlib import asynccontextmanager
 import torch
 
 from p2ptrain.models.exact import ExactStage, NotFiniteError, Part
-from p2ptrain.serving.errors import GenerationFailedError, OverloadedError, PromptTooLongError
+from p2ptrain.serving.errors import GenerationFailedError, GrammarError, OverloadedError, PromptTooLongError
 from p2ptrain.serving.generation import Generation, Token
+from p2ptrain.serving.grammar import Grammars, Matcher
 from p2ptrain.serving.host.pool import PagePool, Pages, PoolFullError, pages_for
 from p2ptrain.serving.sampling import Sampling, draw
 from p2ptrain.tasks import Tasks
@@ -29,7 +30,7 @@ RETRY_SECONDS = 5.0
 class LocalGeneration:
     """A session; see `p2ptrain.serving.generation.Generation`."""
 
-    failovers = 0
+    failovers = cached = 0
     version = "local"
 
     def __init__(
@@ -40,7 +41,9 @@ class LocalGeneration:
         max_tokens: int,
         stops: Sequence[int],
         pages: Pages,
+        matcher: Matcher | None = None,
     ) -> None:
+        self.matcher = matcher
         self.route = ("local",) * len(generator.stages)
         self.ids, self.sampling, self.pages = list(ids), sampling, pages
         self.prompt, self.stop = len(ids), len(ids) + max_tokens
@@ -53,7 +56,8 @@ class LocalGeneration:
 
     def wants(self) -> int:
         """Return how many rows the session could compute now."""
-        if self.failure or len(self.ids) == self.stop or len(self.waiting) >= MAX_WAITING_TOKENS:
+        is_ended = len(self.ids) > self.prompt and self.ids[-1] in self._stops
+        if self.failure or is_ended or len(self.ids) == self.stop or len(self.waiting) >= MAX_WAITING_TOKENS:
             return 0
         return len(self.ids) - self.done
 
@@ -80,6 +84,7 @@ class LocalGenerator:
         context: int | None = None,
         num_pages: int = 256,
         max_rows: int = 256,
+        grammars: Grammars | None = None,
     ) -> None:
         """Reserve memory for pages, which the system provides on first use.
 
@@ -87,15 +92,18 @@ class LocalGenerator:
             stages: All stages of a model, in order.
             context: Positions of a session, at most; None for those that the model was made for.
             max_rows: Rows of a batch, at most, beyond one a session.
+            grammars: Compiles those of answers in a given form; without it, these are refused.
         """
         if not stages or not (stages[0].is_first and stages[-1].is_last):
             raise ValueError("these are not all stages of a model")
         self.stages = tuple(stages)
         self.model, self.vocabulary = model, stages[0].vocabulary
         self.context = context or stages[0].context
+        self.audits: dict[str, int] = {}
         self.pool = PagePool(num_pages)
         self._stores = [stage.new_pages(num_pages) for stage in stages]
         self._max_rows = max_rows
+        self._grammars = grammars
         self._sessions: list[LocalGeneration] = []
         self._batch: asyncio.Task[None] | None = None
         self._tasks = Tasks()
@@ -112,6 +120,7 @@ class LocalGenerator:
         Raises:
             PromptTooLongError: Prompt and tokens exceed the context.
             OverloadedError: Too few pages are free.
+            GrammarError: The grammar is invalid, or there are no grammars here.
             ValueError: There is no prompt, or it has ids beyond the vocabulary.
         """
         if not ids or not 0 <= min(ids) <= max(ids) < self.vocabulary:
@@ -121,11 +130,12 @@ class LocalGenerator:
                 f"{len(ids)} tokens of the prompt and {max_tokens} new ones exceed the model's {self.context}: shorten"
                 " the prompt, or ask for fewer"
             )
+        matcher = await self._matcher(sampling, stops)
         try:
             pages = self.pool.reserve(pages_for(len(ids) + max_tokens))
         except PoolFullError as error:
             raise OverloadedError(RETRY_SECONDS, str(error)) from error
-        session = LocalGeneration(self, ids, sampling, max_tokens, stops, pages)
+        session = LocalGeneration(self, ids, sampling, max_tokens, stops, pages, matcher)
         self._sessions.append(session)
         try:
             yield session
@@ -134,6 +144,13 @@ class LocalGenerator:
             session.failure = session.failure or GenerationFailedError("the generation was cancelled")
             # A batch that runs may still write to these pages. Their next owner's batch follows it.
             self.pool.free(pages)
+
+    async def _matcher(self, sampling: Sampling, stops: Sequence[int]) -> Matcher | None:
+        if sampling.grammar is None:
+            return None
+        if self._grammars is None:
+            raise GrammarError("this generator has no grammars")
+        return await asyncio.to_thread(self._grammars.compile, sampling.grammar.text, stops)
 
     async def advance(self) -> None:
         """Wait for the running batch, or compute the next one; it goes on if the caller is cancelled."""
@@ -180,8 +197,9 @@ class LocalGenerator:
             raise NotFiniteError([numbers[row] for row in error.parts]) from error
         for number, row in zip(numbers, logits, strict=True):
             session = parts[number][0]
-            position = len(session.ids)
-            tokens[number] = Token(position, *draw(row, position, session.ids, session.sampling, session.prompt))
+            position, ids, matcher = len(session.ids), session.ids, session.matcher
+            allowed = matcher.allowed(ids[session.prompt :]) if matcher is not None else None
+            tokens[number] = Token(position, *draw(row, position, ids, session.sampling, session.prompt, allowed))
         return tokens
 
 

@@ -21,6 +21,7 @@ from msgspec import Meta
 from p2ptrain.models.exact import PAGE
 from p2ptrain.network.admission import MAX_CREDENTIAL_BYTES
 from p2ptrain.network.schema import Amount, Count, Hash, Message, Number, to_bytes
+from p2ptrain.serving.prefix import MAX_PREFIX_PAGES
 from p2ptrain.serving.sampling import MAX_TOP_LOGPROBS, Sampling
 
 MAX_STAGES = 256
@@ -28,12 +29,16 @@ MAX_CANDIDATES = 8
 MAX_CONTEXT = 1 << 20
 MAX_CHUNK_ROWS = 256
 """Rows of one `Step`: small enough that decoding sessions wait little for another one's prompt."""
+MAX_LOGIT_ROWS = 16
+"""Rows of one `LogitRows`: 3 MB with a vocabulary of 50,000."""
 MAX_OPEN_BYTES = 256 * 1024
 FLOAT_BYTES = 4
 IDLE_SECONDS = 600.0
 """Timeout between a caller's messages: a client that takes no more tokens sends none."""
 AHEAD = 8
 """Tokens that the last host may draw beyond those that the client has taken."""
+MAX_DRAFTS = AHEAD - 1
+"""Drafted rows of a session at a time: with the token after them, as many as one grant permits."""
 _CONTEXT = b"p2ptrain serving ticket\0"
 
 Peer = Annotated[str, Meta(min_length=1, max_length=128)]
@@ -74,6 +79,10 @@ class Ticket(Message, frozen=True):
         stops: Tokens after which the last host draws no more.
         expires: Wall-clock second after which no host opens it.
         credential: Admits the client; empty if it needs none.
+        salt: Of the client's own choice: its sessions share prefix pages with those of equal salts, and with no other
+            client's.
+        pages: Hashes of the first full pages of the tokens that the client has; see `p2ptrain.serving.prefix`.
+        wants_logits: True if the last host keeps its outputs for ``serve.logits``.
     """
 
     session: SessionId
@@ -86,6 +95,9 @@ class Ticket(Message, frozen=True):
     expires: Amount
     stops: Annotated[tuple[TokenId, ...], Meta(max_length=16)] = ()
     credential: Annotated[bytes, Meta(max_length=MAX_CREDENTIAL_BYTES)] = b""
+    salt: Annotated[bytes, Meta(max_length=32)] = b""
+    pages: Annotated[tuple[Hash, ...], Meta(max_length=MAX_PREFIX_PAGES)] = ()
+    wants_logits: bool = False
     signature: Annotated[bytes, Meta(max_length=1024)] = b""
 
     @property
@@ -122,10 +134,15 @@ class FromCaller(Message, frozen=True, tag=True):
 
 
 class Step(FromCaller, frozen=True, tag="step"):
-    """Rows of consecutive positions; their hidden states follow as fp32, except to the first stage."""
+    """Rows of consecutive positions; their hidden states follow as fp32, except to the first stage.
+
+    Attributes:
+        drafts: So many positions before its end are drafts, those of earlier steps included. Other ids replace them.
+    """
 
     first: Position
     ids: Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=MAX_CHUNK_ROWS)]
+    drafts: Annotated[int, Meta(ge=0, le=MAX_DRAFTS)] = 0
 
 
 class Close(FromCaller, frozen=True, tag="close"):
@@ -204,6 +221,19 @@ class DrawnToken(Message, frozen=True):
     top: Annotated[tuple[tuple[TokenId, Number], ...], Meta(max_length=MAX_TOP_LOGPROBS)] = ()
 
 
+class LogitsRequest(Message, frozen=True):
+    """The client's request for the logits of a session's rows from a position on (``serve.logits``)."""
+
+    session: SessionId
+    start: Position
+
+
+class LogitRows(Message, frozen=True):
+    """Logits of the next rows; they follow as fp32."""
+
+    rows: Annotated[int, Meta(ge=1, le=MAX_LOGIT_ROWS)]
+
+
 class FeedRequest(Message, frozen=True):
     """The last host's request to send a session's tokens to the first host (``serve.feed``)."""
 
@@ -223,4 +253,5 @@ def service(stage: int) -> str:
 
 
 TOKENS = "serve.tokens"
+LOGITS = "serve.logits"
 FEED = "serve.feed"

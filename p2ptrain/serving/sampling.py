@@ -24,13 +24,26 @@ from p2ptrain.network.schema import Count, Message
 
 MAX_LOGIT_BIASES = 1024
 MAX_TOP_LOGPROBS = 20
+MAX_GRAMMAR_BYTES = 32 * 1024
 LEAST = 1e-6
-"""Lower bound of settings that must not be 0."""
+"""Lower bound of settings that must not be 0, and of a temperature that is not: smaller ones would overflow."""
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 Id = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+
+
+class Grammar(Message, frozen=True):
+    """The form of an answer; see `p2ptrain.serving.grammar`.
+
+    Attributes:
+        text: UTF-8.
+        engine: `p2ptrain.serving.grammar.Grammars.engine` of the hosts that may draw; empty before they are chosen.
+    """
+
+    text: Annotated[bytes, Meta(min_length=1, max_length=MAX_GRAMMAR_BYTES)]
+    engine: Annotated[str, Meta(max_length=64)] = ""
 
 
 class Sampling(Message, frozen=True):
@@ -44,6 +57,7 @@ class Sampling(Message, frozen=True):
         logit_bias: Added to the logits of some ids.
         logprobs: Most probable ids to tell beside each token.
         want_logprob: Whether to tell the token's own log probability; implied by ``logprobs``.
+        grammar: The form that the answer has; None for any.
     """
 
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] = 1.0
@@ -58,6 +72,7 @@ class Sampling(Message, frozen=True):
     ] = ()
     logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] = 0
     want_logprob: bool = False
+    grammar: Grammar | None = None
 
 
 class Drawn(NamedTuple):
@@ -142,7 +157,7 @@ def _adjust(raw: Floats, ids: Sequence[int], settings: Sampling, prompt: int) ->
 
 def _draw(values: Floats, candidates: Ids, position: int, settings: Sampling, kernels: Kernels | None) -> int:
     scaled = values.astype(np.float64)
-    scaled = (scaled - scaled.max()) / settings.temperature
+    scaled = (scaled - scaled.max()) / max(settings.temperature, LEAST)
     if settings.top_k or settings.top_p < 1:
         kept = order(values, np.arange(len(values)))
         kept = kept[: settings.top_k or None]

@@ -36,7 +36,7 @@ class Text:
 
     def __init__(self, tokenizer: Any, end_ids: Collection[int] = ()) -> None:
         own = tokenizer.eos_token_id
-        self._tokenizer = tokenizer
+        self.tokenizer = self._tokenizer = tokenizer
         self.end_ids = frozenset(end_ids if own is None else {own, *end_ids})
 
     def encode(self, text: str) -> list[int]:
@@ -44,15 +44,19 @@ class Text:
         ids: list[int] = self._tokenizer.encode(text, verbose=False)
         return ids
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Return the tokens of a conversation and of the beginning of the assistant's answer.
 
-        Raises `ChatTemplateError` if there is no chat template, or it refuses the messages.
+        Raises `ChatTemplateError` if there is no chat template, or it refuses the messages or takes no tools.
         """
         if not self._tokenizer.chat_template:
             raise ChatTemplateError("the model's tokenizer has no chat template: send a prompt to /v1/completions")
+        if tools and "tools" not in str(self._tokenizer.chat_template):
+            raise ChatTemplateError("the model's chat template takes no tools: leave them out")
         try:
-            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            text = self._tokenizer.apply_chat_template(
+                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=True
+            )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise ChatTemplateError(f"the model's chat template refuses the messages: {error}") from error
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
@@ -164,7 +168,7 @@ class StopStrings:
         if ends:
             self._held = ""
             return held[: min(ends)[1]], True
-        keep = max((_overlap(held, stop) for stop in self._stops), default=0)
+        keep = max((overlap(held, stop) for stop in self._stops), default=0)
         self._held = held[len(held) - keep :]
         return held[: len(held) - keep], False
 
@@ -174,7 +178,7 @@ class StopStrings:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Return the length of the longest end of ``text`` with which ``stop`` begins."""
     most = min(len(text), len(stop) - 1)
     return next((number for number in range(most, 0, -1) if text.endswith(stop[:number])), 0)

@@ -13,7 +13,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,9 @@ import torch
 from hypothesis.errors import NonInteractiveExampleWarning
 from safetensors.torch import save
 
+from p2ptrain.averaging.protocol.anchors import Anchor, AnchorBook
 from p2ptrain.averaging.protocol.certificate import Body, Certificate, Head, Ticket, genesis, vote
+from p2ptrain.averaging.protocol.table import founding_table
 from p2ptrain.codecs import CODECS, CodecError, get_codec
 from p2ptrain.errors import CheckpointError, IntegrityError, LinkError, ManifestError, ProtocolError
 from p2ptrain.manifest import AveragingSpec, Manifest, SignedManifest
@@ -38,6 +40,7 @@ from p2ptrain.training.state.digest import merkle_tree
 from tests.support.fuzz import fitting
 from tests.support.records import record_of
 from tests.support.signers import NamedSigner
+from tests.unit.averaging.protocol.test_table import make_body
 from tests.unit.test_messages import HEADS, look_at, schemas
 
 SWARM = b"s" * 32
@@ -149,6 +152,24 @@ def some_certificates() -> Iterator[bytes]:
         yield body.to_bytes()
 
 
+def anchors(data: bytes) -> None:
+    book = AnchorBook(SWARM, TRUSTING, lambda raw: Certificate.from_bytes(raw, SWARM, TRUSTING), ["key"], every=1)
+    with suppress(IntegrityError):
+        complete = book.check(from_bytes(Anchor, data))
+        assert complete is not None
+        book.adopt(complete, is_off=False)
+        assert book.newest == complete.head
+
+
+def some_anchors() -> Iterator[bytes]:
+    first = genesis(SWARM, SWARM, founding_table(["peer0"]))
+    body = make_body(first.table, 0, ["peer0"])
+    body = replace(body, lineage=first.lineage, digest=SWARM)
+    body = replace(body, table=first.table.after(body).hash)
+    proofs = (("peer0", NamedSigner("peer0").sign(vote(body.body_hash))),)
+    yield to_bytes(Anchor(first.after(Certificate(body, proofs), SWARM), (("key", b"proof"),)))
+
+
 def records(data: bytes) -> None:
     with suppress(IntegrityError):
         opened = open_record(data, None, SWARM, TRUSTING)
@@ -223,6 +244,7 @@ TARGETS: dict[str, Target] = {
     "messages": Target(messages, some_messages),
     "codecs": Target(codecs, some_encoded),
     "certificates": Target(certificates, some_certificates),
+    "anchors": Target(anchors, some_anchors),
     "records": Target(records, some_records),
     "manifests": Target(manifests, some_manifests),
     "links": Target(links, some_links),

@@ -2,12 +2,13 @@
 
 import asyncio
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from p2ptrain.averaging.commit.votes import VOTE, WAITS_BEFORE_FOUNDING, AskVote, Vote
+from p2ptrain.averaging.commit.votes import WAITS_BEFORE_FOUNDING
 from p2ptrain.averaging.context import ballots_in
 from p2ptrain.averaging.grouping.messages import JOIN, Formed, Join
 from p2ptrain.averaging.protocol.certificate import (
@@ -17,120 +18,15 @@ from p2ptrain.averaging.protocol.certificate import (
     Certificate,
     Chain,
     Roster,
-    vote,
 )
 from p2ptrain.averaging.protocol.table import ESTABLISHED
-from p2ptrain.errors import PeerRefusedError
 from p2ptrain.network.admission import OpenGate
 from p2ptrain.network.rpc.channel import Channel
-from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
-from tests.support.coroutines import at_end, simulated
+from p2ptrain.network.simulated import SimulatedNetwork
+from tests.support.coroutines import simulated
 from tests.support.records import record_of
-from tests.support.sim.seed import SimulatedSeed
+from tests.support.sim.clubs import WAIT_SECONDS, Club, announce, ask_for_votes, established, refuses, tell_seed
 from tests.support.sim.strangers import forge, go_on_from
-from tests.support.sim.trainers import Ledger, SimulatedTrainer, make_manifest
-
-WAIT_SECONDS = 20.0
-
-
-class Club:
-    """Trainers that average when they are told to, and the seed that founded their swarm."""
-
-    def __init__(self, network: SimulatedNetwork, mode: str = "invite") -> None:
-        self.network = network
-        seed = SimulatedSeed(network)
-        manifest = make_manifest(history_rounds=4, matchmaking_seconds=WAIT_SECONDS)
-        admission = manifest.admission.model_copy(update={"mode": mode})
-        self.manifest = manifest.model_copy(update={"founders": (seed.peer.peer_id,), "admission": admission})
-        seed.peer.spawn(seed.serve(self.manifest.digest, manifest.averaging))
-        self.seed, self.ledger = seed, Ledger()
-        self.trainers: list[SimulatedTrainer] = []
-        at_end(self.close)
-
-    async def start(self, name: str, *, joins: bool = True, scratch: Path | None = None) -> SimulatedTrainer:
-        peer = self.network.add_peer(name)
-        peer.runtime.scratch = scratch
-        return await self._begin(peer, joins)
-
-    async def restart(self, trainer: SimulatedTrainer) -> SimulatedTrainer:
-        """Begin again after a crash, with the files and without the state."""
-        peer = self.network.restart(trainer.peer)
-        peer.runtime.scratch = trainer.peer.runtime.scratch
-        return await self._begin(peer, joins=False)
-
-    async def _begin(self, peer: SimulatedPeer, joins: bool) -> SimulatedTrainer:
-        trainer = SimulatedTrainer(peer, self.manifest, self.ledger)
-        self.trainers.append(trainer)
-
-        async def begin() -> None:
-            await trainer.rpc.start()
-            await trainer.presence.start()
-            if joins:
-                await trainer._join()
-
-        await peer.spawn(begin())
-        return trainer
-
-    async def average(self, *members: SimulatedTrainer, rounds: int = 1) -> None:
-        for _ in range(rounds):
-            before = min(each.sync.head.round for each in members)
-            for _ in range(5):
-                for each in members:
-                    each._step()
-                await asyncio.gather(*(each.synchronize() for each in members))
-                if min(each.sync.head.round for each in members) > before:
-                    break
-            assert min(each.sync.head.round for each in members) > before
-
-    async def close(self) -> None:
-        for each in self.trainers:
-            if each.peer.alive:
-                await each.peer.spawn(each.close())
-
-
-async def established(network: SimulatedNetwork, names: str = "abc") -> tuple[Club, list[SimulatedTrainer]]:
-    """A club whose trainers and seed vote."""
-    club = Club(network)
-    trainers = list(await asyncio.gather(*(club.start(name) for name in names)))
-    await club.average(*trainers, rounds=1 + ESTABLISHED)
-    assert trainers[0].sync.head.table.electorate == {club.seed.peer.peer_id, *(t.peer.peer_id for t in trainers)}
-    return club, trainers
-
-
-async def announce(trainer: SimulatedTrainer, *others: SimulatedTrainer) -> None:
-    """Publish a trainer's head, and let others read it."""
-    trainer.status = "training"
-    await trainer.presence.publish()
-    await asyncio.sleep(1.0)
-    for each in others:
-        await each.presence.refresh()
-
-
-async def refuses(victim: SimulatedTrainer, evil: SimulatedTrainer) -> None:
-    """A trainer that is told of another's head, and asked to follow it, does not move, and mistrusts it."""
-    before, digest = victim.sync.head, victim.state.tree().root
-    assert not await victim.sync.catch_up.follow(evil.peer.peer_id, victim.work)
-    assert victim.sync.head == before
-    assert victim.state.tree().root == digest
-    assert victim.sync.catch_up.resyncs == 0
-    assert victim.membership.is_mistrusted(evil.peer.peer_id)
-    assert not await victim.sync.follow_swarm(victim.work)
-
-
-async def ask_for_votes(
-    asker: SimulatedTrainer, certificate: Certificate, peers: Sequence[str]
-) -> list[tuple[str, bytes]]:
-    """The signatures of a body that peers give to whom asks for them."""
-    proofs = []
-    for peer in peers:
-        try:
-            reply = await asker.rpc.call(peer, VOTE, AskVote(certificate.to_bytes()), Vote, 5.0)
-        except PeerRefusedError:
-            continue
-        assert asker.peer.signer.verify(peer, vote(certificate.body.body_hash), reply.proof)
-        proofs.append((peer, reply.proof))
-    return proofs
-
 
 # --- strangers ----------------------------------------------------------------------------------------------------
 
@@ -202,6 +98,27 @@ async def test_a_stranger_whose_chain_never_comes_keeps_nobody_s_vote(network: S
 
 
 @pytest.mark.fault(36)
+@pytest.mark.parametrize("mode", ["open", "invite"])
+@simulated(seed=23)
+async def test_a_stranger_that_names_another_state_keeps_nobody_s_vote(network: SimulatedNetwork, mode: str) -> None:
+    """It asks the seed first, before an honest peer has told the seed of the round."""
+    club = Club(network, mode)
+    honest = [await club.start(name) for name in "ab"]
+    await club.average(*honest)
+    evil = await club.start("evil")
+    evil.sync.participate(False)
+    right = evil.sync.head
+    evil.state.head = replace(right, digest=b"x" * 32)
+    false = forge(evil)
+    assert false.certificate.body.digest == b"x" * 32
+    assert await ask_for_votes(evil, false.certificate, [club.seed.peer.peer_id]) == []
+    evil.state.head = right
+    began = network.loop.time()
+    await club.average(*honest)
+    assert network.loop.time() - began < WAIT_SECONDS / 2
+
+
+@pytest.mark.fault(36)
 @simulated(seed=3)
 async def test_one_member_of_four_gets_no_votes_for_a_round_of_its_own(network: SimulatedNetwork) -> None:
     club, (*honest, evil) = await established(network, "abcd")
@@ -224,6 +141,52 @@ async def test_a_newcomer_follows_no_chain_without_the_founders_votes(
     await announce(evil, newcomer)
     await refuses(newcomer, evil)
     assert newcomer.sync.head.round == 0
+
+
+# --- the beginning --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault(36)
+@pytest.mark.parametrize("mode", ["open", "invite"])
+@simulated(seed=31)
+async def test_a_hostile_first_peer_does_not_begin_the_swarm_alone_while_others_are_there(
+    network: SimulatedNetwork, mode: str
+) -> None:
+    club = Club(network, mode)
+    evil = await club.start("evil", joins=False)
+    honest = await asyncio.gather(*(club.start(name) for name in "abcd"))
+    tell_seed(club, evil, *honest)
+    alone = forge(evil)
+    assert await ask_for_votes(evil, alone.certificate, [club.seed.peer.peer_id]) == []
+    began = network.loop.time()
+    await club.average(*honest)
+    assert network.loop.time() - began < WAIT_SECONDS
+    table = honest[0].sync.head.table
+    assert table.leading == {each.peer.peer_id for each in honest}
+    assert await ask_for_votes(evil, alone.certificate, [club.seed.peer.peer_id]) == []
+    await asyncio.sleep(WAIT_SECONDS)
+    assert await ask_for_votes(evil, alone.certificate, [club.seed.peer.peer_id]) == []
+    await club.average(*honest)
+
+
+@pytest.mark.parametrize("mode", ["open", "invite"])
+@simulated(seed=32)
+async def test_a_lone_first_peer_waits_once_for_others_whose_records_are_there(
+    network: SimulatedNetwork, mode: str
+) -> None:
+    club = Club(network, mode)
+    alone = await club.start("alone")
+    for name in ("ghost", "other ghost"):
+        club.seed.membership.update(record_of(name), 1, expires_at=math.inf)
+    began = network.loop.time()
+    while not alone.sync.head.round and network.loop.time() - began < 4 * WAIT_SECONDS:
+        alone._step()
+        await alone.synchronize()
+    assert WAIT_SECONDS <= network.loop.time() - began < 2.5 * WAIT_SECONDS
+    assert "most of the trainers that this peer knows are not on the first roster" in alone.results[0].reason
+    began = network.loop.time()
+    await club.average(alone)
+    assert network.loop.time() - began < WAIT_SECONDS
 
 
 # --- two rosters ----------------------------------------------------------------------------------------------------
@@ -403,6 +366,34 @@ async def test_a_voter_that_is_killed_after_its_vote_votes_for_no_other_result_o
         assert await ask_for_votes(asker, voted.certificate, [back]), "the same one again"
         later = forge(a, b, tokens=11, view=1)
         assert await ask_for_votes(asker, later.certificate, [back]), "most of the roster gave it up"
+
+
+@simulated(seed=23)
+async def test_a_member_that_slept_through_its_round_suspects_nobody_that_answers(network: SimulatedNetwork) -> None:
+    """They gave the attempt up, so all of it is late here; alone with its suspicion, it would end the round again."""
+    club = Club(network)
+    a, b, c = await asyncio.gather(*(club.start(name) for name in "abc"))
+    await club.average(a, b, c)
+    suspects = list[list[str]]()
+
+    def on_phase(phase: str, round: int) -> None:
+        if phase == "matchmaking":
+            suspects.append(c.membership.suspects())
+        elif phase == "reduce":
+            network.stall(c.peer)
+
+    c.sync.averager.phase_listeners = [on_phase]
+    for each in (a, b, c):
+        each._step()
+    sleeping = c.peer.spawn(c.synchronize())
+    await asyncio.gather(*(each.peer.spawn(each.synchronize()) for each in (a, b)))
+    assert a.sync.head == b.sync.head != c.sync.head
+    await asyncio.sleep(club.manifest.averaging.round_seconds)
+    network.resume(c.peer)
+    await sleeping
+    assert c.sync.head.lineage == a.sync.head.lineage
+    assert len(suspects) > 1
+    assert suspects == [[]] * len(suspects)
 
 
 @simulated(seed=21)

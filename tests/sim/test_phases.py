@@ -10,7 +10,7 @@ import pytest
 
 from p2ptrain.averaging.grouping.cells import Key
 from p2ptrain.averaging.grouping.membership import rank
-from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer, simulate
+from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, SimulatedPeer, simulate
 from tests.support.coroutines import simulated
 from tests.support.sim.accounts import Accounts
 from tests.support.sim.trainers import SimulatedSwarm, SimulatedTrainer, make_manifest
@@ -288,6 +288,31 @@ def test_a_joiner_behind_two_seconds_of_latency_takes_part() -> None:
     rounds = [simulate(main, seed=seed) for seed in range(9)]
     assert 0 < statistics.median(rounds) <= 4, rounds
     assert max(rounds) <= 12, rounds
+
+
+@pytest.mark.fault(14)
+@simulated(seed=[0, 1, 4], model=LinkModel(latency_seconds=(0.001, 0.01), are_dials_free=True))
+async def test_a_member_far_from_the_newcomer_only_slows_rounds_also_if_dials_tell_nothing(
+    network: SimulatedNetwork,
+) -> None:
+    """Streams open at once, as on a daemon's connection: only answers show how far a peer is.
+
+    A grace period of matchmaking and two for stragglers bound a round. The newcomer follows the near member meanwhile.
+    """
+    swarm = await start(network, 2, step_seconds=0.05, grace_seconds=2.0, matchmaking_seconds=10.0)
+    members = swarm.alive
+    late = swarm.start("late", step_seconds=0.05)
+    network.set_latency(late.peer, members[0].peer, 0.75)
+    await swarm.until(lambda: any(result.contributed for result in late.results), 20, "the newcomer takes part")
+    marks = {trainer.peer.name: len(trainer.results) for trainer in swarm.alive}
+    await asyncio.sleep(40)
+    since = {trainer.peer.name: trainer.results[marks[trainer.peer.name] :] for trainer in swarm.alive}
+    assert sum(result.contributed for result in since["late"]) >= 6
+    for trainer in members:
+        results = since[trainer.peer.name]
+        assert all(result.committed and result.contributed for result in results), results
+        assert max(result.seconds for result in results) <= 6.0
+    assert swarm.ledger.forked_rounds == []
 
 
 @pytest.mark.fault(23)

@@ -57,6 +57,13 @@ def test_whatever_fails_each_microbatch_counts_once_and_what_is_done_is_everywhe
     assert find_pipeline_problems(draw_pipeline_schedule(seed)) == []
 
 
+@pytest.mark.fault(27)
+@pytest.mark.parametrize("seed", [638087045, 638087056, 638087474])
+def test_so_it_is_in_schedules_that_failed_once(seed: int) -> None:
+    """Members that left or stood still were followed by rounds of one host each, and idle hosts waited for ever."""
+    assert find_pipeline_problems(draw_pipeline_schedule(seed)) == []
+
+
 @pytest.mark.fault(27, 28)
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("fault", FAULTS_IN)
@@ -232,6 +239,31 @@ async def test_a_round_that_died_with_the_host_that_had_it_goes_on_after_it_was_
     for told in [other, pipeline.hosts[-1]] if are_others_through else [other]:
         await tell(trainer, told, closing=True)
     await go_on(pipeline, trainer, range(1, 49), 24)
+
+
+@pytest.mark.fault(13)
+@pytest.mark.parametrize("rounds", [1, 6])
+@simulated(seed=1)
+async def test_a_pipeline_goes_on_without_its_seed(network: SimulatedNetwork, rounds: int) -> None:
+    """The hosts of a stage are members of its lineage, and vote like any trainer once they counted often enough."""
+    pipeline, trainer = await begin(network, 0, 0, 1, 1)
+    await go_on(pipeline, trainer, range(12 * rounds), 12 * rounds)
+    network.crash(pipeline.founder.peer)
+    await go_on(pipeline, trainer, range(12 * rounds, 12 * rounds + 36), 12 * rounds + 24)
+
+
+@simulated(seed=1)
+async def test_the_time_counts_for_which_a_host_without_work_waits(network: SimulatedNetwork) -> None:
+    """It waits for the round to end. Later it follows the others into a reduced lineage."""
+    pipeline, trainer = await begin(network, 0, 0, 1)
+    assert all((await pipeline.feed(trainer, range(1), 1)).values())
+    (holder,) = [peer for peer in pipeline.hosts if peer.stage == 0 and settled(peer)]
+    (other,) = [peer for peer in pipeline.hosts if peer.stage == 0 and not settled(peer)]
+    network.stall(holder.peer)
+    await tell(trainer, other, closing=True)
+    assert other.hosted is not None
+    position = other.hosted.units[0].synchronizer.position
+    await until(lambda: position.standstill > 2.0)
 
 
 @pytest.mark.fault(29)

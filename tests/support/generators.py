@@ -42,12 +42,14 @@ class Repeater:
         failure: Raised in place of the token after ``fails_after`` others.
         opened: Generations that began: their prompts, settings and lengths.
         running: Number of generations in progress.
+        cached: Told by each generation.
     """
 
     reply: bytes = b"Hello, world."
     model: str = MODEL
     context: int = CONTEXT
     vocabulary: int = 257
+    audits: dict[str, int] = field(default_factory=dict)
     steps: asyncio.Semaphore | None = None
     failure: Exception | None = None
     fails_after: int = 0
@@ -55,6 +57,7 @@ class Repeater:
     num_probes: int = 0
     opened: list[tuple[list[int], Sampling, int, str]] = field(default_factory=list)
     running: int = 0
+    cached: int = 0
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     def generate(
@@ -99,6 +102,7 @@ class Repetition:
 
     def __init__(self, owner: Repeater, first: int, sampling: Sampling, max_tokens: int) -> None:
         self._owner, self._first, self._sampling, self._max_tokens = owner, first, sampling, max_tokens
+        self.cached = owner.cached
 
     async def __aiter__(self) -> AsyncIterator[Token]:
         owner = self._owner

@@ -2,30 +2,44 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import httpx
 import pytest
+import torch
+from openai import AsyncOpenAI
+from pydantic import BaseModel, Field
 
+from p2ptrain import Swarm
+from p2ptrain.errors import TemporaryError, UsageError
 from p2ptrain.manifest import ModelSpec
 from p2ptrain.models import build_stage, model_blocks
 from p2ptrain.models.blocks import Span
-from p2ptrain.models.exact import exact_stage
+from p2ptrain.models.exact import PAGE, ExactStage, Part, exact_stage
+from p2ptrain.models.tokenizers import END_OF_TEXT, byte_tokenizer
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.node.serving.client import SwarmModel
 from p2ptrain.node.serving.thread import ModelThread
+from p2ptrain.serving.http.serve import serving_http
 from p2ptrain.serving.local import LocalGenerator
 from p2ptrain.serving.sampling import Sampling
-from tests.support.processes.daemons import wait_until
+from tests.support.generators import TEMPLATE
+from tests.support.processes.daemons import ROOT, wait_until
 from tests.support.processes.files import LOOPBACK, QUICK, TINY, set_options
+from tests.support.processes.preloaded import COMMAND, LYING
 from tests.support.processes.swarmlet import background_command, init, nothing_left_behind, run_command, seeding
 from tests.support.processes.tellers import PATIENCE_SECONDS
 
+PYTHON_API = ROOT / "docs" / "reference" / "python-api.md"
 PROMPT = "the quick brown fox"
 CONTEXT = 1024
 DRAWN = Sampling(temperature=1.0, seed=3)
@@ -47,7 +61,7 @@ class Hosts:
         )  # fmt: skip
         self.link = stack.enter_context(seeding(init(directory / "swarm", *settings))).link
 
-    def start(self, name: str, *options: str) -> subprocess.Popen[bytes]:
+    def start(self, name: str, *options: str, program: str = COMMAND) -> subprocess.Popen[bytes]:
         log = self.directory / f"{name}.log"
         return self._stack.enter_context(
             background_command(
@@ -67,6 +81,7 @@ class Hosts:
                 "--allow-path",
                 str(self.directory / "text"),
                 *options,
+                program=program,
             )
         )
 
@@ -91,17 +106,32 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
         yield Hosts(tmp_path, stack)
 
 
-def golden(num_tokens: int, sampling: Sampling) -> list[int]:
-    """Return the tokens that this process computes with the model's initial weights."""
+class Answer(BaseModel):
+    names: list[Literal["fox", "dog", "owl"]] = Field(min_length=8, max_length=12)
+    age: int = Field(ge=0, le=99)
+
+
+def whole_model() -> ExactStage:
+    """Return the model with its initial weights."""
     spec = ModelSpec(**{**TINY, "layers": 4, "context": CONTEXT})
-    stage = build_stage(spec, Span(0, len(model_blocks(spec))))
-    generator = LocalGenerator([exact_stage(stage, spec)], context=CONTEXT)
+    return exact_stage(build_stage(spec, Span(0, len(model_blocks(spec)))), spec)
+
+
+def golden(num_tokens: int, sampling: Sampling, prompt: str = PROMPT) -> list[int]:
+    """Return the tokens that this process computes with the model's initial weights."""
+    generator = LocalGenerator([whole_model()], context=CONTEXT)
 
     async def generate() -> list[int]:
-        async with generator.generate(list(PROMPT.encode()), sampling, max_tokens=num_tokens) as generation:
+        async with generator.generate(list(prompt.encode()), sampling, max_tokens=num_tokens) as generation:
             return [token.id async for token in generation]
 
     return asyncio.run(generate())
+
+
+def golden_logits(ids: torch.Tensor) -> torch.Tensor:
+    """Return the logits that this process computes after each token, ``[tokens, vocabulary]``."""
+    stage = whole_model()
+    return stage.logits(stage.step([Part(len(ids), 0, [0])], ids, stage.new_pages(1)))
 
 
 async def ask(
@@ -139,9 +169,78 @@ def test_a_host_that_is_killed_or_stopped_is_replaced_with_the_same_tokens(
     assert failovers >= 1
 
 
+def test_a_script_generates_as_with_transformers(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Prompts of several lengths at once, a streamer, logits, and a host, or its shadow, that is killed meanwhile."""
+    processes = hosts.start_all(0, 1, 1)
+    ids = torch.tensor([list(PROMPT.encode()), [0] * 4 + list(PROMPT[4:].encode())])
+    mask = torch.tensor([[1] * len(PROMPT), [0] * 4 + [1] * (len(PROMPT) - 4)])
+    monkeypatch.setattr(Swarm, "join", partial(Swarm.join, listen=(LOOPBACK,)))
+    with Swarm.join(hosts.link) as swarm:
+        model = swarm.language_model()
+        assert swarm.language_model() is model
+        wanted = golden(60, Sampling(temperature=0.0))
+        other = golden(60, Sampling(temperature=0.0), PROMPT[4:])
+        found = model.generate(ids, attention_mask=mask, max_new_tokens=60)
+        assert found.tolist() == [[*row, *more] for row, more in zip(ids.tolist(), (wanted, other), strict=True)]
+        seen: list[int] = []
+        streamer = SimpleNamespace(put=lambda some: seen.extend(some.flatten().tolist()), end=lambda: seen.append(-1))
+        drawn = model.generate(
+            ids[:1], max_new_tokens=9, do_sample=True, seed=3, eos_token_id=wanted[0], streamer=streamer
+        )
+        told = golden(9, DRAWN)
+        told = told[: told.index(wanted[0]) + 1] if wanted[0] in told else told
+        assert drawn[0].tolist() == seen[:-1] == [*ids[0].tolist(), *told]
+        assert swarm.generate(PROMPT, max_new_tokens=60) == bytes(wanted).decode(errors="replace")
+
+        logits = model(ids, mask).logits
+        assert logits is not None
+        assert torch.equal(logits[0], golden_logits(ids[0]))
+        assert torch.equal(logits[1, 4:], golden_logits(ids[1, 4:]))
+        assert not logits[1, :4].any()
+        assert int(logits[0, -1].argmax()) == wanted[0]
+
+        for settings, message in (
+            ({"max_new_tokens": CONTEXT}, "do not fit the context"), ({"max_new_tokens": 0}, "max_new_tokens"),
+            ({"do_sample": True, "temperature": 9.0}, "temperature"), ({"top_p": 0.0}, "top_p"),
+        ):  # fmt: skip
+            with pytest.raises(UsageError, match=message):
+                model.generate(ids[:1], **settings)
+        tokens, taken = model.stream(ids[0], max_new_tokens=400, do_sample=True, seed=3), list[int]()
+        for token in tokens:
+            taken.append(token)
+            if len(taken) == 150:
+                processes["host1"].kill()  # Perhaps the shadow; either way the answer is the same.
+        assert taken == golden(400, DRAWN)
+        next(unfinished := model.stream(ids[0], max_new_tokens=900))
+        unfinished.close()
+    with pytest.raises(TemporaryError, match="closed"):
+        model.generate(ids)
+
+    (code,) = re.findall(r"^```python\n(.*?)^```$", PYTHON_API.read_text(), flags=re.MULTILINE | re.DOTALL)
+    exec(code.replace("p2ptrain://…", hosts.link), {})
+    printed = capsys.readouterr().out
+    story = golden(40, Sampling(temperature=0.0), "Once upon a time")
+    assert printed.startswith(bytes(story).decode(errors="replace"))
+    assert printed.endswith("torch.Size([1, 19, 256])\n")
+
+
+def test_a_host_that_does_not_train_serves_with_one_that_does(hosts: Hosts) -> None:
+    hosts.start("trainer", "--role", "stage", "--stage", "0")
+    hosts.start("server", "--serve-only", "--stage", "1")
+    for name in ("trainer", "server"):
+        hosts.wait_until_serving(name)
+    with ModelThread(SwarmLink.parse(hosts.link), PATIENCE_SECONDS) as thread:
+        tokens, failovers = thread.call(ask(thread.model, 60, 0, lambda route: None))
+    assert tokens == golden(60, DRAWN)
+    assert not failovers
+
+
 def test_the_commands_answer_with_the_tokens_of_one_process(hosts: Hosts) -> None:
     hosts.start_all(0, 1)
-    wanted = bytes(golden(60, Sampling(temperature=0.0))).decode(errors="replace")
+    drawn = golden(120, Sampling(temperature=0.0))
+    wanted = bytes(drawn[:60]).decode(errors="replace")
     options = ["--max-tokens", "60", "--temperature", "0"]
     result = run_command("generate", hosts.link, PROMPT, *options)
     assert result.stdout == f"{PROMPT}{wanted}\n"
@@ -159,9 +258,75 @@ def test_the_commands_answer_with_the_tokens_of_one_process(hosts: Hosts) -> Non
             "prompt_tokens": len(PROMPT),
             "completion_tokens": 60,
             "total_tokens": len(PROMPT) + 60,
+            "prompt_tokens_details": {"cached_tokens": 0},
         }
+        request |= {"prompt": [*PROMPT.encode(), *drawn[:60]], "return_token_ids": True}
+
+        def is_cached() -> bool:
+            reply = httpx.post(f"{url}/completions", json=request, timeout=60).json()
+            assert reply["choices"][0]["token_ids"] == drawn[60:]
+            return bool(reply["usage"]["prompt_tokens_details"]["cached_tokens"] == PAGE)
+
+        wait_until(is_cached)
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
+
+
+@pytest.mark.fault(56)
+def test_a_host_that_returns_garbage_is_left_out(hosts: Hosts) -> None:
+    hosts.start("liar", "--role", "stage", "--stage", "0", program=LYING)
+    hosts.wait_until_serving("liar")
+    hosts.start_all(0, 0, 1)
+    wanted = golden(40, Sampling(temperature=0.0))
+    log = hosts.directory / "serve.log"
+    with background_command(log, "serve", hosts.link, "--port", "0", "--audit-share", "1") as process:
+        wait_until(lambda: "API: http" in log.read_text(), PATIENCE_SECONDS)
+        url = log.read_text().partition("API: ")[2].split()[0]
+        request = {"model": "tiny", "prompt": PROMPT, "max_tokens": 40, "temperature": 0, "return_token_ids": True}
+
+        def answers() -> list[int]:
+            reply = httpx.post(f"{url}/completions", json=request, timeout=60).json()
+            return list(reply["choices"][0]["token_ids"])
+
+        def is_found() -> bool:
+            answers()
+            return "left out" in log.read_text()
+
+        wait_until(is_found, PATIENCE_SECONDS)
+        for _ in range(5):
+            assert answers() == wanted
+        assert 'audits_total{result="differed"}' in httpx.get(f"{url.removesuffix('v1')}metrics").text
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+
+
+def test_openai_s_client_parses_an_answer_whose_host_is_killed_meanwhile(hosts: Hosts) -> None:
+    """The last stage's host dies in the middle of the JSON: it fits the class, and equals the one before."""
+    processes = hosts.start_all(0, 1, 1)
+    tokenizer = byte_tokenizer(CONTEXT)
+    tokenizer.chat_template = TEMPLATE
+    ask: Any = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 600, "seed": 5}
+
+    async def parse(model: SwarmModel) -> tuple[list[str | None], int]:
+        found: list[str | None] = []
+        serving = serving_http(model.generator, tokenizer, port=0, end_ids=[END_OF_TEXT])
+        async with serving as (url, _), AsyncOpenAI(base_url=f"{url}v1", api_key="any", max_retries=0) as client:
+            for is_struck in (False, True):
+                async with client.chat.completions.stream(**ask, response_format=Answer) as stream:
+                    number = 0
+                    async for event in stream:
+                        number += event.type == "content.delta"
+                        if is_struck and number == 20 and event.type == "content.delta":
+                            processes["host1"].kill()
+                    final = await stream.get_final_completion()
+                assert isinstance(final.choices[0].message.parsed, Answer)
+                found.append(final.choices[0].message.content)
+        return found, number
+
+    with ModelThread(SwarmLink.parse(hosts.link), PATIENCE_SECONDS) as thread:
+        found, number = thread.call(parse(thread.model))
+    assert found[0] == found[1]
+    assert number > 40
 
 
 def test_a_trainer_serves_newer_weights_as_rounds_end(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """`p2ptrain up`: a whole swarm by one command, and no process left of it."""
 
 import json
+import shlex
 import signal
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,10 @@ def test_two_trainers_learn_agree_and_leave_nothing_behind(tmp_path: Path) -> No
     assert common
     assert all(digests[0][number] == digests[1][number] for number in common)
     assert read_json(summary_file)
+    assert "what it writes now:\n  | " in log.read_text()
+    (export,) = [line.partition("p2ptrain ")[2] for line in log.read_text().splitlines() if "checkpoint export" in line]
+    assert run_command(*shlex.split(export)[:-1], tmp_path / "model").returncode == 0
+    assert (tmp_path / "model" / "model.safetensors").is_file()
     for name in ("trainer-1", "trainer-2"):
         assert list((run_dir / name / "checkpoints").glob("*-round-*"))
 

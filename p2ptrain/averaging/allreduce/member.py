@@ -38,7 +38,7 @@ class Member:
         refused_us: As an owner: why it refused this peer's part; empty if it did not.
         refusal: Why this peer refused its part; empty if it did not.
         outgoing: The stream that this peer opened to it; ``lost`` says why it broke.
-        round_trip_seconds: Measured when this peer opened its stream; 0 before.
+        round_trip_seconds: Measured when this peer opened its stream, or before; 0 until it is open.
         has_mean: True once only signatures are pending on ``outgoing``.
         is_through: True once ``outgoing`` is complete.
         is_silent: True if its open stream hit the silence timeout.
@@ -97,14 +97,17 @@ class Liveness:
     @contextlib.asynccontextmanager
     async def open(self, member: Member, request: Request, expected_bytes: int = 0) -> AsyncIterator[Channel]:
         """Open a stream to a member, which must send several keepalives in a grace period; see `Rpc.open`."""
-        loop, began = asyncio.get_running_loop(), asyncio.get_running_loop().time()
-        async with self._session.context.rpc.open(
+        loop, began, rpc = asyncio.get_running_loop(), asyncio.get_running_loop().time(), self._session.context.rpc
+        async with rpc.open(
             member.peer, ALLREDUCE, request, OPEN_TIMEOUT_SECONDS, expected_bytes=expected_bytes
         ) as channel:
-            member.round_trip_seconds = loop.time() - began
-            seconds = silence_seconds(self._grace_seconds, member.round_trip_seconds)
+            member.round_trip_seconds = max(loop.time() - began, rpc.dial_seconds.get(member.peer, 0.0))
+            seconds = self._silence_seconds(member)
             channel.heartbeat.expect(seconds, partial(self._silent_at, member, seconds))
             yield channel
+
+    def _silence_seconds(self, member: Member) -> float:
+        return silence_seconds(self._grace_seconds, member.round_trip_seconds)
 
     def _silent_at(self, member: Member, seconds: float, last_heard: float) -> float:
         """Return when a member counts as silent if it was last heard at ``last_heard`` on the outgoing stream.
@@ -113,13 +116,13 @@ class Liveness:
         channel's longer timeout: members that finish the round without the others fork the lineage.
         """
         members = self._session.members
-        left = len(members) - sum(self._is_quiet(each, seconds) for each in members)
+        left = len(members) - sum(map(self._is_quiet, members))
         if left < self._session.attempt.roster.majority:
             seconds = max(seconds, ChannelLimits().silence_seconds)
         return max(last_heard, member.last_heard) + seconds
 
-    def _is_quiet(self, member: Member, seconds: float) -> bool:
-        """Return True if a member is lost, or was silent for nearly the silence timeout."""
+    def _is_quiet(self, member: Member) -> bool:
+        """Return True if a member is lost, or was silent for nearly its silence timeout."""
         if member is self._session.own or member.is_through or member.gave_up:
             return False
         if member.lost:  # It may be unreachable, but have opened a stream itself.
@@ -127,7 +130,7 @@ class Liveness:
         if member.outgoing is None:
             return False
         quiet = asyncio.get_running_loop().time() - member.last_heard
-        return quiet >= seconds - keepalive_seconds(self._grace_seconds)
+        return quiet >= self._silence_seconds(member) - keepalive_seconds(self._grace_seconds)
 
     def note_silent(self, member: Member) -> None:
         """Record that a member fell silent, and every other one that did so with it."""
@@ -135,13 +138,12 @@ class Liveness:
         self.note_quiet()
 
     def note_quiet(self) -> None:
-        """Record as silent every member that was quiet for about a keepalive interval less than the silence timeout.
+        """Record as silent every member that was quiet for about a keepalive interval less than its silence timeout.
 
         Members that share a machine or a link freeze together. Each of them would otherwise break a separate attempt.
         """
-        seconds = silence_seconds(self._grace_seconds)
         for other in self._session.others:
-            if other.outgoing is not None and not other.lost and self._is_quiet(other, seconds):
+            if other.outgoing is not None and not other.lost and self._is_quiet(other):
                 other.lost = f"peer {other.peer[-8:]} sent nothing any more"
                 other.is_silent = True
         self._session.changed()

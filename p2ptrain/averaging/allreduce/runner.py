@@ -142,9 +142,12 @@ class AttemptRunner:
         blamed = {blame.peer for blame in result.blamed}
         for peer in sorted(attempt.fell_silent.keys() - result.silent - blamed):
             self._matchmaker.leaders.lost(peer, attempt.fell_silent[peer])
+        if certificate is None and not result.is_proven:  # Blame for late checks counts only if recovery failed, too.
+            self._blame(result)
+        late = {blame.peer for blame in result.blamed if blame.trouble in (Trouble.LATE, Trouble.SLOW)}
+        for peer in sorted(late & attempt.answering):  # It lives, and its record may say that it is ahead of this peer.
+            self._membership.answered(peer)
         if certificate is None:
-            if not result.is_proven:  # Blame for late checks counts only if recovery failed, too.
-                self._blame(result)
             if not attempt.withholds:
                 self._contributions.give_up_on(attempt.head)
             self._matchmaker.group_broke()

@@ -317,7 +317,8 @@ class AllReduceSession:
         possible = {*attempt.proofs, *attempt.roster.members} - (gone - attempt.proofs.keys())
         assert attempt.body is not None
         if reason := attempt.head.table.why_invalid(attempt.body, possible):
-            raise AttemptFailedError(f"{attempt.phase}: {reason}", self.ids(m for m in self.others if m.peer in gone))
+            why = f"{attempt.phase}: {reason}" + (f" ({attempt.refusal})" if attempt.refusal else "")
+            raise AttemptFailedError(why, self.ids(m for m in self.others if m.peer in gone))
 
     def _result(self, certificate: Certificate | None, failure: AttemptFailedError | None) -> SessionResult:
         faults = self.verifier.faults

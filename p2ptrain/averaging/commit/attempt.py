@@ -170,6 +170,7 @@ class Attempt:
         sent_parts: By share: this member's encoded part, where means are lists of parts; see `check_quotes`.
         body: None until every mean is here.
         proofs: By peer: valid signatures of ``body``.
+        refusal: Why an absent voter did not sign; empty if none refused.
         audited: True if members spot-check the means before they sign (`p2ptrain.averaging.verification.audit`).
         withholds: True if this peer ended before it began to reduce its share: no member can ever hold a result.
         is_over: True if this peer's attempt broke.
@@ -194,6 +195,7 @@ class Attempt:
     sent_parts: dict[int, Buffer] = field(default_factory=dict)
     body: Body | None = None
     proofs: dict[str, bytes] = field(default_factory=dict)
+    refusal: str = ""
     phase: str = "scatter"
     audited: bool = False
     withholds: bool = False
@@ -345,6 +347,11 @@ class Attempt:
     def is_held(self) -> bool:
         """True if a majority of the members signed: they hold the result."""
         return sum(peer in self.proofs for peer in self.roster.members) >= self.roster.majority
+
+    @property
+    def answering(self) -> set[str]:
+        """The other members that told their standing, and have not fallen silent since."""
+        return {peer for peer, standing in self.standings.items() if standing is not Standing.LOST}
 
     @property
     def absent_voters(self) -> list[str]:

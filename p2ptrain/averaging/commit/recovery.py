@@ -177,8 +177,7 @@ class AttemptRecovery:
 
         This peer stalled while they moved on. Its late certificate would start a second lineage.
         """
-        seconds = silence_seconds(attempt.spec.grace_seconds)
-        await together("recover", (self._ask(attempt, peer, seconds) for peer in others))
+        await together("recover", (self._ask(attempt, peer) for peer in others))
         standings = attempt.standings.values()
         gone = (Standing.UNKNOWN, Standing.RENOUNCED, Standing.WITHHOLDS)
         return any(standing in gone for standing in standings) and all(
@@ -204,7 +203,7 @@ class AttemptRecovery:
                 sent, at, task = asked.get(peer, (None, 0.0, None))
                 # Send a changed standing at once: members may wait for it.
                 if task is None or own is not sent or (task.done() and now - at >= PAUSE_SECONDS):
-                    question = self._ask(attempt, peer, silence_seconds(grace), fetched_by - now)
+                    question = self._ask(attempt, peer, fetched_by - now)
                     asked[peer] = own, now, tasks.start(question, f"recover-{peer[-8:]}")
             attempt.changed.clear()
             with contextlib.suppress(TimeoutError):
@@ -225,8 +224,9 @@ class AttemptRecovery:
         done = (Standing.RENOUNCED, Standing.UNKNOWN, Standing.LOST, Standing.SIGNED)
         return own is not Standing.OPEN and all(attempt.standings.get(peer) in done for peer in waited_for)
 
-    async def _ask(self, attempt: Attempt, peer: str, timeout_seconds: float, fetch_seconds: float = 0.0) -> None:
+    async def _ask(self, attempt: Attempt, peer: str, fetch_seconds: float = 0.0) -> None:
         """Ask for a member's standing, and fetch its result if this member has none."""
+        timeout_seconds = silence_seconds(attempt.spec.grace_seconds, self._rpc.dial_seconds.get(peer, 0.0))
         own = attempt.proofs.get(self._rpc.peer_id, b"")
         try:
             request = AskStanding(attempt.roster.group_id, self._standing(attempt), own)

@@ -201,7 +201,10 @@ class RoundLog:
     def _has_too_many_certificates(self, head: Head) -> bool:
         if len(self._certificates) <= max(MAX_CERTIFICATES, self._max_rounds):
             return False
-        if next(iter(self._certificates.values())).body.round < head.full - MAX_UNDONE:
+        first = head.full - MAX_UNDONE
+        if self._context.anchors.round:  # A newcomer needs those since the newest anchor.
+            first = min(first, self._context.anchors.round)
+        if next(iter(self._certificates.values())).body.round < first:
             return True
         return sum(len(each.proofs) for each in self._certificates.values()) > MAX_REDUCED_SIGNATURES
 
@@ -221,6 +224,20 @@ class RoundLog:
         self._certificates.clear()
         self._heads.clear()
         self._keep(head)
+
+    def heads(self) -> list[Head]:
+        """Return the kept heads of this peer's lineage, the newest first."""
+        return list(reversed(self._heads.values()))
+
+    def lineages(self) -> set[bytes]:
+        """Return the lineages at the rounds of which this peer keeps heads or certificates."""
+        return {*self._heads, *self._certificates, *(c.body.next_lineage for c in self._certificates.values())}
+
+    def lineage_at(self, own: Head, round_: int) -> bytes | None:
+        """Return the lineage at an earlier round of this peer's ``own`` head; None if it is not known."""
+        known = {each.round: each.lineage for each in (*self._heads.values(), own)}
+        known |= {c.body.round: c.body.lineage for c in self._certificates.values()}
+        return known.get(round_) or (self._context.anchors.lineage_at(round_) if round_ <= own.round else None)
 
     def chain(self, lineage: bytes) -> list[Certificate]:
         """Return the certificates from ``lineage`` to the newest; empty if the result after ``lineage`` is evicted."""
@@ -307,32 +324,40 @@ class RoundLog:
         most voters, or cannot go on (``is_stalled``), takes the founders' signatures, too, as a newcomer does. Where
         nobody founded the swarm, peers that began it apart come together, unless it is open to strangers.
 
+        A head past the newest anchor must be proved from the anchor, or from a head of this peer's past it.
+
         Raises:
             PeerError, DeadlineError: The source does not answer.
             IntegrityError: The source does not prove it.
         """
-        context = self._context
+        context, anchors = self._context, self._context.anchors
+        if head.lineage == own.lineage:
+            return
+        own = anchors.start_for(own, head)
         if head.lineage == own.lineage or head.round == 0:
             return
         if own.table.believes(await context.runtime.offload(context.certificate, head.certificate)):
             return
-        before = [each for each in reversed(self._heads.values()) if own.full - each.full < MAX_UNDONE]
+        before = [each for each in self.heads() if own.full - each.full < MAX_UNDONE]
+        if is_anchored := 0 < anchors.round <= own.round:
+            before = [each for each in before if anchors.is_past(each)]
         before = [each for each in before if each.table.electorate or not each.table.is_open]
-        if await self._leads_to(source, head, own, *before):
+        if await self.leads_to(source, head, own, *before):
             return
         root = (
             await context.rpc.call(source, ROOT, AskRoot(), Root, CALL_TIMEOUT_SECONDS, max_reply_bytes=MAX_ROOT_BYTES)
         ).head
         proof = await context.runtime.offload(context.certificate, root.certificate)
         known = own.table.believes(proof)
-        if (own.is_reduced or is_stalled) and context.founding.electorate and own.full - root.full < MAX_UNDONE:
+        asks_founders = (own.is_reduced or is_stalled) and not is_anchored
+        if asks_founders and context.founding.electorate and own.full - root.full < MAX_UNDONE:
             known |= context.founding.believes(proof)
         if proof.next_head(root.digest, root.table) != root or not known:
             raise IntegrityError(UNPROVED)
-        if head.lineage != root.lineage and not await self._leads_to(source, head, root):
+        if head.lineage != root.lineage and not await self.leads_to(source, head, root):
             raise IntegrityError(UNPROVED)
 
-    async def _leads_to(self, source: str, head: Head, *starts: Head) -> bool:
+    async def leads_to(self, source: str, head: Head, *starts: Head) -> bool:
         """True if a peer has the certificates from one of these heads to ``head``."""
         chain = await self.certificates_after(source, *starts, proofs=True, until=head.lineage)
         return any(each.body.next_lineage == head.lineage for each in chain)

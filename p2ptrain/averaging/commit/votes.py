@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+from p2ptrain.averaging.commit.anchoring import serve_anchors
 from p2ptrain.averaging.commit.attempt import Attempt
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.cells import Cells
@@ -61,7 +63,10 @@ class LightVotes:
         self._ballots = context.ballots
         self._head = head
         self._voted_at: tuple[bytes, float] = (b"", asyncio.get_running_loop().time())
+        self._refused_at: float | None = None
+        self._has_warned = False
         self._turn = asyncio.Lock()
+        serve_anchors(context)
         context.rpc.serve(VOTE, AskVote, self._serve, max_request_bytes=REQUEST_BYTES)
 
     async def _serve(self, peer: str, request: AskVote) -> Vote:
@@ -72,14 +77,24 @@ class LightVotes:
     async def _vote(self, peer: str, certificate: Certificate, head: Head | None) -> bytes:
         """Return this peer's signature of a result; raise `PeerRefusedError` or `IntegrityError` if it must not."""
         context, body, own = self._context, certificate.body, self._context.rpc.peer_id
+        if context.anchors.conflict:
+            raise PeerRefusedError(own, "two anchors that this peer knows contradict each other")
+        if body.round == 0 and context.anchors.last_round:
+            raise PeerRefusedError(own, self._is_anchored())
         tip = await self._tip_at(peer, body, head)
         if tip.lineage not in (body.lineage, body.next_lineage):
             raise PeerRefusedError(own, UNKNOWN)
         if tip.lineage != body.next_lineage:  # Otherwise it is certified, and another signature only confirms it.
-            body.check_follows(tip)
+            held = self._head()
+            # A voter without the state takes the roster's word for the digest; anybody may have led it to the tip.
+            if held is None or held.lineage != tip.lineage:
+                held = replace(tip, digest=body.digest)
+            body.check_follows(held)
             tip.table.check_body(body)
             if body.levels != Cells(context.spec.group_size).num_levels(tip.present):
                 raise IntegrityError("a certificate is of another tree than its lineage has")
+            if body.round == 0 and self._waits_for_others(body):
+                raise PeerRefusedError(own, "most of the trainers that this peer knows are not on the first roster")
             if body.is_reduced:
                 if tip.table.is_open:
                     raise PeerRefusedError(own, "among strangers, only members close a round without the others")
@@ -89,6 +104,28 @@ class LightVotes:
                 raise PeerRefusedError(own, "too few of the lineage's members are in this result")
             await self._record(body, certificate)
         return context.signer.sign(vote(body.body_hash))
+
+    def _is_anchored(self) -> str:
+        """Return why the swarm cannot begin again, and tell the operator once how it can."""
+        anchors = self._context.anchors
+        reason = f"round {anchors.last_round} of this swarm is anchored: it does not begin again"
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("%s. If its state is lost, delete %s at each founder, and restart it", reason, anchors.file)
+        return reason
+
+    def _waits_for_others(self, body: Body) -> bool:
+        """True if a first roster leaves out most of the known trainers, for `matchmaking_seconds` from the first one.
+
+        The peers of the first roster decide the rounds after it. They need half of the places where a group has too few
+        for all. Records of peers that never come delay the beginning once.
+        """
+        context, now = self._context, asyncio.get_running_loop().time()
+        known = {*context.membership.present(), *body.members}
+        if 2 * len(body.members) > min(len(known), context.spec.group_size):
+            return False
+        self._refused_at = now if self._refused_at is None else self._refused_at
+        return now - self._refused_at < context.spec.matchmaking_seconds
 
     async def _record(self, body: Body, certificate: Certificate) -> None:
         """Record a vote; raise `PeerRefusedError` if this peer voted for another result."""
@@ -148,6 +185,8 @@ class LightVotes:
         chain = await fetch_certificates(context.rpc, peer, {tip.lineage: tip.table}, context.certificate, proofs=True)
         following = [*(each.body.digest for each in chain[1:]), body.digest]
         for certificate, digest in zip(chain, following, strict=False):
+            if not certificate.body.is_reduced:  # Few could certify a reduced one with another digest.
+                context.anchors.sign(replace(tip, digest=certificate.body.digest))
             tip = tip.after(certificate, digest)
             if tip.lineage == body.lineage:
                 break
@@ -198,6 +237,7 @@ async def _ask(context: PeerContext, attempt: Attempt, voters: Sequence[str]) ->
                 reply = await context.rpc.call(peer, VOTE, proved, Vote, seconds)
         except PeerRefusedError as error:
             logger.debug("round %d: peer %s does not vote: %s", body.round, peer[-8:], error.reason)
+            attempt.refusal = error.reason
         except (PeerError, DeadlineError, IntegrityError) as error:
             context.membership.suspect(peer, str(error))
         else:

@@ -256,16 +256,21 @@ class Leaders:
         """Return the peers of the cell that may lead, in order; at least this peer.
 
         The lineage's member table names them. Before the founding round, peers know each other by their records alone.
+        So do newcomers whose members are all gone: each alone would end the round in a lineage of its own.
         """
-        membership, own, position = self.membership, self.position.peer, self.position
-        there = self._leading(key)
-        if not there:
-            there = frozenset({own, *membership.alive_trainers(), *self.probers(key)})
-            there = frozenset(peer for peer in there if position.cells.includes(key, peer))
+        own, members = self.position.peer, self._leading(key)
+        are_gone = not (own in members or self._able(key, members, ()))
+        if not members or (are_gone and not self.position.table_of(key).is_open):
+            members = frozenset({own, *self.membership.alive_trainers(), *self.probers(key)})
+        able = self._able(key, members, excluded)
+        return sorted(able | (members & {own}) or {own}, key=lambda peer: self.order(key, peer))
+
+    def _able(self, key: Key, peers: frozenset[str], excluded: Collection[str]) -> frozenset[str]:
+        """Return the other peers among these that may answer."""
+        membership, there = self.membership, {peer for peer in peers if self.position.cells.includes(key, peer)}
         absent = {peer for peer in there if membership.is_suspect(peer) or membership.is_resting(peer)}
-        able = (there & self.probers(key) | there - absent).difference(excluded, {own})
-        able = frozenset(peer for peer in able if not membership.is_convicted(peer))
-        return sorted(able | (there & {own}) or {own}, key=lambda peer: self.order(key, peer))
+        able = (there & self.probers(key) | there - absent).difference(excluded, {self.position.peer})
+        return frozenset(peer for peer in able if not membership.is_convicted(peer))
 
     def in_turn(self, key: Key, now: float, spec: AveragingSpec) -> tuple[str, float]:
         """Return whose turn it is to lead, and the seconds that are left of it; alike for all whose clocks agree.

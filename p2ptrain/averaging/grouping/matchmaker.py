@@ -208,8 +208,7 @@ class Matchmaker:
         key = self.cells.key_of(ticket, ticket.peer, ticket.level)
         tried, own = list[str](), self._context.rpc.peer_id
         target, hops = "", 0
-        if self._clock is None and not self._coordinator.closed:
-            self._clock = loop.call_later(TICK_SECONDS, self._count_standstill, loop.time())
+        self.start_clock()
         try:
             while (remaining := deadline - loop.time()) > 0:
                 if self._coordinator.closed:
@@ -260,6 +259,12 @@ class Matchmaker:
             self.position.following = self.position.turn = None
         self.group_broke()
         raise NoGroupError("no group was found before the matchmaking deadline")
+
+    def start_clock(self) -> None:
+        """Count from now on for how long this peer has tried to end the round in progress; idempotent."""
+        if self._clock is None and not self._coordinator.closed:
+            loop = asyncio.get_running_loop()
+            self._clock = loop.call_later(TICK_SECONDS, self._count_standstill, loop.time())
 
     def _count_standstill(self, since: float) -> None:
         """Count the seconds of the round in progress; those in which this process was suspended do not count."""
@@ -326,7 +331,8 @@ class Matchmaker:
         dial_seconds = leader_dial_seconds(grace, rpc.dial_seconds.get(leader), OPEN_TIMEOUT_SECONDS)
         async with rpc.open(leader, messages.JOIN, request, dial_seconds) as channel:
             dialled = loop.time() - began
-            timeouts = AnswerTimeouts(timeout_seconds - dialled, grace, leader_allowance_seconds(grace), dialled)
+            round_trip = max(dialled, rpc.dial_seconds.get(leader, 0.0))
+            timeouts = AnswerTimeouts(timeout_seconds - dialled, grace, leader_allowance_seconds(grace), round_trip)
             return await receive_answer(channel, messages.Answer, timeouts, MAX_ROSTER_BYTES)
 
     def _accept(self, answer: messages.Answer, ticket: Ticket, leader: str) -> Roster:

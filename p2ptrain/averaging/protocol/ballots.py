@@ -79,7 +79,7 @@ class Ballots:
             votes = [vote for vote in self._votes.values() if vote is not last]
             votes = [*votes, _Vote(body.lineage, body.body_hash, body.view, body.members)][-MAX_LINEAGES:]
             if self._path is not None:
-                _write(self._path, _Record(tuple(votes), self.tip))
+                write_synced(self._path, _Record(tuple(votes), self.tip))
             self._votes = {vote.lineage: vote for vote in votes}
             return True
 
@@ -91,7 +91,8 @@ def _gives_way(last: _Vote, body: Body, signers: Collection[str] | None) -> bool
     return signers is None or 2 * len(set(last.members).intersection(signers)) > len(last.members)
 
 
-def _write(path: Path, record: _Record) -> None:
+def write_synced(path: Path, record: Message) -> None:
+    """Replace a file by a record, on disk before this returns; raise `OSError` if it cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("wb") as file:
@@ -99,3 +100,8 @@ def _write(path: Path, record: _Record) -> None:
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)  # Else a power failure could bring the old file back.
+    finally:
+        os.close(folder)

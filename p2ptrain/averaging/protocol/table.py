@@ -163,6 +163,11 @@ class Table:
         """Members of the electorate that were on rosters since the newest full certificate; 0 while it is the last."""
         return sum(row.returned for row in self.rows)
 
+    @cached_property
+    def begins(self) -> bool:
+        """True while the founders are the only members: then no member is before a newcomer, even among strangers."""
+        return all(row.is_witness for row in self.rows)
+
     @property
     def least_of_electorate(self) -> int:
         """Members of the electorate that must sign a reduced certificate; 0 among peers that were invited."""
@@ -175,11 +180,11 @@ class Table:
         members; but `LEAST_GUESTS`, and as many as the round needs.
         """
         known = len(self._index.keys() & set(peers))
-        return max(LEAST_GUESTS, known, min_peers - known) if self.is_open and self.electorate else len(peers)
+        return max(LEAST_GUESTS, known, min_peers - known) if self.is_open and not self.begins else len(peers)
 
     def group_of(self, peers: Sequence[str], size: int, min_peers: int) -> list[str]:
         """Return the ``size`` first of these peers, among strangers members first and no more than `most_guests`."""
-        if not self.is_open or not self.electorate:
+        if not self.is_open or self.begins:
             return list(peers[:size])
         guests = self.guests(peers)
         known = [peer for peer in peers if peer in self._index][: max(1, size - min(LEAST_GUESTS, len(guests)))]
@@ -240,7 +245,7 @@ class Table:
             rows.append(row)
         new = sorted({*census.joining} - self._index.keys())
         new.sort(key=lambda peer: hashlib.sha256(body.lineage + peer.encode()).digest())
-        if self.is_open and not founds:
+        if self.is_open and not self.begins:
             new = new[: min(MAX_NEW_MEMBERS, max(2, len(rows) // NEW_MEMBERS_PART))]
         rows += [Row(peer, round_, 0, round_, votes=founds) for peer in new[: MAX_ROWS - len(rows)]]
         is_epoch = round_ % EPOCH_ROUNDS == 0

@@ -40,6 +40,7 @@ LEAST_KEEPALIVE_SECONDS, MOST_KEEPALIVE_SECONDS = 0.1, 0.5
 LEAST_QUIET_SECONDS = 0.5
 PART_ROUND_TRIPS = 3.0  # the roster, a stream's opening and the part take two; a third for a retransmission
 ROUND_TRIPS = 4.0  # round trips by which a keepalive may be late: a few retransmissions
+MOST_LATE_SECONDS = 10.0
 LATENESSES = 3.0  # the same in multiples of the peer's largest lateness, for slow links and machines
 
 
@@ -94,10 +95,11 @@ def quiet_seconds(
 ) -> float:
     """Return the keepalive timeout, from one keepalive to the next.
 
-    ``allowance_seconds`` is the minimum tolerated lateness, ``latest_seconds`` the peer's largest lateness so far.
+    ``allowance_seconds`` is the minimum tolerated lateness, ``latest_seconds`` the peer's largest lateness so far. What
+    the peer showed counts up to `MOST_LATE_SECONDS`: it could answer late on purpose.
     """
-    late = max(allowance_seconds, LEAST_QUIET_SECONDS, ROUND_TRIPS * round_trip_seconds, LATENESSES * latest_seconds)
-    return keepalive_seconds(grace_seconds) + late
+    shown = min(max(ROUND_TRIPS * round_trip_seconds, LATENESSES * latest_seconds), MOST_LATE_SECONDS)
+    return keepalive_seconds(grace_seconds) + max(allowance_seconds, LEAST_QUIET_SECONDS, shown)
 
 
 def silence_seconds(grace_seconds: float, round_trip_seconds: float = 0.0) -> float:

@@ -9,6 +9,9 @@ On a terminal a live view of the peer and its swarm stands below the log; in a p
 
 Where the swarm's model is cut into stages, it hosts the stage that needs it most, says why, and sends text through all
 of them; --role and --stage say otherwise.
+
+With --serve it also answers those who generate with the model. A machine without the memory to train then only serves:
+it fetches the weights of the newest rounds from the others. --serve-only never trains.
 """
 
 from __future__ import annotations
@@ -37,6 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--serve", action="store_true", default=None, help="also serve the model to those who generate with it"
     )
+    parser.add_argument(
+        "--serve-only", action="store_true", help="serve the model and do not train; takes a fraction of the memory"
+    )
     parser.add_argument("--yes", action="store_true", help="do not ask")
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="where to keep this peer's files (default runs/join-DIGEST)"
@@ -64,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         "network.directory": link.directory or None,
         "stop_after.minutes": arguments.minutes,
         "stop_after.rounds": arguments.rounds,
-        "serving.enabled": arguments.serve,
+        "serving.enabled": arguments.serve or arguments.serve_only or None,
     }
     signed = run_async(fetch_manifest(link))
     check_compatible(signed.manifest)
@@ -81,8 +87,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 def in_pipeline(arguments: argparse.Namespace, manifest: Manifest) -> dict[str, object]:
     """Return the configuration of --role and --stage; raise `UsageError` if they do not apply to this swarm."""
-    from p2ptrain.cli.terms import has_room
+    from p2ptrain.cli.terms import can_train, has_room
 
+    if arguments.serve_only and arguments.role is not None:
+        raise UsageError(f"--role {arguments.role}: this peer would train; leave out --serve-only")
+    if arguments.serve_only or (
+        arguments.serve and arguments.role is None and not can_train(manifest, arguments.max_memory, arguments.stage)
+    ):
+        if arguments.stage is not None and not manifest.in_stages:
+            raise UsageError("--stage: this swarm's model is not cut into stages")
+        return {"role": "server", "pipeline.stage": arguments.stage}
     if not manifest.in_stages:
         given = (
             "--role" if arguments.role not in (None, "trainer") else "--stage" if arguments.stage is not None else ""

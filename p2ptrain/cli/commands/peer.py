@@ -33,6 +33,12 @@ def add_peer_arguments(parser: argparse.ArgumentParser) -> None:
     machine.add_argument("--device", metavar="auto|cpu|cuda:N", help="where to train (default auto)")
     machine.add_argument("--threads", type=int, metavar="N", help="CPU threads (default one per core)")
     machine.add_argument("--max-memory", metavar="SIZE", help="resident memory, such as 4GB")
+    machine.add_argument(
+        "--serving-share",
+        type=float,
+        metavar="SHARE",
+        help="time in which it may generate while it trains (default 0.5)",
+    )
     machine.add_argument("--up", metavar="RATE", help="bandwidth to send with, such as 20Mbit")
     machine.add_argument("--down", metavar="RATE", help="bandwidth to receive with")
     parser.add_argument("--metrics-port", type=int, metavar="N", help="serve Prometheus metrics there, on loopback")
@@ -58,6 +64,7 @@ def peer_overrides(arguments: argparse.Namespace) -> dict[str, Any]:
         "resources.device": arguments.device,
         "resources.threads": arguments.threads,
         "resources.max_memory": arguments.max_memory,
+        "resources.serving_share": arguments.serving_share,
         "resources.up": arguments.up,
         "resources.down": arguments.down,
         "network.listen": arguments.listen,

@@ -2,7 +2,7 @@
 
 Run a whole swarm on this machine, offline: one bootstrap peer and a few trainers, each a real process with its own
 network daemon, training a small model on text that is there already. Shows a live table, serves a status page on this
-machine, and ends with a summary.
+machine, and ends with a summary, some text by the trained model, and the commands that go on from there.
 Ctrl-C ends it in good order; a second one ends it at once.
 """
 

@@ -39,7 +39,7 @@ MAX_STAGES = 16
 MAX_NOTE_CHARS = 200
 MAX_ADDRESSES = 16
 MAX_ADDRESS_CHARS = 512
-ROLES = ("bootstrap", "trainer", "stage", "monitor", "client")
+ROLES = ("bootstrap", "trainer", "stage", "server", "monitor", "client")
 STATES = ("starting", "serving", "syncing", "training", "paused", "draining")
 REACHABILITIES = ("direct", "relay", "unknown")
 Role = Annotated[str, Meta(pattern=f"^({'|'.join(ROLES)})$")]

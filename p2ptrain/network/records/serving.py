@@ -99,6 +99,8 @@ class ServingTotals:
         requests: Accepted requests, failed ones included.
         first_token: Times from a request's arrival to its first token.
         token: Times between consecutive tokens of a request.
+        cached_tokens: Tokens of prompts whose rows were in prefix pages.
+        drafted_tokens, accepted_tokens: Drafts of hosts of the first stage, and those that were drawn then.
     """
 
     requests: Total = 0
@@ -107,6 +109,9 @@ class ServingTotals:
     prompt_tokens: Total = 0
     first_token: Latencies = Latencies()
     token: Latencies = Latencies()
+    cached_tokens: Total = 0
+    drafted_tokens: Total = 0
+    accepted_tokens: Total = 0
 
     def __add__(self, other: ServingTotals) -> ServingTotals:
         return ServingTotals(*(mine + its for mine, its in self._beside(other)))
@@ -134,6 +139,7 @@ class ServedStage(msgspec.Struct, frozen=True, array_like=True):
         context: Most positions of a session.
         free_pages: Pages for keys and values, of 64 positions each.
         sessions: Open now.
+        grammars: Id of the engine for answers in a given form; empty if the peer has none, or not the last stage.
     """
 
     stage: Count
@@ -143,6 +149,7 @@ class ServedStage(msgspec.Struct, frozen=True, array_like=True):
     context: Count
     free_pages: Count = 0
     sessions: Count = 0
+    grammars: Annotated[str, Meta(max_length=64)] = ""
 
 
 @dataclass(frozen=True)
@@ -156,6 +163,8 @@ class ServingReport:
     def __post_init__(self) -> None:
         totals = self.totals
         _expect(totals.failed_requests <= totals.requests, "more requests failed than there were")
+        _expect(totals.cached_tokens <= totals.prompt_tokens, "more cached tokens than prompts had")
+        _expect(totals.accepted_tokens <= totals.drafted_tokens, "more drafts were accepted than there were")
         _expect(totals.first_token.total <= totals.requests, "more first tokens than requests")
         _expect(totals.token.total <= totals.generated_tokens, "more tokens were timed than generated")
         for latencies in (totals.first_token, totals.token):

@@ -75,7 +75,10 @@ class Channel:
         heartbeat: Its timeouts may be changed. A silent remote ends the channel with `PeerSilentError`.
     """
 
-    def __init__(self, stream: Stream, limits: ChannelLimits, traffic: Traffic) -> None:
+    def __init__(
+        self, stream: Stream, limits: ChannelLimits, traffic: Traffic, on_answer: Callable[[], None] = lambda: None
+    ) -> None:
+        """``on_answer`` is called once, at the remote's first frame."""
         self.remote = stream.remote
         self._stream = stream
         self._limits = limits
@@ -100,7 +103,7 @@ class Channel:
         self.heartbeat = Heartbeat(
             stream, limits.ping_seconds, limits.silence_seconds, self._on_ping_due, self._on_silence
         )
-        self._frames = FrameReader(stream, self._inbox, self.heartbeat, traffic, self._on_ping)
+        self._frames = FrameReader(stream, self._inbox, self.heartbeat, traffic, self._on_ping, on_answer)
         self._tasks = Tasks(self._on_defect)
         self._reader = self._tasks.start(self._read(), f"read-{stream.remote[-8:]}")
 

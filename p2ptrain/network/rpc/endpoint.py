@@ -63,6 +63,8 @@ PROTOCOL = "/p2ptrain/rpc"
 MAX_HEADER_BYTES = 1024
 MAX_COUNTED_REFUSALS = 4096
 MAX_CONCURRENT_REFUSALS = 64
+ANSWER_SECONDS = 0.1
+"""Time after which a peer that still works on a request sends a PING: callers measure the round trip by it."""
 MAX_DIALS_REMEMBERED = 1024
 """Bound on the peers with a recorded dial time; the oldest record is dropped."""
 
@@ -135,7 +137,9 @@ class Rpc:
         traffic: Bytes of all channels, and their limits.
         inbound: The number of streams that this peer serves now, by caller.
         refusals: Refusals by (peer, cause). The number of peers is bounded; the rest count under ``"others"``.
-        dial_seconds: The time of the last dial of each peer that was reached, doubled for each failure since.
+        dial_seconds: The round trip to each peer that has answered: the time of the last dial, or from there to its
+            first answer if that took longer, doubled for each failed dial since. A daemon opens streams on its
+            connections without a round trip.
         gate: Decides who is served.
         credential: Admits this peer with others; empty if it needs none.
     """
@@ -283,27 +287,30 @@ class Rpc:
 
     async def _dial(self, peer: PeerId, opening: bytes, timeout_seconds: float, expected_bytes: int) -> Channel:
         stream: Stream | None = None
-        loop, seconds = asyncio.get_running_loop(), None
-        began = loop.time()
+        loop, began = asyncio.get_running_loop(), asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(timeout_seconds):
                 transport = self._root._transport
                 stream = await transport.open(peer, PROTOCOL, timeout_seconds, expected_bytes=expected_bytes)
                 await stream.write(opening)
-            seconds = loop.time() - began
         except TimeoutError:
+            self._note_dial(peer, None)
             if stream is None:
                 raise PeerUnreachableError(peer, f"not reached within {timeout_seconds:g} s") from None
             stream.abort()
             raise DeadlineError(f"peer {peer[-8:]} took no request within {timeout_seconds:g} s") from None
         except BaseException:
+            self._note_dial(peer, None)
             if stream is not None:
                 stream.abort()
             raise
-        finally:
-            self._note_dial(peer, seconds)
         self.traffic.sent += len(opening)
-        return Channel(stream, self._limits.channel, self.traffic)
+        dialled = loop.time()
+
+        def note_answer() -> None:
+            self._note_dial(peer, max(dialled - began, loop.time() - dialled))
+
+        return Channel(stream, self._limits.channel, self.traffic, note_answer)
 
     def _note_dial(self, peer: PeerId, seconds: float | None) -> None:
         before = self.dial_seconds.pop(peer, None)
@@ -366,7 +373,9 @@ class Rpc:
         self._inbound_tasks[task] = None
         try:
             service, request = await self._read_header(stream)
-            await self._converse(service, request, Channel(stream, self._limits.channel, self.traffic))
+            channel = Channel(stream, self._limits.channel, self.traffic)
+            channel.heartbeat.beat_within(ANSWER_SECONDS)
+            await self._converse(service, request, channel)
         except _RefusalError as refusal:
             await self._refuse_stream(stream, refusal)
         except PeerLostError:

@@ -209,17 +209,24 @@ class Inbox:
 class FrameReader:
     """Takes frames off the stream, checks them, and hands them to the inbox.
 
-    ``on_ping`` is called with the number of bytes that the remote reports as received.
+    ``on_answer`` is called at the first frame, and ``on_ping`` with the number of bytes that the remote has received.
     """
 
     def __init__(
-        self, stream: Stream, inbox: Inbox, heartbeat: Heartbeat, traffic: Traffic, on_ping: Callable[[int], None]
+        self,
+        stream: Stream,
+        inbox: Inbox,
+        heartbeat: Heartbeat,
+        traffic: Traffic,
+        on_ping: Callable[[int], None],
+        on_answer: Callable[[], None],
     ) -> None:
         self._stream = stream
         self._inbox = inbox
         self._heartbeat = heartbeat
         self._traffic = traffic
         self._on_ping = on_ping
+        self._on_answer: Callable[[], None] | None = on_answer
         self._remote = stream.remote
 
     async def read_all(self) -> Kind:
@@ -236,6 +243,9 @@ class FrameReader:
 
     async def _read_frame(self) -> Kind:
         length, kind = FRAME.unpack(await self._read(FRAME.size))
+        if self._on_answer is not None:
+            self._on_answer()
+            self._on_answer = None
         if kind == Kind.MESSAGE:
             await self._read_message(length)
         elif kind in (Kind.BULK, Kind.BULK_END):
@@ -356,6 +366,11 @@ class Heartbeat:
     def beat(self, seconds: float) -> None:
         """Set the time without writes before ``ping``."""
         self._ping_seconds = seconds
+        self._reschedule()
+
+    def beat_within(self, seconds: float) -> None:
+        """Call ``ping`` after this time without writes; from then on as before."""
+        self._last_write = self._loop.time() - max(0.0, self._ping_seconds - seconds)
         self._reschedule()
 
     def expect(self, silence_seconds: float, silent_at: Callable[[float], float]) -> None:

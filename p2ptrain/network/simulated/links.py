@@ -41,6 +41,8 @@ class LinkModel:
     """Default uplink of a peer; None sets no limit."""
     down_bytes_per_second: float | None = 12.5e6
     """Default downlink of a peer; None sets no limit."""
+    are_dials_free: bool = False
+    """True if a dial of a reachable peer takes no round trip, as on a connection that a daemon holds already."""
     buffer_bytes: int = 1 << 20
     """Unread data of a stream in one direction before its writer blocks."""
     dead_seconds: float = 40.0

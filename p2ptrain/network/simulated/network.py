@@ -328,10 +328,15 @@ class SimulatedNetwork:
     def dial(
         self, caller: SimulatedPeer, peer_id: PeerId, protocol: str, answer: asyncio.Future[SimulatedStream | None]
     ) -> None:
-        """Set ``answer`` after a round trip, to the caller's end of a new stream, or None for a refusal."""
+        """Set ``answer`` after a round trip, to the caller's end of a new stream, or None for a refusal.
+
+        The round trip is that of the `LinkModel`.
+        """
         target = self._by_id.get(peer_id)
         self.record("dial", caller.name, target.name if target else "?", protocol)
         delay = self.latency(caller, target) if target is not None and target is not caller else 0.0
+        if self.model.are_dials_free and target is not None and self.connected(caller, target):
+            delay = 0.0
 
         def arrive() -> None:
             target = self._by_id.get(peer_id)  # Another incarnation may have taken its place.

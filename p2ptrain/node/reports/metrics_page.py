@@ -103,6 +103,9 @@ def serving_families(peers: str, sessions: int, totals: ServingTotals) -> Iterat
         ("failed_requests", totals.failed_requests, "Those of them that failed"),
         ("generated_tokens", totals.generated_tokens, "Tokens that were generated"),
         ("prompt_tokens", totals.prompt_tokens, "Tokens of prompts"),
+        ("cached_tokens", totals.cached_tokens, "Those of them whose rows were computed before"),
+        ("drafted_tokens", totals.drafted_tokens, "Tokens that the first stage drafted"),
+        ("accepted_tokens", totals.accepted_tokens, "Those of them that were drawn"),
     ):
         yield CounterMetricFamily(f"{peers}_{name}", text, value=count)
     for name, latencies, text in (

@@ -1,1 +1,42 @@
 """The training roles of a peer: trainer, stage host, sender of microbatches."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING
+
+from p2ptrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from p2ptrain.config import PeerConfig
+    from p2ptrain.node.peer import Peer
+    from p2ptrain.node.process import StopSignals
+
+
+async def take_role(peer: Peer, config: PeerConfig, signals: StopSignals) -> None:
+    """Do what the configured role does, until it ends; raise `ConfigError` if the swarm has no such role."""
+    if peer.manifest.in_stages and config.role in ("trainer", "stage", "both"):
+        from p2ptrain.node.roles.pipeline import take_part
+
+        await take_part(peer, config, signals)
+    elif config.role in ("stage", "both"):
+        raise ConfigError(f'role = {config.role!r}: this swarm\'s model is not cut into stages; use role = "trainer"')
+    elif config.role == "trainer":
+        from p2ptrain.node.roles.trainer import train
+
+        await train(peer, config, signals)
+    elif config.role == "server":
+        from p2ptrain.node.serving.server import serve_only
+
+        await serve_only(peer, config, signals)
+    else:
+        await _serve(peer, config, signals)
+
+
+async def _serve(peer: Peer, config: PeerConfig, signals: StopSignals) -> None:
+    peer.held.vote()
+    peer.set_state("serving")
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(60 * config.stop_after.minutes or None):
+            await signals.requested.wait()

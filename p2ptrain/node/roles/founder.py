@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.commit.votes import LightVotes
 from p2ptrain.averaging.context import PeerContext, ballots_in, founding_of
+from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.network.rpc.endpoint import Rpc
 
 if TYPE_CHECKING:
@@ -29,19 +30,22 @@ def vote_as_founder(peer: Peer) -> None:
         return
     logger.info("this peer is a founder: it votes on the swarm's rounds")
     if not manifest.in_stages:
-        return _vote(peer, peer.rpc, peer.swarm)
+        return _vote(peer, peer.rpc, peer.swarm, peer.membership)
     from p2ptrain.pipeline.plan import PipelinePlan
+    from p2ptrain.pipeline.view import PipelineView
 
     plan = PipelinePlan(manifest)
+    view = PipelineView(plan, peer.identity.peer_id, peer.runtime)
+    peer.presence.listeners.append(view.update)
     for number in range(plan.num_stages + 1):  # The last is that of tied embeddings.
-        _vote(peer, peer.rpc.scoped(f"unit{number}"), plan.swarm_of(number))
+        _vote(peer, peer.rpc.scoped(f"unit{number}"), plan.swarm_of(number), view.membership(number))
 
 
-def _vote(peer: Peer, rpc: Rpc, swarm: bytes) -> None:
+def _vote(peer: Peer, rpc: Rpc, swarm: bytes, membership: Membership) -> None:
     manifest, scratch = peer.manifest, peer.runtime.scratch
     LightVotes(
         PeerContext(
-            rpc, peer.runtime, peer.identity, swarm, manifest.averaging, peer.membership,
+            rpc, peer.runtime, peer.identity, swarm, manifest.averaging, membership,
             founding=founding_of(manifest), ballots=ballots_in(scratch, swarm),
         )
     )  # fmt: skip

@@ -12,6 +12,7 @@ from p2ptrain.tasks import Tasks
 
 if TYPE_CHECKING:
     from p2ptrain.node.peer import Peer
+    from p2ptrain.node.serving.source import WeightSource
     from p2ptrain.pipeline.stage.hosted_stage import HostedStage
     from p2ptrain.training.state.shared_state import SharedState
     from p2ptrain.training.sync.synchronizer import Synchronizer
@@ -30,6 +31,7 @@ class HeldState:
         self.intended: tuple[StageReport, ...] = ()
         self._peer = peer
         self._trained: Synchronizer | None = None
+        self._source: WeightSource | None = None
         self._warming = Tasks()
 
     @property
@@ -66,11 +68,13 @@ class HeldState:
         self.stages.append(stage)
 
     def _prepare(self) -> None:
-        """Check the manifest's codec and rule, and warm up the codecs."""
+        """Check the manifest's codec and rule, warm up the codecs, and offer weights to peers that only serve."""
         from p2ptrain.node.extensions import check_extensions
+        from p2ptrain.node.serving.source import WeightSource
 
         check_extensions(self._peer.manifest)
         self._warm_up()
+        self._source = self._source or WeightSource(self._peer)
 
     def _warm_up(self) -> None:
         """Make codecs fast in the background; if that fails, they keep using torch, which gives the same bits."""

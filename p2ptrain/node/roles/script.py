@@ -46,7 +46,7 @@ def share_optimizer(
         logger.warning("%s", oddity)
     wrapped = WrappedOptimizer(inner, by_round(schedule, spec.steps_per_round) if schedule else None, clip_norm)
     state = initial_state(model, wrapped, manifest, peer.swarm)
-    bridge = _bridge(running)
+    bridge = network_bridge(running)
     starting = start_training(
         peer, state, lambda synchronizer: SwarmOptimizer(model, wrapped, synchronizer, bridge, spec, tokens),
         run_dir / "checkpoints" if run_dir is not None else None, saving,
@@ -65,7 +65,7 @@ def share_optimizer(
 
 def share_model(running: PeerThread) -> PipelineModule:
     """Return the swarm's model on the hosts of its stages; see `Swarm.pipeline`."""
-    peer, bridge = running.peer, _bridge(running)
+    peer, bridge = running.peer, network_bridge(running)
     plan = PipelinePlan(peer.manifest)
 
     async def start() -> PipelineModule:
@@ -78,7 +78,7 @@ def share_model(running: PeerThread) -> PipelineModule:
     return module
 
 
-def _bridge(running: PeerThread) -> Bridge:
+def network_bridge(running: PeerThread) -> Bridge:
     """Return a bridge that ends with the network: without it, a peer would believe to be the last, and train alone."""
     bridge, lost = Bridge(running.thread.loop), running.peer.network.lost
     running.thread.loop.call_soon_threadsafe(lost.add_done_callback, lambda lost: bridge.cancel(lost.result()))

@@ -25,12 +25,14 @@ LOOK_SECONDS = 2.0
 class SwarmModel:
     """A swarm's model, to generate with; made by `generating`."""
 
-    def __init__(self, peer: Peer, blocks: tuple[tuple[int, int], ...], wait_seconds: float) -> None:
+    def __init__(
+        self, peer: Peer, blocks: tuple[tuple[int, int], ...], wait_seconds: float, audit_share: float = 0.0
+    ) -> None:
         """``blocks`` has those of each stage: the first, and the one after its last."""
         manifest = peer.manifest
         model = ServedModel(manifest.name, manifest.model.vocabulary, blocks)
         self.peer = peer
-        self.generator = SwarmGenerator(peer.rpc, peer.identity, model, self.hosts, wait_seconds)
+        self.generator = SwarmGenerator(peer.rpc, peer.identity, model, self.hosts, wait_seconds, audit_share)
 
     @property
     def manifest(self) -> Manifest:
@@ -58,8 +60,12 @@ class SwarmModel:
 
 
 @contextlib.asynccontextmanager
-async def generating(link: SwarmLink, wait_seconds: float = 30.0) -> AsyncIterator[SwarmModel]:
+async def generating(
+    link: SwarmLink, wait_seconds: float = 30.0, audit_share: float = 0.0
+) -> AsyncIterator[SwarmModel]:
     """Connect to a swarm for the block; a stage without a host is waited for ``wait_seconds``.
+
+    ``audit_share`` of the answers are generated again on other hosts.
 
     Raises:
         BootstrapError: No peer of the link answers.
@@ -72,9 +78,10 @@ async def generating(link: SwarmLink, wait_seconds: float = 30.0) -> AsyncIterat
         peer = await Peer.start(identity, options, runtime, link=link)
         try:
             peer.rpc.credential, _ = await peer.entry.enter(link)
-            model = SwarmModel(peer, await asyncio.to_thread(stage_blocks, peer.manifest), wait_seconds)
+            model = SwarmModel(peer, await asyncio.to_thread(stage_blocks, peer.manifest), wait_seconds, audit_share)
             async with Tasks() as tasks:
                 tasks.keep(model.follow, "records")
+                tasks.keep(model.generator.auditor.run, "audits")
                 yield model
         finally:
             await peer.close()

@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
+from p2ptrain.averaging.protocol.certificate import Head
+from p2ptrain.config import PeerConfig
+from p2ptrain.errors import P2PTrainError
 from p2ptrain.models import build_model
+from p2ptrain.models.pretrained import end_marks, manifest_tokenizer
 from p2ptrain.models.stage import Stage
-from p2ptrain.node.peer import Peer
 from p2ptrain.pipeline.plan import PipelinePlan
 from p2ptrain.pipeline.stage.hosted_stage import HostedStage
+from p2ptrain.serving.grammar import Grammars
 from p2ptrain.serving.host.session import Key
-from p2ptrain.training.sync.synchronizer import Synchronizer
+from p2ptrain.training.state.shared_state import SharedState
+
+if TYPE_CHECKING:
+    from p2ptrain.node.peer import Peer
+
+logger = logging.getLogger(__name__)
+
+
+def key_of(heads: Sequence[Head]) -> Key:
+    """Return round and digest of a stage's version, from the heads of its units."""
+    digests = b"".join(head.digest for head in heads)
+    return heads[0].round, heads[0].digest if len(heads) == 1 else hashlib.sha256(digests).digest()
 
 
 class Held(ABC):
@@ -24,8 +42,21 @@ class Held(ABC):
 
     @property
     @abstractmethod
+    def states(self) -> list[SharedState]:
+        """The shared state of each of its units, the stage's own first."""
+
+    @property
     def key(self) -> Key:
         """Round and digest of the state."""
+        return key_of([state.head for state in self.states])
+
+    @abstractmethod
+    def is_whole(self) -> bool:
+        """True unless a round is between its step and its head; the caller runs on the state's thread."""
+
+    @abstractmethod
+    def is_training(self) -> bool:
+        """True if the machine computes for training now."""
 
     @abstractmethod
     def module(self) -> Stage | None:
@@ -44,15 +75,17 @@ class HeldStage(Held):
         self.num_stages = num_stages
 
     @property
-    def key(self) -> Key:
-        heads = [unit.synchronizer.head for unit in self.hosted.units]
-        digests = b"".join(head.digest for head in heads)
-        return heads[0].round, heads[0].digest if len(heads) == 1 else hashlib.sha256(digests).digest()
+    def states(self) -> list[SharedState]:
+        return [unit.state for unit in self.hosted.units]
+
+    def is_whole(self) -> bool:
+        return all(unit.state.is_settled and unit.work.is_adopted() for unit in self.hosted.units)
+
+    def is_training(self) -> bool:
+        return self.hosted.worker.device.is_in_use
 
     def module(self) -> Stage | None:
-        units = self.hosted.units
-        is_whole = all(unit.state.is_settled and unit.work.is_adopted() for unit in units)
-        return self.hosted.worker.compute.stage if is_whole else None
+        return self.hosted.worker.compute.stage if self.is_whole() else None
 
 
 class HeldModel(Held):
@@ -61,14 +94,21 @@ class HeldModel(Held):
     number = 0
     num_stages = 1
 
-    def __init__(self, synchronizer: Synchronizer, peer: Peer) -> None:
-        self._state = synchronizer.state
+    def __init__(self, state: SharedState, peer: Peer) -> None:
+        self._state = state
+        self._record = peer.record
         self._model = peer.manifest.model
         self._module: torch.nn.Module | None = None
 
     @property
-    def key(self) -> Key:
-        return self._state.head.round, self._state.head.digest
+    def states(self) -> list[SharedState]:
+        return [self._state]
+
+    def is_whole(self) -> bool:
+        return self._state.is_settled
+
+    def is_training(self) -> bool:
+        return self._record.state == "training"
 
     def module(self) -> Stage | None:
         if not self._state.is_settled:
@@ -80,6 +120,16 @@ class HeldModel(Held):
         return self._module
 
 
+def load_grammars(peer: Peer, config: PeerConfig, vocabulary: int) -> Grammars | None:
+    """Return the grammars of the model's tokenizer; None, which the log explains, if something is missing."""
+    try:
+        tokenizer = manifest_tokenizer(peer.manifest, config.weights, config.allow_path)
+        return Grammars(tokenizer, vocabulary, end_marks(peer.manifest))
+    except P2PTrainError as error:
+        logger.info("no answers in a given form (JSON, tool calls): %s", error)
+        return None
+
+
 def newest(peer: Peer, before: Held | None) -> Held | None:
     """Return what a peer holds now, ``before`` if that is the same; None while it holds nothing."""
     if peer.held.stages:
@@ -87,7 +137,6 @@ def newest(peer: Peer, before: Held | None) -> Held | None:
         if isinstance(before, HeldStage) and before.hosted is hosted:
             return before
         return HeldStage(hosted, PipelinePlan(peer.manifest).num_stages) if hosted.reports() else None
-    synchronizer = peer.held.synchronizer
-    if synchronizer is None or not synchronizer.state.is_settled:
-        return None
-    return before or HeldModel(synchronizer, peer)
+    if before is not None or (synchronizer := peer.held.synchronizer) is None:
+        return before
+    return HeldModel(synchronizer.state, peer) if synchronizer.state.is_settled else None

@@ -13,8 +13,8 @@ from p2ptrain.native.exact import AnyKernels
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.node.peer import Peer
 from p2ptrain.node.roles.materials import choose_device
-from p2ptrain.node.serving.held import Held, newest
-from p2ptrain.serving.host.pool import PagePool
+from p2ptrain.node.serving.held import Held, load_grammars, newest
+from p2ptrain.serving.host.pool import PagePool, pages_within
 from p2ptrain.serving.host.service import ServingHost
 from p2ptrain.serving.host.session import Key
 from p2ptrain.serving.host.sessions import Offer, SessionBook
@@ -51,7 +51,7 @@ class Serving:
 
         Raises `IntegrityError` if this machine computes other bits than the kernels promise.
         """
-        self._kernels = await asyncio.to_thread(checked_kernels, choose_device(self._config))
+        self._kernels = await self._peer.runtime.offload(checked_kernels, choose_device(self._config))
         try:
             while True:
                 await self._look()
@@ -67,22 +67,31 @@ class Serving:
             return
         self._held = held
         key, now = held.key, asyncio.get_running_loop().time()
-        if key != self._key:
-            if self._key is not None and key[0] > self._key[0]:
-                pace = (now - self._since) / (key[0] - self._key[0])
-                self._seconds_per_round += PACE_SHARE * (pace - self._seconds_per_round)
-            self._key, self._since = key, now
+        self._note(key, now)
         if self._is_due(key, now):
             await self._serve(held, now)
 
-    def _is_due(self, key: Key, now: float) -> bool:
-        served = self._host.keys if self._host is not None else []
+    def _note(self, key: Key, now: float) -> None:
+        """Take note of the newest head, and of the pace of rounds."""
+        if key != self._key:
+            if self._key is not None and key[0] > self._key[0]:
+                pace = (now - self._since) / (key[0] - self._key[0])
+                share = PACE_SHARE if self._seconds_per_round else 1.0
+                self._seconds_per_round += share * (pace - self._seconds_per_round)
+            self._key, self._since = key, now
+
+    def _every(self) -> int:
+        """Return the rounds from one version to the next, which take `LEAST_VERSION_SECONDS` or more."""
         every = self._config.serving.every_rounds
         # Powers of two: hosts that measure rounds a little differently have every second version in common.
         while 0 < every * self._seconds_per_round < LEAST_VERSION_SECONDS:
             every *= 2
+        return every
+
+    def _is_due(self, key: Key, now: float) -> bool:
+        served = self._host.keys if self._host is not None else []
         is_at_rest = key == self._key and now - self._since >= IDLE_SECONDS
-        return key not in served and (key[0] % every == 0 or is_at_rest or not served)
+        return key not in served and (key[0] % self._every() == 0 or is_at_rest or not served)
 
     async def _serve(self, held: Held, now: float) -> None:
         """Copy the weights, and serve them if their round is still due."""
@@ -95,21 +104,30 @@ class Serving:
 
         if (copied := await self._peer.runtime.compute(copy)) is None:
             return
-        key, stage = copied
+        await self._offer(held.number, held.num_stages, *copied)
+
+    async def _offer(self, number: int, num_stages: int, key: Key, stage: ExactStage) -> None:
+        """Serve a version of a stage."""
         if self._host is None:
-            num_pages = max(1, min(self._config.serving.cache, stage.free_bytes) // stage.page_bytes)
-            context = self._config.serving.context or await asyncio.to_thread(self._model_context)
-            peer = self._peer
-            offer = Offer(held.number, held.num_stages, stage.arithmetic, context)
+            num_pages = pages_within(self._config.serving.cache, stage)
+            peer, offload, grammars = self._peer, self._peer.runtime.offload, None
+            context = self._config.serving.context or await offload(self._model_context)
+            if number == num_stages - 1:
+                grammars = await offload(load_grammars, peer, self._config, stage.vocabulary)
+            speculates = self._config.serving.speculation == "ngram"
+            offer = Offer(number, num_stages, stage.arithmetic, context, speculates, grammars)
             book = SessionBook(peer.rpc, peer.identity, offer, PagePool(num_pages))
-            self._host = ServingHost(peer.rpc, book)
+            self._host = ServingHost(peer.rpc, book, self._config.resources.serving_share, self._is_training)
             logger.info(
-                "serving stage %d of %d in %s, with room for %d tokens", held.number, held.num_stages,
-                stage.arithmetic, num_pages * PAGE,
+                "serving stage %d of %d in %s, with room for %d tokens", number, num_stages, stage.arithmetic,
+                num_pages * PAGE,
             )  # fmt: skip
         self._host.serve(key, stage)
         logger.info("serving round %d", key[0])
         self._peer.presence.changed()
+
+    def _is_training(self) -> bool:
+        return self._held is not None and self._held.is_training()
 
     def _model_context(self) -> int:
         """Return the positions that the model can have: a pretrained one's own, or those of a training sample."""
@@ -123,7 +141,4 @@ class Serving:
             self._peer.presence.changed()
 
     def _describe(self, record: PeerRecord) -> PeerRecord:
-        host, held = self._host, self._held
-        if host is None or held is None:
-            return record
-        return replace(record, serving=host.report())
+        return record if self._host is None else replace(record, serving=self._host.report())

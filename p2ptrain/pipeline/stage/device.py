@@ -37,6 +37,10 @@ class Timed(Generic[T]):
     busy_seconds: float
 
 
+IDLE_SECONDS = 5.0
+"""Time after its last pass from which on a device counts as free for other work."""
+
+
 class Device:
     """Runs passes in the runtime's device thread, one at a time."""
 
@@ -45,11 +49,17 @@ class Device:
         self._waiting: list[tuple[Pass, int, asyncio.Future[None]]] = []
         self._order = itertools.count()
         self._is_busy = False
+        self._used_at = -IDLE_SECONDS
         self._tasks = Tasks()
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def is_in_use(self) -> bool:
+        """True if a pass runs, or ended less than `IDLE_SECONDS` ago."""
+        return self._is_busy or asyncio.get_running_loop().time() - self._used_at < IDLE_SECONDS
 
     async def run(self, kind: Pass, work: Callable[[], T]) -> Timed[T]:
         """Run ``work()`` in its turn; return its result, or raise its error.
@@ -87,6 +97,7 @@ class Device:
 
     def _next(self) -> None:
         """Start the first pass in the queue."""
+        self._used_at = asyncio.get_running_loop().time()
         self._is_busy = False
         while self._waiting:
             _, _, turn = heapq.heappop(self._waiting)

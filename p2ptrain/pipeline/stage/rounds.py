@@ -75,6 +75,8 @@ class StageRounds:
     def stop(self) -> None:
         """End `run` after the round in progress is averaged as it is; admit nothing more."""
         self._is_stopping = True
+        for unit in self._units:
+            unit.synchronizer.leave()
         self._host.leave()
 
     async def run(self) -> None:
@@ -152,6 +154,7 @@ class StageRounds:
         unit.synchronizer.last_round = until  # Late work must not end the next round.
         while unit.state.head.round < until:
             was_stopping = self._is_stopping
+            unit.synchronizer.stays = not self._is_stopping and not 0 < self.last_round <= until
             if unit.work.tokens > 0:
                 await self._synchronize(unit)
                 idle_since = asyncio.get_running_loop().time()
@@ -180,6 +183,7 @@ class StageRounds:
         If the round is over elsewhere, it ends with a gradient of zero instead.
         """
         synchronizer = unit.synchronizer
+        synchronizer.averager.matchmaker.start_clock()  # Else it would never follow a reduced lineage.
         source = await synchronizer.averager.matchmaker.standby.sit_out(seconds)
         if source:
             await synchronizer.catch_up.follow(source, unit.work)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from p2ptrain.models.exact import PAGE
 from p2ptrain.network.records.serving import ServedStage
 from p2ptrain.serving.messages import MAX_CANDIDATES, Version
 
 WAITING_SECONDS = 0.01
 """Cost of one session at a host, in seconds of distance."""
+ROW_SECONDS, MOST_GAIN_SECONDS = 0.0005, 0.2
+"""Gain of a row that a host need not compute, and of all such rows at most: prefixes do not crowd a host."""
+MAX_RECENT_PAGES = 16384
 
 
 class Host(NamedTuple):
@@ -22,21 +27,77 @@ class Host(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The hosts of each stage, the best first."""
+    """The hosts of each stage, the best first; ``engine`` is that of the last ones' grammars, if they are needed."""
 
     version: Version
     route: tuple[tuple[str, ...], ...]
+    engine: str = ""
+
+
+class Prefix(NamedTuple):
+    """The first ``rows`` tokens of a prompt; ``route`` has the host of each stage that computed them last."""
+
+    rows: int
+    route: tuple[str, ...]
+
+
+class Needs(NamedTuple):
+    """The demands of a session on its hosts.
+
+    Attributes:
+        positions: The context that it needs.
+        engine: Of its grammar; empty for the one that most hosts have, and None if it has no grammar.
+        prefix: Of its prompt.
+        among: The only hosts that it may have; None for any.
+    """
+
+    positions: int = 1
+    engine: str | None = None
+    prefix: Prefix | None = None
+    among: frozenset[str] | None = None
+
+
+ANY = Needs()
+
+
+class RecentPrefixes:
+    """Where this client's recent prompts were computed, by their pages; the least recently used are forgotten."""
+
+    def __init__(self, most: int = MAX_RECENT_PAGES) -> None:
+        self._most = most
+        self._routes: OrderedDict[tuple[bytes, bytes], tuple[str, ...]] = OrderedDict()
+
+    def note(self, salt: bytes, pages: Sequence[bytes], route: tuple[str, ...]) -> None:
+        """Remember the route of a prompt's pages, given by their hashes."""
+        for page in reversed(pages):  # The first pages are of most use.
+            self._routes[salt, page] = route
+            self._routes.move_to_end((salt, page))
+        while len(self._routes) > self._most:
+            self._routes.popitem(last=False)
+
+    def find(self, salt: bytes, pages: Sequence[bytes]) -> Prefix | None:
+        """Return the longest known prefix of a prompt."""
+        known = (number for number in range(len(pages), 0, -1) if (salt, pages[number - 1]) in self._routes)
+        number = next(known, 0)
+        return Prefix(number * PAGE, self._routes[salt, pages[number - 1]]) if number else None
 
 
 def choose(
-    hosts: Sequence[Host], num_stages: int, session: bytes, *, positions: int = 1, only: Version | None = None
+    hosts: Sequence[Host], num_stages: int, session: bytes, needs: Needs = ANY, *, only: Version | None = None
 ) -> Plan | int:
     """Return the plan of a session, or the number of a stage that no host serves in a common version.
 
     The newest round counts that all stages have in one arithmetic. Near and idle hosts come first; the session's id
-    spreads sessions over equal ones. ``positions`` is the context that the session needs.
+    spreads sessions over equal ones. A host that computed the prompt's prefix comes before others that are not much
+    better.
     """
-    able = [host for host in hosts if is_able(host, num_stages) and host.served.context >= positions]
+    able = [host for host in hosts if is_able(host, num_stages) and host.served.context >= needs.positions]
+    if needs.among is not None:
+        able = [host for host in able if host.peer in needs.among]
+    if (engine := needs.engine) is not None:
+        engines = Counter(host.served.grammars for host in able if host.served.grammars)
+        engine = engine or max(engines, key=lambda each: (engines[each], each), default="")
+        able = [each for each in able if each.served.stage < num_stages - 1 or (each.served.grammars == engine != "")]
     versions: dict[tuple[int, str], dict[int, dict[bytes, list[Host]]]] = {}
     for host in able:
         for round_, digest in host.served.versions:
@@ -50,7 +111,8 @@ def choose(
         version = Version(round_, digests, arithmetic)
         if only is not None and version != only:
             continue
-        return Plan(version, tuple(_ordered(stages[number][digest], session) for number, digest in enumerate(digests)))
+        found = (stages[number][digest] for number, digest in enumerate(digests))
+        return Plan(version, tuple(_ordered(each, session, needs.prefix) for each in found), engine or "")
     served = {host.served.stage for host in able}
     return next((number for number in range(num_stages) if number not in served), 0)
 
@@ -72,9 +134,11 @@ def _agreed(hosts: dict[bytes, list[Host]]) -> bytes:
     return max(hosts, key=lambda digest: (len(hosts[digest]), digest))
 
 
-def _ordered(hosts: Sequence[Host], session: bytes) -> tuple[str, ...]:
+def _ordered(hosts: Sequence[Host], session: bytes, prefix: Prefix | None) -> tuple[str, ...]:
     def cost(host: Host) -> tuple[bool, float, bytes]:
         seconds = host.seconds + WAITING_SECONDS * host.served.sessions
+        if prefix is not None and host.peer in prefix.route:
+            seconds -= min(ROW_SECONDS * prefix.rows, MOST_GAIN_SECONDS)
         tie = hashlib.sha256(session + host.peer.encode()).digest()
         return not host.served.free_pages, round(seconds, 2), tie
 

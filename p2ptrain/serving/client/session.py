@@ -1,13 +1,15 @@
-"""`SwarmSession`: one generation on a swarm's hosts, as the client sees it."""
+"""`SwarmSession`: one generation on a swarm's hosts, as the client sees it; `LogitsSession`: the logits of a prompt."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any
 
 import msgspec
+import torch
 
 from p2ptrain.errors import DeadlineError, P2PTrainError, PeerError, ProtocolError
 from p2ptrain.network.rpc.channel import Channel
@@ -17,7 +19,21 @@ from p2ptrain.serving.errors import GenerationFailedError, NoHostError, Overload
 from p2ptrain.serving.generation import Token
 from p2ptrain.serving.journal import Journal
 from p2ptrain.serving.link import CLOSE_SECONDS, OPEN_SECONDS, StageFailedError, StageLink
-from p2ptrain.serving.messages import AHEAD, TOKENS, Cause, DrawnToken, Grant, Listen, Ticket, Version
+from p2ptrain.serving.messages import (
+    AHEAD,
+    FLOAT_BYTES,
+    LOGITS,
+    TOKENS,
+    Cause,
+    DrawnToken,
+    Grant,
+    Listen,
+    LogitRows,
+    LogitsRequest,
+    Ticket,
+    Version,
+)
+from p2ptrain.serving.prefix import page_hashes
 from p2ptrain.tasks import Tasks
 
 logger = logging.getLogger(__name__)
@@ -33,7 +49,8 @@ class SwarmSession:
 
     Attributes:
         failovers: Replaced hosts so far.
-        version: See `p2ptrain.serving.generation.Generation`.
+        drawn: The tokens so far.
+        version, cached: See `p2ptrain.serving.generation.Generation`.
     """
 
     def __init__(
@@ -56,8 +73,10 @@ class SwarmSession:
         self._renew = renew
         self._wait_seconds = wait_seconds
         self._moves = 0
+        self._cached: int | None = None
         self._moved = asyncio.Event()
         self._journal = Journal(ids)
+        self.drawn: list[int] = []
         self._stop = ticket.prompt + ticket.max_tokens
         self._use(ticket)
         self._tokens: asyncio.Queue[Token | P2PTrainError] = asyncio.Queue()
@@ -80,6 +99,15 @@ class SwarmSession:
     @property
     def failovers(self) -> int:
         return self._moves
+
+    @property
+    def ticket(self) -> Ticket:
+        """The ticket of the version that goes on now."""
+        return self._ticket
+
+    @property
+    def cached(self) -> int:
+        return self._cached or 0
 
     async def run(self) -> None:
         """Keep hosts supplied and receive tokens until cancelled; a failure is raised by the iteration."""
@@ -120,6 +148,8 @@ class SwarmSession:
     def _on_moved(self, stage: int, host: str) -> None:
         if stage < len(self._hosts) and host not in (self._hosts[stage], self._rpc.peer_id):
             self._moves += bool(self._hosts[stage])
+            if not stage and self._cached is None:
+                self._cached = self._link.position
             self._hosts[stage] = host
             self._moved.set()
 
@@ -147,7 +177,9 @@ class SwarmSession:
 
     def _rest(self) -> Ticket:
         """Return a ticket for the tokens that are left."""
-        return msgspec.structs.replace(self._ticket, prompt=self._next, max_tokens=self._stop - self._next)
+        pages = page_hashes(self._journal.ids[: self._next])
+        max_tokens = self._stop - self._next
+        return msgspec.structs.replace(self._ticket, prompt=self._next, max_tokens=max_tokens, pages=pages)
 
     # Tokens
 
@@ -170,12 +202,17 @@ class SwarmSession:
     async def _listen_to(self, host: str) -> None:
         """Receive one host's tokens until it is lost or replaced."""
         request = Listen(self._ticket.session, self._next, self._taken + AHEAD, self._hosts[0])
-        async with self._rpc.open(host, TOKENS, request, OPEN_SECONDS) as channel, Tasks() as tasks:
-            granting = tasks.call(self._grant(channel, self._taken + AHEAD, self._hosts[0]), "grant")
-            receiving = tasks.call(self._receive(host, request.session, channel), "receive")
-            replaced = tasks.call(self._until_replaced(host, request.session), "replaced")
-            await asyncio.wait({granting, receiving, replaced}, return_when=asyncio.FIRST_COMPLETED)
-            for each in (receiving, granting):
+        async with self._rpc.open(host, TOKENS, request, OPEN_SECONDS) as channel:
+            granting = self._grant(channel, self._taken + AHEAD, self._hosts[0])
+            await self._follow(host, channel, self._receive(host, request.session, channel), granting)
+
+    async def _follow(self, host: str, channel: Channel, *work: Coroutine[Any, Any, None]) -> None:
+        """Run work on a host's channel until some of it ends, or the host is replaced."""
+        async with Tasks() as tasks:
+            working = [tasks.call(each, "follow") for each in work]
+            replaced = tasks.call(self._until_replaced(host, self._ticket.session), "replaced")
+            await asyncio.wait({*working, replaced}, return_when=asyncio.FIRST_COMPLETED)
+            for each in working:
                 if each.done():
                     await each
             if replaced.done():  # A stopped host acknowledges no end.
@@ -204,6 +241,7 @@ class SwarmSession:
         if token.position >= min(self._stop, max(self._taken, self._ticket.prompt) + AHEAD):
             raise ProtocolError(host, f"token {token.position}, which was not granted")
         self._next += 1
+        self.drawn.append(token.id)
         if self._next < self._stop:
             journal.append([token.id])
         self._tokens.put_nowait(Token(token.position, token.id, token.logprob, token.top))
@@ -216,6 +254,53 @@ class SwarmSession:
                 granted, feed = self._taken + AHEAD, self._hosts[0]
                 await channel.send(Grant(granted, feed))
             await self._granted.wait()
+
+
+class LogitsSession(SwarmSession):
+    """A session for the logits of its prompt's rows; the one token after them is not taken."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._progress = asyncio.Event()
+        super().__init__(*arguments)
+
+    def _use(self, ticket: Ticket) -> None:
+        super()._use(ticket)
+        self._rows: list[torch.Tensor] = []  # Of one version.
+
+    async def run(self) -> None:
+        """Receive logits until cancelled; `logits` raises a failure."""
+        await super().run()
+        self._progress.set()
+
+    async def logits(self, vocabulary: int) -> torch.Tensor:
+        """Return ``[prompt, vocabulary]``, fp32.
+
+        Raises `GenerationFailedError` if hosts send nothing for `TOKEN_SECONDS`, and as the iteration.
+        """
+        self._vocabulary = vocabulary
+        while sum(map(len, self._rows)) < self._ticket.prompt:
+            try:
+                async with asyncio.timeout(TOKEN_SECONDS):
+                    await self._progress.wait()
+            except TimeoutError:
+                raise GenerationFailedError(f"the hosts sent nothing for {TOKEN_SECONDS:g} s: try again") from None
+            self._progress.clear()
+            if not self._tokens.empty() and isinstance(failure := self._tokens.get_nowait(), P2PTrainError):
+                raise failure
+        return torch.cat(self._rows)
+
+    async def _listen_to(self, host: str) -> None:
+        request = LogitsRequest(self._ticket.session, sum(map(len, self._rows)))
+        async with self._rpc.open(host, LOGITS, request, OPEN_SECONDS) as channel:
+            await self._follow(host, channel, self._receive(host, request.session, channel))
+
+    async def _receive(self, host: str, session: bytes, channel: Channel) -> None:
+        while self._ticket.session == session:
+            count = (await channel.receive(LogitRows, TOKEN_SECONDS)).rows
+            data = await channel.receive_bytes(count * self._vocabulary * FLOAT_BYTES, TOKEN_SECONDS)
+            if self._ticket.session == session:
+                self._rows.append(torch.frombuffer(data, dtype=torch.float32).view(count, -1))
+                self._progress.set()
 
 
 def _explained(error: StageFailedError | NoHostError) -> P2PTrainError:

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+import hashlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
+import torch
 
 from p2ptrain.network.rpc.endpoint import Rpc
-from p2ptrain.serving.client.routes import Host, Plan, choose, longest
-from p2ptrain.serving.client.session import SwarmSession
-from p2ptrain.serving.errors import NoHostError, PromptTooLongError, VersionGoneError
+from p2ptrain.serving.client.audit import Answer, Auditor, Tokens
+from p2ptrain.serving.client.routes import ANY, Host, Needs, Plan, RecentPrefixes, choose, longest
+from p2ptrain.serving.client.session import LogitsSession, SwarmSession
+from p2ptrain.serving.errors import NoGrammarError, NoHostError, PromptTooLongError, VersionGoneError
 from p2ptrain.serving.messages import Ticket, Version
+from p2ptrain.serving.prefix import page_hashes
 from p2ptrain.serving.sampling import Sampling
 from p2ptrain.signing import Signer
 from p2ptrain.tasks import Tasks
+
+S = TypeVar("S", bound=SwarmSession)
 
 LOOK_SECONDS = 0.5
 TICKET_SECONDS = 24 * 3600.0
@@ -33,7 +40,12 @@ class ServedModel:
 
 
 class SwarmGenerator:
-    """A `p2ptrain.serving.generation.Generator` on a swarm's hosts."""
+    """A `p2ptrain.serving.generation.Generator` on a swarm's hosts.
+
+    Attributes:
+        auditor: Leaves out hosts that compute other tokens than most.
+        audits: Its counts.
+    """
 
     def __init__(
         self,
@@ -42,8 +54,12 @@ class SwarmGenerator:
         model: ServedModel,
         hosts: Callable[[], Sequence[Host]],
         wait_seconds: float = 30.0,
+        audit_share: float = 0.0,
     ) -> None:
-        """``hosts`` returns the known hosts as of now; a stage without one is waited for ``wait_seconds``."""
+        """``hosts`` returns the known hosts as of now; a stage without one is waited for ``wait_seconds``.
+
+        ``audit_share`` of the answers are audited while `Auditor.run` runs.
+        """
         self.model = model.name
         self.vocabulary = model.vocabulary
         self._blocks = model.blocks
@@ -51,6 +67,9 @@ class SwarmGenerator:
         self._signer = signer
         self._hosts = hosts
         self._wait_seconds = wait_seconds
+        self._recent = RecentPrefixes()
+        self.auditor = Auditor(rpc.runtime, audit_share, self._again, hosts)
+        self.audits = self.auditor.counts
 
     @property
     def context(self) -> int:
@@ -61,18 +80,30 @@ class SwarmGenerator:
         """Raise `NoHostError` unless each stage has a host."""
         self._plan(bytes(16))
 
-    @asynccontextmanager
-    async def generate(
+    def generate(
         self, ids: Sequence[int], sampling: Sampling, *, max_tokens: int, stops: Sequence[int] = (), key: str = ""
-    ) -> AsyncIterator[SwarmSession]:
+    ) -> AbstractAsyncContextManager[SwarmSession]:
         """Generate tokens after a prompt; see `p2ptrain.serving.generation.Generator`.
 
         Raises:
             PromptTooLongError: Prompt and answer exceed the context, or the prompt is empty or has unknown tokens.
             NoHostError, OverloadedError, GenerationFailedError: From the iteration, too.
         """
+        return self._open(SwarmSession, ids, sampling, max_tokens, stops, key)
+
+    async def logits(self, ids: Sequence[int]) -> torch.Tensor:
+        """Return the logits after each of some tokens, ``[tokens, vocabulary]``, fp32; raise as `generate`."""
+        async with self._open(LogitsSession, ids, Sampling(temperature=0.0), 1) as session:
+            return await session.logits(self.vocabulary)
+
+    @asynccontextmanager
+    async def _open(
+        self, kind: type[S], ids: Sequence[int], sampling: Sampling, max_tokens: int, stops: Sequence[int] = (),
+        key: str = "",
+    ) -> AsyncIterator[S]:  # fmt: skip
         rpc, id = self._rpc, self._new_id()
-        await self._first_plan(id)
+        engine = _engine(sampling)
+        await self._first_plan(id, Needs(engine=engine))
         if not 0 < len(ids) <= self.context - max_tokens:
             raise PromptTooLongError(
                 f"a prompt of {len(ids)} tokens and an answer of {max_tokens} do not fit the context of {self.context}:"
@@ -80,14 +111,38 @@ class SwarmGenerator:
             )
         if not 0 <= min(ids) <= max(ids) < self.vocabulary:
             raise PromptTooLongError(f"the prompt has a token that is not in the vocabulary of {self.vocabulary}")
-        plan = await self._first_plan(id, len(ids) + max_tokens - 1)
+        # Pages that a false host computed, or fed, are found no more.
+        salt = hashlib.sha256(f"{self.auditor.num_differences}/{key}".encode()).digest()
+        pages = page_hashes(ids)
+        needs = Needs(len(ids) + max_tokens - 1, engine, self._recent.find(salt, pages))
+        plan = await self._first_plan(id, needs)
+        needs = needs._replace(engine=plan.engine or None)
         ticket = Ticket(
-            id, rpc.peer_id, plan.version, len(ids), len(ids), max_tokens, sampling,
-            self._rpc.runtime.now() + TICKET_SECONDS, tuple(stops), rpc.credential,
+            id, rpc.peer_id, plan.version, len(ids), len(ids), max_tokens, _with_engine(sampling, plan.engine),
+            self._rpc.runtime.now() + TICKET_SECONDS, tuple(stops), rpc.credential, salt, pages, kind is LogitsSession,
         )  # fmt: skip
-        session = SwarmSession(
-            rpc, await self._signed(ticket), list(ids),
-            lambda version: self._plan(id, version, ticket.num_positions), self._renewed, self._wait_seconds,
+        self._recent.note(salt, pages, tuple(hosts[0] for hosts in plan.route))
+        async with self._running(kind, ticket, ids, needs, self._renewed) as session:
+            try:
+                yield session
+            finally:
+                if all(session.route):
+                    self._recent.note(salt, pages, session.route)
+                if kind is SwarmSession and not session.failovers and session.ticket.version == plan.version:
+                    answer = Answer(
+                        plan.version, tuple(ids), ticket.sampling, ticket.stops, tuple(session.drawn), session.route
+                    )
+                    self.auditor.offer(answer)
+
+    @asynccontextmanager
+    async def _running(
+        self, kind: type[S], ticket: Ticket, ids: Sequence[int], needs: Needs,
+        renew: Callable[[Ticket], Awaitable[Ticket]],
+    ) -> AsyncIterator[S]:  # fmt: skip
+        """Run a session in the block."""
+        session = kind(
+            self._rpc, await self._signed(ticket), list(ids),
+            lambda version: self._plan(ticket.session, needs, version), renew, self._wait_seconds,
         )  # fmt: skip
         async with Tasks() as tasks:
             running = tasks.call(session.run(), "generation")
@@ -95,6 +150,21 @@ class SwarmGenerator:
                 yield session
             finally:
                 await session.close(running)
+
+    async def _again(self, answer: Answer, route: Sequence[str]) -> Tokens:
+        """Generate an answer again, on one route with the same weights."""
+        number, needs = len(answer.tokens), Needs(engine=_engine(answer.sampling), among=frozenset(route))
+        ticket = Ticket(
+            self._new_id(), self._rpc.peer_id, answer.version, len(answer.ids), len(answer.ids), number,
+            answer.sampling, self._rpc.runtime.now() + TICKET_SECONDS, answer.stops, self._rpc.credential,
+            self._new_id(),
+        )  # fmt: skip
+
+        async def end(ticket: Ticket) -> Ticket:
+            raise VersionGoneError(f"round {ticket.version.round} is not served any more")
+
+        async with self._running(SwarmSession, ticket, answer.ids, needs, end) as session:
+            return tuple([token.id async for token in session])
 
     def _new_id(self) -> bytes:
         return self._rpc.runtime.random.getrandbits(128).to_bytes(16, "big")
@@ -107,25 +177,38 @@ class SwarmGenerator:
     async def _renewed(self, ticket: Ticket) -> Ticket:
         """Return a ticket like this one for another session, of the newest version."""
         id = self._new_id()
-        plan = await self._first_plan(id, ticket.num_positions)
+        plan = await self._first_plan(id, Needs(ticket.num_positions, _engine(ticket.sampling)))
         return await self._signed(msgspec.structs.replace(ticket, session=id, version=plan.version))
 
-    async def _first_plan(self, id: bytes, positions: int = 1) -> Plan:
+    async def _first_plan(self, id: bytes, needs: Needs) -> Plan:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._wait_seconds
         while True:
             try:
-                return self._plan(id, None, positions)
-            except NoHostError:
-                if loop.time() >= deadline:
+                return self._plan(id, needs)
+            except NoHostError as error:
+                if loop.time() >= deadline or isinstance(error, NoGrammarError):
                     raise
             await asyncio.sleep(LOOK_SECONDS)
 
-    def _plan(self, id: bytes, version: Version | None = None, positions: int = 1) -> Plan:
+    def _plan(self, id: bytes, needs: Needs = ANY, version: Version | None = None) -> Plan:
         hosts, num_stages = self._hosts(), len(self._blocks)
-        found = choose(hosts, num_stages, id, positions=positions, only=version)
+        if needs.among is None:
+            hosts = self.auditor.trusted(hosts)
+        found = choose(hosts, num_stages, id, needs, only=version)
         if isinstance(found, Plan):
             return found
-        if version is not None and isinstance(choose(hosts, num_stages, id, positions=positions), Plan):
+        if version is not None and isinstance(choose(hosts, num_stages, id, needs), Plan):
             raise VersionGoneError(f"round {version.round} is not served any more")
-        raise NoHostError(found, self._blocks[found])
+        is_served = needs.engine is not None and isinstance(choose(hosts, num_stages, id, Needs(needs.positions)), Plan)
+        raise (NoGrammarError if is_served else NoHostError)(found, self._blocks[found])
+
+
+def _engine(sampling: Sampling) -> str | None:
+    return sampling.grammar.engine if sampling.grammar is not None else None
+
+
+def _with_engine(sampling: Sampling, engine: str) -> Sampling:
+    if sampling.grammar is None:
+        return sampling
+    return msgspec.structs.replace(sampling, grammar=msgspec.structs.replace(sampling.grammar, engine=engine))

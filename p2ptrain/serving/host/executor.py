@@ -14,6 +14,8 @@ from p2ptrain.models.exact import ExactStage, PageStore, Part
 from p2ptrain.runtime import Runtime
 from p2ptrain.serving.host.scheduler import Waiting, next_batch
 from p2ptrain.serving.host.session import HostSession, Key
+from p2ptrain.serving.host.share import ComputeShare
+from p2ptrain.serving.host.speculation import accept
 from p2ptrain.serving.messages import Cause, Failed
 from p2ptrain.serving.sampling import Drawn, Sampling, draw
 
@@ -24,8 +26,8 @@ class Share(NamedTuple):
     """One session's part of a batch.
 
     Attributes:
-        draws: Tokens to draw, each by its position, with the final hidden state before it; None for the batch's last
-            row of this session.
+        draws: Tokens to draw, each by its position, with the final hidden state before it; None for one of the
+            batch's rows. No token is drawn after one that differs from the id at its position.
     """
 
     session: HostSession
@@ -36,6 +38,12 @@ class Share(NamedTuple):
     prompt: int
     sampling: Sampling
 
+    def draw(self, logits: torch.Tensor, at: int) -> Drawn:
+        """Return the token of a position; raise `IntegrityError` if the ids do not fit the grammar."""
+        ids, matcher = self.ids[:at], self.session.matcher
+        allowed = matcher.allowed(ids[self.prompt :]) if matcher is not None else None
+        return draw(logits, at, ids, self.sampling, self.prompt, allowed)
+
 
 class Executor:
     """Computes one batch after another in `run`; `wake` announces work.
@@ -43,6 +51,7 @@ class Executor:
     Attributes:
         stages: The stage's weights in each served version.
         sessions: Those to compute, by id.
+        share: Bounds the time that batches take.
         num_drawn: Tokens drawn since the start.
     """
 
@@ -50,6 +59,7 @@ class Executor:
         self.stages: dict[Key, ExactStage] = {}
         self.sessions: dict[bytes, HostSession] = {}
         self.store: PageStore | None = None
+        self.share = ComputeShare()
         self.num_drawn = 0
         self._runtime = runtime
         self._number = number
@@ -67,18 +77,25 @@ class Executor:
 
     async def run(self) -> None:
         """Compute until cancelled."""
+        loop = asyncio.get_running_loop()
         while True:
             await self._work.wait()
             self._work.clear()
-            while batch := self._next():
+            while batch := await self._next_in_turn():
                 key, shares = batch
-                self._busy = {share.session for share in shares}
+                self._busy, began = {share.session for share in shares}, loop.time()
                 try:
                     await self._compute(key, shares)
                 finally:
+                    self.share.spend(loop.time() - began)
                     self._busy = set()
                     self._rested.set()
                     self._rested = asyncio.Event()
+
+    async def _next_in_turn(self) -> tuple[Key, list[Share]] | None:
+        """Return the next batch once it may begin; sessions that come meanwhile are in it."""
+        await self.share.wait()
+        return self._next()
 
     def _next(self) -> tuple[Key, list[Share]] | None:
         """Return the next batch, of sessions of one version; None if nothing waits."""
@@ -107,9 +124,11 @@ class Executor:
             if not isinstance(error, IntegrityError):
                 logger.exception("a session's rows could not be computed")
             return self._fail(shares, Cause.BROKEN, str(error))
+        rows = sum(share.part.rows for share in shares)
         for share, (outputs, drawn) in zip(shares, results, strict=True):
             self.num_drawn += len(drawn)
-            share.session.done(share.part.rows, outputs, drawn)
+            share.session.others = rows - share.part.rows
+            share.session.done(outputs, drawn)
 
     def _fail(self, shares: Sequence[Share], cause: Cause, reason: str) -> None:
         for share in shares:
@@ -120,7 +139,7 @@ def _share(session: HostSession, rows: int) -> Share:
     draws = [(at, session.final(at - 1)) for at in session.draws_after(rows)]
     part, inputs = session.take(rows)
     ticket = session.ticket
-    # The session only appends to its ids, so a batch may read those before its draws meanwhile.
+    # The session only appends to this list, or takes another one, so a batch may read it meanwhile.
     return Share(session, part, inputs, draws, session.ids, ticket.given, ticket.sampling)
 
 
@@ -140,10 +159,12 @@ def _compute(
             at = position - 1 - share.part.first
             finals.append(rows[at : at + 1] if kept is None else kept)
     logits = iter(stage.logits(torch.cat(finals)) if finals else ())
-    return [
-        (
-            rows,
-            {at: draw(next(logits), at, share.ids[:at], share.sampling, share.prompt) for at, _ in share.draws},
-        )
-        for share, rows in zip(shares, mine, strict=True)
-    ]
+    return [(rows, _draw(share, [next(logits) for _ in share.draws])) for share, rows in zip(shares, mine, strict=True)]
+
+
+def _draw(share: Share, logits: Sequence[torch.Tensor]) -> dict[int, Drawn]:
+    """Return a share's tokens by position, as far as its drafts are right."""
+    positions = [at for at, _ in share.draws]
+    drafted = [share.ids[at] for at in positions if at < len(share.ids)]
+    draws = (share.draw(row, at) for at, row in zip(positions, logits, strict=True))
+    return dict(zip(positions, accept(drafted, draws), strict=False))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 
 import torch
 
@@ -14,6 +15,7 @@ from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.serving.host.session import BEAT_SECONDS, HostSession, Key
 from p2ptrain.serving.host.sessions import DeclinedError, SessionBook
+from p2ptrain.serving.host.share import ComputeShare
 from p2ptrain.serving.host.tokens import TokenService
 from p2ptrain.serving.link import StageFailedError, StageLink
 from p2ptrain.serving.messages import (
@@ -45,8 +47,12 @@ class ServingHost:
         book: The sessions.
     """
 
-    def __init__(self, rpc: Rpc, book: SessionBook) -> None:
+    def __init__(
+        self, rpc: Rpc, book: SessionBook, share: float = 1.0, is_training: Callable[[], bool] = lambda: False
+    ) -> None:
+        """``share`` bounds the time of batches while ``is_training``; see `ComputeShare`."""
         self.book, self.executor = book, book.executor
+        self.executor.share = ComputeShare(share, is_training)
         self._rpc = rpc
         self._offer = offer = book.offer
         self._number = offer.number
@@ -57,12 +63,17 @@ class ServingHost:
         self._tasks.keep(self.executor.run, f"serve-{offer.number}")
 
     def serve(self, key: Key, stage: ExactStage) -> None:
-        """Serve a version's weights; the first of more than `KEPT_VERSIONS` is dropped, and its sessions fail."""
+        """Serve a version's weights; it keeps `KEPT_VERSIONS`."""
         if self.executor.store is None:
             self.executor.store, self._width = stage.new_pages(self.book.pool.num_pages), stage.hidden
         self.executor.stages[key] = stage
-        while len(self.executor.stages) > KEPT_VERSIONS:
+        self.keep(KEPT_VERSIONS)
+
+    def keep(self, number: int) -> None:
+        """Drop all but the last ``number`` versions; their sessions fail."""
+        while len(self.executor.stages) > number:
             del self.executor.stages[next(iter(self.executor.stages))]  # Not the least round: a stage may go back.
+        self.book.drop_stale_pages()
         for session in self.book.open.values():
             if session.key not in self.executor.stages:
                 session.fail(Failed(self._number, Cause.VERSION, f"round {session.key[0]} is not served any more"))
@@ -84,7 +95,7 @@ class ServingHost:
         offer, sessions = self._offer, len(self.book.open)
         served = ServedStage(
             offer.number, offer.num_stages, tuple(self.keys), offer.arithmetic, offer.context, self.book.pool.num_free,
-            sessions,
+            sessions, offer.grammars.engine if offer.grammars is not None else "",
         )  # fmt: skip
         return ServingReport(sessions if offer.is_last else 0, self.book.meter.totals(), served)
 
@@ -101,7 +112,7 @@ class ServingHost:
         elif not request.is_shadow:
             self._link(session, request)
         try:
-            await channel.send(Opened(len(session.ids)))
+            await channel.send(Opened(session.known))
             async with Tasks() as tasks:
                 telling = tasks.call(self._tell(session, channel), "tell")
                 hearing = tasks.call(self._hear(session, channel), "hear")
@@ -126,7 +137,7 @@ class ServingHost:
                     if self.book.holds(session):
                         self.book.end(session)
                     return
-                case Step(first, ids):
+                case Step(first, ids, drafts):
                     rows = torch.tensor(ids)
                     if self._number:
                         width = self._width
@@ -135,7 +146,7 @@ class ServingHost:
                         if not bool(rows.isfinite().all()):
                             raise ProtocolError(channel.remote, "hidden states that are not finite")
                     self._check_is_present(session, channel)
-                    session.put(first, ids, rows)
+                    session.put(first, ids, rows, drafts)
                     session.put_fed({})
                     self.executor.wake()
 

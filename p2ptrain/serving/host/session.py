@@ -8,19 +8,23 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from p2ptrain.errors import ProtocolError
-from p2ptrain.models.exact import ExactStage, Part
+from p2ptrain.models.exact import PAGE, ExactStage, Part
 from p2ptrain.network.rpc.channel import Channel
+from p2ptrain.serving.grammar import Matcher
 from p2ptrain.serving.host.meter import Meter
-from p2ptrain.serving.host.pool import Pages
+from p2ptrain.serving.host.pool import Pages, key_of
 from p2ptrain.serving.host.scheduler import Waiting
+from p2ptrain.serving.host.speculation import Speculation
 from p2ptrain.serving.journal import Journal
 from p2ptrain.serving.messages import AHEAD, Cause, DrawnToken, Failed, Moved, Open, Ticket
+from p2ptrain.serving.prefix import MAX_PREFIX_PAGES, next_hash
 from p2ptrain.serving.sampling import Drawn
 
 BEAT_SECONDS = 0.25
 """Keepalive interval of a host; < `p2ptrain.serving.link.QUIET_SECONDS`."""
-KEPT_ROWS = 2 * AHEAD
-"""Outputs that the last stage keeps; > the tokens that the client may lack, which a substitute draws again."""
+KEPT_ROWS = 3 * AHEAD
+"""Outputs that the last stage keeps; > the tokens that the client may lack, which a substitute draws again, and drafts.
+"""
 
 Key = tuple[int, bytes]
 """Round and digest of weights."""
@@ -29,15 +33,21 @@ Key = tuple[int, bytes]
 class HostSession:
     """The state of one session on one stage. Rows are received in order, computed in order, and never twice.
 
+    The last few rows may be drafts: the caller replaces those that turn out wrong, and what follows them.
+
     Attributes:
         key: The weights.
-        ids: The tokens of all received rows.
+        ids: The tokens of all received rows; a list that grows, until another one replaces it.
+        known: How many of them are no drafts.
         computed: Rows computed.
+        cached: Rows of them that were found in prefix pages.
+        others: Rows of other sessions in its last batch.
+        speculation: Drafts tokens; None except on a first stage that does.
         epoch: Of the present or last caller.
         channel: The caller's; None while the session has no caller.
         is_shadow: True if another host serves the session: its rows wait for all others, and no token is drawn.
         later: Hosts of later stages, by stage.
-        journal: Outputs for the next stage; without rows on the last stage.
+        journal: Outputs for the next stage; on the last one for a client that wants logits, else without rows.
         tokens: The last stage's tokens, by position.
         feed: The first stage's host.
         failure: Why the session is over; None while it lasts.
@@ -48,19 +58,24 @@ class HostSession:
         drawn: Set by the next token, grant or failure, which replaces it.
     """
 
-    def __init__(self, ticket: Ticket, key: Key, pages: Pages, stage: ExactStage, meter: Meter | None) -> None:
-        """``meter`` counts the last stage's tokens; None on other stages."""
+    def __init__(
+        self, ticket: Ticket, key: Key, pages: Pages, stage: ExactStage, meter: Meter | None,
+        matcher: Matcher | None = None,
+    ) -> None:  # fmt: skip
+        """``meter`` counts the last stage's tokens; None on other stages. ``matcher`` is of its grammar."""
+        self.matcher = matcher
         self.ticket = ticket
         self.key = key
         self.pages = pages
         self.is_last = meter is not None
         self.ids: list[int] = []
-        self.computed = 0
+        self.others = 0
+        self.speculation: Speculation | None = None
         self.epoch: tuple[int, ...] = ()
         self.channel: Channel | None = None
         self.is_shadow = False
         self.later: dict[int, str] = {}
-        self.journal = Journal(width=0 if self.is_last else stage.hidden)
+        self.journal = Journal(width=0 if self.is_last and not ticket.wants_logits else stage.hidden)
         self.tokens: dict[int, Drawn] = {}
         self.feed = ""
         self.failure: Failed | None = None
@@ -73,55 +88,87 @@ class HostSession:
         self._wanted_from: int | None = None
         self._fed: dict[int, int] = {}
         self._rows: list[torch.Tensor] = []
+        self._batch = range(0)
         self._finals: dict[int, torch.Tensor] = {}
         self._meter = meter
         self._is_counted = False
         self._vocabulary = stage.vocabulary
         self._since = self._drawn_at = asyncio.get_running_loop().time()
+        for page in pages.found:
+            self.ids += page.ids
+            if not self.is_last:
+                self.journal.append(page.ids, page.outputs)
+        self.cached = self.known = self.computed = len(self.ids)
+        self._num_shared = len(pages.found)
+        self._hash = pages.found[-1].key.hash if pages.found else b""
 
     # Rows
 
-    def put(self, first: int, ids: Sequence[int], rows: torch.Tensor) -> None:
-        """Take rows from position ``first`` on, less those that it has.
+    def put(self, first: int, ids: Sequence[int], rows: torch.Tensor, drafts: int = 0) -> None:
+        """Take rows from position ``first`` on, less those that it has; a draft that differs is replaced with the rest.
 
-        ``rows`` are ids ``[rows]`` on the first stage, hidden states ``[rows, hidden]`` on later ones.
+        ``rows`` are ids ``[rows]`` on the first stage, hidden states ``[rows, hidden]`` on later ones. The last
+        ``drafts`` positions before their end are drafts.
 
         Raises:
             ProtocolError: Rows before them are missing, they exceed ticket or vocabulary, or differ from those it has.
         """
-        end, peer = len(self.ids), self.ticket.client
+        end, peer, known = len(self.ids), self.ticket.client, first + len(ids) - drafts
         if first > end:
             raise ProtocolError(peer, f"rows from position {first} on, and those from {end} on are missing")
         if first + len(ids) > self.ticket.num_positions:
             raise ProtocolError(peer, f"more rows than the {self.ticket.num_positions} of its ticket")
         if max(ids) >= self._vocabulary:
             raise ProtocolError(peer, f"token {max(ids)} of a vocabulary of {self._vocabulary}")
-        if list(ids[: end - first]) != self.ids[first : first + len(ids)]:
-            raise ProtocolError(peer, "other tokens than before at the same positions")
-        for position, id in enumerate(ids[end - first :], end):
+        same = zip(ids, self.ids[first : first + len(ids)], strict=False)
+        if (other := next((at for at, (new, old) in enumerate(same, first) if new != old), None)) is not None:
+            if other < max(min(known, self.known), self._num_shared * PAGE):
+                raise ProtocolError(peer, "other tokens than before at the same positions")
+            self._trim(other)
+            end = other
+        for position, id in enumerate(ids[: max(0, known - first)], first):
             if position in self.tokens and self.tokens[position].id != id:
                 raise ProtocolError(peer, f"another token at position {position} than was drawn")
+        self.known = max(self.known, known)
         if first + len(ids) > end:
             if end == self.computed:
                 self._since = asyncio.get_running_loop().time()
             self._rows.append(rows[end - first :])
             self.ids += ids[end - first :]
 
+    def _trim(self, end: int) -> None:
+        """Remove the rows from ``end`` on; those of a running batch are of no use."""
+        pending = end - max(self.computed, self._batch.stop)
+        self._rows = [torch.cat(self._rows)[:pending]] if pending > 0 else []
+        self.ids = self.ids[:end]
+        self.known, self.computed = min(self.known, end), min(self.computed, end)
+        self._batch = range(self._batch.start, min(self._batch.stop, end))
+        self._finals = {at: row for at, row in self._finals.items() if at < end}
+        self.journal.trim(end)
+
     def put_fed(self, fed: Mapping[int, int]) -> None:
-        """Take drawn tokens on the first stage, which may arrive before the rows before them."""
-        self._fed.update((at, id) for at, id in fed.items() if len(self.ids) <= at < len(self.ids) + 2 * AHEAD)
-        while len(self.ids) < self.ticket.num_positions and (id := self._fed.pop(len(self.ids), None)) is not None:
-            self.put(len(self.ids), [id], torch.tensor([id]))
+        """Take drawn tokens on the first stage, which may arrive before the rows before them; draft those after."""
+        self._fed.update((at, id) for at, id in fed.items() if self.known <= at < self.known + 2 * AHEAD)
+        while self.known < self.ticket.num_positions and (id := self._fed.pop(self.known, None)) is not None:
+            self.put(self.known, [id], torch.tensor([id]))
+        # Once all drafts are drawn, the token after them is on its way.
+        if self.speculation is not None and self.computed < self.known == len(self.ids) and not self.is_shadow:
+            room = self.ticket.num_positions - self.known
+            is_next = self.computed == self.known - 1 >= self.ticket.prompt
+            now = asyncio.get_running_loop().time()
+            if drafts := self.speculation.next_drafts(self.ids, room if is_next else None, self.others, now):
+                self.put(self.known, drafts, torch.tensor(drafts), len(drafts))
 
     def waiting(self) -> Waiting | None:
         """Return what is to be computed; None if nothing is."""
         rows = len(self.ids) - self.computed
         if self.failure is not None or not (rows or self.draws_after(0)):
             return None
-        return Waiting(rows, rows > 1, self._since, self.is_shadow)
+        return Waiting(rows, self.known - self.computed > 1, self._since, self.is_shadow)
 
     def take(self, rows: int) -> tuple[Part, torch.Tensor]:
         """Remove ``rows`` rows for a batch; `done` follows before the next `take`."""
+        self._batch = range(self.computed, self.computed + rows)
         taken: list[torch.Tensor] = []
         left = rows
         while left:
@@ -135,22 +182,27 @@ class HostSession:
     def draws_after(self, rows: int) -> list[int]:
         """Return the positions of the tokens that the last stage draws once ``rows`` more rows are computed.
 
-        That is the token after all rows, if it is granted, and those that a host before this one drew and the client
-        lacks.
+        That is the token after all known rows and those after drafts, if they are granted, and those that a host before
+        this one drew and the client lacks.
         """
         if not self.is_last or self.is_shadow:
             return []
         ticket, computed = self.ticket, self.computed + rows
-        again: list[int] = []
+        draws: list[int] = []
         if self._wanted_from is not None:
             first = max(self._wanted_from, ticket.prompt, self.computed - KEPT_ROWS + 1)
-            known = range(first, min(computed + 1, len(self.ids)))
-            again = [each for each in known if each not in self.tokens and self._has_final(each - 1)]
-        is_next = computed == len(self.ids) and computed not in self.tokens
-        is_granted = ticket.prompt <= computed < min(self._until, ticket.prompt + ticket.max_tokens)
-        if is_next and is_granted and not (computed > ticket.prompt and self.ids[-1] in ticket.stops):
-            return [*again, computed]
-        return again
+            again = range(first, min(computed + 1, self.known))
+            draws = [each for each in again if each not in self.tokens and self._has_final(each - 1)]
+        until = min(computed + 1, self._until, ticket.prompt + ticket.max_tokens)
+        for at in range(max(self.known, ticket.prompt), until):
+            is_stopped = at > ticket.prompt and self.ids[at - 1] in ticket.stops
+            if is_stopped or not (at in self.tokens or self._has_final(at - 1)):
+                break
+            if at not in self.tokens:
+                draws.append(at)
+            elif at < len(self.ids) and self.ids[at] != self.tokens[at].id:
+                break  # A draft that was not drawn, and will be replaced.
+        return draws
 
     def final(self, position: int) -> torch.Tensor | None:
         """Return the last stage's output ``[1, hidden]`` of a row; None if it is computed next."""
@@ -159,26 +211,47 @@ class HostSession:
     def _has_final(self, position: int) -> bool:
         return position >= self.computed or position in self._finals
 
-    def done(self, rows: int, outputs: torch.Tensor, drawn: Mapping[int, Drawn]) -> None:
-        """Record computed rows with their outputs, and the tokens drawn after them."""
-        first, self.computed = self.computed, self.computed + rows
+    def done(self, outputs: torch.Tensor, drawn: Mapping[int, Drawn]) -> None:
+        """Record computed rows with their outputs, and the tokens drawn after them, less those replaced meanwhile."""
+        first, end, rows = self._batch.start, self._batch.stop, len(self._batch)
+        self.computed = end if rows else self.computed
         self._since = now = asyncio.get_running_loop().time()
-        if not self.is_last and rows:
-            self.journal.append(self.ids[first : self.computed], outputs.numpy().tobytes())
-        elif rows:
+        if self.journal.row_bytes and rows:
+            self.journal.append(self.ids[first:end], outputs[:rows].numpy().tobytes(), self.known)
+        if self.is_last and rows:
             kept = range(max(first, self.computed - KEPT_ROWS), self.computed)
             self._finals.update((at, outputs[at - first : at - first + 1].clone()) for at in kept)
             self._finals = {at: row for at, row in self._finals.items() if at >= self.computed - KEPT_ROWS}
         for position, token in drawn.items():
-            if position < len(self.ids) and self.ids[position] != token.id:
+            if position > end:
+                break  # Other ids before it.
+            if position < self.known and self.ids[position] != token.id:
                 self.fail(Failed(len(self.epoch) - 1, Cause.BROKEN, "this host draws other tokens than one before it"))
-            if self._meter is not None and position >= len(self.ids):
+            if self._meter is not None and position >= self.known:
                 self._meter.count_token(now - self._drawn_at, is_first=position == self.ticket.given)
                 self._drawn_at = now
             self.tokens[position] = token
         if drawn:
             self._tell_drawn()
         self.tell()
+        if self.failure is None:
+            self.share(self.ticket.prompt)  # Nothing trims a session to less than its prompt.
+
+    def share(self, stop: int) -> None:
+        """Share the full pages of the computed rows before ``stop`` with later sessions; they do not change again.
+
+        A caller that sent other tokens of the prompt than the client's ticket names leaves no page behind.
+        """
+        signed = self.ticket.pages
+        for index in range(self._num_shared, min(stop, self.computed, self.known, MAX_PREFIX_PAGES * PAGE) // PAGE):
+            first = index * PAGE
+            ids = self.ids[first : first + PAGE]
+            page_hash = next_hash(self._hash, ids)
+            if index < len(signed) and signed[index] != page_hash:
+                return
+            outputs = b"" if self.is_last else self.journal.rows(first, first + PAGE)
+            self.pages.pool.share(self.pages, index, key_of(self.ticket, page_hash), ids, outputs)
+            self._hash, self._num_shared = page_hash, index + 1
 
     # The client, on the last stage
 
@@ -202,7 +275,7 @@ class HostSession:
         """Serve a newer caller, and end the channel of the one before."""
         before, self.channel, self.epoch, self.is_shadow = self.channel, channel, request.epoch, request.is_shadow
         if self._meter is not None and not self.is_shadow and not self._is_counted:
-            self._meter.count_request(self.ticket.prompt)
+            self._meter.count_request(self.ticket.prompt, self.cached)
             self._is_counted, self._drawn_at = True, asyncio.get_running_loop().time()
         if before is not None:
             before.abort()

@@ -7,16 +7,21 @@ from dataclasses import dataclass, replace
 
 from p2ptrain.models.exact import PAGE
 from p2ptrain.network.rpc.endpoint import Rpc
+from p2ptrain.serving.errors import GrammarError
+from p2ptrain.serving.grammar import Grammars, Matcher
 from p2ptrain.serving.host.executor import Executor
 from p2ptrain.serving.host.meter import Meter
-from p2ptrain.serving.host.pool import PagePool, Pages, PoolFullError
+from p2ptrain.serving.host.pool import PagePool, Pages, PoolFullError, key_of
 from p2ptrain.serving.host.session import HostSession
+from p2ptrain.serving.host.speculation import Speculation
 from p2ptrain.serving.messages import Cause, Failed, Open, Ticket
 from p2ptrain.signing import Signer
 from p2ptrain.tasks import Tasks
 
 ORPHAN_SECONDS = 10.0
 """Time for a caller to return, or for another one to come, before a session's pages are freed."""
+COMPILE_SECONDS = 1.0
+"""Timeout of a grammar's compilation; < `p2ptrain.serving.link.IMPATIENT_OPEN_SECONDS`."""
 MAX_SESSIONS = 1024
 MAX_SESSIONS_PER_CLIENT = 64
 FULL_RETRY_SECONDS = 1.0
@@ -34,12 +39,17 @@ class DeclinedError(Exception):
 
 @dataclass(frozen=True)
 class Offer:
-    """A host's stage, of ``num_stages``, its arithmetic, and the most positions of a session."""
+    """A host's stage, of ``num_stages``, with its arithmetic, the most positions of a session, and its grammars.
+
+    ``speculates`` is False for a first stage that drafts no tokens.
+    """
 
     number: int
     num_stages: int
     arithmetic: str
     context: int
+    speculates: bool = True
+    grammars: Grammars | None = None
 
     @property
     def is_last(self) -> bool:
@@ -94,12 +104,13 @@ class SessionBook:
             raise self._declined(Cause.VERSION, f"round {key[0]} is not served here")
         if any(id >= stage.vocabulary for id, _ in ticket.sampling.logit_bias):
             raise self._declined(Cause.BROKEN, f"logit_bias names a token beyond the vocabulary of {stage.vocabulary}")
+        matcher = await self._matcher(ticket)
         own = sum(each.ticket.client == ticket.client for each in self.open.values())
         if len(self.open) >= MAX_SESSIONS or own >= MAX_SESSIONS_PER_CLIENT:
             raise self._declined(Cause.FULL, f"{len(self.open)} sessions are open", FULL_RETRY_SECONDS)
         try:
             self._check_share(request)
-            pages = await self._reserve(ticket.num_pages, request.is_shadow)
+            pages = await self._reserve(ticket, request.is_shadow)
         except PoolFullError as error:
             if not request.is_shadow:
                 self._waiting[ticket.client] = asyncio.get_running_loop().time()
@@ -111,7 +122,9 @@ class SessionBook:
         if (session := self.open.get(ticket.session)) is not None:  # Another caller came meanwhile.
             self.pool.free(pages)
             return self._found(session, request)
-        session = HostSession(ticket, key, pages, stage, self.meter if offer.is_last else None)
+        session = HostSession(ticket, key, pages, stage, self.meter if offer.is_last else None, matcher)
+        if offer.speculates and not offer.number:
+            session.speculation = Speculation(self.meter)
         self.open[ticket.session] = session
         return session
 
@@ -132,27 +145,56 @@ class SessionBook:
             raise self._declined(Cause.VERSION, f"this host computes {offer.arithmetic}")
         return version.digests[offer.number]
 
+    async def _matcher(self, ticket: Ticket) -> Matcher | None:
+        """Return the matcher of a ticket's grammar, on the last stage; raise `DeclinedError` if there is none."""
+        grammar, grammars = ticket.sampling.grammar, self.offer.grammars
+        if grammar is None or not self.offer.is_last:
+            return None
+        if grammars is None or grammar.engine != grammars.engine:
+            raise self._declined(Cause.VERSION, f"this host has no grammars of {grammar.engine}")
+        try:
+            async with asyncio.timeout(COMPILE_SECONDS):
+                return await self._rpc.runtime.offload(grammars.compile, grammar.text, ticket.stops)
+        except GrammarError as error:
+            raise self._declined(Cause.BROKEN, f"grammar: {error}") from error
+        except TimeoutError as error:
+            raise self._declined(Cause.FULL, "the grammar takes long to compile", FULL_RETRY_SECONDS) from error
+
     def _check_share(self, request: Open) -> None:
         """Raise `PoolFullError` for a client's further session beyond half of the pages, while another waits."""
         client, now = request.ticket.client, asyncio.get_running_loop().time()
         self._waiting = {each: since for each, since in self._waiting.items() if now - since < WAITING_SECONDS}
         mine = [each for each in self.open.values() if each.ticket.client == client and not each.is_shadow]
-        own = sum(len(each.pages.numbers) for each in mine)
+        own = len({number for each in mine for number in each.pages.numbers})
         is_fair = 2 * (own + request.ticket.num_pages) <= self.pool.num_pages
         if own and not is_fair and not request.is_shadow and self._waiting.keys() - {client}:
             raise PoolFullError(f"this client has {own} of {self.pool.num_pages} pages, and others wait")
 
-    async def _reserve(self, num_pages: int, is_shadow: bool) -> Pages:
-        """Return free pages, those of shadows if necessary; raise `PoolFullError` if there are too few."""
+    async def _reserve(self, ticket: Ticket, is_shadow: bool) -> Pages:
+        """Return pages, those of shadows if necessary; raise `PoolFullError` if there are too few.
+
+        The first ones are the prefix pages that the pool has. The last stage computes the prompt's last row in any
+        case, because the first token is drawn from it, and all rows for a client that wants their logits.
+        """
+        num_shared = (ticket.prompt - self.offer.is_last) // PAGE
+        if self.offer.is_last and ticket.wants_logits:
+            num_shared = 0
+        keys = [key_of(ticket, each) for each in ticket.pages[:num_shared]]
         while True:
             try:
-                return self.pool.reserve(num_pages)
+                return self.pool.reserve(ticket.num_pages, keys)
             except PoolFullError:
                 shadows = [each for each in self.open.values() if each.is_shadow]
-                room = self.pool.num_free + sum(len(each.pages.numbers) for each in shadows)
-                if is_shadow or not shadows or room < num_pages:
+                if is_shadow or not shadows or self.pool.num_free + self._num_shadow_pages() < ticket.num_pages:
                     raise
                 await asyncio.wait({self.end(shadows[0])})
+
+    def _num_shadow_pages(self) -> int:
+        """Return the number of pages that shadows have and no other session."""
+        pages: dict[bool, set[int]] = {True: set(), False: set()}
+        for each in self.open.values():
+            pages[each.is_shadow].update(each.pages.numbers)
+        return len(pages[True] - pages[False])
 
     async def _check(self, ticket: Ticket) -> None:
         """Raise `DeclinedError` unless an admitted client signed the ticket."""
@@ -167,6 +209,11 @@ class SessionBook:
 
     def _declined(self, cause: Cause, reason: str, retry_after: float = 0.0) -> DeclinedError:
         return DeclinedError(Failed(self.offer.number, cause, reason[:256], retry_after))
+
+    def drop_stale_pages(self) -> None:
+        """Find the prefix pages of versions no more that are not served now."""
+        number, stages = self.offer.number, self.executor.stages
+        self.pool.drop(lambda key: (key.version.round, key.version.digests[number]) not in stages)
 
     def leave(self, session: HostSession) -> None:
         """End a session that has lost its caller: at once if it failed, else unless there is one again in time."""
@@ -194,8 +241,10 @@ class SessionBook:
         return self._tasks.start(self._free(session), "free")
 
     async def _free(self, session: HostSession) -> None:
-        """Free a session's pages once no batch uses them."""
+        """Give up a session's pages once no batch uses them; the full ones of one that did not fail are kept."""
         await self.executor.until_idle(session)
+        if session.failure is not None and session.failure.cause is Cause.OVER:
+            session.share(session.computed)
         self.pool.free(session.pages)
 
     async def close(self) -> None:

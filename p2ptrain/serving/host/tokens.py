@@ -1,9 +1,11 @@
-"""`TokenService`: tokens on their way from the last host, to the client and to the first host."""
+"""`TokenService`: tokens on their way from the last host, to the client and to the first host; logits to the client."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+
+import torch
 
 from p2ptrain.errors import DeadlineError, PeerError, PeerRefusedError
 from p2ptrain.network.rpc.channel import Channel
@@ -11,7 +13,20 @@ from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.serving.host.executor import Executor
 from p2ptrain.serving.host.session import HostSession
 from p2ptrain.serving.link import OPEN_SECONDS
-from p2ptrain.serving.messages import FEED, IDLE_SECONDS, TOKENS, Fed, FeedRequest, Grant, Listen
+from p2ptrain.serving.messages import (
+    AHEAD,
+    FEED,
+    IDLE_SECONDS,
+    LOGITS,
+    MAX_LOGIT_ROWS,
+    TOKENS,
+    Fed,
+    FeedRequest,
+    Grant,
+    Listen,
+    LogitRows,
+    LogitsRequest,
+)
 from p2ptrain.tasks import Tasks
 
 
@@ -19,7 +34,7 @@ class TokenService:
     """Serves the tokens of the last stage, and takes those for the first, from construction on."""
 
     def __init__(self, rpc: Rpc, executor: Executor, *, is_first: bool, is_last: bool) -> None:
-        self.names = [TOKENS] * is_last + [FEED] * is_first
+        self.names = [TOKENS, LOGITS] * is_last + [FEED] * is_first
         self._rpc = rpc
         self._executor = executor
         self._sessions = executor.sessions
@@ -27,6 +42,7 @@ class TokenService:
         self._tasks = Tasks()
         if is_last:
             rpc.serve_channel(TOKENS, Listen, self._serve_tokens)
+            rpc.serve_channel(LOGITS, LogitsRequest, self._serve_logits)
         if is_first:
             rpc.serve_channel(FEED, FeedRequest, self._serve_feed)
 
@@ -42,9 +58,7 @@ class TokenService:
 
     async def _serve_tokens(self, channel: Channel, request: Listen) -> None:
         """Send the client a session's tokens as they are drawn."""
-        session = self._sessions.get(request.session)
-        if session is None or session.ticket.client != channel.remote:
-            raise PeerRefusedError(self._rpc.peer_id, "no such session of yours")
+        session = self._session_of(channel, request.session)
         session.listen(request.start)
         session.grant(request.until, request.feed)
         self._executor.wake()
@@ -59,6 +73,30 @@ class TokenService:
                 waiting = tasks.call(drawn.wait(), "drawn")
                 await asyncio.wait({waiting, granting}, return_when=asyncio.FIRST_COMPLETED)
 
+    def _session_of(self, channel: Channel, id: bytes) -> HostSession:
+        """Return a session of the client at the channel's other end; raise `PeerRefusedError` if it has none."""
+        session = self._sessions.get(id)
+        if session is None or session.ticket.client != channel.remote:
+            raise PeerRefusedError(self._rpc.peer_id, "no such session of yours")
+        return session
+
+    async def _serve_logits(self, channel: Channel, request: LogitsRequest) -> None:
+        """Send the client the logits of a session's rows as they are computed, until the session ends."""
+        session = self._session_of(channel, request.session)
+        journal, at = session.journal, request.start
+        if not journal.row_bytes:
+            raise PeerRefusedError(self._rpc.peer_id, "the session's ticket asks for no logits")
+        while session.failure is None and (stage := self._executor.stages.get(session.key)) is not None:
+            news, stop = session.news, min(journal.known, at + MAX_LOGIT_ROWS)
+            if at >= stop:
+                await news.wait()
+                continue
+            rows = torch.frombuffer(bytearray(journal.rows(at, stop)), dtype=torch.float32).view(stop - at, -1)
+            logits = await self._rpc.runtime.serve(stage.logits, rows)
+            await channel.send(LogitRows(stop - at))
+            await channel.send_bytes(logits.numpy().tobytes())
+            at = stop
+
     async def _take_grants(self, session: HostSession, channel: Channel) -> None:
         while True:
             grant = await channel.receive(Grant, IDLE_SECONDS)
@@ -70,9 +108,9 @@ class TokenService:
         while session.failure is None:
             drawn, feed = session.drawn, session.feed
             if self._is_first:
-                if (token := session.tokens.get(len(session.ids))) is not None:
-                    session.put_fed({len(session.ids): token.id})
-                    self._executor.wake()
+                next_ = range(session.known, session.known + AHEAD)
+                session.put_fed({at: session.tokens[at].id for at in next_ if at in session.tokens})
+                self._executor.wake()
             elif feed != self._rpc.peer_id:
                 with contextlib.suppress(PeerError, DeadlineError):
                     await self._feed_to(feed, session)
@@ -85,7 +123,7 @@ class TokenService:
             position = session.ticket.prompt
             while session.failure is None and session.feed == feed:
                 drawn = session.drawn
-                while position in session.tokens or position < len(session.ids):
+                while position in session.tokens or position < session.known:
                     if position in session.tokens:
                         await channel.send(Fed(position, session.tokens[position].id))
                     position += 1

@@ -15,6 +15,9 @@ from p2ptrain.serving.generation import Token
 from p2ptrain.serving.http.generating import Piece, Request
 from p2ptrain.serving.http.schemas import (
     AnswerMessage,
+    Call,
+    CallDelta,
+    CalledFunction,
     ChatAnswer,
     ChatChoice,
     ChatChunk,
@@ -30,6 +33,7 @@ from p2ptrain.serving.http.schemas import (
     Usage,
 )
 from p2ptrain.serving.text import Text
+from p2ptrain.serving.tools import ToolCall
 
 LEAST_LOGPROB = -9999.0
 """Instead of minus infinity, which JSON lacks."""
@@ -68,6 +72,7 @@ class Form(ABC):
             Piece(
                 index, "".join(piece.text for piece in choices[index]),
                 tuple(token for piece in choices[index] for token in piece.tokens), choices[index][-1].finish,
+                tuple(call for piece in choices[index] for call in piece.calls),
             )
             for index in range(self.request.num_choices)
         ])  # fmt: skip
@@ -98,7 +103,7 @@ class ChoicesForm(Form):
         if piece.choice not in self._begun:
             self._begun.add(piece.choice)
             yield from self._beginning(piece.choice)
-        if piece.text or (piece.tokens and (self.has_logprobs or self.has_ids)):
+        if piece.text or piece.calls or (piece.tokens and (self.has_logprobs or self.has_ids)):
             yield self._event(piece, None)
         if piece.finish is not None:
             yield self._event(Piece(piece.choice, "", ()), piece.finish)
@@ -143,6 +148,11 @@ class ChatForm(ChoicesForm):
 
     prefix = "chatcmpl"
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._num_calls: dict[int, int] = defaultdict(int)
+        """Calls of each choice that were sent."""
+
     def _usage_event(self) -> Struct:
         return ChatChunk(**self._about(), choices=[], usage=self.request.usage)
 
@@ -154,16 +164,28 @@ class ChatForm(ChoicesForm):
 
     def _event(self, piece: Piece, finish: Finish | None) -> Struct:
         choice = ChunkChoice(
-            index=piece.choice, delta=Delta() if finish else Delta(content=piece.text), finish_reason=finish,
+            index=piece.choice, delta=Delta() if finish else self._delta(piece), finish_reason=finish,
             logprobs=None if finish else self._logprobs(piece.tokens),
             token_ids=UNSET if finish else self._ids(piece.tokens),
         )  # fmt: skip
         return ChatChunk(**self._about(), choices=[choice], usage=self._no_usage())
 
+    def _delta(self, piece: Piece) -> Delta:
+        begun = self._num_calls[piece.choice]
+        self._num_calls[piece.choice] += len(piece.calls)
+        calls = [
+            CallDelta(each.id, each.function, index=index) for index, each in enumerate(_calls(piece.calls), begun)
+        ]
+        return Delta(content=piece.text or UNSET if calls else piece.text, tool_calls=calls or UNSET)
+
     def _answer(self, choices: Sequence[Piece]) -> Struct:
         told = [
             ChatChoice(
-                index=piece.choice, message=AnswerMessage(piece.text), logprobs=self._logprobs(piece.tokens),
+                index=piece.choice,
+                message=AnswerMessage(
+                    piece.text or (None if piece.calls else ""), tool_calls=_calls(piece.calls) or UNSET
+                ),
+                logprobs=self._logprobs(piece.tokens),
                 finish_reason=piece.finish or "stop", token_ids=self._ids(piece.tokens),
             )
             for piece in choices
@@ -234,3 +256,8 @@ class CompletionForm(ChoicesForm):
             [max(token.logprob, LEAST_LOGPROB) for token in piece.tokens],
             top if self.request.sampling.logprobs else None, offsets,
         )  # fmt: skip
+
+
+def _calls(calls: Sequence[ToolCall]) -> list[Call]:
+    """Return calls in OpenAI's form, each with an id of its own."""
+    return [Call(f"call_{uuid.uuid4().hex[:24]}", CalledFunction(each.name, each.arguments)) for each in calls]

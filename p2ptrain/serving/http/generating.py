@@ -13,9 +13,10 @@ import msgspec
 from p2ptrain.serving.generation import Generator, Token
 from p2ptrain.serving.http.keys import Client
 from p2ptrain.serving.http.metrics import Metrics
-from p2ptrain.serving.http.schemas import MAX_SEED, Finish, Usage
+from p2ptrain.serving.http.schemas import MAX_SEED, CachedTokens, Finish, Usage
 from p2ptrain.serving.sampling import Sampling
 from p2ptrain.serving.text import StopStrings, Text, TextStream
+from p2ptrain.serving.tools import ToolCall, ToolCalls
 from p2ptrain.tasks import Tasks
 
 QUEUED_PIECES = 64
@@ -35,12 +36,14 @@ class Piece(NamedTuple):
     Attributes:
         tokens: The drawn tokens behind it; their text may be held back, and come with a later piece.
         finish: Why the choice ends with this piece.
+        calls: Tool calls that are complete.
     """
 
     choice: int
     text: str
     tokens: tuple[Token, ...]
     finish: Finish | None = None
+    calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass
@@ -51,6 +54,7 @@ class Request:
         each_token: Yield a piece for each token, also if it has no text.
         arrived: When it came, by the event loop's clock.
         version: The served weights; known with the first token.
+        tools: Names of the functions whose calls an answer may have.
     """
 
     prompts: Sequence[Prompt]
@@ -62,7 +66,9 @@ class Request:
     each_token: bool
     arrived: float
     version: str = ""
+    tools: Sequence[str] = ()
     num_generated: int = field(default=0, init=False)
+    num_cached: int = field(default=0, init=False)
 
     @property
     def num_choices(self) -> int:
@@ -71,14 +77,14 @@ class Request:
     @property
     def usage(self) -> Usage:
         prompt = sum(len(prompt.ids) for prompt in self.prompts)
-        return Usage(prompt, self.num_generated, prompt + self.num_generated)
+        return Usage(prompt, self.num_generated, prompt + self.num_generated, CachedTokens(self.num_cached))
 
 
 class Generating:
     """Runs requests on a generator, counts their tokens, and decodes them."""
 
     def __init__(self, generator: Generator, text: Text) -> None:
-        self.metrics = Metrics()
+        self.metrics = Metrics(generator.audits)
         self._generator = generator
         self._text = text
 
@@ -118,7 +124,8 @@ class Generating:
         decoder, stops = TextStream(self._text, prompt.ids), StopStrings(request.stops)
         if prompt.echoed:
             yield Piece(index, prompt.echoed, ())
-        drawn, is_end, is_stopped = 0, True, False
+        drawn, is_end, is_stopped, is_calling = 0, True, False, False
+        tools = ToolCalls(request.tools)
         async with aclosing(self._tokens(request, index, client)) as tokens:
             async for token in tokens:
                 drawn += 1
@@ -128,14 +135,20 @@ class Generating:
                 is_last = is_end or is_stopped or drawn == most
                 if is_last:
                     break
-                if text or request.each_token:
-                    yield Piece(index, text, last)
+                text, calls = tools.push(text) if request.tools else (text, [])
+                is_calling = is_calling or bool(calls)
+                if text or calls or request.each_token:
+                    yield Piece(index, text, last, None, tuple(calls))
             else:  # The generator ended it.
                 text, last, is_end = "", (), True
         if not is_stopped:
             text += stops.close()
+        text, calls = tools.push(text) if request.tools else (text, [])
+        text += tools.close()
         finish: Finish = "stop" if is_end or is_stopped else "length"
-        yield Piece(index, text, last, finish)
+        if finish == "stop" and (calls or is_calling):
+            finish = "tool_calls"
+        yield Piece(index, text, last, finish, tuple(calls))
 
     async def _tokens(self, request: Request, index: int, client: Client) -> AsyncGenerator[Token, None]:
         """Yield the tokens of one generation, and count them."""
@@ -157,6 +170,10 @@ class Generating:
                     else:
                         metrics.waiting.dec()
                         metrics.first_token.observe(last - request.arrived)
+                        if not index % request.n:  # A prompt counts once.
+                            request.num_cached += generation.cached
+                            metrics.cached_tokens.inc(generation.cached)
+                            metrics.prefix_hits.inc(generation.cached > 0)
                     metrics.generated_tokens.inc()
                     client.spend(1)
                     request.num_generated += 1

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily
 from prometheus_client.exposition import generate_latest
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -21,13 +23,18 @@ BUCKETS = BOUNDS[::2]
 class Metrics:
     """The counters, histograms and gauges of one server."""
 
-    def __init__(self) -> None:
+    def __init__(self, audits: Mapping[str, int]) -> None:
+        """``audits`` counts those of answers, by result."""
         self._registry = registry = CollectorRegistry()
         prefix = "p2ptrain_http"
         self.requests = Counter(
             f"{prefix}_requests", "Requests that ended, by path and status code", ["path", "code"], registry=registry
         )
         self.prompt_tokens = Counter(f"{prefix}_prompt_tokens", "Tokens of prompts", registry=registry)
+        self.cached_tokens = Counter(
+            f"{prefix}_cached_prompt_tokens", "Those of them that a host had computed before", registry=registry
+        )
+        self.prefix_hits = Counter(f"{prefix}_prefix_hits", "Prompts with such tokens", registry=registry)
         self.generated_tokens = Counter(f"{prefix}_generated_tokens", "Tokens generated", registry=registry)
         self.cancelled = Counter(
             f"{prefix}_cancelled_requests", "Requests whose client left before their end", registry=registry
@@ -42,6 +49,17 @@ class Metrics:
             f"{prefix}_time_per_output_token_seconds", "From one token of a generation to the next",
             registry=registry, buckets=BUCKETS,
         )  # fmt: skip
+
+        self._audits = audits
+        registry.register(self)
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Yield counters that are kept elsewhere."""
+        family = CounterMetricFamily("p2ptrain_http_audits", "Answers generated again on other hosts, by result",
+                                     labels=["result"])  # fmt: skip
+        for result, number in self._audits.items():
+            family.add_metric([result], number)
+        yield family
 
     def exposition(self) -> bytes:
         return generate_latest(self._registry)

@@ -6,10 +6,15 @@ import asyncio
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
-from p2ptrain.serving.errors import PromptTooLongError
+import msgspec
+
+from p2ptrain.errors import ConfigError
+from p2ptrain.serving.errors import GrammarError, PromptTooLongError
 from p2ptrain.serving.generation import Generator
+from p2ptrain.serving.grammar import AnswerForm, Grammars
 from p2ptrain.serving.http.answers import ChatForm, CompletionForm, Form
 from p2ptrain.serving.http.generating import Prompt, Request
 from p2ptrain.serving.http.problems import RequestError
@@ -20,12 +25,20 @@ from p2ptrain.serving.http.schemas import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    NamedSchema,
+    NamedTool,
     ResponseRequest,
+    TextFormat,
 )
-from p2ptrain.serving.sampling import Sampling
+from p2ptrain.serving.sampling import Grammar, Sampling
 from p2ptrain.serving.text import Text
 
 T = TypeVar("T")
+
+COMPILE_SECONDS = 2.0
+"""Timeout of a grammar's compilation."""
 
 
 @dataclass(frozen=True)
@@ -55,18 +68,44 @@ class Preparing:
         self._text = text
         self._limits = limits
         self._encoding = asyncio.Lock()
+        self._grammars: Grammars | None = None
 
     async def chat(self, body: ChatRequest, arrived: float) -> Form:
         """Return the form of an answer; raise `RequestError`, `ChatTemplateError` or `PromptTooLongError`."""
         self._check(body)
         if body.top_logprobs and not body.logprobs:
             raise RequestError(400, 'top_logprobs: needs "logprobs": true', "top_logprobs")
-        messages = [message.plain() for message in body.messages]
-        prompt = Prompt(await self._in_thread(lambda: self._text.encode_chat(messages)))
+        form, messages = form_of(body), [message.plain() for message in body.messages]
+        tools = [] if body.tool_choice == "none" else [msgspec.to_builtins(tool) for tool in body.tools]
+        prompt = Prompt(await self._in_thread(lambda: self._text.encode_chat(messages, tools)))
         asked = body.max_completion_tokens or body.max_tokens
         sampling = self._sampling(body, body.top_logprobs, want_logprob=body.logprobs)
+        if form is not None:
+            sampling = msgspec.structs.replace(sampling, grammar=await self._grammar(body, *form))
         request = self._request(body, [prompt], asked, sampling, arrived)
+        request.tools = [tool["function"]["name"] for tool in tools]
         return ChatForm(request, self._text, self._generator.model, **_told(body, has_logprobs=body.logprobs))
+
+    async def _grammar(self, body: ChatRequest, field: str, form: AnswerForm) -> Grammar:
+        """Return a checked grammar; raise `RequestError`, which names the field, if it cannot be used."""
+        if body.ignore_eos:
+            raise RequestError(400, "ignore_eos: an answer in a given form has an end: leave it out", "ignore_eos")
+        async with self._encoding:
+            try:
+                grammar = Grammar(form.encode())
+                grammars = self._grammars
+                if grammars is None:
+                    make = partial(Grammars, self._text.tokenizer, self._generator.vocabulary, self._text.end_ids)
+                    grammars = self._grammars = await asyncio.to_thread(make)
+                async with asyncio.timeout(COMPILE_SECONDS):
+                    await asyncio.to_thread(grammars.compile, grammar.text, self._text.end_ids)
+            except ConfigError as error:
+                raise RequestError(400, f"{field}: {error}", field, "unsupported") from error
+            except GrammarError as error:
+                raise RequestError(400, f"{field}: {error}", field, "invalid_schema") from error
+            except TimeoutError as error:
+                raise RequestError(400, f"{field}: it takes too long to compile", field, "invalid_schema") from error
+        return grammar
 
     async def response(self, body: ResponseRequest, arrived: float) -> Form:
         """Return the form of an answer; raise as `chat`."""
@@ -147,6 +186,36 @@ class Preparing:
                 f"ask for {room} at most, or shorten the prompt"
             )
         return min(room, self._limits.default_tokens) if asked is None else asked
+
+
+def form_of(body: ChatRequest) -> tuple[str, AnswerForm] | None:
+    """Return the field that gives the answer a form, and the form; None if the answer is free.
+
+    Raises `RequestError` if the fields contradict each other.
+    """
+    functions = {tool.function.name: tool.function.parameters or {"type": "object"} for tool in body.tools}
+    if len(functions) < len(body.tools):
+        raise RequestError(400, "tools: two functions have one name", "tools", "invalid_value")
+    if body.tool_choice != "auto" and body.tool_choice != "none":
+        if isinstance(body.tool_choice, NamedTool):
+            name = body.tool_choice.function.name
+            if name not in functions:
+                raise RequestError(400, f"tool_choice: there is no function {name!r} in tools", "tool_choice")
+            functions = {name: functions[name]}
+        if not functions:
+            raise RequestError(400, "tool_choice: needs tools", "tool_choice", "invalid_value")
+        if not isinstance(body.response_format, TextFormat):
+            raise RequestError(
+                400, "response_format: an answer is a tool call or JSON: leave out one", "response_format"
+            )
+        is_parallel = body.parallel_tool_calls and body.tool_choice == "required"
+        return "tools", AnswerForm(functions=functions, is_parallel=is_parallel)
+    match body.response_format:
+        case JsonObjectFormat():
+            return "response_format", AnswerForm({"type": "object"})
+        case JsonSchemaFormat(NamedSchema(schema=schema)):
+            return "response_format", AnswerForm(schema)
+    return None
 
 
 def _told(body: GenerationRequest, *, has_logprobs: bool) -> dict[str, bool]:

@@ -10,7 +10,14 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from p2ptrain.errors import DeadlineError, P2PTrainError, UsageError
-from p2ptrain.serving.errors import ChatTemplateError, NoHostError, OverloadedError, PromptTooLongError
+from p2ptrain.serving.errors import (
+    ChatTemplateError,
+    GrammarError,
+    NoGrammarError,
+    NoHostError,
+    OverloadedError,
+    PromptTooLongError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +69,8 @@ def refusal(error: Exception) -> RequestError:
             return RequestError(400, str(error), code="context_length_exceeded")
         case ChatTemplateError():
             return RequestError(422, str(error), "messages", "chat_template")
+        case GrammarError():
+            return RequestError(400, str(error), code="invalid_schema")
         case OverloadedError():
             seconds = max(1, math.ceil(error.retry_after))
             return RequestError(429, str(error), code="overloaded", headers={"retry-after": str(seconds)})
@@ -69,6 +78,7 @@ def refusal(error: Exception) -> RequestError:
             return RequestError(408, str(error), code="timeout")
         case P2PTrainError():
             code = "no_host" if isinstance(error, NoHostError) else "unavailable"
+            code = "no_grammars" if isinstance(error, NoGrammarError) else code
             return RequestError(503, str(error), code=code, headers={"retry-after": str(RETRY_SECONDS)})
         case HTTPException():
             return RequestError(error.status_code, _explained(error), headers=dict(error.headers or {}))

@@ -66,7 +66,9 @@ class ResponseForm(Form):
 
     def _response(self, text: str, finish: Finish | None = None) -> ResponseAnswer:
         usage = self.request.usage
-        counts = ResponseUsage(usage.prompt_tokens, usage.completion_tokens, usage.total_tokens)
+        counts = ResponseUsage(
+            usage.prompt_tokens, usage.completion_tokens, usage.total_tokens, usage.prompt_tokens_details
+        )
         return ResponseAnswer(
             id=self._id, created_at=self._created, model=self._model, system_fingerprint=self.request.version,
             status=_status(finish),

@@ -21,6 +21,7 @@ MAX_LOGIT_BIASES = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_PROMPTS = 32
 MAX_MESSAGES = 4096
+MAX_TOOLS = 128
 MAX_TOKENS = 1 << 20
 """Bound of a number of tokens in a request; a model's context is smaller."""
 MAX_SHOWN_CHARS = 100
@@ -45,6 +46,10 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 """Fields of OpenAI's API that are not supported, with the values that ask for nothing and are accepted."""
 
 
+SCHEMA_FIELDS = ("schema", "parameters")
+"""Fields with a JSON Schema, in which null is a value."""
+
+
 class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """``include_usage`` sends one more chunk at the end, with the numbers of tokens; no chunk has obfuscation."""
 
@@ -59,17 +64,112 @@ class TextPart(Struct, frozen=True, forbid_unknown_fields=True):
     text: str
 
 
+class CalledFunction(Struct, frozen=True, forbid_unknown_fields=True):
+    """A function that the model calls; ``arguments`` is JSON."""
+
+    name: Name
+    arguments: str
+
+
+class Call(Struct, frozen=True, forbid_unknown_fields=True):
+    """A tool call of an answer, or of an earlier one."""
+
+    id: Name
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
 class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
-    """A message of a conversation."""
+    """A message of a conversation; one of the role ``tool`` is the result of a call."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Meta(max_length=256)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Meta(max_length=256)] | UnsetType = UNSET
     name: Name | None = None
+    tool_calls: Annotated[list[Call], Meta(max_length=MAX_TOOLS)] = []
+    tool_call_id: Name | None = None
 
-    def plain(self) -> dict[str, str]:
-        """Return the message as chat templates take it."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+    def __post_init__(self) -> None:
+        if self.content is UNSET and not self.tool_calls:
+            raise ValueError("Object missing required field `content`")
+        if bool(self.tool_calls) and self.role != "assistant":
+            raise ValueError("only a message of the assistant has tool_calls")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise ValueError("a message of the role tool has a tool_call_id, and no other has")
+
+    def plain(self) -> dict[str, Any]:
+        """Return the message as chat templates take it; raise `RequestError` if a call's arguments are no object."""
+        content = "" if self.content is UNSET else self.content
+        content = content if isinstance(content, str) else "".join(part.text for part in content)
+        plain: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        if self.tool_call_id is not None:
+            plain["tool_call_id"] = self.tool_call_id
+        if self.name is not None and self.role == "tool":
+            plain["name"] = self.name
+        if self.tool_calls:
+            plain["tool_calls"] = [
+                {"id": each.id, "type": "function",
+                 "function": {"name": each.function.name, "arguments": _object(each.function.arguments)}}
+                for each in self.tool_calls
+            ]  # fmt: skip
+        return plain
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise RequestError(400, "messages: a call's arguments are no text of a JSON object", "messages") from error
+
+
+class TextFormat(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """Any text."""
+
+
+class JsonObjectFormat(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_object"):
+    """Any JSON object."""
+
+
+class NamedSchema(Struct, frozen=True, forbid_unknown_fields=True):
+    """A JSON Schema; answers follow it whether it is called strict or not."""
+
+    name: Name
+    schema: dict[str, Any] = {}
+    description: Annotated[str, Meta(max_length=4096)] = ""
+    strict: bool = True
+
+
+class JsonSchemaFormat(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
+    """JSON that a schema describes."""
+
+    json_schema: NamedSchema
+
+
+ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
+
+
+class Function(Struct, frozen=True, forbid_unknown_fields=True):
+    """A function that the model may call; ``parameters`` is a JSON Schema of an object."""
+
+    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+    description: Annotated[str, Meta(max_length=16384)] = ""
+    parameters: dict[str, Any] = {}
+    strict: bool = True
+
+
+class Tool(Struct, frozen=True, forbid_unknown_fields=True):
+    function: Function
+    type: Literal["function"] = "function"
+
+
+class FunctionName(Struct, frozen=True, forbid_unknown_fields=True):
+    name: Name
+
+
+class NamedTool(Struct, frozen=True, forbid_unknown_fields=True):
+    """The function that the model has to call."""
+
+    function: FunctionName
+    type: Literal["function"] = "function"
 
 
 class Settings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -106,6 +206,10 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     max_completion_tokens: TokenCount | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    response_format: ResponseFormat = TextFormat()
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] = []
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True
 
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
@@ -169,12 +273,19 @@ class ResponseRequest(Settings, frozen=True, kw_only=True):
         return ChatRequest(**shared, messages=messages, max_completion_tokens=self.max_output_tokens)
 
 
+class CachedTokens(Struct, frozen=True):
+    """Tokens of prompts that were computed before."""
+
+    cached_tokens: int = 0
+
+
 class Usage(Struct, frozen=True):
     """Numbers of tokens; those of a prompt count once, whatever ``n`` is."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: CachedTokens = CachedTokens()
 
 
 class TopLogprob(Struct, frozen=True):
@@ -205,13 +316,16 @@ class CompletionLogprobs(Struct, frozen=True):
     text_offset: list[int]
 
 
-Finish = Literal["stop", "length"]
+Finish = Literal["stop", "length", "tool_calls"]
 
 
 class AnswerMessage(Struct, frozen=True):
-    content: str
+    """An answer; ``content`` is null if it consists of tool calls."""
+
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    tool_calls: list[Call] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, frozen=True, kw_only=True):
@@ -238,9 +352,16 @@ class ChatAnswer(Answer, frozen=True, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
+class CallDelta(Call, frozen=True, kw_only=True):
+    """A tool call in a stream; it comes whole."""
+
+    index: int
+
+
 class Delta(Struct, frozen=True, kw_only=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[CallDelta] | UnsetType = UNSET
 
 
 class ChunkChoice(Struct, frozen=True, kw_only=True):
@@ -292,16 +413,12 @@ class OutputMessage(Struct, frozen=True, kw_only=True):
     type: Literal["message"] = "message"
 
 
-class CachedTokens(Struct, frozen=True):
-    cached_tokens: int = 0
-
-
 class ReasoningTokens(Struct, frozen=True):
     reasoning_tokens: int = 0
 
 
 class ResponseUsage(Struct, frozen=True):
-    """Numbers of tokens; the details are always 0."""
+    """Numbers of tokens; there is no reasoning."""
 
     input_tokens: int
     output_tokens: int
@@ -400,7 +517,9 @@ def read(schema: type[T], body: bytes) -> T:
 def _normal(value: Any) -> Any:
     """Return JSON without fields that are null, and with 2 for 2.0, which JSON Schema calls an integer."""
     if isinstance(value, dict):
-        return {name: _normal(each) for name, each in value.items() if each is not None}
+        return {
+            name: each if name in SCHEMA_FIELDS else _normal(each) for name, each in value.items() if each is not None
+        }
     if isinstance(value, list):
         return [_normal(each) for each in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value

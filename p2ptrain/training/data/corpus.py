@@ -34,15 +34,13 @@ import numpy.typing as npt
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.manifest import DataSpec
+from p2ptrain.models.tokenizers import END_OF_TEXT
 from p2ptrain.progress import Progress, no_progress
 
 logger = logging.getLogger(__name__)
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 """One-dimensional token ids in the smallest of uint8, uint16 and uint32 that holds them; may be memory-mapped."""
-
-END_OF_DOCUMENT = 0
-"""The byte tokenizer's end mark; text has no zero bytes."""
 
 _CACHE_VERSION = 1
 _MIN_DOCUMENTS = 50
@@ -227,7 +225,7 @@ Encoder = Callable[[bytes], Tokens]
 
 def _load_tokenizer(name: str) -> tuple[Encoder, int]:
     if name == "bytes":
-        return lambda content: np.frombuffer(content + bytes([END_OF_DOCUMENT]), dtype=np.uint8), 256
+        return lambda content: np.frombuffer(content + bytes([END_OF_TEXT]), dtype=np.uint8), 256
     from p2ptrain.models.tokenizers import load_pretrained_tokenizer
 
     tokenizer = load_pretrained_tokenizer(name)

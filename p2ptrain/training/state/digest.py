@@ -6,12 +6,14 @@ itself needs only the chunk, the mean, and the *common* chunks, such as the numb
 stale chunk up to date, whatever the rounds of the other chunks.
 
 As in RFC 9162, section 2.1, leaves and inner nodes have different hash prefixes, so neither can pass as the other. The
-digest hashes the tree's root with the names, dtypes and shapes.
+digest hashes the tree's root with the names, dtypes and shapes. A leaf hashes the run of the vector and the rest of its
+chunk apart: a reader of the vector alone needs 32 bytes of the rest.
 
 ::
 
-    digest = H("p2ptrain state 2" | H(description) | tree)
-    tree   = inner nodes H(1 | left | right) over leaves H(0 | chunk); an odd node moves up unchanged
+    digest = H("p2ptrain state 3" | H(description) | tree)
+    tree   = inner nodes H(1 | left | right) over leaves; an odd node moves up unchanged
+    leaf   = H(0 | H(run of the vector) | H(rest of the chunk))
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from p2ptrain.buffers import file_buffer, new_buffer
+from p2ptrain.buffers import Buffer, file_buffer, new_buffer
 from p2ptrain.hashing import HASH_BYTES, bulk_hash, canonical_bytes
 from p2ptrain.network.schema import Message
 
@@ -191,6 +193,17 @@ class Cut:
         """Return the size of one chunk in bytes; raise `ValueError` if there is no such chunk."""
         return sum(stop - start for _, start, stop in self.pieces(index))
 
+    def run(self, index: int) -> tuple[int, int]:
+        """Return the first byte of a chunk's run of the vector, and the one after its last; (0, 0) without a run."""
+        tensor, start, stop = self.pieces(index)[0]
+        return (0, 0) if tensor else (start, stop)
+
+    def leaf(self, index: int, data: Buffer) -> bytes:
+        """Return the hash, 32 bytes, of a chunk's bytes."""
+        start, stop = self.run(index)
+        view = memoryview(data)
+        return leaf_of(view[: stop - start], bulk_hash(view[stop - start :]))
+
 
 @lru_cache(maxsize=8)
 def cut_of(specs: tuple[TensorSpec, ...]) -> Cut:
@@ -265,8 +278,12 @@ class ChunkedBytes:
             piece[:] = data[at : at + len(piece)]
             at += len(piece)
 
-    def leaf(self, index: int) -> bytes:
-        return leaf_of(*self.pieces(index))
+    def leaf(self, index: int) -> tuple[bytes, bytes]:
+        """Return the hash of a chunk, and that of its bytes behind its run of the vector; 32 bytes each."""
+        pieces, (start, stop) = self.pieces(index), self.cut.run(index)
+        run, others = (pieces[0], pieces[1:]) if stop > start else (b"", pieces)
+        rest = bulk_hash(*others)
+        return leaf_of(run, rest), rest
 
 
 def is_finite(specs: tuple[TensorSpec, ...], index: int, data: memoryview) -> bool:
@@ -286,10 +303,17 @@ def is_finite(specs: tuple[TensorSpec, ...], index: int, data: memoryview) -> bo
 
 @dataclass(frozen=True)
 class MerkleTree:
-    """The digest of named tensors, ``root``, and the hashes of each level, those of the chunks first; 32 bytes each."""
+    """The digest of named tensors.
+
+    Attributes:
+        root: The digest, 32 bytes.
+        levels: The hashes of each level, those of the chunks first; 32 bytes each.
+        rests: The hash of each chunk's bytes behind its run of the vector, 32 bytes each.
+    """
 
     root: bytes
     levels: list[list[bytes]] = field(repr=False)
+    rests: list[bytes] = field(repr=False)
 
     def proof(self, index: int) -> bytes:
         """Return the siblings from one chunk's leaf to the root: 32 bytes a level, zeros for a missing sibling."""
@@ -307,20 +331,21 @@ def merkle_tree(tensors: NamedTensors) -> MerkleTree:
 
 
 def tree_of(chunks: ChunkedBytes) -> MerkleTree:
-    levels = [[chunks.leaf(index) for index in range(chunks.num_chunks)]]
+    hashes = [chunks.leaf(index) for index in range(chunks.num_chunks)]
+    levels = [[leaf for leaf, _ in hashes]]
     while len(level := levels[-1]) > 1:
         above = [bulk_hash(b"\x01", level[at], level[at + 1]) for at in range(0, len(level) - 1, 2)]
         levels.append(above + level[len(above) * 2 :])
-    return MerkleTree(_root(description_hash(chunks.specs), levels[-1]), levels)
+    return MerkleTree(_root(description_hash(chunks.specs), levels[-1]), levels, [rest for _, rest in hashes])
 
 
 def description_hash(specs: Sequence[TensorSpec]) -> bytes:
     return bulk_hash(canonical_bytes([[spec.name, spec.dtype, list(spec.shape), spec.num_bytes] for spec in specs]))
 
 
-def leaf_of(*pieces: bytes | bytearray | memoryview) -> bytes:
-    """Return the hash, 32 bytes, of a chunk that consists of these pieces."""
-    return bulk_hash(b"\x00", *pieces)
+def leaf_of(run: Buffer, rest: bytes) -> bytes:
+    """Return the hash, 32 bytes, of a chunk with this run of the vector; ``rest`` is the hash of its other bytes."""
+    return bulk_hash(b"\x00", bulk_hash(run), rest)
 
 
 def proves(
@@ -342,4 +367,4 @@ def proves(
 
 
 def _root(description: bytes, top: Sequence[bytes]) -> bytes:
-    return bulk_hash(b"p2ptrain state 2", description, *top)
+    return bulk_hash(b"p2ptrain state 3", description, *top)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from p2ptrain.training.state.digest import (
     MerkleTree,
     NamedTensors,
     TensorSpec,
+    byte_view,
     new_tensors,
     specs_of,
     tree_of,
@@ -67,6 +68,21 @@ class Stamp:
 def stamped_bytes(chunk_bytes: int, depth: int) -> int:
     """Return the size of a chunk with its stamp and its proof in a tree of this depth."""
     return chunk_bytes + Stamp.NUM_BYTES + depth * HASH_BYTES
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A copy of a settled state's vector, with what proves it.
+
+    Attributes:
+        specs: Of all tensors of the state, whose digest ``head`` names.
+        vector: Its bytes.
+    """
+
+    head: Head
+    specs: tuple[TensorSpec, ...]
+    tree: MerkleTree
+    vector: memoryview
 
 
 class SharedState:
@@ -196,6 +212,24 @@ class SharedState:
             return size
         finally:
             self._lock.release()
+
+    def snapshot(self, allocate: Callable[[int], memoryview]) -> Snapshot | None:
+        """Copy the vector into memory from ``allocate``, which gets its size in bytes; None while a round changes it.
+
+        Raises:
+            TemporaryError: The state in memory is damaged.
+        """
+        with self._lock:
+            if not self.is_settled:
+                return None
+            if self._hashed is None:
+                self.tree()
+            if (readable := self._readable()) is None:
+                return None
+            live = byte_view(self.vector)
+            copy = allocate(len(live))
+            copy[:] = live
+            return Snapshot(self.head, readable[0].specs, readable[1], copy)
 
     def describe(self) -> tuple[Head, tuple[TensorSpec, ...]] | None:
         """Return head and specs, or None while a round changes the state; raise `TemporaryError` if it is damaged."""

@@ -14,6 +14,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
+from p2ptrain.averaging.commit.anchoring import AnchorSearch
 from p2ptrain.averaging.commit.attempt import AttemptFailedError
 from p2ptrain.averaging.commit.round_log import Result
 from p2ptrain.averaging.grouping.membership import ACTIVE_STATES
@@ -48,6 +49,7 @@ class CatchUp:
     Attributes:
         resyncs: Full downloads of the state.
         incompatible: By peer: why its state does not fit this model.
+        anchors: Looks for newer anchors.
     """
 
     def __init__(self, replica: Replica, jobs: Progress) -> None:
@@ -62,6 +64,10 @@ class CatchUp:
         self._failed_repairs = 0
         self._tasks = Tasks()
         self._checks: dict[str, asyncio.Task[None]] = {}
+        self.anchors = AnchorSearch(
+            self._context, self._round_log, lambda: self._state.head, self._tasks,
+            lambda: self._matchmaker.position.is_stalled(self._context.spec),
+        )  # fmt: skip
         self.resyncs = 0
         self.incompatible: dict[str, str] = {}
 
@@ -253,12 +259,17 @@ class CatchUp:
 
         ``chain`` holds the known certificates from this peer's lineage on.
         """
+        anchors, newest = self._context.anchors, self._context.anchors.newest
         head = await self._head_ahead(source, accepts_own_lineage=not keep_work)
         if chain and between(chain, self._state.head.lineage, head.lineage) is None:  # The source committed more.
             since = await self._round_log.certificates_after(source, head_through(self._state.head, chain))
             chain = [*chain, *since]
         async with self._downloaded.fetched(source, head):
+            if anchors.newest is not newest:  # The chunks stay, for a head that is proved from the anchor.
+                raise AttemptFailedError("an anchor came during the download")
             position = await to_its_end(self._take_over(work, keep_work, chain))
+            if anchors.newest is not newest:
+                anchors.moved(is_off=True)
             logger.info("downloaded the state of round %d from peer %s", self._state.head.round, source[-8:])
             while position < len(self._downloaded.rounds.certificates):  # The list may grow during the loop.
                 await self._replica.apply_missed(self._downloaded.rounds.result(position), work)
@@ -276,7 +287,8 @@ class CatchUp:
         return head
 
     def _check_ahead(self, source: str, head: Head) -> None:
-        if not self._matchmaker.position.follows(head, self._context.spec):
+        is_ahead = self._matchmaker.position.follows(head, self._context.spec)
+        if not (is_ahead or self._context.anchors.is_off):
             raise AttemptFailedError(f"peer {source[-8:]} is not ahead of this one")
 
     async def _take_over(self, work: Contribution | None, keep_work: bool, chain: Sequence[Certificate]) -> int:

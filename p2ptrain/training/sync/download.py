@@ -37,7 +37,6 @@ from p2ptrain.training.state.digest import (
     cut_of,
     description_hash,
     is_finite,
-    leaf_of,
     proves,
 )
 from p2ptrain.training.state.shared_state import SharedState, Stamp, stamped_bytes
@@ -136,7 +135,7 @@ class _Target:
         await channel.send(Ask([0]))
         await channel.receive_steadily(buffer, least)
         data, stamp, proof = _parts(buffer, cut.chunk_bytes(0))
-        leaf = await self._runtime.offload(leaf_of, data)
+        leaf = await self._runtime.offload(cut.leaf, 0, data)
         if not proves(description_hash(specs), leaf, 0, cut.num_chunks, proof, stamp.digest):
             raise IntegrityError(f"peer {source[-8:]} described a state that has not the digest asked for")
         await self._admission.admit(source, stamp)
@@ -263,7 +262,7 @@ class PartialDownload:
         os.ftruncate(self._index, whole)
         newest = {index: (stamp, leaf) for index, stamp, leaf in _ENTRY.iter_unpack(notes[:whole])}
         for index, (stamp, leaf) in newest.items():
-            if index < len(self.done) and leaf_of(self.chunk(index)) == leaf:
+            if index < len(self.done) and self.cut.leaf(index, self.chunk(index)) == leaf:
                 self._mark(index, Stamp.from_bytes(stamp))
 
     def chunk(self, index: int) -> memoryview:
@@ -274,7 +273,7 @@ class PartialDownload:
         return ((index, stamp) for index, stamp in enumerate(self.stamps) if stamp is not None)
 
     def verifies(self, index: int, data: memoryview, stamp: Stamp, proof: memoryview) -> bool:
-        return proves(self._description, leaf_of(data), index, self.cut.num_chunks, proof, stamp.digest)
+        return proves(self._description, self.cut.leaf(index, data), index, self.cut.num_chunks, proof, stamp.digest)
 
     def put(self, index: int, data: memoryview, stamp: Stamp, proof: memoryview) -> bool:
         """Verify a chunk and keep it; return False if its proof does not lead to the stamp's digest.
@@ -283,7 +282,7 @@ class PartialDownload:
             NotFiniteError: The chunk holds a value that is not finite.
             ResourceError: The disk is full.
         """
-        leaf = leaf_of(data)
+        leaf = self.cut.leaf(index, data)
         if not proves(self._description, leaf, index, self.cut.num_chunks, proof, stamp.digest):
             return False
         if not is_finite(self.specs, index, data):

@@ -200,6 +200,7 @@ class Replica:
             self.averager.contributions.consumed([self.fragment_of(body).index])
         before = self.state.head
         self._set_head(result.certificate.next_head(tree_root, table))
+        self.context.anchors.reached(self.state.head)
         self.averager.round_log.add(result, before, bool(self._server.chunks.active))
 
     def _take_step(self, result: Result, work: Contribution | None, contributed: bool) -> bytes:
@@ -250,13 +251,16 @@ class Replica:
         ``assemble`` overwrites the state, and returns its head. ``missed`` are the certificates from this peer's head
         to the new one; None if they are not known. With ``keeps_work`` work may be carried to the new state.
         """
+        before, log = self.state.head, self.averager.round_log
         kept = self._kept(missed) if keeps_work else [None] * len(self.state.fragments)
         carries = await self.context.runtime.compute(self._carries, work, kept)
         head = await assemble()
         self.state.head = head
         await self.context.runtime.compute(self._adopt, work, kept, carries, missed is not None)
         self.averager.contributions.consumed(index for index, part in enumerate(kept) if part is None)
-        self.averager.round_log.begin_at(head)
+        if head.lineage not in {before.lineage, *log.lineages()}:
+            self.context.anchors.moved()
+        log.begin_at(head)
         self._set_head(head)
 
     def _kept(self, missed: Sequence[Certificate] | None) -> list[float | None]:

@@ -174,6 +174,7 @@ def check_head(context: PeerContext, head: Head) -> None:
     votes = Counter(record.digest for record in context.membership.records() if record.lineage == head.lineage)
     if votes and votes[head.digest] < max(votes.values()):
         raise IntegrityError("most peers announce another digest for this state")
+    context.anchors.check_digest(head)
     if head.round == 0:
         if head != context.genesis(head.digest):
             raise IntegrityError("a head at round 0 is not a beginning")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import deque
 from dataclasses import dataclass, replace
 
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 MAX_RETRIES = 12
 MAX_REPORTS = 8
+CONFLICT_SECONDS = 5.0
+"""Pause of each synchronisation while two anchors contradict each other."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class RoundResult:
         reason: Why it failed, or a remark.
         contributed: True if the result includes this peer's work.
         members: Size of the group, of which ``contributors`` contributed.
-        paused: True if the swarm is below its minimum of peers.
+        paused: True if the swarm is below its minimum of peers, or two anchors contradict each other.
         seconds: Duration, which includes ``matchmaking_seconds``, and ``transfer_seconds`` to reduce and sign.
     """
 
@@ -70,6 +73,7 @@ class Synchronizer:
         reports: The last rounds, newest last.
         rested_since: End of the last synchronisation, on the event loop's clock; None before the first.
         last_round: First round that this peer does not contribute to; 0 for no limit.
+        stays: True if this peer is a member after `last_round`, too; its tickets say if it leaves.
         is_paused: True if the last synchronisation found the swarm below its minimum of peers.
     """
 
@@ -89,6 +93,7 @@ class Synchronizer:
         self.rounds_aborted = 0
         self.rested_since: float | None = None
         self.last_round = 0
+        self.stays = False
         self.is_paused = False
         self.reports: deque[RoundReport] = deque(maxlen=MAX_REPORTS)
 
@@ -106,6 +111,10 @@ class Synchronizer:
     def participate(self, trains: bool) -> None:
         """Set whether rounds wait for this peer, which then reports its steps."""
         self.averager.matchmaker.participate(trains, self.is_behind)
+
+    def leave(self) -> None:
+        """Announce in each ticket from now on that this peer leaves the swarm."""
+        self.stays, self.position.leaves = False, True
 
     async def close(self) -> None:
         await self.catch_up.close()
@@ -156,6 +165,9 @@ class Synchronizer:
 
     async def _synchronize(self, work: Contribution) -> RoundResult:
         before = self.head
+        if reason := self.replica.context.anchors.conflict:
+            await asyncio.sleep(CONFLICT_SECONDS)
+            return RoundResult(False, before.round, reason, paused=True)
         for _ in range(MAX_RETRIES):
             async with work.model_lock:
                 ready = await self._prepare(work, before)
@@ -181,7 +193,7 @@ class Synchronizer:
     async def _prepare(self, work: Contribution, before: Head) -> tuple[torch.Tensor, int, int] | RoundResult:
         for _ in range(MAX_RETRIES):
             await self.follow_swarm(work)
-            self.position.leaves = 0 < self.last_round <= self.head.round + 1
+            self.position.leaves = not self.stays and 0 < self.last_round <= self.head.round + 1
             if 0 < self.last_round <= self.head.round:
                 return RoundResult(self.head != before, self.head.round, "the last round is over")
             if await self.replica.is_intact():
@@ -247,9 +259,11 @@ class Synchronizer:
     async def follow_swarm(self, work: Contribution | None) -> bool:
         """Catch up with the best lineage that a trusted peer announces; return True if this peer's head moved.
 
+        A peer on a lineage without the newest anchor follows those that showed the anchor.
         A doubted peer must prove its state in the background first. Else it could stall each round until a timeout.
         """
         before = self.head
+        await self.catch_up.anchors.look()
         for _ in range(3):
             best = self._best_source()
             if best is None:
@@ -258,13 +272,17 @@ class Synchronizer:
         return self.head != before
 
     def _best_source(self) -> str | None:
-        best, source = self.head, None
-        for record in self._membership.trusted_records():
+        best, source, records = self.head, None, self._membership.trusted_records()
+        dials = self.replica.context.rpc.dial_seconds
+        anchored = self.catch_up.anchors.better(records)
+        if anchored:
+            best = self.replica.context.genesis(self.head.digest)
+        for record in sorted(anchored or records, key=lambda record: dials.get(record.peer, math.inf)):
             announced = Head(
                 record.round, record.lineage, record.lineage_tokens, 0, record.digest,
                 full=record.lineage_full, returned=record.lineage_returned,
             )  # fmt: skip
-            if announced.outranks(best) and self.position.follows(announced, self._spec):
+            if announced.outranks(best) and (anchored or self.position.follows(announced, self._spec)):
                 if self._membership.is_doubted(record.peer):
                     self.catch_up.check_soon(record.peer)
                 else:

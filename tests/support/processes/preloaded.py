@@ -24,6 +24,7 @@ from tests.support.processes.commands import ROOT
 WORKER = "tests.support.processes.worker"
 COMMAND = "p2ptrain.cli.main"
 STUCK = "tests.support.processes.stuck"
+LYING = "tests.support.processes.lying"
 TRAINING = (
     "torch._dynamo", "cid", "netaddr", "p2ptrain.node.roles.training", "p2ptrain.training.state.adamw",
     "p2ptrain.codecs.base",
@@ -39,6 +40,7 @@ IMPORTS = {
     ),
 }  # fmt: skip
 IMPORTS[STUCK] = (STUCK, *IMPORTS[COMMAND])
+IMPORTS[LYING] = (LYING, *IMPORTS[COMMAND])
 """What a program has imported when it ends its first round. Each has a function ``main`` without arguments."""
 MAX_REQUEST_BYTES = 1 << 20
 PR_SET_CHILD_SUBREAPER = 36

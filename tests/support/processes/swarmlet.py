@@ -181,9 +181,11 @@ FORKED = ("checkpoint", "join", "peer")
 """Commands that import torch: a fork has their imports, and runs them. Others, and what `up` starts, are executed."""
 
 
-def _start_command(arguments: Sequence[str | Path], stdout: IO[bytes], stderr: IO[bytes]) -> subprocess.Popen[Any]:
+def _start_command(
+    arguments: Sequence[str | Path], stdout: IO[bytes], stderr: IO[bytes], program: str = COMMAND
+) -> subprocess.Popen[Any]:
     if arguments[0] in FORKED:
-        return SERVER.fork_silent(COMMAND, [str(argument) for argument in arguments], stdout, stderr)
+        return SERVER.fork_silent(program, [str(argument) for argument in arguments], stdout, stderr)
     return subprocess.Popen(
         command(*arguments), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -207,10 +209,13 @@ def run_command(
 
 
 @contextlib.contextmanager
-def background_command(log: Path, *arguments: str | Path) -> Iterator[subprocess.Popen[Any]]:
-    """A ``p2ptrain`` command that runs meanwhile, its output in ``log``; killed at the end."""
+def background_command(log: Path, *arguments: str | Path, program: str = COMMAND) -> Iterator[subprocess.Popen[Any]]:
+    """A ``p2ptrain`` command that runs meanwhile, its output in ``log``; killed at the end.
+
+    ``program`` runs ``join`` in its own way; see `tests.support.processes.preloaded`.
+    """
     with log.open("ab") as output:
-        process = _start_command(arguments, output, output)
+        process = _start_command(arguments, output, output, program)
     try:
         yield process
     finally:

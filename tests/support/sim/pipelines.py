@@ -271,7 +271,7 @@ class Pipeline:
     make: Callable[[SimulatedPeer, int | None, float], PipelinePeer] | None = None
 
     def __post_init__(self) -> None:
-        founder = SimulatedSeed(self.network)
+        founder = self.founder = SimulatedSeed(self.network)
         self.manifest = self.manifest.model_copy(update={"founders": (founder.peer.peer_id,)})
         plan = PipelinePlan(self.manifest)
         units = {f"unit{number}": plan.swarm_of(number) for number in range(plan.num_stages + 1)}

@@ -48,13 +48,18 @@ STEP_SECONDS = 0.5
 PASS_SECONDS = 0.05
 
 
-def small_manifest(text: Path, training: dict[str, Any], *, num_stages: int = 1, **averaging: Any) -> Manifest:
-    """A narrow Llama over the bytes of a text, with short deadlines; one block for each stage."""
+def small_manifest(
+    text: Path, training: dict[str, Any], *, num_stages: int = 1, tied: bool | None = None, **averaging: Any
+) -> Manifest:
+    """A narrow Llama over the bytes of a text, with short deadlines; one block for each stage.
+
+    Its embeddings are ``tied``, by default those of a whole model.
+    """
     return Manifest(
         name="simulated",
         model=ModelSpec(
             layers=num_stages, hidden=8, heads=2, kv_heads=1, intermediate=8, context=8, vocabulary=256,
-            tied_embeddings=num_stages == 1,
+            tied_embeddings=num_stages == 1 if tied is None else tied,
         ),
         data=DataSpec(source=f"path:{text}"),
         training=TrainingSpec.model_validate({"local_batch": 2, **training}),

@@ -26,6 +26,7 @@ from tests.support.sim.accounts import Accounts
 from tests.support.sim.hostile import BROKEN_PARTS, HOSTILITIES
 from tests.support.sim.pipeline_schedules import FAULTS_IN, draw_pipeline_schedule, find_pipeline_problems, problems_of
 from tests.support.sim.pipeline_schedules import PHASES as PIPELINE_PHASES
+from tests.support.sim.serving_schedules import draw_serving_schedule, find_serving_problems
 from tests.support.sim.trainers import SimulatedSwarm, SimulatedTrainer, make_manifest
 
 FAULTS = (
@@ -258,6 +259,8 @@ def main() -> int:
     parser.add_argument("--max-peers", type=int, help="and at most: 6, with hosts of stages 16")
     parser.add_argument("--max-events", type=int, help="faults, at most: 6, in pipelines 9")
     parser.add_argument("--pipelines", action="store_true", help="of pipelines: peers are hosts of stages and trainers")
+    parser.add_argument("--serving", action="store_true", help="of generations; takes neither peers nor events")
+    parser.add_argument("--sessions", type=int, default=9, help="with --serving: generations of a schedule")
     parser.add_argument("--fragments", type=int, default=1, help="parts of the model that take turns")
     parser.add_argument("--overlap-steps", type=int, default=0, help="steps while a round is under way")
     parser.add_argument("--group-size", type=int, help="members of an averaging group, at most: drawn if not given")
@@ -273,7 +276,9 @@ def main() -> int:
         tried += 1
         most = options.max_peers or (16 if options.pipelines else 6)
         bounds = seed, options.min_peers, most, options.max_events or (9 if options.pipelines else 6)
-        if options.pipelines:
+        if options.serving:
+            problems = find_serving_problems(draw_serving_schedule(seed, options.sessions), hits)
+        elif options.pipelines:
             problems = find_pipeline_problems(draw_pipeline_schedule(*bounds), hits)
         else:
             schedule = draw_schedule(*bounds)

@@ -13,16 +13,17 @@ import torch
 from p2ptrain.models.exact import PAGE, ExactStage, Part
 from p2ptrain.network.records.serving import ServedStage
 from p2ptrain.network.rpc.endpoint import Rpc
-from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
+from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, SimulatedPeer, simulate
 from p2ptrain.runtime import Runtime
 from p2ptrain.serving.client.routes import Host
 from p2ptrain.serving.client.swarm import ServedModel, SwarmGenerator
 from p2ptrain.serving.generation import Token
+from p2ptrain.serving.grammar import Grammars, Matcher
 from p2ptrain.serving.host.pool import PagePool
 from p2ptrain.serving.host.service import ServingHost
-from p2ptrain.serving.host.sessions import Offer, SessionBook
-from p2ptrain.serving.sampling import Sampling
-from tests.support.sim.peers import SWARM
+from p2ptrain.serving.host.sessions import ORPHAN_SECONDS, Offer, SessionBook
+from p2ptrain.serving.sampling import Drawn, Sampling, draw
+from tests.support.sim.peers import SWARM, until
 
 T = TypeVar("T")
 WIDTH = 4
@@ -68,13 +69,35 @@ class SmallStage:
         return torch.tensor(rows)
 
 
+class CopyingStage(SmallStage):
+    """A stage whose tokens mostly follow a cycle, so that drafts are often right; each row ends with its token.
+
+    One token in ``breaks`` leaves the cycle.
+    """
+
+    breaks = 11
+
+    def step(self, parts: Sequence[Part], inputs: torch.Tensor, store: torch.Tensor) -> torch.Tensor:
+        outputs = super().step(parts, inputs, store)
+        outputs[:, -1] = inputs if inputs.dim() == 1 else inputs[:, -1]
+        return outputs
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        found = super().logits(hidden)
+        for row, values in zip(hidden, found, strict=True):
+            if int(row[0]) % self.breaks:
+                values[(int(row[-1]) + 1) % 9] += 12
+        return found
+
+
 class PacedRuntime(Runtime):
     """A runtime whose batches of generation take ``serve_seconds``, and a further ``row_seconds`` a row."""
 
-    serve_seconds = 0.01
+    serve_seconds, row_seconds = 0.01, 0.0
 
     async def serve(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        await asyncio.sleep(self.serve_seconds)
+        rows = len(args[-1]) if isinstance(args[-1], torch.Tensor) else sum(share.part.rows for share in args[-1])
+        await asyncio.sleep(self.serve_seconds + self.row_seconds * rows)
         return function(*args, **kwargs)
 
 
@@ -103,19 +126,28 @@ class ServingSwarm:
     num_pages: int = 64
     context: int = 4096
     serve_seconds: float = 0.01
+    row_seconds: float = 0.0
+    kind: Callable[[int], SmallStage] = SmallStage
+    vocabulary: int = VOCABULARY
+    runtime: type[PacedRuntime] = PacedRuntime
     hosts: dict[str, ServingPeer] = field(default_factory=dict)
     rounds: tuple[int, ...] = (5,)
+    speculates: bool = True
+    grammars: Grammars | None = None
 
-    async def start_host(self, name: str, number: int, peer: SimulatedPeer | None = None) -> ServingPeer:
+    async def start_host(
+        self, name: str, number: int, peer: SimulatedPeer | None = None, grammars: Grammars | None = None
+    ) -> ServingPeer:
         peer = peer or self.network.add_peer(name)
-        runtime = peer.runtime = PacedRuntime(random=peer.runtime.random, clock=peer.runtime.clock)
-        runtime.serve_seconds = self.serve_seconds
+        runtime = peer.runtime = self.runtime(random=peer.runtime.random, clock=peer.runtime.clock)
+        runtime.serve_seconds, runtime.row_seconds = self.serve_seconds, self.row_seconds
         rpc = Rpc(peer.transport, peer.runtime, SWARM)
-        stage = SmallStage(number)
+        stage = self.kind(number)
 
         async def start() -> ServingHost:
             await rpc.start()
-            offer = Offer(number, self.num_stages, ARITHMETIC, self.context)
+            own = grammars if number == self.num_stages - 1 else None
+            offer = Offer(number, self.num_stages, ARITHMETIC, self.context, self.speculates, own)
             host = ServingHost(rpc, SessionBook(rpc, peer.signer, offer, PagePool(self.num_pages)))
             for round_ in self.rounds:
                 host.serve((round_, digest(round_, number)), cast(ExactStage, stage))
@@ -129,28 +161,31 @@ class ServingSwarm:
         """Start so many hosts of each stage: ``s0a``, ``s0b``, …"""
         for number, count in enumerate(replicas):
             for replica in "abcdefgh"[:count]:
-                await self.start_host(f"s{number}{replica}", number)
+                await self.start_host(f"s{number}{replica}", number, grammars=self.grammars)
 
     async def restart(self, name: str) -> ServingPeer:
         before = self.hosts[name]
-        return await self.start_host(name, before.number, self.network.restart(before.peer))
+        return await self.start_host(name, before.number, self.network.restart(before.peer), self.grammars)
 
     def known(self) -> list[Host]:
         """Return the hosts by their records, dead ones too."""
         return [
             Host(each.peer.peer_id, ServedStage(
                 each.number, self.num_stages, tuple((round_, digest(round_, each.number)) for round_ in self.rounds),
-                ARITHMETIC, self.context, 1, 0,
+                ARITHMETIC, self.context, 1, 0, each.host.report().served.grammars,  # type: ignore[union-attr]
             ))
             for each in self.hosts.values()
         ]  # fmt: skip
 
-    async def start_client(self, name: str = "client", wait_seconds: float = 30.0) -> SimulatedClient:
+    async def start_client(
+        self, name: str = "client", wait_seconds: float = 30.0, audit_share: float = 0.0
+    ) -> SimulatedClient:
         peer = self.network.add_peer(name)
         rpc = Rpc(peer.transport, peer.runtime, SWARM)
         await peer.spawn(rpc.start())
-        model = ServedModel("small", VOCABULARY, tuple((each, each + 1) for each in range(self.num_stages)))
-        return SimulatedClient(peer, rpc, SwarmGenerator(rpc, peer.signer, model, self.known, wait_seconds))
+        model = ServedModel("small", self.vocabulary, tuple((each, each + 1) for each in range(self.num_stages)))
+        generator = SwarmGenerator(rpc, peer.signer, model, self.known, wait_seconds, audit_share)
+        return SimulatedClient(peer, rpc, generator)
 
     def host_of(self, peer_id: str) -> ServingPeer:
         return next(each for each in self.hosts.values() if each.peer.peer_id == peer_id)
@@ -192,11 +227,36 @@ def digest(round_: int, stage: int) -> bytes:
     return hashlib.sha256(f"{round_}/{stage}".encode()).digest()
 
 
-def golden(prompt: Sequence[int], num_tokens: int, num_stages: int, sampling: Sampling = GREEDY) -> list[int]:
-    """Return the tokens that one process computes, a row at a time."""
-    from p2ptrain.serving.sampling import draw
+CHARACTERS = '{}[]":,abcdefghijklmnopqrstuvwxyz0123456789 .-_ABCDEFGHIJKLM'
+END = VOCABULARY - 1
 
-    stages = [SmallStage(number) for number in range(num_stages)]
+
+def small_grammars() -> Grammars:
+    """Return grammars of a vocabulary with the stage's 61 tokens: `CHARACTERS`, and `END`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = [*CHARACTERS.replace(" ", "\u0120"), "<end>"]
+    made = Tokenizer(models.BPE(vocab={name: place for place, name in enumerate(names)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    return Grammars(PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>"), VOCABULARY)  # type: ignore[no-untyped-call]
+
+
+def golden(
+    prompt: Sequence[int], num_tokens: int, num_stages: int, sampling: Sampling = GREEDY, matcher: Matcher | None = None
+) -> list[int]:
+    """Return the tokens that one process computes, a row at a time; with a matcher up to `END`."""
+    return [drawn.id for drawn in golden_draws(prompt, num_tokens, num_stages, sampling, matcher=matcher)]
+
+
+def golden_draws(
+    prompt: Sequence[int], num_tokens: int, num_stages: int, sampling: Sampling, kind: type[SmallStage] = SmallStage,
+    matcher: Matcher | None = None,
+) -> list[Drawn]:  # fmt: skip
+    """Return the tokens of `golden` with their log probabilities."""
+    stages = [kind(number) for number in range(num_stages)]
+    draws: list[Drawn] = []
     num_pages = -(-(len(prompt) + num_tokens) // PAGE)
     stores = [stage.new_pages(num_pages) for stage in stages]
     ids = list(prompt)
@@ -206,5 +266,39 @@ def golden(prompt: Sequence[int], num_tokens: int, num_stages: int, sampling: Sa
         for stage, store in zip(stages, stores, strict=True):
             hidden = stage.step([Part(1, position, range(num_pages))], hidden, store)
         if position >= len(prompt) - 1:
-            ids.append(draw(stages[-1].logits(hidden)[0], position + 1, ids, sampling, len(prompt)).id)
-    return ids[len(prompt) :]
+            allowed = matcher.allowed(ids[len(prompt) :]) if matcher is not None else None
+            draws.append(draw(stages[-1].logits(hidden)[0], position + 1, ids, sampling, len(prompt), allowed))
+            ids.append(draws[-1].id)
+            if matcher is not None and ids[-1] == END:
+                break
+    return draws
+
+
+def golden_logits(prompt: Sequence[int], num_stages: int) -> torch.Tensor:
+    """Return the logits that one process computes after each of some tokens."""
+    hidden = torch.tensor(list(prompt))
+    num_pages = -(-len(prompt) // PAGE)
+    stages = [SmallStage(number) for number in range(num_stages)]
+    for stage in stages:
+        hidden = stage.step([Part(len(prompt), 0, range(num_pages))], hidden, stage.new_pages(num_pages))
+    return stages[-1].logits(hidden)
+
+
+def serve(main: Any, *replicas: int, seed: int = 0, model: LinkModel | None = None, **settings: Any) -> Any:
+    """Run ``main(swarm, client)`` beside hosts; check that it leaves no session and no page behind."""
+
+    async def run(network: SimulatedNetwork) -> Any:
+        swarm = ServingSwarm(network, len(replicas), **settings)
+        await swarm.start(*replicas)
+        client = await swarm.start_client()
+        result = await client.peer.spawn(main(swarm, client))
+        for each in swarm.hosts.values():
+            network.resume(each.peer)
+        is_clean = lambda: all(each.is_clean for each in swarm.hosts.values() if each.peer.alive)  # noqa: E731
+        await until(is_clean, len(replicas) * (ORPHAN_SECONDS + 5.0))
+        for each in swarm.hosts.values():
+            each.host.report()  # Raises if the totals contradict each other: the peer would have no record.
+        await swarm.end(client)
+        return result
+
+    return simulate(run, seed, model=model)

@@ -47,9 +47,12 @@ def test_what_is_not_known_is_left_out() -> None:
 
 
 def test_a_peer_that_serves_tells_of_it() -> None:
-    report = served(1000.0)
+    before = served(1000.0)
+    report = replace(before, totals=replace(before.totals, drafted_tokens=9, accepted_tokens=7))
     found = samples(replace(RECORD, serving=report))
     assert found["p2ptrain_peer_serving_sessions"] == report.sessions
     assert found["p2ptrain_peer_serving_requests_total"] == report.totals.requests
+    assert found["p2ptrain_peer_serving_drafted_tokens_total"] == 9
+    assert found["p2ptrain_peer_serving_accepted_tokens_total"] == 7
     assert found["p2ptrain_peer_serving_time_to_first_token_seconds_count"] == report.totals.first_token.total
     assert not [name for name in samples(RECORD) if "serving" in name]

@@ -28,6 +28,26 @@ def test_rows_are_those_that_were_appended(chunks: list[int], data: Any) -> None
     assert journal.rows(first, stop) == b"".join(map(row, range(first, stop)))
 
 
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 4), st.booleans()), max_size=20), st.data())
+def test_rows_that_were_trimmed_are_replaced(steps: list[tuple[int, int, bool]], data: Any) -> None:
+    """Also for a reader that sent them: the trims say from where on it sends again."""
+    journal, sent, trims, other = Journal(width=3), 0, 0, list[int]()
+    wanted: list[int] = []
+    for number, (count, back, reads) in enumerate(steps, 1):
+        end = max(journal.known, journal.end - back)
+        journal.trim(end)
+        ids = list(range(1000 * number, 1000 * number + count))
+        wanted[end:] = ids
+        journal.append(ids, b"".join(map(row, ids)), max(journal.known, data.draw(st.integers(0, journal.end))))
+        if reads:
+            sent = min(sent, *journal.trims[trims:], journal.end)
+            other[sent:] = journal.ids[sent:]
+            sent, trims = journal.end, len(journal.trims)
+            assert other == wanted
+        assert journal.ids == wanted
+        assert journal.rows(0, journal.end) == b"".join(map(row, wanted))
+
+
 def test_a_journal_of_ids_alone_has_no_rows() -> None:
     journal = Journal([3, 1])
     journal.append([4])

@@ -196,3 +196,8 @@ def test_settings_travel() -> None:
     assert from_wire(Sampling, to_wire(settings)) == settings
     with pytest.raises(ValueError, match="names token 50"):
         draw(LOGITS, 0, [], Sampling(logit_bias=((50, 1.0),)), 0)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.5])
+def test_a_temperature_close_to_0_takes_the_largest_logit(top_p: float) -> None:
+    assert draws(Sampling(temperature=5e-324, top_p=top_p), 20) == {int(LOGITS.argmax()): 20}

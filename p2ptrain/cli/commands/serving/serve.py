@@ -24,11 +24,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--port", type=int, default=8000, help="port to serve at (default 8000; 0 takes a free one)")
     parser.add_argument("--keys", type=Path, metavar="FILE", help="let in who has one of these API keys (default: all)")
+    parser.add_argument(
+        "--audit-share", type=float, default=0.02, metavar="SHARE",
+        help="share of the answers that other hosts generate again, to find hosts that compute other tokens"
+        " (default 0.02; they see the prompt, too)",
+    )  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
     if not 0 <= arguments.port < 65536:
         raise UsageError(f"--port {arguments.port}: give a number from 0 to 65535")
+    if not 0 <= arguments.audit_share <= 1:
+        raise UsageError(f"--audit-share {arguments.audit_share}: give a share from 0 to 1")
     from p2ptrain.network.link import SwarmLink
 
     link = SwarmLink.parse(arguments.link)
@@ -39,12 +46,12 @@ def run(arguments: argparse.Namespace) -> int:
     from p2ptrain.serving.http.serve import serve_http
 
     async def serve() -> None:
-        async with generating(link, arguments.wait) as model:
-            _, tokenizer = text_of(model.manifest, arguments)
+        async with generating(link, arguments.wait, arguments.audit_share) as model:
+            text, tokenizer = text_of(model.manifest, arguments)
             stop = stop_on_signals(lambda: None)
             await serve_http(
                 model.generator, tokenizer, stop, host=arguments.host, port=arguments.port, names=arguments.host_name,
-                keys=arguments.keys,
+                keys=arguments.keys, end_ids=text.end_ids,
                 on_ready=lambda url: print(f"API: {url}v1  chat: {url}  (Ctrl-C ends it)", flush=True),
             )  # fmt: skip
 

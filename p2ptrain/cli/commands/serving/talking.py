@@ -75,15 +75,11 @@ def text_of(manifest: Manifest, arguments: argparse.Namespace) -> tuple[Text, An
         ConfigError: Each peer brings the tokenizer, and --weights does not.
         UsageError: The model does not read text.
     """
-    from p2ptrain.models import check_reads_text
-    from p2ptrain.models.pretrained import local_tokenizer
-    from p2ptrain.models.tokenizers import byte_tokenizer, load_pretrained_tokenizer
+    from p2ptrain.models.pretrained import end_marks, manifest_tokenizer
     from p2ptrain.serving.text import Text
 
-    check_reads_text(manifest.model)
-    name = local_tokenizer(manifest, arguments.weights, arguments.allow_path or ())
-    tokenizer = byte_tokenizer(manifest.model.context) if name == "bytes" else load_pretrained_tokenizer(name)
-    return Text(tokenizer), tokenizer
+    tokenizer = manifest_tokenizer(manifest, arguments.weights, arguments.allow_path or ())
+    return Text(tokenizer, end_marks(manifest)), tokenizer
 
 
 async def answer(

@@ -12,7 +12,7 @@ from p2ptrain.averaging.commit.recovery import STANDING, AskStanding, StandingRe
 from p2ptrain.averaging.commit.round_log import MAX_ATTEMPTS_KEPT
 from p2ptrain.averaging.protocol.certificate import Certificate, vote
 from p2ptrain.averaging.timing.deadlines import straggler_seconds
-from p2ptrain.network.simulated import SimulatedNetwork
+from p2ptrain.network.simulated import LinkModel, SimulatedNetwork
 from tests.support.coroutines import simulated
 from tests.support.sim.averaging import NUM_VALUES, SPEC, RosterMember, make_roster, stop
 from tests.support.sim.peers import Member, members
@@ -66,6 +66,20 @@ async def test_a_member_that_missed_the_end_takes_it_over_from_a_signer(roster: 
     assert certificate is not None
     assert certificate.body == roster[1].attempt.body
     assert roster[0].attempt.means == means
+
+
+@simulated(completed, seed=1, model=LinkModel(are_dials_free=True))
+async def test_a_far_signer_is_asked_for_as_long_as_its_answers_take(
+    roster: list[RosterMember], network: SimulatedNetwork
+) -> None:
+    own = roster[0].member
+    for each in roster[1:]:
+        network.set_latency(own.peer, each.member.peer, 0.6)
+        own.rpc.dial_seconds[each.member.rpc.peer_id] = 1.2
+    forget(roster[0])
+    (certificate,) = await settle(roster[0], elapsed=5.0)
+    assert certificate is not None
+    assert certificate.body == roster[1].attempt.body
 
 
 @simulated(completed, seed=2)

@@ -1,6 +1,7 @@
 """Who is waited for, led by, avoided and followed; and who leads in which order."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -15,6 +16,7 @@ from p2ptrain.averaging.grouping.membership import (
     Membership,
 )  # fmt: skip
 from p2ptrain.averaging.protocol.certificate import genesis
+from p2ptrain.averaging.protocol.table import Row, Table
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.runtime import Runtime
 from tests.support.records import record_of
@@ -244,6 +246,19 @@ def test_a_leader_that_failed_goes_to_the_end_of_the_line_until_the_next_round()
 def test_a_peer_can_always_lead_itself() -> None:
     membership, _ = knowing("a")
     assert leaders_of(membership).candidates(KEY, ["a", "me"]) == ["me"]
+
+
+def test_newcomers_go_to_one_of_them_once_no_member_is_left_but_not_among_strangers() -> None:
+    membership, _ = knowing("member", "other")
+    leaders = leaders_of(membership)
+    position = leaders.position
+    for is_open in (False, True):
+        position.head = replace(position.head, table=Table((Row("member"),), is_open))
+        membership.heard_from("member")
+        assert leaders.candidates(position.key, []) == ["member"]
+        assert leaders.candidates(position.key, ["member"]) == ["me"]
+        membership.suspect("member", "x")
+        assert set(leaders.candidates(position.key, [])) == ({"me"} if is_open else {"me", "other"})
 
 
 def test_a_peer_without_a_record_counts_while_it_asks_and_answers() -> None:

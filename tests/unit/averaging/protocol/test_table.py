@@ -585,6 +585,17 @@ def test_among_strangers_no_more_newcomers_than_members_are_in_a_group(present: 
     assert NO_MEMBERS.most_guests(crowd, 1) == len(crowd)
 
 
+def test_among_strangers_all_of_the_first_roster_are_members_and_none_of_them_votes() -> None:
+    first = [f"m{number}" for number in range(40)]
+    founding = founding_table(["seed"], is_open=True)
+    assert founding.most_guests(first, 1) == len(first)
+    assert founding.group_of(first, 64, 1) == first
+    table = joined(founding, [first])
+    assert table.leading <= {*first} == {row.peer for row in table.rows} - {"seed"}
+    assert table.electorate == {"seed"}
+    assert len(joined(table, [[*first, *(f"n{number}" for number in range(40))]]).rows) == len(table.rows) + 2
+
+
 @given(
     members=st.integers(0, 40), guests=st.integers(0, 80), size=st.integers(1, 64), min_peers=st.integers(1, 8),
     mixed=st.randoms(),

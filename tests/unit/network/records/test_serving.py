@@ -102,6 +102,8 @@ COUNTS = [0] * (len(BOUNDS) + 1)
         ("totals.failed_requests", 10**9, "more requests failed"),
         ("totals.requests", 10, "more first tokens than requests"),
         ("totals.generated_tokens", 1, "more tokens were timed"),
+        ("totals.cached_tokens", 10**9, "more cached tokens"),
+        ("totals.accepted_tokens", 1, "more drafts were accepted"),
         ("totals.first_token.seconds", float("nan"), ">= 0"),
         ("totals.first_token.seconds", float("inf"), "<= 1e"),
         ("totals.first_token.seconds", 0.0, "its counts rule out"),
@@ -122,5 +124,5 @@ def test_totals_that_go_down_in_one_place_are_no_continuation() -> None:
     late = served(1000.0).totals
     early = served(500.0).totals
     assert late.since(early) is not None
-    for field in ("requests", "failed_requests", "generated_tokens", "prompt_tokens"):
+    for field in ("requests", "failed_requests", "generated_tokens", "prompt_tokens", "cached_tokens"):
         assert replace(late, **{field: getattr(early, field) - 1}).since(early) is None

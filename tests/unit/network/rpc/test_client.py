@@ -1,12 +1,13 @@
 """Calls and channels: replies, deadlines, silent peers, and nothing left behind."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from p2ptrain.errors import DeadlineError, IncompatibleError, PeerRefusedError, PeerUnreachableError, ProtocolError
-from p2ptrain.network.rpc.endpoint import PROTOCOL
+from p2ptrain.network.rpc.endpoint import ANSWER_SECONDS, PROTOCOL
 from p2ptrain.network.rpc.frames import Kind, frame
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork
 from p2ptrain.network.transport import Stream
@@ -88,6 +89,24 @@ async def test_what_dials_took_is_remembered_and_doubled_when_they_fail(network:
                 await caller.rpc.call(peer, "double", {"number": 1}, dict, 1)
             assert caller.rpc.dial_seconds[peer] == times * took
         network.mend(server.peer)
+
+
+@simulated(model=replace(FIXED, are_dials_free=True))
+async def test_the_first_answer_shows_the_round_trip_where_a_dial_takes_none(network: SimulatedNetwork) -> None:
+    async with members(network, 2) as (caller, server):
+        peer, dials = server.rpc.peer_id, caller.rpc.dial_seconds
+        server.rpc.serve("double", dict, double)
+        server.rpc.serve("hang", dict, hang)
+        with pytest.raises(DeadlineError):
+            await caller.rpc.call(peer, "hang", {}, dict, 0.05)
+        assert peer not in dials, "nothing has come back yet"
+        await caller.rpc.call(peer, "double", {"number": 1}, dict, 5)
+        assert dials[peer] == pytest.approx(0.1)
+        with pytest.raises(DeadlineError):
+            await caller.rpc.call(peer, "hang", {}, dict, 5)
+        assert dials[peer] == pytest.approx(0.1 + ANSWER_SECONDS), "a peer that works on a request says so"
+        await caller.rpc.call(peer, "double", {"number": 1}, dict, 5)
+        assert dials[peer] == pytest.approx(0.1)
 
 
 @simulated(model=FIXED)

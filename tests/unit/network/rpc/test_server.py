@@ -67,7 +67,7 @@ async def test_a_defect_in_a_handler_is_logged_and_stays_private(
         (frame(Kind.MESSAGE, msgpack.packb([1, 2])), "malformed header", "not a map"),
         (frame(Kind.MESSAGE, msgpack.packb({"protocol": PROTOCOL_VERSION})), "other swarm", "another swarm"),
         (header(swarm=b"\x08" * 32), "other swarm", "another swarm"),
-        (header(protocol=1), "other protocol", "protocol 1, this peer speaks 2"),
+        (header(protocol=1), "other protocol", f"protocol 1, this peer speaks {PROTOCOL_VERSION}"),
         (header(name=["double"]), "malformed header", "name: Expected `str`"),
         (header(protocol="x" * 100), "malformed header", "protocol: Expected `int`"),
         (FRAME.pack(100_000, Kind.MESSAGE), "oversized request", "1024 are allowed"),

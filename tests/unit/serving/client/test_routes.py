@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from p2ptrain.models.exact import PAGE
 from p2ptrain.network.records.serving import ServedStage
-from p2ptrain.serving.client.routes import Host, Plan, choose, longest
+from p2ptrain.serving.client.routes import Host, Needs, Plan, Prefix, RecentPrefixes, choose, longest
 from p2ptrain.serving.messages import MAX_CANDIDATES
 
 SESSION = bytes(16)
@@ -52,6 +53,34 @@ def test_near_idle_and_free_hosts_come_first() -> None:
     assert plan(host("a", 0, 4), *hosts).route[1] == ("idle", "busy", "far", "full")
 
 
+def test_hosts_that_have_the_prefix_come_first_unless_they_are_much_worse() -> None:
+    def first(rows: int, **settings: float) -> str:
+        hosts = (host("a", 0, 4), host("idle", 1, 4), host("had", 1, 4, **settings))  # type: ignore[arg-type]
+        return plan(*hosts, needs=Needs(prefix=Prefix(rows, ("gone", "had")))).route[1][0]
+
+    assert first(64) == first(512, sessions=15) == first(512, seconds=0.15) == "had"
+    assert first(64, sessions=10) == first(512, sessions=30) == first(1 << 20, seconds=0.3) == "idle"
+    assert first(512, free=0) == "idle"
+
+
+def test_the_longest_known_prefix_of_the_same_salt_is_found() -> None:
+    recent, pages = RecentPrefixes(), [digest(number) for number in range(4)]
+    assert recent.find(b"", pages) is None
+    recent.note(b"", pages[:2], ("a",))
+    recent.note(b"", pages[:1], ("b",))
+    assert recent.find(b"", pages) == Prefix(2 * PAGE, ("a",))
+    assert recent.find(b"", [pages[0], pages[3]]) == Prefix(PAGE, ("b",))
+    assert recent.find(b"", []) is recent.find(b"", pages[2:]) is recent.find(b"salt", pages) is None
+
+
+def test_the_least_recently_used_prefixes_are_forgotten() -> None:
+    recent = RecentPrefixes(most=4)
+    for number in range(9):
+        recent.note(b"", [digest(number), digest(100 + number)], (str(number),))
+    assert [each for each in range(9) if recent.find(b"", [digest(each)])] == [7, 8]
+    assert recent.find(b"", [digest(8), digest(108)]) == Prefix(2 * PAGE, ("8",))
+
+
 def test_a_stage_without_host_is_named_and_candidates_are_bounded() -> None:
     assert choose([host("a", 0, 4)], 2, SESSION) == 1
     assert choose([host("a", 1, 4)], 2, SESSION) == 0
@@ -76,9 +105,9 @@ def test_a_host_with_a_short_context_is_left_out_of_long_sessions_only() -> None
     hosts = (host("a", 0, 4, context=100), host("b", 1, 4, context=2), host("c", 1, 4, context=50), host("d", 7, 4))
     assert longest(hosts, 2) == 50
     assert longest(hosts[:2], 3) == 0
-    assert plan(*hosts, positions=50).route == (("a",), ("c",))
-    assert sorted(plan(*hosts, positions=2).route[1]) == ["b", "c"]
-    assert choose(hosts, 2, SESSION, positions=51) == 1
+    assert plan(*hosts, needs=Needs(50)).route == (("a",), ("c",))
+    assert sorted(plan(*hosts, needs=Needs(2)).route[1]) == ["b", "c"]
+    assert choose(hosts, 2, SESSION, Needs(51)) == 1
 
 
 @given(

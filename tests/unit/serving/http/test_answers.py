@@ -28,6 +28,13 @@ def greeter() -> Repeater:
     return Repeater(GREETING.encode())
 
 
+def usage(prompt: int, completion: int, cached: int = 0) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }  # fmt: skip
+
+
 def told(chunks: list[Any], index: int = 0) -> str:
     """Return the text of one choice of a chat's stream."""
     deltas = [each["delta"] for chunk in chunks for each in chunk["choices"] if each["index"] == index]
@@ -44,8 +51,7 @@ async def test_a_chat_is_answered_whole() -> None:
     assert (choice.finish_reason, choice.logprobs) == ("stop", None)
     assert (answer.model, answer.system_fingerprint) == (MODEL, "7-abcdef")
     num_prompt, num_answer = len("user: Hi\nassistant: "), len(GREETING.encode()) + 1
-    usage = {"prompt_tokens": num_prompt, "completion_tokens": num_answer, "total_tokens": num_prompt + num_answer}
-    assert response.json()["usage"] == usage
+    assert response.json()["usage"] == usage(num_prompt, num_answer)
     assert "token_ids" not in response.text
     assert response.headers["x-request-id"].startswith("req-")
 
@@ -93,9 +99,16 @@ async def test_usage_comes_last_if_it_is_asked_for() -> None:
             num_prompt = 20 if path == CHAT else 3
             num_answers = 2 * 4 if path == CHAT else 4 * 4
             assert last["choices"] == []
-            assert last["usage"] == {
-                "prompt_tokens": num_prompt, "completion_tokens": num_answers, "total_tokens": num_prompt + num_answers,
-            }  # fmt: skip
+            assert last["usage"] == usage(num_prompt, num_answers)
+
+
+@on_loop
+async def test_cached_tokens_of_a_prompt_count_once() -> None:
+    async with http_server(Repeater(b"abc", cached=2)) as client:
+        answer = (await client.post(COMPLETIONS, json=completion(["abcd", "bcd"], n=2))).json()
+        response = (await client.post("/v1/responses", json={"model": MODEL, "input": "Hi"})).json()
+    assert answer["usage"] == usage(7, 16, 4)
+    assert response["usage"]["input_tokens_details"] == {"cached_tokens": 2}
 
 
 @on_loop
@@ -127,7 +140,13 @@ async def test_settings_reach_the_generator_and_what_is_left_out_has_openais_def
             path = CHAT if "messages" in body else COMPLETIONS
             assert (await client.post(path, json=body)).status_code == 200
     first, second, third, fourth = generator.opened
-    expected = {**settings, "logit_bias": ((3, 1.0), (65, -100.0)), "logprobs": 4, "want_logprob": True}
+    expected = {
+        **settings,
+        "grammar": None,
+        "logit_bias": ((3, 1.0), (65, -100.0)),
+        "logprobs": 4,
+        "want_logprob": True,
+    }
     del expected["top_logprobs"]
     assert msgspec.structs.asdict(first[1]) == expected
     assert (first[2], third[2]) == (9, 8)

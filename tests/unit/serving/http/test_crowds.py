@@ -133,14 +133,16 @@ async def test_a_choice_too_many_of_a_request_that_is_prepared_is_refused_as_wel
 
 @on_loop
 async def test_metrics_count_tokens_and_times() -> None:
-    async with http_server(Repeater(b"abc")) as client:
+    async with http_server(Repeater(b"abc", cached=7, audits={"agreed": 3})) as client:
         await client.post(CHAT, json=chat(n=2))
         await client.post(CHAT, json=chat(temperature=9))
         await client.get("/some/made-up/path")
         await client.get("/v1/models/x")
         metrics = await counted(client)
     assert metrics["prompt_tokens_total"] == len("user: Hi\nassistant: ")
+    assert (metrics["cached_prompt_tokens_total"], metrics["prefix_hits_total"]) == (7, 1)
     assert metrics["generated_tokens_total"] == 8
+    assert metrics['audits_total{result="agreed"}'] == 3
     assert metrics["time_to_first_token_seconds_count"] == 2
     assert metrics["time_per_output_token_seconds_count"] == 6
     for code, path in ((200, CHAT), (400, CHAT), (404, "other"), (404, "/v1/models/{model}")):

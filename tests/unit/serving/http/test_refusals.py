@@ -31,6 +31,13 @@ from tests.support.generators import (
 )
 
 RESPONSES = "/v1/responses"
+CALL: dict[str, Any] = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def schema_of(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 2.5}, "temperature"), ({"temperature": "hot"}, "temperature"), ({"top_p": 0}, "top_p"),
     ({"top_k": -1}, "top_k"), ({"n": 17}, "n"), ({"n": 0}, "n"), ({"n": True}, "n"), ({"stop": list("abcde")}, "stop"),
@@ -41,19 +48,34 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {str(each): 1 for each in range(1025)}}, "logit_bias"), ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"), ({"tempreature": 1}, "tempreature"),
-    ({"tools": [{"type": "function"}]}, "tools"), ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"user": "x" * 300}, "user"), ({"model": ""}, "model"), ({"model": None}, "model"),
 ]  # fmt: skip
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 WRONG_CHATS: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [{"type": "function"}]}, "tools[0].function"), ({"tools": [TOOL] * 2}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+    ({"tool_choice": "required"}, "tool_choice"), ({"tool_choice": "some"}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"), ({"response_format": "json"}, "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": schema_of({"type": "nonsense"})}, "response_format"),
+    ({"response_format": schema_of({"enum": ["x" * 40_000]})}, "response_format"),
+    ({"response_format": schema_of({}), "ignore_eos": True}, "ignore_eos"),
+    ({"messages": [{"role": "user", "tool_calls": [CALL]}]}, "messages[0]"),
+    ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages[0]"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "["}}]}]},
+     "messages"),
     ({"messages": []}, "messages"), ({"messages": None}, "messages"), ({"messages": "Hi"}, "messages"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
-    ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "messages[0].tool_calls[0]"),
     ({"top_logprobs": 2}, "top_logprobs"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"logprobs": 2}, "logprobs"),
 ]  # fmt: skip
 WRONG_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [TOOL]}, "tools"), ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"prompt": ""}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": [[]]}, "prompt"), ({"prompt": None}, "prompt"),
     ({"prompt": [1, "a"]}, "prompt"), ({"prompt": [257]}, "prompt"), ({"prompt": [-1]}, "prompt[0]"),
     ({"prompt": ["a"] * 33}, "prompt"), ({"prompt": [1.5]}, "prompt[0]"), ({"best_of": 2}, "best_of"),
@@ -95,8 +117,11 @@ async def test_whole_numbers_may_be_written_with_a_point() -> None:
 
 
 def test_no_field_is_both_supported_and_refused() -> None:
-    for schema in (ChatRequest, CompletionRequest, ResponseRequest):
+    """But for those that chats alone have."""
+    for schema in (CompletionRequest, ResponseRequest):
         assert set(schema.__struct_fields__).isdisjoint(NEUTRAL)
+    shared = {"response_format", "tools", "tool_choice", "parallel_tool_calls"}
+    assert set(ChatRequest.__struct_fields__) & NEUTRAL.keys() == shared
 
 
 @pytest.mark.parametrize(

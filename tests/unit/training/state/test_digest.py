@@ -42,14 +42,16 @@ def test_golden_digest() -> None:
     ]
     vector, first, steps = (bytes(byte_view(tensor)) for _, tensor in tensors)
     runs = [slice(at, at + (1 << 19)) for at in range(0, len(vector), 1 << 19)]
-    one, two, three, four = (blake3(b"\x00" + data).digest() for data in [steps, *(vector[r] + first[r] for r in runs)])
+    chunks = [(b"", steps), *((vector[r], first[r]) for r in runs)]
+    one, two, three, four = (blake3(b"\x00" + blake3(a).digest() + blake3(b).digest()).digest() for a, b in chunks)
     left, right = (blake3(b"\x01" + a + b).digest() for a, b in ((one, two), (three, four)))
     inner = blake3(b"\x01" + left + right).digest()
     tree = merkle_tree(tensors)
     assert tree.levels[0] == [one, two, three, four]
+    assert tree.rests == [blake3(rest).digest() for _, rest in chunks]
     description = description_hash(ChunkedBytes(tensors).specs)
-    assert tree.root == blake3(b"p2ptrain state 2" + description + inner).digest()
-    assert tree.root.hex() == "f1a6103d00b2829af8396e413eb6e81a437bf26381e44d12eda0633d4d02b32b"
+    assert tree.root == blake3(b"p2ptrain state 3" + description + inner).digest()
+    assert tree.root.hex() == "e0684d261dd36a909392de3f53f06041c5b695dc4ea7ca7fe2c20e3a9edfcc68"
 
 
 def test_the_state_of_a_value_is_in_its_chunk() -> None:
@@ -118,7 +120,7 @@ def test_a_leaf_cannot_pass_for_a_node() -> None:
     tensors = _sample()
     tree = merkle_tree(tensors)
     node = blake3(b"\x01" + tree.levels[0][0] + tree.levels[0][1]).digest()
-    assert leaf_of(tree.levels[0][0] + tree.levels[0][1]) != node
+    assert leaf_of(tree.levels[0][0], tree.levels[0][1]) != node
     assert node not in tree.levels[0]
 
 
@@ -142,7 +144,7 @@ def test_chunks_cover_all_bytes_in_order_and_write_what_they_read(sizes: list[in
     for index in range(reading.num_chunks):
         size = reading.read(index, buffer)
         assert size == reading.cut.chunk_bytes(index) <= CHUNK_BYTES
-        leaf, proof = leaf_of(buffer[:size]), tree.proof(index)
+        leaf, proof = reading.cut.leaf(index, buffer[:size]), tree.proof(index)
         assert len(proof) == 32 * reading.cut.depth
         assert proves(description, leaf, index, reading.num_chunks, proof, tree.root)
         writing.write(index, buffer[:size])
@@ -155,11 +157,12 @@ def test_a_wrong_chunk_is_found() -> None:
     description, count = description_hash(chunks.specs), chunks.num_chunks
     buffer = memoryview(bytearray(CHUNK_BYTES))
     data = buffer[: chunks.read(1, buffer)]
-    assert proves(description, leaf_of(data), 1, count, tree.proof(1), tree.root)
-    assert not proves(description, leaf_of(data), 0, count, tree.proof(1), tree.root)
-    assert not proves(description, leaf_of(data), 1, count, tree.proof(0), tree.root)
-    assert not proves(description, leaf_of(data[:-1]), 1, count, tree.proof(1), tree.root)
-    assert not proves(bytes(32), leaf_of(data), 1, count, tree.proof(1), tree.root)
+    leaf = chunks.cut.leaf(1, data)
+    assert proves(description, leaf, 1, count, tree.proof(1), tree.root)
+    assert not proves(description, leaf, 0, count, tree.proof(1), tree.root)
+    assert not proves(description, leaf, 1, count, tree.proof(0), tree.root)
+    assert not proves(description, chunks.cut.leaf(1, data[:-1]), 1, count, tree.proof(1), tree.root)
+    assert not proves(bytes(32), leaf, 1, count, tree.proof(1), tree.root)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

@@ -13,7 +13,7 @@ from p2ptrain.errors import IncompatibleError, TemporaryError
 from p2ptrain.manifest import TrainingSpec
 from p2ptrain.training.learning_rate import WrappedOptimizer
 from p2ptrain.training.state.adamw import AdamWStep
-from p2ptrain.training.state.digest import CHUNK_BYTES, TensorSpec, cut_of, description_hash, leaf_of, proves
+from p2ptrain.training.state.digest import CHUNK_BYTES, TensorSpec, cut_of, description_hash, proves
 from p2ptrain.training.state.layout import Layout
 from p2ptrain.training.state.outer_optimizers import AdamStep, AverageStep, GradientStep, NesterovStep, Stepper
 from p2ptrain.training.state.shared_state import SharedState, Stamp, stamped_bytes
@@ -51,7 +51,7 @@ def _stamp(specs: tuple[TensorSpec, ...], index: int, data: memoryview) -> Stamp
     cut, end = cut_of(specs), cut_of(specs).chunk_bytes(index)
     assert len(data) == stamped_bytes(end, cut.depth)
     stamp, proof = Stamp.from_bytes(data[end : end + Stamp.NUM_BYTES]), data[end + Stamp.NUM_BYTES :]
-    is_right = proves(description_hash(specs), leaf_of(data[:end]), index, cut.num_chunks, proof, stamp.digest)
+    is_right = proves(description_hash(specs), cut.leaf(index, data[:end]), index, cut.num_chunks, proof, stamp.digest)
     return stamp if is_right else None
 
 

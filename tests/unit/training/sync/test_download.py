@@ -25,7 +25,6 @@ from p2ptrain.training.state.digest import (
     ChunkedBytes,
     Description,
     TensorSpec,
-    leaf_of,
     merkle_tree,
 )
 from p2ptrain.training.state.outer_optimizers import AverageStep
@@ -76,7 +75,7 @@ async def test_chunks_are_kept_by_the_state_thread_and_descriptions_are_checked_
         setattr(runtime, where, noted)
     await swarm.download()
     assert ran["compute"] == {"put"}
-    assert {"leaf_of", "verifies"} <= ran["offload"]
+    assert {"leaf", "verifies"} <= ran["offload"]
 
 
 @simulated(sources, 1, seed=1, model=FAST)
@@ -113,7 +112,7 @@ async def test_only_liars_is_an_integrity_error_and_nothing_false_is_kept(swarm:
     right = ChunkedBytes(shared_state().tensors())
     kept = [index for index, done in enumerate(partial.done) if done]
     assert kept
-    assert all(leaf_of(partial.chunk(index)) == right.leaf(index) for index in kept)
+    assert all(partial.cut.leaf(index, partial.chunk(index)) == right.leaf(index)[0] for index in kept)
     assert not partial.done[-1]
 
 

@@ -1,0 +1,142 @@
+"""Speculation: the first stage drafts the next tokens, and all stages compute their rows with those of the last one.
+
+The last stage draws each position as ever, given the ids before it. A drawn token that equals its draft makes the next
+position's row valid, so one way down the chain yields several tokens (Leviathan et al., 2023). No token changes, at any
+temperature. Drafts repeat the tokens after an earlier occurrence of the last ones (prompt lookup, Saxena, 2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from p2ptrain.serving.host.meter import Meter
+from p2ptrain.serving.messages import MAX_DRAFTS
+from p2ptrain.serving.sampling import Drawn
+
+MAX_OTHER_ROWS = 4
+"""Rows of other sessions in a batch, above which drafts would delay them for little."""
+MAX_MATCH, MAX_CANDIDATES = 8, 16
+"""Tokens to compare with an earlier occurrence, and occurrences to compare: they bound the time of a look-up."""
+STAKE = 0.01
+"""Share of the time that drafts may lose while they find nothing."""
+MAX_SAVED = 4.0
+"""Most of the balance, in plain waves: text that drafts fit no more may lose so much."""
+PACE_SHARE = 0.2
+"""Weight of the newest wave in the averages."""
+
+
+def accept(drafted: Sequence[int], draws: Iterable[Drawn]) -> list[Drawn]:
+    """Return the drawn tokens up to the first one that differs from its draft, or has none; draw no further."""
+    found: list[Drawn] = []
+    for number, token in enumerate(draws):
+        found.append(token)
+        if number >= len(drafted) or drafted[number] != token.id:
+            break
+    return found
+
+
+class Lookup:
+    """The earlier occurrences of each pair of tokens in a growing text, the latest first."""
+
+    def __init__(self) -> None:
+        self._latest: dict[tuple[int, int], int] = {}
+        self._earlier: list[int] = [-1]
+
+    def draft(self, ids: Sequence[int], count: int) -> list[int]:
+        """Return up to ``count`` tokens that follow the longest earlier occurrence of the last ones.
+
+        ``ids`` begins with those of the call before. The time is linear in the new ids and in ``count``.
+        """
+        end = len(ids)
+        for at in range(len(self._earlier), end):
+            pair = (ids[at - 1], ids[at])
+            self._earlier.append(self._latest.get(pair, -1))
+            self._latest[pair] = at
+        at, best, longest = self._earlier[-1], -1, 0
+        for _ in range(MAX_CANDIDATES if count else 0):
+            if at < 0:
+                break
+            length = 0
+            while length <= min(at, MAX_MATCH - 1) and ids[at - length] == ids[end - 1 - length]:
+                length += 1
+            if length > longest:
+                best, longest = at, length
+            at = self._earlier[at]
+        if best < 0:
+            return []
+        period = end - best - 1
+        return [ids[best + 1 + step % period] for step in range(count)]
+
+
+class Account:
+    """Chooses how many tokens to draft, by the seconds that drafts have saved and lost so far.
+
+    A wave is one way of rows round the chain. It yields a token, and one more for each accepted draft. The account
+    compares its seconds with those of plain waves. While it is overdrawn nothing is drafted; a share of all time is
+    paid in, so that other text is noticed. So text that drafts do not fit loses that share.
+
+    Attributes:
+        balance: Seconds saved.
+    """
+
+    def __init__(self) -> None:
+        self.balance = 0.0
+        self._plain = 0.0
+        self._row = 0.0
+        self._accepted, self._judged = 1.0, 2.0
+
+    def note(self, drafted: int, accepted: int, seconds: float) -> None:
+        """Record a wave."""
+        if not drafted:
+            self._row = self._row or seconds / (MAX_DRAFTS + 1)
+            self._plain += (seconds - self._plain) * (PACE_SHARE if self._plain else 1.0)
+            self.balance += STAKE * seconds
+        elif self._plain:
+            self._row += PACE_SHARE * (max(0.0, seconds - self._plain) / drafted - self._row)
+            self.balance += (1 + accepted) * self._plain - seconds
+            self._plain += PACE_SHARE * min(0.0, seconds - self._plain)  # Drafts save no time within a wave.
+            self._accepted = (1 - PACE_SHARE) * self._accepted + accepted
+            self._judged = (1 - PACE_SHARE) * self._judged + min(drafted, accepted + 1)
+        self.balance = min(self.balance, MAX_SAVED * self._plain)
+
+    def choose(self) -> int:
+        """Return how many tokens the next wave may draft: the fastest number that risks no more than the balance."""
+        if not self._plain or self.balance < 0:
+            return 0
+        hit = self._accepted / self._judged
+        best, fastest, tokens = 1, 0.0, 1.0
+        for count in range(1, MAX_DRAFTS + 1):
+            if count > 1 and count * self._row > self.balance:
+                break
+            tokens += hit**count
+            if (rate := tokens / (self._plain + count * self._row)) > fastest:
+                best, fastest = count, rate
+        return best
+
+
+class Speculation:
+    """The drafts of one session on the first stage."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._lookup, self._account = Lookup(), Account()
+        self._end = self._drafted = 0
+        self._since: float | None = None
+
+    def next_drafts(self, ids: Sequence[int], most: int | None, others: int, now: float) -> list[int]:
+        """Return drafts of the tokens after ``ids``, all of which are known; they begin a wave.
+
+        Args:
+            most: Tokens that have room; None while the stage has more than the last id's row to compute.
+            others: Rows of other sessions in a batch.
+        """
+        if len(ids) == self._end:
+            return []
+        if self._since is not None:
+            accepted = min(self._drafted, len(ids) - self._end - 1)
+            self._account.note(self._drafted, accepted, now - self._since)
+            self._meter.count_drafts(self._drafted, accepted)
+        count = min(most or 0, 0 if others > MAX_OTHER_ROWS else self._account.choose())
+        drafts = self._lookup.draft(ids, count)
+        self._end, self._drafted, self._since = len(ids), len(drafts), None if most is None else now
+        return drafts

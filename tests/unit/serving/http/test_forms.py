@@ -1,0 +1,183 @@
+"""Answers in a given form, by OpenAI's own client: whatever a small random model says, it is JSON or a tool call."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from enum import Enum
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+from pydantic import BaseModel, Field
+
+from p2ptrain.manifest import ModelSpec
+from p2ptrain.models.exact import exact_stage
+from p2ptrain.serving.grammar import Grammars
+from p2ptrain.serving.http.serve import serving_http
+from p2ptrain.serving.local import LocalGenerator
+from tests.support.coroutines import on_loop
+from tests.support.exact import kernels, lively_model
+from tests.support.generators import TEMPLATE, Repeater, http_server, tokenizer
+from tests.support.tools import needed
+
+pytestmark = needed("" if kernels() else "there is no library of exact kernels", "kernels")
+SPEC = ModelSpec(layers=2, hidden=32, heads=4, kv_heads=2, intermediate=48, vocabulary=257, context=2048)
+ASK: dict[str, Any] = {"model": "local", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 900}
+CITY = {"type": "object", "properties": {"city": {"enum": ["Köln", "Ulm"]}}, "required": ["city"],
+        "additionalProperties": False}  # fmt: skip
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": CITY}},
+    {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "additionalProperties": False}}},
+]
+
+
+class Colour(Enum):
+    RED = "red"
+    GREEN = "green"
+
+
+class Leaf(BaseModel):
+    colour: Colour
+    size: int = Field(ge=-9, le=99)
+
+
+class Tree(BaseModel):
+    leaves: list[Leaf] = Field(max_length=3)
+    best: Leaf | None
+    is_old: bool
+
+
+def with_tools() -> Any:
+    """Return the tokenizer with a template that shows tools, calls and their results."""
+    made = tokenizer()
+    call = "[{{ call.function.name }} {{ call.function.arguments.city }}]"
+    calls = "{% for call in message.tool_calls or [] %}" + call + "{% endfor %}"
+    made.chat_template = "{% for tool in tools or [] %}{{ tool.function.name }}; {% endfor %}" + TEMPLATE.replace(
+        "{{ message.content }}", calls + "{{ message.content }}"
+    )
+    return made
+
+
+@asynccontextmanager
+async def small_model() -> AsyncIterator[AsyncOpenAI]:
+    """Yield a client of a server with a random model of 257 tokens."""
+    made = with_tools()
+    generator = LocalGenerator([exact_stage(lively_model(SPEC), SPEC)], grammars=Grammars(made, SPEC.vocabulary))
+    async with (
+        serving_http(generator, made, port=0) as (url, _),
+        AsyncOpenAI(base_url=f"{url}v1", api_key="any", max_retries=0, timeout=60) as client,
+    ):
+        yield client
+    assert generator.pool.num_free == generator.pool.num_pages
+
+
+@on_loop
+async def test_parse_gives_objects_of_a_class_and_equal_seeds_equal_ones() -> None:
+    async with small_model() as client:
+        found = []
+        for seed in (1, 2, 3, 1):
+            answer = await client.chat.completions.parse(**ASK, seed=seed, temperature=1.5, response_format=Tree)
+            tree = answer.choices[0].message.parsed
+            assert isinstance(tree, Tree)
+            assert answer.choices[0].finish_reason == "stop"
+            found.append(answer.choices[0].message.content)
+        assert found[0] == found[3]
+        assert len(set(found)) > 1
+        async with client.chat.completions.stream(**ASK, response_format=Tree, n=2) as stream:
+            final = await stream.get_final_completion()
+        assert all(isinstance(choice.message.parsed, Tree) for choice in final.choices)
+
+
+@on_loop
+async def test_a_json_object_is_one_if_its_length_suffices() -> None:
+    async with small_model() as client:
+        number = 0
+        for seed in range(8):
+            answer = await client.chat.completions.create(**ASK, seed=seed, response_format={"type": "json_object"})
+            if answer.choices[0].finish_reason == "stop":
+                number += 1
+                assert isinstance(json.loads(answer.choices[0].message.content or ""), dict)
+        assert number
+
+
+@on_loop
+async def test_schemas_that_null_and_numbers_are_part_of_stay_as_they_are() -> None:
+    async with small_model() as client:
+        for schema, value in (
+            ({"const": None}, None),
+            ({"enum": [2.5]}, 2.5),
+            ({"const": {"a": [None]}}, {"a": [None]}),
+        ):
+            form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+            answer = await client.chat.completions.create(**ASK, response_format=form)
+            assert json.loads(answer.choices[0].message.content or "") == value
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+@on_loop
+async def test_tools_that_are_required_or_named_are_called_with_arguments_that_fit(is_stream: bool) -> None:
+    async with small_model() as client:
+        for seed, choice, parallel in ((1, "required", True), (2, "required", False), (3, "named", True)):
+            asked: dict[str, Any] = {
+                **ASK, "seed": seed, "tools": TOOLS, "parallel_tool_calls": parallel,
+                "tool_choice": {"type": "function", "function": {"name": "weather"}} if choice == "named" else choice,
+            }  # fmt: skip
+            if is_stream:
+                async with client.chat.completions.stream(**asked) as stream:
+                    answer: Any = await stream.get_final_completion()
+            else:
+                answer = await client.chat.completions.create(**asked)
+            message, calls = answer.choices[0].message, answer.choices[0].message.tool_calls
+            assert answer.choices[0].finish_reason == "tool_calls"
+            assert not message.content
+            assert len(calls) == 1 or (parallel and choice == "required")
+            assert len({call.id for call in calls}) == len(calls)
+            for call in calls:
+                assert call.function.name in (("weather",) if choice == "named" else ("weather", "now"))
+                arguments = json.loads(call.function.arguments)
+                assert arguments == {} if call.function.name == "now" else arguments["city"] in ("Köln", "Ulm")
+
+
+@on_loop
+async def test_a_call_that_the_model_makes_is_told_and_its_result_goes_back() -> None:
+    said = 'I look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
+    generator = Repeater(said.encode())
+    async with (
+        http_server(generator, tokenizer=with_tools()) as server,
+        AsyncOpenAI(base_url=f"{server.base_url}v1", api_key="any", max_retries=0) as client,
+    ):
+        ask: dict[str, Any] = {"model": generator.model, "messages": [{"role": "user", "content": "Rain?"}]}
+        answer = await client.chat.completions.create(**ask, tools=TOOLS)
+        message = answer.choices[0].message
+        assert (answer.choices[0].finish_reason, message.content) == ("tool_calls", "I look.\n")
+        assert message.tool_calls is not None
+        stream = await client.chat.completions.create(**ask, tools=TOOLS, stream=True)
+        chunks = [chunk.choices[0] async for chunk in stream]
+        assert "".join(each.delta.content or "" for each in chunks) == "I look.\n"
+        assert [call.function.name for each in chunks for call in each.delta.tool_calls or () if call.function] == [
+            "weather"
+        ]
+        assert chunks[-1].finish_reason == "tool_calls"
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "sun"}
+        history: Any = [*ask["messages"], message, result]
+        plain = await client.chat.completions.create(
+            model=generator.model, messages=history, tools=TOOLS, tool_choice="none", max_tokens=5
+        )
+        assert plain.choices[0].message.content == "I loo"
+        free = await client.chat.completions.create(**ask, max_tokens=60)
+        assert free.choices[0].message.content == said[:60]
+    prompts = [bytes(ids).decode() for ids, *_ in generator.opened]
+    assert prompts[0].startswith("weather; now; user: Rain?")
+    assert prompts[2].startswith("user: Rain?\nassistant: [weather Ulm]I look.\n\ntool: sun")
+
+
+@on_loop
+async def test_a_model_without_the_means_says_so() -> None:
+    async with (
+        http_server(Repeater()) as server,
+        AsyncOpenAI(base_url=f"{server.base_url}v1", api_key="any", max_retries=0) as client,
+    ):
+        ask: dict[str, Any] = {"model": Repeater.model, "messages": [{"role": "user", "content": "Hi"}]}
+        with pytest.raises(openai.UnprocessableEntityError, match="takes no tools"):
+            await client.chat.completions.create(**ask, tools=TOOLS)
