@@ -28,8 +28,11 @@ MAX_CONNECTIONS = 512
 """Open connections; with the rest of a peer's files < 1024, the usual limit of a process."""
 MAX_ADDRESS_CONNECTIONS = MAX_CONNECTIONS // 2
 """Open connections of one address, so that no single one locks the others out."""
-REQUEST_SECONDS = 10.0
-"""Timeout of a request, from the connection's or the last answer's end to the body's last byte; > keep-alive's."""
+KEEP_ALIVE_SECONDS = 15
+"""Timeout of an idle connection; > 5 s, after which clients such as httpx take a new one. At the same time, a client
+could send a request while the server closes."""
+REQUEST_SECONDS = 20.0
+"""Timeout of a request, from the connection's or the last answer's end to the body's last byte."""
 READ_SECONDS = 60.0
 """Timeout of a client that does not read: `SEND_BYTES` and uvicorn's 64 KiB of an answer wait for it."""
 SEND_BYTES = 1 << 18
@@ -201,7 +204,7 @@ async def serving(
     config = uvicorn.Config(
         Guard(app, names), http=_Connection, ws="none", lifespan="off", log_config=None, log_level="error",
         access_log=False, server_header=False, proxy_headers=False, timeout_graceful_shutdown=DRAIN_SECONDS,
-        ssl_certfile=certificate, ssl_keyfile=key,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS, ssl_certfile=certificate, ssl_keyfile=key,
     )  # fmt: skip
     with listener:
         server = _Server(config)

@@ -112,6 +112,19 @@ async def test_a_request_that_never_ends_is_dropped_however_it_dribbles(
 
 
 @on_loop
+async def test_an_idle_connection_is_the_clients_to_end() -> None:
+    """Its client may send a request at any time until then, which the server must not answer with an end."""
+    client_seconds = httpx.Limits().keepalive_expiry
+    assert client_seconds is not None
+    async with server() as found, asyncio.timeout(PATIENCE_SECONDS):
+        reader, writer = await found.connect()
+        for pause in (client_seconds + 0.5, 0.0):
+            writer.write(REQUEST)
+            assert (await reader.readuntil(b"here")).startswith(b"HTTP/1.1 200")
+            await asyncio.sleep(pause)
+
+
+@on_loop
 async def test_who_waits_for_nothing_but_the_server_is_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "REQUEST_SECONDS", 0.5)
     async with server() as found, asyncio.timeout(PATIENCE_SECONDS):
