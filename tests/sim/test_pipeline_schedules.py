@@ -253,6 +253,29 @@ async def test_a_pipeline_goes_on_without_its_seed(network: SimulatedNetwork, ro
 
 
 @simulated(seed=1)
+async def test_what_a_reduced_round_has_is_done_only_once_no_full_one_can_replace_it(network: SimulatedNetwork) -> None:
+    pipeline, trainer = await begin(network, 0, 0, 0, 1, 1, 1)
+    others = await pipeline.add("trainer of the others", None)
+    await go_on(pipeline, trainer, range(24), 24)
+    alone = [next(peer for peer in pipeline.hosts if peer.stage == stage) for stage in range(2)]
+    network.partition([peer.peer for peer in (*alone, trainer)])
+    await asyncio.sleep(30.0)  # Each side knows whom it reaches.
+    feeding = [
+        asyncio.create_task(pipeline.feed(each, numbers, 6))
+        for each, numbers in ((trainer, range(24, 36)), (others, range(36, 60)))
+    ]
+    told = [peer.hosted.units[0].synchronizer for peer in alone if peer.hosted is not None]
+    await until(lambda: any(each.head.is_reduced for each in told), 60.0)
+    assert len(trainer.done) == 24
+    network.heal()
+    await asyncio.gather(*feeding)
+    await until(pipeline.is_level)
+    await asyncio.sleep(40.0)
+    assert len(others.done) > 0
+    pipeline.check()
+
+
+@simulated(seed=1)
 async def test_the_time_counts_for_which_a_host_without_work_waits(network: SimulatedNetwork) -> None:
     """It waits for the round to end. Later it follows the others into a reduced lineage."""
     pipeline, trainer = await begin(network, 0, 0, 1)

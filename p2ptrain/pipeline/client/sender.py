@@ -61,8 +61,8 @@ ROOM_SECONDS = 12.0
 `p2ptrain.averaging.timing.goal.HOLD_SECONDS`."""
 NO_HOST_SECONDS = 120.0
 """Timeout of a stage without a host, and of the first round."""
-DONE_PAUSES_SECONDS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
-"""Backoff before each query for done microbatches."""
+DONE_PAUSES_SECONDS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+"""Backoff before each query for done microbatches; > `p2ptrain.pipeline.stage.rounds.CONFIRM_SECONDS` in all."""
 STUCK_SECONDS = 900.0
 """Timeout of a round that takes no more samples; > the duration of averaging with usual manifests."""
 

@@ -16,6 +16,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 
+from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.pipeline.messages import MicrobatchId
 from p2ptrain.pipeline.stage.host import AdmissionQueue, StageHost
 from p2ptrain.pipeline.stage.units import HostedUnit
@@ -28,6 +29,8 @@ TELL_SECONDS = 2.0
 """Interval of reports to the leader, and of checks whether the swarm is ahead, without other events."""
 UNSETTLED_SECONDS = 10.0
 """Age at which a counted, unsettled microbatch no longer takes others' room: its trainer may be dead."""
+CONFIRM_SECONDS = 10.0
+"""Time after a reduced round until its microbatches are done: a full one may win over it, and undo them."""
 PAUSE_SECONDS = 0.25
 SIT_OUT_SECONDS = 5.0
 LEAVE_SECONDS = 2.0
@@ -64,6 +67,7 @@ class StageRounds:
         self._standby = units[0].synchronizer.averager.matchmaker.standby
         self._is_stopping = False
         self._uncounted: list[MicrobatchId] = []
+        self._committed: list[tuple[float, Head, list[MicrobatchId]]] = []
         for unit in units:
             unit.synchronizer.averager.matchmaker.standby.on_closing(queue.changed.set)
 
@@ -96,6 +100,7 @@ class StageRounds:
         queue.is_over_elsewhere = False
         while not (self._is_stopping or queue.is_over_elsewhere):
             queue.changed.clear()
+            self._confirm()
             await self._report()
             if own.position.is_closing or any(unit.synchronizer.is_behind() for unit in self._units):
                 break
@@ -164,18 +169,31 @@ class StageRounds:
                 return
 
     async def _synchronize(self, unit: HostedUnit) -> None:
-        round = unit.state.head.round
         if self._queue.is_over_elsewhere:
             await unit.synchronizer.averager.matchmaker.standby.hurry()
         result = await unit.synchronizer.synchronize(unit.work)
         if unit is self._units[0]:
             if not unit.work.tokens:  # Committed, or dropped with a losing lineage.
                 if result.committed and result.contributed:
-                    self._host.remember_done(round, self._uncounted)
+                    at = asyncio.get_running_loop().time()
+                    self._committed.append((at + CONFIRM_SECONDS, unit.state.head, self._uncounted))
                 self._uncounted = []
+                self._confirm()
             self._on_round(result)
         if not result.committed:
             await asyncio.sleep(PAUSE_SECONDS)
+
+    def _confirm(self) -> None:
+        """Tell which microbatches are done: those of full rounds, and of reduced ones that nobody replaced for long."""
+        own, now, waiting = self._units[0], asyncio.get_running_loop().time(), self._committed
+        head, log, self._committed = own.state.head, own.synchronizer.averager.round_log, []
+        for at, committed, ids in waiting:
+            if committed.lineage not in (head.lineage, log.lineage_at(head, committed.round)):
+                continue  # Another lineage won.
+            if head.full > committed.full or not committed.is_reduced or now >= at:
+                self._host.remember_done(committed.round - 1, ids)
+            else:
+                self._committed.append((at, committed, ids))
 
     async def _sit_out(self, unit: HostedUnit, since: float, seconds: float) -> bool:
         """Wait for the others' result and apply it; True if no peer has one, and the round may reopen.

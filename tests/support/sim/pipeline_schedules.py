@@ -40,6 +40,7 @@ PASSES = ("before forward", "in forward", "after forward", "before backward", "i
 AT_HOME = "at home"
 """The output is with a trainer that makes its own loss: between the last stage's forward and backward."""
 ROUND = ("matchmaking", "scatter", "reduce", "gather", "commit")
+CLOSING = ("gather", "commit")
 MOVE = ("taking on", "leaving")
 PHASES = (*PASSES, AT_HOME, *ROUND, *MOVE)
 FAULTS_IN = ("crash in", "stall in", "trainer in")
@@ -122,6 +123,7 @@ class PipelineRun:
         self._feeding: dict[PipelinePeer, asyncio.Task[object]] = {}
         self._places: Iterator[int] = iter(range(PLACES - SPARE_PLACES))
         self._may_fork = False
+        self._closing: dict[PipelinePeer, bytes] = {}
         self._problems: list[str] = []
         make = self.pipeline.make
         assert make is not None
@@ -218,8 +220,10 @@ class PipelineRun:
             self._feed(again)
 
     def _stall(self, victim: PipelinePeer, seconds: float) -> None:
-        """Stall a peer. Its stage may fork where the others go on without a round that it alone has."""
-        self._may_fork |= not self._may_lose(victim)
+        """Stall a peer. Its stage may fork where the others go on without a round that it alone has, or will have:
+        it gathers what they signed."""
+        is_closing = self._closing.get(victim) in {each.units[0].synchronizer.head.lineage for each in victim.all_hosted}
+        self._may_fork |= is_closing or not self._may_lose(victim)
         self.network.stall(victim.peer, seconds)
 
     def _crash(self, peer: PipelinePeer) -> None:
@@ -274,6 +278,8 @@ class PipelineRun:
 
     def _comes_to(self, peer: CountingPeer, phase: str) -> None:
         """Do to a host what the trap of this phase wants, at the moment when the host enters the phase."""
+        if phase in CLOSING and peer.hosted is not None:
+            self._closing[peer] = peer.hosted.units[0].synchronizer.head.lineage
         if phase == "moved":
             self.hits["moved"] += 1
             source, _ = peer.moves[-1]
