@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from p2ptrain.averaging.commit.anchoring import ANCHORS, AskAnchors, HeldAnchors
+from p2ptrain.averaging.grouping.coordinator import PATIENT_ROUNDS
 from p2ptrain.averaging.protocol.anchors import Anchor, AnchorBook
 from p2ptrain.averaging.protocol.certificate import CHAIN, AskChain, Chain, Head
 from p2ptrain.errors import IntegrityError
@@ -621,6 +622,7 @@ async def test_a_liar_that_announces_many_rounds_and_does_not_answer_slows_no_ro
     evil.state.head = replace(evil.sync.head, round=1000, lineage=b"x" * 32, full=0)
     show(evil, [], 100.0)
     await announce(evil, *trainers)
+    await club.average(*trainers, rounds=PATIENT_ROUNDS)  # They wait as long for any newcomer.
     began = network.loop.time()
     await club.average(*trainers, rounds=2 * EVERY)
     assert network.loop.time() - began < 2 * EVERY

@@ -68,8 +68,7 @@ async def test_the_next_host_decides_while_another_still_downloads(network: Simu
     pipeline = Pipeline(network, make_manifest(3, layers=6), may_move=True)
     for number, stage in enumerate((0, 0, 0, 0, 0, 1, 2)):
         await pipeline.add(f"host{number}", stage)
-    await until(lambda: targets(pipeline).total() == 2, 150.0)
-    assert targets(pipeline) == {1: 1, 2: 1}, "to different stages"
+    await until(lambda: targets(pipeline) == {1: 1, 2: 1}, 150.0)  # Two that announce one move withdraw it first.
     await asyncio.sleep(400.0)
     assert not targets(pipeline), "moves come to an end"
     assert min(Counter(peer.stage for peer in pipeline.hosts).values()) == 2
@@ -116,7 +115,6 @@ async def test_of_hosts_that_decide_on_records_before_those_say_so_one_goes(
         task.cancel()
     await asyncio.gather(*reading, return_exceptions=True)
     assert wanted, "of most seeds three or four had decided by then"
-    assert targets(pipeline) == {1: 1}
     await asyncio.sleep(300.0)
     assert moves(pipeline) == {(0, 1): 1}
     assert all(len(peer.all_hosted) == 1 for peer in pipeline.alive), "nothing is left of what others began"

@@ -220,9 +220,12 @@ class PipelineRun:
             self._feed(again)
 
     def _stall(self, victim: PipelinePeer, seconds: float) -> None:
-        """Stall a peer. Its stage may fork where the others go on without a round that it alone has, or will have:
-        it gathers what they signed."""
-        is_closing = self._closing.get(victim) in {each.units[0].synchronizer.head.lineage for each in victim.all_hosted}
+        """Stall a peer.
+
+        Its stage may fork where the others go on without a round that it alone has, or completes of what they signed.
+        """
+        heads = [hosted.units[0].synchronizer.head for hosted in victim.all_hosted]
+        is_closing = self._closing.get(victim) in [head.lineage for head in heads]
         self._may_fork |= is_closing or not self._may_lose(victim)
         self.network.stall(victim.peer, seconds)
 
