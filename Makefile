@@ -15,10 +15,11 @@ OR_NONE := $(if $(ARGS),|| [ $$? -eq 5 ])
 # Swarms at a time: their peers wait for each other, and for peers that are stopped, more than they compute.
 SWARMS ?= 3
 HOURS ?= 1
+MINUTES ?= 10
 # Seeds of `make test-all` beyond those of the tests.
 SEEDS ?= 2000
 
-.PHONY: help venv demo test test-unit test-swarm test-nat test-systemd test-browser test-docker test-gpu test-all soak \
+.PHONY: help venv demo test test-unit test-swarm test-nat test-systemd test-browser test-docker test-gpu test-all soak soak-serving \
 	lab chaos fuzz wheels schedules lint format bench bench-averaging bench-convergence bench-moshpit bench-groups bench-monitor bench-pipeline bench-serving bench-uneven clean
 
 help:  ## show this
@@ -76,10 +77,14 @@ test-all: $(STAMP)  ## all that .ci/run checks, slow tests, containers, each ben
 	$(BIN)/python -m tests.support.sim.schedules --first $$($(BIN)/python -m tests.support.seeds pipelines) --count $(SEEDS) --pipelines
 	$(BIN)/python -m tests.support.sim.schedules --first $$($(BIN)/python -m tests.support.seeds serving) --count $(SEEDS) --serving
 	$(MAKE) soak HOURS=0.1
+	$(MAKE) soak-serving MINUTES=3
 	@if [ -e tests/mutants.py ]; then $(BIN)/python -m tests.mutants; fi
 
 soak: $(STAMP)  ## HOURS=N of random faults, real and simulated; fails when memory, files, tasks or processes grow
 	$(BIN)/python -m tests.support.processes.soak --hours $(HOURS) $(ARGS)
+
+soak-serving: $(STAMP)  ## MINUTES=N of answers while hosts die and clients leave; fails on another token, or when anything grows
+	$(BIN)/python -m tests.support.processes.serving_soak --minutes $(MINUTES) $(ARGS)
 
 lab: $(STAMP)  ## a scenario of faults and attacks: ARGS="SCENARIO.toml [--real] [--seed N]", or ARGS=all; see docs/lab.md
 	$(BIN)/python -m tests.lab $(ARGS)

@@ -1,6 +1,5 @@
 """Generation on real hosts: exact tokens also when hosts fail, the commands, and serving beside training."""
 
-import asyncio
 import os
 import re
 import signal
@@ -21,83 +20,25 @@ from pydantic import BaseModel, Field
 
 from p2ptrain import Swarm
 from p2ptrain.errors import TemporaryError, UsageError
-from p2ptrain.manifest import ModelSpec
-from p2ptrain.models import build_stage, model_blocks
-from p2ptrain.models.blocks import Span
-from p2ptrain.models.exact import PAGE, ExactStage, Part, exact_stage
+from p2ptrain.models.exact import PAGE, Part
 from p2ptrain.models.tokenizers import END_OF_TEXT, byte_tokenizer
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.node.serving.client import SwarmModel
 from p2ptrain.node.serving.thread import ModelThread
 from p2ptrain.serving.http.serve import serving_http
-from p2ptrain.serving.local import LocalGenerator
 from p2ptrain.serving.sampling import Sampling
 from tests.support.generators import TEMPLATE
+from tests.support.processes import serving_soak
 from tests.support.processes.daemons import ROOT, wait_until
 from tests.support.processes.files import LOOPBACK, QUICK, TINY, set_options
-from tests.support.processes.preloaded import COMMAND, LYING
+from tests.support.processes.preloaded import LYING
+from tests.support.processes.serving_hosts import CONTEXT, PROMPT, Hosts, golden, whole_model
 from tests.support.processes.swarmlet import background_command, init, nothing_left_behind, run_command, seeding
 from tests.support.processes.tellers import PATIENCE_SECONDS
+from tests.support.seeds import base_seed
 
 PYTHON_API = ROOT / "docs" / "reference" / "python-api.md"
-PROMPT = "the quick brown fox"
-CONTEXT = 1024
 DRAWN = Sampling(temperature=1.0, seed=3)
-
-
-class Hosts:
-    """A bootstrap peer of a swarm whose model is cut in two, and peers that serve it."""
-
-    def __init__(self, directory: Path, stack: ExitStack, **training: object) -> None:
-        self.directory = directory
-        self._stack = stack
-        text = directory / "text"
-        text.mkdir(parents=True)
-        (text / "some.txt").write_text("the quick brown fox jumps over the lazy dog. " * 2000)
-        settings = set_options(
-            name="tiny", model={**TINY, "layers": 4, "context": CONTEXT}, data={"source": f"path:{text}"},
-            averaging=QUICK, training={"every": 1, "global_batch": 4, "local_batch": 2, **training},
-            pipeline={"stages": 2},
-        )  # fmt: skip
-        self.link = stack.enter_context(seeding(init(directory / "swarm", *settings))).link
-
-    def start(self, name: str, *options: str, program: str = COMMAND) -> subprocess.Popen[bytes]:
-        log = self.directory / f"{name}.log"
-        return self._stack.enter_context(
-            background_command(
-                log,
-                "join",
-                self.link,
-                "--yes",
-                "--serve",
-                "--name",
-                name,
-                "--run-dir",
-                str(self.directory / name),
-                "--listen",
-                LOOPBACK,
-                "--threads",
-                "1",
-                "--allow-path",
-                str(self.directory / "text"),
-                *options,
-                program=program,
-            )
-        )
-
-    def start_all(self, *stages: int) -> dict[str, subprocess.Popen[bytes]]:
-        """Start a host for each of these stages, called ``host0`` and so on, and wait until all serve."""
-        found = {
-            f"host{number}": self.start(f"host{number}", "--role", "stage", "--stage", str(stage))
-            for number, stage in enumerate(stages)
-        }
-        for name in found:
-            self.wait_until_serving(name)
-        return found
-
-    def wait_until_serving(self, name: str, round_: int = 0) -> None:
-        log = self.directory / f"{name}.log"
-        wait_until(lambda: f"serving round {round_}\n" in log.read_text(), PATIENCE_SECONDS)
 
 
 @pytest.fixture
@@ -109,23 +50,6 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
 class Answer(BaseModel):
     names: list[Literal["fox", "dog", "owl"]] = Field(min_length=8, max_length=12)
     age: int = Field(ge=0, le=99)
-
-
-def whole_model() -> ExactStage:
-    """Return the model with its initial weights."""
-    spec = ModelSpec(**{**TINY, "layers": 4, "context": CONTEXT})
-    return exact_stage(build_stage(spec, Span(0, len(model_blocks(spec)))), spec)
-
-
-def golden(num_tokens: int, sampling: Sampling, prompt: str = PROMPT) -> list[int]:
-    """Return the tokens that this process computes with the model's initial weights."""
-    generator = LocalGenerator([whole_model()], context=CONTEXT)
-
-    async def generate() -> list[int]:
-        async with generator.generate(list(prompt.encode()), sampling, max_tokens=num_tokens) as generation:
-            return [token.id async for token in generation]
-
-    return asyncio.run(generate())
 
 
 def golden_logits(ids: torch.Tensor) -> torch.Tensor:
@@ -357,3 +281,12 @@ def test_a_trainer_serves_newer_weights_as_rounds_end(tmp_path: Path) -> None:
             while len(rounds) < 2 and time.monotonic() < deadline:
                 rounds.add(thread.call(version()))
         assert len(rounds) >= 2, f"only rounds {rounds} were served"
+
+
+@pytest.mark.slow
+def test_while_hosts_die_and_clients_leave_answers_stay_right(tmp_path: Path) -> None:
+    """``make soak-serving`` does the same for longer, and judges whether anything grows."""
+    with nothing_left_behind():
+        chaos = serving_soak.run(tmp_path, 40.0, base_seed())
+    assert not chaos.record.problems
+    assert min(chaos.done[kind] for kind in ("whole", "streamed", "left", "impossible", "killed")) > 0
