@@ -158,6 +158,7 @@ async def test_a_newcomer_that_met_liars_first_leaves_them_once_it_meets_the_anc
     await swarm.club.average(*members, misled)
 
 
+@pytest.mark.fault(50)
 @simulated(seed=4)
 async def test_anchors_that_contradict_each_other_stop_both_sides(network: SimulatedNetwork) -> None:
     """The anchor key, in other hands, signs the other lineage, too."""

@@ -31,7 +31,7 @@ from tests.support.sim.strangers import forge, go_on_from
 # --- strangers ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.fault(36)
+@pytest.mark.fault(36, 41)
 @pytest.mark.parametrize("way", ["replay", "download"])
 @pytest.mark.parametrize("is_reduced", [False, True])
 @simulated(seed=1)
@@ -127,7 +127,7 @@ async def test_one_member_of_four_gets_no_votes_for_a_round_of_its_own(network: 
     await club.average(*honest, evil)
 
 
-@pytest.mark.fault(36)
+@pytest.mark.fault(36, 41)
 @pytest.mark.parametrize("is_reduced", [False, True])
 @simulated(seed=4)
 async def test_a_newcomer_follows_no_chain_without_the_founders_votes(

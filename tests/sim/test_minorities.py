@@ -80,7 +80,7 @@ async def test_a_minority_waits_once_whoever_comes_first(network: SimulatedNetwo
     assert WAIT_SECONDS < network.loop.time() - began < 1.5 * WAIT_SECONDS
 
 
-@pytest.mark.fault(1)
+@pytest.mark.fault(1, 49)
 @simulated(seed=7)
 async def test_the_last_of_three_goes_on_after_its_wait_and_the_lineage_is_full_again_when_they_are_back(
     network: SimulatedNetwork,

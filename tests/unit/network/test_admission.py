@@ -164,6 +164,18 @@ def test_only_a_newer_list_that_the_organizer_signed_counts() -> None:
     assert admission.revocations.banned == (mark("7"),)
 
 
+@pytest.mark.fault(50)
+def test_a_stolen_issuers_key_neither_revokes_nor_bans_and_those_that_it_lets_in_can_be_banned() -> None:
+    admission, found = admission_of(), Revocations(1, banned=(mark("bob"),))
+    assert admission.admitted("eve", passed("eve", ISSUER)) == ""
+    signature = issuing_key(ISSUER).sign(found.message(SWARM.digest))
+    assert not admission.learn(to_bytes(replace(found, signature=signature)))
+    assert admission.learn(Issuer(SWARM, ORGANIZER).sign(Revocations(1, banned=(mark("eve"),))))
+    for credential in (b"", passed("eve", ISSUER), passed("eve", ISSUER, 0, 9)):
+        assert admission.admitted("eve", credential) == BANNED
+    assert admission.admitted("carol", passed("carol", ISSUER)) == "", "others that the issuer let in stay"
+
+
 def test_a_list_that_is_too_long_for_a_record_is_not_signed() -> None:
     marks = tuple(mark(str(number)) for number in range(200))
     with pytest.raises(ConfigError, match="start a new swarm"):

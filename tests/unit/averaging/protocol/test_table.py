@@ -555,12 +555,11 @@ def make_census_body(table: Table, round_: int, members: Sequence[str]) -> Body:
     return body
 
 
+@pytest.mark.fault(48)
 def test_sybils_beside_ten_honest_voters_need_hundreds_of_rounds_of_full_work() -> None:
     honest, sybils = [f"h{number}" for number in range(10)], [f"s{number}" for number in range(64)]
     third, two_thirds = rounds_until(voters(honest, is_open=True), honest, sybils, [1 / 3, 2 / 3])
-    told = f"a third of the votes after {third} rounds, two thirds after {two_thirds}"
-    assert third >= 300, told
-    assert two_thirds >= 800, told
+    assert (third, two_thirds) == (384, 960), "as docs/explanation/security.md says"
 
 
 @pytest.mark.parametrize("is_open", [False, True])
