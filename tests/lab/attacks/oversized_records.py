@@ -1,4 +1,4 @@
-"""Fill the directory with records of nearly the greatest length, each with a key of its own."""
+"""Fill the directory with records that are far too long, each with a key of its own."""
 
 import asyncio
 
@@ -12,8 +12,7 @@ async def attack(stranger: Stranger, count: int = 1250, record_bytes: int = 15_0
         sequence += 1
         for key in keys:
             expires_at = stranger.runtime.now() + 300.0
-            junk = {"name": "x" * record_bytes}
-            sealed = seal_record("peer", stranger.swarm, junk, sequence, expires_at, key)
+            sealed = seal_record("peer", stranger.swarm, {}, sequence, expires_at, key).ljust(record_bytes)
             shard = peers_key(stranger.swarm, shard_of(key.peer_id))
             await stranger.directory.publish(shard, key.peer_id, sealed, expires_at, 5.0)
         await asyncio.sleep(60.0)
