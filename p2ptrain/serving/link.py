@@ -205,7 +205,7 @@ class StageLink:
         """Open the session at a host or shadow, and send it rows until `close`."""
         async with self._open(host, request, patience) as channel, Tasks() as tasks:
             cached = await _opened(channel, patience)
-            start = min(cached, self._journal.end)
+            start = min(cached, self._journal.known)  # The host may know that later rows here are wrong drafts.
             supply = _Supply(start, request.is_shadow, start, len(self._journal.trims))
             if not request.is_shadow:
                 self.host, self.position = host, supply.position

@@ -8,11 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from p2ptrain.models.exact import PAGE, Part
 from p2ptrain.network.simulated import LinkModel
 from p2ptrain.serving.generation import Token
+from p2ptrain.serving.journal import Journal
+from p2ptrain.serving.link import StageLink
 from p2ptrain.serving.messages import AHEAD
 from p2ptrain.serving.sampling import Drawn, Sampling
-from tests.support.sim.serving import GREEDY, CopyingStage, ServingSwarm, SmallStage, golden_draws, serve
+from tests.support.sim.peers import until
+from tests.support.sim.serving import GREEDY, WIDTH, CopyingStage, ServingSwarm, SmallStage, golden_draws, serve
 
 CYCLE = [*range(9)] * 3
 TOLD = Sampling(temperature=0.0, logprobs=2)
@@ -100,6 +104,39 @@ def test_a_next_host_that_returns_gets_the_rows_that_drafts_had() -> None:
         return found
 
     assert serve(main, 1, 1, 1, kind=CopyingStage) == copied(CYCLE, 150, 3, WARM)
+
+
+@pytest.mark.fault(30)
+@pytest.mark.parametrize("unknown", [1, 2, 5])
+def test_a_caller_that_came_late_replaces_no_row_by_drafts_of_before(unknown: int) -> None:
+    """It took the session over with drafts that others know to be wrong, and what follows them is what they know."""
+    wanted = copied(CYCLE, 120, 2, WARM)
+    truth = [*CYCLE, *(drawn.id for drawn in wanted)]
+
+    async def main(swarm: ServingSwarm, client: Any) -> Any:
+        host, late = swarm.hosts["s1a"], await swarm.start_client("late")
+        asking = asyncio.create_task(told(client, CYCLE, 120, WARM))
+        sessions = host.host.executor.sessions
+        await until(lambda: any(each.known == len(each.ids) > len(CYCLE) + 12 for each in sessions.values()))
+        (held,) = sessions.values()
+        known = held.known - unknown
+        ids = [*truth[:known], (truth[known] + 1) % 9, *truth[known + 1 : held.known + 3]]
+        stage, pages = CopyingStage(0), range(-(-len(ids) // PAGE))
+        rows = stage.step([Part(len(ids), 0, pages)], torch.tensor(ids), stage.new_pages(len(pages)))
+        journal = Journal(width=WIDTH)
+        journal.append(ids, rows.numpy().tobytes(), known)
+        link = StageLink(late.rpc, held.ticket, 1, journal, lambda stage, host: None)
+        link._openings = held.epoch[-1]
+        taking = late.peer.spawn(link.run(((host.peer.peer_id,),), held.epoch[:-1], held.feed))
+        await until(lambda: link.host != "")
+        found = await asking
+        taking.cancel()
+        await asyncio.wait({taking})
+        await late.rpc.close()
+        await late.peer.close()
+        return found
+
+    assert serve(main, 1, 1, kind=CopyingStage) == wanted
 
 
 @pytest.mark.parametrize("num_stages", [1, 3])

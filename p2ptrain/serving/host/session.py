@@ -105,7 +105,9 @@ class HostSession:
     # Rows
 
     def put(self, first: int, ids: Sequence[int], rows: torch.Tensor, drafts: int = 0) -> None:
-        """Take rows from position ``first`` on, less those that it has; a draft that differs is replaced with the rest.
+        """Take rows from position ``first`` on, less those that it has.
+
+        A draft that differs is replaced, with the rest, unless the new row is a draft and the present one is not.
 
         ``rows`` are ids ``[rows]`` on the first stage, hidden states ``[rows, hidden]`` on later ones. The last
         ``drafts`` positions before their end are drafts.
@@ -114,6 +116,8 @@ class HostSession:
             ProtocolError: Rows before them are missing, they exceed ticket or vocabulary, or differ from those it has.
         """
         end, peer, known = len(self.ids), self.ticket.client, first + len(ids) - drafts
+        if first > end and known <= first:
+            return  # Drafts after those that were not taken.
         if first > end:
             raise ProtocolError(peer, f"rows from position {first} on, and those from {end} on are missing")
         if first + len(ids) > self.ticket.num_positions:
@@ -122,8 +126,10 @@ class HostSession:
             raise ProtocolError(peer, f"token {max(ids)} of a vocabulary of {self._vocabulary}")
         same = zip(ids, self.ids[first : first + len(ids)], strict=False)
         if (other := next((at for at, (new, old) in enumerate(same, first) if new != old), None)) is not None:
-            if other < max(min(known, self.known), self._num_shared * PAGE):
+            if other < min(known, self.known):
                 raise ProtocolError(peer, "other tokens than before at the same positions")
+            if other < self.known:
+                return  # A caller that knows less drafted this; its next rows replace them.
             self._trim(other)
             end = other
         for position, id in enumerate(ids[: max(0, known - first)], first):

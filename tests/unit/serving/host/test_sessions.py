@@ -201,11 +201,27 @@ def test_drafts_are_not_shared_and_replace_no_shared_page() -> None:
         held.put(PAGE + 4, ids[PAGE + 4 :], torch.tensor(ids[PAGE + 4 :]), 3)
         compute(held, PAGE - 4)
         assert held.pages.pool.num_prefix_pages == 1
-        for first in (PAGE - 3, 0):
-            with pytest.raises(ProtocolError, match="other tokens than before"):
-                held.put(first, [7] * (PAGE - first), torch.tensor([7] * (PAGE - first)), MAX_DRAFTS)
-        held.put(PAGE, [7] * 3, torch.tensor([7] * 3), 3)
-        assert held.ids == [*ids[:PAGE], 7, 7, 7]
+        with pytest.raises(ProtocolError, match="other tokens than before"):
+            held.put(0, [7] * PAGE, torch.tensor([7] * PAGE), MAX_DRAFTS)
+        held.put(PAGE - 3, [7] * 3, torch.tensor([7] * 3), MAX_DRAFTS)
+        assert held.ids == ids
+        held.put(2 * PAGE - 3, [7] * 3, torch.tensor([7] * 3), 3)
+        assert held.ids == [*ids[:-3], 7, 7, 7]
+
+    on_loop(main)
+
+
+def test_drafts_of_a_caller_that_knows_less_are_not_taken() -> None:
+    """It learns which tokens they were later, and sends those rows then."""
+
+    async def main() -> None:
+        held, rows = session(ticket(max_tokens=20)), [*PROMPT, 9, 8]
+        put(held, 0, rows)
+        for first, ids in ((5, [9, 7, 6]), (8, [5, 4]), (4, [PROMPT[4], 3])):
+            held.put(first, ids, torch.tensor(ids), len(ids) - (first == 4))
+            assert (held.ids, held.known) == (rows, 7)
+        held.put(5, [9, 8, 7], torch.tensor([9, 8, 7]), 1)
+        assert (held.ids, held.known) == ([*rows, 7], 7)
 
     on_loop(main)
 
