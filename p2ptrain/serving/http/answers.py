@@ -63,22 +63,9 @@ class Form(ABC):
         """Yield the events that follow all pieces."""
         yield from ()
 
+    @abstractmethod
     def whole(self, pieces: Sequence[Piece]) -> Struct:
         """Return all pieces of a request as one answer."""
-        choices: Mapping[int, list[Piece]] = defaultdict(list)
-        for piece in pieces:
-            choices[piece.choice].append(piece)
-        return self._answer([
-            Piece(
-                index, "".join(piece.text for piece in choices[index]),
-                tuple(token for piece in choices[index] for token in piece.tokens), choices[index][-1].finish,
-                tuple(call for piece in choices[index] for call in piece.calls),
-            )
-            for index in range(self.request.num_choices)
-        ])  # fmt: skip
-
-    @abstractmethod
-    def _answer(self, choices: Sequence[Piece]) -> Struct: ...
 
 
 class ChoicesForm(Form):
@@ -107,6 +94,22 @@ class ChoicesForm(Form):
             yield self._event(piece, None)
         if piece.finish is not None:
             yield self._event(Piece(piece.choice, "", ()), piece.finish)
+
+    def whole(self, pieces: Sequence[Piece]) -> Struct:
+        choices: Mapping[int, list[Piece]] = defaultdict(list)
+        for piece in pieces:
+            choices[piece.choice].append(piece)
+        return self._answer([
+            Piece(
+                index, "".join(piece.text for piece in choices[index]),
+                tuple(token for piece in choices[index] for token in piece.tokens), choices[index][-1].finish,
+                tuple(call for piece in choices[index] for call in piece.calls),
+            )
+            for index in range(self.request.num_choices)
+        ])  # fmt: skip
+
+    @abstractmethod
+    def _answer(self, choices: Sequence[Piece]) -> Struct: ...
 
     def last_events(self) -> Iterator[Struct]:
         if self.has_usage:

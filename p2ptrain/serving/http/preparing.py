@@ -39,6 +39,8 @@ T = TypeVar("T")
 
 COMPILE_SECONDS = 2.0
 """Timeout of a grammar's compilation."""
+RESPONSE_NAMES = {"messages": "input", "response_format": "text.format"}
+"""Fields of a chat's request under the names that they have in a response's."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,12 @@ class Preparing:
 
     async def response(self, body: ResponseRequest, arrived: float) -> Form:
         """Return the form of an answer; raise as `chat`."""
-        form = await self.chat(body.chat(), arrived)
+        try:
+            form = await self.chat(body.chat(), arrived)
+        except RequestError as error:
+            name = RESPONSE_NAMES.get(error.param or "", error.param or "")
+            text = name + str(error).removeprefix(error.param or "")
+            raise RequestError(error.status, text, name or None, error.code, error.headers) from error
         return ResponseForm(form.request, self._generator.model, body)
 
     async def completion(self, body: CompletionRequest, arrived: float) -> Form:

@@ -6,7 +6,7 @@ The forms are those of https://platform.openai.com/docs/api-reference, with fiel
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -40,8 +40,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],), "include": ([],), "metadata": ({},), "modalities": (["text"],),
     "parallel_tool_calls": (True, False), "prediction": (), "previous_response_id": (), "reasoning": ({},),
     "reasoning_effort": (), "response_format": ({"type": "text"},), "service_tier": ("auto", "default"),
-    "store": (False,), "suffix": ("",), "text": ({"format": {"type": "text"}},), "tool_choice": ("none", "auto"),
-    "tools": ([],), "truncation": ("disabled",), "web_search_options": (),
+    "store": (False,), "suffix": ("",), "tool_choice": ("none", "auto"), "tools": ([],), "truncation": ("disabled",),
+    "web_search_options": (),
 }  # fmt: skip
 """Fields of OpenAI's API that are not supported, with the values that ask for nothing and are accepted."""
 
@@ -242,18 +242,55 @@ class InputPart(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class InputItem(Struct, frozen=True, forbid_unknown_fields=True):
-    """A message of a conversation, such as an earlier answer's output."""
+    """A message of a conversation, a call of an earlier answer, or the result of a call."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[InputPart], Meta(max_length=256)]
-    type: Literal["message"] = "message"
+    type: Literal["message", "function_call", "function_call_output"] = "message"
+    role: Literal["system", "developer", "user", "assistant"] | UnsetType = UNSET
+    content: str | Annotated[list[InputPart], Meta(max_length=256)] | UnsetType = UNSET
+    call_id: Name | UnsetType = UNSET
+    name: Name | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+    output: str | Annotated[list[InputPart], Meta(max_length=256)] | UnsetType = UNSET
     id: Name | None = None
     status: Literal["completed", "incomplete", "in_progress"] | None = None
     phase: Name | None = None
 
-    def message(self) -> ChatMessage:
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return ChatMessage(self.role, content)
+    def __post_init__(self) -> None:
+        for name in dict.fromkeys(name for fields in ITEM_FIELDS.values() for name in fields):
+            if name in ITEM_FIELDS[self.type] and getattr(self, name) is UNSET:
+                raise ValueError(f"Object missing required field `{name}`")
+            if name not in ITEM_FIELDS[self.type] and getattr(self, name) is not UNSET:
+                raise ValueError(f"an item of the type {self.type} has no {name}")
+
+
+ITEM_FIELDS = {
+    "message": ("role", "content"), "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+}  # fmt: skip
+"""Fields that an `InputItem` of each type has, and no other."""
+
+
+class TextSchemaFormat(NamedSchema, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
+    """JSON that a schema describes."""
+
+
+class TextOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """The form of an answer's text."""
+
+    format: TextFormat | JsonObjectFormat | TextSchemaFormat = TextFormat()
+    verbosity: Literal["medium"] = "medium"
+
+
+class FunctionTool(Function, frozen=True, forbid_unknown_fields=True):
+    """A function that the model may call, in the newer form."""
+
+    type: Literal["function"] = "function"
+
+
+class NamedFunctionTool(FunctionName, frozen=True, forbid_unknown_fields=True):
+    """The function that the model has to call, in the newer form."""
+
+    type: Literal["function"] = "function"
 
 
 class ResponseRequest(Settings, frozen=True, kw_only=True):
@@ -262,15 +299,51 @@ class ResponseRequest(Settings, frozen=True, kw_only=True):
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: TokenCount | None = None
+    text: TextOptions = TextOptions()
+    tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] = []
+    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool = "auto"
+    parallel_tool_calls: bool = True
 
     def chat(self) -> ChatRequest:
         """Return the chat request with the same answer."""
-        messages = [ChatMessage("user", self.input)] if isinstance(self.input, str) else []
-        messages += [item.message() for item in self.input if isinstance(item, InputItem)]
-        if self.instructions:
-            messages.insert(0, ChatMessage("system", self.instructions))
-        shared = {name: getattr(self, name) for name in Settings.__struct_fields__}
-        return ChatRequest(**shared, messages=messages, max_completion_tokens=self.max_output_tokens)
+        messages = [ChatMessage("system", self.instructions)] if self.instructions else []
+        if isinstance(self.input, str):
+            messages.append(ChatMessage("user", self.input))
+        else:
+            messages += _messages(self.input)
+        format_: ResponseFormat = JsonObjectFormat()
+        if isinstance(self.text.format, TextFormat):
+            format_ = self.text.format
+        elif isinstance(self.text.format, TextSchemaFormat):
+            format_ = JsonSchemaFormat(self.text.format)
+        choice = self.tool_choice
+        return ChatRequest(
+            **{name: getattr(self, name) for name in Settings.__struct_fields__},
+            messages=messages, max_completion_tokens=self.max_output_tokens, response_format=format_,
+            tools=[Tool(Function(tool.name, tool.description, tool.parameters, tool.strict)) for tool in self.tools],
+            tool_choice=NamedTool(choice) if isinstance(choice, NamedFunctionTool) else choice,
+            parallel_tool_calls=self.parallel_tool_calls,
+        )  # fmt: skip
+
+
+def _messages(items: Sequence[InputItem]) -> list[ChatMessage]:
+    """Return items as messages. Calls belong to the message of the assistant before them."""
+    messages: list[ChatMessage] = []
+    for item in items:
+        if item.type == "message":
+            messages.append(ChatMessage(item.role, _joined(item.content)))  # type: ignore[arg-type]
+        elif item.type == "function_call_output":
+            messages.append(ChatMessage("tool", _joined(item.output), tool_call_id=item.call_id))  # type: ignore[arg-type]
+        else:
+            call = Call(item.call_id, CalledFunction(item.name, item.arguments))  # type: ignore[arg-type]
+            last = messages.pop() if messages and messages[-1].role == "assistant" else ChatMessage("assistant", "")
+            messages.append(msgspec.structs.replace(last, tool_calls=[*last.tool_calls, call]))
+    return messages
+
+
+def _joined(content: str | list[InputPart] | UnsetType) -> str:
+    assert content is not UNSET
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class CachedTokens(Struct, frozen=True):
@@ -405,12 +478,24 @@ class OutputText(Struct, frozen=True, kw_only=True):
     logprobs: list[Any] = []
 
 
-class OutputMessage(Struct, frozen=True, kw_only=True):
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputMessage(Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
     id: str
     content: list[OutputText]
-    status: Literal["in_progress", "completed", "incomplete"]
+    status: Status
     role: Literal["assistant"] = "assistant"
-    type: Literal["message"] = "message"
+
+
+class OutputCall(Struct, frozen=True, kw_only=True, tag_field="type", tag="function_call"):
+    """A function that the model calls; ``arguments`` is JSON, and ``call_id`` stands in the result."""
+
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: Status
 
 
 class ReasoningTokens(Struct, frozen=True):
@@ -438,8 +523,8 @@ class ResponseAnswer(Struct, frozen=True, kw_only=True):
     created_at: int
     model: str
     system_fingerprint: str
-    status: Literal["in_progress", "completed", "incomplete"]
-    output: list[OutputMessage]
+    status: Status
+    output: list[OutputMessage | OutputCall]
     usage: ResponseUsage | None
     temperature: float
     top_p: float
@@ -449,11 +534,12 @@ class ResponseAnswer(Struct, frozen=True, kw_only=True):
     instructions: str | None = None
     max_output_tokens: int | None = None
     metadata: dict[str, str] = {}
-    parallel_tool_calls: bool = False
+    parallel_tool_calls: bool
     previous_response_id: None = None
     store: bool = False
-    tool_choice: Literal["auto"] = "auto"
-    tools: list[Any] = []
+    text: TextOptions
+    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool
+    tools: list[FunctionTool]
 
 
 class ResponseEvent(Struct, frozen=True, kw_only=True):
@@ -464,11 +550,12 @@ class ResponseEvent(Struct, frozen=True, kw_only=True):
     response: ResponseAnswer | UnsetType = UNSET
     output_index: int | UnsetType = UNSET
     item_id: str | UnsetType = UNSET
-    item: OutputMessage | UnsetType = UNSET
+    item: OutputMessage | OutputCall | UnsetType = UNSET
     content_index: int | UnsetType = UNSET
     part: OutputText | UnsetType = UNSET
     delta: str | UnsetType = UNSET
     text: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
     logprobs: list[Any] | UnsetType = UNSET
 
 

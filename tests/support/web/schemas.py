@@ -7,13 +7,17 @@ from p2ptrain.monitor.openapi import document
 
 
 def misfits(
-    value: Any, schema: dict[str, Any], at: str = "$", components: dict[str, Any] | None = None
+    value: Any, schema: dict[str, Any] | bool, at: str = "$", components: dict[str, Any] | None = None
 ) -> Iterator[str]:
     """Where a value differs from an OpenAPI schema, as far as our documents use the language.
 
     ``components`` has the schemas that others refer to; by default those of the monitor's document.
     """
     components = document()["components"]["schemas"] if components is None else components
+    if isinstance(schema, bool):
+        if not schema:
+            yield f"{at}: is not there"
+        return
     if "$ref" in schema:
         name = schema["$ref"].removeprefix("#/components/schemas/")
         yield from misfits(value, components[name], at, components)

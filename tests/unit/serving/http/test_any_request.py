@@ -129,3 +129,12 @@ def test_any_schema_gives_json_or_the_reason_why_not(client: httpx.Client, schem
         json.loads(choice["message"]["content"])
     else:
         assert response.status_code in (200, 400), response.text
+    same = {
+        "model": "local", "input": "Hi", "max_output_tokens": 40, "seed": 1,
+        "text": {"format": {"type": "json_schema", "name": "x", "schema": schema}},
+    }  # fmt: skip
+    answer = client.post("/v1/responses", json=same)
+    assert answer.status_code == response.status_code, answer.text
+    if answer.status_code == 200:
+        told = [part["text"] for item in answer.json()["output"] for part in item["content"]]
+        assert told == [response.json()["choices"][0]["message"]["content"]]

@@ -30,6 +30,7 @@ TOOLS: Any = [
     {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": CITY}},
     {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "additionalProperties": False}}},
 ]
+FLAT_TOOLS: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
 
 
 class Colour(Enum):
@@ -170,6 +171,94 @@ async def test_a_call_that_the_model_makes_is_told_and_its_result_goes_back() ->
     prompts = [bytes(ids).decode() for ids, *_ in generator.opened]
     assert prompts[0].startswith("weather; now; user: Rain?")
     assert prompts[2].startswith("user: Rain?\nassistant: [weather Ulm]I look.\n\ntool: sun")
+
+
+@on_loop
+async def test_responses_parse_and_stream_objects_of_a_class() -> None:
+    async with small_model() as client:
+        ask: dict[str, Any] = {"model": "local", "input": "Hi", "max_output_tokens": 900, "extra_body": {"seed": 1}}
+        parsed = await client.responses.parse(**ask, text_format=Tree)
+        assert isinstance(parsed.output_parsed, Tree)
+        async with client.responses.stream(**ask, text_format=Tree) as stream:
+            final = await stream.get_final_response()
+        assert (final.output_parsed, final.output_text) == (parsed.output_parsed, parsed.output_text)
+        form: Any = {"format": {"type": "json_schema", "name": "x", "schema": {"enum": [None, 2.5]}}}
+        answer = await client.responses.create(**ask, text=form)
+        assert json.loads(answer.output_text) in (None, 2.5)
+        assert answer.text is not None
+        assert answer.text.to_dict()["format"] == {**form["format"], "description": "", "strict": True}
+        objects = [
+            await client.responses.create(
+                **{**ask, "extra_body": {"seed": seed}}, text={"format": {"type": "json_object"}}
+            )
+            for seed in range(8)
+        ]
+        whole = [json.loads(each.output_text) for each in objects if each.status == "completed"]
+        assert whole
+        assert all(isinstance(each, dict) for each in whole)
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+@on_loop
+async def test_responses_call_tools_that_are_required_or_named(is_stream: bool) -> None:
+    async with small_model() as client:
+        for seed, choice, parallel in ((1, "required", True), (2, "required", False), (3, "named", True)):
+            asked: dict[str, Any] = {
+                "model": "local", "input": "Hi", "max_output_tokens": 900, "extra_body": {"seed": seed},
+                "tools": FLAT_TOOLS, "parallel_tool_calls": parallel,
+                "tool_choice": {"type": "function", "name": "weather"} if choice == "named" else choice,
+            }  # fmt: skip
+            if is_stream:
+                async with client.responses.stream(**asked) as stream:
+                    answer: Any = await stream.get_final_response()
+            else:
+                answer = await client.responses.create(**asked)
+            assert answer.status == "completed"
+            assert [item.type for item in answer.output] == ["function_call"] * len(answer.output)
+            assert len(answer.output) == 1 or (parallel and choice == "required")
+            assert len({item.call_id for item in answer.output}) == len(answer.output)
+            for item in answer.output:
+                assert item.name in (("weather",) if choice == "named" else ("weather", "now"))
+                arguments = json.loads(item.arguments)
+                assert arguments == {} if item.name == "now" else arguments["city"] in ("Köln", "Ulm")
+
+
+@on_loop
+async def test_a_response_with_text_and_calls_streams_what_it_is_whole_and_goes_on() -> None:
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "%s"}}\n</tool_call>\n'
+    generator = Repeater(("I look." + call % "Ulm" + call % "Köln" + "Soon.").encode())
+    async with (
+        http_server(generator, tokenizer=with_tools()) as server,
+        AsyncOpenAI(base_url=f"{server.base_url}v1", api_key="any", max_retries=0) as client,
+    ):
+        ask: dict[str, Any] = {"model": generator.model, "tools": FLAT_TOOLS}
+        whole = await client.responses.create(**ask, input="Rain?")
+        kinds = ["message", "function_call", "function_call", "message"]
+        assert [item.type for item in whole.output] == kinds
+        assert whole.output_text == "I look.Soon."
+        async with client.responses.stream(**ask, input="Rain?") as stream:
+            events = [event async for event in stream]
+            final: Any = await stream.get_final_response()
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        done = [event.item for event in events if event.type == "response.output_item.done"]
+        assert [item.id for item in done] == [item.id for item in final.output]
+        assert [item.type for item in done] == kinds
+        assert [event.output_index for event in events if event.type == "response.output_item.added"] == [0, 1, 2, 3]
+        arguments = [event.arguments for event in events if event.type == "response.function_call_arguments.done"]
+        assert list(map(json.loads, arguments)) == [{"city": "Ulm"}, {"city": "Köln"}]
+        cut = await client.responses.create(**ask, input="Rain?", max_output_tokens=80)
+        assert (cut.status, cut.output[-1].type) == ("incomplete", "message")
+        results = [
+            {"type": "function_call_output", "call_id": item.call_id, "output": "sun"}
+            for item in whole.output
+            if item.type == "function_call"
+        ]
+        history: Any = [{"role": "user", "content": "Rain?"}, *whole.output[:3], *results]
+        plain = await client.responses.create(**ask, input=history, tool_choice="none", max_output_tokens=5)
+        assert plain.output_text == "I loo"
+    prompts = [bytes(ids).decode() for ids, *_ in generator.opened]
+    assert prompts[0].startswith("weather; now; user: Rain?")
+    assert prompts[3] == "user: Rain?\nassistant: [weather Ulm][weather Köln]I look.\ntool: sun\ntool: sun\nassistant: "
 
 
 @on_loop

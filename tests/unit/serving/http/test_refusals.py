@@ -51,6 +51,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"user": "x" * 300}, "user"), ({"model": ""}, "model"), ({"model": None}, "model"),
 ]  # fmt: skip
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+FLAT_TOOL: dict[str, Any] = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 WRONG_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function"}]}, "tools[0].function"), ({"tools": [TOOL] * 2}, "tools"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
@@ -86,7 +87,16 @@ WRONG_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
 WRONG_RESPONSES: list[tuple[dict[str, Any], str]] = [
     ({"input": None}, "input"), ({"input": []}, "input"), ({"input": [{"role": "user"}]}, "input[0].content"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
-    ({"input": [{"type": "function_call_output", "role": "user", "content": ""}]}, "input[0].type"),
+    ({"input": [{"type": "function_call_output", "role": "user", "content": ""}]}, "input[0]"),
+    ({"input": [{"type": "function_call", "call_id": "1", "name": "f"}]}, "input[0].arguments"),
+    ({"input": [{"role": "user", "content": "Hi", "output": "x"}]}, "input[0]"),
+    ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "["}]}, "input"),
+    ({"text": {"format": {"type": "xml"}}}, "text.format.type"), ({"text": {"verbosity": "low"}}, "text.verbosity"),
+    ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "nonsense"}}}}, "text.format"),
+    ({"tools": [TOOL]}, "tools[0].function"), ({"tools": [FLAT_TOOL] * 2}, "tools"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"), ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": [FLAT_TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
+    ({"tools": [FLAT_TOOL], "tool_choice": "required", "text": {"format": {"type": "json_object"}}}, "text.format"),
     ({"previous_response_id": "resp-1"}, "previous_response_id"), ({"store": True}, "store"),
     ({"max_output_tokens": 0}, "max_output_tokens"), ({"n": 2}, "n"), ({"temperature": 3}, "temperature"),
 ]  # fmt: skip
@@ -117,11 +127,11 @@ async def test_whole_numbers_may_be_written_with_a_point() -> None:
 
 
 def test_no_field_is_both_supported_and_refused() -> None:
-    """But for those that chats alone have."""
-    for schema in (CompletionRequest, ResponseRequest):
-        assert set(schema.__struct_fields__).isdisjoint(NEUTRAL)
-    shared = {"response_format", "tools", "tool_choice", "parallel_tool_calls"}
-    assert set(ChatRequest.__struct_fields__) & NEUTRAL.keys() == shared
+    """But for those that completions lack."""
+    tools = {"tools", "tool_choice", "parallel_tool_calls"}
+    assert set(CompletionRequest.__struct_fields__).isdisjoint(NEUTRAL)
+    assert set(ResponseRequest.__struct_fields__) & NEUTRAL.keys() == tools
+    assert set(ChatRequest.__struct_fields__) & NEUTRAL.keys() == tools | {"response_format"}
 
 
 @pytest.mark.parametrize(
