@@ -23,6 +23,7 @@ from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.serving.journal import Journal
 from p2ptrain.serving.messages import (
+    CLOCK_SECONDS,
     MAX_CHUNK_ROWS,
     Beat,
     Cause,
@@ -87,6 +88,7 @@ class StageLink:
     """Sends a session's rows to a host of one stage, and replaces the host when it fails.
 
     Attributes:
+        stage: The stage's number.
         host: The present host; empty before the first.
         position: Rows that the host has computed.
     """
@@ -94,15 +96,13 @@ class StageLink:
     def __init__(
         self,
         rpc: Rpc,
-        ticket: Ticket,
         stage: int,
         journal: Journal,
         on_moved: Callable[[int, str], None],
     ) -> None:
         """``on_moved`` is called with the stage and host of each new host of this stage and of later ones."""
         self._rpc = rpc
-        self._ticket = ticket
-        self._stage = stage
+        self.stage = stage
         self._journal = journal
         self._on_moved = on_moved
         self._openings = 0
@@ -111,8 +111,8 @@ class StageLink:
         self.host = ""
         self.position = 0
 
-    async def run(self, route: Sequence[Sequence[str]], epoch: tuple[int, ...], feed: str) -> None:
-        """Supply a host until `close`; ``route`` has the candidates of this stage and of the later ones.
+    async def run(self, ticket: Ticket, epoch: tuple[int, ...], feed: str) -> None:
+        """Supply a host until `close`; the ticket's route has the candidates.
 
         Args:
             epoch: Of this caller; empty for the client.
@@ -124,16 +124,15 @@ class StageLink:
 
         def open_at(host: str, is_shadow: bool) -> Open:
             self._openings += 1
-            later = tuple(map(tuple, route[1:]))
-            return Open(self._ticket, (*epoch, self._openings), later, feed or host, is_shadow)
+            return Open(ticket, (*epoch, self._openings), feed or host, is_shadow)
 
-        candidates = [host for host in route[0] if host != self._rpc.peer_id]
+        candidates = [host for host in ticket.route[self.stage] if host != self._rpc.peer_id]
         async with Tasks() as tasks:
             shadowing = tasks.start(self._keep_shadow(candidates, open_at), "shadow")
-            await self._keep_host(candidates, open_at)
+            await self._keep_host(candidates, open_at, ticket)
             await asyncio.wait({shadowing}, timeout=CLOSE_SECONDS)
 
-    async def _keep_host(self, candidates: Sequence[str], open_at: Callable[[str, bool], Open]) -> None:
+    async def _keep_host(self, candidates: Sequence[str], open_at: Callable[[str, bool], Open], ticket: Ticket) -> None:
         failures: dict[str, StageFailedError | str] = {}
         tries: Counter[str] = Counter()
         best = -1
@@ -150,7 +149,7 @@ class StageLink:
                 await self._supply(host, open_at(host, False), patience)
                 return
             except StageFailedError as error:
-                if error.failed.stage != self._stage:
+                if error.failed.stage != self.stage or self._is_over(error.failed.cause, ticket):
                     raise
                 failures[host] = error
                 tries[host] += MAX_TRIES * (error.failed.cause is not Cause.BROKEN)
@@ -159,7 +158,13 @@ class StageLink:
             if self.position > best:
                 best = self.position
                 tries = Counter({host: tries[host]})
-            logger.info("stage %d: host %s fails a session: %s", self._stage, host[-8:], failures[host])
+            logger.info("stage %d: host %s fails a session: %s", self.stage, host[-8:], failures[host])
+
+    def _is_over(self, cause: Cause, ticket: Ticket) -> bool:
+        """True if a host's reason to end the session is right, so that no other one would serve it for long."""
+        if cause is Cause.LIFETIME:
+            return ticket.expires <= self._rpc.runtime.now() + CLOCK_SECONDS
+        return cause is Cause.STALLED and self.position >= self._journal.end
 
     def _first_patience(self, host: str) -> float:
         """Return the timeout of a host's first answer while there is another candidate."""
@@ -179,7 +184,7 @@ class StageLink:
                     await self._supply(others[0], open_at(others[0], True), OPEN_SECONDS)
                 except (StageFailedError, PeerError, DeadlineError) as error:
                     retry_at[others[0]] = loop.time() + SHADOW_RETRY_SECONDS
-                    logger.debug("stage %d: no shadow at %s: %s", self._stage, others[0][-8:], error)
+                    logger.debug("stage %d: no shadow at %s: %s", self.stage, others[0][-8:], error)
                 self._shadow = ""
             else:
                 await changed.wait()
@@ -193,13 +198,13 @@ class StageLink:
         said = [error.failed for error in failures.values() if isinstance(error, StageFailedError)]
         reason = "; ".join(f"{host[-8:]}: {error}" for host, error in failures.items()) or "it has no host"
         if said and len(said) == len(failures) and all(each.cause is Cause.FULL for each in said):
-            return StageFailedError(self._stage, Cause.FULL, reason, min(each.retry_after for each in said))
-        return StageFailedError(self._stage, Cause.NO_HOST, reason)
+            return StageFailedError(self.stage, Cause.FULL, reason, min(each.retry_after for each in said))
+        return StageFailedError(self.stage, Cause.NO_HOST, reason)
 
     def _open(self, host: str, request: Open, seconds: float) -> AbstractAsyncContextManager[Channel]:
         # Decoding is many small messages: a direct connection spares both daemons' time.
         expected_bytes = DIRECT_BYTES if self._journal.row_bytes else 0
-        return self._rpc.open(host, service(self._stage), request, seconds, expected_bytes=expected_bytes)
+        return self._rpc.open(host, service(self.stage), request, seconds, expected_bytes=expected_bytes)
 
     async def _supply(self, host: str, request: Open, patience: float) -> None:
         """Open the session at a host or shadow, and send it rows until `close`."""
@@ -209,7 +214,7 @@ class StageLink:
             supply = _Supply(start, request.is_shadow, start, len(self._journal.trims))
             if not request.is_shadow:
                 self.host, self.position = host, supply.position
-                self._on_moved(self._stage, host)
+                self._on_moved(self.stage, host)
                 self._journal.tell()
             hearing = tasks.call(self._hear(channel, supply), "hear")
             sending = tasks.call(self._send(channel, supply), "send")
@@ -253,7 +258,7 @@ class StageLink:
                     if not supply.is_shadow:
                         self.position = supply.position
                     self._journal.tell()
-                case Moved(stage, moved) if stage > self._stage:
+                case Moved(stage, moved) if stage > self.stage:
                     self._on_moved(stage, moved)
                 case Failed() as failed:
                     raise _error(failed)

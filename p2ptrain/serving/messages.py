@@ -35,6 +35,12 @@ MAX_OPEN_BYTES = 256 * 1024
 FLOAT_BYTES = 4
 IDLE_SECONDS = 600.0
 """Timeout between a caller's messages: a client that takes no more tokens sends none."""
+TICKET_SECONDS = 6 * 3600.0
+"""Lifetime of a ticket. Hosts refuse a longer one, and end the session with it; the client then asks with another."""
+CLOCK_SECONDS = 300.0
+"""Difference of clocks that these checks allow."""
+STALLED_SECONDS = 300.0
+"""Time without progress after which a host ends a session; < `IDLE_SECONDS`."""
 AHEAD = 8
 """Tokens that the last host may draw beyond those that the client has taken."""
 MAX_DRAFTS = AHEAD - 1
@@ -48,7 +54,7 @@ TokenId = Annotated[int, Meta(ge=0, lt=1 << 20)]
 StageNumber = Annotated[int, Meta(ge=0, lt=MAX_STAGES)]
 Candidates = Annotated[tuple[Peer, ...], Meta(max_length=MAX_CANDIDATES)]
 Route = Annotated[tuple[Candidates, ...], Meta(max_length=MAX_STAGES)]
-"""Hosts of each later stage, in the order in which the caller tries them."""
+"""Hosts of each stage, in the order in which their caller tries them."""
 Epoch = Annotated[tuple[Count, ...], Meta(min_length=1, max_length=MAX_STAGES)]
 """Counts of openings, one of each caller from the client on. The greater tuple is the newer caller."""
 Arithmetic = Annotated[str, Meta(min_length=1, max_length=64)]
@@ -77,7 +83,9 @@ class Ticket(Message, frozen=True):
         given: How many of them are the prompt; penalties do not count those.
         max_tokens: Tokens to generate at most.
         stops: Tokens after which the last host draws no more.
-        expires: Wall-clock second after which no host opens it.
+        expires: Wall-clock second after which no host serves it.
+        route: Hosts of each stage. The client opens it at those of the first stage, and they at those of the next one;
+            no other host takes it, and none from another peer.
         credential: Admits the client; empty if it needs none.
         salt: Of the client's own choice: its sessions share prefix pages with those of equal salts, and with no other
             client's.
@@ -93,6 +101,7 @@ class Ticket(Message, frozen=True):
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_CONTEXT)]
     sampling: Sampling
     expires: Amount
+    route: Route = ()
     stops: Annotated[tuple[TokenId, ...], Meta(max_length=16)] = ()
     credential: Annotated[bytes, Meta(max_length=MAX_CREDENTIAL_BYTES)] = b""
     salt: Annotated[bytes, Meta(max_length=32)] = b""
@@ -109,6 +118,10 @@ class Ticket(Message, frozen=True):
     def num_pages(self) -> int:
         return -(-self.num_positions // PAGE)
 
+    def is_like(self, other: Ticket) -> bool:
+        """True if it is the same session's order, on hosts that may differ."""
+        return msgspec.structs.replace(self, route=other.route, signature=other.signature) == other
+
     def to_sign(self, swarm: bytes) -> bytes:
         """Return the message that the client signs."""
         return _CONTEXT + swarm + to_bytes(msgspec.structs.replace(self, signature=b""))
@@ -124,7 +137,6 @@ class Open(Message, frozen=True):
 
     ticket: Ticket
     epoch: Epoch
-    route: Route
     feed: Peer
     is_shadow: bool = False
 
@@ -180,6 +192,8 @@ class Cause(Enum):
     SUPERSEDED = "superseded"
     NO_HOST = "no host"
     BROKEN = "broken"
+    STALLED = "stalled"
+    LIFETIME = "lifetime"
     OVER = "over"
 
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import msgspec
 import pytest
+import torch
 
 from p2ptrain.errors import PeerRefusedError, ProtocolError
 from p2ptrain.models.exact import PAGE, ExactStage, NotFiniteError
@@ -19,8 +20,21 @@ from p2ptrain.serving.errors import (
     PromptTooLongError,
 )
 from p2ptrain.serving.generation import Token
-from p2ptrain.serving.host.sessions import ORPHAN_SECONDS
-from p2ptrain.serving.messages import AHEAD, Close, DrawnToken
+from p2ptrain.serving.host.sessions import LOOK_SECONDS, ORPHAN_SECONDS
+from p2ptrain.serving.messages import (
+    AHEAD,
+    FEED,
+    STALLED_SECONDS,
+    Cause,
+    Close,
+    DrawnToken,
+    Failed,
+    Fed,
+    FeedRequest,
+    FromHost,
+    Open,
+    service,
+)
 from p2ptrain.serving.sampling import Sampling
 from tests.support.sim.peers import until
 from tests.support.sim.serving import DRAWN, GREEDY, VOCABULARY, ServingSwarm, digest, golden, serve
@@ -509,6 +523,146 @@ def test_pages_of_a_client_that_vanishes_are_freed() -> None:
         await swarm.end()
 
     simulate(run, 0)
+
+
+def test_a_host_caps_the_lifetime_of_a_ticket() -> None:
+    """Its clock and the client's differ, so that a ticket of the usual lifetime is too long, or has expired."""
+
+    async def main(swarm: ServingSwarm, client: Any) -> None:
+        client.generator._wait_seconds = 0.0
+        for hours, reason in ((-7, r"stage 0: .* lasts longer than 21600 s"), (7, r"stage 0: .* has expired")):
+            swarm.hosts["s0a"].rpc.runtime.clock_offset_seconds = hours * 3600.0
+            with pytest.raises(GenerationFailedError, match=reason):
+                await client.ask(PROMPT, 3)
+
+    serve(main, 1)
+
+
+def test_an_answer_that_outlives_its_ticket_goes_on_in_another_session() -> None:
+    """The hosts end the first one: its pages are free for others meanwhile."""
+    sessions: list[bytes] = []
+
+    async def main(swarm: ServingSwarm, client: Any) -> Any:
+        async with client.generator.generate(PROMPT, DRAWN, max_tokens=60) as generation:
+            found = []
+            async for token in generation:
+                found.append(token.id)
+                sessions.append(generation.ticket.session)
+                if len(found) == 20:
+                    for each in swarm.hosts.values():
+                        (held,) = each.host.executor.sessions.values()
+                        held.ticket = msgspec.structs.replace(held.ticket, expires=0.0)
+                    generation._ticket = msgspec.structs.replace(generation.ticket, expires=0.0)
+                    await asyncio.sleep(3 * LOOK_SECONDS)
+            return found
+
+    assert serve(main, 1, 1) == golden(PROMPT, 60, 2, DRAWN)
+    assert len(set(sessions)) == 2
+
+
+def test_a_session_without_progress_is_ended_and_its_pages_are_freed() -> None:
+    """Its client is there, and takes no tokens: it is told why, and does not open the session again."""
+
+    async def main(swarm: ServingSwarm, client: Any) -> None:
+        async with client.generator.generate(PROMPT, GREEDY, max_tokens=200) as generation:
+            tokens = aiter(generation)
+            for _ in range(5):
+                await anext(tokens)
+            await asyncio.sleep(STALLED_SECONDS - 2 * LOOK_SECONDS)
+            assert not any(each.is_clean for each in swarm.hosts.values())
+            await asyncio.sleep(6 * LOOK_SECONDS)
+            assert all(each.is_clean for each in swarm.hosts.values())
+            with pytest.raises(GenerationFailedError, match="nobody takes"):
+                [token async for token in tokens]
+
+    serve(main, 1, 1)
+
+
+def test_rows_that_come_again_keep_no_session_alive() -> None:
+    async def main(swarm: ServingSwarm, client: Any) -> None:
+        async with client.generator.generate(PROMPT, GREEDY, max_tokens=200) as generation:
+            await anext(aiter(generation))
+            (held,) = swarm.hosts["s0a"].host.executor.sessions.values()
+            for _ in range(int(STALLED_SECONDS)):
+                await asyncio.sleep(1.0)
+                held.put(0, PROMPT, torch.tensor(PROMPT))
+            await asyncio.sleep(2 * LOOK_SECONDS)
+            assert held.failure is not None
+            assert held.failure.cause is Cause.STALLED
+
+    serve(main, 1)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_ticket_serves_nobody_but_its_client_and_the_hosts_that_it_names(stage: int) -> None:
+    """Another peer that got hold of a ticket opens no session with it, and takes none over."""
+
+    async def main(swarm: ServingSwarm, client: Any) -> None:
+        stranger = await swarm.start_client("stranger")
+        async with client.generator.generate(PROMPT, GREEDY, max_tokens=60) as generation:
+            tokens = aiter(generation)
+            found = [(await anext(tokens)).id]
+            victim = swarm.hosts[f"s{stage}a"]
+            (held,) = victim.host.executor.sessions.values()
+            ticket, peer = held.ticket, victim.peer.peer_id
+            again = msgspec.structs.replace(ticket, session=bytes(16))
+            moved = msgspec.structs.replace(
+                ticket, route=tuple((*hosts, stranger.rpc.peer_id) for hosts in ticket.route)
+            )
+            said = "did not sign" if stage else "choose this caller"
+            for wrong, reason in ((ticket, "choose this caller"), (again, "choose this caller"), (moved, said)):
+                request = Open(wrong, (99,) * (stage + 1), ticket.route[0][0])
+                async with stranger.rpc.open(peer, service(stage), request, 5.0) as channel:
+                    answer = await channel.receive(FromHost, 5.0)
+                    assert isinstance(answer, Failed)
+                    assert reason in answer.reason
+            found += [token.id async for token in tokens]
+            assert (found, generation.failovers) == (golden(PROMPT, 60, 2), 0)
+        await stranger.rpc.close()
+        await stranger.peer.close()
+
+    serve(main, 1, 1)
+
+
+def test_a_ticket_is_of_no_use_at_a_host_that_it_does_not_name() -> None:
+    """So a host that has seen it cannot fill others with its client's sessions."""
+
+    async def main(swarm: ServingSwarm, client: Any) -> None:
+        async with client.generator.generate(PROMPT, GREEDY, max_tokens=60) as generation:
+            await anext(aiter(generation))
+            first = swarm.hosts["s0a"]
+            (held,) = first.host.executor.sessions.values()
+            other = await swarm.start_host("s1b", 1)
+            request = Open(held.ticket, (1, 99), held.ticket.route[0][0])
+            async with first.rpc.open(other.peer.peer_id, service(1), request, 5.0) as channel:
+                answer = await channel.receive(FromHost, 5.0)
+            assert isinstance(answer, Failed)
+            assert "choose this host" in answer.reason
+
+    serve(main, 1, 1)
+
+
+def test_only_a_host_of_the_last_stage_feeds_a_session() -> None:
+    """A peer that knows the session's id could have its first host compute another token than was drawn."""
+
+    async def main(swarm: ServingSwarm, client: Any) -> None:
+        stranger = await swarm.start_client("stranger")
+        async with client.generator.generate(PROMPT, GREEDY, max_tokens=60) as generation:
+            tokens = aiter(generation)
+            found = [(await anext(tokens)).id]
+            (held,) = swarm.hosts["s0a"].host.executor.sessions.values()
+            request = FeedRequest(held.ticket.session)
+            async with stranger.rpc.open(swarm.hosts["s0a"].peer.peer_id, FEED, request, 5.0) as channel:
+                for position in range(held.known, held.known + AHEAD):
+                    await channel.send(Fed(position, 0))
+                with pytest.raises(PeerRefusedError, match="may feed"):
+                    await channel.receive(FromHost, 5.0)
+            found += [token.id async for token in tokens]
+            assert (found, generation.failovers) == (golden(PROMPT, 60, 2), 0)
+        await stranger.rpc.close()
+        await stranger.peer.close()
+
+    serve(main, 1, 1)
 
 
 @pytest.mark.parametrize("one_way", [0.05, 0.1])

@@ -14,15 +14,16 @@ import torch
 from p2ptrain.errors import DeadlineError, P2PTrainError, PeerError, ProtocolError
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.rpc.endpoint import Rpc
-from p2ptrain.serving.client.routes import Plan
 from p2ptrain.serving.errors import GenerationFailedError, NoHostError, OverloadedError, VersionGoneError
 from p2ptrain.serving.generation import Token
 from p2ptrain.serving.journal import Journal
 from p2ptrain.serving.link import CLOSE_SECONDS, OPEN_SECONDS, StageFailedError, StageLink
 from p2ptrain.serving.messages import (
     AHEAD,
+    CLOCK_SECONDS,
     FLOAT_BYTES,
     LOGITS,
+    STALLED_SECONDS,
     TOKENS,
     Cause,
     DrawnToken,
@@ -31,7 +32,6 @@ from p2ptrain.serving.messages import (
     LogitRows,
     LogitsRequest,
     Ticket,
-    Version,
 )
 from p2ptrain.serving.prefix import page_hashes
 from p2ptrain.tasks import Tasks
@@ -58,15 +58,16 @@ class SwarmSession:
         rpc: Rpc,
         ticket: Ticket,
         ids: list[int],
-        plan: Callable[[Version], Plan],
+        plan: Callable[[Ticket], Awaitable[Ticket]],
         renew: Callable[[Ticket], Awaitable[Ticket]],
         wait_seconds: float,
     ) -> None:
         """Hosts are looked for ``wait_seconds``.
 
         Args:
-            plan: Returns a version's hosts as of now; raises `NoHostError` or `VersionGoneError`.
-            renew: Returns a signed ticket like the given one, of a newer version and another session.
+            plan: Returns a ticket, signed, with its version's hosts as of now; raises `NoHostError` or
+                `VersionGoneError`.
+            renew: Returns a ticket like the given one, of the newest version and another session.
         """
         self._rpc = rpc
         self._plan = plan
@@ -81,6 +82,7 @@ class SwarmSession:
         self._use(ticket)
         self._tokens: asyncio.Queue[Token | P2PTrainError] = asyncio.Queue()
         self._next = self._taken = ticket.prompt
+        self._taken_at = asyncio.get_running_loop().time()
         self._granted = asyncio.Event()
 
     def _use(self, ticket: Ticket) -> None:
@@ -90,7 +92,7 @@ class SwarmSession:
         self._ticket = ticket
         self._hosts = [""] * len(version.digests)
         self._moved.set()
-        self._link = StageLink(self._rpc, ticket, 0, self._journal, self._on_moved)
+        self._link = StageLink(self._rpc, 0, self._journal, self._on_moved)
 
     @property
     def route(self) -> tuple[str, ...]:
@@ -137,7 +139,7 @@ class SwarmSession:
                 raise GenerationFailedError(f"the hosts sent no token for {TOKEN_SECONDS:g} s: try again") from None
             if isinstance(token, P2PTrainError):
                 raise token
-            self._taken = token.position + 1
+            self._taken, self._taken_at = token.position + 1, asyncio.get_running_loop().time()
             self._granted.set()
             yield token
             if token.id in self._ticket.stops:
@@ -159,21 +161,35 @@ class SwarmSession:
         pause, since, best = PAUSE_SECONDS, loop.time(), -1
         while True:
             try:
-                await self._link.run(self._plan(self._ticket.version).route, (), "")
+                await self._link.run(await self._plan(self._ticket), (), "")
                 return
-            except VersionGoneError as error:
-                if self._next >= self._stop:
-                    return
-                logger.info("going on with newer weights: %s", error)
-                self._use(await self._renew(self._rest()))
-            except (StageFailedError, NoHostError) as error:
-                if self._next > best:
-                    pause, since, best = PAUSE_SECONDS, loop.time(), self._next
-                if loop.time() - since >= self._wait_seconds:
-                    raise _explained(error) from error
-                logger.info("looking for other hosts: %s", error)
+            except (VersionGoneError, StageFailedError, NoHostError) as error:
+                if isinstance(error, VersionGoneError) or self._is_expired(error):
+                    if self._next >= self._stop:
+                        return
+                    logger.info("going on in another session: %s", error)
+                    self._use(await self._renew(self._rest()))
+                elif self._is_idle(error):
+                    raise GenerationFailedError("nobody takes the answer's tokens: ask again") from error
+                else:
+                    if self._next > best:
+                        pause, since, best = PAUSE_SECONDS, loop.time(), self._next
+                    if loop.time() - since >= self._wait_seconds:
+                        raise _explained(error) from error
+                    logger.info("looking for other hosts: %s", error)
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    def _is_expired(self, error: StageFailedError | NoHostError) -> bool:
+        """True if hosts ended the session with its ticket."""
+        is_told = isinstance(error, StageFailedError) and error.failed.cause is Cause.LIFETIME
+        return is_told and self._ticket.expires <= self._rpc.runtime.now() + CLOCK_SECONDS
+
+    def _is_idle(self, error: StageFailedError | NoHostError) -> bool:
+        """True if hosts ended the session because this peer's user takes no tokens."""
+        idle = asyncio.get_running_loop().time() - self._taken_at if self._taken < self._next else 0.0
+        is_told = isinstance(error, StageFailedError) and error.failed.cause is Cause.STALLED
+        return is_told and idle >= STALLED_SECONDS / 2
 
     def _rest(self) -> Ticket:
         """Return a ticket for the tokens that are left."""

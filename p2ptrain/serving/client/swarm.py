@@ -17,7 +17,7 @@ from p2ptrain.serving.client.audit import Answer, Auditor, Tokens
 from p2ptrain.serving.client.routes import ANY, Host, Needs, Plan, RecentPrefixes, choose, longest
 from p2ptrain.serving.client.session import LogitsSession, SwarmSession
 from p2ptrain.serving.errors import NoGrammarError, NoHostError, PromptTooLongError, VersionGoneError
-from p2ptrain.serving.messages import Ticket, Version
+from p2ptrain.serving.messages import TICKET_SECONDS, Ticket, Version
 from p2ptrain.serving.prefix import page_hashes
 from p2ptrain.serving.sampling import Sampling
 from p2ptrain.signing import Signer
@@ -26,8 +26,6 @@ from p2ptrain.tasks import Tasks
 S = TypeVar("S", bound=SwarmSession)
 
 LOOK_SECONDS = 0.5
-TICKET_SECONDS = 24 * 3600.0
-"""Lifetime of a ticket; > any generation."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,7 @@ class SwarmGenerator:
         needs = needs._replace(engine=plan.engine or None)
         ticket = Ticket(
             id, rpc.peer_id, plan.version, len(ids), len(ids), max_tokens, _with_engine(sampling, plan.engine),
-            self._rpc.runtime.now() + TICKET_SECONDS, tuple(stops), rpc.credential, salt, pages, kind is LogitsSession,
+            self._expiry(), (), tuple(stops), rpc.credential, salt, pages, kind is LogitsSession,
         )  # fmt: skip
         self._recent.note(salt, pages, tuple(hosts[0] for hosts in plan.route))
         async with self._running(kind, ticket, ids, needs, self._renewed) as session:
@@ -140,10 +138,12 @@ class SwarmGenerator:
         renew: Callable[[Ticket], Awaitable[Ticket]],
     ) -> AsyncIterator[S]:  # fmt: skip
         """Run a session in the block."""
-        session = kind(
-            self._rpc, await self._signed(ticket), list(ids),
-            lambda version: self._plan(ticket.session, needs, version), renew, self._wait_seconds,
-        )  # fmt: skip
+
+        async def plan(ticket: Ticket) -> Ticket:
+            route = self._plan(ticket.session, needs, ticket.version).route
+            return await self._signed(msgspec.structs.replace(ticket, route=route))
+
+        session = kind(self._rpc, ticket, list(ids), plan, renew, self._wait_seconds)
         async with Tasks() as tasks:
             running = tasks.call(session.run(), "generation")
             try:
@@ -156,8 +156,7 @@ class SwarmGenerator:
         number, needs = len(answer.tokens), Needs(engine=_engine(answer.sampling), among=frozenset(route))
         ticket = Ticket(
             self._new_id(), self._rpc.peer_id, answer.version, len(answer.ids), len(answer.ids), number,
-            answer.sampling, self._rpc.runtime.now() + TICKET_SECONDS, answer.stops, self._rpc.credential,
-            self._new_id(),
+            answer.sampling, self._expiry(), (), answer.stops, self._rpc.credential, self._new_id(),
         )  # fmt: skip
 
         async def end(ticket: Ticket) -> Ticket:
@@ -165,6 +164,9 @@ class SwarmGenerator:
 
         async with self._running(SwarmSession, ticket, answer.ids, needs, end) as session:
             return tuple([token.id async for token in session])
+
+    def _expiry(self) -> float:
+        return self._rpc.runtime.now() + TICKET_SECONDS
 
     def _new_id(self) -> bytes:
         return self._rpc.runtime.random.getrandbits(128).to_bytes(16, "big")
@@ -175,10 +177,10 @@ class SwarmGenerator:
         return msgspec.structs.replace(ticket, signature=signature)
 
     async def _renewed(self, ticket: Ticket) -> Ticket:
-        """Return a ticket like this one for another session, of the newest version."""
+        """Return a ticket like this one for another session, of the newest version, to be signed."""
         id = self._new_id()
         plan = await self._first_plan(id, Needs(ticket.num_positions, _engine(ticket.sampling)))
-        return await self._signed(msgspec.structs.replace(ticket, session=id, version=plan.version))
+        return msgspec.structs.replace(ticket, session=id, version=plan.version, expires=self._expiry())
 
     async def _first_plan(self, id: bytes, needs: Needs) -> Plan:
         loop = asyncio.get_running_loop()

@@ -61,6 +61,7 @@ class ServingHost:
         self._tokens = TokenService(rpc, self.executor, is_first=offer.number == 0, is_last=offer.is_last)
         rpc.serve_channel(service(offer.number), Open, self._serve, max_request_bytes=MAX_OPEN_BYTES)
         self._tasks.keep(self.executor.run, f"serve-{offer.number}")
+        self._tasks.keep(book.run, "sessions")
 
     def serve(self, key: Key, stage: ExactStage) -> None:
         """Serve a version's weights; it keeps `KEPT_VERSIONS`."""
@@ -102,7 +103,7 @@ class ServingHost:
     async def _serve(self, channel: Channel, request: Open) -> None:
         """Serve one caller of a session until it closes the session, is lost, or is superseded."""
         try:
-            session = await self.book.admit(request)
+            session = await self.book.admit(request, channel.remote)
         except DeclinedError as declined:
             await channel.close(declined.failed)
             return
@@ -176,12 +177,12 @@ class ServingHost:
         """Link a session to the next stage, unless a link is at work, which then keeps its host."""
         if session.linking is not None and not session.linking.done():
             return
-        link = StageLink(self._rpc, session.ticket, self._number + 1, session.journal, session.note_later)
+        link = StageLink(self._rpc, self._number + 1, session.journal, session.note_later)
         session.link_failure = None
 
         async def supply() -> None:
             try:
-                await link.run(request.route, request.epoch, request.feed)
+                await link.run(request.ticket, request.epoch, request.feed)
             except StageFailedError as error:
                 session.link_failure = error.failed
                 session.tell()

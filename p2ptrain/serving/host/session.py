@@ -43,6 +43,7 @@ class HostSession:
         cached: Rows of them that were found in prefix pages.
         others: Rows of other sessions in its last batch.
         speculation: Drafts tokens; None except on a first stage that does.
+        progressed_at: When it last computed a row of its tokens, drew one, or was granted more.
         epoch: Of the present or last caller.
         channel: The caller's; None while the session has no caller.
         is_shadow: True if another host serves the session: its rows wait for all others, and no token is drawn.
@@ -93,7 +94,8 @@ class HostSession:
         self._meter = meter
         self._is_counted = False
         self._vocabulary = stage.vocabulary
-        self._since = self._drawn_at = asyncio.get_running_loop().time()
+        self._since = self._drawn_at = self.progressed_at = asyncio.get_running_loop().time()
+        self._progress = (0, 0, 0)
         for page in pages.found:
             self.ids += page.ids
             if not self.is_last:
@@ -240,6 +242,7 @@ class HostSession:
         if drawn:
             self._tell_drawn()
         self.tell()
+        self._note_progress()
         if self.failure is None:
             self.share(self.ticket.prompt)  # Nothing trims a session to less than its prompt.
 
@@ -269,7 +272,13 @@ class HostSession:
         """Permit the last stage to draw the tokens before ``until``, and feed them to ``feed``."""
         self._until = max(self._until, until)
         self.feed = feed
+        self._note_progress()
         self._tell_drawn()
+
+    def _note_progress(self) -> None:
+        progress = (min(self.known, self.computed), len(self.tokens), self._until)
+        if progress != self._progress:
+            self._progress, self.progressed_at = progress, asyncio.get_running_loop().time()
 
     def message(self, position: int) -> DrawnToken:
         drawn = self.tokens[position]
@@ -279,6 +288,9 @@ class HostSession:
 
     def attach(self, channel: Channel, request: Open) -> None:
         """Serve a newer caller, and end the channel of the one before."""
+        if self.is_shadow and not request.is_shadow:
+            self.progressed_at = asyncio.get_running_loop().time()
+        self.ticket = request.ticket
         before, self.channel, self.epoch, self.is_shadow = self.channel, channel, request.epoch, request.is_shadow
         if self._meter is not None and not self.is_shadow and not self._is_counted:
             self._meter.count_request(self.ticket.prompt, self.cached)

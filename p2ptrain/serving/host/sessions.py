@@ -14,7 +14,15 @@ from p2ptrain.serving.host.meter import Meter
 from p2ptrain.serving.host.pool import PagePool, Pages, PoolFullError, key_of
 from p2ptrain.serving.host.session import HostSession
 from p2ptrain.serving.host.speculation import Speculation
-from p2ptrain.serving.messages import Cause, Failed, Open, Ticket
+from p2ptrain.serving.messages import (
+    CLOCK_SECONDS,
+    STALLED_SECONDS,
+    TICKET_SECONDS,
+    Cause,
+    Failed,
+    Open,
+    Ticket,
+)
 from p2ptrain.signing import Signer
 from p2ptrain.tasks import Tasks
 
@@ -22,6 +30,8 @@ ORPHAN_SECONDS = 10.0
 """Time for a caller to return, or for another one to come, before a session's pages are freed."""
 COMPILE_SECONDS = 1.0
 """Timeout of a grammar's compilation; < `p2ptrain.serving.link.IMPATIENT_OPEN_SECONDS`."""
+LOOK_SECONDS = 5.0
+"""Interval of looks for sessions that are overdue."""
 MAX_SESSIONS = 1024
 MAX_SESSIONS_PER_CLIENT = 64
 FULL_RETRY_SECONDS = 1.0
@@ -86,16 +96,17 @@ class SessionBook:
         """True until the session ends."""
         return self.open.get(session.ticket.session) is session
 
-    async def admit(self, request: Open) -> HostSession:
-        """Return the session of a request, a new one if necessary.
+    async def admit(self, request: Open, caller: str) -> HostSession:
+        """Return the session of a caller's request, a new one if necessary.
 
         Raises:
             DeclinedError: It is not served here, or a newer caller has it.
         """
         ticket, offer = request.ticket, self.offer
-        if len(request.epoch) != offer.number + 1 or len(request.route) != offer.num_stages - 1 - offer.number:
+        if len(request.epoch) != offer.number + 1 or len(ticket.route) != offer.num_stages:
             raise self._declined(Cause.BROKEN, "a route that does not fit the stage")
-        if ticket.session not in self.open:
+        self._check_route(request, caller)
+        if (held := self.open.get(ticket.session)) is None or held.ticket != ticket:
             await self._check(ticket)
         if (session := self.open.get(ticket.session)) is not None:
             return self._found(session, request)
@@ -129,11 +140,19 @@ class SessionBook:
         return session
 
     def _found(self, session: HostSession, request: Open) -> HostSession:
-        if session.ticket != request.ticket:
+        if not session.ticket.is_like(request.ticket):
             raise self._declined(Cause.BROKEN, "another ticket for the same session")
         if request.epoch < session.epoch:
             raise self._declined(Cause.SUPERSEDED, "a newer caller has the session")
         return session
+
+    def _check_route(self, request: Open, caller: str) -> None:
+        """Raise `DeclinedError` unless the ticket is for this host, from this caller."""
+        ticket, number = request.ticket, self.offer.number
+        if caller not in (ticket.route[number - 1] if number else (ticket.client,)):
+            raise self._declined(Cause.BROKEN, "its client did not choose this caller")
+        if self._rpc.peer_id not in ticket.route[number] or request.feed not in ticket.route[0]:
+            raise self._declined(Cause.BROKEN, "its client did not choose this host")
 
     def _digest_of(self, ticket: Ticket) -> bytes:
         """Return the digest of the stage's weights; raise `DeclinedError` if the ticket does not fit the host."""
@@ -200,7 +219,10 @@ class SessionBook:
         """Raise `DeclinedError` unless an admitted client signed the ticket."""
         rpc, runtime = self._rpc, self._rpc.runtime
         if ticket.expires < runtime.now():
-            raise self._declined(Cause.BROKEN, "its ticket has expired: are the clocks right?")
+            raise self._declined(Cause.LIFETIME, "its ticket has expired: are the clocks right?")
+        if ticket.expires > runtime.now() + TICKET_SECONDS + CLOCK_SECONDS:
+            text = f"its ticket lasts longer than {TICKET_SECONDS:g} s: are the clocks right?"
+            raise self._declined(Cause.LIFETIME, text)
         if rpc.gate.admitted(ticket.client) and (reason := rpc.gate.admitted(ticket.client, ticket.credential)):
             raise self._declined(Cause.BROKEN, f"its client is not in this swarm: {reason}")
         message = ticket.to_sign(rpc.swarm)
@@ -214,6 +236,25 @@ class SessionBook:
         """Find the prefix pages of versions no more that are not served now."""
         number, stages = self.offer.number, self.executor.stages
         self.pool.drop(lambda key: (key.version.round, key.version.digests[number]) not in stages)
+
+    async def run(self) -> None:
+        """End sessions that make no progress, or whose tickets expire, until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            for session in list(self.open.values()):
+                if (failure := self._overdue(session)) is not None:
+                    session.fail(failure)
+                    self.end(session)
+
+    def _overdue(self, session: HostSession) -> Failed | None:
+        """Return why a session has to end; None if it may go on. A shadow waits as long as its caller does."""
+        number, now = self.offer.number, asyncio.get_running_loop().time()
+        if session.ticket.expires < self._rpc.runtime.now():
+            return Failed(number, Cause.LIFETIME, "its ticket has expired")
+        # Later stages wait a little longer: the first one's end reaches them as a `Close`.
+        if not session.is_shadow and now - session.progressed_at >= STALLED_SECONDS + 2 * LOOK_SECONDS * number:
+            return Failed(number, Cause.STALLED, f"no row and no token for {STALLED_SECONDS:g} s")
+        return None
 
     def leave(self, session: HostSession) -> None:
         """End a session that has lost its caller: at once if it failed, else unless there is one again in time."""

@@ -130,7 +130,10 @@ class TokenService:
                 await drawn.wait()
 
     async def _serve_feed(self, channel: Channel, request: FeedRequest) -> None:
-        """Take tokens from the last host; it knows the session's id, which only the session's peers do."""
+        """Take a session's tokens from a host that its client chose for the last stage."""
+        held = self._sessions.get(request.session)
+        if held is None or channel.remote not in held.ticket.route[-1]:
+            raise PeerRefusedError(self._rpc.peer_id, "no such session that you may feed")
         while (session := self._sessions.get(request.session)) is not None and session.failure is None:
             fed = await channel.receive(Fed, IDLE_SECONDS)
             session.put_fed({fed.position: fed.id})

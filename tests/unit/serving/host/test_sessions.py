@@ -30,7 +30,7 @@ PROMPT = [5, 1, 4, 1, 5]
 
 def ticket(prompt: int = len(PROMPT), max_tokens: int = 40, stops: tuple[int, ...] = ()) -> Ticket:
     version = Version(5, (digest(5, 0),), ARITHMETIC)
-    return Ticket(bytes(16), "client", version, prompt, prompt, max_tokens, GREEDY, 1e12, stops)
+    return Ticket(bytes(16), "client", version, prompt, prompt, max_tokens, GREEDY, 1e12, stops=stops)
 
 
 def session(order: Ticket, meter: Meter | None = None, *, is_last: bool = True) -> HostSession:
@@ -340,7 +340,7 @@ def attach(held: HostSession, epoch: int, *, is_shadow: bool = False) -> None:
     class Caller:
         def abort(self) -> None: ...
 
-    held.attach(cast(Any, Caller()), Open(held.ticket, (epoch,), (), "first", is_shadow))
+    held.attach(cast(Any, Caller()), Open(held.ticket, (epoch,), "first", is_shadow))
 
 
 @given(st.lists(st.sampled_from(["put", "compute", "serve", "shadow", "fail", "end"]), max_size=30))
