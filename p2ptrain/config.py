@@ -170,6 +170,9 @@ class ServingSection(Section):
     """Serve the stage that this peer hosts, or the whole model that it trains, to those who generate."""
     weights: Literal["fp32", "int8"] = "fp32"
     """Precision of the served copy: ``fp32`` is exact, ``int8`` takes a quarter of the memory."""
+    wire: Literal["fp32", "int8"] = "fp32"
+    """Encoding of hidden states between stages: ``int8`` takes about a quarter of the bytes, and has other bits. A
+    session stays within one, so hosts of all stages need the same value."""
     cache: Size = 512 * 10**6
     """Memory for keys, values and outputs of all sessions and prefixes, in bytes or as ``512MB``."""
     every_rounds: int = Field(10, ge=1, le=1 << 40)

@@ -1,4 +1,9 @@
-"""The rows that a caller sends to the next stage, kept so that a substitute can be given them again."""
+"""Rows on their way from one stage to the next: their encoding, and the journal of a caller, which sends them again.
+
+The wire is the third part of the arithmetic's id, as in ``exact-1/fp32/int8``, and fp32 without one. So all hosts of a
+session have the same, and equal ids have equal bits. In 8 bits, blocks have 256 values, and the last one of a row ends
+with the row: its bytes do not depend on the rows beside it.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +11,72 @@ import asyncio
 from bisect import bisect_right
 from collections.abc import Sequence
 
+import numpy as np
+import torch
+
+from p2ptrain.buffers import Buffer
+from p2ptrain.codecs.base import CodecError
+from p2ptrain.codecs.blockwise import Int8Codec
 from p2ptrain.serving.messages import FLOAT_BYTES
+
+_INT8 = Int8Codec()
+
+
+class Wire:
+    """Encodes rows of some hidden values as fp32.
+
+    Attributes:
+        row_bytes: Size of an encoded row.
+    """
+
+    def __init__(self, hidden: int) -> None:
+        self._hidden = hidden
+        self.row_bytes = FLOAT_BYTES * hidden
+
+    def encode(self, rows: torch.Tensor) -> bytes:
+        """Return the bytes of ``[rows, hidden]``, fp32; raise `CodecError` for values that it has no code for."""
+        return rows.numpy().tobytes()
+
+    def decode(self, data: Buffer) -> torch.Tensor:
+        """Return ``[rows, hidden]``, fp32; raise `CodecError` for bytes that `encode` does not write."""
+        rows = torch.frombuffer(data, dtype=torch.float32).view(-1, self._hidden)
+        if not bool(rows.isfinite().all()):
+            raise CodecError("hidden states that are not finite")
+        return rows
+
+
+class Int8Wire(Wire):
+    """Encodes rows in blocks of the ``int8`` codec; a row is about a quarter as long as in fp32."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__(hidden)
+        self.row_bytes = _INT8.encoded_bytes(hidden)
+        self._padded = -(-hidden // _INT8.block_size) * _INT8.block_size
+
+    def encode(self, rows: torch.Tensor) -> bytes:
+        # Zeros at the end of a block change neither its scale nor its other codes.
+        padded = torch.zeros(len(rows), self._padded)
+        padded[:, : self._hidden] = rows
+        encoded = np.frombuffer(_INT8.encode(padded.view(-1)), dtype=np.uint8)
+        return encoded.reshape(len(rows), -1)[:, : self.row_bytes].tobytes()
+
+    def decode(self, data: Buffer) -> torch.Tensor:
+        encoded = np.frombuffer(data, dtype=np.uint8).reshape(-1, self.row_bytes)
+        padded = np.zeros((len(encoded), _INT8.encoded_bytes(self._padded)), dtype=np.uint8)
+        padded[:, : self.row_bytes] = encoded
+        values, view = torch.empty(len(encoded) * self._padded), padded.reshape(-1).data
+        _INT8.validate(view, len(values))
+        _INT8.decode_into(view, values)
+        return values.view(len(encoded), -1)[:, : self._hidden].contiguous()
+
+
+def wire_of(arithmetic: str, hidden: int) -> Wire:
+    """Return the wire of an arithmetic, for rows of some values."""
+    return Int8Wire(hidden) if arithmetic.count("/") > 1 and arithmetic.endswith("/int8") else Wire(hidden)
 
 
 class Journal:
-    """One session's rows in order: the tokens' ids, and hidden states as fp32 bytes.
+    """One session's rows in order: the tokens' ids, and hidden states as they travel.
 
     Attributes:
         ids: Of all rows.
@@ -20,13 +86,13 @@ class Journal:
         row_bytes: Size of a row's hidden state.
     """
 
-    def __init__(self, ids: Sequence[int] = (), width: int = 0) -> None:
-        """``width`` is the number of values of a row; 0 if rows are ids alone, as for the first stage."""
+    def __init__(self, ids: Sequence[int] = (), row_bytes: int = 0) -> None:
+        """``row_bytes`` is 0 if rows are ids alone, as for the first stage."""
         self.ids = list(ids)
         self.known = len(self.ids)
         self.trims: list[int] = []
         self.changed = asyncio.Event()
-        self.row_bytes = width * FLOAT_BYTES
+        self.row_bytes = row_bytes
         self._firsts: list[int] = []
         self._chunks: list[bytes] = []
 

@@ -146,7 +146,7 @@ class FromCaller(Message, frozen=True, tag=True):
 
 
 class Step(FromCaller, frozen=True, tag="step"):
-    """Rows of consecutive positions; their hidden states follow as fp32, except to the first stage.
+    """Rows of consecutive positions; their hidden states follow as the wire has them, except to the first stage.
 
     Attributes:
         drafts: So many positions before its end are drafts, those of earlier steps included. Other ids replace them.

@@ -109,17 +109,18 @@ class Serving:
     async def _offer(self, number: int, num_stages: int, key: Key, stage: ExactStage) -> None:
         """Serve a version of a stage."""
         if self._host is None:
-            num_pages = pages_within(self._config.serving.cache, stage)
             peer, offload, grammars = self._peer, self._peer.runtime.offload, None
             context = self._config.serving.context or await offload(self._model_context)
             if number == num_stages - 1:
                 grammars = await offload(load_grammars, peer, self._config, stage.vocabulary)
             speculates = self._config.serving.speculation == "ngram"
             offer = Offer(number, num_stages, stage.arithmetic, context, speculates, grammars)
+            offer = offer.with_wire(self._config.serving.wire)
+            num_pages = pages_within(self._config.serving.cache, stage, offer.arithmetic)
             book = SessionBook(peer.rpc, peer.identity, offer, PagePool(num_pages))
             self._host = ServingHost(peer.rpc, book, self._config.resources.serving_share, self._is_training)
             logger.info(
-                "serving stage %d of %d in %s, with room for %d tokens", number, num_stages, stage.arithmetic,
+                "serving stage %d of %d in %s, with room for %d tokens", number, num_stages, offer.arithmetic,
                 num_pages * PAGE,
             )  # fmt: skip
         self._host.serve(key, stage)

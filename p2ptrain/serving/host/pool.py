@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from p2ptrain.errors import TemporaryError
 from p2ptrain.models.exact import PAGE, ExactStage
-from p2ptrain.serving.messages import FLOAT_BYTES, Ticket, Version
+from p2ptrain.serving.journal import wire_of
+from p2ptrain.serving.messages import Ticket, Version
 
 
 class PoolFullError(TemporaryError):
@@ -37,7 +38,7 @@ class PrefixPage:
     Attributes:
         number: Its keys and values.
         ids: Its `PAGE` tokens.
-        outputs: The stage's outputs, fp32 bytes of ``[PAGE, hidden]``; empty on the last stage.
+        outputs: The stage's outputs of `PAGE` rows, as they travel; empty on the last stage.
         users: Sessions that have it.
     """
 
@@ -152,10 +153,10 @@ def pages_for(positions: int) -> int:
     return -(-positions // PAGE)
 
 
-def pages_within(cache: int, stage: ExactStage) -> int:
-    """Return how many pages of a stage fit ``cache`` bytes, and the device.
+def pages_within(cache: int, stage: ExactStage, arithmetic: str) -> int:
+    """Return how many pages of a stage fit ``cache`` bytes, and the device; ``arithmetic`` names the wire.
 
     A page's outputs, which feed the next stage again, lie in the machine's memory. A last stage may have no layers.
     """
-    outputs = 0 if stage.is_last and stage.num_layers else PAGE * FLOAT_BYTES * stage.hidden
+    outputs = 0 if stage.is_last and stage.num_layers else PAGE * wire_of(arithmetic, stage.hidden).row_bytes
     return max(1, min(cache // (stage.page_bytes + outputs), stage.free_bytes // max(1, stage.page_bytes)))

@@ -19,7 +19,6 @@ from p2ptrain.serving.host.share import ComputeShare
 from p2ptrain.serving.host.tokens import TokenService
 from p2ptrain.serving.link import StageFailedError, StageLink
 from p2ptrain.serving.messages import (
-    FLOAT_BYTES,
     IDLE_SECONDS,
     MAX_OPEN_BYTES,
     Beat,
@@ -56,7 +55,6 @@ class ServingHost:
         self._rpc = rpc
         self._offer = offer = book.offer
         self._number = offer.number
-        self._width = 0
         self._tasks = Tasks()
         self._tokens = TokenService(rpc, self.executor, is_first=offer.number == 0, is_last=offer.is_last)
         rpc.serve_channel(service(offer.number), Open, self._serve, max_request_bytes=MAX_OPEN_BYTES)
@@ -66,7 +64,7 @@ class ServingHost:
     def serve(self, key: Key, stage: ExactStage) -> None:
         """Serve a version's weights; it keeps `KEPT_VERSIONS`."""
         if self.executor.store is None:
-            self.executor.store, self._width = stage.new_pages(self.book.pool.num_pages), stage.hidden
+            self.executor.store = stage.new_pages(self.book.pool.num_pages)
         self.executor.stages[key] = stage
         self.keep(KEPT_VERSIONS)
 
@@ -141,11 +139,11 @@ class ServingHost:
                 case Step(first, ids, drafts):
                     rows = torch.tensor(ids)
                     if self._number:
-                        width = self._width
-                        data = await channel.receive_bytes(len(ids) * width * FLOAT_BYTES, STEP_SECONDS)
-                        rows = torch.frombuffer(data, dtype=torch.float32).view(len(ids), width)
-                        if not bool(rows.isfinite().all()):
-                            raise ProtocolError(channel.remote, "hidden states that are not finite")
+                        data = await channel.receive_bytes(len(ids) * session.wire.row_bytes, STEP_SECONDS)
+                        try:
+                            rows = session.wire.decode(data)
+                        except ValueError as error:
+                            raise ProtocolError(channel.remote, str(error)) from error
                     self._check_is_present(session, channel)
                     session.put(first, ids, rows, drafts)
                     session.put_fed({})

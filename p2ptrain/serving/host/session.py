@@ -15,7 +15,7 @@ from p2ptrain.serving.host.meter import Meter
 from p2ptrain.serving.host.pool import Pages, key_of
 from p2ptrain.serving.host.scheduler import Waiting
 from p2ptrain.serving.host.speculation import Speculation
-from p2ptrain.serving.journal import Journal
+from p2ptrain.serving.journal import Journal, Wire, wire_of
 from p2ptrain.serving.messages import AHEAD, Cause, DrawnToken, Failed, Moved, Open, Ticket
 from p2ptrain.serving.prefix import MAX_PREFIX_PAGES, next_hash
 from p2ptrain.serving.sampling import Drawn
@@ -37,6 +37,7 @@ class HostSession:
 
     Attributes:
         key: The weights.
+        wire: Of the rows that it receives, where those are no ids.
         ids: The tokens of all received rows; a list that grows, until another one replaces it.
         known: How many of them are no drafts.
         computed: Rows computed.
@@ -76,7 +77,9 @@ class HostSession:
         self.channel: Channel | None = None
         self.is_shadow = False
         self.later: dict[int, str] = {}
-        self.journal = Journal(width=0 if self.is_last and not ticket.wants_logits else stage.hidden)
+        self.wire = wire_of(ticket.version.arithmetic, stage.hidden)
+        self._outputs = Wire(stage.hidden) if self.is_last else self.wire
+        self.journal = Journal(row_bytes=0 if self.is_last and not ticket.wants_logits else self._outputs.row_bytes)
         self.tokens: dict[int, Drawn] = {}
         self.feed = ""
         self.failure: Failed | None = None
@@ -225,7 +228,10 @@ class HostSession:
         self.computed = end if rows else self.computed
         self._since = now = asyncio.get_running_loop().time()
         if self.journal.row_bytes and rows:
-            self.journal.append(self.ids[first:end], outputs[:rows].numpy().tobytes(), self.known)
+            try:
+                self.journal.append(self.ids[first:end], self._outputs.encode(outputs[:rows]), self.known)
+            except ValueError as error:
+                return self.fail(Failed(len(self.epoch) - 1, Cause.BROKEN, str(error)))
         if self.is_last and rows:
             kept = range(max(first, self.computed - KEPT_ROWS), self.computed)
             self._finals.update((at, outputs[at - first : at - first + 1].clone()) for at in kept)

@@ -65,6 +65,11 @@ class Offer:
     def is_last(self) -> bool:
         return self.number == self.num_stages - 1
 
+    def with_wire(self, wire: str) -> Offer:
+        """Return the offer with ``fp32`` or ``int8`` between stages, as the arithmetic of a model in several says."""
+        is_plain = wire == "fp32" or self.num_stages == 1
+        return self if is_plain else replace(self, arithmetic=f"{self.arithmetic}/{wire}")
+
 
 class SessionBook:
     """The sessions of one host.

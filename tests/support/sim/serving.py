@@ -22,6 +22,7 @@ from p2ptrain.serving.grammar import Grammars, Matcher
 from p2ptrain.serving.host.pool import PagePool
 from p2ptrain.serving.host.service import ServingHost
 from p2ptrain.serving.host.sessions import ORPHAN_SECONDS, Offer, SessionBook
+from p2ptrain.serving.journal import Wire
 from p2ptrain.serving.sampling import Drawn, Sampling, draw
 from tests.support.sim.peers import SWARM, until
 
@@ -134,6 +135,7 @@ class ServingSwarm:
     rounds: tuple[int, ...] = (5,)
     speculates: bool = True
     grammars: Grammars | None = None
+    arithmetic: str = ARITHMETIC
 
     async def start_host(
         self, name: str, number: int, peer: SimulatedPeer | None = None, grammars: Grammars | None = None
@@ -147,7 +149,7 @@ class ServingSwarm:
         async def start() -> ServingHost:
             await rpc.start()
             own = grammars if number == self.num_stages - 1 else None
-            offer = Offer(number, self.num_stages, ARITHMETIC, self.context, self.speculates, own)
+            offer = Offer(number, self.num_stages, self.arithmetic, self.context, self.speculates, own)
             host = ServingHost(rpc, SessionBook(rpc, peer.signer, offer, PagePool(self.num_pages)))
             for round_ in self.rounds:
                 host.serve((round_, digest(round_, number)), cast(ExactStage, stage))
@@ -172,7 +174,8 @@ class ServingSwarm:
         return [
             Host(each.peer.peer_id, ServedStage(
                 each.number, self.num_stages, tuple((round_, digest(round_, each.number)) for round_ in self.rounds),
-                ARITHMETIC, self.context, 1, 0, each.host.report().served.grammars,  # type: ignore[union-attr]
+                each.host.book.offer.arithmetic, self.context, 1, 0,
+                each.host.report().served.grammars,  # type: ignore[union-attr]
             ))
             for each in self.hosts.values()
         ]  # fmt: skip
@@ -252,9 +255,9 @@ def golden(
 
 def golden_draws(
     prompt: Sequence[int], num_tokens: int, num_stages: int, sampling: Sampling, kind: type[SmallStage] = SmallStage,
-    matcher: Matcher | None = None,
+    matcher: Matcher | None = None, wire: Wire | None = None,
 ) -> list[Drawn]:  # fmt: skip
-    """Return the tokens of `golden` with their log probabilities."""
+    """Return the tokens of `golden` with their log probabilities; rows pass through ``wire`` between stages."""
     stages = [kind(number) for number in range(num_stages)]
     draws: list[Drawn] = []
     num_pages = -(-(len(prompt) + num_tokens) // PAGE)
@@ -264,6 +267,8 @@ def golden_draws(
     for position in range(len(prompt) + num_tokens - 1):
         hidden = torch.tensor([ids[position]])
         for stage, store in zip(stages, stores, strict=True):
+            if wire is not None and stage is not stages[0]:
+                hidden = wire.decode(bytearray(wire.encode(hidden)))
             hidden = stage.step([Part(1, position, range(num_pages))], hidden, store)
         if position >= len(prompt) - 1:
             allowed = matcher.allowed(ids[len(prompt) :]) if matcher is not None else None

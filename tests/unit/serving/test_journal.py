@@ -18,7 +18,7 @@ def row(position: int) -> bytes:
 
 @given(st.lists(st.integers(1, 9), max_size=12), st.data())
 def test_rows_are_those_that_were_appended(chunks: list[int], data: Any) -> None:
-    journal = Journal(width=3)
+    journal = Journal(row_bytes=12)
     for count in chunks:
         ids = list(range(journal.end, journal.end + count))
         journal.append(ids, b"".join(map(row, ids)))
@@ -31,7 +31,7 @@ def test_rows_are_those_that_were_appended(chunks: list[int], data: Any) -> None
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 4), st.booleans()), max_size=20), st.data())
 def test_rows_that_were_trimmed_are_replaced(steps: list[tuple[int, int, bool]], data: Any) -> None:
     """Also for a reader that sent them: the trims say from where on it sends again."""
-    journal, sent, trims, other = Journal(width=3), 0, 0, list[int]()
+    journal, sent, trims, other = Journal(row_bytes=12), 0, 0, list[int]()
     wanted: list[int] = []
     for number, (count, back, reads) in enumerate(steps, 1):
         end = max(journal.known, journal.end - back)
@@ -55,7 +55,7 @@ def test_a_journal_of_ids_alone_has_no_rows() -> None:
 
 
 def test_rows_of_another_size_are_refused_and_change_nothing() -> None:
-    journal = Journal(width=3)
+    journal = Journal(row_bytes=12)
     with pytest.raises(ValueError, match="11 bytes for 1 rows of 12 bytes"):
         journal.append([1], bytes(11))
     assert journal.end == 0
