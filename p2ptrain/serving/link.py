@@ -43,14 +43,19 @@ logger = logging.getLogger(__name__)
 
 OPEN_SECONDS = 5.0
 """Timeout of the only candidate's first answer."""
-IMPATIENT_OPEN_SECONDS, OPEN_DIALS = 1.5, 4.0
-"""Timeout while there are others; in multiples of the time to dial it, if that is longer."""
+IMPATIENT_OPEN_SECONDS, QUICK_OPEN_SECONDS, OPEN_DIALS = 1.5, 0.5, 4.0
+"""Timeout while there are others; on the first try of a substitute that was dialled before; in multiples of the time to
+dial it, if that is longer."""
 DIRECT_BYTES = 1 << 30
 QUIET_SECONDS = 0.75
 """Timeout between messages of a host; > the keepalive interval `p2ptrain.serving.host.session.BEAT_SECONDS`."""
 QUIET_BEATS = 4.0
 """The same in multiples of the host's usual interval, for slow links and busy machines."""
 LONGEST_QUIET_SECONDS = 5.0
+PROGRESS_SECONDS, LEAST_PROGRESS_SECONDS = 30.0, 10.0
+"""Timeout of a host's first rows; least timeout of later ones."""
+PROGRESS_STEPS = 8.0
+"""Timeout of later rows, in multiples of the longest time that this host took so far."""
 CLOSE_SECONDS = 2.0
 """Timeout of a host's end after `Close`."""
 RETRY_SECONDS = 0.2
@@ -75,13 +80,26 @@ class StageFailedError(TemporaryError):
 class _Supply:
     """One opened channel; the host there has computed the rows before ``position``.
 
-    The rows before ``sent`` were sent, up to the first ``trims`` of the journal's trims.
+    The rows before ``sent`` were sent, up to the first ``trims`` of the journal's trims. Since ``since`` the host has
+    had rows to compute, and computed none; ``longest`` is the longest such time that ended.
     """
 
     position: int
     is_shadow: bool
     sent: int
     trims: int
+    since: float
+    longest: float = 0.0
+
+    def advance(self, position: int, now: float) -> None:
+        """Note what the host has computed; raise `DeadlineError` if it has had rows to compute for too long."""
+        if position > self.position or self.sent <= position:
+            if position > self.position:
+                self.longest = max(self.longest, now - self.since)
+            self.position, self.since = max(position, self.position), now
+        usual = max(LEAST_PROGRESS_SECONDS, PROGRESS_STEPS * self.longest) if self.longest else PROGRESS_SECONDS
+        if now - self.since > usual and not self.is_shadow:
+            raise DeadlineError(f"it computed no row for {usual:.0f} s")
 
 
 class StageLink:
@@ -89,7 +107,7 @@ class StageLink:
 
     Attributes:
         stage: The stage's number.
-        host: The present host; empty before the first.
+        host: The present host, or the first to ask; empty if there was none.
         position: Rows that the host has computed.
     """
 
@@ -106,7 +124,7 @@ class StageLink:
         self._journal = journal
         self._on_moved = on_moved
         self._openings = 0
-        self._shadow = ""
+        self._before = self._shadow = ""
         self._is_closing = False
         self.host = ""
         self.position = 0
@@ -127,6 +145,7 @@ class StageLink:
             return Open(ticket, (*epoch, self._openings), feed or host, is_shadow)
 
         candidates = [host for host in ticket.route[self.stage] if host != self._rpc.peer_id]
+        self._before, self.host = self.host, ""  # No shadow is opened before it.
         async with Tasks() as tasks:
             shadowing = tasks.start(self._keep_shadow(candidates, open_at), "shadow")
             await self._keep_host(candidates, open_at, ticket)
@@ -140,11 +159,12 @@ class StageLink:
             able = [host for host in candidates if tries[host] < MAX_TRIES]
             if not able:
                 raise self._conclude(failures)
-            host = min(able, key=lambda each: (tries[each], each != self.host, each != self._shadow))
+            last = self.host or self._before
+            host = min(able, key=lambda each: (tries[each], each != last, each != self._shadow))
             if tries[host]:
                 await asyncio.sleep(RETRY_SECONDS)
             tries[host] += 1
-            patience = OPEN_SECONDS if len(able) == 1 else self._first_patience(host)
+            patience = OPEN_SECONDS if len(able) == 1 else self._first_patience(host, is_first=tries[host] == 1)
             try:
                 await self._supply(host, open_at(host, False), patience)
                 return
@@ -166,10 +186,16 @@ class StageLink:
             return ticket.expires <= self._rpc.runtime.now() + CLOCK_SECONDS
         return cause is Cause.STALLED and self.position >= self._journal.end
 
-    def _first_patience(self, host: str) -> float:
-        """Return the timeout of a host's first answer while there is another candidate."""
-        dial = self._rpc.dial_seconds.get(host, 0.0)
-        return min(OPEN_SECONDS, max(IMPATIENT_OPEN_SECONDS, OPEN_DIALS * dial))
+    def _first_patience(self, host: str, *, is_first: bool) -> float:
+        """Return the timeout of a host's first answer while there is another candidate.
+
+        A substitute's first try is short, because several hosts may have stopped at once; its second one is for hosts
+        that are slow.
+        """
+        dial = self._rpc.dial_seconds.get(host)
+        is_quick = is_first and dial is not None and bool(self.host or self._before)
+        least = QUICK_OPEN_SECONDS if is_quick else IMPATIENT_OPEN_SECONDS
+        return min(OPEN_SECONDS, max(least, OPEN_DIALS * (dial or 0.0)))
 
     async def _keep_shadow(self, candidates: Sequence[str], open_at: Callable[[str, bool], Open]) -> None:
         """Keep a shadow supplied while there is a host, and another candidate."""
@@ -211,7 +237,8 @@ class StageLink:
         async with self._open(host, request, patience) as channel, Tasks() as tasks:
             cached = await _opened(channel, patience)
             start = min(cached, self._journal.known)  # The host may know that later rows here are wrong drafts.
-            supply = _Supply(start, request.is_shadow, start, len(self._journal.trims))
+            now = asyncio.get_running_loop().time()
+            supply = _Supply(start, request.is_shadow, start, len(self._journal.trims), now)
             if not request.is_shadow:
                 self.host, self.position = host, supply.position
                 self._on_moved(self.stage, host)
@@ -254,7 +281,7 @@ class StageLink:
             usual, heard = max(now - heard, 0.9 * usual), now
             match message:
                 case Beat(position):
-                    supply.position = max(supply.position, min(position, self._journal.end))
+                    supply.advance(min(position, self._journal.end), now)
                     if not supply.is_shadow:
                         self.position = supply.position
                     self._journal.tell()

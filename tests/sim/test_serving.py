@@ -665,6 +665,94 @@ def test_only_a_host_of_the_last_stage_feeds_a_session() -> None:
     serve(main, 1, 1)
 
 
+@pytest.mark.parametrize("replicas", [(2,), (1, 2, 1), (1, 1, 2)])
+def test_a_host_that_sends_keepalives_and_computes_nothing_is_left(replicas: tuple[int, ...]) -> None:
+    """Long before an answer times out: other rows of this host told how long a step takes."""
+    times: list[float] = []
+    victim = replicas.index(2)
+
+    async def main(swarm: ServingSwarm, client: Any) -> Any:
+        def strike(generation: Any, token: Token) -> None:
+            times.append(asyncio.get_running_loop().time())
+            if token.position == len(PROMPT) + 20:
+                hung = swarm.host_of(generation.route[victim])
+                hung.rpc.runtime.serve = hang  # type: ignore[assignment, method-assign]
+
+        async def hang(function: Any, *arguments: Any) -> Any:
+            await is_over.wait()
+            return function(*arguments)
+
+        is_over = asyncio.Event()
+        found = await client.ask(PROMPT, 60, DRAWN, on_token=strike)
+        is_over.set()
+        return found
+
+    tokens, failovers = serve(main, *replicas)
+    assert tokens == golden(PROMPT, 60, len(replicas), DRAWN)
+    assert failovers >= 1
+    assert 5.0 < max(after - before for before, after in itertools.pairwise(times)) < 15.0
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+def test_a_last_host_that_draws_no_token_is_left(num_stages: int) -> None:
+    """It computes all rows, so that no host before it finds fault with it: only the client does."""
+    times: list[float] = []
+
+    async def main(swarm: ServingSwarm, client: Any) -> Any:
+        def strike(generation: Any, token: Token) -> None:
+            times.append(asyncio.get_running_loop().time())
+            if token.position == len(PROMPT) + 20:
+                mute = swarm.host_of(generation.route[-1])
+                (held,) = mute.host.executor.sessions.values()
+                held.draws_after = lambda rows: []  # type: ignore[method-assign]
+
+        return await client.ask(PROMPT, 60, DRAWN, on_token=strike)
+
+    tokens, failovers = serve(main, *[1] * (num_stages - 1), 2)
+    assert tokens == golden(PROMPT, 60, num_stages, DRAWN)
+    assert failovers == 1
+    assert max(after - before for before, after in itertools.pairwise(times)) < 15.0
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_two_hosts_that_stop_at_once_cost_less_than_two_seconds(victim: int) -> None:
+    times: list[float] = []
+
+    async def main(swarm: ServingSwarm, client: Any) -> None:
+        def strike(generation: Any, token: Token) -> None:
+            times.append(asyncio.get_running_loop().time())
+            if token.position == len(PROMPT) + 100:
+                hosts = [each for each in swarm.hosts.values() if each.number == victim]
+                stopped = [each for each in hosts if each.host.executor.sessions]
+                assert len(stopped) == 2
+                for each in stopped:
+                    swarm.network.stall(each.peer)
+
+        assert (await client.ask(PROMPT, 130, DRAWN, on_token=strike))[0] == golden(PROMPT, 130, 2, DRAWN)
+
+    serve(main, *[3 if number == victim else 1 for number in range(2)])
+    assert max(after - before for before, after in itertools.pairwise(times)) < 2.0
+
+
+def test_a_first_host_that_takes_no_tokens_is_dialled_again_and_again_later() -> None:
+    num_dials = 0
+
+    async def main(swarm: ServingSwarm, client: Any) -> Any:
+        rpc = swarm.hosts["s0a"].rpc
+
+        async def refuse(channel: Any, request: FeedRequest) -> None:
+            nonlocal num_dials
+            num_dials += 1
+            raise PeerRefusedError(rpc.peer_id, "not now")
+
+        rpc.withdraw(FEED)
+        rpc.serve_channel(FEED, FeedRequest, refuse)
+        return await client.ask(PROMPT, 200, DRAWN)
+
+    assert serve(main, 1, 1)[0] == golden(PROMPT, 200, 2, DRAWN)
+    assert 2 <= num_dials <= 10
+
+
 @pytest.mark.parametrize("one_way", [0.05, 0.1])
 def test_a_token_costs_one_hop_a_stage(one_way: float) -> None:
     """Tokens a second reach 95 % of 1 / (N · L + C), with N stages, a one-way delay L and C for computing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -49,12 +50,14 @@ class Needs(NamedTuple):
         engine: Of its grammar; empty for the one that most hosts have, and None if it has no grammar.
         prefix: Of its prompt.
         among: The only hosts that it may have; None for any.
+        without: Hosts that it may not have.
     """
 
     positions: int = 1
     engine: str | None = None
     prefix: Prefix | None = None
     among: frozenset[str] | None = None
+    without: frozenset[str] = frozenset()
 
 
 ANY = Needs()
@@ -87,11 +90,13 @@ def choose(
 ) -> Plan | int:
     """Return the plan of a session, or the number of a stage that no host serves in a common version.
 
-    The newest round counts that all stages have in one arithmetic. Near and idle hosts come first; the session's id
-    spreads sessions over equal ones. A host that computed the prompt's prefix comes before others that are not much
-    better.
+    The newest round counts that all stages have in one arithmetic; where the model has one stage, the newest that most
+    hosts have reached, because nothing else holds against a single record of a huge round. Near and idle hosts come
+    first; the session's id spreads sessions over equal ones. A host that computed the prompt's prefix comes before
+    others that are not much better.
     """
     able = [host for host in hosts if is_able(host, num_stages) and host.served.context >= needs.positions]
+    able = [host for host in able if host.peer not in needs.without]
     if needs.among is not None:
         able = [host for host in able if host.peer in needs.among]
     if (engine := needs.engine) is not None:
@@ -103,7 +108,9 @@ def choose(
         for round_, digest in host.served.versions:
             stages = versions.setdefault((round_, host.served.arithmetic), {})
             stages.setdefault(host.served.stage, {}).setdefault(digest, []).append(host)
-    for (round_, arithmetic), stages in sorted(versions.items(), reverse=True):
+    most = _reached(able) if num_stages == 1 else math.inf
+    newest = sorted(versions.items(), key=lambda each: (each[0][0] <= most, each[0]), reverse=True)
+    for (round_, arithmetic), stages in newest:
         if len(stages) < num_stages:
             continue
         # Of digests that differ, most hosts have the right one.
@@ -128,6 +135,12 @@ def longest(hosts: Sequence[Host], num_stages: int) -> int:
 def is_able(host: Host, num_stages: int) -> bool:
     """True if a host serves one of the model's stages."""
     return host.served.stage < host.served.num_stages == num_stages
+
+
+def _reached(hosts: Sequence[Host]) -> int:
+    """Return the newest round that most hosts serve, or one beyond it; of two hosts, both."""
+    rounds = sorted(max(round_ for round_, _ in host.served.versions) for host in hosts if host.served.versions)
+    return rounds[(len(rounds) - 1) // 2] if rounds else 0
 
 
 def _agreed(hosts: dict[bytes, list[Host]]) -> bytes:

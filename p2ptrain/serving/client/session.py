@@ -17,7 +17,14 @@ from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.serving.errors import GenerationFailedError, NoHostError, OverloadedError, VersionGoneError
 from p2ptrain.serving.generation import Token
 from p2ptrain.serving.journal import Journal
-from p2ptrain.serving.link import CLOSE_SECONDS, OPEN_SECONDS, StageFailedError, StageLink
+from p2ptrain.serving.link import (
+    CLOSE_SECONDS,
+    LEAST_PROGRESS_SECONDS,
+    OPEN_SECONDS,
+    PROGRESS_STEPS,
+    StageFailedError,
+    StageLink,
+)
 from p2ptrain.serving.messages import (
     AHEAD,
     CLOCK_SECONDS,
@@ -40,6 +47,10 @@ logger = logging.getLogger(__name__)
 
 TOKEN_SECONDS = 120.0
 """Timeout between tokens of hosts that give no sign of failure; the first one includes the prompt's computation."""
+FIRST_TOKEN_SECONDS = 60.0
+"""Time without a row of the first stage, before the first token, after which a client leaves the last host."""
+WATCH_SECONDS = 1.0
+"""Interval of looks at a session's progress."""
 PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 2.0
 """Backoff between attempts to find hosts."""
 
@@ -58,14 +69,14 @@ class SwarmSession:
         rpc: Rpc,
         ticket: Ticket,
         ids: list[int],
-        plan: Callable[[Ticket], Awaitable[Ticket]],
+        plan: Callable[[Ticket, frozenset[str]], Awaitable[Ticket]],
         renew: Callable[[Ticket], Awaitable[Ticket]],
         wait_seconds: float,
     ) -> None:
         """Hosts are looked for ``wait_seconds``.
 
         Args:
-            plan: Returns a ticket, signed, with its version's hosts as of now; raises `NoHostError` or
+            plan: Returns a ticket, signed, with its version's hosts as of now, less some; raises `NoHostError` or
                 `VersionGoneError`.
             renew: Returns a ticket like the given one, of the newest version and another session.
         """
@@ -83,6 +94,7 @@ class SwarmSession:
         self._tokens: asyncio.Queue[Token | P2PTrainError] = asyncio.Queue()
         self._next = self._taken = ticket.prompt
         self._taken_at = asyncio.get_running_loop().time()
+        self._left: frozenset[str] = frozenset()
         self._granted = asyncio.Event()
 
     def _use(self, ticket: Ticket) -> None:
@@ -161,9 +173,16 @@ class SwarmSession:
         pause, since, best = PAUSE_SECONDS, loop.time(), -1
         while True:
             try:
-                await self._link.run(await self._plan(self._ticket), (), "")
+                await self._supply_until_stuck()
                 return
+            except DeadlineError as error:
+                logger.info("leaving host %s: %s", self._hosts[-1][-8:], error)
+                self._left |= {self._hosts[-1]}
+                continue
             except (VersionGoneError, StageFailedError, NoHostError) as error:
+                if self._left:  # Better one of them than none.
+                    self._left = frozenset()
+                    continue
                 if isinstance(error, VersionGoneError) or self._is_expired(error):
                     if self._next >= self._stop:
                         return
@@ -179,6 +198,33 @@ class SwarmSession:
                     logger.info("looking for other hosts: %s", error)
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    async def _supply_until_stuck(self) -> None:
+        """Keep the first stage supplied; raise `DeadlineError` if the last one's host draws no token that is due."""
+        ticket = await self._plan(self._ticket, self._left)
+        async with Tasks() as tasks:
+            supplying, watching = tasks.call(self._link.run(ticket, (), ""), "link"), tasks.call(self._watch(), "watch")
+            await asyncio.wait({supplying, watching}, return_when=asyncio.FIRST_COMPLETED)
+            await (supplying if supplying.done() else watching)
+
+    async def _watch(self) -> None:
+        """Raise `DeadlineError` once nothing has come of the session for longer than its usual time between tokens."""
+        now = asyncio.get_running_loop().time
+        seen, since, longest = self._progressed(), now(), 0.0
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            progress = self._progressed()
+            is_due = self._next < min(self._stop, max(self._taken, self._ticket.prompt) + AHEAD)
+            is_due = is_due and not (self.drawn and self.drawn[-1] in self._ticket.stops)
+            if progress != seen or not is_due:
+                longest = max(longest, now() - since) if self.drawn and is_due else longest
+                seen, since = progress, now()
+            patience = max(LEAST_PROGRESS_SECONDS, PROGRESS_STEPS * longest) if self.drawn else FIRST_TOKEN_SECONDS
+            if now() - since > patience:
+                raise DeadlineError(f"it drew no token for {patience:.0f} s")
+
+    def _progressed(self) -> tuple[int, ...]:
+        return self._next, self._link.position
 
     def _is_expired(self, error: StageFailedError | NoHostError) -> bool:
         """True if hosts ended the session with its ticket."""
@@ -304,6 +350,9 @@ class LogitsSession(SwarmSession):
             if not self._tokens.empty() and isinstance(failure := self._tokens.get_nowait(), P2PTrainError):
                 raise failure
         return torch.cat(self._rows)
+
+    def _progressed(self) -> tuple[int, ...]:
+        return *super()._progressed(), len(self._rows)
 
     async def _listen_to(self, host: str) -> None:
         request = LogitsRequest(self._ticket.session, sum(map(len, self._rows)))

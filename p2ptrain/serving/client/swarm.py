@@ -139,8 +139,8 @@ class SwarmGenerator:
     ) -> AsyncIterator[S]:  # fmt: skip
         """Run a session in the block."""
 
-        async def plan(ticket: Ticket) -> Ticket:
-            route = self._plan(ticket.session, needs, ticket.version).route
+        async def plan(ticket: Ticket, without: frozenset[str]) -> Ticket:
+            route = self._plan(ticket.session, needs._replace(without=without), ticket.version).route
             return await self._signed(msgspec.structs.replace(ticket, route=route))
 
         session = kind(self._rpc, ticket, list(ids), plan, renew, self._wait_seconds)

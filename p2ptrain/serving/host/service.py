@@ -172,10 +172,14 @@ class ServingHost:
                     await news.wait()
 
     def _link(self, session: HostSession, request: Open) -> None:
-        """Link a session to the next stage, unless a link is at work, which then keeps its host."""
-        if session.linking is not None and not session.linking.done():
-            return
+        """Link a session to the next stage, unless a link is at work whose hosts the client still wants."""
         link = StageLink(self._rpc, self._number + 1, session.journal, session.note_later)
+        if session.linking is not None and not session.linking.done():
+            if all(session.later.get(stage, "") in ("", *hosts) for stage, hosts in enumerate(request.ticket.route)):
+                return
+            session.linking.cancel()  # Without a `Close`: the hosts that stay are opened again.
+            if (host := session.later.get(link.stage, "")) in request.ticket.route[link.stage]:
+                link.host = host
         session.link_failure = None
 
         async def supply() -> None:

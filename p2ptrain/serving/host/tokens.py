@@ -29,6 +29,9 @@ from p2ptrain.serving.messages import (
 )
 from p2ptrain.tasks import Tasks
 
+FEED_PAUSE_SECONDS, LONGEST_FEED_PAUSE_SECONDS = 0.1, 10.0
+"""Backoff between attempts to reach the first stage's host."""
+
 
 class TokenService:
     """Serves the tokens of the last stage, and takes those for the first, from construction on."""
@@ -105,16 +108,25 @@ class TokenService:
 
     async def _feed(self, session: HostSession) -> None:
         """Send drawn tokens to the first stage's host. It is a short cut: the client sends them, too."""
+        now = asyncio.get_running_loop().time
+        failed, retry_at, pause = "", 0.0, FEED_PAUSE_SECONDS
         while session.failure is None:
-            drawn, feed = session.drawn, session.feed
+            drawn, feed, began = session.drawn, session.feed, now()
             if self._is_first:
                 next_ = range(session.known, session.known + AHEAD)
                 session.put_fed({at: session.tokens[at].id for at in next_ if at in session.tokens})
                 self._executor.wake()
-            elif feed != self._rpc.peer_id:
-                with contextlib.suppress(PeerError, DeadlineError):
+            elif feed != self._rpc.peer_id and (feed != failed or retry_at <= began):
+                try:
                     await self._feed_to(feed, session)
-            await drawn.wait()
+                except (PeerError, DeadlineError):
+                    is_again = feed == failed and now() - began < LONGEST_FEED_PAUSE_SECONDS
+                    pause = min(2 * pause, LONGEST_FEED_PAUSE_SECONDS) if is_again else FEED_PAUSE_SECONDS
+                    failed, retry_at = feed, now() + pause
+                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(retry_at - began if retry_at > began else None):
+                    await drawn.wait()
 
     async def _feed_to(self, feed: str, session: HostSession) -> None:
         """Send drawn tokens to one host, until another is to have them."""

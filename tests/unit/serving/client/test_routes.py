@@ -135,3 +135,17 @@ def test_a_plan_names_only_hosts_that_serve_its_version(hosts: list[Host]) -> No
         }
         assert peers
         assert set(peers) <= able
+
+
+def test_one_record_of_a_huge_round_moves_no_client_of_a_model_in_one_stage() -> None:
+    def round_of(*hosts: Host) -> int:
+        found = choose(hosts, 1, SESSION)
+        assert isinstance(found, Plan)
+        return found.version.round
+
+    liar, honest = host("liar", 0, 4, 1 << 52, of=1), [host(each, 0, 4, 5, of=1) for each in "abc"]
+    for number in (1, 2, 3):
+        assert round_of(liar, *honest[:number]) == 5
+    assert round_of(*honest, host("late", 0, 3, 4, of=1)) == 5
+    assert round_of(*honest, host("early", 0, 5, 6, of=1)) == 5
+    assert round_of(liar) == 1 << 52  # There is no other.
