@@ -25,7 +25,8 @@ RUN set -eu; \
     if [ "$DEVICE" = cuda ]; then rm -f /wheels/torch-*+cpu*; fi; \
     if [ "$DEVICE" = cpu ] && ! ls /wheels/torch-*+cpu* >/dev/null 2>&1; then \
         echo "note: no CPU build of torch in wheels/: see DEVICE in the Dockerfile" >&2; fi; \
-    /tools/bin/python -c 'import tomllib; print(*tomllib.load(open("/src/pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \
+    /tools/bin/python -c 'import tomllib; project = tomllib.load(open("/src/pyproject.toml", "rb"))["project"]; \
+        print(*project["dependencies"], *project["optional-dependencies"]["grammar"], sep="\n")' \
         >/src/requirements.txt; \
     /tools/bin/pip --python /opt/p2ptrain/bin/python install --quiet --no-compile $PIP_OPTIONS \
         --find-links /wheels -r /src/requirements.txt; \

@@ -10,5 +10,5 @@ cd "$(dirname "$0")/../.."
     exit 1
 }
 PIP_CONSTRAINT=constraints.txt "$python" -m pip wheel --quiet --disable-pip-version-check --wheel-dir wheels \
-    --find-links wheels . hatchling
+    --find-links wheels '.[grammar]' hatchling
 rm -f wheels/p2ptrain-*.whl # made from the sources, in the image

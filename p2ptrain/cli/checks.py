@@ -18,6 +18,7 @@ from pathlib import Path
 
 from p2ptrain.status.formats import human_bytes
 
+NO_GPU = "no GPU"
 _MIN_PYTHON = (3, 11)
 _MIN_DISK_BYTES, _GOOD_DISK_BYTES = 200_000_000, 5_000_000_000
 _MIN_MEMORY_BYTES, _GOOD_MEMORY_BYTES = 700_000_000, 2_000_000_000
@@ -47,11 +48,13 @@ class Check:
 
 def all_checks(run_dir: Path, port: int, direct_port: int) -> list[Check]:
     """Run every check; takes some seconds to import torch and start the daemon."""
+    torch = check_torch()
     return [
         check_python(),
-        check_torch(),
+        torch,
         check_native(),
         check_exact(),
+        check_gpu(has_gpu=torch.passed and not torch.detail.endswith(NO_GPU)),
         check_daemon(find_daemon()),
         check_setpriv(),
         *check_ports(port, direct_port),
@@ -72,16 +75,20 @@ def check_torch() -> Check:
     """Check that torch can be imported and computes, in a child process, because a broken torch may crash."""
     code = (
         "import torch; assert float(torch.ones(8).sum()) == 8;"
-        "gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else 'no GPU';"
+        f"gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else '{NO_GPU}';"
         "print(torch.__version__, gpu, sep=', ')"
     )
-    fix = "pip install -c constraints.txt torch"
+    return Check("torch", *_run(code), "pip install -c constraints.txt torch")
+
+
+def _run(code: str) -> tuple[bool, str]:
+    """Return whether a child process runs some code, and the last line that it prints."""
     try:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_TORCH_SECONDS)
     except subprocess.TimeoutExpired:
-        return Check("torch", False, f"did not start within {_TORCH_SECONDS:.0f} s", fix)
+        return False, f"it did not end within {_TORCH_SECONDS:.0f} s"
     lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines() or ["it crashed"]
-    return Check("torch", done.returncode == 0, lines[-1], fix)
+    return done.returncode == 0, lines[-1]
 
 
 def check_native() -> Check:
@@ -106,6 +113,20 @@ def check_exact() -> Check:
         detail = f"a host computes with torch, and promises no equal answers: {error}"
         return Check("serving", False, detail, "install gcc and libc6-dev, or a wheel for this machine", required=False)
     return Check("serving", True, f"exact kernels, {build} build", "")
+
+
+def check_gpu(*, has_gpu: bool) -> Check:
+    """Check that the GPU computes the bits of the exact kernels, in a child process; a host without it uses its CPU."""
+    if not has_gpu:
+        return Check("GPU serving", True, f"{NO_GPU}: a host computes on its CPU", "")
+    code = (
+        "import torch; from p2ptrain.models.exact import self_check; from p2ptrain.models.exact.gpu import GpuKernels;"
+        "self_check(GpuKernels(torch.device('cuda'))); print('exact kernels')"
+    )
+    passed, detail = _run(code)
+    text = detail if passed else f"a host computes on its CPU: {detail}"
+    fix = "update the NVIDIA driver, and install a CUDA build of torch that fits it"
+    return Check("GPU serving", passed, text, fix, required=False)
 
 
 def find_daemon() -> Path | None:

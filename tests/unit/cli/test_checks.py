@@ -3,6 +3,7 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch
 
 from p2ptrain.cli import checks
 from p2ptrain.cli.commands.doctor import add_arguments, run
@@ -27,6 +28,7 @@ def test_the_doctor_passes_where_the_tests_run_and_says_so_in_json(tmp_path: Pat
         "torch",
         "codecs",
         "serving",
+        "GPU serving",
         "daemon",
         "listening",
         "clock",
@@ -63,6 +65,23 @@ def test_a_daemon_that_is_missing_silent_or_broken_is_found(tmp_path: Path, monk
     silent = checks.check_daemon(script(tmp_path, "exec sleep 60"))
     assert not silent.passed
     assert "did not answer" in silent.detail
+
+
+def test_a_gpu_that_cannot_serve_is_a_warning_with_the_reason() -> None:
+    none = checks.check_gpu(has_gpu=False)
+    assert (none.passed, none.detail) == (True, "no GPU: a host computes on its CPU")
+    if not torch.cuda.is_available():
+        broken = checks.check_gpu(has_gpu=True)
+        assert (broken.passed, broken.required) == (False, False)
+        assert broken.detail.startswith("a host computes on its CPU: ")
+        assert "Error: " in broken.detail
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_a_gpu_that_serves_is_told() -> None:
+    found = checks.check_gpu(has_gpu=True)
+    assert (found.passed, found.detail) == (True, "exact kernels")
 
 
 def test_a_port_in_use_is_found_and_another_one_named() -> None:
