@@ -13,7 +13,7 @@ from p2ptrain.network.simulated import LinkModel
 from p2ptrain.serving.generation import Token
 from p2ptrain.serving.journal import Journal
 from p2ptrain.serving.link import StageLink
-from p2ptrain.serving.messages import AHEAD
+from p2ptrain.serving.messages import AHEAD, FLOAT_BYTES
 from p2ptrain.serving.sampling import Drawn, Sampling
 from tests.support.sim.peers import until
 from tests.support.sim.serving import GREEDY, WIDTH, CopyingStage, ServingSwarm, SmallStage, golden_draws, serve
@@ -114,29 +114,28 @@ def test_a_caller_that_came_late_replaces_no_row_by_drafts_of_before(unknown: in
     truth = [*CYCLE, *(drawn.id for drawn in wanted)]
 
     async def main(swarm: ServingSwarm, client: Any) -> Any:
-        host, late = swarm.hosts["s1a"], await swarm.start_client("late")
+        host = swarm.hosts["s1a"]
         asking = asyncio.create_task(told(client, CYCLE, 120, WARM))
         sessions = host.host.executor.sessions
         await until(lambda: any(each.known == len(each.ids) > len(CYCLE) + 12 for each in sessions.values()))
         (held,) = sessions.values()
+        late = next(each for each in swarm.hosts.values() if each.peer.peer_id not in (held.feed, host.peer.peer_id))
         known = held.known - unknown
         ids = [*truth[:known], (truth[known] + 1) % 9, *truth[known + 1 : held.known + 3]]
         stage, pages = CopyingStage(0), range(-(-len(ids) // PAGE))
         rows = stage.step([Part(len(ids), 0, pages)], torch.tensor(ids), stage.new_pages(len(pages)))
-        journal = Journal(width=WIDTH)
+        journal = Journal(row_bytes=FLOAT_BYTES * WIDTH)
         journal.append(ids, rows.numpy().tobytes(), known)
-        link = StageLink(late.rpc, held.ticket, 1, journal, lambda stage, host: None)
+        link = StageLink(late.rpc, 1, journal, lambda stage, host: None)
         link._openings = held.epoch[-1]
-        taking = late.peer.spawn(link.run(((host.peer.peer_id,),), held.epoch[:-1], held.feed))
+        taking = late.peer.spawn(link.run(held.ticket, held.epoch[:-1], held.feed))
         await until(lambda: link.host != "")
         found = await asking
         taking.cancel()
         await asyncio.wait({taking})
-        await late.rpc.close()
-        await late.peer.close()
         return found
 
-    assert serve(main, 1, 1, kind=CopyingStage) == wanted
+    assert serve(main, 2, 1, kind=CopyingStage) == wanted
 
 
 @pytest.mark.parametrize("num_stages", [1, 3])
