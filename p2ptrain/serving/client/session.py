@@ -61,6 +61,7 @@ class SwarmSession:
     Attributes:
         failovers: Replaced hosts so far.
         drawn: The tokens so far.
+        journal: The known tokens, and drafts of those that follow.
         version, cached: See `p2ptrain.serving.generation.Generation`.
     """
 
@@ -87,7 +88,7 @@ class SwarmSession:
         self._moves = 0
         self._cached: int | None = None
         self._moved = asyncio.Event()
-        self._journal = Journal(ids)
+        self.journal = Journal(ids)
         self.drawn: list[int] = []
         self._stop = ticket.prompt + ticket.max_tokens
         self._use(ticket)
@@ -104,7 +105,7 @@ class SwarmSession:
         self._ticket = ticket
         self._hosts = [""] * len(version.digests)
         self._moved.set()
-        self._link = StageLink(self._rpc, 0, self._journal, self._on_moved)
+        self._link = StageLink(self._rpc, 0, self.journal, self._on_moved)
 
     @property
     def route(self) -> tuple[str, ...]:
@@ -187,6 +188,7 @@ class SwarmSession:
                     if self._next >= self._stop:
                         return
                     logger.info("going on in another session: %s", error)
+                    self.journal.trim(self._next)
                     self._use(await self._renew(self._rest()))
                 elif self._is_idle(error):
                     raise GenerationFailedError("nobody takes the answer's tokens: ask again") from error
@@ -239,7 +241,7 @@ class SwarmSession:
 
     def _rest(self) -> Ticket:
         """Return a ticket for the tokens that are left."""
-        pages = page_hashes(self._journal.ids[: self._next])
+        pages = page_hashes(self.journal.ids[: self._next])
         max_tokens = self._stop - self._next
         return msgspec.structs.replace(self._ticket, prompt=self._next, max_tokens=max_tokens, pages=pages)
 
@@ -293,7 +295,7 @@ class SwarmSession:
             await self._moved.wait()
 
     def _take(self, host: str, token: DrawnToken) -> None:
-        journal = self._journal
+        journal = self.journal
         if token.position > self._next:
             raise ProtocolError(host, f"token {token.position}, and {self._next} is missing")
         if token.position < self._next:
@@ -304,7 +306,10 @@ class SwarmSession:
             raise ProtocolError(host, f"token {token.position}, which was not granted")
         self._next += 1
         self.drawn.append(token.id)
-        if self._next < self._stop:
+        if token.position < journal.end and journal.ids[token.position] == token.id:
+            journal.append([], known=self._next)  # A draft was right.
+        elif self._next < self._stop:
+            journal.trim(token.position)
             journal.append([token.id])
         self._tokens.put_nowait(Token(token.position, token.id, token.logprob, token.top))
 

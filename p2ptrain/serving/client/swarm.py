@@ -14,6 +14,7 @@ import torch
 
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.serving.client.audit import Answer, Auditor, Tokens
+from p2ptrain.serving.client.draft import Draft, Guesses, Proposals
 from p2ptrain.serving.client.routes import ANY, Host, Needs, Plan, RecentPrefixes, choose, longest
 from p2ptrain.serving.client.session import LogitsSession, SwarmSession
 from p2ptrain.serving.errors import NoGrammarError, NoHostError, PromptTooLongError, VersionGoneError
@@ -42,6 +43,7 @@ class SwarmGenerator:
 
     Attributes:
         auditor: Leaves out hosts that compute other tokens than most.
+        draft: Guesses tokens of generations that begin from now on; None for none, which leaves drafts to the hosts.
         audits: Its counts.
     """
 
@@ -66,6 +68,7 @@ class SwarmGenerator:
         self._hosts = hosts
         self._wait_seconds = wait_seconds
         self._recent = RecentPrefixes()
+        self.draft: Draft | None = None
         self.auditor = Auditor(rpc.runtime, audit_share, self._again, hosts)
         self.audits = self.auditor.counts
 
@@ -120,7 +123,11 @@ class SwarmGenerator:
             self._expiry(), (), tuple(stops), rpc.credential, salt, pages, kind is LogitsSession,
         )  # fmt: skip
         self._recent.note(salt, pages, tuple(hosts[0] for hosts in plan.route))
-        async with self._running(kind, ticket, ids, needs, self._renewed) as session:
+        async with self._running(kind, ticket, ids, needs, self._renewed) as session, Tasks() as tasks:
+            if self.draft is not None and kind is SwarmSession:
+                guesses = Guesses(self.draft, ticket.sampling, ticket.given, len(ids) + max_tokens)
+                proposals = Proposals(rpc.runtime, session.journal, guesses, ticket.num_positions)
+                tasks.call(proposals.run(), "draft")
             try:
                 yield session
             finally:

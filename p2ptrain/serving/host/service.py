@@ -146,6 +146,8 @@ class ServingHost:
                             raise ProtocolError(channel.remote, str(error)) from error
                     self._check_is_present(session, channel)
                     session.put(first, ids, rows, drafts)
+                    if drafts and session.speculation is not None:
+                        session.speculation.leave_to_client(drafts)
                     session.put_fed({})
                     self.executor.wake()
 

@@ -110,18 +110,17 @@ class HostSession:
     # Rows
 
     def put(self, first: int, ids: Sequence[int], rows: torch.Tensor, drafts: int = 0) -> None:
-        """Take rows from position ``first`` on, less those that it has.
-
-        A draft that differs is replaced, with the rest, unless the new row is a draft and the present one is not.
+        """Take rows from position ``first`` on, less those that it has; a draft that differs is replaced with the rest.
 
         ``rows`` are ids ``[rows]`` on the first stage, hidden states ``[rows, hidden]`` on later ones. The last
-        ``drafts`` positions before their end are drafts.
+        ``drafts`` positions before their end are drafts. Those of a caller that knows fewer tokens than this host may
+        differ from the known ones, or follow such drafts; they are skipped, and the caller replaces them.
 
         Raises:
             ProtocolError: Rows before them are missing, they exceed ticket or vocabulary, or differ from those it has.
         """
         end, peer, known = len(self.ids), self.ticket.client, first + len(ids) - drafts
-        if first > end and known <= first:
+        if first > end and known <= self.known:
             return  # Drafts after those that were not taken.
         if first > end:
             raise ProtocolError(peer, f"rows from position {first} on, and those from {end} on are missing")

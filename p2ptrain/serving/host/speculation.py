@@ -42,8 +42,8 @@ class Lookup:
         self._latest: dict[tuple[int, int], int] = {}
         self._earlier: list[int] = [-1]
 
-    def draft(self, ids: Sequence[int], count: int) -> list[int]:
-        """Return up to ``count`` tokens that follow the longest earlier occurrence of the last ones.
+    def draft(self, ids: Sequence[int], count: int, least: int = 2) -> list[int]:
+        """Return up to ``count`` tokens that follow the longest earlier occurrence of the last ``least`` or more.
 
         ``ids`` begins with those of the call before. The time is linear in the new ids and in ``count``.
         """
@@ -62,7 +62,7 @@ class Lookup:
             if length > longest:
                 best, longest = at, length
             at = self._earlier[at]
-        if best < 0:
+        if longest < least:
             return []
         period = end - best - 1
         return [ids[best + 1 + step % period] for step in range(count)]
@@ -92,7 +92,9 @@ class Account:
             self._plain += (seconds - self._plain) * (PACE_SHARE if self._plain else 1.0)
             self.balance += STAKE * seconds
         elif self._plain:
-            self._row += PACE_SHARE * (max(0.0, seconds - self._plain) / drafted - self._row)
+            row = max(0.0, seconds - self._plain) / drafted
+            if not accepted or row < self._row:  # Else a client's drafts also took a hop more, however many they are.
+                self._row += PACE_SHARE * (row - self._row)
             self.balance += (1 + accepted) * self._plain - seconds
             self._plain += PACE_SHARE * min(0.0, seconds - self._plain)  # Drafts save no time within a wave.
             self._accepted = (1 - PACE_SHARE) * self._accepted + accepted
@@ -122,6 +124,12 @@ class Speculation:
         self._lookup, self._account = Lookup(), Account()
         self._end = self._drafted = 0
         self._since: float | None = None
+        self._is_client = False
+
+    def leave_to_client(self, drafts: int) -> None:
+        """Take the client's drafts in a wave, and draft none from then on: the client has better ones."""
+        self._is_client = True
+        self._drafted = max(self._drafted, drafts)
 
     def next_drafts(self, ids: Sequence[int], most: int | None, others: int, now: float) -> list[int]:
         """Return drafts of the tokens after ``ids``, all of which are known; they begin a wave.
@@ -136,7 +144,8 @@ class Speculation:
             accepted = min(self._drafted, len(ids) - self._end - 1)
             self._account.note(self._drafted, accepted, now - self._since)
             self._meter.count_drafts(self._drafted, accepted)
-        count = min(most or 0, 0 if others > MAX_OTHER_ROWS else self._account.choose())
+        is_idle = self._is_client or others > MAX_OTHER_ROWS
+        count = min(most or 0, 0 if is_idle else self._account.choose())
         drafts = self._lookup.draft(ids, count)
         self._end, self._drafted, self._since = len(ids), len(drafts), None if most is None else now
         return drafts

@@ -181,9 +181,11 @@ class ServingSwarm:
         ]  # fmt: skip
 
     async def start_client(
-        self, name: str = "client", wait_seconds: float = 30.0, audit_share: float = 0.0
-    ) -> SimulatedClient:
+        self, name: str = "client", wait_seconds: float = 30.0, audit_share: float = 0.0,
+        runtime: type[Runtime] = Runtime,
+    ) -> SimulatedClient:  # fmt: skip
         peer = self.network.add_peer(name)
+        peer.runtime = runtime(random=peer.runtime.random, clock=peer.runtime.clock)
         rpc = Rpc(peer.transport, peer.runtime, SWARM)
         await peer.spawn(rpc.start())
         model = ServedModel("small", self.vocabulary, tuple((each, each + 1) for each in range(self.num_stages)))

@@ -211,17 +211,25 @@ def test_drafts_are_not_shared_and_replace_no_shared_page() -> None:
     on_loop(main)
 
 
-def test_drafts_of_a_caller_that_knows_less_are_not_taken() -> None:
-    """It learns which tokens they were later, and sends those rows then."""
+def test_drafts_of_a_caller_that_knows_less_replace_no_known_token() -> None:
+    """The last host's tokens and the client's drafts reach the first host by different ways."""
 
     async def main() -> None:
-        held, rows = session(ticket(max_tokens=20)), [*PROMPT, 9, 8]
-        put(held, 0, rows)
-        for first, ids in ((5, [9, 7, 6]), (8, [5, 4]), (4, [PROMPT[4], 3])):
-            held.put(first, ids, torch.tensor(ids), len(ids) - (first == 4))
-            assert (held.ids, held.known) == (rows, 7)
-        held.put(5, [9, 8, 7], torch.tensor([9, 8, 7]), 1)
-        assert (held.ids, held.known) == ([*rows, 7], 7)
+        held = session(ticket(max_tokens=20))
+        put(held, 0, PROMPT)
+        held.put_fed({5: 5})
+        held.put(5, [5, 9, 9], torch.tensor([5, 9, 9]), 2)
+        held.put_fed({6: 6})
+        assert (held.ids, held.known) == ([*PROMPT, 5, 6], 7)
+        held.put(8, [9], torch.tensor([9]), 3)  # They follow drafts that are gone.
+        held.put(6, [9, 9, 9], torch.tensor([9, 9, 9]), 3)
+        assert (held.ids, held.known) == ([*PROMPT, 5, 6], 7)
+        held.put(6, [6, 7, 8], torch.tensor([6, 7, 8]), 2)
+        assert (held.ids, held.known) == ([*PROMPT, 5, 6, 7, 8], 7)
+        with pytest.raises(ProtocolError, match="those from 9 on are missing"):
+            held.put(10, [9], torch.tensor([9]), 1)
+        with pytest.raises(ProtocolError, match="other tokens than before"):
+            put(held, 6, [9])
 
     on_loop(main)
 

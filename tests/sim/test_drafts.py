@@ -1,0 +1,216 @@
+"""A client's draft over simulated hosts: the tokens of plain generation under every fault, sooner where it is right."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+
+from p2ptrain.models.exact import ExactStage, NotFiniteError, Part
+from p2ptrain.network.simulated import LinkModel
+from p2ptrain.serving.client.draft import Draft
+from p2ptrain.serving.sampling import Sampling
+from tests.sim.test_speculation import FAR, NEAR, SHAKY, TOLD, WARM, drafts, told
+from tests.support.sim.serving import GREEDY, CopyingStage, ServingSwarm, SmallStage, digest, golden_draws, serve
+
+PROMPT = [*range(9)] * 3
+
+
+class LongCycleStage(CopyingStage):
+    """A stage whose tokens follow a cycle that is longer than the answer, so that nothing repeats."""
+
+    breaks = 11
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        found = SmallStage.logits(self, hidden)
+        for row, values in zip(hidden, found, strict=True):
+            if int(row[0]) % self.breaks:
+                values[(7 * int(row[-1]) + int(row[0]) % 3) % 61] += 12
+        return found
+
+
+class Guesser(LongCycleStage):
+    """A model of one stage that knows the rule of the served one, and a third of what it adds."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        found = torch.zeros(len(hidden), 61)
+        for row, values in zip(hidden, found, strict=True):
+            values[7 * int(row[-1]) % 61] += 12
+        return found
+
+
+class PassingStage(SmallStage):
+    """A stage that passes its input on."""
+
+    def step(self, parts: Sequence[Part], inputs: torch.Tensor, store: torch.Tensor) -> torch.Tensor:
+        return inputs[:, None].repeat(1, 4).float() if inputs.dim() == 1 else inputs
+
+
+class Seer(CopyingStage):
+    """A model of one stage that is nearly always right about a `CopyingStage`."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        found = torch.zeros(len(hidden), 61)
+        for row, values in zip(hidden, found, strict=True):
+            values[(int(row[-1]) + 1) % 9] += 12
+        return found
+
+
+def draft(kind: type[SmallStage] = Seer, context: int = 4096) -> Draft:
+    return Draft(cast(ExactStage, kind(0)), context)
+
+
+@pytest.mark.parametrize("model", [NEAR, SHAKY], ids=["near", "shaky"])
+@pytest.mark.parametrize("sampling", [TOLD, WARM], ids=["greedy", "warm"])
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+def test_a_draft_changes_no_token_and_no_probability(num_stages: int, sampling: Sampling, model: LinkModel) -> None:
+    async def main(swarm: ServingSwarm, client: Any) -> Any:
+        client.generator.draft = draft(Guesser)
+        found = await told(client, PROMPT, 150, sampling)
+        drafted, accepted = drafts(swarm)
+        assert 0 < accepted < drafted or num_stages == 1  # One stage has drawn the tokens before guesses come.
+        return found
+
+    found = serve(main, *[1] * num_stages, kind=LongCycleStage, model=model)
+    assert found == golden_draws(PROMPT, 150, num_stages, sampling, LongCycleStage)
+
+
+@pytest.mark.fault(30)
+@pytest.mark.parametrize("fault", ["crash", "stall"])
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("at", [30, 41])
+def test_a_host_that_fails_with_a_client_s_drafts_in_flight_is_replaced(fault: str, victim: int, at: int) -> None:
+    async def main(swarm: ServingSwarm, client: Any) -> Any:
+        client.generator.draft = draft()
+        struck: list[int] = []
+
+        def strike(generation: Any, token: Any) -> None:
+            hosts = [swarm.host_of(peer) for peer in generation.route]
+            if not struck and token.position >= len(PROMPT) + at and generation.journal.known < generation.journal.end:
+                struck.append(token.position)
+                getattr(swarm.network, fault)(hosts[victim].peer)
+
+        found = await told(client, PROMPT, 120, WARM, on_token=strike)
+        assert struck
+        return found
+
+    wanted = golden_draws(PROMPT, 120, 3, WARM, CopyingStage)
+    assert serve(main, 2, 2, 2, kind=CopyingStage, seed=at) == wanted
+
+
+def test_drafts_of_replaced_weights_are_forgotten() -> None:
+    async def main(swarm: ServingSwarm, client: Any) -> list[int]:
+        client.generator.draft = draft()
+        struck: list[int] = []
+
+        def renew(generation: Any, token: Any) -> None:
+            if not struck and token.position > len(PROMPT) + 40 and generation.journal.known < generation.journal.end:
+                struck.append(token.position)
+                swarm.rounds = (6,)
+                for each in swarm.hosts.values():
+                    each.host.serve((6, digest(6, each.number)), cast(ExactStage, each.stage))
+                    each.host.keep(1)
+
+        found = await told(client, PROMPT, 120, GREEDY, on_token=renew)
+        assert struck
+        return [token.id for token in found]
+
+    wanted = [token.id for token in golden_draws(PROMPT, 120, 2, GREEDY, CopyingStage)]
+    assert serve(main, 1, 1, kind=CopyingStage) == wanted
+
+
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_nothing_is_drawn_after_a_stop_or_the_last_token(num_stages: int) -> None:
+    async def main(swarm: ServingSwarm, client: Any) -> None:
+        client.generator.draft = draft()
+        last = swarm.hosts[f"s{num_stages - 1}a"].host.executor
+        whole = [drawn.id for drawn in golden_draws(PROMPT, 60, num_stages, GREEDY, CopyingStage)]
+        for num_tokens in (1, 2, 27, 28, 29):
+            before = last.num_drawn
+            assert (await client.ask(PROMPT, num_tokens))[0] == whole[:num_tokens]
+            assert last.num_drawn - before == num_tokens
+        stop = whole[30]
+        assert (await client.ask(PROMPT, 60, stops=[stop]))[0] == whole[: whole.index(stop) + 1]
+
+    serve(main, *[1] * num_stages, kind=CopyingStage)
+
+
+class FailingStage(SmallStage):
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.rows > 40:
+            raise NotFiniteError([0])
+        return super().logits(hidden)
+
+
+@pytest.mark.parametrize("made", [draft(FailingStage), draft(context=40)], ids=["failing", "short"])
+def test_an_answer_goes_on_without_a_draft_that_fails_or_ends(made: Draft, caplog: pytest.LogCaptureFixture) -> None:
+    async def main(swarm: ServingSwarm, client: Any) -> Any:
+        client.generator.draft = made
+        return await told(client, PROMPT, 60, WARM)
+
+    assert serve(main, 1, 1, kind=LongCycleStage) == golden_draws(PROMPT, 60, 2, WARM, LongCycleStage)
+    assert ("going on without the draft" in caplog.text) == isinstance(made.stage, FailingStage)
+
+
+def seconds(kind: type[SmallStage], num_stages: int, model: LinkModel, made: Draft | None) -> float:
+    """Return how long an answer of 200 tokens takes, in virtual time."""
+
+    async def main(swarm: ServingSwarm, client: Any) -> float:
+        client.generator.draft = made
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        await client.ask(PROMPT, 200)
+        return loop.time() - start
+
+    found: float = serve(
+        main, *[1] * num_stages, kind=kind, speculates=made is not None, model=model, row_seconds=0.002
+    )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "guesser", "num_stages", "model", "goal"),
+    [
+        (CopyingStage, Seer, 4, FAR, 2.5),
+        (CopyingStage, Seer, 4, SHAKY, 2.5),
+        (LongCycleStage, Guesser, 4, FAR, 1.2),
+        (SmallStage, Guesser, 4, FAR, 0.98),
+        (SmallStage, Guesser, 4, SHAKY, 0.97),
+        (SmallStage, Guesser, 1, NEAR, 0.98),
+    ],
+)
+def test_answers_come_sooner_with_a_right_draft_and_as_before_with_a_wrong_one(
+    kind: type[SmallStage], guesser: type[SmallStage], num_stages: int, model: LinkModel, goal: float
+) -> None:
+    plain, drafted = (seconds(kind, num_stages, model, made) for made in (None, draft(guesser)))
+    assert plain / drafted >= goal
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
+def test_a_served_model_is_its_own_perfect_draft(sampling: Sampling) -> None:
+    """Also at a temperature: guesses have the noise of the last stage's draws."""
+
+    async def main(swarm: ServingSwarm, client: Any) -> tuple[int, int]:
+        client.generator.draft = draft(SmallStage)
+        await told(client, PROMPT, 100, sampling)
+        return drafts(swarm)
+
+    drafted, accepted = serve(main, 1, 1, 1, kind=lambda number: (PassingStage, SmallStage)[number == 2](0), model=FAR)
+    assert accepted > 0.95 * drafted > 60
+
+
+class RepeatingStage(CopyingStage):
+    breaks = 65521
+
+
+def test_a_repeated_part_is_drafted_without_the_model() -> None:
+    async def main(swarm: ServingSwarm, client: Any) -> int:
+        stage = SmallStage(0)
+        client.generator.draft = Draft(cast(ExactStage, stage), 4096)
+        await told(client, PROMPT, 60, GREEDY)
+        return stage.rows
+
+    assert serve(main, 1, 1, kind=RepeatingStage) == len(PROMPT)
