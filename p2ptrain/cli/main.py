@@ -25,6 +25,7 @@ COMMANDS = {
     "generate": "continue a text with a swarm's model",
     "chat": "talk with a swarm's model",
     "serve": "serve OpenAI's API over a swarm's model",
+    "draft": "train a small model that makes a swarm's answers come sooner",
     "invite": "print a link that lets people, or one peer, into a swarm",
     "revoke": "make an invite or a pass worthless; the peers that it let in stay",
     "ban": "throw a peer out of a swarm",

@@ -20,11 +20,15 @@ from pydantic import BaseModel, Field
 
 from p2ptrain import Swarm
 from p2ptrain.errors import TemporaryError, UsageError
+from p2ptrain.manifest import ModelSpec
+from p2ptrain.models import build_stage, export_hugging_face, model_blocks
+from p2ptrain.models.blocks import Span
 from p2ptrain.models.exact import PAGE, Part
 from p2ptrain.models.tokenizers import END_OF_TEXT, byte_tokenizer
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.node.serving.client import SwarmModel
 from p2ptrain.node.serving.thread import ModelThread
+from p2ptrain.serving.client.draft import load_draft
 from p2ptrain.serving.http.serve import serving_http
 from p2ptrain.serving.sampling import Sampling
 from tests.support.generators import TEMPLATE
@@ -194,6 +198,22 @@ def test_the_commands_answer_with_the_tokens_of_one_process(hosts: Hosts) -> Non
         wait_until(is_cached)
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
+
+
+def test_a_draft_of_the_served_model_changes_no_answer(hosts: Hosts) -> None:
+    hosts.start_all(0, 1)
+    spec = ModelSpec(**{**TINY, "layers": 4, "context": CONTEXT})
+    served, draft = hosts.directory / "served", hosts.directory / "draft"
+    export_hugging_face(build_stage(spec, Span(0, len(model_blocks(spec)))), spec, served)
+    order = ["--layers", "2", "--steps", "10", "--batch", "2", "--text", str(hosts.directory / "text")]
+    assert "guesses" in run_command("draft", "train", str(served), "--out", str(draft), *order).stdout
+    options = ["--max-tokens", "60", "--temperature", "0", "--draft", str(draft)]
+    result = run_command("generate", hosts.link, PROMPT, *options)
+    assert result.stdout == f"{PROMPT}{bytes(golden(60, Sampling(temperature=0.0))).decode(errors='replace')}\n"
+    with ModelThread(SwarmLink.parse(hosts.link), PATIENCE_SECONDS) as thread:
+        thread.model.generator.draft = load_draft(draft, spec.vocabulary, byte_tokenizer(CONTEXT))
+        tokens, _ = thread.call(ask(thread.model, 400, 0, lambda route: None))
+    assert tokens == golden(400, DRAWN)
 
 
 @pytest.mark.fault(56)

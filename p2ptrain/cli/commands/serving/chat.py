@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     beginning = [{"role": "system", "content": arguments.system}] if arguments.system else []
     with ModelThread(link, arguments.wait) as thread:
-        text, _ = text_of(thread.model.manifest, arguments)
+        text, _ = text_of(thread.model, arguments)
         text.encode_chat([{"role": "user", "content": ""}])  # Fails without a chat template.
         messages = list(beginning)
         while (said := _read()) is not None:

@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     async def talk() -> None:
         async with generating(link, arguments.wait) as model:
-            text, _ = text_of(model.manifest, arguments)
+            text, _ = text_of(model, arguments)
             sys.stdout.write(prompt)
             await answer(model, text, text.encode(prompt), sampling, arguments)
 

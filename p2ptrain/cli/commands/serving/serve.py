@@ -1,7 +1,8 @@
 """``p2ptrain serve LINK``
 
 Serve OpenAI's API over a swarm's model: /v1/chat/completions, /v1/completions and /v1/models, with a page to chat at /,
-Prometheus metrics under /metrics, and /health. This process computes nothing: the swarm's hosts do.
+Prometheus metrics under /metrics, and /health. This process computes nothing but a draft's guesses: the swarm's hosts
+do.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     async def serve() -> None:
         async with generating(link, arguments.wait, arguments.audit_share) as model:
-            text, tokenizer = text_of(model.manifest, arguments)
+            text, tokenizer = text_of(model, arguments)
             stop = stop_on_signals(lambda: None)
             await serve_http(
                 model.generator, tokenizer, stop, host=arguments.host, port=arguments.port, names=arguments.host_name,

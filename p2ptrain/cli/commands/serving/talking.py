@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 from p2ptrain.errors import UsageError
 
 if TYPE_CHECKING:
-    from p2ptrain.manifest import Manifest
     from p2ptrain.node.serving.client import SwarmModel
     from p2ptrain.serving.sampling import Sampling
     from p2ptrain.serving.text import Text
@@ -30,6 +29,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--weights", type=Path, metavar="DIR", help="the model's folder, if each peer brings the tokenizer"
     )
     add_allow_path(parser)
+    parser.add_argument(
+        "--draft", type=Path, metavar="DIR",
+        help="a draft of the model, as 'p2ptrain draft train' makes one: the same answers, sooner over long hops",
+    )  # fmt: skip
     parser.add_argument(
         "--wait", type=float, default=30.0, metavar="SECONDS", help="for a stage without a host (default 30)"
     )
@@ -68,17 +71,22 @@ def sampling_of(arguments: argparse.Namespace) -> Sampling:
         raise UsageError(f"--{str(error).replace('_', '-')}") from error
 
 
-def text_of(manifest: Manifest, arguments: argparse.Namespace) -> tuple[Text, Any]:
-    """Return the text of a swarm's model, and its tokenizer.
+def text_of(model: SwarmModel, arguments: argparse.Namespace) -> tuple[Text, Any]:
+    """Return the text of a swarm's model, and its tokenizer; let the model generate with the draft, if there is one.
 
     Raises:
-        ConfigError: Each peer brings the tokenizer, and --weights does not.
+        ConfigError: Each peer brings the tokenizer, and --weights does not; or the draft is of another model.
         UsageError: The model does not read text.
     """
     from p2ptrain.models.pretrained import end_marks, manifest_tokenizer
     from p2ptrain.serving.text import Text
 
+    manifest = model.manifest
     tokenizer = manifest_tokenizer(manifest, arguments.weights, arguments.allow_path or ())
+    if arguments.draft is not None:
+        from p2ptrain.serving.client.draft import load_draft
+
+        model.generator.draft = load_draft(arguments.draft, manifest.model.vocabulary, tokenizer)
     return Text(tokenizer, end_marks(manifest)), tokenizer
 
 
