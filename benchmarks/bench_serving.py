@@ -4,6 +4,8 @@ The model has the shape of SmolLM2-135M and random weights. Times are of contend
 is the median of the ratios turn by turn.
 
     python -m benchmarks.bench_serving --threads 1 --json results/serving.json
+
+A trained draft is measured with ``--served DIR --draft DIR``, the model and what 'p2ptrain draft train' made of it.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -21,6 +24,7 @@ from torch.nn import functional
 from benchmarks.findings import Finding, Section
 from benchmarks.findings import run as run_parts
 from benchmarks.harness import Measured, alternate, arguments, paired
+from benchmarks.serving_draft import drafting
 from benchmarks.serving_hosts import decoding_on_hosts, failover, prefixes
 from benchmarks.serving_speculation import speculation
 from p2ptrain.manifest import ModelSpec
@@ -243,6 +247,8 @@ def main() -> int:
     parser = arguments(__doc__, "3 measurements of each")
     parser.add_argument("--repeats", type=int, default=25, help="measurements of each")
     parser.add_argument("--threads", type=int, default=1, help="of all contenders")
+    parser.add_argument("--served", type=Path, metavar="DIR", help="folder of a real model, for --draft")
+    parser.add_argument("--draft", type=Path, metavar="DIR", help="draft of that model")
     options = parser.parse_args()
     repeats = 3 if options.quick else options.repeats
     torch.set_num_threads(options.threads)
@@ -257,6 +263,8 @@ def main() -> int:
         "speculation": partial(speculation, SPEC, options.threads, 1 if options.quick else 3),
         "failover": partial(failover, SPEC, (100,) if options.quick else (100, 1500)),
     }
+    if options.served is not None and options.draft is not None:
+        parts["draft"] = partial(drafting, options.served, options.draft, 1 if options.quick else 3)
     return run_parts("serving", parts, options)
 
 
