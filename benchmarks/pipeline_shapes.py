@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 
 from p2ptrain.manifest import Manifest
+from p2ptrain.models.stage import WHOLE, StageContext
 from p2ptrain.network.simulated import SimulatedPeer
 from p2ptrain.pipeline.messages import IDS, Payload, TensorHead, pack
 from p2ptrain.pipeline.stage.compute import Gradients
@@ -90,7 +91,7 @@ class ShapedCompute(CountingCompute):
         super().__init__(stage, is_first)
         self._activations = torch.zeros(1).expand(shape.samples, TOKENS, shape.width)
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor, context: StageContext = WHOLE) -> torch.Tensor:
         return self._activations
 
     def backward(self, inputs: torch.Tensor, gradient: torch.Tensor) -> Gradients:

@@ -9,7 +9,7 @@ from torch.nn import functional
 from p2ptrain.manifest import ModelSpec
 from p2ptrain.models.blocks import Span
 from p2ptrain.models.families.layers import Affine, Embedding, attention, split_heads
-from p2ptrain.models.stage import Stage, layer_numbers
+from p2ptrain.models.stage import WHOLE, LayerCache, Stage, StageContext, layer_numbers
 
 
 class _Attention(nn.Module):
@@ -19,8 +19,10 @@ class _Attention(nn.Module):
         self.c_attn = Affine(spec.hidden, 3 * spec.hidden)
         self.c_proj = Affine(spec.hidden, spec.hidden)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, cache: LayerCache | None) -> torch.Tensor:
         queries, keys, values = (split_heads(each, self.heads) for each in self.c_attn(hidden).chunk(3, dim=-1))
+        if cache is not None:
+            keys, values = cache.extend(keys, values)
         return self.c_proj(attention(queries, keys, values, is_causal=True))  # type: ignore[no-any-return]
 
 
@@ -42,8 +44,8 @@ class _Layer(nn.Module):
         self.ln_2 = nn.LayerNorm(spec.hidden, spec.norm_epsilon)
         self.mlp = _FeedForward(spec)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        hidden = hidden + self.attn(self.ln_1(hidden))
+    def forward(self, hidden: torch.Tensor, cache: LayerCache | None) -> torch.Tensor:
+        hidden = hidden + self.attn(self.ln_1(hidden), cache)
         return hidden + self.mlp(self.ln_2(hidden))  # type: ignore[no-any-return]
 
 
@@ -72,13 +74,13 @@ class GPT2Stage(Stage):
             if not (self.is_first and spec.tied_embeddings):
                 self.lm_head = nn.Linear(spec.hidden, spec.vocabulary, bias=False)
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor, context: StageContext = WHOLE) -> torch.Tensor:
         hidden = inputs
         if self.is_first:
-            positions = torch.arange(inputs.shape[1], device=inputs.device)
+            positions = torch.arange(context.first, context.first + inputs.shape[1], device=inputs.device)
             hidden = self.transformer.wte(inputs) + self.transformer.wpe(positions)
-        for layer in self.transformer.h.values():
-            hidden = layer(hidden)
+        for number, layer in self.transformer.h.items():
+            hidden = layer(hidden, context.cache(number))
         if not self.is_last:
             return hidden
         hidden = self.transformer.ln_f(hidden)

@@ -53,13 +53,13 @@ class RMSNorm(nn.Module):
         return self.weight * scaled.to(hidden.dtype)
 
 
-def rotation(length: int, width: int, theta: float, like: torch.Tensor) -> Rotation:
-    """Return rotary position embeddings (Su et al., *RoFormer*, 2021) for 0 to ``length - 1``.
+def rotation(length: int, width: int, theta: float, like: torch.Tensor, first: int = 0) -> Rotation:
+    """Return rotary position embeddings (Su et al., *RoFormer*, 2021) for ``first`` to ``first + length - 1``.
 
     ``width`` is ``D`` (even), ``theta`` the base of the wavelengths; ``like`` determines device and type.
     """
     speeds = 1.0 / theta ** (torch.arange(0, width, 2, dtype=torch.float32, device=like.device) / width)
-    positions = torch.arange(length, dtype=torch.float32, device=like.device)
+    positions = torch.arange(first, first + length, dtype=torch.float32, device=like.device)
     angles = torch.outer(positions, speeds).repeat(1, 2)
     return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
@@ -76,11 +76,16 @@ def attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *
     """Scaled dot-product attention, ``[B, T, H * D]``; a key/value head serves ``H / H_kv`` query heads.
 
     Args:
-        queries: ``[B, H, T, D]``.
-        keys, values: ``[B, H_kv, T, D]``; ``H_kv`` divides ``H``.
+        queries: ``[B, H, T, D]``, of the last ``T`` positions.
+        keys, values: ``[B, H_kv, S, D]``, of all ``S`` positions; ``H_kv`` divides ``H``.
     """
     grouped = queries.shape[1] != keys.shape[1]
-    mixed = functional.scaled_dot_product_attention(queries, keys, values, is_causal=is_causal, enable_gqa=grouped)
+    seen, (new, known) = None, (queries.shape[2], keys.shape[2])
+    if is_causal and new != known:  # torch aligns its own mask with the first key, not the last.
+        seen = torch.ones(new, known, dtype=torch.bool, device=queries.device).tril(known - new)
+    mixed = functional.scaled_dot_product_attention(
+        queries, keys, values, attn_mask=seen, is_causal=is_causal and seen is None, enable_gqa=grouped
+    )
     return mixed.transpose(1, 2).flatten(2)
 
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 from p2ptrain.manifest import ModelSpec
 from p2ptrain.models.blocks import Span
 from p2ptrain.models.families.layers import Embedding, RMSNorm, Rotation, attention, rotate, rotation, split_heads
-from p2ptrain.models.stage import Stage, layer_numbers
+from p2ptrain.models.stage import WHOLE, LayerCache, Stage, StageContext, layer_numbers
 
 
 class _Attention(nn.Module):
@@ -22,10 +22,12 @@ class _Attention(nn.Module):
         self.v_proj = nn.Linear(spec.hidden, spec.kv_heads * head, bias=False)
         self.o_proj = nn.Linear(spec.heads * head, spec.hidden, bias=False)
 
-    def forward(self, hidden: torch.Tensor, by: Rotation) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, by: Rotation, cache: LayerCache | None) -> torch.Tensor:
         queries = rotate(split_heads(self.q_proj(hidden), self.heads), by)
         keys = rotate(split_heads(self.k_proj(hidden), self.kv_heads), by)
         values = split_heads(self.v_proj(hidden), self.kv_heads)
+        if cache is not None:
+            keys, values = cache.extend(keys, values)
         return self.o_proj(attention(queries, keys, values, is_causal=True))  # type: ignore[no-any-return]
 
 
@@ -48,8 +50,8 @@ class _Layer(nn.Module):
         self.input_layernorm = RMSNorm(spec.hidden, spec.norm_epsilon)
         self.post_attention_layernorm = RMSNorm(spec.hidden, spec.norm_epsilon)
 
-    def forward(self, hidden: torch.Tensor, by: Rotation) -> torch.Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), by)
+    def forward(self, hidden: torch.Tensor, by: Rotation, cache: LayerCache | None) -> torch.Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), by, cache)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))  # type: ignore[no-any-return]
 
 
@@ -76,12 +78,12 @@ class LlamaStage(Stage):
             if not (self.is_first and spec.tied_embeddings):
                 self.lm_head = nn.Linear(spec.hidden, spec.vocabulary, bias=False)
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor, context: StageContext = WHOLE) -> torch.Tensor:
         hidden: torch.Tensor = self.model.embed_tokens(inputs) if self.is_first else inputs
         width = self.spec.hidden // self.spec.heads
-        by = rotation(hidden.shape[1], width, self.spec.rope_theta, like=hidden)
-        for layer in self.model.layers.values():
-            hidden = layer(hidden, by)
+        by = rotation(hidden.shape[1], width, self.spec.rope_theta, like=hidden, first=context.first)
+        for number, layer in self.model.layers.items():
+            hidden = layer(hidden, by, context.cache(number))
         if not self.is_last:
             return hidden
         hidden = self.model.norm(hidden)

@@ -9,7 +9,7 @@ from torch import nn
 
 from p2ptrain.errors import UsageError
 from p2ptrain.models.blocks import Block, Span, check_span
-from p2ptrain.models.stage import Stage
+from p2ptrain.models.stage import WHOLE, Stage, StageContext
 
 
 class SequentialStage(Stage):
@@ -20,7 +20,9 @@ class SequentialStage(Stage):
         super().__init__(span, len(module))
         self.blocks = nn.ModuleDict({str(number): module[number] for number in range(*span)})
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor, context: StageContext = WHOLE) -> torch.Tensor:
+        if context != WHOLE:
+            raise ValueError("blocks of a module of one's own keep nothing of earlier positions")
         for block in self.blocks.values():
             inputs = block(inputs)
         return inputs

@@ -9,7 +9,7 @@ from torch.nn import functional
 from p2ptrain.manifest import ModelSpec
 from p2ptrain.models.blocks import Span
 from p2ptrain.models.families.layers import attention, split_heads
-from p2ptrain.models.stage import Stage, layer_numbers
+from p2ptrain.models.stage import WHOLE, Stage, StageContext, layer_numbers
 
 
 class _Projections(nn.Module):
@@ -102,7 +102,9 @@ class ViTStage(Stage):
             self.vit.layernorm = nn.LayerNorm(spec.hidden, spec.norm_epsilon)
             self.classifier = nn.Linear(spec.hidden, spec.classes)
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor, context: StageContext = WHOLE) -> torch.Tensor:
+        if context != WHOLE:
+            raise ValueError("a patch sees those after it: an image is no sequence to go on with")
         hidden = self.vit.embeddings(inputs) if self.is_first else inputs
         for layer in self.vit.encoder.layer.values():
             hidden = layer(hidden)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from p2ptrain.models.stage import Stage
+from p2ptrain.models.stage import WHOLE, Stage, StageContext
 from p2ptrain.pipeline.messages import BadMicrobatchError
 
 MAX_GRADIENT = 1e6
@@ -50,10 +50,10 @@ class StageCompute:
         self.parameters = tuple(parameter for parameter in stage.parameters() if parameter.requires_grad)
         self._device = next(itertools.chain(stage.parameters(), stage.buffers())).device
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor, context: StageContext = WHOLE) -> torch.Tensor:
         """Return the stage's output in fp32 on the CPU, for inputs on the CPU; see `p2ptrain.models.stage`."""
         with torch.no_grad(), self._precision():
-            output = self.stage(inputs.to(self._device))
+            output = self.stage(inputs.to(self._device), context)
         return self._checked(output.float().cpu(), "the stage's output")
 
     def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:

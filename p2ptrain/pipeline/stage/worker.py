@@ -12,6 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from p2ptrain.codecs.base import CodecError
+from p2ptrain.models.stage import WHOLE, StageContext
 from p2ptrain.pipeline.messages import BadMicrobatchError, Hop, Payload, check_values, pack, unpack
 from p2ptrain.pipeline.plan import PipelinePlan
 from p2ptrain.pipeline.stage.budget import Limits
@@ -69,9 +70,9 @@ class StageWorker:
         """True if this stage computes the loss from the targets."""
         return self.is_last and not hop.returns_output
 
-    async def forward(self, inputs: Payload) -> Timed[Payload]:
+    async def forward(self, inputs: Payload, context: StageContext = WHOLE) -> Timed[Payload]:
         """Return the stage's output, encoded for the next stage."""
-        return await self.run(Pass.FORWARD, lambda: pack(self.compute.forward(unpack(inputs)), self.codec))
+        return await self.run(Pass.FORWARD, lambda: pack(self.compute.forward(unpack(inputs), context), self.codec))
 
     async def evaluate(self, hop: Hop) -> Timed[float]:
         """Return the last stage's loss in nats, without backward."""

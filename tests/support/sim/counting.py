@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from p2ptrain.manifest import Manifest
+from p2ptrain.models.stage import WHOLE, StageContext
 from p2ptrain.network.simulated import SimulatedPeer
 from p2ptrain.pipeline.client.sender import Accepted, Opened
 from p2ptrain.pipeline.messages import Payload, pack
@@ -80,7 +81,7 @@ class CountingCompute(StageCompute):
         self.parameters = (stage.places,)
         self._is_first = is_first
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor, context: StageContext = WHOLE) -> torch.Tensor:
         return inputs.float()
 
     def backward(self, inputs: torch.Tensor, gradient: torch.Tensor) -> Gradients:

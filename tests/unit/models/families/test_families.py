@@ -1,12 +1,13 @@
 """Families as lists of blocks: stages run one after another are the whole model, and transformers' model, too."""
 
 import itertools
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -25,7 +26,7 @@ from p2ptrain.models import (
 )  # fmt: skip
 from p2ptrain.models.blocks import stage_ties
 from p2ptrain.models.families.sequential import SequentialStage, sequential_blocks
-from p2ptrain.models.stage import Stage
+from p2ptrain.models.stage import LayerCache, Stage, StageContext
 from tests.support.models import SIZES, SPECS, each, parts, sample, shards
 from tests.support.processes.commands import printed
 
@@ -76,6 +77,32 @@ def test_stages_one_after_another_are_the_whole_model_bit_by_bit(
 
 
 @settings(max_examples=25)
+@given(
+    name=st.sampled_from(["gpt2", "gpt2, untied", "llama", "llama, untied"]),
+    cuts=st.sets(st.integers(1, 4), max_size=4),
+    ends=st.sets(st.integers(1, 12)),
+)
+@example(name="llama", cuts=set(), ends=set(range(1, 13)))
+@example(name="gpt2", cuts={2}, ends=set(range(1, 13)))
+def test_positions_one_after_another_with_a_cache_give_what_all_at_once_give(
+    name: str, cuts: set[int], ends: set[int]
+) -> None:
+    """Token by token, and in pieces of any length, through any stages."""
+    spec = SPECS[name]
+    stages = [build_stage(spec, span) for span in parts(cuts, len(model_blocks(spec)))]
+    inputs = sample(spec)
+    caches: list[defaultdict[str, LayerCache]] = [defaultdict(LayerCache) for _ in stages]
+    found = []
+    with torch.no_grad():
+        for first, stop in itertools.pairwise(sorted({0, *ends, inputs.shape[1]})):
+            flowing = inputs[:, first:stop]
+            for stage, cache in zip(stages, caches, strict=True):
+                flowing = stage(flowing, StageContext(first, cache))
+            found.append(flowing)
+        expected = build_model(spec)(inputs)
+    torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=1e-4, atol=1e-5)
+
+
 @each
 def test_gradients_that_flow_back_through_stages_are_the_whole_models(spec: ModelSpec) -> None:
     blocks = model_blocks(spec)
