@@ -75,14 +75,14 @@ async def test_a_stage_host_that_is_killed_costs_no_round_and_comes_back_from_it
     network: SimulatedNetwork, begin: Begin
 ) -> None:
     swarm = begin(network, TRAINING, **STAGES)
-    start_all(swarm, 2 * ROUNDS)
+    start_all(swarm, 5 * ROUNDS)
     await swarm.until(lambda: swarm.round("host1b") >= 2)
     await swarm.kill("host1b")
     killed_at = swarm.round("host1b")
     await swarm.until(lambda: swarm.round("host1a") >= killed_at + 2)
-    start_host(swarm, "host1b", 2 * ROUNDS)
+    start_host(swarm, "host1b", 5 * ROUNDS)
     await swarm.end()
-    assert {swarm.round(name) for name in HOSTS} == {2 * ROUNDS}
+    assert {swarm.round(name) for name in HOSTS} == {5 * ROUNDS}
     assert swarm.sync("host1b").replica.trained_rounds > 0
     assert swarm.summary("host1a").rounds_aborted <= 1
 
