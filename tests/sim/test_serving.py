@@ -714,6 +714,22 @@ def test_a_last_host_that_draws_no_token_is_left(num_stages: int) -> None:
     assert max(after - before for before, after in itertools.pairwise(times)) < 15.0
 
 
+@pytest.mark.fault(56)
+def test_an_answer_whose_only_last_host_draws_nothing_fails_after_a_while() -> None:
+    """It sends keepalives, and is taken again once, since there is no other."""
+
+    async def main(swarm: ServingSwarm, client: Any) -> None:
+        def strike(generation: Any, token: Any) -> None:
+            for held in swarm.hosts["s1a"].host.executor.sessions.values():
+                held.draws_after = lambda rows: []  # type: ignore[method-assign]
+
+        async with asyncio.timeout(120.0):
+            with pytest.raises(NoHostError):
+                await client.ask(PROMPT, 60, GREEDY, on_token=strike)
+
+    serve(main, 1, 1)
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_two_hosts_that_stop_at_once_cost_less_than_two_seconds(victim: int) -> None:
     times: list[float] = []

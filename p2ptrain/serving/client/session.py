@@ -181,9 +181,11 @@ class SwarmSession:
                 self._left |= {self._hosts[-1]}
                 continue
             except (VersionGoneError, StageFailedError, NoHostError) as error:
-                if self._left:  # Better one of them than none.
+                if self._left:
                     self._left = frozenset()
-                    continue
+                    if self._next > best:  # Better one of them than none, once without a token.
+                        since, best = loop.time(), self._next
+                        continue
                 if isinstance(error, VersionGoneError) or self._is_expired(error):
                     if self._next >= self._stop:
                         return
