@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.containers.compose import Containers, compose_of
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1500)  # the first test that runs makes the image
 
 VERSIONS = ("v2", "1.29")
 PEERS = {"bootstrap", "trainer", "slow-trainer", "monitor"}
