@@ -57,8 +57,10 @@ PACKAGE_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}==[A-Za-z0-9][A-Za-z0-9.+!_-
 """An installed package and its version."""
 
 OPEN_CHECKS = {"spot_checks": 4}
+OPEN_MOMENTUM = {"worker_momentum": 0.5}
 OPEN_RULES = {"norm_clip": {"clip_ratio": 1.0, "max_weight_ratio": 1.0}, "mean": {"max_weight_ratio": 1.0}}
-"""Defaults of ``averaging`` in an open swarm, by rule: see docs/explanation/robustness.md for what the clip holds."""
+"""Defaults of ``averaging`` in an open swarm: in all, with pseudo-gradients, and by rule. What each holds is in
+docs/explanation/robustness.md."""
 
 SPARSE_FEEDBACK_DECAY = 0.95
 """Default of ``feedback_decay`` under ``topk``: SparseLoCo (arXiv 2508.15706)."""
@@ -329,6 +331,9 @@ class AveragingSpec(Section):
     """Chunks of each share that the group computes again, all members together, before it signs: 4 among strangers,
     which makes rounds of 10M values over links of 100 Mbit/s up to 9 % longer. 0 trusts owners: right where all
     machines are one person's."""
+    worker_momentum: float = Field(0.0, ge=0, lt=1)
+    """The part of a contribution that is the mean of the peer's earlier ones: 0.5 among strangers, where it halves what
+    liars within the noise of honest updates cost. 0 sends each update alone. Needs ``training.every`` above 1."""
     history_rounds: int = Field(8, ge=1, le=256)
     """Encoded results that each peer keeps for laggards; with ``training.fragments``, so many of each."""
     anchors: tuple[PeerName, ...] = Field((), max_length=MAX_ANCHOR_KEYS)
@@ -486,12 +491,14 @@ class Manifest(Section):
     def _strict_among_strangers(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        admission, averaging = (values.get(key, {}) for key in ("admission", "averaging"))
+        admission, averaging, training = (values.get(key, {}) for key in ("admission", "averaging", "training"))
         mode = admission.get("mode") if isinstance(admission, dict) else getattr(admission, "mode", None)
         if mode != "open" or not isinstance(averaging, dict):
             return values
+        every = training.get("every") if isinstance(training, dict) else getattr(training, "every", None)
+        momentum = {} if every == 1 else OPEN_MOMENTUM
         strict = OPEN_RULES.get(str(averaging.get("aggregation", "norm_clip")), {})
-        return {**values, "averaging": {**OPEN_CHECKS, **strict, **averaging}}
+        return {**values, "averaging": {**OPEN_CHECKS, **momentum, **strict, **averaging}}
 
     @model_validator(mode="after")
     def _is_printable(self) -> Manifest:
@@ -505,6 +512,11 @@ class Manifest(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Manifest:
+        if self.averaging.worker_momentum and self.training.every == 1:
+            raise ValueError(
+                f"averaging.worker_momentum = {self.averaging.worker_momentum:g} is for pseudo-gradients, and"
+                " training.every = 1 averages gradients, whose optimizer has momentum: remove it, or raise every"
+            )
         idle = self.pipeline.model_fields_set - {"stages", "cuts", "stage_memory"}
         if idle and not self.in_stages:
             raise ValueError(

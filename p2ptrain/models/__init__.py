@@ -53,7 +53,7 @@ SERVED_BYTES = {"fp32": 4.0, "int8": 1.1}
 
 TRAINED_BYTES = 4 * (1 + 1 + 2 + 4)
 """Memory per trained fp32 parameter: value, gradient, AdamW's two moments, and the swarm's four vectors: round start,
-outer momentum, error feedback, and the staged result before its commit.
+outer or worker momentum, error feedback, and the staged result before its commit.
 """
 
 MOMENTS_SAVED_BYTES = 6

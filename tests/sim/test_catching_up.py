@@ -45,9 +45,9 @@ class Checkpoint:
 class Trainers:
     """Trainers that average when they are told to, and share one ledger, which checks that equal lineages are equal."""
 
-    def __init__(self, network: SimulatedNetwork, codec: str, fragments: int) -> None:
+    def __init__(self, network: SimulatedNetwork, fragments: int, **averaging: object) -> None:
         self.network = network
-        self.manifest = make_manifest({"fragments": fragments}, codec=codec, min_peers=2, late_decay=DECAY)
+        self.manifest = make_manifest({"fragments": fragments}, min_peers=2, late_decay=DECAY, **averaging)
         self.ledger = Ledger()
         self.all: dict[str, SimulatedTrainer] = {}
         self.noise = torch.Generator().manual_seed(1)
@@ -116,10 +116,10 @@ class Trainers:
 
 @asynccontextmanager
 async def trainers(
-    network: SimulatedNetwork, names: str, codec: str = "int8", fragments: int = 1
+    network: SimulatedNetwork, names: str, codec: str = "int8", fragments: int = 1, **averaging: object
 ) -> AsyncIterator[Trainers]:
     """Trainers called by one letter each that have averaged once."""
-    swarm = Trainers(network, codec, fragments)
+    swarm = Trainers(network, fragments, codec=codec, **averaging)
     for name in names:
         await swarm.start(name)
     await swarm.rounds(names, 1)
@@ -315,6 +315,37 @@ async def test_work_and_a_residual_that_no_round_has_used_are_restored(network: 
         assert torch.equal(again.sync.feedback.residual, saved.residual)
         assert again.work.pending == saved.work[0]["pending"]
         torch.testing.assert_close(live_values(again) - again.state.vector, done * DECAY)
+
+
+async def sent_and_own(trainer: SimulatedTrainer) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a trainer would contribute now, without its residual, and its update alone."""
+    (fragment,), own = trainer.state.fragments, torch.empty(NUM_VALUES)
+    trainer.work.collect(own)
+    sent = await trainer.sync.replica.collect(trainer.work, fragment)
+    assert sent is not None
+    residual = trainer.sync.feedback.residual
+    return (sent.clone() if residual is None else sent - residual), own
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+@simulated(seed=1)
+async def test_worker_momentum_is_the_mean_of_the_updates_that_counted(network: SimulatedNetwork, codec: str) -> None:
+    async with trainers(network, "ab", codec, worker_momentum=0.75) as swarm:
+        trainer = swarm.all["a"]
+        await trainer.sync.replica.reset(trainer.work)
+        updates = []
+        for counts in (True, True, False, True):  # What does not count waits, and is in the next update.
+            swarm.step("a")
+            swarm.step("b")
+            sent, own = await sent_and_own(trainer)
+            weights = [0.75**age for age in reversed(range(len(updates) + 1))]
+            terms = [weight * update for weight, update in zip(weights, [*updates, own], strict=True)]
+            torch.testing.assert_close(sent, torch.stack(terms).sum(0) / sum(weights), rtol=1e-4, atol=1e-6)
+            if counts:
+                before = trainer.sync.replica.trained_rounds
+                await asyncio.gather(*(each.synchronize() for each in swarm.all.values()))
+                assert trainer.sync.replica.trained_rounds == before + 1
+                updates.append(own)
 
 
 def live_values(trainer: SimulatedTrainer) -> torch.Tensor:

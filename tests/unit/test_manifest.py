@@ -212,7 +212,8 @@ OUT_OF_BOUNDS: dict[str, tuple[Any, ...]] = {
     "training.every": (0,), "averaging.aggregation": ("a mean",), "averaging.trim_fraction": (0.5,),
     "averaging.clip_ratio": (0,), "averaging.center_ratio": (-1,), "averaging.max_norm_ratio": (1,),
     "averaging.max_value": (math.inf,), "averaging.max_weight_ratio": (math.nan,), "averaging.small_tensors": ("int8",),
-    "averaging.small_values": (0,), "averaging.feedback_decay": (1.01, -0.1), "pipeline.cuts": ([1.5],),
+    "averaging.small_values": (0,), "averaging.feedback_decay": (1.01, -0.1),
+    "averaging.worker_momentum": (1, -0.1), "pipeline.cuts": ([1.5],),
     "pipeline.stages": (0, 257, "many", 2.5, True), "pipeline.codec": ("topk",), "packages": (["something"],),
     "name": ("",), "model": (3,),
 }  # fmt: skip
@@ -229,20 +230,27 @@ def test_a_value_out_of_bounds_is_refused_by_name(name: str) -> None:
 @pytest.mark.parametrize(
     ("mode", "averaging", "expected"),
     [
-        ("invite", {}, (2.0, 10.0, 0)),
-        ("open", {}, (1.0, 1.0, 4)),
-        ("open", {"clip_ratio": 1.5, "spot_checks": 0}, (1.5, 1.0, 0)),
-        ("open", {"aggregation": "centered_clip"}, (2.0, 10.0, 4)),
-        ("open", {"aggregation": "mean"}, (2.0, 1.0, 4)),
+        ("invite", {}, (2.0, 10.0, 0, 0.0)),
+        ("open", {}, (1.0, 1.0, 4, 0.5)),
+        ("open", {"clip_ratio": 1.5, "spot_checks": 0, "worker_momentum": 0.2}, (1.5, 1.0, 0, 0.2)),
+        ("open", {"aggregation": "centered_clip"}, (2.0, 10.0, 4, 0.5)),
+        ("open", {"aggregation": "mean"}, (2.0, 1.0, 4, 0.5)),
     ],
 )
 def test_an_open_swarm_clips_strictly_and_checks_owners_unless_the_organizer_says_otherwise(
-    mode: str, averaging: dict[str, Any], expected: tuple[float, float, int]
+    mode: str, averaging: dict[str, Any], expected: tuple[float, float, int, float]
 ) -> None:
     manifest = Manifest.model_validate({"admission": {"mode": mode}, "averaging": averaging})
     spec = manifest.averaging
-    assert (spec.clip_ratio, spec.max_weight_ratio, spec.spot_checks) == expected
+    assert (spec.clip_ratio, spec.max_weight_ratio, spec.spot_checks, spec.worker_momentum) == expected
     assert Manifest.model_validate(manifest.model_dump()) == manifest
+
+
+def test_gradients_have_no_worker_momentum() -> None:
+    values: dict[str, Any] = {"admission": {"mode": "open"}, "training": {"every": 1}}
+    assert Manifest.model_validate(values).averaging.worker_momentum == 0
+    with pytest.raises(ManifestError, match="worker_momentum"):
+        parse_manifest({**values, "averaging": {"worker_momentum": 0.5}}, "run.toml")
 
 
 @pytest.mark.parametrize("admission", [3, "open", None, ["open"]])

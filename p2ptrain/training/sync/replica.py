@@ -19,6 +19,7 @@ from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.protocol.certificate import Body, Certificate, Head
 from p2ptrain.averaging.timing.goal import Goal
 from p2ptrain.averaging.vector.error_feedback import Encoded, ErrorFeedback
+from p2ptrain.averaging.vector.momentum import Momentum
 from p2ptrain.errors import DivergedError
 from p2ptrain.manifest import TrainingSpec
 from p2ptrain.tasks import to_its_end
@@ -101,6 +102,7 @@ class Replica:
         self.averager = Averager(context, state.head, round_log, layout.fingerprint, goal)
         self.feedback = ErrorFeedback(layout.num_values, vector_codec(spec, layout), spec.feedback_decay)
         self._feedbacks = self.feedback.split(codecs, sizes)
+        self._momenta = [Momentum(spec.worker_momentum) for _ in fragments]
         self.drops_stale = training.every == 1
         self._buffer: torch.Tensor | None = None
         self._drops_in_a_row = 0
@@ -121,7 +123,7 @@ class Replica:
     # --- contributing
 
     async def collect(self, work: Contribution, fragment: Fragment) -> torch.Tensor | None:
-        """Return the contribution plus the error-feedback residual, in a reused buffer; None if it is not finite."""
+        """Return the contribution with momentum and residual, in a reused buffer; None if it is not finite."""
         out = self._buffer_for(fragment)
         return out if await self.context.runtime.compute(self._collect, work, out, fragment) else None
 
@@ -133,12 +135,19 @@ class Replica:
 
     def _collect(self, work: Contribution, out: torch.Tensor, fragment: Fragment) -> bool:
         work.collect(out, fragment)
+        self._momenta[fragment.index].blend(out)
         self._feedbacks[fragment.index].add_to(out)
         return bool(torch.isfinite(out.sum(dtype=torch.float64)))
 
     async def update_feedback(self, body: Body, encoded: Sequence[Encoded]) -> None:
-        """Record the compression error of a contribution that is in a result."""
-        await self.context.runtime.compute(self._feedbacks[self.fragment_of(body).index].update, encoded)
+        """Record the momentum and the compression error of a contribution that is in a result."""
+        await self.context.runtime.compute(self._update_feedback, self.fragment_of(body).index, encoded)
+
+    def _update_feedback(self, index: int, encoded: Sequence[Encoded]) -> None:
+        feedback = self._feedbacks[index]
+        if encoded:
+            self._momenta[index].keep(encoded[0].vector, feedback.residual)
+        feedback.update(encoded)
 
     def restore_residual(self, residual: torch.Tensor) -> None:
         """Load a checkpoint's residual (fp32, ``[num_values]``) before the catch-up from the checkpoint's head.
@@ -160,6 +169,8 @@ class Replica:
         await self.context.runtime.compute(work.reset)
         self.averager.contributions.consumed(range(len(self.state.fragments)))
         self.feedback.reset()
+        for momentum in self._momenta:
+            momentum.reset()
 
     async def drop(self, work: Contribution, reason: str) -> str:
         """Drop a contribution that cannot count; return why. Raise `DivergedError` at `MAX_DROPS` in a row."""
@@ -290,10 +301,11 @@ class Replica:
         carries: Sequence[torch.Tensor | None],
         follows: bool,
     ) -> None:
-        """Set the live model; keep the residual of carried work if the new state ``follows`` from this peer's."""
-        for feedback, part in zip(self._feedbacks, kept, strict=True):
+        """Set the live model; keep residual and momentum of carried work if the new state ``follows`` from the old."""
+        for feedback, momentum, part in zip(self._feedbacks, self._momenta, kept, strict=True):
             if part is None or not follows:
                 feedback.reset()
+                momentum.reset()
         if work is not None:
             for fragment in self.state.fragments:
                 work.adopt(False, carries[fragment.index], fragment)

@@ -1,8 +1,8 @@
 """A small classifier that a group trains together while some of its members lie, and the lies.
 
-Every round, each of the group's peers takes some SGD steps from the common parameters on data of its own, and the
-owners of the shares reduce the pseudo-gradients as they do in a real round: encoded parts, checked and measured, judged
-and combined by the rule of the manifest. Only the network is left out, and owners do not lie here.
+Every round, each of the group's peers takes some SGD steps from the common parameters on data of its own, and adds
+worker momentum. The owners of the shares reduce the pseudo-gradients as they do in a real round: encoded parts, checked
+and measured, judged and combined by the rule of the manifest. Only the network is left out, and owners do not lie here.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from p2ptrain.averaging.allreduce.bandwidth import split_shares
 from p2ptrain.averaging.protocol.table import FULL_TRUST
+from p2ptrain.averaging.vector.momentum import Momentum
 from p2ptrain.averaging.vector.reduce import EncodedStream, OwnShare
 from p2ptrain.averaging.vector.rules import Claim
 from p2ptrain.codecs import CodecError, get_codec
@@ -104,7 +105,6 @@ ATTACKS: dict[str, Attack] = {
     "noise": Attack(noise),
     "sign flip, 1e9 tokens": Attack(lambda now: -now.own, tokens=LOUD_TOKENS),
 }
-ROW_33 = ("sign flip", "a little is enough", "inner product x 0.5", "inner product x 4", "label flip", "stale", "zero")
 
 
 @dataclass
@@ -150,12 +150,15 @@ class Study:
     def _run(self, spec: AveragingSpec, attack: Attack, num_hostile: int, num_shares: int) -> Outcome:
         generator, dice = Generator().manual_seed(self._seed + 1), Generator().manual_seed(self._seed + 2)
         parameters, memory, refused = self._start.clone(), list[Tensor](), dict[int, int]()
-        honest = NUM_PEERS - num_hostile
+        honest, momenta = NUM_PEERS - num_hostile, [Momentum(spec.worker_momentum) for _ in range(NUM_PEERS)]
         tokens = [LOCAL_STEPS * BATCH] * NUM_PEERS
         if attack.tokens is not None:
             tokens[honest:] = [attack.tokens] * num_hostile
         for number in range(self.rounds):
             updates = self._local_updates(parameters, generator, honest if attack.flips_labels else NUM_PEERS)
+            for momentum, update in zip(momenta, updates, strict=True):
+                momentum.blend(update)
+                momentum.keep(update, None)
             if num_hostile:
                 now = Situation(number, updates[honest:], updates[:honest], memory, dice)
                 updates = torch.cat([updates[:honest], attack.lie(now)])
