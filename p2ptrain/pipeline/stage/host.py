@@ -50,6 +50,10 @@ ORPHAN_SECONDS = 15.0
 """Timeout of a microbatch in flight without a waiting caller; the caller's own caller may send a substitute."""
 NEXT_ROUND_SECONDS = 120.0
 """Timeout of an early microbatch, until its round begins."""
+STATE_SECONDS = 3.0
+"""Timeout of a microbatch at a host without its stage's state; then the caller goes to another host."""
+NOT_YET = -1
+"""The round of a host without its stage's state."""
 UNDO_SECONDS = 2.0
 """Timeout of pending removals from the sum when the host closes."""
 MAX_REMEMBERED_ROUNDS = 8
@@ -194,19 +198,32 @@ class StageHost:
             raise OtherRoundError(f"{hop.id} came too late: this host is in round {self.ledger.round}", is_late=True)
 
     async def _in_its_round(self, hop: Hop) -> None:
-        """Wait up to `NEXT_ROUND_SECONDS` for the round of an early microbatch."""
+        """Wait up to `NEXT_ROUND_SECONDS` for the round of an early microbatch, but only briefly for any state."""
         if hop.id.round <= self.ledger.round:
             return
-        self._queue.note_over()
         with self._early.hold(hop.id.trainer, Amounts(1)):
-            try:
-                async with asyncio.timeout(NEXT_ROUND_SECONDS):
-                    while hop.id.round > self.ledger.round:
-                        self._check_leaving(hop)
-                        await self._changed.wait()
-            except TimeoutError:
+            await self._with_state(hop, NOT_YET + 1)
+            if hop.id.round > self.ledger.round:
+                self._queue.note_over()
+            if not await self._reaches(hop.id.round, hop, NEXT_ROUND_SECONDS):
                 reason = f"{hop.id} came too early: this host is in round {self.ledger.round}"
-                raise OtherRoundError(reason, is_late=False) from None
+                raise OtherRoundError(reason, is_late=False)
+
+    async def _with_state(self, hop: Hop, oldest: int) -> None:
+        """Raise `FullError` unless this host has a state of round ``oldest`` or later within `STATE_SECONDS`."""
+        if not await self._reaches(oldest, hop, STATE_SECONDS):
+            raise FullError("this host does not have its stage's state yet: go to another one")
+
+    async def _reaches(self, round: int, hop: Hop, seconds: float) -> bool:
+        """Wait for a round; return False if it does not begin in time."""
+        try:
+            async with asyncio.timeout(seconds):
+                while self.ledger.round < round:
+                    self._check_leaving(hop)
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
 
     # Forward, onward and back
 
@@ -233,10 +250,14 @@ class StageHost:
         return self._count(hop, reply, back.result.added, output.busy_seconds + back.busy_seconds, times)
 
     async def _evaluate(self, hop: Hop, tell: Tell) -> Reply:
-        """Run a microbatch forward for its loss; nothing of it counts or is stored."""
+        """Run a microbatch forward for its loss; nothing of it counts or is stored.
+
+        A host without state, or with that of an earlier round than the last, would evaluate another model.
+        """
         worker = self.worker
         self._check_age(hop)
         with self._evaluated.hold(hop.id.trainer, Amounts(1)):
+            await self._with_state(hop, max(NOT_YET + 1, hop.id.round - 1))
             await worker.check_values(hop)
             if worker.ends(hop):
                 loss = await worker.evaluate(hop)

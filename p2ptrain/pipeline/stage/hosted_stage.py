@@ -8,7 +8,7 @@ from typing import Protocol
 from p2ptrain.network.records.record import StageReport
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.pipeline.checkpoints.saving import StageSaves
-from p2ptrain.pipeline.stage.host import AdmissionQueue, StageHost
+from p2ptrain.pipeline.stage.host import NOT_YET, AdmissionQueue, StageHost
 from p2ptrain.pipeline.stage.rounds import StageRounds
 from p2ptrain.pipeline.stage.service import HostService
 from p2ptrain.pipeline.stage.units import HostingOptions, host_unit
@@ -18,8 +18,6 @@ from p2ptrain.signing import Signer
 from p2ptrain.tasks import Tasks
 from p2ptrain.training.sync.synchronizer import RoundResult
 
-NOT_YET = -1
-"""The round of a host without its stage's state: microbatches wait."""
 WRITING_SECONDS = 10.0
 """Timeout of a checkpoint list that is being written when the stage is closed."""
 

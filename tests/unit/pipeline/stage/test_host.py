@@ -18,11 +18,12 @@ from p2ptrain.pipeline.messages import (
     RoundRequest,
     pack,
 )
-from p2ptrain.pipeline.stage.host import FORGET_SECONDS, ORPHAN_SECONDS, SIGNED_TWICE
+from p2ptrain.pipeline.stage.host import FORGET_SECONDS, NOT_YET, ORPHAN_SECONDS, SIGNED_TWICE, STATE_SECONDS
 from tests.support.coroutines import simulated
 from tests.support.sim.peers import until
 from tests.support.sim.stage_hosts import (
     PASS_SECONDS,
+    HostPeer,
     Hosts,
     OpenRound,
     RefusedError,
@@ -110,6 +111,39 @@ async def test_a_round_that_never_begins_is_waited_for_no_longer_than_there_is_t
     with pytest.raises(RefusedError, match=r"early: .* came too early"):
         await send_raw(trainer.rpc, first, request, *data, seconds=600.0)
     check_untouched(swarm)
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+@simulated(hosts, (0, 1, 1), seed=30)
+async def test_a_microbatch_goes_elsewhere_if_a_host_is_without_its_state_for_long(
+    swarm: Hosts, requires_grad: bool
+) -> None:
+    """Its model has initial values, and its peer may need minutes to download others."""
+    loop, trainer, (first, starting, other) = asyncio.get_running_loop(), swarm.trainers[0], swarm.hosts
+    await enter(starting, NOT_YET)
+    began, hop = loop.time(), swarm.hop(trainer, 0, starting, requires_grad=requires_grad)
+    reply = await swarm.send(trainer, hop, first)
+    assert [leg.host for leg in reply.legs] == [first.id, other.id]
+    assert STATE_SECONDS < loop.time() - began < STATE_SECONDS + 1.0
+    sending = trainer.peer.spawn(swarm.send(trainer, swarm.hop(trainer, 1, starting, requires_grad=False), first))
+    await asyncio.sleep(STATE_SECONDS / 2)
+    await enter(starting, 0)
+    assert [leg.host for leg in (await sending).legs] == [first.id, starting.id]
+
+
+@pytest.mark.parametrize("behind", [1, 2])
+@simulated(hosts, (0, 1, 1), seed=31)
+async def test_a_host_evaluates_on_the_state_of_the_last_round_and_on_no_earlier_one(swarm: Hosts, behind: int) -> None:
+    trainer, (first, late, other) = swarm.trainers[0], swarm.hosts
+    for each, round in ((first, 2), (late, 2 - behind), (other, 2)):
+        await enter(each, round)
+    reply = await swarm.send(trainer, swarm.hop(trainer, 0, late, round=2, requires_grad=False), first)
+    assert [leg.host for leg in reply.legs] == [first.id, late.id if behind == 1 else other.id]
+
+
+async def enter(each: HostPeer, round: int) -> None:
+    await each.host.close_round(1.0)
+    each.host.begin_round(round)
 
 
 @simulated(hosts, seed=7)
