@@ -25,7 +25,7 @@ from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.simulated import SimulatedNetwork
 from tests.support.coroutines import simulated
 from tests.support.records import record_of
-from tests.support.sim.clubs import WAIT_SECONDS, Club, announce, ask_for_votes, established, refuses, tell_seed
+from tests.support.sim.clubs import WAIT_SECONDS, Club, announce, ask_for_votes, established, refuses, save, tell_seed
 from tests.support.sim.strangers import forge, go_on_from
 
 # --- strangers ----------------------------------------------------------------------------------------------------
@@ -337,6 +337,59 @@ async def test_a_reduced_child_that_is_shown_to_a_live_swarm_moves_nobody(networ
     await announce(others[0], alone)
     assert await alone.sync.follow_swarm(alone.work), "it comes back"
     assert alone.sync.head == others[0].sync.head
+
+
+@pytest.mark.fault(2)
+@pytest.mark.parametrize("names", ["abcd", "abc"])
+@simulated(seed=24)
+async def test_a_member_that_comes_back_follows_those_at_once_without_whom_no_full_round_is_possible(
+    network: SimulatedNetwork, names: str
+) -> None:
+    """Two of five voters are more than a third; one of four may be alone with its fault."""
+    club, trainers = await established(network, names)
+    (back, gone), there = trainers[-2:], trainers[:-2]
+    saved = save(back)
+    for each in (back, gone):
+        network.crash(each.peer)
+    await club.average(*there, rounds=2)
+    assert there[0].sync.head.is_reduced
+    for each in there:
+        await announce(each)
+    began = network.loop.time()
+    returned = await club.restart(back, saved)
+    waited = network.loop.time() - began
+    if len(there) > 1:
+        assert returned.sync.head == there[0].sync.head
+        assert waited < WAIT_SECONDS / 4
+    else:
+        assert returned.sync.head == saved[0]
+        assert waited >= WAIT_SECONDS
+    await club.average(*there, returned, rounds=3)
+    assert min(each.sync.head.full for each in (*there, returned)) > saved[0].full, "together they are enough again"
+
+
+@pytest.mark.fault(2, 36)
+@pytest.mark.parametrize("names_another", [True, False])
+@simulated(seed=25)
+async def test_a_liar_s_record_leads_no_member_that_comes_back_away(
+    network: SimulatedNetwork, names_another: bool
+) -> None:
+    """It announces that all voters went on with it, and shows rounds that it signed alone."""
+    club, trainers = await established(network)
+    liar, back, *others = trainers
+    saved = save(back)
+    network.crash(back.peer)
+    liar.sync.participate(False)
+    go_on_from(liar, forge(liar, is_reduced=True))
+    go_on_from(liar, forge(liar, *others[: 2 * names_another], is_reduced=True, signers=[liar]))
+    liar.sync.replica.state.head = replace(liar.sync.head, returned=4)
+    await announce(liar)
+    returned = await club.restart(back, saved)
+    assert returned.sync.head == saved[0]
+    await announce(others[0], returned)
+    assert not await returned.sync.follow_swarm(returned.work)
+    await club.average(returned, *others)
+    assert not returned.sync.head.is_reduced
 
 
 # --- a voter's memory -----------------------------------------------------------------------------------------------

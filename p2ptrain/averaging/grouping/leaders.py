@@ -12,14 +12,14 @@ have followers, failures of groups and rank decide (`Leaders.priority`); peers m
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.cells import Cells, Key
 from p2ptrain.averaging.grouping.membership import Membership, rank
 from p2ptrain.averaging.grouping.messages import MAX_GOSSIP, PROBE, Failures, Probe, ProbeReply
-from p2ptrain.averaging.protocol.certificate import Head
+from p2ptrain.averaging.protocol.certificate import Certificate, Head
 from p2ptrain.averaging.protocol.table import NO_MEMBERS, Table
 from p2ptrain.errors import PeerUnreachableError
 from p2ptrain.manifest import AveragingSpec
@@ -46,6 +46,7 @@ class RoundPosition:
         standstill: Seconds for which this peer, while it was awake, has tried to end the round in progress.
         turn: The group in which this peer was sent on too often, and whose turn it is to lead it.
         leaves: True if this peer leaves the swarm after the round in progress.
+        left: Peers that signed reduced rounds of their own after this peer's full head, by their certificates.
         on_close: Called each time another peer says that the round in progress closes.
     """
 
@@ -60,6 +61,7 @@ class RoundPosition:
     standstill: float = field(default=0.0, init=False)
     turn: tuple[Key, str] | None = field(default=None, init=False)
     leaves: bool = field(default=False, init=False)
+    left: frozenset[str] = field(default=frozenset(), init=False)
     on_close: Callable[[], None] = lambda: None
 
     @property
@@ -92,11 +94,27 @@ class RoundPosition:
         """True if this peer should go on from another head.
 
         It leaves a full head of its own for a reduced lineage only after its own wait: a few members may have closed a
-        round without the others, which are still there.
+        round without the others, which are still there. It does not wait if so many `left` that none of the others can
+        end a full round, and this peer was in no attempt at one.
         """
         if head.lineage == self.head.lineage or not head.outranks(self.head):
             return False
-        return head.full > self.head.full or self.head.is_reduced or not head.is_reduced or self.is_stalled(spec)
+        if head.full > self.head.full or self.head.is_reduced or not head.is_reduced or self.is_stalled(spec):
+            return True
+        return not self.attempts and self.head.table.is_stopped_without(self.left)
+
+    def note_left(self, chain: Iterable[Certificate]) -> None:
+        """Record who `left`, by valid certificates that follow this peer's head.
+
+        Records do not count, and rosters alone neither: a liar could list peers that are not there. More than a third
+        of the voters cannot all lie, and each honest one waited before it signed.
+        """
+        lineage = self.head.lineage
+        for certificate in chain:
+            if certificate.body.lineage != lineage or not certificate.body.is_reduced:
+                return
+            self.left |= certificate.signing_members
+            lineage = certificate.body.next_lineage
 
     def is_ahead_of(self, head: Head) -> bool:
         """True if this peer's head wins over another one, whose round is then over."""

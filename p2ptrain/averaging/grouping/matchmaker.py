@@ -107,7 +107,7 @@ class Matchmaker:
         """Continue from another head, and expect the members of its last round even without records."""
         self.position.head = head
         self.position.running = None
-        self.position.attempts, self.position.standstill = 0, 0.0
+        self.position.attempts, self.position.standstill, self.position.left = 0, 0.0, frozenset()
         self._stop_clock()
         self.standby.moved()
         for peer in self._in_cell(self.position.key, head.members):

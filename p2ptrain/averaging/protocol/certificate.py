@@ -416,6 +416,11 @@ class Certificate:
     def signers(self) -> frozenset[str]:
         return frozenset(peer for peer, _ in self.proofs)
 
+    @property
+    def signing_members(self) -> frozenset[str]:
+        """The signers on its roster, without voters that only confirm the result."""
+        return self.signers.intersection(self.body.members)
+
     def to_bytes(self) -> bytes:
         return to_bytes(self)
 

@@ -158,6 +158,10 @@ class Table:
         """True if these are more than a third of the members that may lead, so that one of them is honest."""
         return not self.leading or 3 * len(self.leading.intersection(peers)) > len(self.leading)
 
+    def is_stopped_without(self, peers: Collection[str]) -> bool:
+        """True if no full certificate is possible without these peers: they are more than a third of the electorate."""
+        return len(self.electorate.difference(peers)) < self.quorum
+
     @cached_property
     def num_returned(self) -> int:
         """Members of the electorate that were on rosters since the newest full certificate; 0 while it is the last."""

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 from p2ptrain.averaging.commit.anchoring import AnchorSearch
 from p2ptrain.averaging.commit.attempt import AttemptFailedError
@@ -37,8 +38,8 @@ MAX_CHAINS = 4
 """Replays in a row: of the rounds that this peer missed, then of those that ended meanwhile."""
 STALL_SECONDS = 4.0
 """A source that fails after this time is doubted: it must prove its state before this peer follows it again."""
-MAX_DOUBTED_ASKED = 4
-"""Limit of concurrent checks of doubted peers."""
+MAX_ASKED_AT_ONCE = 4
+"""Limit of concurrent checks in the background."""
 MAX_REPAIRS = 10
 """Consecutive failed repairs that end training."""
 
@@ -64,6 +65,7 @@ class CatchUp:
         self._failed_repairs = 0
         self._tasks = Tasks()
         self._checks: dict[str, asyncio.Task[None]] = {}
+        self._told_who_left: dict[str, tuple[bytes, bytes]] = {}
         self.anchors = AnchorSearch(
             self._context, self._round_log, lambda: self._state.head, self._tasks,
             lambda: self._matchmaker.position.is_stalled(self._context.spec),
@@ -105,20 +107,37 @@ class CatchUp:
 
     def check_soon(self, peer: str) -> None:
         """Check in the background whether a doubted peer has the state that it announces."""
-        self._checks = {peer: task for peer, task in self._checks.items() if not task.done()}
-        if peer in self._checks or len(self._checks) >= MAX_DOUBTED_ASKED or self._membership.is_mistrusted(peer):
-            return
-        self._checks[peer] = self._tasks.start(self._check(peer), f"ask-{peer[-8:]}")
+        self._ask_soon(peer, self._check)
 
-    async def _check(self, peer: str) -> None:
+    def find_who_left(self, peer: str, lineage: bytes) -> None:
+        """Ask a peer in the background, once, for the certificates of a reduced lineage after this peer's head."""
+        if self._told_who_left.get(peer) != (self._state.head.lineage, lineage):
+            self._ask_soon(peer, partial(self._find_who_left, lineage))
+
+    def _ask_soon(self, peer: str, ask: Callable[[str], Awaitable[None]]) -> None:
+        self._checks = {peer: task for peer, task in self._checks.items() if not task.done()}
+        if peer in self._checks or len(self._checks) >= MAX_ASKED_AT_ONCE or self._membership.is_mistrusted(peer):
+            return
+        self._checks[peer] = self._tasks.start(self._blaming(peer, ask), f"ask-{peer[-8:]}")
+
+    async def _blaming(self, peer: str, ask: Callable[[str], Awaitable[None]]) -> None:
         started = asyncio.get_running_loop().time()
         try:
-            if not await self._round_log.certificates_after(peer, self._state.head):
-                await self._head_ahead(peer)
+            await ask(peer)
         except SOURCE_FAILURES as error:
             self._blame(peer, error, started)
-        else:
-            self._membership.vouch(peer)
+
+    async def _check(self, peer: str) -> None:
+        if not await self._round_log.certificates_after(peer, self._state.head):
+            await self._head_ahead(peer)
+        self._membership.vouch(peer)
+
+    async def _find_who_left(self, lineage: bytes, peer: str) -> None:
+        head = self._state.head
+        self._matchmaker.position.note_left(
+            await self._round_log.certificates_after(peer, head, proofs=True, until=lineage)
+        )
+        self._told_who_left[peer] = (head.lineage, lineage)
 
     async def _catch_up(self, source: str, work: Contribution | None) -> None:
         chain = await self._round_log.certificates_after(source, self._state.head)
@@ -127,6 +146,7 @@ class CatchUp:
             holder, chain = await self._chain_of_others(source)
         if not chain:
             return await self._download(source, work, keep_work=True)
+        self._matchmaker.position.note_left(chain)
         self._check_ahead(source, head_through(self._state.head, chain))
         if chain[0].body.digest != self._state.head.digest:
             logger.warning("the swarm went on from another state than this peer's: its own is wrong")

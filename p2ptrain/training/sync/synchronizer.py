@@ -282,11 +282,14 @@ class Synchronizer:
                 record.round, record.lineage, record.lineage_tokens, 0, record.digest,
                 full=record.lineage_full, returned=record.lineage_returned,
             )  # fmt: skip
-            if announced.outranks(best) and (anchored or self.position.follows(announced, self._spec)):
-                if self._membership.is_doubted(record.peer):
-                    self.catch_up.check_soon(record.peer)
-                else:
-                    best, source = announced, record.peer
+            if not announced.outranks(best):
+                continue
+            if not (anchored or self.position.follows(announced, self._spec)):
+                self.catch_up.find_who_left(record.peer, record.lineage)
+            elif self._membership.is_doubted(record.peer):
+                self.catch_up.check_soon(record.peer)
+            else:
+                best, source = announced, record.peer
         return source
 
     def is_due(self, steps: int) -> bool:

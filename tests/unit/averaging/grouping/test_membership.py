@@ -17,9 +17,11 @@ from p2ptrain.averaging.grouping.membership import (
 )  # fmt: skip
 from p2ptrain.averaging.protocol.certificate import genesis
 from p2ptrain.averaging.protocol.table import Row, Table
+from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.runtime import Runtime
 from tests.support.records import record_of
+from tests.unit.averaging.protocol.test_table import make_body, signed, voters
 
 
 class Clock:
@@ -271,3 +273,26 @@ def test_a_peer_without_a_record_counts_while_it_asks_and_answers() -> None:
     for index in range(1000):
         leaders.probed_by(KEY, f"p{index}")
     assert len(leaders.probers(KEY)) == MAX_PROBERS
+
+
+@pytest.mark.parametrize(
+    ("members", "signers", "follows"),
+    [("abc", "abc", True), ("ab", "ab", False), ("abc", "ab", False), ("ab", "abc", False), ("xyz", "xyz", False)],
+)
+def test_a_peer_leaves_its_full_head_at_once_if_a_third_signed_rounds_of_their_own(
+    members: str, signers: str, follows: bool
+) -> None:
+    """Three of six; a roster or a vote from elsewhere tells of nobody that went on without the others."""
+    table = voters("abcdef")
+    position = RoundPosition(replace(genesis(bytes(32), bytes(32)), table=table), "f", Cells(8))
+    reduced = make_body(table, 0, members, is_reduced=True)
+    reduced = replace(reduced, lineage=position.head.lineage)
+    later = replace(position.head, round=1, lineage=reduced.next_lineage, returned=6)
+    assert not position.follows(later, AveragingSpec())
+    position.note_left([signed(replace(reduced, lineage=bytes(32)), signers)])
+    position.note_left([signed(replace(reduced, is_reduced=False), signers)])
+    assert not position.follows(later, AveragingSpec()), "it went on from another head, or in a full round"
+    position.note_left([signed(reduced, signers)])
+    assert position.follows(later, AveragingSpec()) == follows
+    position.attempts = 1
+    assert not position.follows(later, AveragingSpec()), "it may have signed a full round"
