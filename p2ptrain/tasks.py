@@ -8,6 +8,7 @@ belongs to the object or block that starts tasks:
 * ``keep``: a loop that must not end. A failure is logged, and the loop is restarted with backoff.
 * ``call``: a task that the caller awaits and whose failure the caller handles.
 * `together`: concurrent coroutines; the first failure cancels the others.
+* `Backoff`: the pauses between attempts.
 
 `tests/unit/test_tasks.py` refuses asyncio's own functions elsewhere in the package: ``create_task``,
 ``ensure_future``, ``TaskGroup``, ``gather``, and wrappers of a coroutine such as ``shield(coroutine())``.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -31,6 +33,29 @@ LONGEST_PAUSE_SECONDS = 60.0
 """Largest backoff; a loop that ran this long without a failure resets its backoff."""
 
 T = TypeVar("T")
+
+
+class Backoff:
+    """Pauses between attempts: each is twice as long as the one before, up to a limit.
+
+    Args:
+        first: First pause in seconds; also the first one after a `reset`.
+        longest: Longest pause in seconds.
+        jitter: Generator that varies each pause by half of it, so that peers do not retry in step.
+    """
+
+    def __init__(self, first: float, longest: float, jitter: random.Random | None = None) -> None:
+        self._first, self._longest, self._jitter = first, longest, jitter
+        self._pause = first
+
+    def next(self) -> float:
+        """Return the seconds to wait now, and double the next pause."""
+        pause, self._pause = self._pause, min(2 * self._pause, self._longest)
+        return pause * (0.5 + self._jitter.random()) if self._jitter is not None else pause
+
+    def reset(self) -> None:
+        """Start over after a success."""
+        self._pause = self._first
 
 
 class Tasks:
@@ -167,7 +192,7 @@ async def to_its_end(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 async def _again(loop: Callable[[], Awaitable[object]], name: str) -> None:
-    clock, pause = asyncio.get_running_loop(), FIRST_PAUSE_SECONDS
+    clock, backoff = asyncio.get_running_loop(), Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
     while True:
         began = clock.time()
         try:
@@ -175,11 +200,11 @@ async def _again(loop: Callable[[], Awaitable[object]], name: str) -> None:
             return
         except Exception as error:
             if clock.time() - began >= LONGEST_PAUSE_SECONDS:
-                pause = FIRST_PAUSE_SECONDS
+                backoff.reset()
+            pause = backoff.next()
             trace = None if isinstance(error, P2PTrainError) else error
             logger.error("%s failed (%s): starting it again in %.0f s", name, _text(error), pause, exc_info=trace)
         await asyncio.sleep(pause)
-        pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
 
 def _log(task: asyncio.Task[Any], error: BaseException | None, expected: int) -> None:

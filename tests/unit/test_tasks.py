@@ -4,13 +4,15 @@ import ast
 import asyncio
 import gc
 import logging
+import random
+import re
 from pathlib import Path
 
 import pytest
 
 from p2ptrain.errors import PeerLostError
 from p2ptrain.network.simulated import SimulatedNetwork
-from p2ptrain.tasks import FIRST_PAUSE_SECONDS, Tasks, to_its_end, together
+from p2ptrain.tasks import FIRST_PAUSE_SECONDS, Backoff, Tasks, to_its_end, together
 from tests.support.coroutines import simulated
 
 PACKAGE = Path(__file__).resolve().parents[2] / "p2ptrain"
@@ -237,6 +239,28 @@ async def test_a_loop_is_started_again_after_growing_pauses(
     assert began == [0.0, first, 3 * first, 7 * first]
     assert caplog.text.count("presence failed") == 3
     network.loop.errors.clear()
+
+
+def test_pauses_double_up_to_the_longest_and_start_over() -> None:
+    backoff = Backoff(0.5, 3.0)
+    assert [backoff.next() for _ in range(5)] == [0.5, 1.0, 2.0, 3.0, 3.0]
+    backoff.reset()
+    assert [backoff.next() for _ in range(2)] == [0.5, 1.0]
+
+
+def test_jitter_varies_a_pause_by_half_and_leaves_the_next_one_alone() -> None:
+    drawn = [Backoff(1.0, 8.0, random.Random(seed)) for seed in range(200)]
+    first, second = ([each.next() for each in drawn] for _ in range(2))
+    assert 0.5 <= min(first) < 0.6
+    assert 1.4 < max(first) < 1.5
+    assert 1.0 <= min(second) < max(second) < 3.0
+
+
+def test_nothing_else_doubles_its_pauses() -> None:
+    doubled = re.compile(r"min\(2 \* \w*pause|pause \*= |SECONDS \* 2 ?\*\*")
+    allowed = {"tasks.py", "network/simulated/links.py"}  # The second draws the delay of lost packets.
+    found = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if doubled.search(path.read_text())}
+    assert found <= allowed
 
 
 @simulated()

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from p2ptrain.averaging.grouping.cells import Key
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.runtime import Runtime
+from p2ptrain.tasks import Backoff
 
 FIRST_SUSPICION_SECONDS = 2.0
 LONGEST_SUSPICION_SECONDS = 60.0
@@ -49,7 +50,7 @@ class _Known:
     record: PeerRecord
     sequence: int
     expires_at: float
-    failures: int = 0
+    suspicion: Backoff = field(default_factory=lambda: Backoff(FIRST_SUSPICION_SECONDS, LONGEST_SUSPICION_SECONDS))
     suspect_until: float = 0.0
     suspect_sequence: int = -1
     suspected_at: float = 0.0
@@ -57,8 +58,9 @@ class _Known:
     rounds_missed: int = 0
     breaks: int = 0
     broke_under: set[str] = field(default_factory=set)
+    avoidance: Backoff = field(default_factory=lambda: Backoff(FIRST_AVOIDANCE_SECONDS, LONGEST_AVOIDANCE_SECONDS))
     avoid_until: float = 0.0
-    broken_promises: int = 0
+    mistrust: Backoff = field(default_factory=lambda: Backoff(FIRST_MISTRUST_SECONDS, LONGEST_MISTRUST_SECONDS))
     mistrust_until: float = 0.0
     is_doubted: bool = False
 
@@ -108,9 +110,7 @@ class Membership:
             if len(self._silent_strangers) < MAX_KNOWN_PEERS:
                 self._silent_strangers[peer] = now + UNKNOWN_SUSPICION_SECONDS
             return
-        known.failures += 1
-        pause = min(FIRST_SUSPICION_SECONDS * 2 ** min(known.failures - 1, 16), LONGEST_SUSPICION_SECONDS)
-        known.suspect_until = self._runtime.now() + pause
+        known.suspect_until = self._runtime.now() + known.suspicion.next()
         known.suspect_sequence = known.sequence
         known.suspected_at = self._runtime.now()
         known.reason = reason
@@ -119,7 +119,7 @@ class Membership:
         """Record that a peer acted (a ticket, a report): suspicion ends at once."""
         self._silent_strangers.pop(peer, None)
         if (known := self._known.get(peer)) is not None:
-            known.failures = 0
+            known.suspicion.reset()
             known.suspect_until = 0.0
             known.suspect_sequence = -1
             known.rounds_missed = 0
@@ -143,14 +143,15 @@ class Membership:
             known.breaks += 1
             is_excuse = known.breaks <= MOST_BREAKS_UNDER_ONE_LEADER
             known.broke_under.add(leader if leader and is_excuse else f"itself {known.breaks}")
+            pause = known.avoidance.next() if known.breaks >= BREAKS_BEFORE_AVOIDING else 0.0
             if len(known.broke_under) >= BREAKS_BEFORE_AVOIDING:
-                doubled = FIRST_AVOIDANCE_SECONDS * 2 ** min(known.breaks - BREAKS_BEFORE_AVOIDING, 16)
-                known.avoid_until = self._runtime.now() + min(doubled, LONGEST_AVOIDANCE_SECONDS)
+                known.avoid_until = self._runtime.now() + pause
 
     def finished_with(self, peer: str) -> None:
         if (known := self._known.get(peer)) is not None:
             known.breaks = 0
             known.broke_under.clear()
+            known.avoidance.reset()
             known.avoid_until = 0.0
 
     def convict(self, peer: str) -> None:
@@ -171,14 +172,12 @@ class Membership:
     def mistrust(self, peer: str, *, stalled: bool = False) -> None:
         """Record that a peer lacked the state that it announced; with ``stalled``, also doubt it."""
         if (known := self._known.get(peer)) is not None:
-            pause = min(FIRST_MISTRUST_SECONDS * 2 ** min(known.broken_promises, 16), LONGEST_MISTRUST_SECONDS)
-            known.broken_promises += 1
             known.is_doubted |= stalled
-            known.mistrust_until = self._runtime.now() + pause
+            known.mistrust_until = self._runtime.now() + known.mistrust.next()
 
     def kept_promise(self, peer: str) -> None:
         if (known := self._known.get(peer)) is not None:
-            known.broken_promises = 0
+            known.mistrust.reset()
             known.is_doubted = False
 
     def vouch(self, peer: str) -> None:

@@ -30,14 +30,14 @@ from p2ptrain.network.chunks.pool import ChunkPool
 from p2ptrain.network.rpc.channel import Channel, LeastRate
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.transport import PeerId
-from p2ptrain.tasks import Tasks
+from p2ptrain.tasks import Backoff, Tasks
 
 logger = logging.getLogger(__name__)
 
 RUNS_ASKED_AHEAD = 2
 CHECKS_BEHIND = 3
 """Most chunks in verification while the next one arrives."""
-FIRST_RETRY_SECONDS = 0.25
+FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS = 0.75, 6.0
 REPLACE_SECONDS = 60.0
 """Interval between replacements of the slowest source by an untried one."""
 LOOK_SECONDS = 2.0
@@ -239,7 +239,7 @@ class _Fetch:
     # --- one source -----------------------------------------------------------------------------------------------
 
     async def _use(self, source: PeerId) -> None:
-        attempts = 0
+        attempts, backoff = 0, Backoff(FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS, self.rpc.runtime.random)
         try:
             while not self.target.is_complete:
                 run = self._pool.take(source)
@@ -263,12 +263,14 @@ class _Fetch:
                 finally:
                     if self._pool.give_back(source):
                         self._notify()
-                attempts = 1 if self._bytes_from[source] > before else attempts + 1
+                if self._bytes_from[source] > before:
+                    attempts = 0
+                    backoff.reset()
+                attempts += 1
                 if attempts >= self.options.attempts:
                     logger.info("%s: gave up peer %s: %s", self.name, source[-8:], self._faults[source])
                     return
-                random = self.rpc.runtime.random.random()
-                await asyncio.sleep(FIRST_RETRY_SECONDS * 2**attempts * (1 + random))
+                await asyncio.sleep(backoff.next())
         finally:
             self._pool.leave(source)
             # Wake the main task after this one has ended, because this may be the last source.

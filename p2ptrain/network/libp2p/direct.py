@@ -27,6 +27,7 @@ from p2ptrain.network.reachability import Port, host_of, scope
 from p2ptrain.network.rpc import frames
 from p2ptrain.network.schema import Message
 from p2ptrain.network.transport import PeerId
+from p2ptrain.tasks import Backoff
 
 T = TypeVar("T")
 
@@ -98,7 +99,7 @@ class DirectConnections:
         self.listener: DirectListener | None = None
         self._asking: Counter[PeerId] = Counter()
         self._spares: dict[tuple[PeerId, str], tuple[SealedSocket, asyncio.TimerHandle]] = {}
-        self._rests: dict[PeerId, tuple[float, float]] = {}
+        self._rests: dict[PeerId, tuple[Backoff, float]] = {}
         self._closed = False
 
     async def start(self, hosts: Sequence[str], port: int) -> None:
@@ -133,8 +134,9 @@ class DirectConnections:
                     return await _begin(spare)
             except (OSError, EOFError, TimeoutError) as error:
                 logger.debug("a direct connection to peer %s is not used again: %r", peer[-8:], error)
-        until, _ = self._rests.get(peer, (0.0, 0.0))
-        return None if loop.time() < until else await self._dial(peer, protocol, deadline - loop.time())
+        if peer in self._rests and loop.time() < self._rests[peer][1]:
+            return None
+        return await self._dial(peer, protocol, deadline - loop.time())
 
     def _take_back(self, key: tuple[PeerId, str], connection: SealedSocket) -> bool:
         """Keep a connection as a spare for the next stream; False if it is not needed."""
@@ -202,11 +204,10 @@ class DirectConnections:
 
     def _rest(self, peer: PeerId, reason: str) -> None:
         """Start or double the backoff of direct dials to a peer."""
-        _, before = self._rests.pop(peer, (0.0, FIRST_REST_SECONDS / 2))
-        seconds = min(2 * before, LONGEST_REST_SECONDS)
+        backoff, _ = self._rests.pop(peer, (Backoff(FIRST_REST_SECONDS, LONGEST_REST_SECONDS), 0.0))
         while len(self._rests) >= MAX_RESTS:
             del self._rests[next(iter(self._rests))]
-        self._rests[peer] = (asyncio.get_running_loop().time() + seconds, seconds)
+        self._rests[peer] = backoff, asyncio.get_running_loop().time() + backoff.next()
         logger.info("peer %s is not reached directly, but through the daemon: %s", peer[-8:], reason)
 
     # Answering

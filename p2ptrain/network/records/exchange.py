@@ -33,6 +33,7 @@ from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.schema import Message
 from p2ptrain.signing import Signer
+from p2ptrain.tasks import Backoff
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +137,7 @@ class RecordExchange:
         self.contacts: OrderedDict[str, None] = OrderedDict()
         self._rpc = rpc
         self._num_done = 0
-        self._silent: OrderedDict[str, tuple[int, float]] = OrderedDict()
+        self._silent: OrderedDict[str, tuple[Backoff, float]] = OrderedDict()
         self._running: Counter[str] = Counter()
         self._given: OrderedDict[str, bytes] = OrderedDict()
         self._asked = set[bytes]()
@@ -231,9 +232,8 @@ class RecordExchange:
             self._given.popitem(last=False)
 
     def _note_silence(self, peer: str) -> None:
-        failures, _ = self._silent.pop(peer, (0, 0.0))
-        pause = min(FIRST_SILENCE_SECONDS * 2 ** min(failures, 8), LONGEST_SILENCE_SECONDS)
-        self._silent[peer] = failures + 1, asyncio.get_running_loop().time() + pause
+        backoff, _ = self._silent.pop(peer, (Backoff(FIRST_SILENCE_SECONDS, LONGEST_SILENCE_SECONDS), 0.0))
+        self._silent[peer] = backoff, asyncio.get_running_loop().time() + backoff.next()
         if len(self._silent) > MAX_SILENT:
             self._silent.popitem(last=False)
 

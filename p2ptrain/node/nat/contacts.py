@@ -27,7 +27,7 @@ from p2ptrain.network.reachability import Scope, scope
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.node.nat.probing import CONTACT_SECONDS
-from p2ptrain.tasks import together
+from p2ptrain.tasks import Backoff, together
 
 logger = logging.getLogger(__name__)
 
@@ -36,17 +36,18 @@ MAX_KNOWN_ADDRESSES = 64
 KNOWN_FILE = "known_peers.json"
 CONTACT_PAUSE_SECONDS = 20.0
 """Pause before a retry of a peer that did not answer."""
-FIRST_PAUSE_SECONDS = 8.0
-"""Pause before the first redial; each later pause is twice as long."""
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 8.0, 64.0
+"""Backoff between redials of a relayed peer."""
 MAX_ATTEMPTS = 4
 _LONGEST_MEMORY_SECONDS = 600.0
 
 
 @dataclass
 class _Attempts:
-    made: int
+    backoff: Backoff
     next_at: float
     seen_at: float
+    made: int = 0
 
 
 class HolePunching:
@@ -72,8 +73,10 @@ class HolePunching:
             if not is_ours or not all("/p2p-circuit" in address for address in addresses):
                 self._attempts.pop(peer, None)
                 continue
-            first = now if peer in dialable else now + FIRST_PAUSE_SECONDS
-            attempts = self._attempts.setdefault(peer, _Attempts(0, first, now))
+            if (attempts := self._attempts.get(peer)) is None:
+                backoff = Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
+                first = backoff.next()
+                attempts = self._attempts[peer] = _Attempts(backoff, now if peer in dialable else now + first, now)
             attempts.seen_at = now
             if attempts.made < MAX_ATTEMPTS and now >= attempts.next_at:
                 found.append(peer)
@@ -84,7 +87,7 @@ class HolePunching:
     def tried(self, peer: str, now: float) -> None:
         if attempts := self._attempts.get(peer):
             attempts.made += 1
-            attempts.next_at = now + FIRST_PAUSE_SECONDS * 2**attempts.made
+            attempts.next_at = now + attempts.backoff.next()
 
 
 class Contacts:

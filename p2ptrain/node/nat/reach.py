@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from p2ptrain.averaging.grouping.membership import Membership
@@ -31,6 +31,7 @@ from p2ptrain.node.nat.contacts import Contacts, dialable
 from p2ptrain.node.nat.probing import CONTACT_SECONDS, ProbeServer, ask_back
 from p2ptrain.node.nat.relaying import RELAY_ATTEMPTS, RETRY_ATTEMPTS, carrier, serve_carry, why_no_relay
 from p2ptrain.runtime import Runtime
+from p2ptrain.tasks import Backoff
 
 logger = logging.getLogger(__name__)
 
@@ -76,15 +77,14 @@ class FixedReach:
 
 @dataclass
 class _Search:
-    """Backoff of the search for relays, or of a relay's self-test."""
+    """Times of the search for relays, or of a relay's self-test."""
 
     lost_since: float | None = None
     next_at: float = 0.0
-    pause_seconds: float = FIRST_SEARCH_PAUSE_SECONDS
+    backoff: Backoff = field(default_factory=lambda: Backoff(FIRST_SEARCH_PAUSE_SECONDS, LONGEST_SEARCH_PAUSE_SECONDS))
 
     def tried(self) -> None:
-        self.next_at = asyncio.get_running_loop().time() + self.pause_seconds
-        self.pause_seconds = min(2 * self.pause_seconds, LONGEST_SEARCH_PAUSE_SECONDS)
+        self.next_at = asyncio.get_running_loop().time() + self.backoff.next()
 
 
 class Reach:
@@ -281,7 +281,8 @@ class Reach:
         """Search for relays with backoff while this peer has no reservation."""
         search, now = self._search, asyncio.get_running_loop().time()
         if self._proven and await self._live_relays():
-            self._search = replace(search, lost_since=None, pause_seconds=FIRST_SEARCH_PAUSE_SECONDS)
+            search.lost_since = None
+            search.backoff.reset()
             return
         if search.lost_since is None:
             search.lost_since = now

@@ -42,7 +42,7 @@ from p2ptrain.pipeline.routing.router import NoHostError
 from p2ptrain.pipeline.routing.send_window import SendWindow
 from p2ptrain.pipeline.signatures import MicrobatchSigner
 from p2ptrain.signing import Signer
-from p2ptrain.tasks import Tasks, together
+from p2ptrain.tasks import Backoff, Tasks, together
 
 if TYPE_CHECKING:
     import torch
@@ -202,7 +202,8 @@ class MicrobatchSender:
         Raise `TemporaryError` after `MAX_SENDS` failures, or after `STUCK_SECONDS` of one full round.
         """
         loop = asyncio.get_running_loop()
-        pause, sends, full_round, full_since = FIRST_PAUSE_SECONDS, 1, -1, 0.0
+        backoff = Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, self._rpc.runtime.random)
+        sends, full_round, full_since = 1, -1, 0.0
         while True:
             await self._until_hosted()
             round = await self._open_round()
@@ -228,8 +229,7 @@ class MicrobatchSender:
                 sends += 1
                 self.resent += 1
                 logger.info("a microbatch is sent again: %s", error)
-                await asyncio.sleep(pause * (0.5 + self._rpc.runtime.random.random()))
-                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+                await asyncio.sleep(backoff.next())
 
     async def _send_once(self, hop: Hop, waiting: ExpectedOutput | None = None) -> Accepted:
         """Send a microbatch and settle it; after a failure, give it up at all hosts that know it."""

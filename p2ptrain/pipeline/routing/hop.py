@@ -44,7 +44,7 @@ from p2ptrain.pipeline.messages import (
 from p2ptrain.pipeline.routing.router import NoHostError, Router
 from p2ptrain.pipeline.routing.send_window import SendWindow
 from p2ptrain.runtime import Runtime
-from p2ptrain.tasks import Tasks
+from p2ptrain.tasks import Backoff, Tasks
 
 if TYPE_CHECKING:
     import torch
@@ -179,7 +179,8 @@ class Caller:
         limits, stage = self._limits, self.router.stages[hop.stage]
         failures: dict[str, str] = {}
         refused: set[str] = set()
-        route, pause = list(hop.route), limits.first_pause_seconds
+        route = list(hop.route)
+        backoff = Backoff(limits.first_pause_seconds, limits.longest_pause_seconds, self.rpc.runtime.random)
         told, num_told, num_full = planned, 0, 0
 
         async def heard(number: int, host: str) -> None:
@@ -191,11 +192,6 @@ class Caller:
             if hop.stage < number <= hop.stage + len(route):
                 route[number - hop.stage - 1] = host
             await tell(number, host)
-
-        async def rest() -> None:
-            nonlocal pause
-            await asyncio.sleep(pause * (0.5 + self.rpc.runtime.random.random()))
-            pause = min(2 * pause, limits.longest_pause_seconds)
 
         while len(failures) < limits.attempts and num_full <= limits.refusals:
             try:
@@ -209,7 +205,7 @@ class Caller:
                         raise
                     break
                 refused.clear()  # All are full: retry after a pause.
-                await rest()
+                await asyncio.sleep(backoff.next())
                 continue
             planned, asked = "", asyncio.get_running_loop().time()
             if host != told:  # A substitute of this peer has to know the host.
@@ -242,7 +238,7 @@ class Caller:
             else:
                 return replace(reply, seconds=asyncio.get_running_loop().time() - asked)
             logger.info("stage %d: host %s failed %s: %s", hop.stage, host[-8:], hop.id, failures[host])
-            await rest()
+            await asyncio.sleep(backoff.next())
         reasons = "; ".join(f"{host[-8:]}: {reason}" for host, reason in failures.items()) or "all of them are full"
         raise HopFailedError(f"{hop.id} did not get through stage {hop.stage} ({reasons}): it is tried again later")
 

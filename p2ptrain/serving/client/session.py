@@ -41,7 +41,7 @@ from p2ptrain.serving.messages import (
     Ticket,
 )
 from p2ptrain.serving.prefix import page_hashes
-from p2ptrain.tasks import Tasks
+from p2ptrain.tasks import Backoff, Tasks
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ class SwarmSession:
     async def _supply(self) -> None:
         """Keep the first stage supplied, with other hosts after each failure."""
         loop = asyncio.get_running_loop()
-        pause, since, best = PAUSE_SECONDS, loop.time(), -1
+        backoff, since, best = Backoff(PAUSE_SECONDS, LONGEST_PAUSE_SECONDS), loop.time(), -1
         while True:
             try:
                 await self._supply_until_stuck()
@@ -196,12 +196,12 @@ class SwarmSession:
                     raise GenerationFailedError("nobody takes the answer's tokens: ask again") from error
                 else:
                     if self._next > best:
-                        pause, since, best = PAUSE_SECONDS, loop.time(), self._next
+                        backoff.reset()
+                        since, best = loop.time(), self._next
                     if loop.time() - since >= self._wait_seconds:
                         raise _explained(error) from error
                     logger.info("looking for other hosts: %s", error)
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+            await asyncio.sleep(backoff.next())
 
     async def _supply_until_stuck(self) -> None:
         """Keep the first stage supplied; raise `DeadlineError` if the last one's host draws no token that is due."""
@@ -251,7 +251,7 @@ class SwarmSession:
 
     async def _listen(self) -> None:
         """Receive the tokens from the last stage's present host."""
-        pause = PAUSE_SECONDS
+        backoff = Backoff(PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
         while True:
             self._moved.clear()
             if host := self._hosts[-1]:
@@ -260,9 +260,10 @@ class SwarmSession:
                     await self._listen_to(host)
                 except (PeerError, DeadlineError) as error:
                     logger.debug("no tokens from host %s: %s", host[-8:], error)
-                pause = PAUSE_SECONDS if self._next > before else min(2 * pause, LONGEST_PAUSE_SECONDS)
+                if self._next > before:
+                    backoff.reset()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause if host else None):
+                async with asyncio.timeout(backoff.next() if host else None):
                     await self._moved.wait()
 
     async def _listen_to(self, host: str) -> None:

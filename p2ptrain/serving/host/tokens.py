@@ -27,7 +27,7 @@ from p2ptrain.serving.messages import (
     LogitRows,
     LogitsRequest,
 )
-from p2ptrain.tasks import Tasks
+from p2ptrain.tasks import Backoff, Tasks
 
 FEED_PAUSE_SECONDS, LONGEST_FEED_PAUSE_SECONDS = 0.1, 10.0
 """Backoff between attempts to reach the first stage's host."""
@@ -109,7 +109,7 @@ class TokenService:
     async def _feed(self, session: HostSession) -> None:
         """Send drawn tokens to the first stage's host. It is a short cut: the client sends them, too."""
         now = asyncio.get_running_loop().time
-        failed, retry_at, pause = "", 0.0, FEED_PAUSE_SECONDS
+        failed, retry_at, backoff = "", 0.0, Backoff(FEED_PAUSE_SECONDS, LONGEST_FEED_PAUSE_SECONDS)
         while session.failure is None:
             drawn, feed, began = session.drawn, session.feed, now()
             if self._is_first:
@@ -120,9 +120,9 @@ class TokenService:
                 try:
                     await self._feed_to(feed, session)
                 except (PeerError, DeadlineError):
-                    is_again = feed == failed and now() - began < LONGEST_FEED_PAUSE_SECONDS
-                    pause = min(2 * pause, LONGEST_FEED_PAUSE_SECONDS) if is_again else FEED_PAUSE_SECONDS
-                    failed, retry_at = feed, now() + pause
+                    if feed != failed or now() - began >= LONGEST_FEED_PAUSE_SECONDS:
+                        backoff.reset()
+                    failed, retry_at = feed, now() + backoff.next()
                 continue
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(retry_at - began if retry_at > began else None):

@@ -123,7 +123,7 @@ async def test_rests_grow_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
         assert await a.direct.open("b", BULK, 5) is None
         await asyncio.sleep(0.12)
         assert await a.direct.open("b", BULK, 5) is None
-        assert a.direct._rests["b"][1] == pytest.approx(0.2)
+        assert a.direct._rests["b"][0].next() == pytest.approx(0.4)  # after 0.1 and 0.2
         b.direct._served = (BULK,)
         await asyncio.sleep(0.22)
         near, _ = await opened(a, b)
