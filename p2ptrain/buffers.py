@@ -1,4 +1,4 @@
-"""Large buffers: fresh memory on huge pages, and a bounded pool for the buffers of rounds.
+"""Bounded memory: a dict that drops its oldest entries, large buffers on huge pages, and a pool of them.
 
 Small pages cost a page fault for every 4 KiB. `new_buffer` requests 2 MiB pages where the system has them
 (https://docs.kernel.org/admin-guide/mm/transhuge.html). `Pool` maps its memory directly, because the C library's heap
@@ -12,13 +12,31 @@ import ctypes
 import mmap
 import os
 import weakref
+from collections import OrderedDict
 from pathlib import Path
+from typing import TypeVar
 
 HUGE_PAGE_BYTES = 2 << 20
 LEAST_LENT_BYTES = 1 << 20
 """Smaller buffers come from the heap; larger sizes are rounded up to a multiple, so that similar requests share."""
 
 Buffer = bytes | bytearray | memoryview
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Bounded(OrderedDict[K, V]):
+    """A dict of at most ``limit`` entries: to set one makes it the newest, and drops the oldest beyond the limit."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+
+    def __setitem__(self, key: K, value: V) -> None:
+        super().__setitem__(key, value)
+        self.move_to_end(key)
+        if len(self) > self.limit:
+            self.popitem(last=False)
 
 
 def new_buffer(num_bytes: int) -> memoryview:

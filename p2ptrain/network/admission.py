@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Protocol
@@ -24,6 +23,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from msgspec import Meta
 
+from p2ptrain.buffers import Bounded
 from p2ptrain.errors import ConfigError, IntegrityError
 from p2ptrain.manifest import Manifest
 from p2ptrain.network.schema import Count, Hash, Message, from_bytes, to_bytes
@@ -267,7 +267,7 @@ class Admission:
         self._now = now
         self._revoked: frozenset[bytes] = frozenset()
         self._banned: frozenset[bytes] = frozenset()
-        self._grants: OrderedDict[str, Grant] = OrderedDict()
+        self._grants = Bounded[str, Grant](MAX_GRANTS)
 
     def admitted(self, peer: str, credential: bytes = b"") -> str:
         """Return why a peer is not in the swarm; empty if it is.
@@ -289,10 +289,6 @@ class Admission:
                 grant = self._grants[peer] = self._verified(peer, credential)
             except IntegrityError as error:
                 reason = str(error)
-            else:
-                self._grants.move_to_end(peer)
-                if len(self._grants) > MAX_GRANTS:
-                    self._grants.popitem(last=False)
         return reason if grant is None else self._why_over(peer, grant)
 
     def use(self, invite: Invite, peer: str) -> Pass:

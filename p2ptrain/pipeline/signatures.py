@@ -14,13 +14,13 @@ to others. Two different claims with one id prove that their trainer signed both
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import replace
 
 import msgspec
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+from p2ptrain.buffers import Bounded
 from p2ptrain.errors import ProtocolError
 from p2ptrain.hashing import bulk_hash
 from p2ptrain.network.schema import Hash, Message, to_bytes
@@ -80,9 +80,9 @@ class MicrobatchVerifier:
         self._verifier = verifier
         self._swarm = swarm
         self._runtime = runtime
-        self._keys: OrderedDict[str, bytes] = OrderedDict()
+        self._keys = Bounded[str, bytes](MAX_KEYS)
         """The last session key of each trainer, and the voucher's credential."""
-        self._forgeries: OrderedDict[str, int] = OrderedDict()
+        self._forgeries = Bounded[str, int](MAX_FORGERS)
 
     async def check(self, caller: str, request: HopRequest) -> None:
         """Raise `NotSignedError`, which blames ``caller``, unless the request's trainer signed its microbatch."""
@@ -92,9 +92,6 @@ class MicrobatchVerifier:
         is_known = self._keys.get(trainer) == vouched
         self._blame(caller, await self._runtime.offload(self._fault, request, is_known))
         self._keys[trainer] = vouched
-        self._keys.move_to_end(trainer)
-        if len(self._keys) > MAX_KEYS:
-            self._keys.popitem(last=False)
 
     async def check_data(self, caller: str, hop: Hop) -> None:
         """Raise `NotSignedError` unless targets, and inputs of the first stage, are the signed ones."""
@@ -118,9 +115,6 @@ class MicrobatchVerifier:
         if not fault:
             return
         self._forgeries[caller] = self._forgeries.get(caller, 0) + 1
-        self._forgeries.move_to_end(caller)
-        if len(self._forgeries) > MAX_FORGERS:
-            self._forgeries.popitem(last=False)
         raise NotSignedError(caller, fault)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +17,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from p2ptrain.buffers import Bounded
 from p2ptrain.errors import ConfigError, IntegrityError
 from p2ptrain.serving.errors import GrammarError
 from p2ptrain.serving.sampling import MAX_GRAMMAR_BYTES, Ids
@@ -122,7 +122,7 @@ class Grammars:
             self._tokenizer = from_tokenizer(tokenizer, size, sorted(self.ends))
         except (ValueError, TypeError) as error:
             raise ConfigError(f"answers in a given form: llguidance reads no such tokenizer: {error}") from error
-        self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
+        self._compiled: Bounded[bytes, LLMatcher] = Bounded(MAX_CACHED)
         self._lock = threading.Lock()
 
     def compile(self, text: bytes, stops: Collection[int]) -> Matcher:
@@ -135,11 +135,7 @@ class Grammars:
         if not self._lock.acquire(timeout=BUSY_SECONDS):
             raise GrammarError("another one takes long to compile: try again")
         try:
-            found = self._compiled.get(text) or self._compile(text)
-            self._compiled[text] = found
-            self._compiled.move_to_end(text)
-            while len(self._compiled) > MAX_CACHED:
-                self._compiled.popitem(last=False)
+            found = self._compiled[text] = self._compiled.get(text) or self._compile(text)
             return Matcher(found, self._vocabulary, self._mask_words, self.ends & set(stops))
         finally:
             self._lock.release()

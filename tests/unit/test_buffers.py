@@ -1,9 +1,12 @@
-"""Buffers that are lent again, and what becomes of their memory."""
+"""Dicts that forget, buffers that are lent again, and what becomes of their memory."""
 
 import gc
+import re
+from pathlib import Path
 
-from p2ptrain.buffers import LEAST_LENT_BYTES, Pool, new_buffer
+from p2ptrain.buffers import LEAST_LENT_BYTES, Bounded, Pool, new_buffer
 
+PACKAGE = Path(__file__).resolve().parents[2] / "p2ptrain"
 SIZE = 3 * LEAST_LENT_BYTES
 
 
@@ -20,6 +23,30 @@ def test_memory_comes_back_when_nothing_refers_to_it_any_more() -> None:
     assert pool.kept_bytes == SIZE
     assert bytes(pool.lend(SIZE - 7)[5:10]) == b"hello"
     assert pool.kept_bytes == SIZE
+
+
+def test_a_bounded_dict_drops_its_oldest_entry_and_a_set_one_is_the_newest() -> None:
+    kept = Bounded[str, int](3)
+    for key, value in zip("abcad", range(5), strict=True):
+        kept[key] = value
+    assert list(kept.items()) == [("c", 2), ("a", 3), ("d", 4)]
+    kept.update({"e": 5, "f": 6})
+    assert kept.setdefault("g", 7) == 7
+    assert [*kept] == ["e", "f", "g"]
+
+
+def test_nothing_else_drops_its_oldest_entries() -> None:
+    allowed = {
+        "buffers.py",
+        "averaging/commit/broadcast.py",  # cancels what it drops
+        "averaging/commit/round_log.py",  # limits of bytes, and by round
+        "averaging/verification/evidence.py",  # keeps an entry's place as it drops its content
+        "serving/host/pool.py",  # limited by pages
+        "serving/host/service.py",  # another limit at the end
+    }
+    drops = re.compile(r"popitem\(last=False\)|(del|pop)\b.*next\(iter\(|_forget\(next")
+    found = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if drops.search(path.read_text())}
+    assert found <= allowed
 
 
 def test_two_buffers_never_share_memory() -> None:

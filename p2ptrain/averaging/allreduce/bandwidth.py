@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import math
 import statistics
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -27,6 +27,7 @@ from itertools import accumulate, pairwise
 
 from p2ptrain.averaging.protocol.certificate import Ticket
 from p2ptrain.averaging.timing.deadlines import SLACK
+from p2ptrain.buffers import Bounded
 from p2ptrain.codecs import Codec
 
 MIN_BYTES = 64 * 1024  # smaller parts measure no link: they arrive at once
@@ -56,7 +57,7 @@ class SendRates:
     """
 
     def __init__(self) -> None:
-        self._seen: OrderedDict[str, _Seen] = OrderedDict()
+        self._seen = Bounded[str, _Seen](MAX_PEERS)
 
     def observe(self, peer: str, num_bytes: int, seconds: float, num_streams: int) -> None:
         """Record a transfer from a peer that sent to ``num_streams`` members at once.
@@ -69,12 +70,9 @@ class SendRates:
                 if self._seen[peer].small_parts >= MAX_SMALL_PARTS:
                     del self._seen[peer]
             return
-        seen = self._seen.setdefault(peer, _Seen())
+        seen = self._seen[peer] = self._seen.get(peer) or _Seen()
         seen.small_parts = 0
         seen.rates.append(min(MAX_RATE, num_bytes * num_streams / max(seconds, MIN_SECONDS)))
-        self._seen.move_to_end(peer)
-        while len(self._seen) > MAX_PEERS:
-            self._seen.popitem(last=False)
 
     def was_late(self, peer: str) -> None:
         """Lower the rate of a peer whose share or signature timed out."""

@@ -18,6 +18,7 @@ from typing import Annotated, TypeVar
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from msgspec import Meta
 
+from p2ptrain.buffers import Bounded
 from p2ptrain.errors import PeerError, PeerRefusedError, PeerUnreachableError, ProtocolError
 from p2ptrain.network.libp2p.control import DaemonControl, DaemonGone, DaemonRefusal
 from p2ptrain.network.libp2p.direct_listener import DirectLimits, DirectListener
@@ -99,7 +100,7 @@ class DirectConnections:
         self.listener: DirectListener | None = None
         self._asking: Counter[PeerId] = Counter()
         self._spares: dict[tuple[PeerId, str], tuple[SealedSocket, asyncio.TimerHandle]] = {}
-        self._rests: dict[PeerId, tuple[Backoff, float]] = {}
+        self._rests = Bounded[PeerId, tuple[Backoff, float]](MAX_RESTS)
         self._closed = False
 
     async def start(self, hosts: Sequence[str], port: int) -> None:
@@ -204,9 +205,7 @@ class DirectConnections:
 
     def _rest(self, peer: PeerId, reason: str) -> None:
         """Start or double the backoff of direct dials to a peer."""
-        backoff, _ = self._rests.pop(peer, (Backoff(FIRST_REST_SECONDS, LONGEST_REST_SECONDS), 0.0))
-        while len(self._rests) >= MAX_RESTS:
-            del self._rests[next(iter(self._rests))]
+        backoff, _ = self._rests.get(peer, (Backoff(FIRST_REST_SECONDS, LONGEST_REST_SECONDS), 0.0))
         self._rests[peer] = backoff, asyncio.get_running_loop().time() + backoff.next()
         logger.info("peer %s is not reached directly, but through the daemon: %s", peer[-8:], reason)
 

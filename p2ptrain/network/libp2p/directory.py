@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import logging
 import statistics
-from collections import OrderedDict
 from typing import Any
 
 from hivemind.dht import node as hivemind_node
@@ -24,6 +23,7 @@ from hivemind.proto import dht_pb2
 from hivemind.utils import timed_storage
 from hivemind.utils.multiaddr import Multiaddr
 
+from p2ptrain.buffers import Bounded
 from p2ptrain.errors import ConfigError, PeerError, ResourceError
 from p2ptrain.network.directory import Directory, Entry
 from p2ptrain.network.factory import DirectoryOptions
@@ -58,9 +58,9 @@ class Libp2pDirectory(Directory):
         for address in options.bootstrap:
             self._bootstrap.setdefault(check_peer_address(address), []).append(address)
         self._bootstrap.pop(self._transport.peer_id, None)
-        self._remembered: OrderedDict[str, None] = OrderedDict()
+        self._remembered = Bounded[str, None](MAX_REMEMBERED_PEERS)
         self._runtime = options.runtime
-        self._skews: OrderedDict[str, float] = OrderedDict()
+        self._skews = Bounded[str, float](MAX_REMEMBERED_PEERS)
         self._tasks = Tasks()
         self._is_closed = False
 
@@ -171,9 +171,6 @@ class Libp2pDirectory(Directory):
             await asyncio.sleep(REFRESH_SECONDS if self.num_neighbours else REJOIN_SECONDS)
             for peer in self._node.protocol.routing_table.peer_id_to_uid:
                 self._remembered[peer.to_base58()] = None
-                self._remembered.move_to_end(peer.to_base58())
-            while len(self._remembered) > MAX_REMEMBERED_PEERS:
-                self._remembered.popitem(last=False)
             try:
                 await self._join()
             except Exception as error:  # the loop retries
@@ -212,9 +209,6 @@ class Libp2pDirectory(Directory):
             return
         if response.dht_time:
             self._skews[peer] = middle - response.dht_time
-            self._skews.move_to_end(peer)
-            while len(self._skews) > MAX_REMEMBERED_PEERS:
-                self._skews.popitem(last=False)
         if response.peer and response.peer.node_id:
             await protocol.update_routing_table(DHTID.from_bytes(response.peer.node_id), peer_id, responded=True)
 

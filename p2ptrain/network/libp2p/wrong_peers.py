@@ -6,7 +6,8 @@ The daemon names the other peer only in the first refusal; later ones report "di
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
+
+from p2ptrain.buffers import Bounded
 
 MAX_REMEMBERED_PEERS = 64
 MAX_REMEMBERED_ADDRESSES = 64
@@ -19,7 +20,7 @@ class WrongPeers:
     """Remembers which other peers answered at the addresses of dialled peers."""
 
     def __init__(self) -> None:
-        self._seen: OrderedDict[str, dict[str, str]] = OrderedDict()
+        self._seen = Bounded[str, dict[str, str]](MAX_REMEMBERED_PEERS)
 
     def holder(self, peer: str, refusal: str) -> str | None:
         """Return the peer that answered in place of ``peer``; None unless all tried addresses belong to other peers.
@@ -37,6 +38,4 @@ class WrongPeers:
             holders.append(seen.get(address))
         if seen:
             self._seen[peer] = seen
-            if len(self._seen) > MAX_REMEMBERED_PEERS:
-                self._seen.popitem(last=False)
         return holders[0] if holders and all(holders) else None

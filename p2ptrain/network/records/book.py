@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import struct
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Set
 from dataclasses import dataclass
 
+from p2ptrain.buffers import Bounded
 from p2ptrain.errors import IntegrityError
 from p2ptrain.network.admission import Gate
 from p2ptrain.network.records.record import MAX_LIFETIME_SECONDS, RECORD_KIND, PeerRecord, open_record
@@ -72,7 +72,7 @@ class RecordBook:
         self._met: dict[str, float] = {}
         self._met_by: dict[str, str] = {}
         """By peer: the first met peer that has met it, or empty if there are two."""
-        self._refused: OrderedDict[bytes, None] = OrderedDict()
+        self._refused = Bounded[bytes, None](MAX_REFUSED)
         self._salt = runtime.random.randbytes(16)
 
     def __len__(self) -> int:
@@ -93,15 +93,13 @@ class RecordBook:
         if digest in self._digests:
             return True
         if digest in self._refused:
-            self._refused.move_to_end(digest)
+            self._refused[digest] = None
             return False
         try:
             self._take(value, digest, partner, wanted)
         except IntegrityError:
             self.rejected += 1
             self._refused[digest] = None
-            if len(self._refused) > MAX_REFUSED:
-                self._refused.popitem(last=False)
             return False
         return True
 

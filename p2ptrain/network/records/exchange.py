@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Annotated
 
 from msgspec import Meta
 
+from p2ptrain.buffers import Bounded
 from p2ptrain.errors import P2PTrainError, PeerLostError, ProtocolError, ResourceError
 from p2ptrain.network.records.book import ENTRY_BYTES, MAX_HELD, Held, RecordBook
 from p2ptrain.network.records.record import MAX_RECORD_BYTES
@@ -134,16 +135,16 @@ class RecordExchange:
     def __init__(self, rpc: Rpc, signer: Signer, on_record: Callable[[Held], None]) -> None:
         self.own = b""
         self.book = RecordBook(rpc.swarm, signer, rpc.runtime, rpc.gate, on_record)
-        self.contacts: OrderedDict[str, None] = OrderedDict()
+        self.contacts = Bounded[str, None](MAX_CONTACTS)
         self._rpc = rpc
         self._num_done = 0
-        self._silent: OrderedDict[str, tuple[Backoff, float]] = OrderedDict()
+        self._silent = Bounded[str, tuple[Backoff, float]](MAX_SILENT)
         self._running: Counter[str] = Counter()
-        self._given: OrderedDict[str, bytes] = OrderedDict()
+        self._given = Bounded[str, bytes](MAX_SILENT)
         self._asked = set[bytes]()
         """Fingerprints of the records that partners are sending. On a slow link, each would be sent by many at once."""
         self._reading = Budget(READ_BYTES_PER_SECOND, FIRST_READ_BYTES)
-        self._served: OrderedDict[str, Budget] = OrderedDict()
+        self._served = Bounded[str, Budget](MAX_SILENT)
         self._serving = Budget(8 * SERVED_BYTES_PER_SECOND, 4 * FIRST_READ_BYTES)
         rpc.serve_channel(EXCHANGE, Ask, self._serve, max_request_bytes=MAX_RECORD_BYTES + 64)
 
@@ -182,7 +183,7 @@ class RecordExchange:
                 async with self._rpc.open(peer, EXCHANGE, ask, ANSWER_SECONDS) as channel:
                     offer = await channel.receive(Offer, ANSWER_SECONDS, MAX_OFFER_BYTES)
                     is_answered = True
-                    self._note_given(peer, own)
+                    self._given[peer] = own
                     await self._take(channel, offer)
         except (P2PTrainError, TimeoutError) as error:
             logger.debug("no exchange of records with peer %s: %s", peer[-8:], error)
@@ -221,21 +222,10 @@ class RecordExchange:
 
     def _remember(self, peer: str) -> None:
         self.contacts[peer] = None
-        self.contacts.move_to_end(peer)
-        if len(self.contacts) > MAX_CONTACTS:
-            self.contacts.popitem(last=False)
-
-    def _note_given(self, peer: str, own: bytes) -> None:
-        self._given.pop(peer, None)
-        self._given[peer] = own
-        if len(self._given) > MAX_SILENT:
-            self._given.popitem(last=False)
 
     def _note_silence(self, peer: str) -> None:
-        backoff, _ = self._silent.pop(peer, (Backoff(FIRST_SILENCE_SECONDS, LONGEST_SILENCE_SECONDS), 0.0))
+        backoff, _ = self._silent.get(peer, (Backoff(FIRST_SILENCE_SECONDS, LONGEST_SILENCE_SECONDS), 0.0))
         self._silent[peer] = backoff, asyncio.get_running_loop().time() + backoff.next()
-        if len(self._silent) > MAX_SILENT:
-            self._silent.popitem(last=False)
 
     async def _serve(self, channel: Channel, ask: Ask) -> None:
         peer = channel.remote
@@ -257,10 +247,8 @@ class RecordExchange:
             await channel.send(Records(values if may else []))
 
     def _may_get(self, peer: str, num_bytes: int) -> bool:
-        budget = self._served.pop(peer, None) or Budget(SERVED_BYTES_PER_SECOND, 2 * FIRST_READ_BYTES)
+        budget = self._served.get(peer) or Budget(SERVED_BYTES_PER_SECOND, 2 * FIRST_READ_BYTES)
         self._served[peer] = budget
-        if len(self._served) > MAX_SILENT:
-            self._served.popitem(last=False)
         # Strangers leave some of what all may get to peers that this one knows.
         reserve = 0.0 if self.book.has_met(peer) else self._serving.most / 2
         return self._serving.left() > reserve and budget.spend(num_bytes) and self._serving.spend(num_bytes)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
@@ -17,6 +16,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from p2ptrain.buffers import Bounded
 from p2ptrain.errors import IntegrityError
 from p2ptrain.hashing import canonical_bytes
 from p2ptrain.network.admission import MAX_CREDENTIAL_BYTES, MAX_REVOCATION_BYTES
@@ -137,15 +137,12 @@ class RecordGuard:
         self._swarm = swarm
         self._verifier = verifier
         self._now = now
-        self._checked: OrderedDict[bytes, tuple[str, float] | IntegrityError] = OrderedDict()
+        self._checked = Bounded[bytes, tuple[str, float] | IntegrityError](_GUARD_CACHE)
 
     def check(self, value: bytes) -> tuple[str, float]:
         """Return a record's signer and expiry; raise `IntegrityError` if the record is invalid or lives too long."""
         fingerprint = hashlib.sha256(value).digest()
-        found = self._checked.pop(fingerprint, None) or self._open(value)
-        self._checked[fingerprint] = found
-        if len(self._checked) > _GUARD_CACHE:
-            self._checked.popitem(last=False)
+        found = self._checked[fingerprint] = self._checked.get(fingerprint) or self._open(value)
         if isinstance(found, IntegrityError):
             raise IntegrityError(str(found))
         if found[1] > self._now() + MAX_LIFETIME_SECONDS:

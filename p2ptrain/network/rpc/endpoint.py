@@ -29,6 +29,7 @@ from typing import Annotated, Any, TypeVar
 
 from msgspec import Meta
 
+from p2ptrain.buffers import Bounded
 from p2ptrain.errors import (
     DeadlineError,
     P2PTrainError,
@@ -159,7 +160,7 @@ class Rpc:
         self._limits = limits = limits or RpcLimits()
         self.traffic = Traffic(limits.up_bytes_per_second, limits.down_bytes_per_second)
         self.refusals: Counter[tuple[PeerId, str]] = Counter()
-        self.dial_seconds: dict[PeerId, float] = {}
+        self.dial_seconds = Bounded[PeerId, float](MAX_DIALS_REMEMBERED)
         self.gate: Gate = OpenGate()
         self.credential = b""
         self._root = self
@@ -313,13 +314,11 @@ class Rpc:
         return Channel(stream, self._limits.channel, self.traffic, note_answer)
 
     def _note_dial(self, peer: PeerId, seconds: float | None) -> None:
-        before = self.dial_seconds.pop(peer, None)
+        before = self.dial_seconds.get(peer)
         if seconds is None and before is not None:
             seconds = 2.0 * before
         if seconds is not None:
             self.dial_seconds[peer] = seconds
-            if len(self.dial_seconds) > MAX_DIALS_REMEMBERED:
-                del self.dial_seconds[next(iter(self.dial_seconds))]
 
     # Answering
 

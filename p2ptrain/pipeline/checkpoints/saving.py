@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from p2ptrain.buffers import Bounded
 from p2ptrain.errors import ResourceError
 from p2ptrain.network.records.record import StageReport
 from p2ptrain.training.checkpoints.stage_list import StageList, write_stage_list
@@ -57,7 +58,7 @@ class Saves:
     """All hosts' saves. A host's newest record determines its units; its older records add earlier rounds."""
 
     def __init__(self) -> None:
-        self._told: dict[tuple[int, str], dict[int, bytes]] = {}
+        self._told: dict[tuple[int, str], Bounded[int, bytes]] = {}
         """By unit and host: the digests of saved rounds, newest last."""
 
     def tell(self, peer: str, reports: Iterable[StageReport]) -> None:
@@ -71,11 +72,7 @@ class Saves:
 
     def note(self, peer: str, unit: int, round: int, digest: bytes) -> None:
         """Record a host's save."""
-        rounds = self._told.setdefault((unit, peer), {})
-        rounds.pop(round, None)
-        rounds[round] = digest
-        while len(rounds) > MAX_ROUNDS:
-            del rounds[next(iter(rounds))]
+        self._told.setdefault((unit, peer), Bounded(MAX_ROUNDS))[round] = digest
 
     def forget(self, peer: str, unit: int) -> None:
         """Remove a host's saves of a unit."""
@@ -119,7 +116,8 @@ class StageSaves:
         self._told = told
         self._peer_id = peer_id
         self.newest: dict[int, Save] = {}
-        self._waiting: dict[tuple[int, int], Save] = {}
+        self._waiting = Bounded[tuple[int, int], Save](2 * MAX_ROUNDS)
+        """Other hosts remember no more; a host has at most two units."""
         self._writing = asyncio.Lock()
         self.disk = threading.Lock()
         """Held by the thread that writes a checkpoint: a periodic save may overlap the final one."""
@@ -127,10 +125,7 @@ class StageSaves:
     def note(self, save: Save) -> None:
         """Record a save that is on disk."""
         self.newest[save.unit] = save
-        self._waiting.pop((save.unit, save.round), None)
         self._waiting[save.unit, save.round] = save
-        while len(self._waiting) > 2 * MAX_ROUNDS:  # Other hosts remember no more; a host has at most two units.
-            del self._waiting[next(iter(self._waiting))]
         self._told.note(self._peer_id, save.unit, save.round, save.digest)
 
     def failed(self, unit: int) -> None:

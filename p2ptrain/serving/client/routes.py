@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from p2ptrain.buffers import Bounded
 from p2ptrain.models.exact import PAGE
 from p2ptrain.network.records.serving import ServedStage
 from p2ptrain.serving.messages import MAX_CANDIDATES, Version
@@ -67,16 +68,12 @@ class RecentPrefixes:
     """Where this client's recent prompts were computed, by their pages; the least recently used are forgotten."""
 
     def __init__(self, most: int = MAX_RECENT_PAGES) -> None:
-        self._most = most
-        self._routes: OrderedDict[tuple[bytes, bytes], tuple[str, ...]] = OrderedDict()
+        self._routes = Bounded[tuple[bytes, bytes], tuple[str, ...]](most)
 
     def note(self, salt: bytes, pages: Sequence[bytes], route: tuple[str, ...]) -> None:
         """Remember the route of a prompt's pages, given by their hashes."""
         for page in reversed(pages):  # The first pages are of most use.
             self._routes[salt, page] = route
-            self._routes.move_to_end((salt, page))
-        while len(self._routes) > self._most:
-            self._routes.popitem(last=False)
 
     def find(self, salt: bytes, pages: Sequence[bytes]) -> Prefix | None:
         """Return the longest known prefix of a prompt."""
