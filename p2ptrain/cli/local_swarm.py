@@ -16,11 +16,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from p2ptrain.cli.manifests import LINK_FILE, write_atomically
+from p2ptrain.cli.manifests import LINK_FILE
 from p2ptrain.cli.plan import Plan
 from p2ptrain.cli.screen.live import Goal, SwarmScreen, stop_on_signals
 from p2ptrain.cli.screen.table import printable
 from p2ptrain.cli.supervise import Child, Supervisor
+from p2ptrain.disk import replace_file
 from p2ptrain.errors import DeadlineError, P2PTrainError
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.node.reports.summary import SUMMARY_FILE, SwarmSummary, combine, read_summary, to_json
@@ -171,7 +172,7 @@ def _report(plan: Plan, trainers: list[Child], summary_file: Path | None, *, int
         print(f"\n{to_text(summary)}")
     for path in (plan.run_dir / SUMMARY_FILE, *([summary_file] if summary_file is not None else [])):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, to_json(summary))
+        replace_file(path, to_json(summary))
 
 
 async def _show_result(plan: Plan, trainers: Sequence[Child]) -> None:

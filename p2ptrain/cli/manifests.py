@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from p2ptrain.config import read_toml
+from p2ptrain.disk import replace_file
 from p2ptrain.errors import IncompatibleError, ManifestError, UsageError
 from p2ptrain.manifest import (
     INVITE_FILE,
@@ -118,10 +119,11 @@ def sign_manifest(manifest: Manifest, organizer: Signer, path: Path, seed_dir: P
     invite = path.with_name(INVITE_FILE)
     if signed.manifest.admission.mode == "invite":
         revocations = read_revocations(signed.manifest, path.with_name(REVOCATIONS_FILE))
-        write_atomically(invite, to_bytes(Issuer(signed.manifest, organizer).standing_invite(revocations)), 0o600)
+        standing = Issuer(signed.manifest, organizer).standing_invite(revocations)
+        replace_file(invite, to_bytes(standing), mode=0o600)
     else:
         invite.unlink(missing_ok=True)
-    write_atomically(path, signed.to_bytes())
+    replace_file(path, signed.to_bytes())
     return signed
 
 
@@ -139,14 +141,6 @@ def read_revocations(manifest: Manifest, path: Path) -> Revocations:
     with contextlib.suppress(OSError):
         admission.learn(path.read_bytes())
     return admission.revocations
-
-
-def write_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Write a file by rename, so that a reader finds the old or the new content; the umask applies to ``mode``."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.touch(mode)
-    partial.write_bytes(data)
-    partial.replace(path)
 
 
 def first_signed(files: Sequence[Path], digest: bytes | None) -> Manifest | None:

@@ -36,7 +36,8 @@ def run_configured_peer(
         announce: Text before the printed link; if given, the link is quoted for a shell.
         link_file: Another path for the link.
     """
-    from p2ptrain.cli.manifests import LINK_FILE, write_atomically
+    from p2ptrain.cli.manifests import LINK_FILE
+    from p2ptrain.disk import replace_file
     from p2ptrain.network.link import SwarmLink
     from p2ptrain.node.run import run_peer
 
@@ -45,7 +46,7 @@ def run_configured_peer(
     def on_ready(link: str) -> None:
         for path in (config.run_dir / LINK_FILE, *([link_file] if link_file else [])):
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, f"{link}\n".encode(), 0o600)  # An invite is in it.
+            replace_file(path, f"{link}\n".encode(), mode=0o600)  # An invite is in it.
         # A link with two addresses contains an ampersand.
         text = f"{announce}{shlex.quote(link)}\n" if announce else link
         if announce and (plain := str(SwarmLink.parse(link).plain)) != link:

@@ -12,13 +12,13 @@ import ctypes
 import hashlib
 import importlib.util
 import logging
-import os
 import platform
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from p2ptrain.disk import replace_file
 from p2ptrain.native.build import DIGEST_BYTES, SOURCE, build_library
 
 logger = logging.getLogger(__name__)
@@ -73,21 +73,13 @@ def find_library(
             logger.warning("%s is not used: %s", path, error)
     library = build()
     with contextlib.suppress(OSError):
-        _keep(library, cached)
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(cached, library)
         return cached, open_file(cached)
     with tempfile.TemporaryDirectory(prefix="p2ptrain-native-") as folder:
         path = Path(folder, cached.name)
         path.write_bytes(library)
         return path, open_file(path)  # The mapping outlives the file.
-
-
-def _keep(library: bytes, path: Path) -> None:
-    """Write the file atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{path.name}.") as folder:
-        written = Path(folder, path.name)
-        written.write_bytes(library)
-        os.replace(written, path)
 
 
 def cached_path() -> Path:

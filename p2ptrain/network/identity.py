@@ -11,7 +11,6 @@ import errno
 import fcntl
 import hashlib
 import os
-import tempfile
 from functools import lru_cache
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import padding, rsa
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from p2ptrain.disk import replace_file
 from p2ptrain.errors import ConfigError, IdentityError, P2PTrainError, ResourceError
 from p2ptrain.signing import Signer
 
@@ -217,18 +217,9 @@ def _lock(path: Path) -> int:
 
 
 def _write_key(path: Path) -> None:
-    """Write a new key to ``path`` (mode 0600) atomically."""
-    temporary = ""
     try:
-        file, temporary = tempfile.mkstemp(prefix=path.name, dir=path.parent)  # mkstemp creates with mode 0600
-        with os.fdopen(file, "wb") as stream:
-            stream.write(_protobuf_private_key(_new_key()))
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.rename(temporary, path)
+        replace_file(path, _protobuf_private_key(_new_key()), synced=True, mode=0o600)
     except OSError as error:
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
         raise _unusable("write", path, error) from error
 
 

@@ -12,6 +12,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from p2ptrain.disk import replace_file
 from p2ptrain.errors import (
     BootstrapError,
     DeadlineError,
@@ -203,7 +204,7 @@ class Entry:
         if reason:
             raise NotAdmittedError(what_to_do(admission, self._peer, reason))
         if credential and options.run_dir is not None:
-            (options.run_dir / CREDENTIAL_FILE).write_bytes(credential)
+            replace_file(options.run_dir / CREDENTIAL_FILE, credential)
         self._credential = credential
         return credential, invite if is_for_all(invite) else b""
 

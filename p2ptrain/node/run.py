@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from p2ptrain.config import PeerConfig
+from p2ptrain.disk import replace_file
 from p2ptrain.errors import ConfigError, TemporaryError
 from p2ptrain.manifest import SIGNED_FILE, SignedManifest
 from p2ptrain.network.identity import IDENTITY_FILE, Identity
@@ -117,8 +118,6 @@ def _keep_manifest(signed: SignedManifest, path: Path) -> None:
     try:
         if path.is_file() and path.read_bytes() == data:
             return
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_bytes(data)
-        partial.replace(path)
+        replace_file(path, data)
     except OSError as error:
         logger.warning("cannot keep the manifest in %s, going on without: %s", path, error.strerror)

@@ -27,7 +27,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"native"}),
     frozenset(
         {
-            "buffers", "errors", "extensions", "config", "manifest", "hashing", "progress", "runtime",
+            "buffers", "disk", "errors", "extensions", "config", "manifest", "hashing", "progress", "runtime",
             "signing", "tasks", "_version",
         }
     ),

@@ -18,12 +18,12 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from p2ptrain.averaging.protocol.ballots import write_synced
 from p2ptrain.averaging.protocol.certificate import Certificate, Count, Head, Name, Proof
+from p2ptrain.disk import replace_file
 from p2ptrain.errors import IntegrityError
 from p2ptrain.hashing import canonical_bytes
 from p2ptrain.manifest import MAX_ANCHOR_KEYS
-from p2ptrain.network.schema import Hash, Message, from_bytes
+from p2ptrain.network.schema import Hash, Message, from_bytes, to_bytes
 from p2ptrain.signing import Signer
 
 logger = logging.getLogger(__name__)
@@ -255,7 +255,8 @@ class AnchorBook:
                 return False
             try:
                 if self._path is not None:
-                    write_synced(self._path, record)
+                    self._path.parent.mkdir(parents=True, exist_ok=True)
+                    replace_file(self._path, to_bytes(record), synced=True)
             except OSError as error:
                 logger.error("cannot keep an anchor in %s: %s", self._path, error)
                 return False

@@ -5,7 +5,6 @@ A hostile leader could otherwise show two rosters to two halves, and complete bo
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from pathlib import Path
 from threading import Lock
@@ -14,6 +13,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from p2ptrain.averaging.protocol.certificate import MAX_MEMBERS, Body, Head, Name, Present
+from p2ptrain.disk import replace_file
 from p2ptrain.errors import IntegrityError
 from p2ptrain.network.schema import Hash, Message, from_bytes, to_bytes
 
@@ -79,7 +79,8 @@ class Ballots:
             votes = [vote for vote in self._votes.values() if vote is not last]
             votes = [*votes, _Vote(body.lineage, body.body_hash, body.view, body.members)][-MAX_LINEAGES:]
             if self._path is not None:
-                write_synced(self._path, _Record(tuple(votes), self.tip))
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                replace_file(self._path, to_bytes(_Record(tuple(votes), self.tip)), synced=True)
             self._votes = {vote.lineage: vote for vote in votes}
             return True
 
@@ -89,19 +90,3 @@ def _gives_way(last: _Vote, body: Body, signers: Collection[str] | None) -> bool
     if body.view <= last.view:
         return False
     return signers is None or 2 * len(set(last.members).intersection(signers)) > len(last.members)
-
-
-def write_synced(path: Path, record: Message) -> None:
-    """Replace a file by a record, on disk before this returns; raise `OSError` if it cannot be written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
-        file.write(to_bytes(record))
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)  # Else a power failure could bring the old file back.
-    finally:
-        os.close(folder)

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from p2ptrain.cli.manifests import write_atomically
+    from p2ptrain.disk import replace_file
     from p2ptrain.monitor.report import read_run, render
     from p2ptrain.network.identity import Identity
 
@@ -24,6 +24,6 @@ def run(arguments: argparse.Namespace) -> int:
     with Identity.ephemeral() as verifier:
         page = render(read_run(arguments.directory, verifier))
     output.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(output, page.encode())
+    replace_file(output, page.encode())
     print(f"wrote {output}")
     return 0

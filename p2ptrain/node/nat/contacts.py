@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from p2ptrain.averaging.grouping.membership import Membership
+from p2ptrain.disk import replace_file
 from p2ptrain.errors import P2PTrainError
 from p2ptrain.network.libp2p.transport import Libp2pTransport
 from p2ptrain.network.link import check_peer_address
@@ -157,9 +158,7 @@ def remember_addresses(run_dir: Path, records: Iterable[PeerRecord]) -> None:
     if not addresses or addresses == known_addresses(run_dir):
         return
     path = run_dir / KNOWN_FILE
-    temporary = path.with_suffix(".tmp")
     try:
-        temporary.write_text(json.dumps(addresses))
-        temporary.replace(path)
+        replace_file(path, json.dumps(addresses).encode())
     except OSError as error:
         logger.warning("cannot remember peers in %s: %s", path, error)

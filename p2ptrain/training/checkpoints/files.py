@@ -31,10 +31,11 @@ from torch import Tensor
 
 from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.averaging.protocol.table import Table
+from p2ptrain.disk import replace_file, sync_folder
 from p2ptrain.errors import CheckpointError, IncompatibleError, IntegrityError, ResourceError
 from p2ptrain.network.schema import from_bytes, from_wire, to_bytes, to_wire
 from p2ptrain.progress import Progress, no_progress
-from p2ptrain.training.checkpoints.sealed_json import DAMAGE, seal, sync_folder, unseal, write_synced
+from p2ptrain.training.checkpoints.sealed_json import DAMAGE, seal, unseal
 from p2ptrain.training.checkpoints.stage_list import STAGES_FILE
 from p2ptrain.training.checkpoints.tensor_file import hash_file, write_tensors
 from p2ptrain.training.state.digest import NamedTensors, merkle_tree
@@ -126,7 +127,6 @@ def save_checkpoint(
                 _write_files(unfinished, head, tensors, local, extra, swarm)
                 if _versions(tensors, local) != versions:
                     raise CheckpointError("a tensor changed while it was saved: save on the thread that trains")
-                sync_folder(unfinished)
                 unfinished.rename(path)
             except BaseException:
                 shutil.rmtree(unfinished, ignore_errors=True)
@@ -229,7 +229,7 @@ def _write_files(
         "files": {name: {"sha256": written.sha256, "bytes": written.num_bytes} for name, written in files.items()},
         "extra": extra,
     }
-    write_synced(folder / DESCRIPTION_FILE, seal(description))
+    replace_file(folder / DESCRIPTION_FILE, seal(description), synced=True)  # The last one: it syncs the folder.
 
 
 def describe_checkpoint(path: Path) -> CheckpointInfo:

@@ -1,11 +1,9 @@
-"""JSON files that carry a checksum of themselves, written so that a crash leaves them whole or absent."""
+"""JSON that carries a checksum of itself."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-from pathlib import Path
 from typing import Any
 
 DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
@@ -24,21 +22,6 @@ def unseal(data: bytes) -> dict[str, Any]:
     if checksum != _checksum(description) or data != _canonical({**description, "checksum": checksum}):
         raise ValueError("its checksum is wrong")
     return description
-
-
-def write_synced(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _canonical(value: dict[str, Any]) -> bytes:

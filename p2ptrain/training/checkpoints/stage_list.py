@@ -6,13 +6,13 @@ the digests (`p2ptrain.pipeline.checkpoints.saving`).
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from p2ptrain.disk import replace_file
 from p2ptrain.errors import CheckpointError, ResourceError
-from p2ptrain.training.checkpoints.sealed_json import DAMAGE, seal, sync_folder, unseal, write_synced
+from p2ptrain.training.checkpoints.sealed_json import DAMAGE, seal, unseal
 
 FORMAT = 1
 STAGES_FILE = "stages.json"
@@ -42,16 +42,8 @@ def write_stage_list(folder: Path, listed: StageList) -> None:
         "round": listed.round,
         "digests": {name: digest.hex() for name, digest in listed.digests.items()},
     }
-    unfinished = folder / f".{STAGES_FILE}"
     try:
-        try:
-            write_synced(unfinished, seal(description))
-            unfinished.rename(folder / STAGES_FILE)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                unfinished.unlink()
-            raise
-        sync_folder(folder)
+        replace_file(folder / STAGES_FILE, seal(description), synced=True)
     except OSError as error:
         raise ResourceError(f"cannot note in {folder} that it is complete: {error.strerror or error}") from error
 

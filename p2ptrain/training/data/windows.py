@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from p2ptrain.disk import replace_file
 from p2ptrain.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -141,10 +142,8 @@ class ReadingPosition:
     def _store(self, position: int) -> None:
         if self._path is None:
             return
-        partial = self._path.with_name(f".{self._path.name}.partial")
         try:
-            partial.write_text(json.dumps({"order": self._order, "next": position}))
-            partial.replace(self._path)
+            replace_file(self._path, json.dumps({"order": self._order, "next": position}).encode())
         except OSError as error:
             logger.warning(
                 "cannot keep the reading position in %s, a restart reads windows again: %s", self._path, error

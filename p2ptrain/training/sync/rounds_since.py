@@ -7,17 +7,16 @@ hours. They bring each chunk up to date, whatever its round.
 from __future__ import annotations
 
 import mmap
-import os
 import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from p2ptrain.averaging.commit.round_log import Result
 from p2ptrain.averaging.protocol.certificate import Certificate, Head
 from p2ptrain.averaging.protocol.table import Table
 from p2ptrain.buffers import Buffer
+from p2ptrain.disk import replace_file
 from p2ptrain.errors import IntegrityError, ResourceError
 from p2ptrain.hashing import HASH_BYTES, bulk_hash
 from p2ptrain.network.schema import from_bytes, to_bytes
@@ -73,7 +72,7 @@ class RoundsSince:
         if self._folder is not None:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                _write(self._folder / BASE_FILE, [to_bytes(base)])
+                replace_file(self._folder / BASE_FILE, to_bytes(base))
             except OSError as error:
                 raise ResourceError(f"cannot write to {self._folder} ({error.strerror}): free some space") from error
         self._begin(base)
@@ -91,7 +90,7 @@ class RoundsSince:
                 certificate = result.certificate.to_bytes()
                 lengths = [len(part) for part in (certificate, *means)]
                 header = _LENGTH.pack(len(lengths)) + b"".join(map(_LENGTH.pack, lengths))
-                _write(path, [bulk_hash(header, certificate, *means), header, certificate, *means])
+                replace_file(path, bulk_hash(header, certificate, *means), header, certificate, *means)
                 means = _read(path)[1]
             except OSError as error:
                 raise ResourceError(f"cannot write to {self._folder} ({error.strerror}): free some space") from error
@@ -125,16 +124,6 @@ class RoundsSince:
     def _path(self, position: int) -> Path:
         assert self._folder is not None
         return self._folder / f"round-{position}"
-
-
-def _write(path: Path, parts: list[Any]) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb", buffering=0) as file:
-        for part in parts:
-            view = memoryview(part).cast("B")
-            while view:
-                view = view[file.write(view) :]
-    os.replace(partial, path)
 
 
 def _read(path: Path) -> tuple[memoryview, list[Buffer]]:

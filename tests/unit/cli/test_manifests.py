@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from p2ptrain.cli.manifests import load_manifest, parse_settings, write_atomically
+from p2ptrain.cli.manifests import load_manifest, parse_settings
 from p2ptrain.errors import IncompatibleError, ManifestError, UsageError
 from p2ptrain.manifest import Manifest
 
@@ -36,11 +36,3 @@ def test_a_run_for_another_protocol_is_refused(tmp_path: Path) -> None:
     path.write_text("protocol = 99\n")
     with pytest.raises(IncompatibleError, match="99"):
         load_manifest(path)
-
-
-def test_a_file_is_replaced_as_a_whole_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    for content in (b"first", b"2"):
-        write_atomically(path, content)
-        assert path.read_bytes() == content
-    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]

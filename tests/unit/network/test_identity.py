@@ -150,7 +150,7 @@ def test_peer_id_matches_the_specification() -> None:
     ("number", "kind", "code"),
     [(errno.ENOSPC, ResourceError, 7), (errno.ENOTDIR, ConfigError, 3), (errno.EACCES, IdentityError, 5)],
 )
-@pytest.mark.parametrize("function", ["os.open", "tempfile.mkstemp", "os.fsync", "os.rename"])
+@pytest.mark.parametrize("function", ["os.open", "os.fsync", "os.replace"])
 def test_a_full_disk_and_a_wrong_path_are_told_from_an_unusable_key(
     number: int, kind: type[P2PTrainError], code: int, function: str, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

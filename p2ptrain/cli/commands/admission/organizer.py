@@ -12,7 +12,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from p2ptrain.cli.manifests import KEY_FILE, LINK_FILE, read_revocations, write_atomically
+from p2ptrain.cli.manifests import KEY_FILE, LINK_FILE, read_revocations
+from p2ptrain.disk import replace_file
 from p2ptrain.errors import ConfigError, IntegrityError, UsageError
 from p2ptrain.manifest import REVOCATIONS_FILE, SIGNED_FILE, Manifest, SignedManifest
 from p2ptrain.network.admission import Invite, Issuer, Revocations, mark
@@ -67,7 +68,7 @@ class Organizer:
         """Sign the changed list of revocations into the folder, where the seed finds it."""
         sequence = max(self.revocations.sequence + 1, int(time.time()))
         data = self.issuer.sign(replace(self.revocations, sequence=sequence, **changes))
-        write_atomically(self.folder / REVOCATIONS_FILE, data)
+        replace_file(self.folder / REVOCATIONS_FILE, data)
         print(f"wrote {self.folder / REVOCATIONS_FILE}, which a running seed publishes within seconds")
 
 

@@ -201,7 +201,8 @@ def test_files_and_folder_are_on_the_disk_before_the_checkpoint_has_its_name(
     path = _save(tmp_path)
     unfinished = f".unfinished-{path.name}"
     before = done[: done.index(f"renamed {unfinished}")]
-    assert {"synced shared.safetensors", "synced local.safetensors", "synced checkpoint.json"} <= set(before)
+    described = f"synced .checkpoint.json.{os.getpid()}.partial"
+    assert {"synced shared.safetensors", "synced local.safetensors", described} <= set(before)
     assert before[-1] == f"synced {unfinished}"
     assert done[-1] == f"synced {tmp_path.name}"
 
