@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
-SOURCES := p2ptrain $(wildcard tests benchmarks examples deploy)
+SOURCES := p2ptrain $(wildcard tests benchmarks examples deploy docs/draw_packages.py)
 ARGS ?=
 # Which tests: by default not those that repeat, more thoroughly, what faster ones prove.
 MARKS ?= -m "not slow"
