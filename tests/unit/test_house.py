@@ -1,6 +1,8 @@
 """The package and its tests grow no further: what `tests.support.house` counts stays within these limits."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,8 @@ from tests.support import house
 LIMITS = {house.PACKAGE: 59_650, house.TESTS: 60_450}
 MAX_FILES = 13
 MAX_IMPORTS = 12
+MAX_PARAMETERS = 5
+MAX_FORWARDERS = 40
 
 
 @pytest.mark.parametrize("root", LIMITS, ids=lambda root: root.name)
@@ -34,3 +38,18 @@ def test_no_loader_may_run_code_of_a_repository() -> None:
 def test_no_module_imports_too_many_others() -> None:
     number, module = house.largest_imports(house.modules())
     assert number <= MAX_IMPORTS, f"{module} imports {number} modules: let objects that it holds answer instead"
+
+
+def test_nine_constructors_in_ten_take_few_parameters() -> None:
+    assert house.most_parameters(house.modules()) <= MAX_PARAMETERS
+
+
+def test_few_members_only_forward() -> None:
+    assert house.forwarders(house.modules()) <= MAX_FORWARDERS
+
+
+def test_its_figures_end_with_their_reader() -> None:
+    first = "import sys; sys.stdin.readline()"
+    command = f"{sys.executable} -m tests.support.house | {sys.executable} -c '{first}'; exit ${{PIPESTATUS[0]}}"
+    ended = subprocess.run(["bash", "-c", command], cwd=house.ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.stderr == ""
