@@ -7,14 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
-from typing import TYPE_CHECKING
 
+from p2ptrain.status.observation import Observation
 from p2ptrain.status.progress import tokens_in_round
 from p2ptrain.status.stages import ARRIVING, TRAINING_ROLES
 from p2ptrain.status.views import Alert, Headline, Health, PeerView, RoundView, StageView
-
-if TYPE_CHECKING:
-    from p2ptrain.status.snapshot import Observation
 
 SEVERITIES = ("critical", "warning", "info")
 MAX_NAMED_STAGES = 4

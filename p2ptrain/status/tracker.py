@@ -12,9 +12,10 @@ from p2ptrain.manifest import SignedManifest
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.network.records.record import Look, PeerRecord, Sighting
 from p2ptrain.status.agreed import bootstraps, swarm_view
+from p2ptrain.status.observation import Observation
 from p2ptrain.status.rounds import SwarmRounds
 from p2ptrain.status.serving import NONE, ServingBook, growth
-from p2ptrain.status.snapshot import Observation, build_snapshot
+from p2ptrain.status.snapshot import build_snapshot
 from p2ptrain.status.stages import TRAINING_ROLES, positions
 from p2ptrain.status.views import Event, Rates, Snapshot, SwarmView
 

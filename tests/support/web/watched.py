@@ -7,8 +7,9 @@ from typing import Any
 
 from p2ptrain.averaging.protocol.certificate import Body, Certificate
 from p2ptrain.network.records.record import Look, PeerRecord, RoundReport, Sighting, StageReport
+from p2ptrain.status.observation import Observation
 from p2ptrain.status.progress import RoundGoal
-from p2ptrain.status.snapshot import Observation, build_snapshot
+from p2ptrain.status.snapshot import build_snapshot
 from p2ptrain.status.tracker import SwarmTracker
 from p2ptrain.status.views import PeerView, RoundView, Snapshot, SwarmView
 from tests.support.records import record_of
