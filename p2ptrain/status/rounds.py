@@ -53,6 +53,7 @@ class RoundBook:
     Attributes:
         committed: Rounds since the first look that are known to be committed; ``aborted``: rounds since then with a
             failed attempt of at least one peer.
+        first: The first round that counts; None before the first report.
     """
 
     def __init__(self, group_size: int) -> None:
@@ -62,7 +63,7 @@ class RoundBook:
         self._entries: dict[int, _Entry] = {}
         self._names: dict[str, str] = {}
         self._told: dict[str, tuple[RoundReport, ...]] = {}
-        self._first: int | None = None
+        self.first: int | None = None
 
     def learn(self, record: PeerRecord, at: float, median_round: int) -> list[int]:
         """Record a peer's reports of its last rounds; return rounds since the first look newly known as committed.
@@ -73,8 +74,8 @@ class RoundBook:
         """
         if record.role != "trainer":
             return []
-        if self._first is None:
-            self._first = median_round  # Earlier rounds do not count.
+        if self.first is None:
+            self.first = median_round  # Earlier rounds do not count.
         self._go_back(median_round)
         if self._told.get(record.peer) == record.last_rounds:
             return []
@@ -103,7 +104,7 @@ class RoundBook:
             return
         self._entries = {number: entry for number, entry in self._entries.items() if number < median_round}
         self._told.clear()
-        self._first = min(self._first or 0, median_round)
+        self.first = min(self.first or 0, median_round)
 
     def _learn_report(self, peer: str, report: RoundReport, broken: Sequence[RoundReport], at: float) -> bool:
         entry = self._entries.get(report.round)
@@ -145,7 +146,11 @@ class RoundBook:
         return self._counts(entry)
 
     def _counts(self, entry: _Entry) -> bool:
-        return self._first is not None and entry.round >= self._first
+        return self.first is not None and entry.round >= self.first
+
+    def __contains__(self, number: int) -> bool:
+        """True if a round is remembered; one of an abandoned lineage is not."""
+        return number in self._entries
 
     def _forget(self) -> None:
         for number in sorted(self._entries)[:-MAX_ROUNDS]:
@@ -319,14 +324,17 @@ class SwarmRounds:
         stages = [medians[stage] for stage in self._hosted]
         if self._first is None and stages:
             self._first = min(stages)  # Earlier rounds do not count.
+        elif self._first is not None:  # Unless the swarm restarted from an old checkpoint.
+            self._first = min([self._first, *(book.first for book in self._books.values() if book.first is not None)])
+        for counted in (self._done, self._broken):  # Rounds that are redone count again.
+            counted.difference_update([each for each in counted if not any(each in b for b in self._books.values())])
         views = [view for view in self.views() if self._first is not None and view.round >= self._first]
         done = {view.round for view in views if view.committed} - self._done
         broken = {view.round for view in views if view.broken_tries} - self._broken
         self.committed += len(done)
         self.aborted += len(broken)
-        kept = max((view.round for view in views), default=0) - MAX_ROUNDS
-        self._done = {number for number in self._done | done if number >= kept}
-        self._broken = {number for number in self._broken | broken if number >= kept}
+        self._done |= done
+        self._broken |= broken
         return bool(done)
 
     def forget_peers(self, present: Iterable[str]) -> None:

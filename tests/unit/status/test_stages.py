@@ -10,7 +10,7 @@ from p2ptrain.manifest import Manifest, ModelSpec, PipelineSpec, TrainingSpec
 from p2ptrain.monitor.metrics import exposition
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.status.agreed import stage_spans, what_is_missing
-from p2ptrain.status.rounds import SwarmRounds, told_of
+from p2ptrain.status.rounds import MAX_ROUNDS, SwarmRounds, told_of
 from p2ptrain.status.stages import coverage, joined
 from p2ptrain.status.views import RoundView, Snapshot
 from tests.support.coroutines import on_loop, on_loop_within
@@ -278,6 +278,24 @@ def test_rounds_are_counted_once_for_all_stages() -> None:
         assert book.settle(USUAL) == (stage == 3)
     assert (book.committed, book.aborted) == (1, 0), "what was before the first look does not count"
     assert not book.settle(USUAL)
+
+
+def test_rounds_that_a_pipeline_redoes_count_again() -> None:
+    """It restarted from an old checkpoint, more rounds back than are remembered."""
+    book = SwarmRounds(16, 4)
+
+    def commit(round_: int, peer: str) -> tuple[int, int]:
+        for seen, reports in ((round_, 0), (round_ + 1, 1)):
+            medians = dict.fromkeys(range(4), seen)
+            for stage in range(4):
+                book.learn(told(stage, *[of_stage(stage, round_)] * reports, peer=peer), START, medians)
+                book.settle(medians)
+        return book.committed, book.aborted
+
+    book.settle(dict.fromkeys(range(4), 100))
+    assert commit(100, "a") == (1, 0)
+    assert commit(100 - MAX_ROUNDS - 2, "b") == (2, 0), "it is behind the first look, and counts"
+    assert commit(100, "c") == (3, 0)
 
 
 def test_a_hosts_rounds_are_those_of_the_stage_that_its_record_is_about() -> None:
