@@ -103,8 +103,8 @@ def choose(needs: Sequence[StageNeed], hosts: Sequence[Host], speed: float, memo
     return Choice(stage, f"it is the slowest that fits into {memory / 1e9:.2f} GB, with {_hosts(num_hosts)}")
 
 
-def best_move(needs: Sequence[StageNeed], hosts: Sequence[Host], margin: float = MARGIN) -> Move | None:
-    """Return the move of one host that helps most; None if none gains by ``margin`` (see `MARGIN`).
+def best_move(needs: Sequence[StageNeed], hosts: Sequence[Host]) -> Move | None:
+    """Return the move of one host that helps most; None if none gains by `MARGIN`.
 
     No stage loses its last host. Peers that know the same hosts find the same move.
     """
@@ -122,7 +122,7 @@ def best_move(needs: Sequence[StageNeed], hosts: Sequence[Host], margin: float =
             if target == host.stage or need.memory > host.memory:
                 continue
             slower, faster = now[target], now[target] + host.speed / need.work
-            if min(left, faster) <= slower * (1 + margin / math.sqrt(max(counts[target], 1))):
+            if min(left, faster) <= slower * (1 + MARGIN / math.sqrt(max(counts[target], 1))):
                 continue
             after = list(now)
             after[host.stage], after[target] = left, faster

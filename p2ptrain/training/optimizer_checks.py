@@ -111,6 +111,6 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
 
 
-def _listed(items: Iterable[str], most: int = 3) -> str:
+def _listed(items: Iterable[str]) -> str:
     items = list(items)
-    return ", ".join(items[:most]) + (", …" if len(items) > most else "")
+    return ", ".join(items[:3]) + (", …" if len(items) > 3 else "")

@@ -151,8 +151,6 @@ class Rpc:
         runtime: Runtime,
         swarm: bytes,
         limits: RpcLimits | None = None,
-        *,
-        protocol: int = PROTOCOL_VERSION,
     ) -> None:
         self.runtime = runtime
         self.swarm = swarm
@@ -166,7 +164,6 @@ class Rpc:
         self._root = self
         self._scope = ""
         self._transport = transport
-        self._protocol = protocol
         self._services: dict[str, _Service] = {}
         self._outbound: Counter[PeerId] = Counter()
         self.inbound: Counter[PeerId] = Counter()
@@ -273,7 +270,7 @@ class Rpc:
         """
         if peer == self.peer_id:
             raise ValueError("a channel leads to another peer")
-        header = pack(Header(self._protocol, self.swarm, self._scope + name, self._root.credential))
+        header = pack(Header(PROTOCOL_VERSION, self.swarm, self._scope + name, self._root.credential))
         opening = frame(Kind.MESSAGE, header) + frame(Kind.MESSAGE, pack(request))
         self._outbound[peer] += 1
         try:
@@ -404,8 +401,8 @@ class Rpc:
             raise _RefusalError("malformed header", f"malformed header: {error.reason}") from error
 
     def _find(self, peer: PeerId, header: Header) -> _Service:
-        if header.protocol != self._protocol:
-            reason = f"{OTHER_PROTOCOL}{header.protocol}, this peer speaks {self._protocol}"
+        if header.protocol != PROTOCOL_VERSION:
+            reason = f"{OTHER_PROTOCOL}{header.protocol}, this peer speaks {PROTOCOL_VERSION}"
             raise _RefusalError("other protocol", reason)
         if header.swarm != self.swarm:
             raise _RefusalError("other swarm", f"{OTHER_SWARM}: this peer has another manifest")

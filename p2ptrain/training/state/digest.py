@@ -25,7 +25,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 import numpy as np
@@ -33,7 +32,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from p2ptrain.buffers import Buffer, file_buffer, new_buffer
+from p2ptrain.buffers import Buffer, new_buffer
 from p2ptrain.hashing import HASH_BYTES, bulk_hash, canonical_bytes
 from p2ptrain.network.schema import Message
 
@@ -103,15 +102,11 @@ def specs_of(tensors: NamedTensors) -> tuple[TensorSpec, ...]:
     )
 
 
-def new_tensors(specs: Sequence[TensorSpec], path: Path | None = None) -> list[tuple[str, Tensor]]:
-    """Return zeroed CPU tensors with these specs in one buffer, or in a new file.
-
-    Raises `MemoryError` if they do not fit into memory, `OSError` if they do not fit on the disk.
-    """
+def new_tensors(specs: Sequence[TensorSpec]) -> list[tuple[str, Tensor]]:
+    """Return zeroed CPU tensors with these specs in one buffer; raise `MemoryError` if they do not fit."""
     aligned = (-(-spec.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for spec in specs)
     *starts, end = accumulate(aligned, initial=0)
-    buffer = new_buffer(max(end, 1)) if path is None else file_buffer(path, max(end, 1))
-    memory = torch.frombuffer(buffer, dtype=torch.uint8)
+    memory = torch.frombuffer(new_buffer(max(end, 1)), dtype=torch.uint8)
     return [
         (spec.name, memory[start : start + spec.num_bytes].view(DTYPES[spec.dtype]).reshape(spec.shape))
         for spec, start in zip(specs, starts, strict=True)

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from p2ptrain.errors import UsageError
 
@@ -91,9 +91,8 @@ def text_of(model: SwarmModel, arguments: argparse.Namespace) -> tuple[Text, Any
 
 
 async def answer(
-    model: SwarmModel, text: Text, ids: Sequence[int], sampling: Sampling, arguments: argparse.Namespace,
-    out: TextIO = sys.stdout,
-) -> str:  # fmt: skip
+    model: SwarmModel, text: Text, ids: Sequence[int], sampling: Sampling, arguments: argparse.Namespace
+) -> str:
     """Write an answer as it is drawn, then who computed it on standard error; return the answer."""
     from p2ptrain.serving.text import StopStrings, TextStream
 
@@ -105,8 +104,7 @@ async def answer(
     def write(piece: str) -> None:
         nonlocal written
         written += piece
-        out.write(piece)
-        out.flush()
+        print(piece, end="", flush=True)
 
     opened = generator.generate(ids, sampling, max_tokens=max(1, most), stops=tuple(text.end_ids))
     is_stopped = False
@@ -121,7 +119,7 @@ async def answer(
                 break
         if not is_stopped:
             write(stops.close())
-        out.write("\n")
+        print()
         route, failovers = generation.route, generation.failovers
     seconds = loop.time() - first
     rate = f", {(num_tokens - 1) / seconds:.1f} tokens/s" if num_tokens > 1 and seconds > 0 else ""
