@@ -1,4 +1,4 @@
-"""Error feedback: the values that a lossy codec dropped are added to the next contribution.
+"""Error feedback: the values that a lossy codec dropped are added to the next contribution, after worker momentum.
 
 A peer keeps two encoding errors (Seide et al. 2014; Karimireddy et al. 2019, arXiv 1901.09847):
 
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.protocol.table import FULL_TRUST
+from p2ptrain.averaging.vector.momentum import Momentum
 from p2ptrain.averaging.vector.rules import Claim, get_rule
 from p2ptrain.buffers import Buffer
 from p2ptrain.codecs import Codec
@@ -82,13 +83,17 @@ class ErrorFeedback:
 
     The residual is local: the peer saves it in its own checkpoint and sends it to no other peer. The peer resets it
     when it loads a state to which the residual does not belong.
+
+    Args:
+        decay: Fraction of a round's error to keep, 0 to 1.
+        momentum: Worker momentum, 0 to 1; see `Momentum`.
     """
 
-    def __init__(self, num_values: int, codec: Codec, decay: float = 1.0) -> None:
-        """``decay`` is the fraction of a round's error to keep, 0 to 1."""
+    def __init__(self, num_values: int, codec: Codec, decay: float = 1.0, momentum: float = 0.0) -> None:
         import torch
 
         self._decay = decay
+        self._momentum = Momentum(momentum)
         self.residual: torch.Tensor | None = torch.zeros(num_values, dtype=torch.float32) if codec.lossy else None
 
     def split(self, codecs: Sequence[Codec], sizes: Sequence[int]) -> list[ErrorFeedback]:
@@ -97,7 +102,7 @@ class ErrorFeedback:
             return [self]
         parts, low = [], 0
         for codec, size in zip(codecs, sizes, strict=True):
-            part = ErrorFeedback(0, codec, self._decay)
+            part = ErrorFeedback(0, codec, self._decay, self._momentum.decay)
             if part.residual is not None and self.residual is not None:
                 part.residual = self.residual[low : low + size]
             parts.append(part)
@@ -105,16 +110,20 @@ class ErrorFeedback:
         return parts
 
     def add_to(self, vector: torch.Tensor) -> None:
-        """Add the residual to a contribution (fp32, ``[num_values]``), in place."""
+        """Make an update a contribution (fp32, ``[num_values]``), in place: blend in the momentum, add the residual."""
+        self._momentum.blend(vector)
         if self.residual is not None:
             vector.add_(self.residual)
 
     def reset(self) -> None:
+        self._momentum.reset()
         if self.residual is not None:
             self.residual.zero_()
 
     def update(self, encoded: Sequence[Encoded]) -> None:
-        """Replace the residual after a committed round; ``encoded`` has one entry for each level of the tree."""
+        """Replace both after a committed round; ``encoded`` has one entry for each level of the tree."""
+        if encoded:
+            self._momentum.keep(encoded[0].vector, self.residual)
         if self.residual is None:
             return
         self.residual.zero_()

@@ -24,18 +24,18 @@ class Momentum:
 
     def __init__(self, decay: float) -> None:
         """``decay`` is the weight of the earlier mean, 0 to 1; 0 keeps nothing."""
-        self._decay = decay
+        self.decay = decay
         self._mean: torch.Tensor | None = None
         self._weight = 0.0
 
     def blend(self, update: torch.Tensor) -> None:
         """Replace an update by the mean that includes it, in place; the mean itself waits for `keep`."""
         if self._mean is not None:
-            update.lerp_(self._mean, 1 - (1 - self._decay) / self._next_weight())
+            update.lerp_(self._mean, 1 - (1 - self.decay) / self._next_weight())
 
     def keep(self, blended: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Take the mean from a contribution that is in a result: ``blended`` less the ``residual`` that it carried."""
-        if not self._decay:
+        if not self.decay:
             return
         self._weight = self._next_weight()
         if self._mean is None:
@@ -49,4 +49,4 @@ class Momentum:
         self._mean, self._weight = None, 0.0
 
     def _next_weight(self) -> float:
-        return self._decay * self._weight + 1 - self._decay
+        return self.decay * self._weight + 1 - self.decay

@@ -19,7 +19,6 @@ from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.protocol.certificate import Body, Certificate, Head
 from p2ptrain.averaging.timing.goal import Goal
 from p2ptrain.averaging.vector.error_feedback import Encoded, ErrorFeedback
-from p2ptrain.averaging.vector.momentum import Momentum
 from p2ptrain.errors import DivergedError
 from p2ptrain.manifest import TrainingSpec
 from p2ptrain.tasks import to_its_end
@@ -84,7 +83,7 @@ class Replica:
 
     Attributes:
         drops_stale: True if local work is dropped when no known certificates lead to a replacement state.
-        feedback: Compression error of this peer's contributions, for all fragments in order.
+        feedback: Compression error and momentum of this peer's contributions, for all fragments in order.
         trained_tokens: Tokens of this peer's work in committed rounds.
         trained_rounds: Committed rounds with this peer's work.
     """
@@ -100,9 +99,9 @@ class Replica:
         sizes = [fragment.num_values for fragment in fragments]
         round_log = RoundLog(context, list(zip(codecs, sizes, strict=True)))
         self.averager = Averager(context, state.head, round_log, layout.fingerprint, goal)
-        self.feedback = ErrorFeedback(layout.num_values, vector_codec(spec, layout), spec.feedback_decay)
+        codec = vector_codec(spec, layout)
+        self.feedback = ErrorFeedback(layout.num_values, codec, spec.feedback_decay, spec.worker_momentum)
         self._feedbacks = self.feedback.split(codecs, sizes)
-        self._momenta = [Momentum(spec.worker_momentum) for _ in fragments]
         self.drops_stale = training.every == 1
         self._buffer: torch.Tensor | None = None
         self._drops_in_a_row = 0
@@ -135,19 +134,12 @@ class Replica:
 
     def _collect(self, work: Contribution, out: torch.Tensor, fragment: Fragment) -> bool:
         work.collect(out, fragment)
-        self._momenta[fragment.index].blend(out)
         self._feedbacks[fragment.index].add_to(out)
         return bool(torch.isfinite(out.sum(dtype=torch.float64)))
 
     async def update_feedback(self, body: Body, encoded: Sequence[Encoded]) -> None:
-        """Record the momentum and the compression error of a contribution that is in a result."""
-        await self.context.runtime.compute(self._update_feedback, self.fragment_of(body).index, encoded)
-
-    def _update_feedback(self, index: int, encoded: Sequence[Encoded]) -> None:
-        feedback = self._feedbacks[index]
-        if encoded:
-            self._momenta[index].keep(encoded[0].vector, feedback.residual)
-        feedback.update(encoded)
+        """Record the compression error and the momentum of a contribution that is in a result."""
+        await self.context.runtime.compute(self._feedbacks[self.fragment_of(body).index].update, encoded)
 
     def restore_residual(self, residual: torch.Tensor) -> None:
         """Load a checkpoint's residual (fp32, ``[num_values]``) before the catch-up from the checkpoint's head.
@@ -168,9 +160,8 @@ class Replica:
         """Drop all local work, the local optimizer's state and the residual; call while ``work`` is at rest."""
         await self.context.runtime.compute(work.reset)
         self.averager.contributions.consumed(range(len(self.state.fragments)))
-        self.feedback.reset()
-        for momentum in self._momenta:
-            momentum.reset()
+        for feedback in self._feedbacks:
+            feedback.reset()
 
     async def drop(self, work: Contribution, reason: str) -> str:
         """Drop a contribution that cannot count; return why. Raise `DivergedError` at `MAX_DROPS` in a row."""
@@ -302,10 +293,9 @@ class Replica:
         follows: bool,
     ) -> None:
         """Set the live model; keep residual and momentum of carried work if the new state ``follows`` from the old."""
-        for feedback, momentum, part in zip(self._feedbacks, self._momenta, kept, strict=True):
+        for feedback, part in zip(self._feedbacks, kept, strict=True):
             if part is None or not follows:
                 feedback.reset()
-                momentum.reset()
         if work is not None:
             for fragment in self.state.fragments:
                 work.adopt(False, carries[fragment.index], fragment)
