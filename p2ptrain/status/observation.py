@@ -1,4 +1,4 @@
-"""What has been seen of a swarm: the input of a snapshot, of the alerts and of the headline."""
+"""An observation of a swarm: the input of a snapshot, of the alerts and of the headline."""
 
 from __future__ import annotations
 
