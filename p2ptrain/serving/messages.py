@@ -7,7 +7,9 @@ host draws tokens, and sends them to the client and to the first host directly::
     client ◀────────────────── Token ◀── Listen, Grant ───────── last host           ``serve.tokens``
                            first host ◀──── Fed ──────────────── last host           ``serve.feed``
 
-So a token costs one hop a stage. Every message names positions, so that a repeated one changes nothing.
+So a token costs one hop a stage. A client that cannot dial the last host asks the first one for ``serve.tokens``; each
+host then asks the next one, and the tokens come up the chain. Every message names positions, so that a repeated one
+changes nothing.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ MAX_CONCURRENT_REFUSALS = 64
 ANSWER_SECONDS = 0.1
 """Time after which a peer that still works on a request sends a PING: callers measure the round trip by it."""
 MAX_DIALS_REMEMBERED = 1024
-"""Bound on the peers with a recorded dial time; the oldest record is dropped."""
+"""Bound on the peers with a recorded dial; the oldest record is dropped."""
 
 OTHER_PROTOCOL = "protocol "
 """Start of the refusal of another protocol version; the version follows."""
@@ -141,6 +141,7 @@ class Rpc:
         dial_seconds: The round trip to each peer that has answered: the time of the last dial, or from there to its
             first answer if that took longer, doubled for each failed dial since. A daemon opens streams on its
             connections without a round trip.
+        unreached_at: Loop time of the last dial of each peer that found it unreachable, and no answer since.
         gate: Decides who is served.
         credential: Admits this peer with others; empty if it needs none.
     """
@@ -159,6 +160,7 @@ class Rpc:
         self.traffic = Traffic(limits.up_bytes_per_second, limits.down_bytes_per_second)
         self.refusals: Counter[tuple[PeerId, str]] = Counter()
         self.dial_seconds = Bounded[PeerId, float](MAX_DIALS_REMEMBERED)
+        self.unreached_at = Bounded[PeerId, float](MAX_DIALS_REMEMBERED)
         self.gate: Gate = OpenGate()
         self.credential = b""
         self._root = self
@@ -294,11 +296,14 @@ class Rpc:
         except TimeoutError:
             self._note_dial(peer, None)
             if stream is None:
+                self.unreached_at[peer] = loop.time()
                 raise PeerUnreachableError(peer, f"not reached within {timeout_seconds:g} s") from None
             stream.abort()
             raise DeadlineError(f"peer {peer[-8:]} took no request within {timeout_seconds:g} s") from None
-        except BaseException:
+        except BaseException as error:
             self._note_dial(peer, None)
+            if isinstance(error, PeerUnreachableError):
+                self.unreached_at[peer] = loop.time()
             if stream is not None:
                 stream.abort()
             raise
@@ -307,6 +312,7 @@ class Rpc:
 
         def note_answer() -> None:
             self._note_dial(peer, max(dialled - began, loop.time() - dialled))
+            self.unreached_at.pop(peer, None)
 
         return Channel(stream, self._limits.channel, self.traffic, note_answer)
 

@@ -154,6 +154,7 @@ class SimulatedNetwork:
         self._num_streams = 0
         self._groups: dict[str, int] = {}
         self._cut: dict[str, None] = {}
+        self._blocked: set[tuple[str, str]] = set()
         self._stores: dict[str, Store] = {"0": Store()}
         self._sides: dict[str, str] = {}
         self._disconnected: dict[int, asyncio.TimerHandle] = {}
@@ -247,6 +248,11 @@ class SimulatedNetwork:
         self.record("mend", peer.name)
         self._rewire()
 
+    def block(self, caller: SimulatedPeer, target: SimulatedPeer) -> None:
+        """Leave all later dials from one peer to another without an answer, as a NAT does."""
+        self._blocked.add((caller.name, target.name))
+        self.record("block", caller.name, target.name)
+
     def set_latency(self, first: SimulatedPeer, second: SimulatedPeer, seconds: float) -> None:
         self._latencies[first.name, second.name] = self._latencies[second.name, first.name] = seconds
 
@@ -295,6 +301,9 @@ class SimulatedNetwork:
     def connected(self, first: SimulatedPeer, second: SimulatedPeer) -> bool:
         return self._sides[first.name] == self._sides[second.name]
 
+    def _answers(self, caller: SimulatedPeer, target: SimulatedPeer) -> bool:
+        return self.connected(caller, target) and (caller.name, target.name) not in self._blocked
+
     def latency(self, first: SimulatedPeer, second: SimulatedPeer) -> float:
         key = (first.name, second.name)
         latency = self._latencies.get(key)
@@ -340,7 +349,7 @@ class SimulatedNetwork:
 
         def arrive() -> None:
             target = self._by_id.get(peer_id)  # Another incarnation may have taken its place.
-            if not caller.alive or answer.done() or (target is not None and not self.connected(caller, target)):
+            if not caller.alive or answer.done() or (target is not None and not self._answers(caller, target)):
                 return  # No answer: the dial times out.
             stream: SimulatedStream | None = None
             if target is not None and target is not caller and target.alive and target.transport.serves(protocol):

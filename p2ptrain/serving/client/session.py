@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import msgspec
@@ -49,6 +51,8 @@ TOKEN_SECONDS = 120.0
 """Timeout between tokens of hosts that give no sign of failure; the first one includes the prompt's computation."""
 FIRST_TOKEN_SECONDS = 60.0
 """Time without a row of the first stage, before the first token, after which a client leaves the last host."""
+UNREACHED_SECONDS = 60.0
+"""Time after a failed dial of the last host for which its tokens come up the chain, before it is dialled again."""
 WATCH_SECONDS = 1.0
 """Interval of looks at a session's progress."""
 PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 2.0
@@ -269,15 +273,21 @@ class SwarmSession:
     async def _listen_to(self, host: str) -> None:
         """Receive one host's tokens until it is lost or replaced."""
         request = Listen(self._ticket.session, self._next, self._taken + AHEAD, self._hosts[0])
-        async with self._rpc.open(host, TOKENS, request, OPEN_SECONDS) as channel:
+        async with self._open(host, TOKENS, request) as channel:
             granting = self._grant(channel, self._taken + AHEAD, self._hosts[0])
             await self._follow(host, channel, self._receive(host, request.session, channel), granting)
 
+    def _open(self, host: str, name: str, request: object) -> AbstractAsyncContextManager[Channel]:
+        """Open a channel to the last host; to the first, whose chain relays it, if the last one cannot be dialled."""
+        now = asyncio.get_running_loop().time()
+        is_relayed = now - self._rpc.unreached_at.get(host, -math.inf) < UNREACHED_SECONDS
+        return self._rpc.open(self._hosts[0] if is_relayed else host, name, request, OPEN_SECONDS)
+
     async def _follow(self, host: str, channel: Channel, *work: Coroutine[Any, Any, None]) -> None:
-        """Run work on a host's channel until some of it ends, or the host is replaced."""
+        """Run work on a host's channel until some of it ends, or the host or the channel's other end is replaced."""
         async with Tasks() as tasks:
             working = [tasks.call(each, "follow") for each in work]
-            replaced = tasks.call(self._until_replaced(host, self._ticket.session), "replaced")
+            replaced = tasks.call(self._until_replaced(host, channel.remote, self._ticket.session), "replaced")
             await asyncio.wait({*working, replaced}, return_when=asyncio.FIRST_COMPLETED)
             for each in working:
                 if each.done():
@@ -292,8 +302,8 @@ class SwarmSession:
                 return
             self._take(host, token)
 
-    async def _until_replaced(self, host: str, session: bytes) -> None:
-        while self._hosts[-1] == host and self._ticket.session == session:
+    async def _until_replaced(self, host: str, remote: str, session: bytes) -> None:
+        while self._hosts[-1] == host and remote in self._hosts and self._ticket.session == session:
             self._moved.clear()
             await self._moved.wait()
 
@@ -364,7 +374,7 @@ class LogitsSession(SwarmSession):
 
     async def _listen_to(self, host: str) -> None:
         request = LogitsRequest(self._ticket.session, sum(map(len, self._rows)))
-        async with self._rpc.open(host, LOGITS, request, OPEN_SECONDS) as channel:
+        async with self._open(host, LOGITS, request) as channel:
             await self._follow(host, channel, self._receive(host, request.session, channel))
 
     async def _receive(self, host: str, session: bytes, channel: Channel) -> None:

@@ -56,7 +56,7 @@ class ServingHost:
         self._offer = offer = book.offer
         self._number = offer.number
         self._tasks = Tasks()
-        self._tokens = TokenService(rpc, self.executor, is_first=offer.number == 0, is_last=offer.is_last)
+        self._tokens = TokenService(rpc, book)
         rpc.serve_channel(service(offer.number), Open, self._serve, max_request_bytes=MAX_OPEN_BYTES)
         self._tasks.keep(self.executor.run, f"serve-{offer.number}")
         self._tasks.keep(book.run, "sessions")

@@ -37,6 +37,7 @@ class HostSession:
 
     Attributes:
         key: The weights.
+        vocabulary: Number of token ids.
         wire: Of the rows that it receives, where those are no ids.
         ids: The tokens of all received rows; a list that grows, until another one replaces it.
         known: How many of them are no drafts.
@@ -96,7 +97,7 @@ class HostSession:
         self._finals: dict[int, torch.Tensor] = {}
         self._meter = meter
         self._is_counted = False
-        self._vocabulary = stage.vocabulary
+        self.vocabulary = stage.vocabulary
         self._since = self._drawn_at = self.progressed_at = asyncio.get_running_loop().time()
         self._progress = (0, 0, 0)
         for page in pages.found:
@@ -126,8 +127,8 @@ class HostSession:
             raise ProtocolError(peer, f"rows from position {first} on, and those from {end} on are missing")
         if first + len(ids) > self.ticket.num_positions:
             raise ProtocolError(peer, f"more rows than the {self.ticket.num_positions} of its ticket")
-        if max(ids) >= self._vocabulary:
-            raise ProtocolError(peer, f"token {max(ids)} of a vocabulary of {self._vocabulary}")
+        if max(ids) >= self.vocabulary:
+            raise ProtocolError(peer, f"token {max(ids)} of a vocabulary of {self.vocabulary}")
         same = zip(ids, self.ids[first : first + len(ids)], strict=False)
         if (other := next((at for at, (new, old) in enumerate(same, first) if new != old), None)) is not None:
             if other < min(known, self.known):

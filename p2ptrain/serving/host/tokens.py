@@ -1,25 +1,33 @@
-"""`TokenService`: tokens on their way from the last host, to the client and to the first host; logits to the client."""
+"""`TokenService`: tokens on their way from the last host, to the client and to the first host; logits to the client.
+
+A client that cannot dial the last host asks the first one. Each host then opens the same service at the next stage's
+host, and relays one message at a time: grants down the chain, tokens and logits up.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import torch
 
 from p2ptrain.errors import DeadlineError, PeerError, PeerRefusedError
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.rpc.endpoint import Rpc
-from p2ptrain.serving.host.executor import Executor
 from p2ptrain.serving.host.session import HostSession
+from p2ptrain.serving.host.sessions import SessionBook
 from p2ptrain.serving.link import OPEN_SECONDS
 from p2ptrain.serving.messages import (
     AHEAD,
     FEED,
+    FLOAT_BYTES,
     IDLE_SECONDS,
     LOGITS,
     MAX_LOGIT_ROWS,
     TOKENS,
+    DrawnToken,
     Fed,
     FeedRequest,
     Grant,
@@ -27,26 +35,26 @@ from p2ptrain.serving.messages import (
     LogitRows,
     LogitsRequest,
 )
-from p2ptrain.tasks import Backoff, Tasks
+from p2ptrain.tasks import Backoff, Tasks, together
 
 FEED_PAUSE_SECONDS, LONGEST_FEED_PAUSE_SECONDS = 0.1, 10.0
 """Backoff between attempts to reach the first stage's host."""
 
 
 class TokenService:
-    """Serves the tokens of the last stage, and takes those for the first, from construction on."""
+    """Serves or relays the tokens of the last stage, and takes those for the first, from construction on."""
 
-    def __init__(self, rpc: Rpc, executor: Executor, *, is_first: bool, is_last: bool) -> None:
-        self.names = [TOKENS, LOGITS] * is_last + [FEED] * is_first
+    def __init__(self, rpc: Rpc, book: SessionBook) -> None:
+        offer = book.offer
+        self.names = [TOKENS, LOGITS] + [FEED] * (offer.number == 0)
         self._rpc = rpc
-        self._executor = executor
-        self._sessions = executor.sessions
-        self._is_first = is_first
+        self._executor = book.executor
+        self._sessions = book.open
+        self._number = offer.number
         self._tasks = Tasks()
-        if is_last:
-            rpc.serve_channel(TOKENS, Listen, self._serve_tokens)
-            rpc.serve_channel(LOGITS, LogitsRequest, self._serve_logits)
-        if is_first:
+        rpc.serve_channel(TOKENS, Listen, self._serve_tokens if offer.is_last else self._relay_tokens)
+        rpc.serve_channel(LOGITS, LogitsRequest, self._serve_logits if offer.is_last else self._relay_logits)
+        if not offer.number:
             rpc.serve_channel(FEED, FeedRequest, self._serve_feed)
 
     async def close(self) -> None:
@@ -77,9 +85,13 @@ class TokenService:
                 await asyncio.wait({waiting, granting}, return_when=asyncio.FIRST_COMPLETED)
 
     def _session_of(self, channel: Channel, id: bytes) -> HostSession:
-        """Return a session of the client at the channel's other end; raise `PeerRefusedError` if it has none."""
+        """Return a session of the client at the channel's other end, or of a host of the stage before that relays it.
+
+        Raises `PeerRefusedError` if the peer there has none.
+        """
         session = self._sessions.get(id)
-        if session is None or session.ticket.client != channel.remote:
+        relays = session.ticket.route[self._number - 1] if session is not None and self._number else ()
+        if session is None or channel.remote not in (session.ticket.client, *relays):
             raise PeerRefusedError(self._rpc.peer_id, "no such session of yours")
         return session
 
@@ -106,13 +118,73 @@ class TokenService:
             session.grant(grant.until, grant.feed)
             self._executor.wake()
 
+    async def _relay_tokens(self, channel: Channel, request: Listen) -> None:
+        """Relay tokens from the next stage to a caller, and the caller's grants to the next stage."""
+        session = self._session_of(channel, request.session)
+
+        async def grants(source: Channel) -> None:
+            while True:
+                await source.send(await channel.receive(Grant, IDLE_SECONDS))
+
+        async def tokens(source: Channel) -> None:
+            while True:
+                token = await source.receive(DrawnToken, IDLE_SECONDS)
+                if not self._number:
+                    session.put_fed({token.position: token.id})
+                    self._executor.wake()
+                await channel.send(token)
+
+        await self._relay(session, TOKENS, request, tokens, grants)
+
+    async def _relay_logits(self, channel: Channel, request: LogitsRequest) -> None:
+        """Relay logits from the next stage to a caller."""
+        session = self._session_of(channel, request.session)
+
+        async def logits(source: Channel) -> None:
+            while True:
+                message = await source.receive(LogitRows, IDLE_SECONDS)
+                num_bytes = message.rows * session.vocabulary * FLOAT_BYTES
+                data = await source.receive_bytes(num_bytes, IDLE_SECONDS)
+                await channel.send(message)
+                await channel.send_bytes(data)
+
+        await self._relay(session, LOGITS, request, logits)
+
+    async def _relay(
+        self, session: HostSession, name: str, request: object, *work: Callable[[Channel], Coroutine[Any, Any, None]]
+    ) -> None:
+        """Run work on a channel to the next stage's host, until the host is replaced or the session ends.
+
+        Raises `PeerRefusedError` if there is no such host, or it is lost: the client asks again.
+        """
+        stage = self._number + 1
+        if not (host := session.later.get(stage, "")):
+            raise PeerRefusedError(self._rpc.peer_id, f"stage {stage} has no host yet")
+
+        async def relay() -> None:
+            async with self._rpc.open(host, name, request, OPEN_SECONDS) as source:
+                await together(name, [each(source) for each in work])
+
+        async def until_replaced() -> None:
+            while session.failure is None and session.later[stage] == host:
+                await session.news.wait()
+
+        async with Tasks() as tasks:
+            relaying, replaced = tasks.call(relay(), "relay"), tasks.call(until_replaced(), "replaced")
+            await asyncio.wait({relaying, replaced}, return_when=asyncio.FIRST_COMPLETED)
+            if relaying.done():
+                try:
+                    await relaying
+                except (PeerError, DeadlineError) as error:
+                    raise PeerRefusedError(self._rpc.peer_id, f"stage {stage}: {error}") from error
+
     async def _feed(self, session: HostSession) -> None:
         """Send drawn tokens to the first stage's host. It is a short cut: the client sends them, too."""
         now = asyncio.get_running_loop().time
         failed, retry_at, backoff = "", 0.0, Backoff(FEED_PAUSE_SECONDS, LONGEST_FEED_PAUSE_SECONDS)
         while session.failure is None:
             drawn, feed, began = session.drawn, session.feed, now()
-            if self._is_first:
+            if not self._number:
                 next_ = range(session.known, session.known + AHEAD)
                 session.put_fed({at: session.tokens[at].id for at in next_ if at in session.tokens})
                 self._executor.wake()

@@ -91,6 +91,24 @@ async def test_what_dials_took_is_remembered_and_doubled_when_they_fail(network:
         network.mend(server.peer)
 
 
+@simulated(model=FIXED)
+async def test_peers_that_were_not_reached_are_remembered_up_to_a_bound(
+    network: SimulatedNetwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("p2ptrain.network.rpc.endpoint.MAX_DIALS_REMEMBERED", 2)
+    async with members(network, 4) as (caller, *servers):
+        peers = [server.rpc.peer_id for server in servers]
+        for server in servers:
+            server.rpc.serve("double", dict, double)
+            network.cut(server.peer)
+            with pytest.raises(PeerUnreachableError):
+                await caller.rpc.call(server.rpc.peer_id, "double", {"number": 1}, dict, 1)
+            network.mend(server.peer)
+        assert list(caller.rpc.unreached_at) == peers[1:]
+        await caller.rpc.call(peers[1], "double", {"number": 1}, dict, 5)
+        assert list(caller.rpc.unreached_at) == peers[2:], "an answer"
+
+
 @simulated(model=replace(FIXED, are_dials_free=True))
 async def test_the_first_answer_shows_the_round_trip_where_a_dial_takes_none(network: SimulatedNetwork) -> None:
     async with members(network, 2) as (caller, server):
