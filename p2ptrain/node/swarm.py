@@ -228,8 +228,9 @@ class Swarm:
         return self._module
 
     def language_model(
-        self, *, weights: str | Path | None = None, allow_path: Sequence[str | Path] = (), wait_seconds: float = 30.0
-    ) -> LanguageModel:
+        self, *, weights: str | Path | None = None, allow_path: Sequence[str | Path] = (), wait_seconds: float = 30.0,
+        draft: str | Path | None = None,
+    ) -> LanguageModel:  # fmt: skip
         """Return the swarm's model to generate with; peers that serve compute it.
 
         The same object each time: the arguments of the first call count.
@@ -238,15 +239,19 @@ class Swarm:
             weights: The model's folder, if each peer brings the tokenizer.
             allow_path: Folders that the manifest may name for the tokenizer.
             wait_seconds: How long to wait for a stage without a host.
+            draft: Folder of a small model, by ``p2ptrain draft train``, that guesses tokens on this machine. The hosts
+                check its guesses, so no answer changes.
 
         Raises:
             ManifestError: The model is not one that generates.
+            ConfigError: The draft is of another model, or the tokenizer to compare with is not here.
         """
         from p2ptrain.node.serving.language_model import open_language_model
 
         if self._language_model is None:
-            given = Path(weights) if weights is not None else None
-            self._language_model = open_language_model(self._running, given, tuple(map(Path, allow_path)), wait_seconds)
+            given, guessing = (Path(each) if each is not None else None for each in (weights, draft))
+            allowed = tuple(map(Path, allow_path))
+            self._language_model = open_language_model(self._running, given, allowed, wait_seconds, guessing)
         return self._language_model
 
     def generate(self, prompt: str, **settings: Unpack[Settings]) -> str:

@@ -19,7 +19,7 @@ from openai import AsyncOpenAI
 from pydantic import BaseModel, Field
 
 from p2ptrain import Swarm
-from p2ptrain.errors import TemporaryError, UsageError
+from p2ptrain.errors import ConfigError, TemporaryError, UsageError
 from p2ptrain.manifest import ModelSpec
 from p2ptrain.models import build_stage, export_hugging_face, model_blocks
 from p2ptrain.models.blocks import Span
@@ -28,7 +28,6 @@ from p2ptrain.models.tokenizers import END_OF_TEXT, byte_tokenizer
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.node.serving.client import SwarmModel
 from p2ptrain.node.serving.thread import ModelThread
-from p2ptrain.serving.client.draft import load_draft
 from p2ptrain.serving.http.serve import serving_http
 from p2ptrain.serving.sampling import Sampling
 from tests.support.generators import TEMPLATE
@@ -200,7 +199,7 @@ def test_the_commands_answer_with_the_tokens_of_one_process(hosts: Hosts) -> Non
         assert process.wait(30) == 0
 
 
-def test_a_draft_of_the_served_model_changes_no_answer(hosts: Hosts) -> None:
+def test_a_draft_of_the_served_model_changes_no_answer(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     hosts.start_all(0, 1)
     spec = ModelSpec(**{**TINY, "layers": 4, "context": CONTEXT})
     served, draft = hosts.directory / "served", hosts.directory / "draft"
@@ -210,10 +209,16 @@ def test_a_draft_of_the_served_model_changes_no_answer(hosts: Hosts) -> None:
     options = ["--max-tokens", "60", "--temperature", "0", "--draft", str(draft)]
     result = run_command("generate", hosts.link, PROMPT, *options)
     assert result.stdout == f"{PROMPT}{bytes(golden(60, Sampling(temperature=0.0))).decode(errors='replace')}\n"
-    with ModelThread(SwarmLink.parse(hosts.link), PATIENCE_SECONDS) as thread:
-        thread.model.generator.draft = load_draft(draft, spec.vocabulary, byte_tokenizer(CONTEXT))
-        tokens, _ = thread.call(ask(thread.model, 400, 0, lambda route: None))
-    assert tokens == golden(400, DRAWN)
+    monkeypatch.setattr(Swarm, "join", partial(Swarm.join, listen=(LOOPBACK,)))
+    with Swarm.join(hosts.link) as swarm:
+        with pytest.raises(ConfigError, match=f"is it the folder of a Hugging Face model|{hosts.directory}"):
+            swarm.language_model(draft=hosts.directory / "text")
+        model = swarm.language_model(wait_seconds=PATIENCE_SECONDS, draft=draft)
+        taken = model.generator.draft
+        assert taken is not None
+        assert taken.context == CONTEXT
+        settings = {"max_new_tokens": 400, "do_sample": True, "seed": 3}
+        assert list(model.stream(list(PROMPT.encode()), **settings)) == golden(400, DRAWN)  # type: ignore[arg-type]
 
 
 @pytest.mark.fault(56)

@@ -19,6 +19,7 @@ from p2ptrain.node.roles.script import network_bridge
 from p2ptrain.node.serving.client import SwarmModel
 from p2ptrain.node.thread import PeerThread
 from p2ptrain.pipeline.plan import stage_blocks
+from p2ptrain.serving.client.draft import load_draft
 from p2ptrain.serving.sampling import Sampling
 from p2ptrain.serving.text import Text
 from p2ptrain.training.bridge import Bridge
@@ -55,12 +56,15 @@ class LanguageModel:
     """A swarm's model, computed by peers that serve; `Swarm.language_model` makes it.
 
     Any thread may call it. An interrupted call cancels its generation.
+
+    Attributes:
+        generator: Generates on the network's event loop.
     """
 
     def __init__(self, bridge: Bridge, model: SwarmModel, load_tokenizer: Callable[[], Any]) -> None:
         """``load_tokenizer`` is called once, when the tokenizer is needed."""
         self._bridge = bridge
-        self._generator = model.generator
+        self.generator = model.generator
         self._load_tokenizer = load_tokenizer
 
     @cached_property
@@ -71,7 +75,7 @@ class LanguageModel:
     @property
     def context(self) -> int:
         """Most tokens of a prompt and its answer; 0 while a stage has no host."""
-        return self._generator.context
+        return self.generator.context
 
     def complete(self, prompt: str, **settings: Unpack[Settings]) -> str:
         """Return the continuation of a text; raises as `generate`."""
@@ -143,9 +147,9 @@ class LanguageModel:
         They have no gradient: `Swarm.pipeline` trains. Takes and raises what `generate` does.
         """
         prompts = _prompts(input_ids, attention_mask)
-        logits = torch.zeros(*input_ids.shape, self._generator.vocabulary)
+        logits = torch.zeros(*input_ids.shape, self.generator.vocabulary)
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        waiting = [self._bridge.start(self._generator.logits(ids)) for ids in prompts]
+        waiting = [self._bridge.start(self.generator.logits(ids)) for ids in prompts]
         try:
             for row, future in enumerate(waiting):
                 logits[row, mask[row].bool().cpu()] = self._bridge.finish(future)
@@ -167,7 +171,7 @@ class LanguageModel:
         most = settings.get("max_new_tokens", MAX_NEW_TOKENS)
         if most < 1:
             raise UsageError(f"max_new_tokens: {most} is not above 0")
-        return _Tokens(self._bridge, partial(self._generator.generate, ids, _sampling(settings, row),
+        return _Tokens(self._bridge, partial(self.generator.generate, ids, _sampling(settings, row),
                                              max_tokens=most, stops=ends))  # fmt: skip
 
 
@@ -208,12 +212,15 @@ class _Tokens(Iterator[int]):
 
 
 def open_language_model(
-    running: PeerThread, weights: Path | None, allowed: Sequence[Path], wait_seconds: float
+    running: PeerThread, weights: Path | None, allowed: Sequence[Path], wait_seconds: float, draft: Path | None = None
 ) -> LanguageModel:
     """Return the model of a peer's swarm; see `Swarm.language_model`."""
     manifest = running.peer.manifest
     model = SwarmModel(running.peer, stage_blocks(manifest), wait_seconds)
-    return LanguageModel(network_bridge(running), model, lambda: manifest_tokenizer(manifest, weights, allowed))
+    found = LanguageModel(network_bridge(running), model, lambda: manifest_tokenizer(manifest, weights, allowed))
+    if draft is not None:
+        model.generator.draft = load_draft(draft, manifest.model.vocabulary, found.tokenizer)
+    return found
 
 
 def _prompts(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[list[int]]:

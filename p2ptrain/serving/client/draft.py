@@ -42,12 +42,12 @@ def load_draft(folder: Path, vocabulary: int, tokenizer: Any) -> Draft:
     spec = describe_pretrained(str(folder))
     if spec.vocabulary != vocabulary:
         raise ConfigError(
-            f"--draft {folder}: it has a vocabulary of {spec.vocabulary}, and the swarm's model one of {vocabulary}:"
+            f"draft {folder}: it has a vocabulary of {spec.vocabulary}, and the swarm's model one of {vocabulary}:"
             " give a draft that 'p2ptrain draft train' made of this model"
         )
     if load_pretrained_tokenizer(f"path:{folder}").get_vocab() != tokenizer.get_vocab():
         raise ConfigError(
-            f"--draft {folder}: its tokenizer has other tokens than that of the swarm's model: give a draft that"
+            f"draft {folder}: its tokenizer has other tokens than that of the swarm's model: give a draft that"
             " 'p2ptrain draft train' made of this model"
         )
     model = build_model(spec, folder).eval()
