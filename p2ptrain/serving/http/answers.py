@@ -83,13 +83,17 @@ class ChoicesForm(Form):
         super().__init__(request, model)
         self.has_logprobs, self.has_ids, self.has_usage = has_logprobs, has_ids, has_usage
         self._text = text
-        self._begun: set[int] = set()
+        self._has_begun = False
 
     def events(self, piece: Piece) -> Iterator[Struct]:
-        """Yield a piece as events of a stream; the reason of the end is an event of its own."""
-        if piece.choice not in self._begun:
-            self._begun.add(piece.choice)
-            yield from self._beginning(piece.choice)
+        """Yield a piece as events of a stream; the reason of the end is an event of its own.
+
+        All choices begin before the first piece, in order: OpenAI's client takes their first events by position.
+        """
+        if not self._has_begun:
+            self._has_begun = True
+            for index in range(self.request.num_choices):
+                yield from self._beginning(index)
         if piece.text or piece.calls or (piece.tokens and (self.has_logprobs or self.has_ids)):
             yield self._event(piece, None)
         if piece.finish is not None:

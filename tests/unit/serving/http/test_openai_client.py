@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import pytest
 from openai import AsyncOpenAI
 
 from p2ptrain.serving.errors import OverloadedError
+from p2ptrain.serving.generation import Generation
+from p2ptrain.serving.sampling import Sampling
 from tests.support.coroutines import on_loop
-from tests.support.generators import MODEL, Repeater, http_server
+from tests.support.generators import MODEL, Repeater, Repetition, http_server
 
 KEY = "sk-0123456789abcdef"
 MESSAGES: Any = [{"role": "user", "content": "Hi"}]
@@ -68,6 +71,38 @@ async def test_it_streams_with_usage_and_helpers() -> None:
         assert more.choices[0].message.content == "Grüße!"
         pieces = await client.completions.create(model=MODEL, prompt=[65], stream=True)
         assert "".join([piece.choices[0].text async for piece in pieces]) == "Grüße!"
+
+
+class Backwards(Repeater):
+    """A generator whose later choices draw before the earlier ones; each has a reply of its own."""
+
+    @asynccontextmanager
+    async def _generating(
+        self, ids: list[int], sampling: Sampling, max_tokens: int, key: str
+    ) -> AsyncIterator[Generation]:
+        number = len(self.opened)
+        async with super()._generating(ids, sampling, max_tokens, key):
+            async with self.changed:
+                await self.changed.wait_for(lambda: len(self.opened) - self.running == 2 - number)
+            yield Repetition(replace(self, reply=b"%d of three" % number), len(ids), sampling, max_tokens)
+
+
+@on_loop
+async def test_its_helper_reads_several_choices_of_a_stream_whichever_comes_first() -> None:
+    async with client_of(Backwards()) as client:
+        ask: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "n": 3, "logprobs": True, "top_logprobs": 1}
+        stream = await client.chat.completions.create(**ask, stream=True)
+        choices = [choice async for chunk in stream for choice in chunk.choices]
+        assert [(choice.index, choice.delta.role) for choice in choices[:3]] == [(at, "assistant") for at in range(3)]
+        assert choices[3].index == 2
+    async with client_of(Backwards()) as client, client.chat.completions.stream(**ask) as helper:
+        answer = await helper.get_final_completion()
+    for index, choice in enumerate(answer.choices):
+        assert (choice.index, choice.message.content, choice.message.role) == (index, f"{index} of three", "assistant")
+        assert choice.finish_reason == "stop"
+        assert choice.logprobs is not None
+        assert choice.logprobs.content is not None
+        assert "".join(each.token for each in choice.logprobs.content).startswith(f"{index} of three")
 
 
 @on_loop
