@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 from p2ptrain.errors import TemporaryError, UsageError
 
 
@@ -52,8 +54,26 @@ class NoGrammarError(NoHostError):
     def __init__(self, stage: int, blocks: tuple[int, int]) -> None:
         super().__init__(stage, blocks)
         self.args = (
-            "no host that is known generates in a given form (response_format, tool_choice): wait for one of the last"
-            " stage that has the model's tokenizer, and installed 'p2ptrain[grammar]'",
+            "no host that is known generates in a given form (response_format or text.format, tool_choice): wait for"
+            " one of the last stage that has the model's tokenizer, and installed 'p2ptrain[grammar]'",
+        )
+
+
+class MixedHostsError(NoHostError):
+    """Each stage has hosts, and no arithmetic that all stages have.
+
+    Args:
+        sides: The arithmetics that each stage's hosts compute.
+    """
+
+    def __init__(self, stage: int, blocks: tuple[int, int], sides: Sequence[Collection[str]]) -> None:
+        super().__init__(stage, blocks)
+        found = sorted(set().union(*sides))
+        stages = {each: [str(number) for number, side in enumerate(sides) if each in side] for each in found}
+        told = "; ".join(f"{each} in stage {', '.join(numbers)} only" for each, numbers in stages.items())
+        self.args = (
+            f"the hosts of the stages compute differently, and no session can mix them ({told}): give all hosts the"
+            " same 'weights' and 'wire' in [serving], and a compiler to those with 'torch-…' ('p2ptrain doctor' tells)",
         )
 
 

@@ -15,6 +15,7 @@ from p2ptrain.models.exact import PAGE, ExactStage, NotFiniteError
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
 from p2ptrain.serving.errors import (
     GenerationFailedError,
+    MixedHostsError,
     NoHostError,
     OverloadedError,
     PromptTooLongError,
@@ -37,7 +38,7 @@ from p2ptrain.serving.messages import (
 )
 from p2ptrain.serving.sampling import Sampling
 from tests.support.sim.peers import until
-from tests.support.sim.serving import DRAWN, GREEDY, VOCABULARY, ServingSwarm, digest, golden, serve
+from tests.support.sim.serving import ARITHMETIC, DRAWN, GREEDY, VOCABULARY, ServingSwarm, digest, golden, serve
 
 PROMPT = [5, 1, 4, 1, 5, 9, 2, 6]
 LONG_PROMPT = [(7 * at) % 61 for at in range(700)]
@@ -295,6 +296,28 @@ def test_a_stage_without_host_is_named() -> None:
         client = await swarm.start_client(wait_seconds=2.0)
         with pytest.raises(NoHostError, match="serves stage 1"):
             await client.ask(PROMPT, 3)
+        await swarm.end(client)
+
+    simulate(run, 0)
+
+
+@pytest.mark.parametrize("other", ["small-1/int8", "torch-1/fp32"])
+def test_hosts_that_compute_differently_are_named_and_waited_for(other: str) -> None:
+    """No host is missing: the client is told which stages differ, and goes on once one of them has its like."""
+
+    async def run(network: SimulatedNetwork) -> None:
+        swarm = ServingSwarm(network, 2)
+        await swarm.start_host("s0a", 0)
+        swarm.arithmetic = other
+        await swarm.start_host("s1a", 1)
+        client = await swarm.start_client(wait_seconds=2.0)
+        with pytest.raises(MixedHostsError) as caught:
+            await client.ask(PROMPT, 3)
+        for side in (f"{ARITHMETIC} in stage 0", f"{other} in stage 1", "'wire'"):
+            assert side in str(caught.value)
+        swarm.arithmetic = ARITHMETIC
+        await swarm.start_host("s1b", 1)
+        assert (await client.ask(PROMPT, 3))[0] == golden(PROMPT, 3, 2)
         await swarm.end(client)
 
     simulate(run, 0)

@@ -121,6 +121,15 @@ def choose(
     return next((number for number in range(num_stages) if number not in served), 0)
 
 
+def sides(hosts: Sequence[Host], num_stages: int) -> list[set[str]]:
+    """Return the arithmetics of each stage's hosts if all stages have some, and none in common; else nothing."""
+    found: list[set[str]] = [set() for _ in range(num_stages)]
+    for host in hosts:
+        if is_able(host, num_stages) and host.served.versions:
+            found[host.served.stage].add(host.served.arithmetic)
+    return found if all(found) and not set.intersection(*found) else []
+
+
 def longest(hosts: Sequence[Host], num_stages: int) -> int:
     """Return the most positions of a session that each stage has a host for; 0 while a stage has none."""
     able = [host.served for host in hosts if is_able(host, num_stages)]

@@ -15,9 +15,9 @@ import torch
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.serving.client.audit import Answer, Auditor, Tokens
 from p2ptrain.serving.client.draft import Draft, Guesses, Proposals
-from p2ptrain.serving.client.routes import ANY, Host, Needs, Plan, RecentPrefixes, choose, longest
+from p2ptrain.serving.client.routes import ANY, Host, Needs, Plan, RecentPrefixes, choose, longest, sides
 from p2ptrain.serving.client.session import LogitsSession, SwarmSession
-from p2ptrain.serving.errors import NoGrammarError, NoHostError, PromptTooLongError, VersionGoneError
+from p2ptrain.serving.errors import MixedHostsError, NoGrammarError, NoHostError, PromptTooLongError, VersionGoneError
 from p2ptrain.serving.messages import TICKET_SECONDS, Ticket, Version
 from p2ptrain.serving.prefix import page_hashes
 from p2ptrain.serving.sampling import Sampling
@@ -209,6 +209,8 @@ class SwarmGenerator:
             return found
         if version is not None and isinstance(choose(hosts, num_stages, id, needs), Plan):
             raise VersionGoneError(f"round {version.round} is not served any more")
+        if mixed := sides(hosts, num_stages):
+            raise MixedHostsError(found, self._blocks[found], mixed)
         is_served = needs.engine is not None and isinstance(choose(hosts, num_stages, id, Needs(needs.positions)), Plan)
         raise (NoGrammarError if is_served else NoHostError)(found, self._blocks[found])
 

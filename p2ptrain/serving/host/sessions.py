@@ -166,7 +166,8 @@ class SessionBook:
             tokens = f"{ticket.prompt} tokens and {ticket.max_tokens} more"
             raise self._declined(Cause.BROKEN, f"{tokens} exceed the context of {offer.context}")
         if version.arithmetic != offer.arithmetic or len(version.digests) != offer.num_stages:
-            raise self._declined(Cause.VERSION, f"this host computes {offer.arithmetic}")
+            text = f"this host computes {offer.arithmetic}, and the session {version.arithmetic}"
+            raise self._declined(Cause.VERSION, text)
         return version.digests[offer.number]
 
     async def _matcher(self, ticket: Ticket) -> Matcher | None:

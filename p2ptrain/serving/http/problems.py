@@ -13,6 +13,7 @@ from p2ptrain.errors import DeadlineError, P2PTrainError, UsageError
 from p2ptrain.serving.errors import (
     ChatTemplateError,
     GrammarError,
+    MixedHostsError,
     NoGrammarError,
     NoHostError,
     OverloadedError,
@@ -79,6 +80,7 @@ def refusal(error: Exception) -> RequestError:
         case P2PTrainError():
             code = "no_host" if isinstance(error, NoHostError) else "unavailable"
             code = "no_grammars" if isinstance(error, NoGrammarError) else code
+            code = "mixed_hosts" if isinstance(error, MixedHostsError) else code
             return RequestError(503, str(error), code=code, headers={"retry-after": str(RETRY_SECONDS)})
         case HTTPException():
             return RequestError(error.status_code, _explained(error), headers=dict(error.headers or {}))

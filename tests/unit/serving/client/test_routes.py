@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from p2ptrain.models.exact import PAGE
 from p2ptrain.network.records.serving import ServedStage
-from p2ptrain.serving.client.routes import Host, Needs, Plan, Prefix, RecentPrefixes, choose, longest
+from p2ptrain.serving.client.routes import Host, Needs, Plan, Prefix, RecentPrefixes, choose, longest, sides
 from p2ptrain.serving.messages import MAX_CANDIDATES
 
 SESSION = bytes(16)
@@ -35,6 +35,14 @@ def test_the_newest_round_counts_that_all_stages_have_in_one_arithmetic() -> Non
     assert plan(*hosts).version.round == 4
     assert plan(*hosts).route == (("a",), ("b",))
     assert plan(*hosts, host("d", 1, 5)).version.round == 5
+
+
+def test_hosts_are_mixed_where_all_stages_have_some_and_no_arithmetic_in_common() -> None:
+    first, second = host("a", 0, 4), host("b", 1, 4, arithmetic="b")
+    assert sides([first, second], 2) == [{"a"}, {"b"}]
+    assert choose([first, second], 2, SESSION) == 0
+    assert sides([first], 2) == sides([first, host("b", 1, arithmetic="b")], 2) == []  # It serves nothing yet.
+    assert sides([first, second, host("c", 1, 5)], 2) == []  # A version that both have will come.
 
 
 def test_most_hosts_have_the_right_digest() -> None:
