@@ -12,12 +12,12 @@ from typing import TypeVar
 import msgspec
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.serving.errors import GrammarError, PromptTooLongError
+from p2ptrain.serving.errors import ChatTemplateError, GrammarError, PromptTooLongError
 from p2ptrain.serving.generation import Generator
 from p2ptrain.serving.grammar import AnswerForm, Grammars
 from p2ptrain.serving.http.answers import ChatForm, CompletionForm, Form
 from p2ptrain.serving.http.generating import Prompt, Request
-from p2ptrain.serving.http.problems import RequestError
+from p2ptrain.serving.http.problems import RequestError, refusal
 from p2ptrain.serving.http.responses import ResponseForm
 from p2ptrain.serving.http.schemas import (
     MAX_SEED,
@@ -39,7 +39,9 @@ T = TypeVar("T")
 
 COMPILE_SECONDS = 2.0
 """Timeout of a grammar's compilation."""
-RESPONSE_NAMES = {"messages": "input", "response_format": "text.format"}
+RESPONSE_NAMES = {
+    "messages": "input", "response_format": "text.format", "max_completion_tokens": "max_output_tokens",
+}  # fmt: skip
 """Fields of a chat's request under the names that they have in a response's."""
 
 
@@ -80,11 +82,10 @@ class Preparing:
         form, messages = form_of(body), [message.plain() for message in body.messages]
         tools = [] if body.tool_choice == "none" else [msgspec.to_builtins(tool) for tool in body.tools]
         prompt = Prompt(await self._in_thread(lambda: self._text.encode_chat(messages, tools)))
-        asked = body.max_completion_tokens or body.max_tokens
         sampling = self._sampling(body, body.top_logprobs, want_logprob=body.logprobs)
         if form is not None:
             sampling = msgspec.structs.replace(sampling, grammar=await self._grammar(body, *form))
-        request = self._request(body, [prompt], asked, sampling, arrived)
+        request = self._request(body, [prompt], sampling, arrived)
         request.tools = [tool["function"]["name"] for tool in tools]
         return ChatForm(request, self._text, self._generator.model, **_told(body, has_logprobs=body.logprobs))
 
@@ -113,10 +114,13 @@ class Preparing:
         """Return the form of an answer; raise as `chat`."""
         try:
             form = await self.chat(body.chat(), arrived)
-        except RequestError as error:
-            name = RESPONSE_NAMES.get(error.param or "", error.param or "")
-            text = name + str(error).removeprefix(error.param or "")
-            raise RequestError(error.status, text, name or None, error.code, error.headers) from error
+        except (RequestError, ChatTemplateError) as error:
+            found = refusal(error)
+            if (name := RESPONSE_NAMES.get(found.param or "")) is None:
+                raise
+            beginning = f"{found.param}: "
+            text = f"{name}: {str(found).removeprefix(beginning)}" if str(found).startswith(beginning) else str(found)
+            raise RequestError(found.status, text, name, found.code, found.headers) from error
         return ResponseForm(form.request, self._generator.model, body)
 
     async def completion(self, body: CompletionRequest, arrived: float) -> Form:
@@ -127,7 +131,7 @@ class Preparing:
             raise RequestError(400, "echo: log-probabilities of a prompt are not there: leave out one of both", "echo")
         prompts = [await self._prompt(each, is_echoed=body.echo) for each in body.prompts()]
         sampling = self._sampling(body, body.logprobs or 0, want_logprob=has_logprobs)
-        request = self._request(body, prompts, body.max_tokens, sampling, arrived)
+        request = self._request(body, prompts, sampling, arrived)
         return CompletionForm(request, self._text, self._generator.model, **_told(body, has_logprobs=has_logprobs))
 
     async def _prompt(self, prompt: str | list[int], *, is_echoed: bool) -> Prompt:
@@ -166,10 +170,10 @@ class Preparing:
         )  # fmt: skip
 
     def _request(
-        self, body: GenerationRequest, prompts: Sequence[Prompt], asked: int | None, sampling: Sampling, arrived: float
+        self, body: GenerationRequest, prompts: Sequence[Prompt], sampling: Sampling, arrived: float
     ) -> Request:
         request = Request(
-            prompts=prompts, n=body.n, sampling=sampling, max_tokens=[self._length(each, asked) for each in prompts],
+            prompts=prompts, n=body.n, sampling=sampling, max_tokens=[self._length(each, body) for each in prompts],
             stops=[body.stop] if isinstance(body.stop, str) else body.stop, ignore_eos=body.ignore_eos,
             each_token=sampling.want_logprob or body.return_token_ids, arrived=arrived,
         )  # fmt: skip
@@ -178,19 +182,22 @@ class Preparing:
             raise RequestError(400, text, "n", "invalid_value")
         return request
 
-    def _length(self, prompt: Prompt, asked: int | None) -> int:
+    def _length(self, prompt: Prompt, body: GenerationRequest) -> int:
         """Return the largest number of tokens of an answer; raise if the context has no room for it."""
-        number = len(prompt.ids)
+        number, (field, asked) = len(prompt.ids), body.asked
         context = self._generator.context or MAX_TOKENS  # It may be unknown; then the generator refuses.
         if not number:
-            raise RequestError(400, "prompt: it has no tokens", "prompt", "invalid_value")
+            raise RequestError(400, f"{body.prompt_field}: it has no tokens", body.prompt_field, "invalid_value")
         room = context - number
         if room <= 0:
             raise PromptTooLongError(f"the prompt has {number} tokens, and the context {context}: shorten it")
         if asked is not None and asked > room:
-            raise PromptTooLongError(
-                f"max_tokens: the prompt's {number} tokens and {asked} more exceed the context of {context}: "
-                f"ask for {room} at most, or shorten the prompt"
+            raise RequestError(
+                400,
+                f"{field}: the prompt's {number} tokens and {asked} more exceed the context of {context}: ask for"
+                f" {room} at most, or shorten the prompt",
+                field,
+                "context_length_exceeded",
             )
         return min(room, self._limits.default_tokens) if asked is None else asked
 

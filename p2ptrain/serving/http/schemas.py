@@ -7,7 +7,7 @@ The forms are those of https://platform.openai.com/docs/api-reference, with fiel
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -197,6 +197,12 @@ class GenerationRequest(Settings, frozen=True, kw_only=True):
     presence_penalty: Penalty = 0.0
     logit_bias: Annotated[dict[str, Bias], Meta(max_length=MAX_LOGIT_BIASES)] = {}
     return_token_ids: bool = False
+    prompt_field: ClassVar[str] = "prompt"
+
+    @property
+    def asked(self) -> tuple[str, int | None]:
+        """The field that bounds the answer's length, and its value."""
+        return "max_tokens", self.max_tokens
 
 
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
@@ -210,6 +216,12 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] = []
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
+    prompt_field: ClassVar[str] = "messages"
+
+    @property
+    def asked(self) -> tuple[str, int | None]:
+        name, value = "max_completion_tokens", self.max_completion_tokens
+        return (name, value) if value is not None else super().asked
 
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):

@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 
 from p2ptrain.errors import PeerLostError
 from p2ptrain.models.tokenizers import byte_tokenizer
-from p2ptrain.serving.errors import GenerationFailedError, NoHostError, OverloadedError, PromptTooLongError
+from p2ptrain.serving.errors import (
+    GenerationFailedError,
+    MixedHostsError,
+    NoHostError,
+    OverloadedError,
+    PromptTooLongError,
+)
 from p2ptrain.serving.http import app, streaming
 from p2ptrain.serving.http.preparing import Limits
 from p2ptrain.serving.http.schemas import NEUTRAL, ChatRequest, CompletionRequest, ResponseRequest
@@ -184,6 +190,14 @@ async def test_a_prompt_that_is_too_long_is_refused_with_what_would_fit() -> Non
             assert error["code"] == "context_length_exceeded"
         error = error_of(await client.post(COMPLETIONS, json=completion("x" * 60, max_tokens=41)), 400)
         assert "ask for 40 at most" in error["message"]
+        ask: dict[str, Any] = {"model": MODEL, "input": "x" * 60}
+        for path, body, field in (
+            (COMPLETIONS, completion("x" * 60), "max_tokens"), (CHAT, chat("x" * 60), "max_tokens"),
+            (CHAT, chat("x" * 60, max_tokens=1), "max_completion_tokens"), (RESPONSES, ask, "max_output_tokens"),
+        ):  # fmt: skip
+            error = error_of(await client.post(path, json={**body, field: 90}), 400)
+            assert (error["param"], error["code"]) == (field, "context_length_exceeded")
+            assert error["message"].startswith(f"{field}: the prompt's ")
         assert (await client.post(COMPLETIONS, json=completion("x" * 60, max_tokens=40))).status_code == 200
 
 
@@ -196,6 +210,10 @@ async def test_a_model_without_a_chat_template_and_one_that_refuses_cannot_proce
         messages = [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]
         error = error_of(await client.post(CHAT, json={"model": MODEL, "messages": messages}), 422)
         assert "a system message comes first" in error["message"]
+        assert error["param"] == "messages"
+        error = error_of(await client.post(RESPONSES, json={"model": MODEL, "input": messages}), 422)
+        assert (error["param"], error["code"]) == ("input", "chat_template")
+        assert error["message"].startswith("the model's chat template refuses the messages")
 
 
 @on_loop
@@ -243,6 +261,7 @@ async def test_an_answer_that_takes_too_long_is_a_timeout_and_ends_its_generatio
 FAILURES = [
     (OverloadedError(2.3), 429, "3", "overloaded"),
     (NoHostError(1, (4, 8)), 503, "5", "no_host"),
+    (MixedHostsError(0, (0, 4), [{"exact-1/fp32"}, {"exact-1/int8"}]), 503, "5", "mixed_hosts"),
     (GenerationFailedError("the host of stage 1 failed, and no other has it"), 503, "5", "unavailable"),
     (PeerLostError("peer", "its stream ended"), 503, "5", "unavailable"),
     (PromptTooLongError("the prompt has too many tokens"), 400, None, "context_length_exceeded"),
