@@ -136,7 +136,7 @@ bench-pipeline: $(STAMP)  ## stages against one process, links, bits and faults;
 bench-uneven: $(STAMP)  ## machines of different speeds against the sum of what each can; ARGS="--real --json FILE"
 	$(BIN)/python -m benchmarks.bench_uneven $(ARGS)
 
-bench-serving: $(STAMP)  ## exact kernels against torch and plain transformers; ARGS="--threads 2 --json FILE"
+bench-serving: $(STAMP)  ## exact kernels against torch and plain transformers; ARGS="--threads 2 --only PART --json FILE"
 	$(BIN)/python -m benchmarks.bench_serving $(ARGS)
 
 clean:  ## remove .venv, caches and build outputs (runs/ is kept)

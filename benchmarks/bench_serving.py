@@ -4,6 +4,7 @@ The model has the shape of SmolLM2-135M and random weights. Times are of contend
 is the median of the ratios turn by turn.
 
     python -m benchmarks.bench_serving --threads 1 --json results/serving.json
+    make bench-serving ARGS="--only beside-prompts"
 
 A trained draft is measured with ``--served DIR --draft DIR``, the model and what 'p2ptrain draft train' made of it.
 """
@@ -24,6 +25,7 @@ from torch.nn import functional
 from benchmarks.findings import Finding, Section
 from benchmarks.findings import run as run_parts
 from benchmarks.harness import Measured, alternate, arguments, paired
+from benchmarks.serving_batches import beside_prompts
 from benchmarks.serving_draft import drafting
 from benchmarks.serving_hosts import decoding_on_hosts, failover, prefixes
 from benchmarks.serving_speculation import speculation
@@ -249,6 +251,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1, help="of all contenders")
     parser.add_argument("--served", type=Path, metavar="DIR", help="folder of a real model, for --draft")
     parser.add_argument("--draft", type=Path, metavar="DIR", help="draft of that model")
+    parser.add_argument("--only", metavar="PART", help="measure one part")
     options = parser.parse_args()
     repeats = 3 if options.quick else options.repeats
     torch.set_num_threads(options.threads)
@@ -258,13 +261,18 @@ def main() -> int:
         "decoding": partial(decoding, options.threads, repeats),
         "prefill": partial(prefill, options.threads, max(repeats // 5, 3)),
         "sampling": partial(sampling, repeats),
-        "hosts": partial(decoding_on_hosts, SPEC, timed(Plain(model()[1])), 30 if options.quick else 100),
+        "beside-prompts": partial(beside_prompts, SPEC, 20 if options.quick else 150),
+        "hosts": lambda: decoding_on_hosts(SPEC, timed(Plain(model()[1])), 30 if options.quick else 100),
         "prefixes": partial(prefixes, SPEC, 3 if options.quick else 10),
         "speculation": partial(speculation, SPEC, options.threads, 1 if options.quick else 3),
         "failover": partial(failover, SPEC, (100,) if options.quick else (100, 1500)),
     }
     if options.served is not None and options.draft is not None:
         parts["draft"] = partial(drafting, options.served, options.draft, 1 if options.quick else 3)
+    if options.only is not None:
+        if options.only not in parts:
+            parser.error(f"--only {options.only}: give one of {', '.join(parts)}")
+        parts = {options.only: parts[options.only]}
     return run_parts("serving", parts, options)
 
 

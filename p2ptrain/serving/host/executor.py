@@ -12,7 +12,7 @@ import torch
 from p2ptrain.errors import IntegrityError
 from p2ptrain.models.exact import ExactStage, PageStore, Part
 from p2ptrain.runtime import Runtime
-from p2ptrain.serving.host.scheduler import Waiting, next_batch
+from p2ptrain.serving.host.scheduler import Costs, Waiting, next_batch
 from p2ptrain.serving.host.session import HostSession, Key
 from p2ptrain.serving.host.share import ComputeShare
 from p2ptrain.serving.host.speculation import accept
@@ -52,6 +52,7 @@ class Executor:
         stages: The stage's weights in each served version.
         sessions: Those to compute, by id.
         share: Bounds the time that batches take.
+        costs: Of batches so far.
         num_drawn: Tokens drawn since the start.
     """
 
@@ -60,6 +61,7 @@ class Executor:
         self.sessions: dict[bytes, HostSession] = {}
         self.store: PageStore | None = None
         self.share = ComputeShare()
+        self.costs = Costs()
         self.num_drawn = 0
         self._runtime = runtime
         self._number = number
@@ -95,6 +97,7 @@ class Executor:
     async def _next_in_turn(self) -> tuple[Key, list[Share]] | None:
         """Return the next batch once it may begin; sessions that come meanwhile are in it."""
         await self.share.wait()
+        await asyncio.sleep(0)  # A host of all stages feeds itself the tokens that it drew.
         return self._next()
 
     def _next(self) -> tuple[Key, list[Share]] | None:
@@ -106,7 +109,9 @@ class Executor:
         if not found:
             return None
         key = min(found, key=lambda each: min(waiting.since for _, waiting in found[each]))
-        chosen = next_batch([waiting for _, waiting in found[key]])
+        decoded_at = [session.decoded_at for session in self.sessions.values() if not session.is_shadow]
+        now = asyncio.get_running_loop().time()
+        chosen = next_batch([waiting for _, waiting in found[key]], self.costs, decoded_at, now)
         return key, [_share(found[key][index][0], rows) for index, rows in chosen]
 
     async def _compute(self, key: Key, shares: Sequence[Share]) -> None:
@@ -114,6 +119,7 @@ class Executor:
         if (stage := self.stages.get(key)) is None:
             return self._fail(shares, Cause.VERSION, f"round {key[0]} is not served any more")
         assert self.store is not None
+        rows, began = sum(share.part.rows for share in shares), asyncio.get_running_loop().time()
         try:
             results = await self._runtime.serve(_compute, stage, self.store, shares)
         except Exception as error:
@@ -124,7 +130,8 @@ class Executor:
             if not isinstance(error, IntegrityError):
                 logger.exception("a session's rows could not be computed")
             return self._fail(shares, Cause.BROKEN, str(error))
-        rows = sum(share.part.rows for share in shares)
+        if rows:
+            self.costs.note(rows, asyncio.get_running_loop().time() - began)
         for share, (outputs, drawn) in zip(shares, results, strict=True):
             self.num_drawn += len(drawn)
             share.session.others = rows - share.part.rows

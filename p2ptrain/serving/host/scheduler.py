@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 MAX_DECODE_ROWS = 64
-TARGET_ROWS = 64
-"""Rows of a batch while sessions decode: their tokens wait for the prompts' rows of the same batch."""
+MAX_PROMPT_ROWS = 64
+"""Prompts' rows of a batch while sessions decode, at most."""
 ALONE_ROWS = 256
 """Rows of a batch while nobody decodes."""
-LEAST_PREFILL_ROWS = 8
-"""Rows of a prompt in each batch, so that none starves."""
-
-T = TypeVar("T")
+FIRST_ROWS = 8
+"""Prompts' rows of a batch while sessions decode and no cost of a row is known."""
+TARGET_STEPS = 1.6
+"""Predicted time of a batch with prompts' rows, in multiples of the one that decodes only."""
+DECODING_SECONDS = 1.0
+"""Time for which a session that decoded counts as decoding: its next token may be on its way."""
+KEPT = 0.95
+"""Weight of the batches before in the costs, for each newer one."""
+LEAST_SPREAD = 0.01
+"""Least variance of the batches' rows that tells what a row costs, as a share of their mean square."""
 
 
 class Waiting(NamedTuple):
@@ -32,27 +38,63 @@ class Waiting(NamedTuple):
     is_shadow: bool = False
 
 
-def next_batch(waiting: Sequence[Waiting]) -> list[tuple[int, int]]:
+class Costs:
+    """Seconds of a batch: ``base + row * rows``, by least squares of the relative errors of recent batches.
+
+    Attributes:
+        row: None until batches of several sizes were measured.
+    """
+
+    def __init__(self) -> None:
+        self.base = 0.0
+        self.row: float | None = None
+        self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
+
+    def note(self, rows: int, seconds: float) -> None:
+        """Record a batch of at least one row."""
+        weight = 1.0 / rows**2  # A long batch's error would hide the time of a short one.
+        terms = (1.0, rows, seconds, rows * rows, rows * seconds)
+        self._sums = tuple(KEPT * total + weight * term for total, term in zip(self._sums, terms, strict=True))  # type: ignore[assignment]
+        one, x, y, xx, xy = self._sums
+        spread = one * xx - x * x
+        if spread > LEAST_SPREAD * one * xx:
+            self.row = max(0.0, (one * xy - x * y) / spread)
+        self.base = max(0.0, (y - (self.row or 0.0) * x) / one)
+
+    def prompt_rows(self, decoding: int) -> int:
+        """Return how many rows of prompts a batch may have beside ``decoding`` rows."""
+        if self.row is None:
+            return FIRST_ROWS
+        spare = (TARGET_STEPS - 1) * (self.base + self.row * decoding)
+        return MAX_PROMPT_ROWS if self.row * MAX_PROMPT_ROWS <= spare else max(1, int(spare / self.row))
+
+
+def next_batch(
+    waiting: Sequence[Waiting], costs: Costs, decoded_at: Iterable[float] = (), now: float = 0.0
+) -> list[tuple[int, int]]:
     """Return the sessions of the next batch, by index, each with the number of its rows.
 
-    Decoding sessions come first, the longest waiting before the others. Prompts fill the rest of the batch, in the same
-    order, and get a few rows even of a full one. A shadow is computed alone, when nobody else waits.
+    Decoding sessions come first, the longest waiting before the others. Prompts get as many rows, in the same order, as
+    delay those sessions little. A shadow is computed alone, when nobody else waits.
+
+    Args:
+        decoded_at: When each session decoded last, also those that do not wait.
     """
     order = sorted(range(len(waiting)), key=lambda index: waiting[index].since)
     served = [index for index in order if not waiting[index].is_shadow]
-    if not served and order:
-        return [(order[0], min(waiting[order[0]].rows, TARGET_ROWS))]  # A short batch: others may come.
-    order = served
-    decoding = [index for index in order if not waiting[index].is_prompt]
+    decoding = [index for index in served if not waiting[index].is_prompt]
+    num_recent = sum(now - at < DECODING_SECONDS for at in decoded_at)
     batch: list[tuple[int, int]] = []
     left = MAX_DECODE_ROWS
     for index in decoding:
         if left > 0:
             batch.append((index, min(waiting[index].rows, left)))
             left -= batch[-1][1]
-    used = MAX_DECODE_ROWS - left
-    room = max(LEAST_PREFILL_ROWS, TARGET_ROWS - used) if decoding else ALONE_ROWS
-    for index in order:
+    num_decoding = max(MAX_DECODE_ROWS - left, min(num_recent, MAX_DECODE_ROWS))
+    room = costs.prompt_rows(num_decoding) if decoding or num_recent else ALONE_ROWS
+    if not served and order:
+        return [(order[0], min(waiting[order[0]].rows, room, MAX_PROMPT_ROWS))]  # A short batch: others may come.
+    for index in served:
         if waiting[index].is_prompt and room > 0:
             batch.append((index, min(waiting[index].rows, room)))
             room -= batch[-1][1]

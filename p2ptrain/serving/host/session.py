@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -46,6 +47,7 @@ class HostSession:
         others: Rows of other sessions in its last batch.
         speculation: Drafts tokens; None except on a first stage that does.
         progressed_at: When it last computed a row of its tokens, drew one, or was granted more.
+        decoded_at: When it last computed a row after its prompt's.
         epoch: Of the present or last caller.
         channel: The caller's; None while the session has no caller.
         is_shadow: True if another host serves the session: its rows wait for all others, and no token is drawn.
@@ -99,6 +101,7 @@ class HostSession:
         self._is_counted = False
         self.vocabulary = stage.vocabulary
         self._since = self._drawn_at = self.progressed_at = asyncio.get_running_loop().time()
+        self.decoded_at = -math.inf
         self._progress = (0, 0, 0)
         for page in pages.found:
             self.ids += page.ids
@@ -227,6 +230,8 @@ class HostSession:
         first, end, rows = self._batch.start, self._batch.stop, len(self._batch)
         self.computed = end if rows else self.computed
         self._since = now = asyncio.get_running_loop().time()
+        if rows and end > self.ticket.prompt:
+            self.decoded_at = now
         if self.journal.row_bytes and rows:
             try:
                 self.journal.append(self.ids[first:end], self._outputs.encode(outputs[:rows]), self.known)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.serving.host.scheduler import (
     ALONE_ROWS,
-    LEAST_PREFILL_ROWS,
+    DECODING_SECONDS,
+    FIRST_ROWS,
     MAX_DECODE_ROWS,
-    TARGET_ROWS,
+    MAX_PROMPT_ROWS,
+    TARGET_STEPS,
+    Costs,
     Waiting,
     next_batch,
 )
@@ -21,36 +25,91 @@ sessions = st.lists(
     ),
     max_size=150,
 )
+seconds = st.floats(0, 1, allow_subnormal=False)
 
 
-@given(sessions)
-def test_a_batch_has_each_session_once_with_rows_that_it_has(waiting: list[Waiting]) -> None:
-    batch = dict(next_batch(waiting))
-    assert len(batch) == len(next_batch(waiting))
+def measured(base: float, row: float) -> Costs:
+    """Return the costs of batches that take ``base`` and ``row`` a row."""
+    costs = Costs()
+    for rows in (1, 2, 9, 64, 4) * 3:
+        costs.note(rows, base + row * rows)
+    return costs
+
+
+all_costs = st.one_of(st.just(Costs()), st.builds(measured, seconds, seconds))
+
+
+@given(sessions, all_costs, st.lists(st.floats(0, 100)))
+def test_a_batch_has_each_session_once_with_rows_that_it_has(
+    waiting: list[Waiting], costs: Costs, decoded_at: list[float]
+) -> None:
+    found = next_batch(waiting, costs, decoded_at, 100.0)
+    batch = dict(found)
+    assert len(batch) == len(found)
     assert bool(batch) == bool(waiting)
     assert all(0 <= rows <= waiting[index].rows for index, rows in batch.items())
     assert all(rows or not waiting[index].rows for index, rows in batch.items())
 
 
-@given(sessions)
-def test_a_batch_is_bounded_and_serves_before_it_shadows(waiting: list[Waiting]) -> None:
-    batch = dict(next_batch(waiting))
+@given(sessions, all_costs, st.booleans())
+def test_a_batch_is_bounded_and_serves_before_it_shadows(
+    waiting: list[Waiting], costs: Costs, has_recent: bool
+) -> None:
+    batch = dict(next_batch(waiting, costs, [99.5] * has_recent, 100.0))
     served = [index for index, each in enumerate(waiting) if not each.is_shadow]
     decoding = [index for index in served if not waiting[index].is_prompt]
     decoded = sum(batch.get(index, 0) for index in decoding)
     assert decoded <= MAX_DECODE_ROWS
     if not served:
         assert len(batch) <= 1
-        assert sum(batch.values()) <= TARGET_ROWS
+        assert sum(batch.values()) <= MAX_PROMPT_ROWS
         return
     assert set(batch) <= set(served)
-    assert sum(batch.values()) <= (max(TARGET_ROWS, decoded + LEAST_PREFILL_ROWS) if decoding else ALONE_ROWS)
+    is_decoding = has_recent or bool(decoding)
+    assert sum(batch.values()) - decoded <= (MAX_PROMPT_ROWS if is_decoding else ALONE_ROWS)
     prompts = [index for index in served if waiting[index].is_prompt]
     if prompts:  # The one that waits longest gets rows whatever else there is.
         first = min(prompts, key=lambda index: waiting[index].since)
-        assert batch[first] >= min(waiting[first].rows, LEAST_PREFILL_ROWS)
+        assert batch[first] >= 1
     if decoding:
         assert min(decoding, key=lambda index: waiting[index].since) in batch
+
+
+@given(seconds, seconds, st.integers(1, MAX_DECODE_ROWS))
+def test_rows_of_prompts_delay_a_token_within_the_target(base: float, row: float, decoding: int) -> None:
+    """The costs are found, and no further row would fit."""
+    costs = measured(base, row)
+    assert costs.row == pytest.approx(row, abs=1e-6)
+    assert costs.base == pytest.approx(base, abs=1e-6)
+    waiting = [*[Waiting(1, False, 0.0)] * decoding, Waiting(1000, True, 0.0)]
+    rows = dict(next_batch(waiting, costs))[decoding]
+    alone = base + row * decoding
+    assert rows == 1 or alone + row * rows <= TARGET_STEPS * alone + 1e-5
+    assert rows == MAX_PROMPT_ROWS or alone + row * (rows + 1) >= TARGET_STEPS * alone - 1e-5
+
+
+def test_a_rows_cost_is_known_from_batches_of_several_sizes_and_kept() -> None:
+    costs = Costs()
+    for _ in range(9):
+        costs.note(2, 0.05)
+    assert costs.row is None
+    assert costs.prompt_rows(2) == FIRST_ROWS
+    costs.note(10, 0.13)
+    assert costs.row == pytest.approx(0.01)
+    for _ in range(500):
+        costs.note(2, 0.05)
+    assert costs.row == pytest.approx(0.01)
+    assert costs.base == pytest.approx(0.03)
+
+
+@pytest.mark.parametrize("is_shadow", [False, True])
+def test_a_session_counts_as_decoding_while_its_next_token_may_be_on_its_way(is_shadow: bool) -> None:
+    """Its row would come in the middle of a long batch; one that stopped an hour ago delays no prompt."""
+    costs, prompt = measured(0.02, 0.005), [Waiting(1000, True, 0.0, is_shadow)]
+    ((_, beside),) = next_batch(prompt, costs, [100.0, 0.0], 100.0 + 0.9 * DECODING_SECONDS)
+    assert beside == costs.prompt_rows(1) < 5
+    ((_, alone),) = next_batch(prompt, costs, [100.0, 0.0], 100.0 + 1.1 * DECODING_SECONDS)
+    assert alone == (MAX_PROMPT_ROWS if is_shadow else ALONE_ROWS)
 
 
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=100), st.integers(0, 100))
@@ -58,9 +117,9 @@ def test_all_that_wait_are_computed_in_the_end(prompts: list[int], decoding: int
     """Sessions that decode for ever starve neither each other nor any prompt."""
     rows, since = [*prompts, *[1] * decoding], [0.0] * (len(prompts) + decoding)
     turns = [0] * len(rows)
-    for now in range(1, sum(-(-each // LEAST_PREFILL_ROWS) for each in prompts) + 2):
+    for now in range(1, sum(-(-each // FIRST_ROWS) for each in prompts) + 2):
         left = [index for index, each in enumerate(rows) if each]
-        batch = next_batch([Waiting(rows[index], rows[index] > 1, since[index]) for index in left])
+        batch = next_batch([Waiting(rows[index], rows[index] > 1, since[index]) for index in left], Costs())
         for place, (at, number) in enumerate(batch):
             index = left[at]
             turns[index] += 1
