@@ -96,6 +96,8 @@ class Averager:
         self.phase = "idle"
         self.phase_listeners: list[PhaseListener] = []
         self.round_log = round_log
+        if head.round:
+            round_log.begin_at(head)
         self.matchmaker = Matchmaker(context, head, goal, lambda *misled: self.evidence.show(*misled))
         self.contributions = ContributionLog(self.matchmaker.position, round_log.num_parts)
         self._runner = AttemptRunner(context, self.matchmaker, round_log, self.contributions, self._enter)
@@ -106,6 +108,11 @@ class Averager:
     @property
     def head(self) -> Head:
         return self.matchmaker.position.head
+
+    def begin_at(self, head: Head) -> None:
+        """Go on from the head of a checkpoint; others may prove this peer's later heads from there."""
+        self.round_log.begin_at(head)
+        self.matchmaker.set_head(head)
 
     def _enter(self, phase: str) -> None:
         self.phase = phase

@@ -91,7 +91,7 @@ class Trainers:
             self.network.restart(before.peer), self.manifest, self.ledger, width=WIDTH
         )
         trainer.state.replace(checkpoint.tensors, checkpoint.head)
-        trainer.sync.averager.matchmaker.set_head(checkpoint.head)
+        trainer.sync.averager.begin_at(checkpoint.head)
         trainer.sync.replica.restore_residual(checkpoint.residual)
         if checkpoint.work[0] and trainer.work.restore(*checkpoint.work):
             trainer.sync.averager.contributions.forget(range(len(trainer.work.pending)))

@@ -73,7 +73,7 @@ def restore_stage(config: PeerConfig, hosted: HostedStage) -> list[Save]:
         checkpoint = load_newest_valid(_folder(config, hosted, number), unit.swarm)
         if checkpoint is not None:
             restore_shared(unit.synchronizer.state, checkpoint)
-            unit.synchronizer.averager.matchmaker.set_head(checkpoint.head)
+            unit.synchronizer.averager.begin_at(checkpoint.head)
             unit.work.adopt(False, None)
             logger.info("restored round %d from %s", checkpoint.head.round, checkpoint.path)
             saves.append(Save(number, checkpoint.head.round, checkpoint.head.digest, checkpoint.path))

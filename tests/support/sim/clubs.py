@@ -25,6 +25,13 @@ def save(trainer: SimulatedTrainer) -> Saved:
     return trainer.sync.head, [(name, tensor.clone()) for name, tensor in trainer.state.tensors()]
 
 
+async def train(trainer: SimulatedTrainer) -> None:
+    """Synchronise after each step until the trainer stops."""
+    while not trainer.stop:
+        await trainer._compute()
+        await trainer.synchronize()
+
+
 class Club:
     """Trainers that average when they are told to, and the seed that founded their swarm.
 
@@ -68,7 +75,7 @@ class Club:
         if saved is not None:
             head, tensors = saved
             trainer.state.replace(tensors, head)
-            trainer.sync.averager.matchmaker.set_head(head)
+            trainer.sync.averager.begin_at(head)
 
         async def begin() -> None:
             await trainer.rpc.start()
