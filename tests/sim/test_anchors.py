@@ -17,7 +17,7 @@ from p2ptrain.errors import IntegrityError
 from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.training.sync.state_server import check_head
 from tests.support.coroutines import simulated
-from tests.support.sim.clubs import WAIT_SECONDS, Club, announce, ask_for_votes, established, refuses, save
+from tests.support.sim.clubs import WAIT_SECONDS, Club, announce, ask_for_votes, established, refuses, save, train
 from tests.support.sim.strangers import forge, go_on_from
 from tests.support.sim.trainers import SimulatedTrainer
 
@@ -671,12 +671,6 @@ async def test_a_swarm_whose_checkpoints_are_all_older_than_the_anchor_goes_on(
         assert not each.sync.head.is_reduced
         assert book_of(each).round > EVERY
         assert not book_of(each).conflict
-
-
-async def train(trainer: SimulatedTrainer) -> None:
-    while not trainer.stop:
-        await trainer._compute()
-        await trainer.synchronize()
 
 
 @simulated(seed=35)

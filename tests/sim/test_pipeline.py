@@ -6,6 +6,8 @@ import hashlib
 import pytest
 import torch
 
+from p2ptrain.averaging.commit.votes import WAITS_BEFORE_GOING_BACK
+from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.manifest import LoraSpec
 from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.pipeline.client.sender import Opened
@@ -152,22 +154,64 @@ async def test_all_go_on_from_checkpoints_of_which_one_unit_is_a_round_behind(ne
     """As hosts leave them that are stopped while they average."""
     pipeline = await start(network, 2, 1, tied=True)
     await train_round(pipeline, 0)
+    await restart_all(pipeline, [save(peer) for peer in pipeline.hosts])
+    await train_round(pipeline, 1)
+
+
+@pytest.mark.fault(11)
+@simulated(seed=8)
+async def test_stages_whose_checkpoints_are_all_older_than_the_founders_votes_go_on_after_a_wait(
+    network: SimulatedNetwork,
+) -> None:
+    pipeline = await start(network, 2, 1)
+    await train_round(pipeline, 0)
+    saved = [save(peer) for peer in pipeline.hosts]
+    await train_round(pipeline, 1)
+    await train_round(pipeline, 2)
+    trainer = trainer_of(pipeline)
+    pipeline.peers.remove(trainer)
+    network.crash(trainer.peer)
+    await restart_all(pipeline, saved)
+    trainer = await pipeline.add("another trainer", None)
+    wait = WAITS_BEFORE_GOING_BACK * pipeline.manifest.averaging.matchmaking_seconds
+    feeding = asyncio.create_task(pipeline.feed(trainer, range(ROUND, 100 * ROUND), at_once=4))
+    await asyncio.sleep(0.8 * wait)
+    assert [full_of(peer) for peer in pipeline.hosts] == [head.full for head, _ in saved]
+    await until(lambda: min(full_of(peer) for peer in pipeline.hosts) > saved[0][0].full, 2 * wait)
+    pipeline.is_stopping = True
+    await feeding
+
+
+Saved = tuple[Head, list[tuple[str, torch.Tensor]]]
+
+
+def save(host: PipelinePeer) -> Saved:
+    """A checkpoint of a host's first unit."""
+    assert host.hosted is not None
+    state = host.hosted.units[0].synchronizer.state
+    return state.head, [(name, tensor.clone()) for name, tensor in state.tensors()]
+
+
+def full_of(host: PipelinePeer) -> int:
+    assert host.hosted is not None
+    return host.hosted.units[0].synchronizer.head.full
+
+
+async def restart_all(pipeline: Pipeline, saved: list[Saved]) -> None:
+    """Kill all hosts, and start them again from these checkpoints."""
     hosts, plan = pipeline.hosts, PipelinePlan(pipeline.manifest)
-    for before in hosts:
-        assert before.hosted is not None
-        state = before.hosted.units[0].synchronizer.state
-        saved = [(name, tensor.clone()) for name, tensor in state.tensors()]
-        network.crash(before.peer)
-        after = PipelinePeer(network.restart(before.peer), plan, before.stage)
+    for before, (head, tensors) in zip(hosts, saved, strict=True):
+        pipeline.network.crash(before.peer)
+        after = PipelinePeer(pipeline.network.restart(before.peer), plan, before.stage)
         assert after.hosted is not None
         own = after.hosted.units[0]
-        own.synchronizer.state.replace(saved, state.head)
-        own.synchronizer.averager.matchmaker.set_head(state.head)
+        own.synchronizer.state.replace(tensors, head)
+        own.synchronizer.averager.begin_at(head)
         own.work.adopt(False, None)
+        pipeline.peers.remove(before)
         pipeline.peers.append(after)
         await after.peer.spawn(after.start())
         pipeline.tasks.append(after.peer.spawn(after.host()))
-    await train_round(pipeline, 1)
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])

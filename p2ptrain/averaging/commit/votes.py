@@ -3,6 +3,10 @@
 They vote on a result's body without the result. A majority of the roster must have signed it before, and more than a
 third of the members that may lead: these hold the result, and strangers and a few liars cannot make one up. A voter
 follows the lineage by its certificates alone, so it can vote before it has applied the rounds.
+
+A voter's tip may outlive the state there: all trainers restart from older checkpoints, or lose their files. Then nobody
+could go on, because the voter refuses all that is before its tip. So it goes back to a proved head before the tip, but
+not past an anchor, and only after a long wait in which no peer shows a later state. Its operator is told.
 """
 
 from __future__ import annotations
@@ -17,11 +21,16 @@ from p2ptrain.averaging.commit.attempt import Attempt
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.cells import Cells
 from p2ptrain.averaging.protocol.certificate import (
+    CALL_TIMEOUT_SECONDS,
     MAX_CERTIFICATE_BYTES,
+    MAX_ROOT_BYTES,
+    ROOT,
+    AskRoot,
     Body,
     Certificate,
     Head,
     Proof,
+    Root,
     fetch_certificates,
     vote,
 )
@@ -37,8 +46,12 @@ FIRST_ASKERS, ASKER_SECONDS = 3, 0.1
 """Members that ask the voters at once; each further one waits so much longer, and mostly hears of the votes before."""
 REQUEST_BYTES = 4 * MAX_CERTIFICATE_BYTES
 UNKNOWN = "this peer does not know the round before"
-WAITS_BEFORE_FOUNDING = 3
-"""In `matchmaking_seconds`: how long a voter without state hears of no round, before it lets the swarm begin again."""
+WAITS_BEFORE_FOUNDING, WAITS_BEFORE_GOING_BACK = 3, 9
+"""In `matchmaking_seconds`: how long no peer shows the state at a voter's tip, before the voter lets the swarm begin
+again, or go on from an older checkpoint. The second is longer: the new lineage soon outranks one that comes back."""
+LEAST_ASKS = 3
+"""The time between two requests counts for at most one in so many of that wait: this process may have been suspended,
+or cut off."""
 
 
 class AskVote(Message, frozen=True):
@@ -64,7 +77,8 @@ class LightVotes:
         self._head = head
         self._voted_at: tuple[bytes, float] = (b"", asyncio.get_running_loop().time())
         self._refused_at: float | None = None
-        self._has_warned = False
+        self._unseen: tuple[float, float] | None = None  # seconds without a sign of the tip's state; the last request
+        self._told = set[str]()
         self._turn = asyncio.Lock()
         serve_anchors(context)
         context.rpc.serve(VOTE, AskVote, self._serve, max_request_bytes=REQUEST_BYTES)
@@ -106,13 +120,17 @@ class LightVotes:
         return context.signer.sign(vote(body.body_hash))
 
     def _is_anchored(self) -> str:
-        """Return why the swarm cannot begin again, and tell the operator once how it can."""
+        """Return why the swarm cannot go back, and tell the operator once how it can."""
         anchors = self._context.anchors
-        reason = f"round {anchors.last_round} of this swarm is anchored: it does not begin again"
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning("%s. If its state is lost, delete %s at each founder, and restart it", reason, anchors.file)
+        reason = f"round {anchors.last_round} of this swarm is anchored: it does not begin again before that"
+        self._tell_once("%s. If its state is lost, delete %s at each founder, and restart it", reason, anchors.file)
         return reason
+
+    def _tell_once(self, text: str, *values: object) -> None:
+        """Log a warning with this text unless it was logged since the tip went back."""
+        if text not in self._told:
+            self._told.add(text)
+            logger.warning(text, *values)
 
     def _waits_for_others(self, body: Body) -> bool:
         """True if a first roster leaves out most of the known trainers, for `matchmaking_seconds` from the first one.
@@ -140,57 +158,121 @@ class LightVotes:
                 self._voted_at = body.lineage, now
 
     async def _tip_at(self, peer: str, body: Body, claimed: Head | None) -> Head:
-        """Return the tip, advanced along certificates of ``peer`` if a result is not of its round."""
+        """Return the tip, moved along certificates of ``peer`` if a result is not of its round.
+
+        It goes back if `_check_forsaken` allows that; raises like it.
+        """
         held, tip, context = self._head(), self._ballots.tip, self._context
         if tip is None or (held is not None and held.outranks(tip)):
             tip = held
+        first = context.genesis(body.digest)
         if tip is None:
-            first = context.genesis(body.digest)
             tip = first if first.lineage == body.lineage else context.genesis(bytes(32))
-        if held is None and tip.round and self._is_forsaken(body):
-            logger.warning("nobody has gone on after round %d: this voter lets the swarm begin again", tip.round)
-            tip, self._voted_at = context.genesis(body.digest), (b"", self._voted_at[1])
-            self._ballots.tip = tip
         if tip.lineage not in (body.lineage, body.next_lineage):
-            later = await self._tip_after(tip, peer, body)
-            if later.lineage != body.lineage and claimed is not None:
-                proof = await context.runtime.offload(context.certificate, claimed.certificate)
-                if proof.next_head(claimed.digest, claimed.table) == claimed and tip.table.believes(proof):
-                    later = claimed
+            known = [head for head in (first, held) if head is not None and head.lineage == body.lineage]
+            moved, vouched = (known[0], []) if known else await self._head_before(tip, peer, body, claimed)
             if (newest := self._ballots.tip) is not None and newest.outranks(tip):
                 tip = newest  # Another request led this peer on meanwhile.
-            if not later.outranks(tip):
-                return tip
-            tip = later
+            if not (moved.round and moved.outranks(tip)):
+                is_earlier = moved.lineage == body.lineage != tip.lineage
+                if not is_earlier or (held is not None and not tip.outranks(held)):
+                    return tip
+                self._check_forsaken(tip, moved)
+            for head in vouched:
+                context.anchors.sign(head)
+            tip = moved
+        self._unseen = None
         if tip.round or tip.lineage == body.lineage:
             self._ballots.tip = tip
         return tip
 
-    def _is_forsaken(self, body: Body) -> bool:
-        """True if a result begins the swarm, and all that held the state of a later round seem to be gone.
+    async def _head_before(self, tip: Head, peer: str, body: Body, claimed: Head | None) -> tuple[Head, list[Head]]:
+        """Return the head before a result as `_head_after`: from the tip, or else from a proved head of ``peer``.
 
-        Nobody asked for a vote on a later round for long, and no record tells of one: rounds may take longer than this
-        wait. If a holder comes back, its lineage has more full rounds, and wins.
+        That is the head that it ``claimed``; or a head before the tip to which certificates lead from the head that its
+        history begins at, or that founders signed last.
         """
         context = self._context
-        seconds = WAITS_BEFORE_FOUNDING * context.spec.matchmaking_seconds
-        if asyncio.get_running_loop().time() - self._voted_at[1] < seconds:
-            return False
-        is_first = body.lineage == context.genesis(body.digest).lineage
-        return is_first and not any(record.lineage_full for record in context.membership.records())
+        found = await self._head_after(tip, peer, body)
+        if found[0].lineage == body.lineage or claimed is None:
+            return found
+        if await self._is_proved(tip, claimed):
+            return (claimed, []) if claimed.lineage == body.lineage else found
+        try:
+            reply = await context.rpc.call(
+                peer, ROOT, AskRoot(), Root, CALL_TIMEOUT_SECONDS, max_reply_bytes=MAX_ROOT_BYTES
+            )
+            if not await self._is_proved(tip, reply.head):
+                return found
+            since = await self._head_after(reply.head, peer, body)
+        except (PeerError, DeadlineError, IntegrityError) as error:
+            logger.debug("peer %s does not prove its head: %s", peer[-8:], error)
+            return found
+        # Voters of an earlier round may have sold their keys since: they lead no voter forward.
+        return since if since[0].lineage == body.lineage and not since[0].outranks(tip) else found
 
-    async def _tip_after(self, tip: Head, peer: str, body: Body) -> Head:
-        """Return the head before a result, reached from ``tip`` by a chain of ``peer``; ``tip`` if there is none."""
+    async def _is_proved(self, tip: Head, head: Head) -> bool:
+        """True if enough voters of the tip signed a head; or enough founders, if it is before the tip."""
         context = self._context
-        chain = await fetch_certificates(context.rpc, peer, {tip.lineage: tip.table}, context.certificate, proofs=True)
+        proof = await context.runtime.offload(context.certificate, head.certificate)
+        if proof.next_head(head.digest, head.table) != head:
+            return False
+        founding = context.founding
+        is_founded = bool(founding.electorate) and founding.believes(proof) and not head.outranks(tip)
+        return is_founded or tip.table.believes(proof)
+
+    def _check_forsaken(self, tip: Head, earlier: Head) -> None:
+        """Return if a head before the tip may become the tip, because all that held the state there seem to be gone.
+
+        For long peers have asked for votes after the earlier head and none after the tip, and no record tells of a
+        state later than the earlier one. Of two lineages the one with more full rounds wins if a holder comes back.
+
+        Raises:
+            PeerRefusedError: It must wait, or an anchor forbids it.
+        """
+        context, now = self._context, asyncio.get_running_loop().time()
+        own, pause = context.rpc.peer_id, context.spec.matchmaking_seconds
+        if earlier.round < context.anchors.last_round:
+            raise PeerRefusedError(own, self._is_anchored())
+        at = (earlier.full, earlier.returned, earlier.round, earlier.tokens)
+        for record in context.membership.records():
+            if (record.lineage_full, record.lineage_returned, record.round, record.lineage_tokens) > at:
+                self._unseen = None
+                raise PeerRefusedError(own, f"by its record peer {record.peer[-8:]} holds a later state")
+        needed = (WAITS_BEFORE_GOING_BACK if earlier.round else WAITS_BEFORE_FOUNDING) * pause
+        seconds, asked_at = self._unseen or (0.0, now)
+        seconds += min(now - asked_at, needed / LEAST_ASKS)
+        self._unseen, left = (seconds, now), needed - seconds
+        what = f"go on from round {earlier.round}" if earlier.round else "begin again"
+        if left > 0:
+            if seconds >= pause:
+                self._tell_once(
+                    "peers want to %s, and this voter knows round %d: they may in %.0f s, unless a peer shows it",
+                    what, tip.round, left,
+                )  # fmt: skip
+            raise PeerRefusedError(own, f"this voter knows round {tip.round}: nobody may {what} for {left:.0f} s more")
+        logger.warning("no peer shows the state of round %d: this voter lets the swarm %s", tip.round, what)
+        self._voted_at = b"", self._voted_at[1]
+        self._told.clear()
+
+    async def _head_after(self, head: Head, peer: str, body: Body) -> tuple[Head, list[Head]]:
+        """Return the head before a result, or how far a chain of ``peer`` leads from ``head``.
+
+        Also return the heads on the way, the first included, whose digests a full certificate vouches for: of a reduced
+        one, few could certify another digest.
+        """
+        context, vouched = self._context, list[Head]()
+        chain = await fetch_certificates(
+            context.rpc, peer, {head.lineage: head.table}, context.certificate, proofs=True
+        )
         following = [*(each.body.digest for each in chain[1:]), body.digest]
         for certificate, digest in zip(chain, following, strict=False):
-            if not certificate.body.is_reduced:  # Few could certify a reduced one with another digest.
-                context.anchors.sign(replace(tip, digest=certificate.body.digest))
-            tip = tip.after(certificate, digest)
-            if tip.lineage == body.lineage:
+            if not certificate.body.is_reduced:
+                vouched.append(replace(head, digest=certificate.body.digest))
+            head = head.after(certificate, digest)
+            if head.lineage == body.lineage:
                 break
-        return tip
+        return head, vouched
 
 
 async def ask_voters(context: PeerContext, attempt: Attempt, index: int) -> None:
