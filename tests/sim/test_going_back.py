@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -183,3 +184,35 @@ async def test_a_voter_whose_own_state_is_older_than_its_votes_votes_again(
         assert not await ask_for_votes(a, earlier, [name])
         await asyncio.sleep(WAIT_SECONDS)
     assert await ask_for_votes(a, earlier, [name])
+
+
+# --- a second vote in one round -------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault(20)
+@pytest.mark.parametrize("holder", ["there", "gone"])
+@simulated(seed=8)
+async def test_a_voter_votes_again_only_if_nobody_holds_what_it_voted_for(
+    network: SimulatedNetwork, holder: str
+) -> None:
+    club, (a, b, c) = await established(network)
+    seed = club.seed.peer.peer_id
+    first = forge(a, b)
+    proofs = await ask_for_votes(a, first.certificate, [seed])
+    certified = replace(first.certificate, proofs=tuple(sorted((*first.certificate.proofs, *proofs))))
+    assert a.sync.head.table.why_invalid(certified.body, certified.signers) == ""
+    second = forge(b, c, tokens=11, view=1).certificate
+    go_on_from(a, replace(first, certificate=certified))
+    assert b.sync.head == c.sync.head != a.sync.head
+    request = AskVote(second.to_bytes())
+    with pytest.raises(PeerRefusedError, match="voted for another result"):
+        await c.rpc.call(seed, VOTE, request, Vote, 5.0)
+    await asyncio.sleep(WAIT_SECONDS)
+    if holder == "gone":
+        network.crash(a.peer)
+        assert await ask_for_votes(c, second, [seed])
+        return
+    with pytest.raises(PeerRefusedError, match=f"{a.peer.peer_id[-8:]} holds another result"):
+        await c.rpc.call(seed, VOTE, request, Vote, 5.0)
+    network.crash(a.peer)
+    assert await ask_for_votes(c, second, [seed]), "nobody tells of it any more"

@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 VOTE = "ballot.vote"
 FIRST_ASKERS, ASKER_SECONDS = 3, 0.1
 """Members that ask the voters at once; each further one waits so much longer, and mostly hears of the votes before."""
+ROSTER_SHARE = 0.75
+"""Most of a near caller's timeout that a voter spends on the question to an earlier roster: else it never answers."""
 REQUEST_BYTES = 4 * MAX_CERTIFICATE_BYTES
 UNKNOWN = "this peer does not know the round before"
 WAITS_BEFORE_FOUNDING, WAITS_BEFORE_GOING_BACK = 3, 9
@@ -116,7 +118,7 @@ class LightVotes:
             signed = certificate.signers.intersection(body.members)
             if (body.levels == 1 and not tip.table.is_led_by(signed)) or tip.table.leaves_out_most(body.census):
                 raise PeerRefusedError(own, "too few of the lineage's members are in this result")
-            await self._record(body, certificate)
+            await self._record(certificate, tip)
         return context.signer.sign(vote(body.body_hash))
 
     def _is_anchored(self) -> str:
@@ -145,17 +147,44 @@ class LightVotes:
         self._refused_at = now if self._refused_at is None else self._refused_at
         return now - self._refused_at < context.spec.matchmaking_seconds
 
-    async def _record(self, body: Body, certificate: Certificate) -> None:
+    async def _record(self, certificate: Certificate, tip: Head) -> None:
         """Record a vote; raise `PeerRefusedError` if this peer voted for another result."""
-        context = self._context
+        context, body = self._context, certificate.body
         async with self._turn:
             now, (lineage, voted_at) = asyncio.get_running_loop().time(), self._voted_at
-            # The roster of an earlier vote may be gone for good, and then never tells that it gave that result up.
-            waited = lineage in (b"", body.lineage) and now - voted_at >= context.spec.matchmaking_seconds
-            if not await context.runtime.offload(self._ballots.vote, body, None if waited else certificate.signers):
-                raise PeerRefusedError(context.rpc.peer_id, "this peer voted for another result of this round")
+            if not await context.runtime.offload(self._ballots.vote, body, certificate.signers):
+                # The roster of an earlier vote may be gone for good, and then never tells that it gave that result up.
+                waited = lineage in (b"", body.lineage) and now - voted_at >= context.spec.matchmaking_seconds
+                if waited and (holder := await self._holder_of_another(body, tip)):
+                    raise PeerRefusedError(
+                        context.rpc.peer_id, f"peer {holder[-8:]} holds another result of this round"
+                    )
+                if not (waited and await context.runtime.offload(self._ballots.vote, body)):
+                    raise PeerRefusedError(context.rpc.peer_id, "this peer voted for another result of this round")
             if lineage != body.lineage:
                 self._voted_at = body.lineage, now
+
+    async def _holder_of_another(self, body: Body, tip: Head) -> str:
+        """Return a member of the roster that this peer voted for before, if it shows another full result of the round.
+
+        A member that does not answer within its keepalive timeout may hold one unseen: then there are two lineages.
+        """
+        context, grace = self._context, self._context.spec.grace_seconds
+
+        async def ask(peer: str) -> str:
+            seconds = silence_seconds(grace, context.rpc.dial_seconds.get(peer, 0.0))
+            try:
+                async with asyncio.timeout(min(seconds, ROSTER_SHARE * 2 * silence_seconds(grace))):
+                    chain = await fetch_certificates(
+                        context.rpc, peer, {tip.lineage: tip.table}, context.certificate, proofs=True
+                    )
+            except (PeerError, DeadlineError, TimeoutError) as error:
+                logger.debug("peer %s shows no result of round %d: %s", peer[-8:], body.round, error)
+                return ""
+            shown = chain[0].body if chain else body
+            return "" if shown.is_reduced or shown.body_hash == body.body_hash else peer
+
+        return next(filter(None, await together("result", map(ask, self._ballots.members_before(body)))), "")
 
     async def _tip_at(self, peer: str, body: Body, claimed: Head | None) -> Head:
         """Return the tip, moved along certificates of ``peer`` if a result is not of its round.

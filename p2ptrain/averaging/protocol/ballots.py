@@ -58,6 +58,11 @@ class Ballots:
             self._votes = {vote.lineage: vote for vote in record.votes}
             self.tip = record.tip
 
+    def members_before(self, body: Body) -> tuple[str, ...]:
+        """Return the roster that this peer voted for in an earlier view of a body's round; empty if there is none."""
+        last = self._votes.get(body.lineage)
+        return last.members if last is not None and last.view < body.view else ()
+
     def vote(self, body: Body, signers: Collection[str] | None = None) -> bool:
         """Record a vote, on disk before this returns; return False if this peer voted for another body of its view.
 
