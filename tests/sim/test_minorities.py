@@ -102,6 +102,20 @@ async def test_the_last_of_three_goes_on_after_its_wait_and_the_lineage_is_full_
     assert survivor.sync.head.full > before.round
 
 
+@simulated(seed=5)
+async def test_a_far_founder_that_missed_rounds_has_the_time_to_hear_of_them(network: SimulatedNetwork) -> None:
+    """It asks for their certificates before it votes, which takes two more round trips."""
+    swarm, _, (trainer,) = await start_swarm(network, 1)
+    seed = swarm.founder.peer
+    network.set_latency(seed, trainer.peer, 0.75)
+    rounds = trainer.sync.head.round + 2
+    await swarm.until(lambda: trainer.sync.head.round >= rounds, 60, "the seed votes")
+    network.cut(seed)
+    await swarm.until(lambda: trainer.sync.head.is_reduced, 120, "the trainer goes on")
+    network.mend(seed)
+    await swarm.until(lambda: not trainer.sync.head.is_reduced, 120, "full again")
+
+
 async def part_and_meet(network: SimulatedNetwork, rounds: int) -> tuple[Accounts, list[Head], Head]:
     """Return the heads that the halves had before they met, and the head of all after it."""
     swarm, accounts, trainers = await start_swarm(network, 4)

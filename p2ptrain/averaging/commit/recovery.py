@@ -187,7 +187,8 @@ class AttemptRecovery:
     async def _ask_on(self, attempt: Attempt, others: list[str], tasks: Tasks, elapsed_seconds: float) -> None:
         """Ask the other members repeatedly until the outcome is clear or the deadline passes."""
         loop, grace = asyncio.get_running_loop(), attempt.spec.grace_seconds
-        deadline = loop.time() + straggler_seconds(elapsed_seconds, grace)
+        farthest = max(self._rpc.dial_seconds.get(peer, 0.0) for peer in others)
+        deadline = loop.time() + straggler_seconds(elapsed_seconds, grace, farthest)
         fetched_by = deadline + elapsed_seconds
         asked: dict[str, tuple[Standing, float, asyncio.Task[None]]] = {}
         voting: asyncio.Task[None] | None = None

@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 VOTE = "ballot.vote"
 FIRST_ASKERS, ASKER_SECONDS = 3, 0.1
 """Members that ask the voters at once; each further one waits so much longer, and mostly hears of the votes before."""
+LEAST_VOTE_SECONDS = 2.0
 ROSTER_SHARE = 0.75
 """Most of a near caller's timeout that a voter spends on the question to an earlier roster: else it never answers."""
 REQUEST_BYTES = 4 * MAX_CERTIFICATE_BYTES
@@ -174,7 +175,7 @@ class LightVotes:
         async def ask(peer: str) -> str:
             seconds = silence_seconds(grace, context.rpc.dial_seconds.get(peer, 0.0))
             try:
-                async with asyncio.timeout(min(seconds, ROSTER_SHARE * 2 * silence_seconds(grace))):
+                async with asyncio.timeout(min(seconds, ROSTER_SHARE * vote_seconds(grace))):
                     chain = await fetch_certificates(
                         context.rpc, peer, {tip.lineage: tip.table}, context.certificate, proofs=True
                     )
@@ -335,17 +336,15 @@ async def _ask(context: PeerContext, attempt: Attempt, voters: Sequence[str]) ->
         return
     members = tuple((peer, proof) for peer, proof in sorted(attempt.proofs.items()) if peer in body.members)
     request = AskVote(Certificate(body, members).to_bytes())
-    seconds = max(2.0, 2 * silence_seconds(context.spec.grace_seconds))
 
     async def ask(peer: str) -> None:
         try:
             try:
-                reply = await context.rpc.call(peer, VOTE, request, Vote, seconds)
+                reply = await _ask_one(context, peer, request)
             except PeerRefusedError as error:
                 if error.reason != UNKNOWN or not attempt.head.round:
                     raise
-                proved = AskVote(request.certificate, attempt.head)
-                reply = await context.rpc.call(peer, VOTE, proved, Vote, seconds)
+                reply = await _ask_one(context, peer, AskVote(request.certificate, attempt.head))
         except PeerRefusedError as error:
             logger.debug("round %d: peer %s does not vote: %s", body.round, peer[-8:], error.reason)
             attempt.refusal = error.reason
@@ -356,3 +355,20 @@ async def _ask(context: PeerContext, attempt: Attempt, voters: Sequence[str]) ->
 
     await together("vote", map(ask, voters))
     attempt.changed.set()
+
+
+async def _ask_one(context: PeerContext, peer: str, request: AskVote) -> Vote:
+    """Return another peer's vote; a far one that takes the request has more time to look for the rounds before.
+
+    Raises like `Rpc.open` and `Channel.receive`.
+    """
+    loop, rpc, grace = asyncio.get_running_loop(), context.rpc, context.spec.grace_seconds
+    began = loop.time()
+    async with rpc.open(peer, VOTE, request, vote_seconds(grace)) as channel:
+        round_trip = max(loop.time() - began, rpc.dial_seconds.get(peer, 0.0))
+        return await channel.receive(Vote, vote_seconds(grace, round_trip))
+
+
+def vote_seconds(grace_seconds: float, round_trip_seconds: float = 0.0) -> float:
+    """Return the timeout of a request for a vote; the voter may have to ask others before it answers."""
+    return max(LEAST_VOTE_SECONDS, 2 * silence_seconds(grace_seconds, round_trip_seconds))

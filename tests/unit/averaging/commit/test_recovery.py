@@ -82,6 +82,19 @@ async def test_a_far_signer_is_asked_for_as_long_as_its_answers_take(
     assert certificate.body == roster[1].attempt.body
 
 
+@simulated(completed, seed=1, model=LinkModel(are_dials_free=True))
+async def test_far_members_of_a_short_attempt_have_the_time_of_their_answers(
+    roster: list[RosterMember], network: SimulatedNetwork
+) -> None:
+    own = roster[0].member
+    for each in roster[1:]:
+        network.set_latency(own.peer, each.member.peer, 0.6)
+        own.rpc.dial_seconds[each.member.rpc.peer_id] = 1.2
+    forget(roster[0], proofs_only=True)
+    (certificate,) = await settle(roster[0])
+    assert certificate is not None
+
+
 @simulated(completed, seed=2)
 async def test_members_that_hold_all_but_each_other_s_signatures_exchange_them(roster: list[RosterMember]) -> None:
     forget(*roster, proofs_only=True)
