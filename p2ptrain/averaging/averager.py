@@ -180,6 +180,8 @@ class Averager:
             if isinstance(result, GroupResult):
                 return result
             failure = result
+            if not failure.suspects:
+                await asyncio.sleep(self.matchmaker.backoff.next())
         raise failure
 
     def _ticket(self, head: Head, tokens: int, samples: int, bandwidth: int) -> Ticket:

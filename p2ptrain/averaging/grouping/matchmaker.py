@@ -29,13 +29,13 @@ from p2ptrain.averaging.timing.deadlines import (
 )
 from p2ptrain.averaging.timing.goal import NO_GOAL, Goal
 from p2ptrain.errors import DeadlineError, IntegrityError, PeerError, PeerRefusedError, TemporaryError
-from p2ptrain.tasks import Tasks, together
+from p2ptrain.tasks import Backoff, Tasks, together
 
 logger = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_SECONDS = 8.0
 MAX_GREETED = 64
-RETRY_SECONDS = 0.25
+RETRY_SECONDS, LONGEST_RETRY_SECONDS = 0.25, 4.0
 TICK_SECONDS = 0.5
 MAX_ROSTER_BYTES = 1 << 20
 
@@ -61,7 +61,11 @@ class NoGroupError(TemporaryError):
 
 
 class Matchmaker:
-    """Finds groups for this peer; its `Coordinator` leads groups."""
+    """Finds groups for this peer; its `Coordinator` leads groups.
+
+    Attributes:
+        backoff: Pauses after attempts at the round in progress that failed through no member's fault.
+    """
 
     def __init__(
         self,
@@ -78,6 +82,7 @@ class Matchmaker:
         self._last_leader: tuple[Key, str] | None = None
         self.leaders = Leaders(self.position, context.membership)
         self._coordinator = Coordinator(context, self.leaders, goal, on_misled)
+        self.backoff = Backoff(RETRY_SECONDS, LONGEST_RETRY_SECONDS)
         self._tasks = Tasks()
         self._clock: asyncio.TimerHandle | None = None
         self._asking: tuple[str, asyncio.Task[messages.Answer]] | None = None
@@ -108,6 +113,7 @@ class Matchmaker:
         self.position.head = head
         self.position.running = None
         self.position.attempts, self.position.standstill, self.position.left = 0, 0.0, frozenset()
+        self.backoff.reset()
         self._stop_clock()
         self.standby.moved()
         for peer in self._in_cell(self.position.key, head.members):
