@@ -6,7 +6,11 @@ follows the lineage by its certificates alone, so it can vote before it has appl
 
 A voter's tip may outlive the state there: all trainers restart from older checkpoints, or lose their files. Then nobody
 could go on, because the voter refuses all that is before its tip. So it goes back to a proved head before the tip, but
-not past an anchor, and only after a long wait in which no peer shows a later state. Its operator is told.
+not past an anchor, and only once `LostState` allows it. Its operator is told.
+
+A request that this peer does not sign moves its tip along a chain of certificates at most, and to no lineage that it
+gave up. So a liar that replays old requests or certificates leads it nowhere. Members that come back with a lost state
+lead it there by a result that it signs, as those with any head that outranks its tip.
 """
 
 from __future__ import annotations
@@ -15,9 +19,11 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from p2ptrain.averaging.commit.anchoring import serve_anchors
 from p2ptrain.averaging.commit.attempt import Attempt
+from p2ptrain.averaging.commit.lost_state import WAITS_BEFORE_GOING_BACK, LostState, is_proved, vote_seconds
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.cells import Cells
 from p2ptrain.averaging.protocol.certificate import (
@@ -34,7 +40,6 @@ from p2ptrain.averaging.protocol.certificate import (
     fetch_certificates,
     vote,
 )
-from p2ptrain.averaging.timing.deadlines import silence_seconds
 from p2ptrain.errors import DeadlineError, IntegrityError, PeerError, PeerRefusedError
 from p2ptrain.network.schema import Message
 from p2ptrain.tasks import together
@@ -44,17 +49,8 @@ logger = logging.getLogger(__name__)
 VOTE = "ballot.vote"
 FIRST_ASKERS, ASKER_SECONDS = 3, 0.1
 """Members that ask the voters at once; each further one waits so much longer, and mostly hears of the votes before."""
-LEAST_VOTE_SECONDS = 2.0
-ROSTER_SHARE = 0.75
-"""Most of a near caller's timeout that a voter spends on the question to an earlier roster: else it never answers."""
 REQUEST_BYTES = 4 * MAX_CERTIFICATE_BYTES
 UNKNOWN = "this peer does not know the round before"
-WAITS_BEFORE_FOUNDING, WAITS_BEFORE_GOING_BACK = 3, 9
-"""In `matchmaking_seconds`: how long no peer shows the state at a voter's tip, before the voter lets the swarm begin
-again, or go on from an older checkpoint. The second is longer: the new lineage soon outranks one that comes back."""
-LEAST_ASKS = 3
-"""The time between two requests counts for at most one in so many of that wait: this process may have been suspended,
-or cut off."""
 
 
 class AskVote(Message, frozen=True):
@@ -80,8 +76,7 @@ class LightVotes:
         self._head = head
         self._voted_at: tuple[bytes, float] = (b"", asyncio.get_running_loop().time())
         self._refused_at: float | None = None
-        self._unseen: tuple[float, float] | None = None  # seconds without a sign of the tip's state; the last request
-        self._told = set[str]()
+        self._lost_state = LostState(context, head)
         self._turn = asyncio.Lock()
         serve_anchors(context)
         context.rpc.serve(VOTE, AskVote, self._serve, max_request_bytes=REQUEST_BYTES)
@@ -98,42 +93,55 @@ class LightVotes:
             raise PeerRefusedError(own, "two anchors that this peer knows contradict each other")
         if body.round == 0 and context.anchors.last_round:
             raise PeerRefusedError(own, self._is_anchored())
-        tip = await self._tip_at(peer, body, head)
-        if tip.lineage not in (body.lineage, body.next_lineage):
-            raise PeerRefusedError(own, UNKNOWN)
-        if tip.lineage != body.next_lineage:  # Otherwise it is certified, and another signature only confirms it.
-            held = self._head()
-            # A voter without the state takes the roster's word for the digest; anybody may have led it to the tip.
-            if held is None or held.lineage != tip.lineage:
-                held = replace(tip, digest=body.digest)
-            body.check_follows(held)
-            tip.table.check_body(body)
-            if body.levels != Cells(context.spec.group_size).num_levels(tip.present):
-                raise IntegrityError("a certificate is of another tree than its lineage has")
-            if body.round == 0 and self._waits_for_others(body):
-                raise PeerRefusedError(own, "most of the trainers that this peer knows are not on the first roster")
-            if body.is_reduced:
-                if tip.table.is_open:
-                    raise PeerRefusedError(own, "among strangers, only members close a round without the others")
-                return context.signer.sign(vote(body.body_hash))
-            signed = certificate.signers.intersection(body.members)
-            if (body.levels == 1 and not tip.table.is_led_by(signed)) or tip.table.leaves_out_most(body.census):
-                raise PeerRefusedError(own, "too few of the lineage's members are in this result")
-            await self._record(certificate, tip)
+        if not self._ballots.has_voted_for(body):
+            await self._judge(peer, certificate, head)
         return context.signer.sign(vote(body.body_hash))
+
+    async def _judge(self, peer: str, certificate: Certificate, head: Head | None) -> None:
+        """Record a vote for a result that this peer may sign; raise as `_vote` if it must not."""
+        context, body, own = self._context, certificate.body, self._context.rpc.peer_id
+        tip, moved, vouched = await self._head_before(peer, body, head)
+        if moved.lineage == body.next_lineage:
+            return  # It is certified, and another signature only confirms it.
+        goes_back = tip.lineage != moved.lineage and not moved.outranks(tip)
+        held = self._head()
+        if moved.lineage != body.lineage or (goes_back and held is not None and not tip.outranks(held)):
+            raise PeerRefusedError(own, UNKNOWN)
+        # A voter without the state takes the roster's word for the digest; anybody may have led it to the head.
+        if held is None or held.lineage != moved.lineage:
+            held = replace(moved, digest=body.digest)
+        body.check_follows(held)
+        moved.table.check_body(body)
+        if body.levels != Cells(context.spec.group_size).num_levels(moved.present):
+            raise IntegrityError("a certificate is of another tree than its lineage has")
+        if body.round == 0 and self._waits_for_others(body):
+            raise PeerRefusedError(own, "most of the trainers that this peer knows are not on the first roster")
+        signed = certificate.signers.intersection(body.members)
+        if body.is_reduced:
+            if moved.table.is_open:
+                raise PeerRefusedError(own, "among strangers, only members close a round without the others")
+        elif (body.levels == 1 and not moved.table.is_led_by(signed)) or moved.table.leaves_out_most(body.census):
+            raise PeerRefusedError(own, "too few of the lineage's members are in this result")
+        if goes_back:
+            if moved.round < context.anchors.last_round:
+                raise PeerRefusedError(own, self._is_anchored())
+            await self._lost_state.check(tip, moved, body)
+        if body.is_reduced:
+            self._check_tip(tip, moved)
+            self._ballots.tip = moved
+        else:
+            await self._record(certificate, tip, moved, goes_back=goes_back)
+        for each in vouched:
+            context.anchors.sign(each)
 
     def _is_anchored(self) -> str:
         """Return why the swarm cannot go back, and tell the operator once how it can."""
         anchors = self._context.anchors
         reason = f"round {anchors.last_round} of this swarm is anchored: it does not begin again before that"
-        self._tell_once("%s. If its state is lost, delete %s at each founder, and restart it", reason, anchors.file)
+        self._lost_state.tell_once(
+            "%s. If its state is lost, delete %s at each founder, and restart it", reason, anchors.file
+        )
         return reason
-
-    def _tell_once(self, text: str, *values: object) -> None:
-        """Log a warning with this text unless it was logged since the tip went back."""
-        if text not in self._told:
-            self._told.add(text)
-            logger.warning(text, *values)
 
     def _waits_for_others(self, body: Body) -> bool:
         """True if a first roster leaves out most of the known trainers, for `matchmaking_seconds` from the first one.
@@ -148,49 +156,43 @@ class LightVotes:
         self._refused_at = now if self._refused_at is None else self._refused_at
         return now - self._refused_at < context.spec.matchmaking_seconds
 
-    async def _record(self, certificate: Certificate, tip: Head) -> None:
-        """Record a vote; raise `PeerRefusedError` if this peer voted for another result."""
-        context, body = self._context, certificate.body
+    async def _record(self, certificate: Certificate, tip: Head, moved: Head, *, goes_back: bool) -> None:
+        """Record a vote at ``moved``, which becomes the tip; raise `PeerRefusedError` if it must not."""
+        context, ballots, body = self._context, self._ballots, certificate.body
+        own, refusal = context.rpc.peer_id, "this peer voted for another result of this round"
         async with self._turn:
+            self._check_tip(tip, moved)
             now, (lineage, voted_at) = asyncio.get_running_loop().time(), self._voted_at
-            if not await context.runtime.offload(self._ballots.vote, body, certificate.signers):
-                # The roster of an earlier vote may be gone for good, and then never tells that it gave that result up.
-                waited = lineage in (b"", body.lineage) and now - voted_at >= context.spec.matchmaking_seconds
-                if waited and (holder := await self._holder_of_another(body, tip)):
-                    raise PeerRefusedError(
-                        context.rpc.peer_id, f"peer {holder[-8:]} holds another result of this round"
-                    )
-                if not (waited and await context.runtime.offload(self._ballots.vote, body)):
-                    raise PeerRefusedError(context.rpc.peer_id, "this peer voted for another result of this round")
+            # The roster of an earlier vote may be gone for good, and then never tells that it gave that result up.
+            waited = lineage in (b"", body.lineage) and now - voted_at >= context.spec.matchmaking_seconds
+            signers, lost = None if goes_back or waited else certificate.signers, tuple[bytes, ...]()
+            if not ballots.may_vote(body, signers):
+                raise PeerRefusedError(own, refusal)
+            if goes_back:
+                lost = (tip.lineage, *ballots.results_after(moved.lineage, tip.lineage))
+            elif others := ballots.members_before(body) - certificate.signers:
+                holder, lost = await self._lost_state.shown(others, moved, body)
+                if holder and self._lost_state.seconds_left(WAITS_BEFORE_GOING_BACK) > 0:
+                    raise PeerRefusedError(own, f"peer {holder[-8:]} holds another result of this round")
+            leaving = moved.table.leaving(body.census)
+            record = partial(ballots.vote, body, signers, tip=moved, lost=lost, leaving=leaving)
+            if not await context.runtime.offload(record):
+                raise PeerRefusedError(own, refusal)
+            self._lost_state.seen()
             if lineage != body.lineage:
                 self._voted_at = body.lineage, now
 
-    async def _holder_of_another(self, body: Body, tip: Head) -> str:
-        """Return a member of the roster that this peer voted for before, if it shows another full result of the round.
+    def _check_tip(self, tip: Head, moved: Head) -> None:
+        """Raise `PeerRefusedError` if other requests moved the tip meanwhile, and it excludes ``moved`` now."""
+        newest = self._ballots.tip
+        if newest is not None and newest.lineage not in (tip.lineage, moved.lineage) and not moved.outranks(newest):
+            raise PeerRefusedError(self._context.rpc.peer_id, UNKNOWN)
 
-        A member that does not answer within its keepalive timeout may hold one unseen: then there are two lineages.
-        """
-        context, grace = self._context, self._context.spec.grace_seconds
+    async def _head_before(self, peer: str, body: Body, claimed: Head | None) -> tuple[Head, Head, list[Head]]:
+        """Return the tip, the head before a result as far as it is known, and heads for anchors as `_head_after`.
 
-        async def ask(peer: str) -> str:
-            seconds = silence_seconds(grace, context.rpc.dial_seconds.get(peer, 0.0))
-            try:
-                async with asyncio.timeout(min(seconds, ROSTER_SHARE * vote_seconds(grace))):
-                    chain = await fetch_certificates(
-                        context.rpc, peer, {tip.lineage: tip.table}, context.certificate, proofs=True
-                    )
-            except (PeerError, DeadlineError, TimeoutError) as error:
-                logger.debug("peer %s shows no result of round %d: %s", peer[-8:], body.round, error)
-                return ""
-            shown = chain[0].body if chain else body
-            return "" if shown.is_reduced or shown.body_hash == body.body_hash else peer
-
-        return next(filter(None, await together("result", map(ask, self._ballots.members_before(body)))), "")
-
-    async def _tip_at(self, peer: str, body: Body, claimed: Head | None) -> Head:
-        """Return the tip, moved along certificates of ``peer`` if a result is not of its round.
-
-        It goes back if `_check_forsaken` allows that; raises like it.
+        Certificates of ``peer`` lead there from the tip; or from a proved head of ``peer``. That is the head that it
+        ``claimed``; or a head before the tip that its history begins at, or that founders signed last.
         """
         held, tip, context = self._head(), self._ballots.tip, self._context
         if tip is None or (held is not None and held.outranks(tip)):
@@ -198,100 +200,42 @@ class LightVotes:
         first = context.genesis(body.digest)
         if tip is None:
             tip = first if first.lineage == body.lineage else context.genesis(bytes(32))
-        if tip.lineage not in (body.lineage, body.next_lineage):
-            known = [head for head in (first, held) if head is not None and head.lineage == body.lineage]
-            moved, vouched = (known[0], []) if known else await self._head_before(tip, peer, body, claimed)
-            if (newest := self._ballots.tip) is not None and newest.outranks(tip):
-                tip = newest  # Another request led this peer on meanwhile.
-            if not (moved.round and moved.outranks(tip)):
-                is_earlier = moved.lineage == body.lineage != tip.lineage
-                if not is_earlier or (held is not None and not tip.outranks(held)):
-                    return tip
-                self._check_forsaken(tip, moved)
-            for head in vouched:
-                context.anchors.sign(head)
-            tip = moved
-        self._unseen = None
-        if tip.round or tip.lineage == body.lineage:
-            self._ballots.tip = tip
-        return tip
-
-    async def _head_before(self, tip: Head, peer: str, body: Body, claimed: Head | None) -> tuple[Head, list[Head]]:
-        """Return the head before a result as `_head_after`: from the tip, or else from a proved head of ``peer``.
-
-        That is the head that it ``claimed``; or a head before the tip to which certificates lead from the head that its
-        history begins at, or that founders signed last.
-        """
-        context = self._context
+        if tip.lineage in (body.lineage, body.next_lineage):
+            return tip, tip, []
+        known = [head for head in (first, held) if head is not None and head.lineage == body.lineage]
+        if known:
+            return tip, known[0], []
         found = await self._head_after(tip, peer, body)
+        if found[0].lineage != body.lineage and found[0].outranks(tip) and self._ballots.tip in (None, tip):
+            self._ballots.tip = found[0]  # The next request leads on from there.
+            for each in found[1]:
+                context.anchors.sign(each)
         if found[0].lineage == body.lineage or claimed is None:
-            return found
-        if await self._is_proved(tip, claimed):
-            return (claimed, []) if claimed.lineage == body.lineage else found
+            return tip, *found
+        if await is_proved(context, tip, claimed):
+            return (tip, claimed, []) if claimed.lineage == body.lineage else (tip, *found)
         try:
             reply = await context.rpc.call(
                 peer, ROOT, AskRoot(), Root, CALL_TIMEOUT_SECONDS, max_reply_bytes=MAX_ROOT_BYTES
             )
-            if not await self._is_proved(tip, reply.head):
-                return found
+            if not await is_proved(context, tip, reply.head):
+                return tip, *found
             since = await self._head_after(reply.head, peer, body)
         except (PeerError, DeadlineError, IntegrityError) as error:
             logger.debug("peer %s does not prove its head: %s", peer[-8:], error)
-            return found
+            return tip, *found
         # Voters of an earlier round may have sold their keys since: they lead no voter forward.
-        return since if since[0].lineage == body.lineage and not since[0].outranks(tip) else found
-
-    async def _is_proved(self, tip: Head, head: Head) -> bool:
-        """True if enough voters of the tip signed a head; or enough founders, if it is before the tip."""
-        context = self._context
-        proof = await context.runtime.offload(context.certificate, head.certificate)
-        if proof.next_head(head.digest, head.table) != head:
-            return False
-        founding = context.founding
-        is_founded = bool(founding.electorate) and founding.believes(proof) and not head.outranks(tip)
-        return is_founded or tip.table.believes(proof)
-
-    def _check_forsaken(self, tip: Head, earlier: Head) -> None:
-        """Return if a head before the tip may become the tip, because all that held the state there seem to be gone.
-
-        For long peers have asked for votes after the earlier head and none after the tip, and no record tells of a
-        state later than the earlier one. Of two lineages the one with more full rounds wins if a holder comes back.
-
-        Raises:
-            PeerRefusedError: It must wait, or an anchor forbids it.
-        """
-        context, now = self._context, asyncio.get_running_loop().time()
-        own, pause = context.rpc.peer_id, context.spec.matchmaking_seconds
-        if earlier.round < context.anchors.last_round:
-            raise PeerRefusedError(own, self._is_anchored())
-        at = (earlier.full, earlier.returned, earlier.round, earlier.tokens)
-        for record in context.membership.records():
-            if (record.lineage_full, record.lineage_returned, record.round, record.lineage_tokens) > at:
-                self._unseen = None
-                raise PeerRefusedError(own, f"by its record peer {record.peer[-8:]} holds a later state")
-        needed = (WAITS_BEFORE_GOING_BACK if earlier.round else WAITS_BEFORE_FOUNDING) * pause
-        seconds, asked_at = self._unseen or (0.0, now)
-        seconds += min(now - asked_at, needed / LEAST_ASKS)
-        self._unseen, left = (seconds, now), needed - seconds
-        what = f"go on from round {earlier.round}" if earlier.round else "begin again"
-        if left > 0:
-            if seconds >= pause:
-                self._tell_once(
-                    "peers want to %s, and this voter knows round %d: they may in %.0f s, unless a peer shows it",
-                    what, tip.round, left,
-                )  # fmt: skip
-            raise PeerRefusedError(own, f"this voter knows round {tip.round}: nobody may {what} for {left:.0f} s more")
-        logger.warning("no peer shows the state of round %d: this voter lets the swarm %s", tip.round, what)
-        self._voted_at = b"", self._voted_at[1]
-        self._told.clear()
+        is_earlier = since[0].lineage == body.lineage and not since[0].outranks(tip)
+        return (tip, *since) if is_earlier else (tip, *found)
 
     async def _head_after(self, head: Head, peer: str, body: Body) -> tuple[Head, list[Head]]:
         """Return the head before a result, or how far a chain of ``peer`` leads from ``head``.
 
         Also return the heads on the way, the first included, whose digests a full certificate vouches for: of a reduced
-        one, few could certify another digest.
+        one, few could certify another digest. A chain through a lineage that this peer gave up leads nowhere, unless
+        the result is on it.
         """
-        context, vouched = self._context, list[Head]()
+        context, vouched, start, way = self._context, list[Head](), head, set[bytes]()
         chain = await fetch_certificates(
             context.rpc, peer, {head.lineage: head.table}, context.certificate, proofs=True
         )
@@ -300,8 +244,11 @@ class LightVotes:
             if not certificate.body.is_reduced:
                 vouched.append(replace(head, digest=certificate.body.digest))
             head = head.after(certificate, digest)
+            way.add(head.lineage)
             if head.lineage == body.lineage:
                 break
+        if head.lineage != body.lineage and not self._ballots.lost.isdisjoint(way):
+            return start, []
         return head, vouched
 
 
@@ -367,8 +314,3 @@ async def _ask_one(context: PeerContext, peer: str, request: AskVote) -> Vote:
     async with rpc.open(peer, VOTE, request, vote_seconds(grace)) as channel:
         round_trip = max(loop.time() - began, rpc.dial_seconds.get(peer, 0.0))
         return await channel.receive(Vote, vote_seconds(grace, round_trip))
-
-
-def vote_seconds(grace_seconds: float, round_trip_seconds: float = 0.0) -> float:
-    """Return the timeout of a request for a vote; the voter may have to ask others before it answers."""
-    return max(LEAST_VOTE_SECONDS, 2 * silence_seconds(grace_seconds, round_trip_seconds))

@@ -1,6 +1,7 @@
 """A voter's own votes: one body in each view of a round, also after a restart.
 
-A hostile leader could otherwise show two rosters to two halves, and complete both with one voter's signatures.
+A hostile leader could otherwise show two rosters to two halves, and complete both with one voter's signatures. A vote,
+the tip that it follows, and the lineages that it gives up are one record. So a crash leaves all of them or none.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from p2ptrain.averaging.protocol.certificate import MAX_MEMBERS, Body, Head, Name, Present
+from p2ptrain.averaging.protocol.certificate import MAX_MEMBERS, Body, Head, Name, Present, lineage_after
 from p2ptrain.disk import replace_file
 from p2ptrain.errors import IntegrityError
 from p2ptrain.network.schema import Hash, Message, from_bytes, to_bytes
@@ -25,11 +26,13 @@ class _Vote(Message, frozen=True, array_like=True):
     body: Hash
     view: Present
     members: Annotated[tuple[Name, ...], Meta(max_length=MAX_MEMBERS)]
+    leaving: Annotated[tuple[Name, ...], Meta(max_length=MAX_MEMBERS)] = ()
 
 
 class _Record(Message, frozen=True):
     votes: tuple[_Vote, ...]
     tip: Head | None = None
+    lost: Annotated[tuple[Hash, ...], Meta(max_length=MAX_LINEAGES)] = ()
 
 
 class Ballots:
@@ -40,12 +43,14 @@ class Ballots:
 
     Attributes:
         tip: The newest head to which valid certificates led this peer as a voter; its state may not be here.
+        lost: Lineages that this peer gave up, because nobody showed their state. No certificate alone leads there.
     """
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
         self._votes: dict[bytes, _Vote] = {}
         self._lock = Lock()
+        self._lost: tuple[bytes, ...] = ()
         self.tip: Head | None = None
         if path is not None and path.is_file():
             try:
@@ -56,14 +61,49 @@ class Ballots:
                     " file, or delete it if no round is in progress"
                 ) from error
             self._votes = {vote.lineage: vote for vote in record.votes}
-            self.tip = record.tip
+            self.tip, self._lost = record.tip, record.lost
 
-    def members_before(self, body: Body) -> tuple[str, ...]:
+    @property
+    def lost(self) -> frozenset[bytes]:
+        return frozenset(self._lost)
+
+    def has_voted_for(self, body: Body) -> bool:
+        last = self._votes.get(body.lineage)
+        return last is not None and last.body == body.body_hash
+
+    def results_after(self, *lineages: bytes) -> tuple[bytes, ...]:
+        """Return the lineages that this peer's last votes in the rounds after these lead to."""
+        last = (self._votes.get(lineage) for lineage in lineages)
+        return tuple(lineage_after(vote.lineage, vote.body) for vote in last if vote is not None)
+
+    def roster_after(self, lineage: bytes) -> tuple[frozenset[str], frozenset[str]]:
+        """Return the roster of the result that this peer voted for last after a lineage, and who of it left then."""
+        last = self._votes.get(lineage)
+        return (frozenset(last.members), frozenset(last.leaving)) if last is not None else (frozenset(), frozenset())
+
+    def members_before(self, body: Body) -> frozenset[str]:
         """Return the roster that this peer voted for in an earlier view of a body's round; empty if there is none."""
         last = self._votes.get(body.lineage)
-        return last.members if last is not None and last.view < body.view else ()
+        return frozenset(last.members if last is not None and last.view < body.view else ())
 
-    def vote(self, body: Body, signers: Collection[str] | None = None) -> bool:
+    def may_vote(self, body: Body, signers: Collection[str] | None = None) -> bool:
+        """True if this peer may vote for a body after its last vote in that round; arguments as of `vote`."""
+        last = self._votes.get(body.lineage)
+        if last is None or last.body == body.body_hash:
+            return True
+        if body.view <= last.view:
+            return False
+        return signers is None or 2 * len(set(last.members).intersection(signers)) > len(last.members)
+
+    def vote(
+        self,
+        body: Body,
+        signers: Collection[str] | None = None,
+        *,
+        tip: Head | None = None,
+        lost: Collection[bytes] = (),
+        leaving: Collection[str] = (),
+    ) -> bool:
         """Record a vote, on disk before this returns; return False if this peer voted for another body of its view.
 
         Safe from any thread: a member signs its own attempt while it answers other members' requests.
@@ -71,6 +111,9 @@ class Ballots:
         Args:
             signers: Of the body, if this peer did not take part in its attempt. Most members of the roster that it
                 voted for before must be among them: so they gave that one up.
+            tip: The head before the body, which becomes the tip; by default, the tip stays.
+            lost: Lineages that this vote gives up.
+            leaving: Members that leave the swarm with this result.
 
         Raises:
             OSError: The vote cannot be written, and must not be sent.
@@ -78,20 +121,17 @@ class Ballots:
         with self._lock:
             last = self._votes.get(body.lineage)
             if last is not None and last.body == body.body_hash:
-                return True
-            if last is not None and not _gives_way(last, body, signers):
+                return True  # A member may have recorded it meanwhile, as its own attempt's.
+            if not self.may_vote(body, signers):
                 return False
             votes = [vote for vote in self._votes.values() if vote is not last]
-            votes = [*votes, _Vote(body.lineage, body.body_hash, body.view, body.members)][-MAX_LINEAGES:]
+            left = tuple(peer for peer in body.members if peer in leaving)
+            votes = [*votes, _Vote(body.lineage, body.body_hash, body.view, body.members, left)][-MAX_LINEAGES:]
+            tip = self.tip if tip is None else tip
+            given_up = dict.fromkeys([*self._lost, *lost])
+            lost = tuple(each for each in given_up if each not in (body.lineage, body.next_lineage))[-MAX_LINEAGES:]
             if self._path is not None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                replace_file(self._path, to_bytes(_Record(tuple(votes), self.tip)), synced=True)
-            self._votes = {vote.lineage: vote for vote in votes}
+                replace_file(self._path, to_bytes(_Record(tuple(votes), tip, lost)), synced=True)
+            self._votes, self.tip, self._lost = {vote.lineage: vote for vote in votes}, tip, lost
             return True
-
-
-def _gives_way(last: _Vote, body: Body, signers: Collection[str] | None) -> bool:
-    """True if a voter may vote for a body after its last vote in that round."""
-    if body.view <= last.view:
-        return False
-    return signers is None or 2 * len(set(last.members).intersection(signers)) > len(last.members)

@@ -365,7 +365,7 @@ class Body:
     @cached_property
     def next_lineage(self) -> bytes:
         """The lineage after this result, 32 bytes."""
-        return hashlib.sha256(b"p2ptrain lineage" + self.lineage + self.body_hash).digest()
+        return lineage_after(self.lineage, self.body_hash)
 
     @property
     def contributing(self) -> list[str]:
@@ -466,6 +466,11 @@ class Certificate:
         if signed <= len(body.members) // 2:
             raise IntegrityError(f"a certificate has {signed} of {len(body.members)} signatures: not a majority")
         return certificate
+
+
+def lineage_after(lineage: bytes, body_hash: bytes) -> bytes:
+    """Return the lineage after a result, 32 bytes."""
+    return hashlib.sha256(b"p2ptrain lineage" + lineage + body_hash).digest()
 
 
 def head_through(head: Head, chain: Iterable[Certificate]) -> Head:

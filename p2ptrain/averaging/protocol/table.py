@@ -226,6 +226,10 @@ class Table:
         own = Census(bytes(roster), bytes(contributed), bytes(leaving), tuple(sorted(joining)))
         return own.merged(census)
 
+    def leaving(self, census: Census) -> set[str]:
+        """Return the members that leave with a round's result."""
+        return {row.peer for index, row in enumerate(self.rows) if _has(census.leaving, index)}
+
     def after(self, body: Body) -> Table:
         """Return the table after a round's result; the caller checks the result."""
         census, round_, founds = body.census, body.round, not self.electorate

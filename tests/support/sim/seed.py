@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from p2ptrain.averaging.commit.votes import LightVotes
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.membership import Membership
+from p2ptrain.averaging.protocol.ballots import Ballots
 from p2ptrain.averaging.protocol.table import founding_table
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.rpc.endpoint import Rpc
@@ -13,12 +14,13 @@ from tests.support.coroutines import at_end
 
 
 class SimulatedSeed:
-    """A founder on a peer of its own."""
+    """A founder on a peer of its own; ``ballots`` are its votes by swarm or unit."""
 
     def __init__(self, network: SimulatedNetwork, *, is_open: bool = False) -> None:
         self.peer = network.add_peer("seed")
         self.founding = founding_table([self.peer.peer_id], is_open=is_open)
         self.membership = Membership(self.peer.peer_id, self.peer.runtime)
+        self.ballots: dict[bytes, Ballots] = {}
         self._rpc: Rpc | None = None
         at_end(self.close)
 
@@ -28,9 +30,11 @@ class SimulatedSeed:
         rpc = self._rpc = Rpc(peer.transport, peer.runtime, swarm)
         for scope, unit in (units or {"": swarm}).items():
             scoped = rpc.scoped(scope) if scope else rpc
-            LightVotes(
-                PeerContext(scoped, peer.runtime, peer.signer, unit, spec, self.membership, founding=self.founding)
-            )
+            context = PeerContext(
+                scoped, peer.runtime, peer.signer, unit, spec, self.membership, founding=self.founding,
+                ballots=self.ballots.setdefault(unit, Ballots()),
+            )  # fmt: skip
+            LightVotes(context)
         await rpc.start()
 
     async def close(self) -> None:
