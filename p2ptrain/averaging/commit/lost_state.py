@@ -32,7 +32,7 @@ from p2ptrain.averaging.protocol.certificate import MAX_ROOT_BYTES, Body, Head, 
 from p2ptrain.averaging.timing.deadlines import silence_seconds
 from p2ptrain.errors import DeadlineError, IntegrityError, PeerError, PeerRefusedError
 from p2ptrain.network.schema import Message
-from p2ptrain.tasks import together
+from p2ptrain.tasks import to_its_end, together
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,8 @@ WAITS_BEFORE_FOUNDING, WAITS_BEFORE_GOING_BACK, WAITS_FOR_A_HOLDER = 3, 9, 90
 """In `matchmaking_seconds`: how long a state stays unseen before a voter lets the swarm begin again, or go on from an
 older head; and how long it believes a peer that says that it holds the state. The second is longer than the first: the
 new lineage soon outranks one that comes back."""
+ANSWER_SECONDS = 6.0
+"""How long answers count; > the longest pause between attempts, for a caller that did not wait for them."""
 MAX_ASKED = 64
 """Peers asked at once; of more possible holders, not all can answer."""
 LEAST_VOTE_SECONDS = 2.0
@@ -74,7 +76,8 @@ class LostState:
         self._context = context
         self._head = head
         self._unseen: tuple[float, float] | None = None  # seconds without a sign of the state; time of the last request
-        self._asked = b"", -LEAST_VOTE_SECONDS  # the earlier head's lineage, and the time
+        self._asked = b"", -LEAST_VOTE_SECONDS  # lineages of the tip and the earlier head, and the time
+        self._answers = b"", 0.0, ("", False)  # the same, and the result of `_holder_after`
         self._told = set[str]()
         context.rpc.serve(HELD, AskHeld, self._serve)
 
@@ -113,10 +116,13 @@ class LostState:
         waits = WAITS_BEFORE_GOING_BACK if earlier.round else WAITS_BEFORE_FOUNDING
         left, what = self.seconds_left(waits), f"go on from round {earlier.round}" if earlier.round else "begin again"
         now = asyncio.get_running_loop().time()
-        if left > 0 and earlier.lineage == self._asked[0] and now - self._asked[1] < LEAST_VOTE_SECONDS:
-            raise PeerRefusedError(own, f"this voter asks others for the state of round {tip.round}")
-        self._asked = earlier.lineage, now
-        holder, denied = await self._holder_after(tip, earlier, body)
+        key, (known, answered_at, answers) = tip.lineage + earlier.lineage, self._answers
+        if known != key or now - answered_at > ANSWER_SECONDS:
+            if self._asked[0] == key and now - self._asked[1] < LEAST_VOTE_SECONDS:
+                raise PeerRefusedError(own, f"this voter asks others for the state of round {tip.round}")
+            self._asked = key, now
+            answers = await to_its_end(self._ask(key, tip, earlier, body))  # A caller that lost patience asks again.
+        holder, denied = answers
         if holder:
             if self.seconds_left(WAITS_FOR_A_HOLDER) > 0:
                 raise PeerRefusedError(own, f"peer {holder[-8:]} says that it holds a later state")
@@ -128,6 +134,12 @@ class LostState:
                 )  # fmt: skip
             raise PeerRefusedError(own, f"this voter knows round {tip.round}: nobody may {what} for {left:.0f} s more")
         logger.warning("no peer shows the state of round %d: this voter lets the swarm %s", tip.round, what)
+
+    async def _ask(self, key: bytes, tip: Head, earlier: Head, body: Body) -> tuple[str, bool]:
+        """Return the result of `_holder_after`, and keep it."""
+        answers = await self._holder_after(tip, earlier, body)
+        self._answers = key, asyncio.get_running_loop().time(), answers
+        return answers
 
     async def _holder_after(self, tip: Head, earlier: Head, body: Body) -> tuple[str, bool]:
         """Return a member that claims a head after ``earlier``, if any; and True if all possible holders deny one.
