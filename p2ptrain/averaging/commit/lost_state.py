@@ -76,6 +76,7 @@ class LostState:
         self._context = context
         self._head = head
         self._unseen: tuple[float, float] | None = None  # seconds without a sign of the state; time of the last request
+        self._seen_at = asyncio.get_running_loop().time()
         self._asked = b"", -LEAST_VOTE_SECONDS  # lineages of the tip and the earlier head, and the time
         self._answers = b"", 0.0, ("", False)  # the same, and the result of `_holder_after`
         self._told = set[str]()
@@ -86,7 +87,7 @@ class LostState:
 
     def seen(self) -> None:
         """End the wait: members voted on a new result, or this peer has gone back."""
-        self._unseen = None
+        self._unseen, self._seen_at = None, asyncio.get_running_loop().time()
         self._told.clear()
 
     def tell_once(self, text: str, *values: object) -> None:
@@ -116,6 +117,8 @@ class LostState:
         waits = WAITS_BEFORE_GOING_BACK if earlier.round else WAITS_BEFORE_FOUNDING
         left, what = self.seconds_left(waits), f"go on from round {earlier.round}" if earlier.round else "begin again"
         now = asyncio.get_running_loop().time()
+        if not earlier.round:  # Rounds had time to come since the last vote; and a lost lineage wins if it comes back.
+            left = min(left, waits * pause - (now - self._seen_at))
         key, (known, answered_at, answers) = tip.lineage + earlier.lineage, self._answers
         if known != key or now - answered_at > ANSWER_SECONDS:
             if self._asked[0] == key and now - self._asked[1] < LEAST_VOTE_SECONDS:
