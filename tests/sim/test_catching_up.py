@@ -333,7 +333,7 @@ async def test_worker_momentum_is_the_mean_of_the_updates_that_counted(network: 
     async with trainers(network, "ab", codec, worker_momentum=0.75) as swarm:
         trainer = swarm.all["a"]
         await trainer.sync.replica.reset(trainer.work)
-        updates = []
+        updates: list[torch.Tensor] = []
         for counts in (True, True, False, True):  # What does not count waits, and is in the next update.
             swarm.step("a")
             swarm.step("b")
