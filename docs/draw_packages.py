@@ -91,7 +91,7 @@ def draw(modules: dict[str, str], title: str) -> str:
         f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>',
         f'<text x="{MARGIN}" y="28" font-size="17">{escape(title)}</text>',
     ]
-    for (source, target), number in sorted(imports(modules).items(), key=lambda item: item[1]):
+    for (source, target), number in sorted(imports(modules).items(), key=lambda item: (item[1], str(item[0]))):
         parts.append(
             _line(boxes[source], boxes[target], number, layers.index(target.layer) - layers.index(source.layer))
         )
