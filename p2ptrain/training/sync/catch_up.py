@@ -118,26 +118,27 @@ class CatchUp:
         self._checks = {peer: task for peer, task in self._checks.items() if not task.done()}
         if peer in self._checks or len(self._checks) >= MAX_ASKED_AT_ONCE or self._membership.is_mistrusted(peer):
             return
-        self._checks[peer] = self._tasks.start(self._blaming(peer, ask), f"ask-{peer[-8:]}")
-
-    async def _blaming(self, peer: str, ask: Callable[[str], Awaitable[None]]) -> None:
-        started = asyncio.get_running_loop().time()
-        try:
-            await ask(peer)
-        except SOURCE_FAILURES as error:
-            self._blame(peer, error, started)
+        self._checks[peer] = self._tasks.start(ask(peer), f"ask-{peer[-8:]}")
 
     async def _check(self, peer: str) -> None:
-        if not await self._round_log.certificates_after(peer, self._state.head):
-            await self._head_ahead(peer)
-        self._membership.vouch(peer)
+        started = asyncio.get_running_loop().time()
+        try:
+            if not await self._round_log.certificates_after(peer, self._state.head):
+                await self._head_ahead(peer)
+        except SOURCE_FAILURES as error:
+            self._blame(peer, error, started)
+        else:
+            self._membership.vouch(peer)
 
     async def _find_who_left(self, lineage: bytes, peer: str) -> None:
         head = self._state.head
-        self._matchmaker.position.note_left(
-            await self._round_log.certificates_after(peer, head, proofs=True, until=lineage)
-        )
-        self._told_who_left[peer] = (head.lineage, lineage)
+        try:
+            chain = await self._round_log.certificates_after(peer, head, proofs=True, until=lineage)
+        except SOURCE_FAILURES as error:  # It may be in a round: nobody is suspected for it, and nobody waits.
+            logger.debug("peer %s does not tell who left: %s", peer[-8:], error)
+        else:
+            self._matchmaker.position.note_left(chain)
+            self._told_who_left[peer] = (head.lineage, lineage)
 
     async def _catch_up(self, source: str, work: Contribution | None) -> None:
         chain = await self._round_log.certificates_after(source, self._state.head)
