@@ -157,7 +157,7 @@ LEADERS: dict[str, Lead] = {
 
 
 @pytest.mark.parametrize("answer", LEADERS.values(), ids=LEADERS.keys())
-@simulated(seed=4)
+@simulated(seed=5)
 async def test_a_bad_leader_is_passed_over(network: SimulatedNetwork, answer: Lead) -> None:
     asked: list[list[str]] = []
     swarm, honest, _ = await start(network, lambda evil: asked.append(lead_badly(evil, answer)))
