@@ -11,15 +11,17 @@ import pytest
 from p2ptrain.averaging.commit.lost_state import WAITS_BEFORE_FOUNDING
 from p2ptrain.averaging.context import ballots_in
 from p2ptrain.averaging.grouping.messages import JOIN, Formed, Join
+from p2ptrain.averaging.protocol.ballots import Ballots
 from p2ptrain.averaging.protocol.certificate import (
     CALL_TIMEOUT_SECONDS,
     CHAIN,
     AskChain,
+    Body,
     Certificate,
     Chain,
     Roster,
 )
-from p2ptrain.averaging.protocol.table import ESTABLISHED
+from p2ptrain.averaging.protocol.table import ESTABLISHED, MAX_COUNT
 from p2ptrain.network.admission import OpenGate
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.simulated import SimulatedNetwork
@@ -244,6 +246,46 @@ async def test_a_leader_that_shows_two_rosters_to_two_halves_gets_one_certificat
     await asyncio.gather(*trying, *hostile, return_exceptions=True)
     assert len(rosters) == 2
     assert len(found) == 1
+
+
+@pytest.mark.fault(36)
+@simulated(seed=6)
+async def test_a_member_that_claims_many_attempts_ends_no_round_for_the_others(network: SimulatedNetwork) -> None:
+    """In one attempt with it another member votes. Without that member's next vote, the rest are no quorum."""
+    club, (a, b, c, evil) = await established(network, "abcd")
+    false, true, voted = evil.sync.replica.context.ballots, a.sync.replica.context.ballots, asyncio.Event()
+    false.next_view = lambda lineage: MAX_COUNT  # type: ignore[method-assign]
+    false.vote = lambda *_, **__: False  # type: ignore[method-assign]
+
+    def vote(body: Body) -> bool:
+        voted.set()
+        return Ballots.vote(true, body)
+
+    true.vote = vote  # type: ignore[method-assign, assignment]
+    for each in (a, evil):
+        each._step()
+    trying = [each.peer.spawn(each.synchronize()) for each in (a, evil)]
+    await asyncio.wait_for(voted.wait(), WAIT_SECONDS)
+    assert true.next_view(a.sync.head.lineage) == 1
+    network.crash(evil.peer)
+    await club.average(b, c)
+    await asyncio.wait(trying)
+    assert len({each.sync.head for each in (a, b, c)}) == 1
+    assert not a.sync.head.is_reduced
+
+
+@simulated(seed=7)
+async def test_a_member_claims_the_views_that_it_voted_in_before_it_restarted(
+    network: SimulatedNetwork, tmp_path: Path
+) -> None:
+    club = Club(network)
+    a = await club.start("a", scratch=tmp_path)
+    await club.average(a)
+    saved = save(a)
+    assert a.sync.replica.context.ballots.vote(forge(a, view=3).certificate.body)
+    network.crash(a.peer)
+    averager = (await club.restart(a, saved)).sync.averager
+    assert averager._signed(averager._ticket(averager.head, 10, 1, 0)).view == 4
 
 
 class GuestList(OpenGate):

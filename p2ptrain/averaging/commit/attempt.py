@@ -332,7 +332,7 @@ class Attempt:
             levels=self.levels,
             peers=peers,
             children=tuple(ticket.child for ticket in tickets) if level else (),
-            view=max(ticket.view for ticket in tickets),
+            view=self.head.table.view(tickets),
             is_reduced=self.roster.is_reduced,
             census=self.head.table.census(tickets, {tickets[index].peer for index in contributors}),
         )

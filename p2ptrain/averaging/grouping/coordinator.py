@@ -325,7 +325,7 @@ class Coordinator:
         able = [each for each in table.electorate if each in here or self._membership.may_answer(each)]
         can_be_full = len(able) >= table.quorum and not table.leaves_out_most(table.census(tickets, here))
         can_be_full &= key.level > 0 or table.is_led_by(here)
-        view = max((ticket.view for ticket in tickets), default=0)
+        view = table.view(tickets) if tickets else 0
         # Voters that are there may refuse again and again: then every other attempt does without them.
         if can_be_full and (view < ATTEMPTS_BEFORE_REDUCED or view % 2 == 0 or not may_reduce(table, tickets)):
             return False

@@ -13,7 +13,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from p2ptrain.averaging.protocol.certificate import MAX_MEMBERS, Body, Head, Name, Present, lineage_after
+from p2ptrain.averaging.protocol.certificate import MAX_MEMBERS, Body, Count, Head, Name, lineage_after
 from p2ptrain.disk import replace_file
 from p2ptrain.errors import IntegrityError
 from p2ptrain.network.schema import Hash, Message, from_bytes, to_bytes
@@ -24,7 +24,7 @@ MAX_LINEAGES = 64
 class _Vote(Message, frozen=True, array_like=True):
     lineage: Hash
     body: Hash
-    view: Present
+    view: Count
     members: Annotated[tuple[Name, ...], Meta(max_length=MAX_MEMBERS)]
     leaving: Annotated[tuple[Name, ...], Meta(max_length=MAX_MEMBERS)] = ()
 
@@ -94,6 +94,11 @@ class Ballots:
         if body.view <= last.view:
             return False
         return signers is None or 2 * len(set(last.members).intersection(signers)) > len(last.members)
+
+    def next_view(self, lineage: bytes) -> int:
+        """Return the first view after this peer's last vote in the round that follows a lineage."""
+        last = self._votes.get(lineage)
+        return 0 if last is None else last.view + 1
 
     def vote(
         self,

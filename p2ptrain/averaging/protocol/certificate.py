@@ -166,7 +166,7 @@ class Ticket(Signed):
             level below, and ``tokens`` and ``samples`` are those of this result.
         child: That result's `Body.body_hash`, 32 bytes; empty on level 0.
         peers: Number of peers that the ticket represents; 1 on level 0.
-        view: Attempts at this round that the peer was in.
+        view: Attempts at this round that the peer was in, at least one more than the view of its last vote.
         stalled: True if no full round was possible for so long that it agrees to a reduced one.
         leaves: True if it leaves the swarm after this round.
         census: Above level 0: that of the result that it brings; None on level 0.
@@ -190,7 +190,7 @@ class Ticket(Signed):
     level: Level = 0
     child: Annotated[bytes, Meta(max_length=HASH_BYTES)] = b""
     peers: Annotated[int, Meta(ge=1, le=MAX_PRESENT)] = 1
-    view: Present = 0
+    view: Count = 0
     stalled: bool = False
     leaves: bool = False
     census: Census | None = None
@@ -288,7 +288,7 @@ class Body:
         levels: Number of the tree's levels; only a result of the last one ends the round.
         peers: By member: number of peers that it represents; all 1 on level 0.
         children: By member: `body_hash` of the lower level's result that it brought, 32 bytes; empty on level 0.
-        view: Most attempts that a member was in before; a voter signs one body of each view.
+        view: Attempts before (`Table.view`); a voter signs one body of each view.
         is_reduced: See `Roster`.
         census: What the round tells about the members of the lineage.
         table: `Table.hash` after this result; empty below the tree's last level.
@@ -311,7 +311,7 @@ class Body:
     levels: Annotated[int, Meta(ge=1, le=MAX_LEVELS)] = 1
     peers: tuple[Annotated[int, Meta(ge=1, le=MAX_PRESENT)], ...] = ()
     children: tuple[Hash, ...] = ()
-    view: Present = 0
+    view: Count = 0
     is_reduced: bool = False
     census: Census = NOTHING_TOLD
     table: Annotated[bytes, Meta(max_length=HASH_BYTES)] = b""

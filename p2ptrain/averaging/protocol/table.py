@@ -158,6 +158,16 @@ class Table:
         """True if these are more than a third of the members that may lead, so that one of them is honest."""
         return not self.leading or 3 * len(self.leading.intersection(peers)) > len(self.leading)
 
+    def view(self, tickets: Iterable[Ticket]) -> int:
+        """Return the view of an attempt: the most attempts that more than a third of its leading members were in.
+
+        Voters never go back to an earlier view. So a member that claims more attempts than there were must not decide,
+        unless it is alone.
+        """
+        claims = {ticket.peer: ticket.view for ticket in tickets}
+        views = sorted((claims[peer] for peer in self.leading & claims.keys() or claims), reverse=True)
+        return views[max(len(views) // 3, min(1, len(views) - 1))]
+
     def is_stopped_without(self, peers: Collection[str]) -> bool:
         """True if no full certificate is possible without these peers: they are more than a third of the electorate."""
         return len(self.electorate.difference(peers)) < self.quorum

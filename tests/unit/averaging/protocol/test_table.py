@@ -17,6 +17,7 @@ from p2ptrain.averaging.protocol.table import (
     ESTABLISHED,
     ESTABLISHED_AMONG_STRANGERS,
     FORGET_ROUNDS,
+    MAX_COUNT,
     MAX_ELECTORATE,
     NO_MEMBERS,
     SLEEP_ROUNDS,
@@ -32,10 +33,11 @@ from p2ptrain.network.schema import from_bytes, to_bytes
 SWARM = b"s" * 32
 
 
-def make_ticket(peer: str, *, leaves: bool = False, stalled: bool = False) -> Ticket:
+def make_ticket(peer: str, *, leaves: bool = False, stalled: bool = False, view: int = 0) -> Ticket:
     return Ticket(
-        peer, 0, b"l" * 32, b"d" * 32, b"y" * 32, 10, 1, 0, True, b"", b"n" * 16, leaves=leaves, stalled=stalled
-    )
+        peer, 0, b"l" * 32, b"d" * 32, b"y" * 32, 10, 1, 0, True, b"", b"n" * 16,
+        view=view, leaves=leaves, stalled=stalled,
+    )  # fmt: skip
 
 
 def joined(table: Table, rounds: Iterable[Sequence[str]]) -> Table:
@@ -254,6 +256,27 @@ def test_who_may_close_a_reduced_round(is_open: bool) -> None:
     goes_on = go_on(table, [0], "abc", is_reduced=True)
     assert may_reduce(goes_on, map_tickets("ab")), "two thirds of those that are awake in the reduced lineage"
     assert not may_reduce(goes_on, map_tickets("ad"))
+
+
+@pytest.mark.parametrize(
+    ("claims", "view"),
+    [
+        ({"a": 3}, 3),
+        ({"a": 3, "b": MAX_COUNT}, 3),
+        ({"a": 3, "b": 0, "c": MAX_COUNT}, 3),
+        ({"a": 3, "b": 2, "c": 2, "d": MAX_COUNT}, 3),
+        ({"a": 3, "b": 3, "c": 0, "d": 0}, 3),
+        ({"a": 3, "b": 3, "c": 1, "d": 1, "e": MAX_COUNT, "f": MAX_COUNT}, 3),
+        ({"a": 3, "x": MAX_COUNT, "y": MAX_COUNT, "z": 0}, 3),
+        ({"x": 2, "y": MAX_COUNT, "z": 1}, 2),
+    ],
+    ids=str,
+)
+def test_members_that_claim_more_attempts_than_there_were_decide_no_view(claims: dict[str, int], view: int) -> None:
+    """A third of the members at most, or one of two or three; newcomers (x, y, z) decide where no member is there."""
+    tickets = [make_ticket(peer, view=claim) for peer, claim in claims.items()]
+    assert voters("abcdef").view(tickets) == view
+    assert voters("abcdef").view(tickets[::-1]) == view
 
 
 def map_tickets(peers: str) -> list[Ticket]:
