@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
+from typing import Any
 
 from p2ptrain.averaging.commit.anchoring import AnchorSearch
 from p2ptrain.averaging.commit.attempt import AttemptFailedError
@@ -114,7 +115,7 @@ class CatchUp:
         if self._told_who_left.get(peer) != (self._state.head.lineage, lineage):
             self._ask_soon(peer, partial(self._find_who_left, lineage))
 
-    def _ask_soon(self, peer: str, ask: Callable[[str], Awaitable[None]]) -> None:
+    def _ask_soon(self, peer: str, ask: Callable[[str], Coroutine[Any, Any, None]]) -> None:
         self._checks = {peer: task for peer, task in self._checks.items() if not task.done()}
         if peer in self._checks or len(self._checks) >= MAX_ASKED_AT_ONCE or self._membership.is_mistrusted(peer):
             return
