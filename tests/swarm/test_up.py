@@ -26,7 +26,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def test_two_trainers_learn_agree_and_leave_nothing_behind(tmp_path: Path) -> None:
     run_dir, summary_file, log = tmp_path / "run", tmp_path / "summary.json", tmp_path / "up.log"
     arguments: list[str | Path] = [
-        "--rounds", "180", "--summary", summary_file, "--run-dir", run_dir, "--data", write_text(tmp_path / "text.txt"),
+        "--rounds", "90", "--summary", summary_file, "--run-dir", run_dir, "--data", write_text(tmp_path / "text.txt"),
         "--set", "averaging.min_peers=2",  # Else one has done its rounds alone before the other is there.
     ]  # fmt: skip
     with nothing_left_behind(), background_command(log, "up", "--peers", "2", *arguments, *OPTIONS) as up:

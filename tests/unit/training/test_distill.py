@@ -166,9 +166,9 @@ def test_an_interrupted_training_leaves_a_usable_draft(served: tuple[Stage, Path
     log, out = tmp_path / "log", tmp_path / "draft"
     order = ["draft", "train", str(folder), "--out", str(out), "--text", str(text), "--steps", "100000"]
     with background_command(log, *order) as process:
-        wait_until(lambda: (out / "model.safetensors").exists(), 60)
+        wait_until(lambda: (out / "model.safetensors").exists(), 150)
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 130
+        assert process.wait(90) == 130
     assert "interrupted: the same command goes on" in log.read_text()
     assert "p2ptrain chat LINK --draft" in log.read_text()
     load_draft(out, 256, load_pretrained_tokenizer(f"path:{folder}"))
