@@ -11,7 +11,7 @@ from pathlib import Path
 from p2ptrain.config import PeerConfig, parse_size
 from p2ptrain.errors import ConfigError, NotAdmittedError, ResourceError
 from p2ptrain.manifest import Manifest
-from p2ptrain.models import PROCESS_BYTES, estimate_memory_bytes, num_parameters
+from p2ptrain.models import OUTER_MOMENTS, PROCESS_BYTES, estimate_memory_bytes, num_parameters
 from p2ptrain.models.pretrained import local_data, not_given
 from p2ptrain.network.admission import Admission
 from p2ptrain.network.identity import IDENTITY_FILE, Identity
@@ -20,8 +20,6 @@ from p2ptrain.pipeline.measure import available_memory
 from p2ptrain.pipeline.plan import PipelinePlan, serving_bytes
 from p2ptrain.status.formats import human_bytes, human_count
 
-_MOMENTS = {"average": 0, "nesterov": 1, "adam": 2}
-"""fp32 values of shared optimizer state per parameter, by outer optimizer."""
 _SPARE_DISK_BYTES = 200_000_000
 
 
@@ -71,9 +69,9 @@ def _of_server(manifest: Manifest, config: PeerConfig) -> tuple[list[str], str]:
 def _of_whole_model(manifest: Manifest, config: PeerConfig) -> tuple[list[str], str]:
     """Return the lines about the model, and what is sent."""
     parameters, training, resources = num_parameters(manifest.model), manifest.training, config.resources
-    moments = 2 if training.every == 1 else _MOMENTS[training.outer]
+    moments = 2 if training.every == 1 else OUTER_MOMENTS[training.outer]
     threads = {0: "all threads", 1: "1 thread"}.get(resources.threads, f"{resources.threads} threads")
-    memory = human_bytes(estimate_memory_bytes(manifest.model, training))
+    memory = human_bytes(estimate_memory_bytes(manifest))
     source = local_data(manifest, config.weights, config.allow_path).source
     runs = [
         f"downloads  the state of the model, about {human_bytes(parameters * 4 * (1 + moments))}, from peers",
@@ -127,7 +125,7 @@ def _needed_bytes(manifest: Manifest, config: PeerConfig) -> tuple[int, int]:
         needs, stage = serving_bytes(manifest, config.serving.weights, config.serving.cache), config.pipeline.stage
         return (needs[stage] if 0 <= stage < len(needs) else min(needs)), 0
     if not manifest.in_stages:
-        return estimate_memory_bytes(manifest.model, manifest.training), 5 * 4 * num_parameters(manifest.model)
+        return estimate_memory_bytes(manifest), 5 * 4 * num_parameters(manifest.model)
     if config.role == "trainer":
         return PROCESS_BYTES, 0
     plan = PipelinePlan(manifest)
@@ -192,7 +190,7 @@ def can_train(manifest: Manifest, max_memory: str | None, stage: int | None) -> 
         needs = [need.memory for need in PipelinePlan(manifest).needs]
         needed = needs[stage] if stage is not None and 0 <= stage < len(needs) else min(needs)
     else:
-        needed = estimate_memory_bytes(manifest.model, manifest.training)
+        needed = estimate_memory_bytes(manifest)
     if needed > memory:
         print(
             f"training takes {human_bytes(needed)} of memory, and this machine has {human_bytes(memory)}: it only"

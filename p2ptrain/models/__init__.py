@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from p2ptrain.errors import UsageError
 from p2ptrain.extensions import Extensions
-from p2ptrain.manifest import ModelSpec, TrainingSpec
+from p2ptrain.manifest import Manifest, ModelSpec
 from p2ptrain.models.blocks import Block, Span, stage_shapes
 from p2ptrain.models.family import Family
 from p2ptrain.progress import Progress, no_progress
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FAMILIES", "Block", "Family", "Span", "blank_stage", "build_model", "build_stage", "check_reads_text",
     "estimate_memory_bytes", "estimate_serving_bytes", "export_hugging_face", "get_family", "model_blocks",
-    "num_parameters", "whole",
+    "num_parameters", "trained_bytes", "whole",
 ]  # fmt: skip
 
 FAMILIES = Extensions(
@@ -51,13 +51,8 @@ SERVING_PROCESS_BYTES = 300 << 20
 SERVED_BYTES = {"fp32": 4.0, "int8": 1.1}
 """Memory per served parameter, by format."""
 
-TRAINED_BYTES = 4 * (1 + 1 + 2 + 4)
-"""Memory per trained fp32 parameter: value, gradient, AdamW's two moments, and the swarm's four vectors: round start,
-outer or worker momentum, error feedback, and the staged result before its commit.
-"""
-
-MOMENTS_SAVED_BYTES = 6
-"""Saving per parameter with AdamW's moments in 8 bits."""
+OUTER_MOMENTS = {"average": 0, "nesterov": 1, "adam": 2}
+"""Values per parameter that an outer optimizer keeps in the state."""
 
 FROZEN_BYTES = {"": 4.0, "int8": 1.1}
 """Memory per frozen parameter, by format; int8 includes its scales, and norms and biases in fp32."""
@@ -133,17 +128,31 @@ def num_parameters(spec: ModelSpec, span: Span | None = None) -> int:
     return sum(block.num_parameters for block in model_blocks(spec)[slice(*(span or whole(spec)))])
 
 
-def estimate_memory_bytes(
-    spec: ModelSpec, training: TrainingSpec, span: Span | None = None, parameter_bytes: float = TRAINED_BYTES
-) -> int:
+def trained_bytes(manifest: Manifest) -> int:
+    """Return the memory per trained parameter: value, gradient, AdamW's two moments, and the swarm's vectors.
+
+    These are round start, error feedback, the staged result before its commit, and those of outer optimizer and worker
+    momentum, at least one.
+    """
+    kept = OUTER_MOMENTS[manifest.training.outer] + bool(manifest.averaging.worker_momentum)
+    moments = 2 if manifest.pipeline.moments == "8bit" else 8
+    return moments + 4 * (1 + 1 + 3 + max(1, kept))
+
+
+def estimate_memory_bytes(manifest: Manifest, span: Span | None = None, parameter_bytes: float | None = None) -> int:
     """Estimate a trainer's resident memory on the CPU in bytes, daemon excluded.
 
-    Counts the process, the parameters of the span, and the activations of one local batch for its backward pass. Frozen
-    parameters need fewer ``parameter_bytes`` (`FROZEN_BYTES`).
+    Counts the process, the parameters of the span, and the activations of one local batch for its backward pass.
+
+    Args:
+        span: None for the whole model.
+        parameter_bytes: Memory per parameter if all are frozen (`FROZEN_BYTES`); None if all are trained.
     """
+    spec = manifest.model
     family, blocks = get_family(spec), model_blocks(spec)
     span = span or Span(0, len(blocks))
-    tokens = training.local_batch * family.tokens(spec)
+    parameter_bytes = trained_bytes(manifest) if parameter_bytes is None else parameter_bytes
+    tokens = manifest.training.local_batch * family.tokens(spec)
     per_layer = 16 * spec.hidden + 5 * spec.intermediate + 4 * spec.kv_heads * (spec.hidden // spec.heads)
     num_layers = min(span.stop, len(blocks) - 1) - max(span.start, 1)
     values = num_layers * per_layer + (4 * family.outputs(spec) if span.stop == len(blocks) else 0)

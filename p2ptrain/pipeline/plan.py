@@ -16,15 +16,14 @@ from p2ptrain.errors import ManifestError
 from p2ptrain.manifest import Manifest
 from p2ptrain.models import (
     FROZEN_BYTES,
-    MOMENTS_SAVED_BYTES,
     PROCESS_BYTES,
     SERVED_BYTES,
-    TRAINED_BYTES,
     build_stage,
     estimate_memory_bytes,
     estimate_serving_bytes,
     get_family,
     model_blocks,
+    trained_bytes,
 )
 from p2ptrain.models.blocks import Shape, Span, stage_shapes, stage_ties
 from p2ptrain.pipeline.messages import IDS, Payload
@@ -83,13 +82,13 @@ class PipelinePlan:
         return equal_work(self._family.work(spec), pipeline.stages)
 
     def _memory(self, span: Span) -> int:
-        model, training = self.manifest.model, self.manifest.training
-        trained = TRAINED_BYTES - (MOMENTS_SAVED_BYTES if self.manifest.pipeline.moments == "8bit" else 0)
         if self.manifest.lora is None:
-            return estimate_memory_bytes(model, training, span, trained) - PROCESS_BYTES
+            return estimate_memory_bytes(self.manifest, span) - PROCESS_BYTES
         frozen = FROZEN_BYTES[self.manifest.pipeline.quant]
         adapters = sum(math.prod(self._adapters[name]) for name in self._adapters_in(span))
-        return estimate_memory_bytes(model, training, span, frozen) - PROCESS_BYTES + trained * adapters
+        return (
+            estimate_memory_bytes(self.manifest, span, frozen) - PROCESS_BYTES + trained_bytes(self.manifest) * adapters
+        )
 
     @cached_property
     def _adapters(self) -> dict[str, Shape]:

@@ -44,7 +44,7 @@ def load_text(peer: Peer, config: PeerConfig) -> Corpus:
 def build_whole_model(peer: Peer, config: PeerConfig) -> torch.nn.Module:
     """Return the manifest's model on the config's device; raise `ResourceError` if it exceeds the memory limit."""
     device, model = choose_device(config), peer.manifest.model
-    needed, allowed = estimate_memory_bytes(model, peer.manifest.training), config.resources.max_memory
+    needed, allowed = estimate_memory_bytes(peer.manifest), config.resources.max_memory
     if allowed and needed > allowed:
         raise ResourceError(
             f"this model needs about {needed / 1e9:.1f} GB, and the limit is {allowed / 1e9:.1f} GB: raise --max-memory"

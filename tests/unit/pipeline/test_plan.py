@@ -42,8 +42,7 @@ def test_cuts_say_where_stages_begin() -> None:
 
 def test_automatic_stages_are_as_few_as_fit_into_the_memory() -> None:
     model = SPECS["llama"].model_copy(update={"layers": 8, "hidden": 64, "intermediate": 512})
-    training = manifest({}, model).training
-    blocks = [estimate_memory_bytes(model, training, Span(n, n + 1)) - PROCESS_BYTES for n in range(10)]
+    blocks = [estimate_memory_bytes(manifest({}, model), Span(n, n + 1)) - PROCESS_BYTES for n in range(10)]
     numbers = []
     for room in (max(blocks), 2 * max(blocks), 3 * max(blocks), sum(blocks)):
         plan = plan_of({"stages": "auto", "stage_memory": PROCESS_BYTES + room}, model)

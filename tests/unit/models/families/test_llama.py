@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector
 
 from p2ptrain.errors import IncompatibleError, UsageError
-from p2ptrain.manifest import ModelSpec, TrainingSpec
+from p2ptrain.manifest import AveragingSpec, Manifest, ModelSpec, TrainingSpec
 from p2ptrain.models import build_model, estimate_memory_bytes, export_hugging_face, num_parameters
 from p2ptrain.models.tokenizers import byte_tokenizer
 
@@ -39,10 +39,17 @@ def test_initial_parameters_depend_on_the_spec_alone_and_have_golden_bits() -> N
 
 
 def test_memory_estimate_grows_with_model_and_batch() -> None:
-    small = estimate_memory_bytes(ModelSpec(), TrainingSpec(local_batch=4))
+    small = estimate_memory_bytes(Manifest(training=TrainingSpec(local_batch=4)))
     assert small > 32 * num_parameters(ModelSpec())
-    assert estimate_memory_bytes(ModelSpec(), TrainingSpec(local_batch=64)) > small
-    assert estimate_memory_bytes(ModelSpec(layers=32), TrainingSpec(local_batch=4)) > small
+    assert estimate_memory_bytes(Manifest(training=TrainingSpec(local_batch=64))) > small
+    assert estimate_memory_bytes(Manifest(model=ModelSpec(layers=32), training=TrainingSpec(local_batch=4))) > small
+
+
+def test_memory_estimate_counts_each_momentum() -> None:
+    outer = TrainingSpec(every=10, outer="nesterov", outer_learning_rate=0.7)
+    beside = AveragingSpec(worker_momentum=0.5)
+    both, one = (estimate_memory_bytes(Manifest(training=outer, averaging=each)) for each in (beside, AveragingSpec()))
+    assert both - one == 4 * num_parameters(ModelSpec())
 
 
 def test_an_export_has_a_tokenizer_and_overwrites_an_earlier_one(tmp_path: Path) -> None:
