@@ -200,7 +200,7 @@ async def test_a_full_disk_ends_the_newcomer_and_is_no_fault_of_its_sources(
         newcomer = swarm.start("n", step_seconds=2.0)
         if writes != "the state":
             await swarm.until(lambda: len(swarm.kept) >= NUM_CHUNKS // 4, 300, "a part of the download")
-            patch.setattr(*((os, "write") if writes == "the index" else (rounds_since, "_write")), full_disk)
+            patch.setattr(*((os, "write") if writes == "the index" else (rounds_since, "replace_file")), full_disk)
         told = rf"{tmp_path / 'n'}.*No space left on device.*free some space"
         with pytest.raises(ResourceError, match=told):
             async with asyncio.timeout(60):
