@@ -281,6 +281,8 @@ class Averager:
             logger.info("round %d: delegate %s failed: %s", body.round, delegate[-8:], error)
             if own:
                 self._broadcast.conclude(body, None)
+            elif self.matchmaker.position.head.lineage == body.lineage:
+                self.matchmaker.position.attempts += 1  # Else the next delegate's view would lag behind votes.
             raise
 
     def _seconds_above(self, body: Body) -> float:

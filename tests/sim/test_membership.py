@@ -266,7 +266,7 @@ async def test_a_member_that_claims_many_attempts_ends_no_round_for_the_others(n
         each._step()
     trying = [each.peer.spawn(each.synchronize()) for each in (a, evil)]
     await asyncio.wait_for(voted.wait(), WAIT_SECONDS)
-    assert true.next_view(a.sync.head.lineage) == 1
+    assert true.next_view(a.sync.head.lineage) == 2
     network.crash(evil.peer)
     await club.average(b, c)
     await asyncio.wait(trying)

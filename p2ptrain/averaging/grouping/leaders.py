@@ -42,7 +42,7 @@ class RoundPosition:
         following: The group and the leader to which it sent a ticket.
         closing: The group that should form with the work that this peer has.
         running: The group, leader and members of the attempt that this peer is in.
-        attempts: Attempts at the round in progress that this peer was in.
+        attempts: Attempts at the round in progress that this peer, or a delegate that it waited for, was in.
         standstill: Seconds for which this peer, while it was awake, has tried to end the round in progress.
         turn: The group in which this peer was sent on too often, and whose turn it is to lead it.
         leaves: True if this peer leaves the swarm after the round in progress.

@@ -166,7 +166,7 @@ class Ticket(Signed):
             level below, and ``tokens`` and ``samples`` are those of this result.
         child: That result's `Body.body_hash`, 32 bytes; empty on level 0.
         peers: Number of peers that the ticket represents; 1 on level 0.
-        view: Attempts at this round that the peer was in, at least one more than the view of its last vote.
+        view: Attempts at this round that the peer or its delegate was in; at least one more than its last vote's view.
         stalled: True if no full round was possible for so long that it agrees to a reduced one.
         leaves: True if it leaves the swarm after this round.
         census: Above level 0: that of the result that it brings; None on level 0.

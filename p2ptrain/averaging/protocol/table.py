@@ -159,14 +159,15 @@ class Table:
         return not self.leading or 3 * len(self.leading.intersection(peers)) > len(self.leading)
 
     def view(self, tickets: Iterable[Ticket]) -> int:
-        """Return the view of an attempt: the most attempts that more than a third of its leading members were in.
+        """Return the view of an attempt: the most attempts that a leading member was in.
 
-        Voters never go back to an earlier view. So a member that claims more attempts than there were must not decide,
-        unless it is alone.
+        At most one more than more than a third of them were in: voters never go back to an earlier view, and a member
+        may claim more attempts than there were. But a voter may have been in one that the others were not in. Only a
+        peer that is alone decides.
         """
         claims = {ticket.peer: ticket.view for ticket in tickets}
         views = sorted((claims[peer] for peer in self.leading & claims.keys() or claims), reverse=True)
-        return views[max(len(views) // 3, min(1, len(views) - 1))]
+        return min(views[0], views[max(len(views) // 3, min(1, len(views) - 1))] + 1)
 
     def is_stopped_without(self, peers: Collection[str]) -> bool:
         """True if no full certificate is possible without these peers: they are more than a third of the electorate."""

@@ -262,18 +262,20 @@ def test_who_may_close_a_reduced_round(is_open: bool) -> None:
     ("claims", "view"),
     [
         ({"a": 3}, 3),
-        ({"a": 3, "b": MAX_COUNT}, 3),
-        ({"a": 3, "b": 0, "c": MAX_COUNT}, 3),
-        ({"a": 3, "b": 2, "c": 2, "d": MAX_COUNT}, 3),
+        ({"a": 3, "b": 3}, 3),
+        ({"a": 3, "b": 2}, 3),
+        ({"a": 3, "b": MAX_COUNT}, 4),
+        ({"a": 3, "b": 0, "c": MAX_COUNT}, 4),
+        ({"a": 3, "b": 2, "c": 2, "d": MAX_COUNT}, 4),
         ({"a": 3, "b": 3, "c": 0, "d": 0}, 3),
-        ({"a": 3, "b": 3, "c": 1, "d": 1, "e": MAX_COUNT, "f": MAX_COUNT}, 3),
+        ({"a": 3, "b": 3, "c": 1, "d": 1, "e": MAX_COUNT, "f": MAX_COUNT}, 4),
         ({"a": 3, "x": MAX_COUNT, "y": MAX_COUNT, "z": 0}, 3),
-        ({"x": 2, "y": MAX_COUNT, "z": 1}, 2),
+        ({"x": 2, "y": MAX_COUNT, "z": 1}, 3),
     ],
     ids=str,
 )
 def test_members_that_claim_more_attempts_than_there_were_decide_no_view(claims: dict[str, int], view: int) -> None:
-    """A third of the members at most, or one of two or three; newcomers (x, y, z) decide where no member is there."""
+    """A third of the members at most, or one of two or three, add one; newcomers (x, y, z) decide without members."""
     tickets = [make_ticket(peer, view=claim) for peer, claim in claims.items()]
     assert voters("abcdef").view(tickets) == view
     assert voters("abcdef").view(tickets[::-1]) == view
