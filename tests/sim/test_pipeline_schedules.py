@@ -87,7 +87,8 @@ async def test_the_next_microbatch_is_through_soon_after_a_host_dies_or_stops(
 ) -> None:
     """In each stage, with round trips of up to 40 ms: a killed host's streams end, a stopped one falls silent.
 
-    After that silence a microbatch may take a second more than usual.
+    After that silence a microbatch may take half a second more than usual, also if its stage's leader was the one that
+    stopped.
     """
     manifest = make_manifest(3, layers=4, global_batch=600, local_batch=1)  # No round ends meanwhile.
     pipeline = CountedPipeline(network, manifest)
@@ -101,7 +102,7 @@ async def test_the_next_microbatch_is_through_soon_after_a_host_dies_or_stops(
     began = network.loop.time()
     await pipeline.feed(trainer, [next(next_number)], 1)
     usual = network.loop.time() - began
-    most_seconds = 1.0 if fault == "SIGKILL" else HOP_LIMITS.quiet_seconds + 1.0 + usual
+    most_seconds = 1.0 if fault == "SIGKILL" else HOP_LIMITS.quiet_seconds + 0.5 + usual
     for stage in range(3 if "backward" in phase else 2):  # The last stage goes back at once.
         hit_at: list[float] = []
 

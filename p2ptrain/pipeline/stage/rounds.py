@@ -25,8 +25,11 @@ from p2ptrain.training.sync.synchronizer import RoundResult
 
 logger = logging.getLogger(__name__)
 
-TELL_SECONDS = 2.0
-"""Interval of reports to the leader, and of checks whether the swarm is ahead, without other events."""
+TELL_SECONDS = 1.0
+"""Interval of reports to the leader, and of checks whether the swarm is ahead, without other events.
+
+With the timeout of a report (`LEAST_PROBE_SECONDS`), at most `HopLimits.quiet_seconds`: once a caller gives up a leader
+that stopped, the other hosts have given it up, too, and the substitute's admission waits for nobody."""
 UNSETTLED_SECONDS = 10.0
 """Age at which a counted, unsettled microbatch no longer takes others' room: its trainer may be dead."""
 CONFIRM_SECONDS = 10.0
