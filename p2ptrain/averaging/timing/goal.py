@@ -247,14 +247,19 @@ class LocalSteps:
         return max(now, self._aligned(now + min([wanted / rate, *to_most]), known, now))
 
     def _aligned(self, at: float, known: dict[str, StepProgress], now: float) -> float:
-        """Return the end of a step of the slowest peer near ``at``; keep the last choice while it stays near."""
+        """Return the end of a step of the slowest peer near ``at``.
+
+        From the start of that step on, the choice stays while it is near: peers plan their own last steps by it.
+        Before, no peer does, and the leader may not yet have heard from all trainers.
+        """
         tolerance = ALIGNED * (at - self.began)
         if self._last_step is not None and self.at is not None:
             peer, number = self._last_step
             report, end = known.get(peer), self.at
+            has_begun = report is None or report.steps_at(now) >= number - 1
             if report is not None and report.is_stepping and report.steps < number:
                 end = report.ends_at(number)
-            if abs(end - at) <= (1 + STEADY) * tolerance:
+            if has_begun and abs(end - at) <= (1 + STEADY) * tolerance:
                 return end
         self._last_step = None
         stepping = [peer for peer, report in known.items() if report.is_stepping]

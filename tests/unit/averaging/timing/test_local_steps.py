@@ -74,6 +74,17 @@ def test_a_round_stays_with_the_step_that_peers_were_told_of() -> None:
     assert closing.at == pytest.approx(2.2), "the end of the same step"
 
 
+def test_a_trainer_that_reports_late_puts_the_end_off() -> None:
+    """Until the last step of the slowest peer begins, nobody plans by the announced time."""
+    closing = closing_of({"slow": 1.0, "fast": 0.125})
+    assert closing.at == pytest.approx(7.0)
+    closing.report("slow", StepProgress(1, 1.0, 0.0, 1.0, True))
+    closing.report("fast", StepProgress(8, 0.125, 0.0, 1.0, True))
+    closing.report("late", StepProgress(1, 1.0, 0.0, 1.0, True))
+    closing.foresee(["slow", "fast", "late"], 1.0)
+    assert closing.at == pytest.approx(10.0), "when the three have done their steps"
+
+
 def test_a_peer_far_ahead_closes_the_round_before_it_drifts_away() -> None:
     seconds = {f"p{index}": 1.0 for index in range(20)} | {"fast": 0.01}
     closing = closing_of(seconds)
