@@ -181,6 +181,7 @@ class Matchmaker:
         if closing and (not table.leading or table.row_of(peer) is not None):
             self.position.close(key)
         if key == self.position.key and self.cells.includes(key, peer):
+            self._membership.answered(peer)
             self.leaders.probed_by(key, peer)
         followed = self.position.following
         leader = followed[1] if followed is not None and followed[0] == key else ""

@@ -1,8 +1,8 @@
 """The swarm's peers in one peer's view: records of the directory, corrected by own observations.
 
 A record proves that a peer lived when it wrote the record. A failed dial or a silent stream makes the peer a *suspect*.
-No round waits for a suspect until it acts (a ticket, a report), or until a record written after its silence arrives and
-a backoff has passed, which doubles with each failure. Failures ban no peer, and suspicion is not gossiped.
+No round waits for a suspect until it acts (a ticket, a report, a probe), or until a record written after its silence
+arrives and a backoff has passed, which doubles with each failure. Failures ban no peer, and suspicion is not gossiped.
 
 Three judgements outlast a peer's own signs of life:
 
@@ -126,7 +126,7 @@ class Membership:
             known.reason = ""
 
     def answered(self, peer: str) -> None:
-        """Record that a peer answered: suspicion ends, but rounds that it missed still count."""
+        """Record that a peer answered or probed this one: suspicion ends, but rounds that it missed still count."""
         if (known := self._known.get(peer)) is not None:
             known.suspect_until, known.suspect_sequence = 0.0, -1
 

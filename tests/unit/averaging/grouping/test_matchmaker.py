@@ -72,6 +72,15 @@ async def test_a_dead_leader_is_passed_over_and_last_in_line_until_it_is_reached
     assert peers[2].line() == [first, second, own]
 
 
+@simulated(grouping_peers, 2, SPEC, seed=13)
+async def test_a_peer_that_says_that_it_is_in_the_round_is_suspected_no_more(peers: Peers) -> None:
+    """It restarted: its record would be later, and the others are with it already."""
+    restarted, other = peers
+    other.membership.suspect(restarted.id, "was silent")
+    await restarted.matchmaker.announce()
+    assert not other.membership.is_suspect(restarted.id)
+
+
 @simulated(grouping_peers, 4, SPEC, seed=14)
 async def test_a_leader_sends_nobody_on_to_a_peer_that_only_the_other_suspects_yet(peers: Peers) -> None:
     """Members see an attempt break one after the other."""
