@@ -83,6 +83,7 @@ class Matchmaker:
         self.leaders = Leaders(self.position, context.membership)
         self._coordinator = Coordinator(context, self.leaders, goal, on_misled)
         self.backoff = Backoff(RETRY_SECONDS, LONGEST_RETRY_SECONDS)
+        self._is_behind: Callable[[], bool] = lambda: False
         self._tasks = Tasks()
         self._clock: asyncio.TimerHandle | None = None
         self._asking: tuple[str, asyncio.Task[messages.Answer]] | None = None
@@ -97,7 +98,7 @@ class Matchmaker:
 
     def participate(self, trains: bool, is_behind: Callable[[], bool] = lambda: False) -> None:
         """Set whether this peer trains; if so, it reports its steps (see `Pacing.start`), and may wait for itself."""
-        self.position.participates = trains
+        self.position.participates, self._is_behind = trains, is_behind
         if trains:
             self.pacing.start(is_behind)
         else:
@@ -374,6 +375,8 @@ class Matchmaker:
             raise NoGroupError("the leader sent a roster with a peer that was proved to have falsified a mean")
         if roster.is_reduced and not may_reduce(self.position.head.table, roster.tickets):
             raise NoGroupError("the leader would close the round without voters that may still come")
+        if roster.is_reduced and self._is_behind():  # It waited for delegates of a round that others have ended.
+            raise BehindError(leader)
         key, table = self.cells.key_of(own, own.peer, own.level), self.position.head.table
         most = table.most_guests(roster.members, group_spec(spec, self.cells, key).min_peers)
         if not own.level and len(table.guests(roster.members)) > most:

@@ -217,6 +217,8 @@ class Synchronizer:
         if isinstance(error, UnencodableError):
             return await self._drop(work, str(error))
         if isinstance(error, BehindError):
+            if await self.follow_swarm(work):  # A nearer peer than the leader that said so may hold the head.
+                return None
             if not await self.catch_up.follow(error.source, work):
                 raise AttemptFailedError(f"{error}, but its source failed") from error
             return None
