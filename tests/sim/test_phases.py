@@ -299,11 +299,11 @@ async def test_a_member_far_from_the_newcomer_only_slows_rounds_also_if_dials_te
 
     A grace period of matchmaking and two for stragglers bound a round. The newcomer follows the near member meanwhile.
     """
-    swarm = await start(network, 2, step_seconds=0.05, grace_seconds=2.0, matchmaking_seconds=10.0)
+    swarm = await start(network, 2, step_seconds=0.25, grace_seconds=2.0, matchmaking_seconds=10.0)
     members = swarm.alive
-    late = swarm.start("late", step_seconds=0.05)
+    late = swarm.start("late", step_seconds=0.25)
     network.set_latency(late.peer, members[0].peer, 0.75)
-    await swarm.until(lambda: any(result.contributed for result in late.results), 20, "the newcomer takes part")
+    await swarm.until(lambda: any(result.contributed for result in late.results), 40, "the newcomer takes part")
     marks = {trainer.peer.name: len(trainer.results) for trainer in swarm.alive}
     await asyncio.sleep(40)
     since = {trainer.peer.name: trainer.results[marks[trainer.peer.name] :] for trainer in swarm.alive}
