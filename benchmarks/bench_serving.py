@@ -29,6 +29,7 @@ from benchmarks.serving_batches import beside_prompts
 from benchmarks.serving_draft import drafting
 from benchmarks.serving_hosts import decoding_on_hosts, failover, prefixes
 from benchmarks.serving_speculation import speculation
+from benchmarks.serving_training import beside_training
 from p2ptrain.manifest import ModelSpec
 from p2ptrain.models import build_model, get_family
 from p2ptrain.models.exact import ExactStage, Part, WeightFormat, exact_stage, self_check
@@ -262,6 +263,7 @@ def main() -> int:
         "prefill": partial(prefill, options.threads, max(repeats // 5, 3)),
         "sampling": partial(sampling, repeats),
         "beside-prompts": partial(beside_prompts, SPEC, 20 if options.quick else 150),
+        "beside-training": partial(beside_training, SPEC, 1 if options.quick else 5, 60 if options.quick else 150),
         "hosts": lambda: decoding_on_hosts(SPEC, timed(Plain(model()[1])), 30 if options.quick else 100),
         "prefixes": partial(prefixes, SPEC, 3 if options.quick else 10),
         "speculation": partial(speculation, SPEC, options.threads, 1 if options.quick else 3),

@@ -56,14 +56,18 @@ class Bench:
         finally:
             del self.executor.sessions[id]
 
-    async def decode(self, num_tokens: int) -> list[float]:
-        """Return the seconds between tokens of one session, less the first two."""
+    async def decode(self, num_tokens: int, pause_seconds: float = 0.0) -> list[float]:
+        """Return the seconds between tokens of one session, less the first two.
+
+        The host learns a token, as from the last one of a chain, ``pause_seconds`` after it was drawn.
+        """
         times: list[float] = []
         now = asyncio.get_running_loop().time
         with self.session(BEGINNING, num_tokens) as held:
             for position in range(BEGINNING, BEGINNING + num_tokens):
                 await self._until_drawn(held, position)
                 times.append(now())
+                await asyncio.sleep(pause_seconds)
                 held.grant(position + 8, "")
                 held.put_fed({position: held.tokens[position].id})
                 self.executor.wake()

@@ -23,6 +23,7 @@ import asyncio
 import logging
 import os
 import random
+import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
@@ -41,6 +42,8 @@ MAX_POOL_THREADS = 8
 """Codecs and hashes saturate memory bandwidth before they use more cores."""
 CLOSE_SECONDS = 3.0
 """Timeout of `Runtime.close`; a pass on a stuck device does not end."""
+TRAINING_NICENESS = 10
+"""Added to the niceness of training where a peer serves, too."""
 
 left_behind: list[str] = []
 """Threads that outlived `Runtime.close`; the process must then exit without the interpreter's clean-up."""
@@ -88,6 +91,11 @@ class Runtime:
     async def offload(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a function that touches only its arguments, concurrently with others; its exceptions propagate."""
         return await self._run("pool", lambda: function(*args, **kwargs))
+
+    def yield_to_serving(self) -> None:
+        """Lower the priority of the calling thread, and of those that it starts. Does nothing except on Linux."""
+        if self.threads and sys.platform == "linux":  # Elsewhere `os.nice` is of the process, with all its threads.
+            os.nice(TRAINING_NICENESS)
 
     async def _run(self, thread: str, work: Callable[[], T]) -> T:
         if (executor := self.threads.get(thread)) is None:

@@ -28,6 +28,7 @@ from p2ptrain.models.tokenizers import END_OF_TEXT, byte_tokenizer
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.node.serving.client import SwarmModel
 from p2ptrain.node.serving.thread import ModelThread
+from p2ptrain.runtime import TRAINING_NICENESS
 from p2ptrain.serving.http.serve import serving_http
 from p2ptrain.serving.sampling import Sampling
 from tests.support.generators import TEMPLATE
@@ -59,6 +60,13 @@ def golden_logits(ids: torch.Tensor) -> torch.Tensor:
     """Return the logits that this process computes after each token, ``[tokens, vocabulary]``."""
     stage = whole_model()
     return stage.logits(stage.step([Part(len(ids), 0, [0])], ids, stage.new_pages(1)))
+
+
+def niceness(process: subprocess.Popen[bytes]) -> set[int]:
+    """Return the niceness of a process's threads, beyond its own."""
+    own = os.getpriority(os.PRIO_PROCESS, process.pid)
+    tasks = Path(f"/proc/{process.pid}/task").iterdir()
+    return {os.getpriority(os.PRIO_PROCESS, int(task.name)) - own for task in tasks}
 
 
 async def ask(
@@ -154,10 +162,12 @@ def test_a_script_generates_as_with_transformers(
 
 
 def test_a_host_that_does_not_train_serves_with_one_that_does(hosts: Hosts) -> None:
-    hosts.start("trainer", "--role", "stage", "--stage", "0")
-    hosts.start("server", "--serve-only", "--stage", "1")
+    trainer = hosts.start("trainer", "--role", "stage", "--stage", "0")
+    server = hosts.start("server", "--serve-only", "--stage", "1")
     for name in ("trainer", "server"):
         hosts.wait_until_serving(name)
+    assert niceness(trainer) == {0, TRAINING_NICENESS}  # Its passes yield to tokens; the server has none.
+    assert niceness(server) == {0}
     with ModelThread(SwarmLink.parse(hosts.link), PATIENCE_SECONDS) as thread:
         tokens, failovers = thread.call(ask(thread.model, 60, 0, lambda route: None))
     assert tokens == golden(60, DRAWN)
@@ -289,10 +299,11 @@ def test_a_trainer_serves_newer_weights_as_rounds_end(tmp_path: Path) -> None:
             training={"every": 2, "local_batch": 2},
         )  # fmt: skip
         link = stack.enter_context(seeding(init(tmp_path / "swarm", *settings))).link
+        trainers = []
         for name in ("one", "two"):
             arguments = ["join", link, "--yes", "--serve", "--run-dir", str(tmp_path / name), "--listen", LOOPBACK]
             arguments += ["--threads", "1", "--allow-path", str(text)]
-            stack.enter_context(background_command(tmp_path / f"{name}.log", *arguments))
+            trainers.append(stack.enter_context(background_command(tmp_path / f"{name}.log", *arguments)))
         rounds: set[int] = set()
         with ModelThread(SwarmLink.parse(link), PATIENCE_SECONDS) as thread:
 
@@ -306,6 +317,7 @@ def test_a_trainer_serves_newer_weights_as_rounds_end(tmp_path: Path) -> None:
             while len(rounds) < 2 and time.monotonic() < deadline:
                 rounds.add(thread.call(version()))
         assert len(rounds) >= 2, f"only rounds {rounds} were served"
+        assert [niceness(each) for each in trainers] == 2 * [{0, TRAINING_NICENESS}]
 
 
 @pytest.mark.slow

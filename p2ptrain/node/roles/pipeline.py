@@ -34,6 +34,8 @@ async def take_part(peer: Peer, config: PeerConfig, signals: StopSignals) -> Non
     started = loop.time()
     if config.resources.threads:
         torch.set_num_threads(config.resources.threads)
+    if config.serving.enabled:
+        await peer.runtime.on_device(peer.runtime.yield_to_serving)
     plan = PipelinePlan(peer.manifest)
     await asyncio.to_thread(lambda: plan.needs)  # The search for adapters in the model is slow.
     parties = await unless_stopped(_start(peer, config, plan), signals)

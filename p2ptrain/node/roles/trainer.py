@@ -26,7 +26,13 @@ async def train(peer: Peer, config: PeerConfig, signals: StopSignals) -> None:
         return  # Its initial state is on disk.
     gc.collect()
     gc.freeze()  # Loaded objects stay; their garbage collection would block the event loop.
-    done, reason = bridge.run_thread(trainer.run), ""
+
+    def work() -> None:
+        if config.serving.enabled:
+            peer.runtime.yield_to_serving()
+        trainer.run()
+
+    done, reason = bridge.run_thread(work), ""
     serving = Tasks()
     if config.serving.enabled:
         from p2ptrain.node.serving.hosting import Serving
