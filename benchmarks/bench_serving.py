@@ -6,6 +6,7 @@ is the median of the ratios turn by turn.
     python -m benchmarks.bench_serving --threads 1 --json results/serving.json
     make bench-serving ARGS="--only beside-prompts"
 
+Two versions of a model that is fine-tuned are compared with ``--served DIR --only versions``.
 A trained draft is measured with ``--served DIR --draft DIR``, the model and what 'p2ptrain draft train' made of it.
 """
 
@@ -30,6 +31,7 @@ from benchmarks.serving_draft import drafting
 from benchmarks.serving_hosts import decoding_on_hosts, failover, prefixes
 from benchmarks.serving_speculation import speculation
 from benchmarks.serving_training import beside_training
+from benchmarks.serving_versions import versions
 from p2ptrain.manifest import ModelSpec
 from p2ptrain.models import build_model, get_family
 from p2ptrain.models.exact import ExactStage, Part, WeightFormat, exact_stage, self_check
@@ -250,7 +252,7 @@ def main() -> int:
     parser = arguments(__doc__, "3 measurements of each")
     parser.add_argument("--repeats", type=int, default=25, help="measurements of each")
     parser.add_argument("--threads", type=int, default=1, help="of all contenders")
-    parser.add_argument("--served", type=Path, metavar="DIR", help="folder of a real model, for --draft")
+    parser.add_argument("--served", type=Path, metavar="DIR", help="folder of a real model, for versions and --draft")
     parser.add_argument("--draft", type=Path, metavar="DIR", help="draft of that model")
     parser.add_argument("--only", metavar="PART", help="measure one part")
     options = parser.parse_args()
@@ -269,6 +271,8 @@ def main() -> int:
         "speculation": partial(speculation, SPEC, options.threads, 1 if options.quick else 3),
         "failover": partial(failover, SPEC, (100,) if options.quick else (100, 1500)),
     }
+    if options.served is not None:
+        parts["versions"] = partial(versions, options.served, 2 if options.quick else 10)
     if options.served is not None and options.draft is not None:
         parts["draft"] = partial(drafting, options.served, options.draft, 1 if options.quick else 3)
     if options.only is not None:
