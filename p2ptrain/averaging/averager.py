@@ -208,7 +208,7 @@ class Averager:
         position, is_lowest = self.matchmaker.position, ticket.level == 0
         complete = replace(
             ticket,
-            view=max(position.attempts, context.ballots.next_view(ticket.lineage)),
+            view=max(position.attempts, context.ballots.next_view(ticket.lineage, ticket.round)),
             stalled=position.is_stalled(self._spec),
             leaves=is_lowest and position.leaves,
             reachable=context.owner.is_reachable,

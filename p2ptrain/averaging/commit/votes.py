@@ -51,6 +51,7 @@ FIRST_ASKERS, ASKER_SECONDS = 3, 0.1
 """Members that ask the voters at once; each further one waits so much longer, and mostly hears of the votes before."""
 REQUEST_BYTES = 4 * MAX_CERTIFICATE_BYTES
 UNKNOWN = "this peer does not know the round before"
+ANOTHER = "this peer voted for another result of this round"
 
 
 class AskVote(Message, frozen=True):
@@ -102,7 +103,10 @@ class LightVotes:
         context, body, own = self._context, certificate.body, self._context.rpc.peer_id
         tip, moved, vouched = await self._head_before(peer, body, head)
         if moved.lineage == body.next_lineage:
-            return  # It is certified, and another signature only confirms it.
+            # It is certified, and another signature only confirms it.
+            if body.is_full and not await context.runtime.offload(self._ballots.vote, body):
+                raise PeerRefusedError(own, ANOTHER)
+            return
         goes_back = tip.lineage != moved.lineage and not moved.outranks(tip)
         held = self._head()
         if moved.lineage != body.lineage or (goes_back and held is not None and not tip.outranks(held)):
@@ -159,7 +163,7 @@ class LightVotes:
     async def _record(self, certificate: Certificate, tip: Head, moved: Head, *, goes_back: bool) -> None:
         """Record a vote at ``moved``, which becomes the tip; raise `PeerRefusedError` if it must not."""
         context, ballots, body = self._context, self._ballots, certificate.body
-        own, refusal = context.rpc.peer_id, "this peer voted for another result of this round"
+        own = context.rpc.peer_id
         async with self._turn:
             self._check_tip(tip, moved)
             now, (lineage, voted_at) = asyncio.get_running_loop().time(), self._voted_at
@@ -167,7 +171,7 @@ class LightVotes:
             waited = lineage in (b"", body.lineage) and now - voted_at >= context.spec.matchmaking_seconds
             signers, lost = None if goes_back or waited else certificate.signers, tuple[bytes, ...]()
             if not ballots.may_vote(body, signers):
-                raise PeerRefusedError(own, refusal)
+                raise PeerRefusedError(own, ANOTHER)
             if goes_back:
                 lost = (tip.lineage, *ballots.results_after(moved.lineage, tip.lineage))
             elif others := ballots.members_before(body) - certificate.signers:
@@ -177,7 +181,7 @@ class LightVotes:
             leaving = moved.table.leaving(body.census)
             record = partial(ballots.vote, body, signers, tip=moved, lost=lost, leaving=leaving)
             if not await context.runtime.offload(record):
-                raise PeerRefusedError(own, refusal)
+                raise PeerRefusedError(own, ANOTHER)
             self._lost_state.seen()
             if lineage != body.lineage:
                 self._voted_at = body.lineage, now

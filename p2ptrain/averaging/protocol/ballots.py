@@ -27,16 +27,20 @@ class _Vote(Message, frozen=True, array_like=True):
     view: Count
     members: Annotated[tuple[Name, ...], Meta(max_length=MAX_MEMBERS)]
     leaving: Annotated[tuple[Name, ...], Meta(max_length=MAX_MEMBERS)] = ()
+    full: Count = 0  # The round after it, if one of this peer's votes there was for a full result.
 
 
 class _Record(Message, frozen=True):
     votes: tuple[_Vote, ...]
     tip: Head | None = None
     lost: Annotated[tuple[Hash, ...], Meta(max_length=MAX_LINEAGES)] = ()
+    forgotten: tuple[Count, Count] = (0, 0)  # Bounds of the votes for full results that ``votes`` has no more.
 
 
 class Ballots:
     """The last votes of this peer, by the lineage that they extend; in ``path``, if given, before they are sent.
+
+    Of older ones it keeps a bound on rounds, and the latest view. A swarm that goes back that far votes in later views.
 
     Raises:
         IntegrityError: The file is damaged.
@@ -51,17 +55,18 @@ class Ballots:
         self._votes: dict[bytes, _Vote] = {}
         self._lock = Lock()
         self._lost: tuple[bytes, ...] = ()
+        self._forgotten = 0, 0
         self.tip: Head | None = None
         if path is not None and path.is_file():
             try:
                 record = from_bytes(_Record, path.read_bytes())
             except IntegrityError as error:
                 raise IntegrityError(
-                    f"the votes in {path} are damaged ({error}): without them, this peer could vote twice; restore the"
-                    " file, or delete it if no round is in progress"
+                    f"the votes in {path} are damaged ({error}): without them, this peer could vote twice, and be"
+                    " convicted; restore the file, or delete it if no round is in progress"
                 ) from error
             self._votes = {vote.lineage: vote for vote in record.votes}
-            self.tip, self._lost = record.tip, record.lost
+            self.tip, self._lost, self._forgotten = record.tip, record.lost, record.forgotten
 
     @property
     def lost(self) -> frozenset[bytes]:
@@ -89,16 +94,18 @@ class Ballots:
     def may_vote(self, body: Body, signers: Collection[str] | None = None) -> bool:
         """True if this peer may vote for a body after its last vote in that round; arguments as of `vote`."""
         last = self._votes.get(body.lineage)
-        if last is None or last.body == body.body_hash:
+        if last is not None and last.body == body.body_hash:
             return True
-        if body.view <= last.view:
+        if body.view < self.next_view(body.lineage, body.round):
             return False
-        return signers is None or 2 * len(set(last.members).intersection(signers)) > len(last.members)
+        if last is None or signers is None:
+            return True
+        return 2 * len(set(last.members).intersection(signers)) > len(last.members)
 
-    def next_view(self, lineage: bytes) -> int:
-        """Return the first view after this peer's last vote in the round that follows a lineage."""
-        last = self._votes.get(lineage)
-        return 0 if last is None else last.view + 1
+    def next_view(self, lineage: bytes, round_: int) -> int:
+        """Return the first view after this peer's votes in a round, which follows a lineage."""
+        last, (full, view) = self._votes.get(lineage), self._forgotten
+        return max(0 if last is None else last.view + 1, view + 1 if round_ < full else 0)
 
     def vote(
         self,
@@ -131,12 +138,19 @@ class Ballots:
                 return False
             votes = [vote for vote in self._votes.values() if vote is not last]
             left = tuple(peer for peer in body.members if peer in leaving)
-            votes = [*votes, _Vote(body.lineage, body.body_hash, body.view, body.members, left)][-MAX_LINEAGES:]
+            full = max(last.full if last is not None else 0, body.round + 1 if body.is_full else 0)
+            votes.append(_Vote(body.lineage, body.body_hash, body.view, body.members, left, full))
+            forgotten = self._forgotten
+            for each in votes[:-MAX_LINEAGES]:
+                if each.full:
+                    forgotten = max(forgotten[0], each.full), max(forgotten[1], each.view)
+            votes = votes[-MAX_LINEAGES:]
             tip = self.tip if tip is None else tip
             given_up = dict.fromkeys([*self._lost, *lost])
             lost = tuple(each for each in given_up if each not in (body.lineage, body.next_lineage))[-MAX_LINEAGES:]
             if self._path is not None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                replace_file(self._path, to_bytes(_Record(tuple(votes), tip, lost)), synced=True)
+                replace_file(self._path, to_bytes(_Record(tuple(votes), tip, lost, forgotten)), synced=True)
             self._votes, self.tip, self._lost = {vote.lineage: vote for vote in votes}, tip, lost
+            self._forgotten = forgotten
             return True

@@ -395,6 +395,16 @@ class Body:
         """True if this result is of the tree's last level, and so ends the round."""
         return self.level == self.levels - 1
 
+    @property
+    def is_full(self) -> bool:
+        """True if it ends a full round; of these, a voter signs one of each view (`Ballots`)."""
+        return self.is_last and not self.is_reduced
+
+    def excludes(self, other: Body) -> bool:
+        """True if no honest voter signs both: they are different full results of one round and view."""
+        same = (self.swarm, self.lineage, self.view) == (other.swarm, other.lineage, other.view)
+        return same and self.is_full and other.is_full and self.body_hash != other.body_hash
+
     @classmethod
     def from_bytes(cls, data: bytes) -> Body:
         """Parse the output of `to_bytes`; raise `IntegrityError` if it is malformed or not canonical."""

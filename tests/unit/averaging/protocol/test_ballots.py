@@ -19,12 +19,16 @@ SWARM = b"s" * 32
 HEAD = genesis(SWARM, b"d" * 32)
 
 
-def make_body(name: str, view: int = 0, lineage: bytes = b"l" * 32, members: str = "abcd") -> Body:
+def make_body(
+    name: str, view: int = 0, lineage: bytes = b"l" * 32, members: str = "abcd", round_: int = 3, levels: int = 1,
+    is_reduced: bool = False,
+) -> Body:  # fmt: skip
     """A result whose ``name`` tells it from others of its round."""
     size = len(members)
     return Body(
-        SWARM, 3, lineage, b"d" * 32, 0, 0, name.encode() * 32, tuple(members), ((0, 10, 1),), "fp32/1",
-        (0,) * (size + 1), (b"h" * 32,) * size, size, 0, 1, (1,) * size, view=view, table=bytes(32),
+        SWARM, round_, lineage, b"d" * 32, 0, 0, name.encode() * 32, tuple(members), ((0, 10, 1),), "fp32/1",
+        (0,) * (size + 1), (b"h" * 32,) * size, size, 0, levels, (1,) * size, view=view, is_reduced=is_reduced,
+        table=bytes(32 if levels == 1 else 0),
     )  # fmt: skip
 
 
@@ -91,11 +95,16 @@ def test_two_threads_do_not_vote_for_two_bodies_of_a_view(tmp_path: Path, monkey
 def test_votes_are_bounded_and_the_newest_stay(tmp_path: Path) -> None:
     ballots = Ballots(tmp_path / "votes")
     lineages = [number.to_bytes(32, "big") for number in range(MAX_LINEAGES + 10)]
-    for lineage in lineages:
-        assert ballots.vote(make_body("x", lineage=lineage, members="abcd"))
+    for round_, lineage in enumerate(lineages):
+        assert ballots.vote(make_body("x", lineage=lineage, round_=round_))
     assert (tmp_path / "votes").stat().st_size < 200 * MAX_LINEAGES
     ballots = Ballots(tmp_path / "votes")
-    assert not any(ballots.vote(make_body("y", lineage=lineage)) for lineage in lineages[10:])
+    for round_, lineage in enumerate(lineages):
+        assert not ballots.vote(make_body("y", lineage=lineage, round_=round_)), "nor for one that it forgot"
+    assert ballots.vote(make_body("x", lineage=b"m" * 32, round_=len(lineages)))
+    assert ballots.next_view(lineages[3], 3) == 1
+    assert ballots.vote(make_body("y", view=1, lineage=lineages[3], round_=3)), "it goes back that far"
+    assert not ballots.vote(make_body("z", view=1, lineage=lineages[3], round_=3))
 
 
 def test_the_tip_is_kept_with_the_votes(tmp_path: Path) -> None:
