@@ -11,6 +11,7 @@ from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.averaging.protocol.anchors import AnchorBook
 from p2ptrain.averaging.protocol.ballots import Ballots
 from p2ptrain.averaging.protocol.certificate import Certificate, Head, genesis
+from p2ptrain.averaging.protocol.seen_votes import SeenVotes
 from p2ptrain.averaging.protocol.table import NO_MEMBERS, Table, founding_table
 from p2ptrain.errors import IntegrityError
 from p2ptrain.manifest import MAX_ANCHOR_KEYS, AveragingSpec, Manifest
@@ -63,6 +64,7 @@ class PeerContext:
         swarm: The manifest's digest, 32 bytes.
         founding: The member table before the first round.
         ballots: This peer's votes.
+        seen_votes: Those of others.
     """
 
     rpc: Rpc
@@ -74,6 +76,7 @@ class PeerContext:
     owner: Owner = field(default_factory=Unconcerned)
     founding: Table = NO_MEMBERS
     ballots: Ballots = field(default_factory=Ballots)
+    seen_votes: SeenVotes = field(default_factory=SeenVotes)
 
     @cached_property
     def anchors(self) -> AnchorBook:
@@ -110,4 +113,5 @@ class PeerContext:
         """Return a certificate that may also be of a lineage without the newest anchor; raise as `certificate`."""
         certificate = Certificate.from_bytes(raw, self.swarm, self.signer)
         certificate.body.check_allowed(self.spec)
+        self.seen_votes.add(certificate.body, certificate.proofs)
         return certificate

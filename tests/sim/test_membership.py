@@ -2,7 +2,8 @@
 
 import asyncio
 import math
-from collections.abc import Collection
+import random
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from p2ptrain.averaging.protocol.certificate import (
     Roster,
 )
 from p2ptrain.averaging.protocol.table import ESTABLISHED, MAX_COUNT
+from p2ptrain.averaging.verification.opening import TWO_VOTES, verify_evidence
 from p2ptrain.network.admission import OpenGate
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.simulated import SimulatedNetwork
@@ -29,6 +31,7 @@ from tests.support.coroutines import simulated
 from tests.support.records import record_of
 from tests.support.sim.clubs import WAIT_SECONDS, Club, announce, ask_for_votes, established, refuses, save, tell_seed
 from tests.support.sim.strangers import forge, go_on_from
+from tests.support.sim.trainers import SimulatedTrainer
 
 # --- strangers ----------------------------------------------------------------------------------------------------
 
@@ -194,17 +197,12 @@ async def test_a_lone_first_peer_waits_once_for_others_whose_records_are_there(
 # --- two rosters ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.fault(36)
-@simulated(seed=5)
-async def test_a_leader_that_shows_two_rosters_to_two_halves_gets_one_certificate_at_most(
-    network: SimulatedNetwork,
-) -> None:
-    """Of four voters; the hostile one signs both results, and the seed votes for what most of a roster signed."""
-    _, (*honest, evil) = await established(network, "abd")
-    tickets: dict[str, Join] = {}
-    rosters: list[Roster] = []
+async def show_two_rosters(evil: SimulatedTrainer, *halves: Sequence[SimulatedTrainer]) -> set[bytes]:
+    """Let a leader show each half of the others a roster of its own, and vote for both; the results certified then."""
+    honest, tickets, rosters = [each for half in halves for each in half], dict[str, Join](), list[Roster]()
     head = evil.sync.head
     ready = asyncio.Event()
+    evil.is_hostile = True
 
     async def join(channel: Channel, request: Join) -> None:
         tickets.setdefault(channel.remote, request)
@@ -216,11 +214,11 @@ async def test_a_leader_that_shows_two_rosters_to_two_halves_gets_one_certificat
         await channel.send(next(Formed(r.tickets) for r in rosters if channel.remote in r.members))
 
     def form() -> None:
-        for each in honest:
+        for half in halves:
             own = evil.sync.averager
             mine = own._signed(own._ticket(head, 10, 1, 0))
-            both = sorted([mine, tickets[each.peer.peer_id].ticket], key=lambda ticket: ticket.peer)
-            rosters.append(Roster(tuple(both)))
+            theirs = [tickets[each.peer.peer_id].ticket for each in half]
+            rosters.append(Roster(tuple(sorted([mine, *theirs], key=lambda ticket: ticket.peer))))
         ready.set()
 
     evil.rpc.serve_channel(JOIN, Join, join)
@@ -230,8 +228,10 @@ async def test_a_leader_that_shows_two_rosters_to_two_halves_gets_one_certificat
         leaders = each.sync.averager.matchmaker.leaders
         leaders.candidates = lambda key, excluded: [evil.peer.peer_id]  # type: ignore[method-assign]
         each._step()
-    trying = [asyncio.create_task(each.sync.averager.average(each.state.vector.clone(), 10, 1)) for each in honest]
+    trying = [each.peer.spawn(each.synchronize()) for each in honest]
     await asyncio.wait_for(ready.wait(), 30)
+    for each in honest:
+        vars(each.sync.averager.matchmaker.leaders).pop("candidates")
     runner, vector = evil.sync.averager._runner, evil.state.vector.clone()
     hostile = [asyncio.create_task(runner.run(runner.prepare(roster, head, vector, None))) for roster in rosters]
     await asyncio.wait([*trying, *hostile], timeout=60)
@@ -245,7 +245,61 @@ async def test_a_leader_that_shows_two_rosters_to_two_halves_gets_one_certificat
         task.cancel()
     await asyncio.gather(*trying, *hostile, return_exceptions=True)
     assert len(rosters) == 2
-    assert len(found) == 1
+    return found
+
+
+@pytest.mark.fault(36)
+@simulated(seed=5)
+async def test_a_leader_that_shows_two_rosters_to_two_halves_gets_one_certificate_at_most(
+    network: SimulatedNetwork,
+) -> None:
+    """Of four voters; the hostile one signs both results, and the seed votes for what most of a roster signed."""
+    _, (a, b, evil) = await established(network, "abd")
+    assert len(await show_two_rosters(evil, [a], [b])) == 1
+
+
+@pytest.mark.fault(36)
+@pytest.mark.parametrize("seed", range(12))
+@simulated()
+async def test_a_voter_that_votes_for_two_results_of_one_view_is_convicted_by_everybody(
+    network: SimulatedNetwork, seed: int
+) -> None:
+    """A member sees the other half's votes when it is asked for its own; nobody asks for evidence."""
+    dice = random.Random(seed)
+    names, spot_checks = dice.choice(["abd", "abcd", "abcde"]), dice.choice([0, 3])
+    club, (*honest, evil) = await established(network, names, spot_checks=spot_checks)
+    half = len(honest) // 2
+    await show_two_rosters(evil, honest[:half], honest[half:])
+    evil.sync.participate(False)
+    await club.average(*honest, rounds=2)
+    accused = evil.peer.peer_id
+    for each in honest:
+        convicted = each.sync.averager.evidence.convicted
+        assert list(convicted) == [accused]
+        found = verify_evidence(convicted[accused], each.swarm, each.sync.averager.round_log.rules_of, each.peer.signer)
+        assert found == (accused, TWO_VOTES)
+        assert accused in each.membership.avoided()
+
+
+@pytest.mark.fault(36)
+@simulated(seed=33)
+async def test_a_voter_confirms_no_certificate_that_excludes_its_own_vote(network: SimulatedNetwork) -> None:
+    """The others voted for another result, which the seed heard of when it was asked for the round after it."""
+    club, (a, b, c) = await established(network)
+    seed = [club.seed.peer.peer_id]
+    first, second = forge(a, b, c), forge(a, b, c, tokens=7)
+    assert second.certificate.body.excludes(first.certificate.body)
+    assert await ask_for_votes(a, first.certificate, seed)
+    for each in (a, b, c):
+        go_on_from(each, second)
+    assert await ask_for_votes(b, forge(a, b, c).certificate, seed), "it follows the certificate"
+    assert not await ask_for_votes(b, second.certificate, seed)
+    third = forge(a, b, c)
+    for each in (a, b, c):
+        go_on_from(each, third)
+    assert await ask_for_votes(b, forge(a, b, c).certificate, seed)
+    assert await ask_for_votes(b, third.certificate, seed), "it did not vote in that round"
+    assert not club.seed.ballots[club.manifest.digest].vote(replace(third.certificate.body, group_id=bytes(32)))
 
 
 @pytest.mark.fault(36)
@@ -254,7 +308,7 @@ async def test_a_member_that_claims_many_attempts_ends_no_round_for_the_others(n
     """In one attempt with it another member votes. Without that member's next vote, the rest are no quorum."""
     club, (a, b, c, evil) = await established(network, "abcd")
     false, true, voted = evil.sync.replica.context.ballots, a.sync.replica.context.ballots, asyncio.Event()
-    false.next_view = lambda lineage: MAX_COUNT  # type: ignore[method-assign]
+    false.next_view = lambda lineage, round_: MAX_COUNT  # type: ignore[method-assign]
     false.vote = lambda *_, **__: False  # type: ignore[method-assign]
 
     def vote(body: Body) -> bool:
@@ -266,7 +320,7 @@ async def test_a_member_that_claims_many_attempts_ends_no_round_for_the_others(n
         each._step()
     trying = [each.peer.spawn(each.synchronize()) for each in (a, evil)]
     await asyncio.wait_for(voted.wait(), WAIT_SECONDS)
-    assert true.next_view(a.sync.head.lineage) == 2
+    assert true.next_view(a.sync.head.lineage, a.sync.head.round) == 2
     network.crash(evil.peer)
     await club.average(b, c)
     await asyncio.wait(trying)

@@ -58,8 +58,7 @@ class AttemptRunner:
         self._contributions = contributions
         self.rates = SendRates()
         self.evidence = EvidenceStore(context, round_log.rules_of, self._on_conviction)
-        if context.spec.spot_checks:  # Without checks no member signs anything that could convict it.
-            self.evidence.serve()
+        self.evidence.serve()
         self._observer = Observer(on_phase, self.rates.observe, self.evidence.add_soon)
         self._slow_checkers: set[str] = set()
         self._durations: dict[int, deque[float]] = {}
@@ -116,6 +115,7 @@ class AttemptRunner:
                     durations.clear()  # All members may be slower now: only the manifest's deadline holds.
                 certificate = await self._recover(attempt, result, loop.time() - started)
             self._judge(result, certificate)
+            await self.evidence.add_double_votes()
         finally:
             self._lingering.start(self._leave(session, committed=certificate is not None), "linger")
         if certificate is not None:
@@ -175,14 +175,15 @@ class AttemptRunner:
             self._membership.broke_with(peer, reason)
         if certificate is not None:
             body = certificate.body
-            if self._context.spec.spot_checks:
+            self._context.seen_votes.add(body, certificate.proofs, is_own=True)
+            if self._context.spec.spot_checks:  # Otherwise evidence is rare, and shown where it is needed.
                 self.evidence.ask([peer for peer in body.members if peer != self._context.rpc.peer_id])
             for peer in body.contributing:
                 self._membership.finished_with(peer)
                 self.rates.was_in_time(peer)
 
     def _on_conviction(self, peer: str, fault: str) -> None:
-        """Exclude a peer that falsified a mean, and fail the running attempts with it."""
+        """Exclude a peer that lied, and fail the running attempts with it."""
         logger.warning("peer %s is kept out from now on: there is evidence against it: %s", peer[-8:], fault)
         self._matchmaker.abandon(peer)
         for session in self.sessions.by_group.values():

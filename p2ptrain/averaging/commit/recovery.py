@@ -104,6 +104,8 @@ class AttemptRecovery:
         """
         left_as = {Standing.SIGNED: Standing.UNKNOWN, Standing.WITHHOLDS: Standing.WITHHOLDS}
         attempt.left_as = left_as.get(self._standing(attempt), Standing.RENOUNCED)
+        if attempt.body is not None:
+            self._context.seen_votes.add(attempt.body, attempt.proofs.items(), is_own=True)
         attempt.body, attempt.contributors, attempt.means = None, None, [None] * len(attempt.means)
         attempt.proofs.clear()
 

@@ -47,7 +47,7 @@ MAX_GUESTS = 16
 PATIENT_ROUNDS, LONGEST_IMPATIENCE = 3, 64
 """Rounds that wait for newcomers in vain, before none is waited for in a number of rounds that doubles."""
 ATTEMPTS_BEFORE_REDUCED = 3
-CONVICTED = "there is evidence that you falsified a mean"
+CONVICTED = "there is evidence against you"
 
 
 class Coordinator:

@@ -81,6 +81,8 @@ class Matchmaker:
         self.position = RoundPosition(head, context.rpc.peer_id, self.cells)
         self._last_leader: tuple[Key, str] | None = None
         self.leaders = Leaders(self.position, context.membership)
+        self._on_misled = on_misled
+        context.seen_votes.follow(head)
         self._coordinator = Coordinator(context, self.leaders, goal, on_misled)
         self.backoff = Backoff(RETRY_SECONDS, LONGEST_RETRY_SECONDS)
         self._is_behind: Callable[[], bool] = lambda: False
@@ -92,7 +94,7 @@ class Matchmaker:
         context.rpc.serve(messages.PROBE, messages.Probe, self._serve_probe)
 
     def abandon(self, leader: str) -> None:
-        """Stop following a leader that falsified a mean."""
+        """Stop following a leader that is convicted."""
         if self._asking is not None and self._asking[0] == leader:
             self._asking[1].cancel()
 
@@ -112,6 +114,7 @@ class Matchmaker:
     def set_head(self, head: Head) -> None:
         """Continue from another head, and expect the members of its last round even without records."""
         self.position.head = head
+        self._context.seen_votes.follow(head)
         self.position.running = None
         self.position.attempts, self.position.standstill, self.position.left = 0, 0.0, frozenset()
         self.backoff.reset()
@@ -371,8 +374,9 @@ class Matchmaker:
             raise NoGroupError(f"the leader sent a roster with {error}") from error
         if own not in roster.tickets or not self.cells.is_consistent(roster):
             raise NoGroupError("the leader sent a roster that does not agree with itself")
-        if any(self._membership.is_convicted(peer) for peer in roster.members):
-            raise NoGroupError("the leader sent a roster with a peer that was proved to have falsified a mean")
+        if convicted := [peer for peer in roster.members if self._membership.is_convicted(peer)]:
+            self._on_misled(leader, convicted[0])
+            raise NoGroupError("the leader sent a roster with a peer against which there is evidence")
         if roster.is_reduced and not may_reduce(self.position.head.table, roster.tickets):
             raise NoGroupError("the leader would close the round without voters that may still come")
         if roster.is_reduced and self._is_behind():  # It waited for delegates of a round that others have ended.

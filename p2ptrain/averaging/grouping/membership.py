@@ -6,7 +6,7 @@ arrives and a backoff has passed, which doubles with each failure. Failures ban 
 
 Three judgements outlast a peer's own signs of life:
 
-* A *convicted* peer falsified a mean, and never joins this peer's groups.
+* A *convicted* peer falsified a mean, or voted twice in one view, and never joins this peer's groups.
 * An *avoided* peer broke rounds repeatedly, and stays out for a while. Otherwise two peers that reach all others but
   not each other would break every round.
 * A *mistrusted* peer lacked the state that it announced, and is not followed for a while. If it also stalled this peer,
@@ -239,7 +239,7 @@ class Membership:
         if known.record.state not in ACTIVE_STATES:
             return known.record.state
         if peer in self._convicted:
-            return "was proved to have falsified a mean"
+            return "was proved to have lied"
         if self.is_suspect(peer) or known.rounds_missed:
             return known.reason
         return ""

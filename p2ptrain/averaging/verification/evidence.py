@@ -1,4 +1,4 @@
-"""Evidence against owners that falsified a mean: kept, served, and spread to other trainers.
+"""Evidence against owners that falsified a mean, and voters that voted twice: kept, served, and spread to trainers.
 
 Evidence convinces every peer (`p2ptrain.averaging.verification.opening.verify_evidence`), so any peer may forward it.
 The cost of liars is bounded: a piece has at most `MAX_EVIDENCE_BYTES`, one is received and verified at a time, and a
@@ -20,10 +20,10 @@ from msgspec import Meta
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.membership import MAX_KNOWN_PEERS
 from p2ptrain.averaging.protocol.certificate import Name
-from p2ptrain.averaging.verification.opening import MAX_EVIDENCE_BYTES, RulesOf, verify_evidence
+from p2ptrain.averaging.verification.opening import MAX_EVIDENCE_BYTES, DoubleVote, RulesOf, verify_evidence
 from p2ptrain.errors import DeadlineError, IntegrityError, PeerError, PeerRefusedError
 from p2ptrain.network.rpc.channel import Channel
-from p2ptrain.network.schema import Message, Nothing
+from p2ptrain.network.schema import Message, Nothing, to_bytes
 from p2ptrain.tasks import Tasks
 
 logger = logging.getLogger(__name__)
@@ -112,6 +112,12 @@ class EvidenceStore:
         """Add evidence that this peer found, unless it is too large, as it may be in a very large group."""
         with contextlib.suppress(IntegrityError):
             await self.add(evidence)
+
+    async def add_double_votes(self) -> None:
+        """Add evidence of the double votes that this peer saw since the last call."""
+        for voter, first, second in self._context.seen_votes.take():
+            both = DoubleVote(voter, (first.body, second.body), (first.proofs[voter], second.proofs[voter]))
+            await self.add_own(to_bytes(both))
 
     def add_soon(self, evidence: bytes) -> None:
         self._start(self.add(evidence))

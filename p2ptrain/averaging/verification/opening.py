@@ -21,7 +21,17 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from msgspec import Meta
 
-from p2ptrain.averaging.protocol.certificate import MAX_MEMBERS, MAX_PROOF_BYTES, Count, Name, Positive, Proof, Signed
+from p2ptrain.averaging.protocol.certificate import (
+    MAX_MEMBERS,
+    MAX_PROOF_BYTES,
+    Body,
+    Count,
+    Name,
+    Positive,
+    Proof,
+    Signed,
+    vote,
+)
 from p2ptrain.averaging.protocol.table import FULL_TRUST
 from p2ptrain.averaging.vector.chunks import (
     RANGE_SLACK,
@@ -47,6 +57,7 @@ if TYPE_CHECKING:
 MAX_CHUNKS = 64  # chunks of one share that a member may have opened at a time
 MAX_EVIDENCE_BYTES = 32 << 20
 TWO_MEANS = "it stated two means of its share"
+TWO_VOTES = "it voted for two results of one round in one view"
 VALUE_BYTES = 4
 MAX_STATEMENT_BYTES = MAX_PROOF_BYTES + 512  # bound on a statement in wire form
 
@@ -236,7 +247,7 @@ class Answer(Message, frozen=True):
 
 
 class Evidence(Message, frozen=True, tag=True):
-    """Transferable proof that an owner cheated."""
+    """Transferable proof that an owner or a voter cheated."""
 
 
 class TwoMeans(Evidence, frozen=True, tag="two means"):
@@ -244,6 +255,14 @@ class TwoMeans(Evidence, frozen=True, tag="two means"):
 
     first: Statement
     second: Statement
+
+
+class DoubleVote(Evidence, frozen=True, tag="double vote"):
+    """Two results of which no voter may sign both, with a voter's signatures of them."""
+
+    voter: Name
+    bodies: tuple[Body, Body]
+    proofs: tuple[Proof, Proof]
 
 
 class FalseChunk(Evidence, frozen=True, tag="false chunk"):
@@ -266,10 +285,10 @@ class FalseChunk(Evidence, frozen=True, tag="false chunk"):
 def verify_evidence(
     data: bytes | bytearray | memoryview, swarm: bytes, rules_of: RulesOf, verifier: Signer
 ) -> tuple[str, str]:
-    """Return an owner and its fault, if the evidence proves it from facts that every peer of the swarm knows.
+    """Return a peer and its fault, if the evidence proves it from facts that every peer of the swarm knows.
 
     Raises:
-        IntegrityError: It convicts no owner.
+        IntegrityError: It convicts nobody.
     """
     if len(data) > MAX_EVIDENCE_BYTES:
         raise IntegrityError("evidence is too large")
@@ -280,6 +299,14 @@ def verify_evidence(
         if not evidence.first.differs(evidence.second):
             raise IntegrityError("evidence holds no two means of one share")
         return evidence.first.author, TWO_MEANS
+    if isinstance(evidence, DoubleVote):
+        first, second = evidence.bodies
+        if first.swarm != swarm or not first.excludes(second):
+            raise IntegrityError("evidence holds no two results that exclude each other")
+        for body, proof in zip(evidence.bodies, evidence.proofs, strict=True):
+            if not verifier.verify(evidence.voter, vote(body.body_hash), proof):
+                raise IntegrityError("evidence holds a signature that does not match its voter")
+        return evidence.voter, TWO_VOTES
     assert isinstance(evidence, FalseChunk)
     statement, share = evidence.opened.statement, evidence.opened.statement.share
     statement.verify(swarm, verifier)  # Before its round and level are used.

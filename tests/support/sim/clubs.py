@@ -101,6 +101,7 @@ class Club:
         for each in self.trainers:
             if each.peer.alive:
                 await each.peer.spawn(each.close())
+        self.ledger.check_convictions(self.trainers)
 
 
 def tell_seed(club: Club, *trainers: SimulatedTrainer) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 from p2ptrain.averaging.context import PeerContext, ballots_in, founding_of
 from p2ptrain.averaging.grouping.membership import Membership
+from p2ptrain.averaging.protocol.ballots import Ballots
 from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.errors import DivergedError
 from p2ptrain.manifest import AveragingSpec, Manifest, TrainingSpec
@@ -73,7 +74,10 @@ class InvariantError(AssertionError):
 
 @dataclass
 class Ledger:
-    """Record what all trainers of one simulation did, and check what must hold among them at any time."""
+    """Record what all trainers of one simulation did, and check what must hold among them at any time.
+
+    ``ballots`` are the votes of trainers without a folder, by peer: as a file would, they outlive a crash.
+    """
 
     digests: dict[bytes, bytes] = field(default_factory=dict)
     tokens: dict[bytes, int] = field(default_factory=dict)
@@ -81,6 +85,7 @@ class Ledger:
     contributed: dict[str, int] = field(default_factory=dict)
     produced: dict[str, int] = field(default_factory=dict)
     commits: list[tuple[float, str, int]] = field(default_factory=list)
+    ballots: dict[str, Ballots] = field(default_factory=dict)
 
     def check_head(self, trainer: "SimulatedTrainer") -> None:
         """Holders of one lineage hold the same bits."""
@@ -91,6 +96,14 @@ class Ledger:
         self.rounds[head.lineage] = head.round
         if self.tokens.setdefault(head.lineage, head.tokens) != head.tokens:
             raise InvariantError(f"{trainer.peer.name} counts other tokens than others at round {head.round}")
+
+    def check_convictions(self, trainers: Iterable["SimulatedTrainer"]) -> None:
+        """Nobody has evidence against an honest trainer."""
+        trainers = list(trainers)
+        honest = {each.peer.peer_id for each in trainers} - {each.peer.peer_id for each in trainers if each.is_hostile}
+        for each in trainers:
+            if convicted := honest & each.sync.averager.evidence.convicted.keys():
+                raise InvariantError(f"{each.peer.name} has evidence against honest trainers: {sorted(convicted)}")
 
     @property
     def forked_rounds(self) -> list[int]:
@@ -129,9 +142,12 @@ class SimulatedTrainer:
         self.status = "starting"
         self.presence = Presence(lambda: peer.directory, self.rpc, peer.signer, self.membership, self.describe)
         self.is_reachable = True
+        ballots = ledger.ballots.setdefault(peer.peer_id, Ballots())
+        if peer.runtime.scratch is not None:
+            ballots = ballots_in(peer.runtime.scratch, self.swarm)
         context = PeerContext(
             self.rpc, peer.runtime, peer.signer, self.swarm, manifest.averaging, self.membership, self,
-            founding_of(manifest), ballots_in(peer.runtime.scratch, self.swarm),
+            founding_of(manifest), ballots,
         )  # fmt: skip
         self.sync = Synchronizer(Replica(context, manifest.training, self.state))
         spec = manifest.training
@@ -263,6 +279,7 @@ class SimulatedSwarm:
         self.seed = seed
         self.ledger = Ledger()
         self.trainers: dict[str, SimulatedTrainer] = {}
+        self.launched: list[SimulatedTrainer] = []
         self.tasks: dict[str, asyncio.Task[None]] = {}
         at_end(self.end)
 
@@ -276,6 +293,7 @@ class SimulatedSwarm:
     def _launch(self, peer: SimulatedPeer, step_seconds: float) -> SimulatedTrainer:
         trainer = SimulatedTrainer(peer, self.manifest, self.ledger, step_seconds, self.seed)
         self.trainers[peer.name] = trainer
+        self.launched.append(trainer)
         self.tasks[peer.name] = peer.spawn(trainer.run())
         return trainer
 
@@ -329,3 +347,4 @@ class SimulatedSwarm:
         await asyncio.gather(*pending, return_exceptions=True)
         await self.founder.close()
         self._raise_errors()
+        self.ledger.check_convictions(self.launched)
