@@ -323,7 +323,7 @@ def show(trainer: SimulatedTrainer, anchors: Sequence[Anchor], seconds: float = 
 
 @simulated(seed=7)
 async def test_after_a_partition_the_anchored_side_wins_over_more_rounds(network: SimulatedNetwork) -> None:
-    """Both sides went on with the votes of two thirds: those in between voted twice."""
+    """Both sides went on with the votes of two thirds: those in between voted twice, in two views."""
     club, trainers = await established(network, "abcd", anchor_rounds=EVERY)
     left, right, *between = trainers
     await club.average(*trainers, rounds=EVERY)
@@ -332,7 +332,7 @@ async def test_after_a_partition_the_anchored_side_wins_over_more_rounds(network
     for each in between:
         each.sync.participate(False)
     for _ in range(2 * EVERY):
-        go_on_from(right, forge(right, *between))
+        go_on_from(right, forge(right, *between, view=1))
     await club.average(left, *between, rounds=EVERY)
     assert book_of(left).round == 2 * EVERY
     assert not left.sync.head.is_reduced
