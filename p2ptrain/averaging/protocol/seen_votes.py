@@ -7,12 +7,13 @@ of one round meet where a peer chooses between lineages.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable
 from threading import Lock
 from typing import NamedTuple
 
 from p2ptrain.averaging.protocol.certificate import Body, Head
+from p2ptrain.buffers import Bounded
 
 MAX_ROUNDS = 64
 MAX_RESULTS = 8
@@ -31,17 +32,15 @@ class SeenVotes:
     """The votes for full results of this peer's last rounds; safe from any thread."""
 
     def __init__(self) -> None:
-        self._electorates: OrderedDict[bytes, frozenset[str]] = OrderedDict()
-        self._seen: dict[bytes, deque[Votes]] = {}
+        self._rounds = Bounded[bytes, tuple[frozenset[str], deque[Votes]]](MAX_ROUNDS)  # By the lineage before it.
         self._found: dict[str, tuple[Votes, Votes]] = {}
         self._lock = Lock()
 
     def follow(self, head: Head) -> None:
         """Keep the votes in the round after a head of this peer, and in the last `MAX_ROUNDS` rounds."""
         with self._lock:
-            self._electorates[head.lineage] = head.table.electorate
-            while len(self._electorates) > MAX_ROUNDS:
-                self._seen.pop(self._electorates.popitem(last=False)[0], None)
+            _, seen = self._rounds.get(head.lineage, (None, deque[Votes](maxlen=MAX_RESULTS)))
+            self._rounds[head.lineage] = head.table.electorate, seen
 
     def add(self, body: Body, proofs: Iterable[tuple[str, bytes]], *, is_own: bool = False) -> None:
         """Keep votes, whose signatures the caller has verified, and compare them with those that are known.
@@ -50,13 +49,13 @@ class SeenVotes:
         of them is honest, and no liar displaces other votes.
         """
         with self._lock:
-            if (electorate := self._electorates.get(body.lineage)) is None:
+            if (known := self._rounds.get(body.lineage)) is None:
                 return
+            electorate, seen = known
             votes = Votes(body, {peer: proof for peer, proof in proofs if peer in electorate})
             counts = is_own or 3 * len(votes.proofs) >= len(electorate)
             if not (body.is_full and votes.proofs and counts):
                 return
-            seen = self._seen.setdefault(body.lineage, deque(maxlen=MAX_RESULTS))
             for each in seen:
                 if each.body.excludes(body) and len(self._found) < MAX_FOUND:
                     self._found |= dict.fromkeys(each.proofs.keys() & votes.proofs.keys(), (each, votes))

@@ -176,5 +176,5 @@ def test_the_votes_kept_are_bounded() -> None:
         for number in range(2 * MAX_RESULTS):
             body = make_body("x", number, lineage)
             seen.add(body, proofs_of(body, "abc"))
-    assert len(seen._seen) == MAX_ROUNDS
-    assert {len(results) for results in seen._seen.values()} == {MAX_RESULTS}
+    assert len(seen._rounds) == MAX_ROUNDS
+    assert {len(results) for _, results in seen._rounds.values()} == {MAX_RESULTS}
