@@ -1,4 +1,4 @@
-"""What changes from one served version to the next while a real model is fine-tuned, and how far that compresses.
+"""Compare two served versions of a real model that is fine-tuned: values that change, and the size of a patch.
 
 A patch is the exclusive or of two versions, its bytes of one significance side by side, compressed by zlib at level 1.
 """

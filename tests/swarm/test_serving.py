@@ -6,7 +6,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,8 +65,11 @@ def golden_logits(ids: torch.Tensor) -> torch.Tensor:
 def niceness(process: subprocess.Popen[bytes]) -> set[int]:
     """Return the niceness of a process's threads, beyond its own."""
     own = os.getpriority(os.PRIO_PROCESS, process.pid)
-    tasks = Path(f"/proc/{process.pid}/task").iterdir()
-    return {os.getpriority(os.PRIO_PROCESS, int(task.name)) - own for task in tasks}
+    found = set()
+    for task in Path(f"/proc/{process.pid}/task").iterdir():
+        with suppress(ProcessLookupError):  # It has ended since.
+            found.add(os.getpriority(os.PRIO_PROCESS, int(task.name)) - own)
+    return found
 
 
 async def ask(
