@@ -16,6 +16,7 @@ from hivemind.p2p import PeerID
 
 from p2ptrain.network.factory import DirectoryOptions
 from p2ptrain.network.identity import Identity
+from p2ptrain.network.libp2p.dht_node import node_id_of
 from p2ptrain.network.libp2p.directory import Libp2pDirectory
 from p2ptrain.network.libp2p.transport import Libp2pTransport
 from p2ptrain.network.records.record import (
@@ -59,6 +60,10 @@ class Peer:
     async def announce(self, sequence: int = 1) -> bool:
         value, expires_at = self.record(sequence)
         return await self.directory.publish(self.key, self.identity.peer_id, value, expires_at, 10)
+
+    def keep_nothing(self) -> None:
+        """Say of each record that it is kept, and do not keep it."""
+        self.directory._node.protocol.storage.store = lambda *_, **__: True
 
     @property
     def key(self) -> str:
@@ -286,13 +291,41 @@ async def test_six_nodes_with_chosen_ids_around_a_key_hide_nobody() -> None:
             node, protocol = liar.directory._node, liar.directory._node.protocol
             node.node_id = protocol.node_id = DHTID(DHTID.generate(a.key) ^ (number + 1))
             protocol.node_info.node_id = node.node_id.to_bytes()
-            protocol.storage.store = protocol.storage.store_subkey = lambda *_, **__: True
+            liar.keep_nothing()
             await liar.directory._join()
         assert await a.announce()
         found = await seed.directory.look_up(a.key, 10)
         assert set(found or ()) == {a.identity.peer_id}
         async with peer(known) as newcomer:
             assert a.identity.peer_id in (await newcomer.seen() or set())
+
+
+@pytest.mark.fault(46)
+@on_loop
+async def test_nobody_is_hidden_by_the_nodes_nearest_to_its_key(tmp_path: Path) -> None:
+    """All nodes that a peer hands its record to are nearer to the key than itself, and keep nothing."""
+
+    def distance(node: str, of: str) -> int:
+        key = DHTID.generate(peers_key(SWARM, shard_of(of)))
+        return int(key.xor_distance(node_id_of(PeerID.from_base58(node))))
+
+    names = {}
+    for number in range(16):
+        with Identity.create_or_load(tmp_path / f"{number}.key") as identity:
+            names[identity.peer_id] = tmp_path / f"{number}.key"
+    hidden = max(names, key=lambda name: distance(name, name))
+    nearer = [name for name in names if distance(name, hidden) < distance(hidden, hidden)]
+    async with contextlib.AsyncExitStack() as stack:
+        seed = await stack.enter_async_context(peer())
+        known = tuple(await seed.transport.addresses())
+        a = await stack.enter_async_context(peer(known, key=names[hidden]))
+        assert len(nearer) >= a.directory._node.num_replicas
+        seed.keep_nothing()
+        for name in nearer[: a.directory._node.num_replicas]:
+            (await stack.enter_async_context(peer(known, key=names[name]))).keep_nothing()
+        await a.directory._join()
+        assert await a.announce()
+        assert set(await seed.directory.look_up(a.key, 10) or ()) == {hidden}
 
 
 @pytest.mark.fault(35)

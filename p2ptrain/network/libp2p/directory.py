@@ -134,6 +134,9 @@ class Libp2pDirectory(Directory):
         except Exception as error:  # hivemind raises many kinds; the caller publishes again anyway
             logger.debug("publishing %s failed: %r", key, error)
             return False
+        if stored:  # This node keeps its own record, too: those nearest to the key may all lie, and keep nothing.
+            protocol = self._node.protocol
+            protocol.storage.store(DHTID.generate(key), protocol.serializer.dumps(value), float(expires_at), subkey)
         return bool(stored)
 
     async def look_up(self, key: str, timeout_seconds: float) -> dict[str, Entry] | None:
