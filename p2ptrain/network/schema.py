@@ -15,6 +15,7 @@ Alternative messages are subclasses of one tagged base. The receiver passes the 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable
 from functools import cache
 from typing import Annotated, Any, TypeVar, Union, cast
@@ -35,6 +36,7 @@ Amount = Annotated[float, Meta(ge=0.0, le=1e18)]
 Number = Annotated[float, Meta(ge=-1e12, le=1e12)]
 Hash = Annotated[bytes, Meta(min_length=32, max_length=32)]
 _BYTES = (bytes, bytearray, memoryview)
+_resolving = threading.Lock()
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -47,9 +49,16 @@ class Nothing(Message, frozen=True):
 
 @cache
 def _target(schema: Any) -> Any:
-    """Return the schema, or the union of a tagged base's subclasses."""
+    """Return the schema, or the union of a tagged base's subclasses, once msgspec knows the types of all its fields.
+
+    One thread at a time: msgspec 0.22 resolves a class at its first use, and meanwhile another thread that uses the
+    class ends the process with a segmentation fault.
+    """
     derived = schema.__subclasses__() if issubclass(schema, Message) else []
-    return Union[tuple(derived)] if derived else schema  # noqa: UP007
+    target = Union[tuple(derived)] if derived else schema  # noqa: UP007
+    with _resolving:
+        msgspec.msgpack.Decoder(target)
+    return target
 
 
 def to_wire(value: object) -> Any:

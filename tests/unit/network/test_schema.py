@@ -1,5 +1,7 @@
 """Schemas: what fits comes back as it was, and nothing else ever raises another error than one that names the field."""
 
+import subprocess
+import sys
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -12,6 +14,30 @@ from msgspec import Meta
 
 from p2ptrain.errors import IntegrityError
 from p2ptrain.network.schema import Amount, Count, Hash, Number, from_wire, to_wire
+from tests.support.processes.commands import ROOT
+
+THREADS = """
+import sys, threading
+import msgspec
+from p2ptrain.network.schema import from_wire
+
+sys.setswitchinterval(1e-6)
+for number in range(100):
+    inner = msgspec.defstruct("Inner", [("first", int)], frozen=True)
+    outer = msgspec.defstruct("Outer", [(f"field_{n}", tuple[inner, ...]) for n in range(20)], frozen=True)
+    values, together = {f"field_{n}": ({"first": n},) for n in range(20)}, threading.Barrier(3)
+
+    def convert():
+        together.wait()
+        for _ in range(20):
+            assert from_wire(outer, values).field_19[0].first == 19
+
+    threads = [threading.Thread(target=convert) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+"""
 
 
 @dataclass(frozen=True)
@@ -105,3 +131,8 @@ def test_deep_nesting_is_refused() -> None:
 
 def test_a_field_of_a_later_version_is_ignored() -> None:
     assert from_wire(Outer, over_the_wire(GOOD) | {"later": 1}) == GOOD
+
+
+def test_threads_may_use_a_schema_for_the_first_time_together() -> None:
+    done = subprocess.run([sys.executable, "-c", THREADS], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
