@@ -55,6 +55,13 @@ class Machines:
             ]
             yield [seed.process, *trainers]
 
+    def check(self, processes: list[subprocess.Popen[bytes]]) -> None:
+        """Check that all of them still run; otherwise, show what each that ended said."""
+        logs = (self.organizer / "seed.log", *map(self.log, NAMES))
+        together = zip(processes, logs, strict=True)
+        ended = [f"status {p.returncode}: {log.read_text()}" for p, log in together if p.poll() is not None]
+        assert not ended, "\n".join(ended)
+
     def log(self, name: str) -> Path:
         return self.directory / f"{name}.log"
 
@@ -71,7 +78,7 @@ def test_all_are_killed_and_training_goes_on_from_the_newest_whole_checkpoint(tm
     with nothing_left_behind(), machines.running() as processes:
 
         def trained() -> bool:
-            assert all(process.poll() is None for process in processes), machines.log(NAMES[0]).read_text()
+            machines.check(processes)
             together = [[r for r in machines.rounds(name) if r["members"] == 2] for name in NAMES]
             return all(len(rounds) >= 12 for rounds in together)
 
@@ -92,7 +99,7 @@ def test_all_are_killed_and_training_goes_on_from_the_newest_whole_checkpoint(tm
     with nothing_left_behind(), machines.running() as processes:
 
         def goes_on() -> bool:
-            assert all(process.poll() is None for process in processes), machines.log(NAMES[0]).read_text()
+            machines.check(processes)
             since = [machines.rounds(name)[len(before[name]) :] for name in NAMES]
             return all(len([r for r in rounds if r["members"] == 2]) >= 4 for rounds in since)
 

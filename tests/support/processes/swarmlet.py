@@ -233,8 +233,9 @@ class Seed:
 @contextlib.contextmanager
 def seeding(directory: Path, listen: str = LOOPBACK) -> Iterator[Seed]:
     """The bootstrap peer of an organizer's folder, with its log there; killed at the end."""
+    link_file = directory / "bootstrap" / "link.txt"
+    link_file.unlink(missing_ok=True)  # An earlier seed's.
     with background_command(directory / "seed.log", "seed", directory, "--listen", listen) as process:
-        link_file = directory / "bootstrap" / "link.txt"
         wait_until(lambda: link_file.exists() or process.poll() is not None, PATIENCE_SECONDS)
         assert process.poll() is None, (directory / "seed.log").read_text()
         yield Seed(directory, link_file.read_text().strip(), process)
