@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from p2ptrain.averaging.protocol.table import ESTABLISHED
 from tests.lab.scenario import Attackers, Measured, Scenario
 from tests.support.processes.nat import Host, Internet, NatPeer, why_unavailable
 from tests.support.processes.swarmlet import Swarmlet, Worker, nothing_left_behind
@@ -44,7 +45,7 @@ class RealRun:
     def play(self, disturbed: bool) -> Measured:
         self._start(disturbed)
         names, measured, unharmed = list(self.workers), self.measured, self.scenario.unharmed
-        self._wait(lambda: all(self._committed(name, len(names)) for name in names), START_SECONDS)
+        self._wait(lambda: all(map(self._votes, names)), START_SECONDS)
         began, plan = time.monotonic(), self._plan() if disturbed else []
         self._before = {name: self._memory_mb(name) for name in unharmed}
         fronts = {name: self._front(name) for name in names}
@@ -147,8 +148,12 @@ class RealRun:
     def _commits(self, name: str, since: int = 0) -> list[Event]:
         return [event for event in self.workers[name].rounds(since) if event["committed"]]
 
-    def _committed(self, name: str, members: int) -> bool:
-        return any(event["members"] == members for event in self._commits(name))
+    def _votes(self, name: str) -> bool:
+        """True once a trainer has seen all trainers in so many rounds that, among friends, each of them votes.
+
+        A swarm of fewer voters may stand still for `matchmaking_seconds` when one is killed.
+        """
+        return sum(event["members"] == len(self.workers) for event in self._commits(name)) > ESTABLISHED
 
     def _front(self, name: str) -> int:
         return max((event["round"] for event in self.workers[name].rounds()), default=0)
