@@ -149,11 +149,12 @@ class RealRun:
         return [event for event in self.workers[name].rounds(since) if event["committed"]]
 
     def _votes(self, name: str) -> bool:
-        """True once a trainer has seen all trainers in so many rounds that, among friends, each of them votes.
+        """True once a trainer has been counted in so many rounds that, among friends, it votes.
 
         A swarm of fewer voters may stand still for `matchmaking_seconds` when one is killed.
         """
-        return sum(event["members"] == len(self.workers) for event in self._commits(name)) > ESTABLISHED
+        own = next((event["peer"] for event in self.workers[name].events if event["event"] == "joined"), "")
+        return sum(own in event.get("counted", ()) for event in self._commits(name)) >= ESTABLISHED
 
     def _front(self, name: str) -> int:
         return max((event["round"] for event in self.workers[name].rounds()), default=0)
