@@ -19,7 +19,7 @@ from tests.support.processes.nat import Host, Internet, NatPeer, why_unavailable
 from tests.support.processes.swarmlet import Swarmlet, Worker, nothing_left_behind
 from tests.support.processes.tellers import Event, Teller
 
-START_SECONDS = 180.0
+START_SECONDS = 400.0
 RECOVERY_SECONDS = 120.0
 PAUSE_SECONDS = 0.5
 HIDDEN = 8

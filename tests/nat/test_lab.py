@@ -7,7 +7,7 @@ from tests.lab.scenario import SCENARIOS
 from tests.support.processes.nat import why_unavailable
 from tests.support.tools import needed
 
-pytestmark = [needed(why_unavailable(), "ip", "nft"), pytest.mark.timeout(600)]
+pytestmark = [needed(why_unavailable(), "ip", "nft"), pytest.mark.timeout(1500)]
 
 
 def test_real_peers_train_on_while_a_stranger_sends_garbage_and_one_of_them_is_killed() -> None:
