@@ -10,11 +10,9 @@ That takes integer operations alone, so the bits are equal on every machine, unl
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -22,7 +20,7 @@ from torch.nn import functional
 from p2ptrain.manifest import TrainingSpec
 from p2ptrain.training.learning_rate import manifest_schedule
 from p2ptrain.training.state.layout import Fragment, Layout
-from p2ptrain.training.state.outer_optimizers import BLOCK_VALUES, VectorStep, clip_scale, power, step_buffers
+from p2ptrain.training.state.outer_optimizers import BLOCK_VALUES, AdamRule, VectorStep, clip_scale, step_buffers
 
 BETA1, BETA2 = 0.9, 0.95
 EPSILON = 1e-8
@@ -73,27 +71,17 @@ class AdamWStep(VectorStep):
         """See `Stepper.step`; ``fragment`` is the whole vector."""
         rate = self._spec.learning_rate * self._schedule(round_)
         self._steps.add_(1.0)
-        taken = int(self._steps)
-        step_size = rate / (1.0 - power(BETA1, taken))
-        correction = math.sqrt(1.0 - power(BETA2, taken))
+        rule = AdamRule(BETA1, BETA2, EPSILON, rate, int(self._steps))
         clip = clip_scale(mean, self._num, self._spec.clip_norm)
-        buffers = [torch.empty(min(BLOCK_VALUES, self._num), dtype=torch.float32) for _ in range(2)]
+        buffer = torch.empty(3, min(BLOCK_VALUES, self._num), dtype=torch.float32)
         for start in range(0, self._num, BLOCK_VALUES):
             block = slice(start, min(start + BLOCK_VALUES, self._num))
-            gradient, part = (buffer[: block.stop - start] for buffer in buffers)
+            gradient, *scratch = buffer[:, : block.stop - start]
             values, (first, second) = vector[block], (moment.open(block) for moment in self._moments)
             torch.mul(mean[block], clip, out=gradient)
-            torch.mul(values, rate * self._spec.weight_decay, out=part)
-            values.sub_(part)
-            torch.mul(gradient, 1.0 - BETA1, out=part)
-            first.mul_(BETA1).add_(part)
-            torch.mul(gradient, gradient, out=part)
-            part.mul_(1.0 - BETA2)
-            second.mul_(BETA2).add_(part)
-            np.sqrt(second.numpy(), out=part.numpy())
-            part.div_(correction).add_(EPSILON)
-            torch.mul(first, step_size, out=gradient)
-            values.sub_(gradient.div_(part))
+            torch.mul(values, rate * self._spec.weight_decay, out=scratch[0])
+            values.sub_(scratch[0])
+            rule.step(values, gradient, first, second, scratch)
             for moment, held in zip(self._moments, (first, second), strict=True):
                 moment.close(block, held)
         step_buffers(self._layout, vector, mean, fragment or self._layout.whole)

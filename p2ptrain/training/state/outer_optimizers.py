@@ -190,26 +190,37 @@ class AdamStep(VectorStep):
         fragment = fragment or self._layout.whole
         self._steps[fragment.index].add_(1.0)
         taken = int(self._steps[fragment.index])
-        rate = self._learning_rate / (1.0 - power(self._beta1, taken))
-        correction = math.sqrt(1.0 - power(self._beta2, taken))
-        size = min(BLOCK_VALUES, self._layout.num_parameters)
-        update, scale = torch.empty(size, dtype=torch.float32), torch.empty(size, dtype=torch.float32)
+        rule = AdamRule(self._beta1, self._beta2, self._epsilon, self._learning_rate, taken)
+        buffer = torch.empty(2, min(BLOCK_VALUES, self._layout.num_parameters), dtype=torch.float32)
         for block, source in _blocks(fragment):
-            count = block.stop - block.start
-            part, divisor, gradient = update[:count], scale[:count], mean[source]
-            torch.mul(gradient, 1.0 - self._beta1, out=part)
-            self._first[block].mul_(self._beta1).add_(part)
-            torch.mul(gradient, gradient, out=part)
-            part.mul_(1.0 - self._beta2)
-            self._second[block].mul_(self._beta2).add_(part)
-            np.sqrt(self._second[block].numpy(), out=divisor.numpy())
-            divisor.div_(correction).add_(self._epsilon)
-            torch.mul(self._first[block], rate, out=part)
-            vector[block].sub_(part.div_(divisor))
+            part, divisor = buffer[:, : block.stop - block.start]
+            rule.step(vector[block], mean[source], self._first[block], self._second[block], (part, divisor))
         step_buffers(self._layout, vector, mean, fragment)
 
 
-def power(base: float, exponent: int) -> float:
+class AdamRule:
+    """Adam's step number ``taken``, from 1, in IEEE operations that are each rounded to fp32 by themselves."""
+
+    def __init__(self, beta1: float, beta2: float, epsilon: float, learning_rate: float, taken: int) -> None:
+        self._beta1, self._beta2, self._epsilon = beta1, beta2, epsilon
+        self._rate = learning_rate / (1.0 - _power(beta1, taken))
+        self._correction = math.sqrt(1.0 - _power(beta2, taken))
+
+    def step(self, values: Tensor, gradient: Tensor, first: Tensor, second: Tensor, scratch: Sequence[Tensor]) -> None:
+        """Move values and moments ``[n]`` in place by a gradient; ``scratch`` are two buffers ``[n]``."""
+        part, divisor = scratch
+        torch.mul(gradient, 1.0 - self._beta1, out=part)
+        first.mul_(self._beta1).add_(part)
+        torch.mul(gradient, gradient, out=part)
+        part.mul_(1.0 - self._beta2)
+        second.mul_(self._beta2).add_(part)
+        np.sqrt(second.numpy(), out=divisor.numpy())
+        divisor.div_(self._correction).add_(self._epsilon)
+        torch.mul(first, self._rate, out=part)
+        values.sub_(part.div_(divisor))
+
+
+def _power(base: float, exponent: int) -> float:
     """Return ``base ** exponent`` in fp64 by multiplications alone: C libraries' ``pow`` differ in the last bit."""
     result = 1.0
     while exponent:
