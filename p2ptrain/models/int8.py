@@ -41,7 +41,6 @@ class Frozen(nn.Module):
 
     Attributes:
         transposed: True if the original weight had a column for each row.
-        product: The kernel; None selects that of the device.
     """
 
     weight: torch.Tensor
@@ -50,7 +49,6 @@ class Frozen(nn.Module):
     def __init__(self, weight: torch.Tensor, *, transposed: bool = False) -> None:
         super().__init__()
         self.transposed = transposed
-        self.product: Product | None = None
         for name, value in self.quantized(weight.detach()).items():
             self.register_buffer(name, value)
 
@@ -70,7 +68,7 @@ class Int8Linear(Frozen):
         self.requires_grad_(False)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        outputs = int8_linear(inputs, self.weight, self.scale, self.product)
+        outputs = int8_linear(inputs, self.weight, self.scale)
         return outputs if self.bias is None else outputs + self.bias
 
 
@@ -87,7 +85,7 @@ class Int8Embedding(Frozen):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[..., width]`` to ``[..., entries]``: the tied head."""
-        return int8_linear(hidden, self.weight, self.scale, self.product)
+        return int8_linear(hidden, self.weight, self.scale)
 
 
 _REPLACED: dict[type[nn.Module], Callable[[Any], nn.Module]] = {
