@@ -36,9 +36,11 @@ class Stream(ABC):
         The caller must not change ``parts`` before this returns. Raises `PeerLostError` on a broken stream.
         """
 
-    @abstractmethod
     async def read(self, num_bytes: int) -> bytes:
         """Return exactly ``num_bytes`` bytes; raise `PeerLostError` if the stream ends first."""
+        whole = bytearray(num_bytes)
+        await self.read_into(memoryview(whole))
+        return bytes(whole)
 
     @abstractmethod
     async def read_into(self, view: memoryview) -> None:

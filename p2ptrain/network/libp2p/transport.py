@@ -68,11 +68,6 @@ class PeerStream(Stream):
         except (OSError, RuntimeError) as error:
             raise PeerLostError(self.remote, "the stream broke while writing; open another") from error
 
-    async def read(self, num_bytes: int) -> bytes:
-        whole = bytearray(num_bytes)
-        await self.read_into(memoryview(whole))
-        return bytes(whole)
-
     async def read_into(self, view: memoryview) -> None:
         try:
             await self._socket.read_into(view)
