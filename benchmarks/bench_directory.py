@@ -29,7 +29,6 @@ from p2ptrain.network.directory import Directory
 from p2ptrain.network.factory import DirectoryOptions
 from p2ptrain.network.records import book
 from p2ptrain.network.records.record import (
-    RECORD_KIND,
     OpenedRecord,
     PeerRecord,
     RoundReport,
@@ -153,7 +152,7 @@ class Swarm:
             for number, other in enumerate(self._others):
                 carrier = self.peers[number % len(self.peers)]
                 now, pause = carrier.peer.runtime.now(), carrier.presence._pause
-                sealed = seal_record(RECORD_KIND, SWARM, self._payload, int(now * 1000), now + 540.0, other)
+                sealed = seal_record(SWARM, self._payload, int(now * 1000), now + 540.0, other)
                 carrier.presence.book.take(sealed)
                 carrier.presence.book.meet(other.peer_id)
                 await asyncio.sleep(
@@ -215,9 +214,9 @@ def shared_verification() -> Iterator[None]:
     found: dict[bytes, tuple[OpenedRecord, PeerRecord]] = {}
     from_payload = PeerRecord.from_payload
 
-    def opened(value: bytes, kind: str, swarm: bytes, verifier: Signer) -> OpenedRecord:
+    def opened(value: bytes, swarm: bytes, verifier: Signer) -> OpenedRecord:
         if value not in found:
-            record = open_record(value, kind, swarm, verifier)
+            record = open_record(value, swarm, verifier)
             found[value] = record, from_payload(record.peer, record.payload)
             parsed[id(record.payload)] = found[value][1]
         return found[value][0]

@@ -21,7 +21,6 @@ from p2ptrain.network.records.record import (
     MAX_LIFETIME_SECONDS,
     MAX_PAYLOAD_BYTES,
     NUM_SHARDS,
-    RECORD_KIND,
     PeerRecord,
     peers_key,
     seal_record,
@@ -144,9 +143,7 @@ class Presence:
         self._least_pause = num_peers * len(self.exchange.own) / WRITE_BYTES_PER_SECOND
         self._sequence = max(self._sequence + 1, int(now * 1000))
         self._expires_at = now + min(LIFETIME_SECONDS / PUBLISH_SECONDS * self._pause, 0.9 * MAX_LIFETIME_SECONDS)
-        self.exchange.own = seal_record(
-            RECORD_KIND, self._rpc.swarm, payload, self._sequence, self._expires_at, self._signer
-        )
+        self.exchange.own = seal_record(self._rpc.swarm, payload, self._sequence, self._expires_at, self._signer)
         self.book.take(self.exchange.own)
         self.book.meet(self._signer.peer_id)
 

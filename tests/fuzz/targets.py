@@ -172,13 +172,13 @@ def some_anchors() -> Iterator[bytes]:
 
 def records(data: bytes) -> None:
     with suppress(IntegrityError):
-        opened = open_record(data, None, SWARM, TRUSTING)
+        opened = open_record(data, SWARM, TRUSTING)
         record = PeerRecord.from_payload(opened.peer, opened.payload)
         assert PeerRecord.from_payload(opened.peer, record.to_payload()) is not None
 
 
 def some_records() -> Iterator[bytes]:
-    yield seal_record("peer", SWARM, record_of("fuzz").to_payload(), 1, 1e9, TRUSTING)
+    yield seal_record(SWARM, record_of("fuzz").to_payload(), 1, 1e9, TRUSTING)
 
 
 def manifests(data: bytes) -> None:

@@ -30,7 +30,6 @@ from p2ptrain.manifest import Manifest
 from p2ptrain.network.directory import Directory, Entry
 from p2ptrain.network.records.record import (
     NUM_SHARDS,
-    RECORD_KIND,
     PeerRecord,
     open_record,
     peers_key,
@@ -111,7 +110,7 @@ class Stranger:
             found = []
             for peer in sorted(entries):
                 with contextlib.suppress(IntegrityError):
-                    opened = open_record(entries[peer].value, RECORD_KIND, self.swarm, self.signer)
+                    opened = open_record(entries[peer].value, self.swarm, self.signer)
                     record = PeerRecord.from_payload(peer, opened.payload)
                     if record.state == "training" and not record.name.startswith(NAME):
                         found.append(record)
@@ -143,7 +142,7 @@ class Stranger:
         record = replace(model, **{**usual, **changes})
         self._sequence = max(self._sequence + 1, int(self.runtime.now() * 1000))
         expires_at = self.runtime.now() + 30.0
-        sealed = seal_record(RECORD_KIND, self.swarm, record.to_payload(), self._sequence, expires_at, signer)
+        sealed = seal_record(self.swarm, record.to_payload(), self._sequence, expires_at, signer)
         key = peers_key(self.swarm, shard_of(signer.peer_id))
         await self.directory.publish(key, signer.peer_id, sealed, expires_at, CALL_SECONDS)
 

@@ -9,7 +9,7 @@ import pytest
 
 from p2ptrain.averaging.grouping.membership import RECORD_DELAY_SECONDS
 from p2ptrain.network.records.book import MAX_HELD
-from p2ptrain.network.records.record import MAX_RECORD_BYTES, RECORD_KIND, seal_record
+from p2ptrain.network.records.record import MAX_RECORD_BYTES, seal_record
 from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.network.simulated.network import SimulatedSigner
 from p2ptrain.node.presence import PUBLISH_SECONDS
@@ -127,7 +127,7 @@ async def test_peers_know_each_other_beside_a_flood_of_records_of_strangers(netw
         while True:
             now = liar.peer.runtime.now()
             for stranger in strangers:
-                value = seal_record(RECORD_KIND, SWARM, payload, int(now * 1000), now + 500.0, stranger)
+                value = seal_record(SWARM, payload, int(now * 1000), now + 500.0, stranger)
                 book.take(value)
                 book.meet(stranger.peer_id)
             await asyncio.sleep(10.0)

@@ -55,7 +55,7 @@ class Peer:
 
     def record(self, sequence: int = 1, expires_at: float | None = None, swarm: bytes = SWARM) -> tuple[bytes, float]:
         expires_at = time.time() + 60 if expires_at is None else expires_at
-        return seal_record("peer", swarm, {"sequence": sequence}, sequence, expires_at, self.identity), expires_at
+        return seal_record(swarm, {"sequence": sequence}, sequence, expires_at, self.identity), expires_at
 
     async def announce(self, sequence: int = 1) -> bool:
         value, expires_at = self.record(sequence)
@@ -177,7 +177,7 @@ async def test_newer_records_replace_older_ones_and_expired_ones_vanish() -> Non
         found = await a.directory.look_up(b.key, 10)
         assert found is not None
         entry = found[b.identity.peer_id]
-        assert open_record(entry.value, "peer", SWARM, a.identity).sequence == 2
+        assert open_record(entry.value, SWARM, a.identity).sequence == 2
         assert entry.expires_at == later
 
         async def gone() -> bool:
@@ -260,12 +260,10 @@ async def test_peers_find_each_other_beside_1250_records_of_the_largest_size() -
             assert await a.announce()
             protocol, expires_at = liar.directory._node.protocol, time.time() + 300
             nodes = [PeerID.from_base58(each.identity.peer_id) for each in (a, b)]
-            size = (
-                MAX_RECORD_BYTES - len(seal_record("peer", SWARM, {"x": ""}, 1, 1.0, NamedSigner("stranger 0000"))) - 8
-            )
+            size = MAX_RECORD_BYTES - len(seal_record(SWARM, {"x": ""}, 1, 1.0, NamedSigner("stranger 0000"))) - 8
             for number in range(1250):
                 name = f"stranger {number}"
-                sealed = seal_record("peer", SWARM, {"x": "x" * size}, 1, expires_at, NamedSigner(name))
+                sealed = seal_record(SWARM, {"x": "x" * size}, 1, expires_at, NamedSigner(name))
                 key, value = DHTID.generate(peers_key(SWARM, shard_of(name))), protocol.serializer.dumps(sealed)
                 await protocol.call_store(nodes[number % 2], [key], [value], [expires_at], [name])
             assert await b.announce()

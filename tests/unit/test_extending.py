@@ -103,7 +103,7 @@ async def test_peers_find_each_other_in_the_folder(tmp_path: Path) -> None:
     folder.mkdir()
     a, b = [await start_directory(each) for each in options.values()]
     assert await b.look_up(key, 5) == {}
-    value = seal_record("peer", swarm, {}, 1, expires_at, NamedSigner("a"))
+    value = seal_record(swarm, {}, 1, expires_at, NamedSigner("a"))
     assert await a.publish(key, NamedSigner("a").peer_id, value, expires_at, 5)
     (folder / key / "liar").write_bytes(value[:-1] + b"?")
     found = await b.look_up(key, 5)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from p2ptrain.buffers import Bounded
 from p2ptrain.errors import IntegrityError
 from p2ptrain.network.admission import Gate
-from p2ptrain.network.records.record import MAX_LIFETIME_SECONDS, RECORD_KIND, PeerRecord, open_record
+from p2ptrain.network.records.record import MAX_LIFETIME_SECONDS, PeerRecord, open_record
 from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
 
@@ -104,7 +104,7 @@ class RecordBook:
         return True
 
     def _take(self, value: bytes, digest: bytes, partner: str, wanted: Collection[bytes] | None) -> None:
-        opened = open_record(value, RECORD_KIND, self._swarm, self._signer)
+        opened = open_record(value, self._swarm, self._signer)
         now, known = self._runtime.now(), self._held.get(opened.peer)
         if partner not in ("", opened.peer) or (wanted is not None and fingerprint_of(opened.peer) not in wanted):
             raise IntegrityError("a record of another peer than was asked for: ignored")

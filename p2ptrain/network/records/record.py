@@ -33,7 +33,6 @@ NUM_SHARDS = 8
 """Directory keys of a swarm; each record lies under one of them."""
 RECORD_VERSION = 1
 RECORD_KIND = "peer"
-MAX_KIND_CHARS = 64
 MAX_REPORTS = 8
 MAX_STAGES = 16
 MAX_NOTE_CHARS = 200
@@ -65,7 +64,7 @@ class OpenedRecord(Message, frozen=True, forbid_unknown_fields=True):
     """The body of a sealed record.
 
     Attributes:
-        kind: 1 to 64 characters.
+        kind: `RECORD_KIND`; others are of other versions.
         swarm: The manifest's digest, 32 bytes.
         sequence: Grows with each record of this peer and kind.
         expires_at: In seconds since the epoch.
@@ -73,7 +72,7 @@ class OpenedRecord(Message, frozen=True, forbid_unknown_fields=True):
     """
 
     version: Count
-    kind: Annotated[str, Meta(max_length=MAX_KIND_CHARS)]
+    kind: Annotated[str, Meta(max_length=64)]
     swarm: Annotated[bytes, Meta(max_length=64)]
     peer: Annotated[str, Meta(max_length=128)]
     sequence: Count
@@ -91,24 +90,23 @@ def peers_key(swarm: bytes, shard: int) -> str:
     return f"p2ptrain/{swarm.hex()}/peers/{shard}"
 
 
-def seal_record(
-    kind: str, swarm: bytes, payload: dict[str, Any], sequence: int, expires_at: float, signer: Signer
-) -> bytes:
+def seal_record(swarm: bytes, payload: dict[str, Any], sequence: int, expires_at: float, signer: Signer) -> bytes:
     """Sign a payload (plain msgpack values with str keys) as this peer's record; arguments as in `OpenedRecord`.
 
     Raises `ValueError` if the record is larger than `MAX_RECORD_BYTES`, or an argument is out of range.
     """
-    if not 0 < len(kind) <= MAX_KIND_CHARS or len(swarm) != 32 or not 0 <= sequence < 1 << 63:
-        raise ValueError("kind has 1 to 64 characters, swarm 32 bytes, and sequence is in [0, 2**63)")
-    body = to_bytes(OpenedRecord(RECORD_VERSION, kind, swarm, signer.peer_id, sequence, float(expires_at), payload))
+    if len(swarm) != 32 or not 0 <= sequence < 1 << 63:
+        raise ValueError("swarm has 32 bytes, and sequence is in [0, 2**63)")
+    opened = OpenedRecord(RECORD_VERSION, RECORD_KIND, swarm, signer.peer_id, sequence, float(expires_at), payload)
+    body = to_bytes(opened)
     sealed = to_bytes(_SealedRecord(body, signer.sign(_CONTEXT + body)))
     if len(sealed) > MAX_RECORD_BYTES:
         raise ValueError(f"the record has {len(sealed)} bytes, and at most {MAX_RECORD_BYTES} are allowed")
     return sealed
 
 
-def open_record(data: bytes, kind: str | None, swarm: bytes, verifier: Signer) -> OpenedRecord:
-    """Verify a sealed record of ``kind`` (None for any) and return its content.
+def open_record(data: bytes, swarm: bytes, verifier: Signer) -> OpenedRecord:
+    """Verify a sealed record and return its content.
 
     The caller compares ``expires_at`` with its clock. ``verifier`` is any signer with the swarm's type of key. Raises
     `IntegrityError` if the record is oversized, malformed, of another kind or swarm, or not signed by its peer.
@@ -122,7 +120,7 @@ def open_record(data: bytes, kind: str | None, swarm: bytes, verifier: Signer) -
         raise IntegrityError(f"a record cannot be parsed ({error}): ignored") from error
     if opened.version != RECORD_VERSION:
         raise IntegrityError(f"a record has version {opened.version}, this peer reads {RECORD_VERSION}: ignored")
-    if opened.swarm != swarm or (kind is not None and opened.kind != kind):
+    if opened.swarm != swarm or opened.kind != RECORD_KIND:
         raise IntegrityError("a record belongs to another swarm or is of another kind: ignored")
     if not verifier.verify(opened.peer, _CONTEXT + sealed.body, sealed.proof):
         raise IntegrityError(f"a record of peer {opened.peer[-8:]} is not signed by that peer: ignored")
@@ -151,7 +149,7 @@ class RecordGuard:
 
     def _open(self, value: bytes) -> tuple[str, float] | IntegrityError:
         try:
-            opened = open_record(value, None, self._swarm, self._verifier)
+            opened = open_record(value, self._swarm, self._verifier)
         except IntegrityError as error:
             return IntegrityError(str(error))  # The original one would keep the frames and all that was parsed.
         return opened.peer, opened.expires_at

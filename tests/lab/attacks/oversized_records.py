@@ -12,7 +12,7 @@ async def attack(stranger: Stranger, count: int = 1250, record_bytes: int = 15_0
         sequence += 1
         for key in keys:
             expires_at = stranger.runtime.now() + 300.0
-            sealed = seal_record("peer", stranger.swarm, {}, sequence, expires_at, key).ljust(record_bytes)
+            sealed = seal_record(stranger.swarm, {}, sequence, expires_at, key).ljust(record_bytes)
             shard = peers_key(stranger.swarm, shard_of(key.peer_id))
             await stranger.directory.publish(shard, key.peer_id, sealed, expires_at, 5.0)
         await asyncio.sleep(60.0)

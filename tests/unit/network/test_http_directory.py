@@ -38,7 +38,7 @@ def sealed(
     identity: Identity = ME, sequence: int = 1, seconds: float = 60.0, swarm: bytes = SWARM
 ) -> tuple[bytes, float]:
     expires_at = time.time() + seconds
-    return seal_record("peer", swarm, {"sequence": sequence}, sequence, expires_at, identity), expires_at
+    return seal_record(swarm, {"sequence": sequence}, sequence, expires_at, identity), expires_at
 
 
 async def start(url: str, runtime: Runtime | None = None) -> HttpDirectory:

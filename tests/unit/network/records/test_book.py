@@ -10,7 +10,7 @@ from p2ptrain.manifest import Manifest, SignedManifest
 from p2ptrain.network.admission import BANNED, Admission, Issuer, OpenGate, Revocations, mark
 from p2ptrain.network.records import book as books
 from p2ptrain.network.records.book import Held, RecordBook, fingerprint_of
-from p2ptrain.network.records.record import MAX_LIFETIME_SECONDS, RECORD_KIND, seal_record
+from p2ptrain.network.records.record import MAX_LIFETIME_SECONDS, seal_record
 from p2ptrain.network.schema import to_bytes
 from p2ptrain.runtime import Runtime
 from tests.support.records import record_of
@@ -22,7 +22,7 @@ NOW = 1000.0
 
 def sealed(peer: str, sequence: int = 1, seconds: float = 30.0, swarm: bytes = SWARM, **fields: Any) -> bytes:
     payload = record_of(peer, **fields).to_payload()
-    return seal_record(RECORD_KIND, swarm, payload, sequence, NOW + seconds, NamedSigner(peer))
+    return seal_record(swarm, payload, sequence, NOW + seconds, NamedSigner(peer))
 
 
 def make_book(owner: str = "me", learnt: list[Held] | None = None) -> RecordBook:

@@ -33,7 +33,7 @@ def _guard() -> DHTRecordGuard:
 
 
 def _record(peer: str, key: str | None = None, *, payload: int = 0) -> DHTRecord:
-    value = seal_record("peer", SWARM, {"text": "x" * payload}, 1, EXPIRES_AT, NamedSigner(peer))
+    value = seal_record(SWARM, {"text": "x" * payload}, 1, EXPIRES_AT, NamedSigner(peer))
     key_id = DHTID.generate(key or peers_key(SWARM, shard_of(peer)))
     return DHTRecord(key_id.to_bytes(), msgpack.packb(peer), msgpack.packb(value), EXPIRES_AT)
 

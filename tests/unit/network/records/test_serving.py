@@ -73,7 +73,7 @@ def test_the_largest_report_leaves_room_for_the_rest() -> None:
     largest = trainer("a", serving=ServingReport(10**6, totals))
 
     def size(record: PeerRecord) -> int:
-        return len(seal_record("peer", b"s" * 32, record.to_payload(), 1, 1.0, NamedSigner("a")))
+        return len(seal_record(b"s" * 32, record.to_payload(), 1, 1.0, NamedSigner("a")))
 
     assert size(largest) - size(trainer("a")) < MAX_RECORD_BYTES // 3
     assert PeerRecord.from_payload("a", largest.to_payload()) == largest
