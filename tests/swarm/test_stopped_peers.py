@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from p2ptrain.averaging.timing.deadlines import straggler_seconds
-from p2ptrain.network.rpc.channel import ChannelLimits
+from p2ptrain.network.rpc.channel import SILENCE_SECONDS
 from tests.support.processes.swarmlet import (
     Swarmlet,
     Worker,
@@ -49,7 +49,7 @@ def promised_seconds(swarm: Swarmlet) -> float:
     Each is matched, waits no longer than the heartbeat for who says nothing, and the first is settled.
     """
     spec = swarm.manifest["averaging"]
-    attempt = min(spec["round_seconds"], spec["grace_seconds"] + ChannelLimits().silence_seconds)
+    attempt = min(spec["round_seconds"], spec["grace_seconds"] + SILENCE_SECONDS)
     return float(2 * (spec["matchmaking_seconds"] + attempt) + straggler_seconds(attempt, spec["grace_seconds"]))
 
 

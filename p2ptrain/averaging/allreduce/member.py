@@ -16,7 +16,7 @@ from p2ptrain.averaging.protocol.certificate import Ticket
 from p2ptrain.averaging.timing.deadlines import keepalive_seconds, silence_seconds
 from p2ptrain.averaging.vector.chunks import PartCheck, RangeCheck, SumTree
 from p2ptrain.codecs import Codec
-from p2ptrain.network.rpc.channel import Channel, ChannelLimits
+from p2ptrain.network.rpc.channel import SILENCE_SECONDS, Channel
 
 if TYPE_CHECKING:
     from p2ptrain.averaging.allreduce.session import AllReduceSession
@@ -118,7 +118,7 @@ class Liveness:
         members = self._session.members
         left = len(members) - sum(map(self._is_quiet, members))
         if left < self._session.attempt.roster.majority:
-            seconds = max(seconds, ChannelLimits().silence_seconds)
+            seconds = max(seconds, SILENCE_SECONDS)
         return max(last_heard, member.last_heard) + seconds
 
     def _is_quiet(self, member: Member) -> bool:

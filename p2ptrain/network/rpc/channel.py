@@ -29,30 +29,25 @@ SEND_FRAME_BYTES = 256 * 1024
 """Size of the bulk frames written here: short for prompt cancellation, long for low overhead."""
 
 
-@dataclass(frozen=True)
-class ChannelLimits:
-    """Timeouts and sizes that bound one channel."""
+PING_SECONDS = 3.0
+"""Time without writes before a PING; < `SILENCE_SECONDS`."""
+SILENCE_SECONDS = 10.0
+"""Keepalive timeout: a peer silent for this long is lost."""
+SEND_SECONDS = 60.0
+"""Timeout for a live peer to make room for one more frame."""
+LINGER_SECONDS = 30.0
+"""Timeout of `Channel.close`, from the last progress that a live remote reported; > `SILENCE_SECONDS`.
 
-    ping_seconds: float = 3.0
-    """Time without writes before a PING; < silence_seconds."""
-    silence_seconds: float = 10.0
-    """Keepalive timeout: a peer silent for this long is lost."""
-    send_seconds: float = 60.0
-    """Timeout for a live peer to make room for one more frame."""
-    linger_seconds: float = 30.0
-    """Timeout of `Channel.close`, from the last progress that a live remote reported; > silence_seconds.
-
-    p2pd hands on some 64 kB at a time, which take 13 s at 5 kB/s.
-    """
-    least_bytes_per_second: float = 1000.0
-    """Rate at which the remote must take the remaining bytes; otherwise `Channel.close` gives it up."""
-    inbox_bytes: int = 256 * 1024
-    """Bound on the data read ahead of the owner."""
+p2pd hands on some 64 kB at a time, which take 13 s at 5 kB/s."""
+LEAST_BYTES_PER_SECOND = 1000.0
+"""Rate at which the remote must take the remaining bytes; otherwise `Channel.close` gives it up."""
+INBOX_BYTES = 256 * 1024
+"""Bound on the data read ahead of the owner."""
 
 
 @dataclass(frozen=True)
 class LeastRate:
-    """Minimum rate of a sender over a window; by default about one bulk frame per `ChannelLimits.send_seconds`."""
+    """Minimum rate of a sender over a window; by default about one bulk frame per `SEND_SECONDS`."""
 
     bytes_per_second: float = 4096.0
     window_seconds: float = 60.0
@@ -75,13 +70,10 @@ class Channel:
         heartbeat: Its timeouts may be changed. A silent remote ends the channel with `PeerSilentError`.
     """
 
-    def __init__(
-        self, stream: Stream, limits: ChannelLimits, traffic: Traffic, on_answer: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, stream: Stream, traffic: Traffic, on_answer: Callable[[], None] = lambda: None) -> None:
         """``on_answer`` is called once, at the remote's first frame."""
         self.remote = stream.remote
         self._stream = stream
-        self._limits = limits
         self._traffic = traffic
         self._loop = asyncio.get_running_loop()
         self._failure: P2PTrainError | None = None
@@ -99,10 +91,8 @@ class Channel:
         self._num_sent = 0
         self._num_received = 0
         self.last_progress = self._loop.time()
-        self._inbox = Inbox(stream.remote, limits.inbox_bytes)
-        self.heartbeat = Heartbeat(
-            stream, limits.ping_seconds, limits.silence_seconds, self._on_ping_due, self._on_silence
-        )
+        self._inbox = Inbox(stream.remote, INBOX_BYTES)
+        self.heartbeat = Heartbeat(stream, PING_SECONDS, SILENCE_SECONDS, self._on_ping_due, self._on_silence)
         self._frames = FrameReader(stream, self._inbox, self.heartbeat, traffic, self._on_ping, on_answer)
         self._tasks = Tasks(self._on_defect)
         self._reader = self._tasks.start(self._read(), f"read-{stream.remote[-8:]}")
@@ -136,7 +126,7 @@ class Channel:
         try:
             # Outside the lock, so heartbeats continue; outside the deadline, which bounds the remote only.
             await self._traffic.up.take(num_bytes)
-            async with asyncio.timeout(self._limits.send_seconds), self._write_lock:
+            async with asyncio.timeout(SEND_SECONDS), self._write_lock:
                 if self._last_word is None:
                     self.heartbeat.wrote()
                     await self._put(*parts)
@@ -144,7 +134,7 @@ class Channel:
                     self._is_in_bulk = in_bulk
                     is_written = True
         except TimeoutError:
-            self._fail(DeadlineError(f"peer {self.remote[-8:]} took nothing for {self._limits.send_seconds:g} s"))
+            self._fail(DeadlineError(f"peer {self.remote[-8:]} took nothing for {SEND_SECONDS:g} s"))
         except P2PTrainError as error:
             # The remote's ERROR frame may still be in flight to the reader.
             await self._let_reader_finish()
@@ -295,7 +285,7 @@ class Channel:
             return
         self._num_received, self.last_progress = num_received, self._loop.time()
         if self._lingering is not None and not self._lingering.expired():
-            self._lingering.reschedule(min(self.last_progress + self._limits.linger_seconds, self._close_by))
+            self._lingering.reschedule(min(self.last_progress + LINGER_SECONDS, self._close_by))
 
     def _on_silence(self) -> None:
         quiet_seconds = self._loop.time() - self.heartbeat.last_heard()
@@ -355,9 +345,9 @@ class Channel:
         await self._finish(error_frame(reason))
 
     async def close(self, last: object | None = None) -> None:
-        """End the channel once the remote has all data, or made no progress for `ChannelLimits.linger_seconds`.
+        """End the channel once the remote has all data, or made no progress for `LINGER_SECONDS`.
 
-        The remote must also take the data at `ChannelLimits.least_bytes_per_second`. Idempotent; raises no network
+        The remote must also take the data at `LEAST_BYTES_PER_SECOND`. Idempotent; raises no network
         errors. ``last`` is a last message, sent together with the end mark; `ValueError` as for `send`.
         """
         await self._finish(END if last is None else frame(Kind.MESSAGE, pack(last)) + END)
@@ -375,12 +365,11 @@ class Channel:
             return
         self._closed = True
         self._inbox.close()
-        linger_seconds = self._limits.linger_seconds
         remaining_bytes = self._num_sent + len(last_frame) - self._num_received
-        self._close_by = self._loop.time() + linger_seconds + remaining_bytes / self._limits.least_bytes_per_second
+        self._close_by = self._loop.time() + LINGER_SECONDS + remaining_bytes / LEAST_BYTES_PER_SECOND
         try:
             if self._failure is None or self._remote_ended or isinstance(self._failure, ProtocolError):
-                async with asyncio.timeout(linger_seconds) as self._lingering:
+                async with asyncio.timeout(LINGER_SECONDS) as self._lingering:
                     async with self._write_lock:
                         last_frame = in_bulk if in_bulk and self._is_in_bulk else last_frame
                         if not self._remote_ended or last_frame is not END:

@@ -24,7 +24,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 from msgspec import Meta
@@ -41,7 +41,7 @@ from p2ptrain.errors import (
 )
 from p2ptrain.manifest import PROTOCOL_VERSION
 from p2ptrain.network.admission import MAX_CREDENTIAL_BYTES, NOT_ADMITTED, OPEN_PROTOCOLS, Gate, OpenGate
-from p2ptrain.network.rpc.channel import Channel, ChannelLimits
+from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.rpc.frames import (
     FRAME,
     MAX_FRAME_BYTES,
@@ -62,6 +62,10 @@ logger = logging.getLogger(__name__)
 
 PROTOCOL = "/p2ptrain/rpc"
 MAX_HEADER_BYTES = 1024
+HEADER_SECONDS = 10.0
+"""Timeout for a new stream to deliver its header and request."""
+REFUSAL_SECONDS = 2.0
+"""Timeout for a refused peer to read the reason."""
 MAX_COUNTED_REFUSALS = 4096
 MAX_CONCURRENT_REFUSALS = 64
 ANSWER_SECONDS = 0.1
@@ -101,13 +105,10 @@ class RpcLimits:
     """Streams served at once, in total."""
     inbound_streams_per_peer: int = 64
     """Streams served at once for one peer."""
-    header_seconds: float = 10.0
-    """Timeout for a new stream to deliver its header and request."""
     up_bytes_per_second: int = 0
     """Upload limit of all channels together, heartbeats exempt; 0 sets no limit."""
     down_bytes_per_second: int = 0
     """Download limit of all channels together, by backpressure; 0 sets no limit."""
-    channel: ChannelLimits = field(default_factory=ChannelLimits)
 
 
 @dataclass(frozen=True)
@@ -314,7 +315,7 @@ class Rpc:
             self._note_dial(peer, max(dialled - began, loop.time() - dialled))
             self.unreached_at.pop(peer, None)
 
-        return Channel(stream, self._limits.channel, self.traffic, note_answer)
+        return Channel(stream, self.traffic, note_answer)
 
     def _note_dial(self, peer: PeerId, seconds: float | None) -> None:
         before = self.dial_seconds.get(peer)
@@ -375,7 +376,7 @@ class Rpc:
         self._inbound_tasks[task] = None
         try:
             service, request = await self._read_header(stream)
-            channel = Channel(stream, self._limits.channel, self.traffic)
+            channel = Channel(stream, self.traffic)
             channel.heartbeat.beat_within(ANSWER_SECONDS)
             await self._converse(service, request, channel)
         except _RefusalError as refusal:
@@ -397,7 +398,7 @@ class Rpc:
     async def _read_header(self, stream: Stream) -> tuple[_Service, Any]:
         peer = stream.remote
         try:
-            async with asyncio.timeout(self._limits.header_seconds):
+            async with asyncio.timeout(HEADER_SECONDS):
                 service = self._find(peer, unpack(await self._read_message(stream, MAX_HEADER_BYTES), peer, Header))
                 data = await self._read_message(stream, service.max_request_bytes)
                 return service, unpack(data, peer, service.request)
@@ -437,7 +438,7 @@ class Rpc:
             return
         self._refusing += 1
         try:
-            async with asyncio.timeout(min(2.0, self._limits.channel.linger_seconds)):
+            async with asyncio.timeout(REFUSAL_SECONDS):
                 data = error_frame(refusal.reason)
                 await stream.write(data)
                 self.traffic.sent += len(data)

@@ -108,8 +108,6 @@ class RateLimit:
     """
 
     def __init__(self, bytes_per_second: float = 0.0) -> None:
-        if bytes_per_second < 0:
-            raise ValueError(f"bytes_per_second is {bytes_per_second}, expected 0 (no limit) or more")
         self._bytes_per_second = bytes_per_second
         self._through_at = 0.0
 

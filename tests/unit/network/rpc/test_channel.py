@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from p2ptrain.errors import DeadlineError, PeerLostError, PeerRefusedError, ResourceError
-from p2ptrain.network.rpc.channel import Channel, ChannelLimits
+from p2ptrain.network.rpc.channel import LEAST_BYTES_PER_SECOND, LINGER_SECONDS, Channel
 from p2ptrain.network.rpc.frames import FRAME, MAX_REASON_BYTES, error_frame, ping_frame
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork
 from p2ptrain.network.simulated.streams import SimulatedStream
@@ -72,7 +72,7 @@ async def test_closing_gives_up_a_peer_that_lives_but_takes_nothing_more(network
             await channel.send_bytes(bytes(100_000))
         started = network.loop.time()
         await channel.close()
-        assert network.loop.time() - started < 2 * ChannelLimits().linger_seconds
+        assert network.loop.time() - started < 2 * LINGER_SECONDS
 
 
 @pytest.mark.parametrize("begins_at", [0, 1 << 30])
@@ -90,11 +90,11 @@ async def test_closing_gives_up_a_peer_that_reports_one_more_byte_each_time(
     async with against(network, server) as channel:
         await channel.send_bytes(bytes(num_bytes))
         await asyncio.sleep(1)
-        started, limits = network.loop.time(), ChannelLimits()
+        started = network.loop.time()
         await channel.close()
         lasted = network.loop.time() - started
-        assert lasted < limits.linger_seconds + 1.1 * num_bytes / limits.least_bytes_per_second
-        assert not begins_at or lasted < 1.1 * limits.linger_seconds
+        assert lasted < LINGER_SECONDS + 1.1 * num_bytes / LEAST_BYTES_PER_SECOND
+        assert not begins_at or lasted < 1.1 * LINGER_SECONDS
 
 
 @simulated()

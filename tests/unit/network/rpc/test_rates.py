@@ -107,8 +107,3 @@ async def test_a_small_call_waits_for_one_piece_of_a_long_transfer_and_not_for_i
         assert network.loop.time() - started < 2
         assert not transfer.done()
         await transfer
-
-
-def test_a_negative_rate_is_the_callers_mistake() -> None:
-    with pytest.raises(ValueError, match="expected 0"):
-        RateLimit(-1)

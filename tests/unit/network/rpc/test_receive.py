@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from p2ptrain.errors import PeerLostError, PeerSilentError, ProtocolError
-from p2ptrain.network.rpc.channel import Channel, ChannelLimits
+from p2ptrain.network.rpc.channel import INBOX_BYTES, Channel
 from p2ptrain.network.rpc.frames import FRAME, MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, Kind, frame, pack
 from p2ptrain.network.rpc.receive import Heartbeat, Inbox, Sink
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork
@@ -192,9 +192,9 @@ async def test_what_is_buffered_for_an_owner_that_does_not_read_is_bounded(netwo
         sending = asyncio.create_task(channel.send_bytes(bytes(32 << 20)))
         await asyncio.sleep(25)
         assert caller.rpc.traffic.sent < 2 << 20
-        assert other.rpc.traffic.received < ChannelLimits().inbox_bytes + 70_000
+        assert other.rpc.traffic.received < INBOX_BYTES + 70_000
         await sending
-    assert 0 < held[0] <= ChannelLimits().inbox_bytes + 70_000
+    assert 0 < held[0] <= INBOX_BYTES + 70_000
 
 
 @simulated()
