@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2ptrain.codecs import Codec, CodecError, get_codec
+from p2ptrain.codecs import CodecError, get_codec
 from p2ptrain.codecs.mixed import MixedCodec, by_size
 from tests.support.codecs import decode, gaussian, round_trip
 
@@ -100,23 +100,6 @@ def test_a_slice_without_its_part_is_the_callers_mistake() -> None:
             action()
     with pytest.raises(ValueError, match="not 3000"):
         codec.encoded_bytes(3000)
-
-
-@pytest.mark.parametrize(
-    "spans",
-    [
-        [(1, 5, FP16)],
-        [(0, 5, FP16), (6, 9, INT8)],
-        [(0, 5, FP16), (4, 9, INT8)],
-        [(0, 0, FP16)],
-        [(0, 5, MixedCodec([(0, 5, FP16)]))],
-    ],
-)
-def test_spans_that_do_not_cover_the_vector_are_refused(spans: list[tuple[int, int, Codec]]) -> None:
-    with pytest.raises(ValueError, match="spans must follow each other"):
-        MixedCodec(spans)
-    with pytest.raises(ValueError, match="-1 values"):
-        by_size(INT8, FP16, [3, -1], 16)
 
 
 def test_malformed_bytes_of_either_codec_are_refused() -> None:
