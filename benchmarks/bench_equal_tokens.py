@@ -27,7 +27,7 @@ from benchmarks.harness import Measured, arguments
 from p2ptrain.manifest import Manifest, ModelSpec, SignedManifest, TrainingSpec
 from p2ptrain.models import build_model
 from p2ptrain.network.identity import Identity
-from p2ptrain.training.checkpoints.files import list_checkpoints, load_checkpoint
+from p2ptrain.training.checkpoints.files import load_checkpoint
 from p2ptrain.training.data.corpus import Corpus, load_corpus
 from p2ptrain.training.data.windows import Sampler, advance
 from p2ptrain.training.evaluate import held_out_loss, language_model_loss
@@ -93,8 +93,7 @@ def compare(seed: int, rounds: int, peers: int) -> Comparison:
         run_swarm([sys.executable, "-m", "p2ptrain", "up", *options, *settings])
         with Identity.create_or_load(run_dir / "verifier.key") as verifier:
             manifest = SignedManifest.from_bytes((run_dir / "manifest.bin").read_bytes(), None, verifier).manifest
-        kept = list_checkpoints(run_dir / "trainer-1" / "checkpoints")
-        checkpoints = [load_checkpoint(info.path) for info in kept]
+        checkpoints = [load_checkpoint(path) for path in sorted((run_dir / "trainer-1" / "checkpoints").glob("0*"))]
     corpus = load_corpus(manifest.data, manifest.model.context, manifest.model.vocabulary)
     model = build_model(manifest.model)
     layout = Layout.from_module(model)
@@ -103,7 +102,9 @@ def compare(seed: int, rounds: int, peers: int) -> Comparison:
         layout.write(checkpoint.tensors[0][1], model)
         swarm.append(evaluate(model, manifest, corpus))
     tokens = tuple(checkpoint.head.tokens for checkpoint in checkpoints)
-    return Comparison(seed, kept[-1].head.round, tokens, tuple(swarm), tuple(train_alone(manifest, corpus, tokens)))
+    return Comparison(
+        seed, checkpoints[-1].head.round, tokens, tuple(swarm), tuple(train_alone(manifest, corpus, tokens))
+    )
 
 
 def run_swarm(command: Sequence[str]) -> None:

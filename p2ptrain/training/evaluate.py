@@ -29,12 +29,10 @@ class Evaluation:
     Attributes:
         loss: Mean negative log-likelihood in nats per token.
         num_windows: Windows read; fewer than asked for after a timeout.
-        num_tokens: Tokens predicted.
     """
 
     loss: float
     num_windows: int
-    num_tokens: int
 
 
 def language_model_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -95,4 +93,4 @@ def held_out_loss(
     finally:
         for module, training in modes:
             module.training = training
-    return Evaluation(total / read, read, read * context)
+    return Evaluation(total / read, read)

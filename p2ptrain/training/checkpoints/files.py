@@ -104,10 +104,8 @@ def save_checkpoint(
     Raises:
         ResourceError: The disk is full or cannot be written; earlier checkpoints are intact.
         CheckpointError: The shared state does not have the digest of ``head``, or a tensor changed meanwhile.
-        ValueError: ``keep_last`` is less than 1, or ``extra`` is not plain.
+        ValueError: ``extra`` is not plain.
     """
-    if keep_last < 1:
-        raise ValueError("keep_last must be at least 1")
     try:
         extra = json.loads(json.dumps(extra))
     except (TypeError, RecursionError) as error:
@@ -139,17 +137,6 @@ def save_checkpoint(
             " earlier checkpoints are intact: free some space or choose another directory"
         ) from error
     return path
-
-
-def list_checkpoints(directory: Path) -> list[CheckpointInfo]:
-    """Return the checkpoints in ``directory``, unverified, oldest first; skip unreadable ones with a warning."""
-    found = []
-    for path in _folders(directory):
-        try:
-            found.append(describe_checkpoint(path))
-        except CheckpointError as error:
-            logger.warning("%s", error)
-    return found
 
 
 def verify_checkpoint(path: Path, jobs: Progress = no_progress) -> CheckpointInfo:
