@@ -20,8 +20,9 @@ from msgspec import Meta
 
 from p2ptrain.buffers import Bounded
 from p2ptrain.errors import PeerError, PeerRefusedError, PeerUnreachableError, ProtocolError
+from p2ptrain.network.libp2p import direct_listener
 from p2ptrain.network.libp2p.control import DaemonControl, DaemonGone, DaemonRefusal
-from p2ptrain.network.libp2p.direct_listener import DirectLimits, DirectListener
+from p2ptrain.network.libp2p.direct_listener import DirectListener
 from p2ptrain.network.libp2p.direct_records import Kind, SealedSocket, agree
 from p2ptrain.network.libp2p.socket_stream import SocketStream
 from p2ptrain.network.reachability import Port, host_of, scope
@@ -64,7 +65,7 @@ class Ask(Message, frozen=True):
 
 
 class Offer(Message, frozen=True):
-    """Permission for one connection to a port, within `DirectLimits.offer_seconds`."""
+    """Permission for one connection to a port, within `OFFER_SECONDS` of its listener."""
 
     port: Port
     key: PublicKey
@@ -88,12 +89,10 @@ class DirectConnections:
         control: DaemonControl,
         on_stream: Callable[[PeerId, str, SealedSocket], None],
         served: Collection[str],
-        limits: DirectLimits | None = None,
     ) -> None:
         self.num_dialled = 0
         self.refusals: Counter[str] = Counter()
         self._own_id = own_id
-        self._limits = limits or DirectLimits()
         self._control = control
         self._on_stream = on_stream
         self._served = served
@@ -109,7 +108,7 @@ class DirectConnections:
         Raises `ResourceError` if the port is taken or an address is not this machine's, and the daemon's errors.
         """
         if hosts:
-            self.listener = DirectListener(self._own_id, hosts, port, self._on_stream, self._limits, self.refusals)
+            self.listener = DirectListener(self._own_id, hosts, port, self._on_stream, self.refusals)
         await self._control.serve_stream(OFFERS, self._answer)
 
     async def close(self) -> None:
@@ -143,7 +142,7 @@ class DirectConnections:
         """Keep a connection as a spare for the next stream; False if it is not needed."""
         if self._closed or key in self._spares or len(self._spares) >= MAX_SPARES:
             return False
-        timer = asyncio.get_running_loop().call_later(self._limits.spare_seconds, self._drop, key)
+        timer = asyncio.get_running_loop().call_later(direct_listener.SPARE_SECONDS, self._drop, key)
         self._spares[key] = (connection, timer)
         return True
 

@@ -1,7 +1,7 @@
 """The listener for direct connections: a TCP port for peers that hold an offer (`p2ptrain.network.libp2p.direct`).
 
-An offer is valid for one connection within `DirectLimits.offer_seconds`. The listener closes and counts all other
-connections. `DirectLimits` bounds connections before and after their first record is verified.
+An offer is valid for one connection within `OFFER_SECONDS`. The listener closes and counts all other connections.
+Connections are bounded before and after their first record is verified.
 """
 
 from __future__ import annotations
@@ -24,23 +24,17 @@ from p2ptrain.tasks import Tasks
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class DirectLimits:
-    """Limits on direct connections from authenticated peers and unknown hosts."""
-
-    offer_seconds: float = 10.0
-    handshake_seconds: float = 5.0
-    """Timeout from the TCP connection to the first record."""
-    spare_seconds: float = 60.0
-    """Time that the dialler keeps an idle connection; the listener keeps it 1.5 times as long."""
-    handshakes: int = 128
-    """Most parallel connections without a verified first record."""
-    handshakes_per_host: int = 8
-    """Limit of `handshakes` per IP address."""
-    connections: int = 128
-    """Most accepted connections and valid offers together."""
-    connections_per_peer: int = 8
-    """Limit of `connections` per peer."""
+OFFER_SECONDS = 10.0
+HANDSHAKE_SECONDS = 5.0
+"""Timeout from the TCP connection to the first record."""
+SPARE_SECONDS = 60.0
+"""Time that the dialler keeps an idle connection; the listener keeps it 1.5 times as long."""
+MAX_HANDSHAKES = 128
+"""Most parallel connections without a verified first record."""
+MAX_HANDSHAKES_PER_HOST = 8
+MAX_CONNECTIONS = 128
+"""Most accepted connections and valid offers together."""
+MAX_CONNECTIONS_PER_PEER = 8
 
 
 @dataclass(frozen=True)
@@ -68,13 +62,11 @@ class DirectListener:
         hosts: Sequence[str],
         port: int,
         on_stream: Callable[[PeerId, str, SealedSocket], None],
-        limits: DirectLimits,
         refusals: Counter[str],
     ) -> None:
         self._refusals = refusals
         self._own_id = own_id
         self._on_stream = on_stream
-        self._limits = limits
         self._offers: dict[bytes, _Offer] = {}
         self._handshakes: Counter[str] = Counter()
         self._connections: Counter[PeerId] = Counter()
@@ -94,13 +86,13 @@ class DirectListener:
         for name in [name for name, offer in self._offers.items() if offer.expires_at <= now]:
             del self._offers[name]
         good = Counter(offer.peer for offer in self._offers.values()) + self._connections
-        if good[peer] >= self._limits.connections_per_peer or good.total() >= self._limits.connections:
+        if good[peer] >= MAX_CONNECTIONS_PER_PEER or good.total() >= MAX_CONNECTIONS:
             self._refusals["too many connections"] += 1
             raise ValueError("too many connections")
         private = X25519PrivateKey.generate()
         own_key = private.public_key().public_bytes_raw()
         name, opening, sealing = agree(private, key, peer, self._own_id, protocol, key, own_key)
-        self._offers[name] = _Offer(peer, protocol, sealing, opening, now + self._limits.offer_seconds)
+        self._offers[name] = _Offer(peer, protocol, sealing, opening, now + OFFER_SECONDS)
         return own_key
 
     async def close(self) -> None:
@@ -110,7 +102,7 @@ class DirectListener:
             one.close()
 
     async def _accept(self, listening: socket.socket) -> None:
-        loop, limits = asyncio.get_running_loop(), self._limits
+        loop = asyncio.get_running_loop()
         while True:
             try:
                 connection, address = await loop.sock_accept(listening)
@@ -119,8 +111,8 @@ class DirectListener:
                 await asyncio.sleep(0.1)
                 continue
             host = address[0]
-            is_full = self._handshakes.total() >= limits.handshakes
-            if is_full or self._handshakes[host] >= limits.handshakes_per_host:
+            is_full = self._handshakes.total() >= MAX_HANDSHAKES
+            if is_full or self._handshakes[host] >= MAX_HANDSHAKES_PER_HOST:
                 connection.close()
                 self._refuse("too many handshakes", host)
                 continue
@@ -130,7 +122,7 @@ class DirectListener:
     async def _serve(self, connection: socket.socket, host: str) -> None:
         offer = None
         try:
-            async with asyncio.timeout(self._limits.handshake_seconds):
+            async with asyncio.timeout(HANDSHAKE_SECONDS):
                 offer = self._claim(await self._hello(connection))
         except TimeoutError:
             self._refuse("too slow", "")
@@ -185,7 +177,7 @@ class DirectListener:
             await asyncio.get_running_loop().connect_accepted_socket(lambda: stream, connection)
             while not stream.is_closing:
                 await stream.mark(Kind.READY)
-                async with asyncio.timeout(1.5 * self._limits.spare_seconds):
+                async with asyncio.timeout(1.5 * SPARE_SECONDS):
                     await stream.expect(Kind.START)
                 async with Tasks() as tasks:
                     ends = {tasks.call(stream.wait_gone(), "gone"), tasks.call(rested.wait(), "rested")}

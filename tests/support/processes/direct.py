@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from p2ptrain.network.libp2p.control import DaemonControl, DaemonRefusal
 from p2ptrain.network.libp2p.direct import DirectConnections
-from p2ptrain.network.libp2p.direct_listener import DirectLimits, DirectListener
+from p2ptrain.network.libp2p.direct_listener import DirectListener
 from p2ptrain.network.libp2p.direct_records import Kind, SealedSocket, agree
 from p2ptrain.network.libp2p.socket_stream import SocketStream
 from tests.support.processes.daemons import eventually
@@ -78,12 +78,12 @@ class FakeControl:
 class DirectPeer:
     """One end: what came in is in ``streams``."""
 
-    def __init__(self, name: str, network: dict[str, FakeControl], limits: DirectLimits) -> None:
+    def __init__(self, name: str, network: dict[str, FakeControl]) -> None:
         self.name = name
         self.control = FakeControl(name, network)
         self.streams: asyncio.Queue[tuple[str, str, SealedSocket]] = asyncio.Queue()
         self.direct = DirectConnections(
-            name, cast(DaemonControl, self.control), lambda *found: self.streams.put_nowait(found), (BULK,), limits
+            name, cast(DaemonControl, self.control), lambda *found: self.streams.put_nowait(found), (BULK,)
         )
 
     @property
@@ -93,12 +93,10 @@ class DirectPeer:
 
 
 @asynccontextmanager
-async def direct_peers(
-    names: str = "ab", limits: DirectLimits | None = None, host: str = "127.0.0.1"
-) -> AsyncIterator[list[DirectPeer]]:
+async def direct_peers(names: str = "ab", host: str = "127.0.0.1") -> AsyncIterator[list[DirectPeer]]:
     """Peers that listen and whose daemons are all connected over loopback."""
     network: dict[str, FakeControl] = {}
-    peers = [DirectPeer(name, network, limits or DirectLimits()) for name in names]
+    peers = [DirectPeer(name, network) for name in names]
     way = f"/ip6/{host}/tcp/1" if ":" in host else f"/ip4/{host}/tcp/1"
     for peer in peers:
         peer.control.ways = [(other.name, way) for other in peers if other is not peer]

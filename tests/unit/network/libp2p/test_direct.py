@@ -7,9 +7,8 @@ import socket
 import pytest
 
 from p2ptrain.errors import ResourceError
-from p2ptrain.network.libp2p import direct
+from p2ptrain.network.libp2p import direct, direct_listener
 from p2ptrain.network.libp2p.direct import OFFERS, Ask, Offer
-from p2ptrain.network.libp2p.direct_listener import DirectLimits
 from p2ptrain.network.libp2p.direct_records import SealedSocket
 from p2ptrain.network.libp2p.socket_stream import SocketStream
 from p2ptrain.network.rpc.frames import FRAME, Kind, error_frame, frame, pack
@@ -95,8 +94,9 @@ async def test_a_spare_connection_whose_other_end_is_gone_is_not_used() -> None:
 
 
 @on_both_loops
-async def test_spare_connections_end_after_a_while() -> None:
-    async with direct_peers(limits=DirectLimits(spare_seconds=0.2)) as (a, b):
+async def test_spare_connections_end_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct_listener, "SPARE_SECONDS", 0.2)
+    async with direct_peers() as (a, b):
         await spare(a, b)
         await until(lambda: len(a.direct._spares) == 0)
         await until(lambda: not b.listener._connections)

@@ -5,7 +5,6 @@ import asyncio
 import pytest
 
 from p2ptrain.network.libp2p import direct_listener
-from p2ptrain.network.libp2p.direct_listener import DirectLimits
 from p2ptrain.network.libp2p.direct_records import HELLO_BYTES, NAME_BYTES, Kind, SealedSocket
 from p2ptrain.network.libp2p.socket_stream import SocketStream
 from tests.support.coroutines import on_both_loops
@@ -61,8 +60,9 @@ async def test_an_offer_is_good_once() -> None:
 
 
 @on_both_loops
-async def test_an_expired_offer_opens_nothing() -> None:
-    async with direct_peers(limits=DirectLimits(offer_seconds=0.1)) as (_, b):
+async def test_an_expired_offer_opens_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct_listener, "OFFER_SECONDS", 0.1)
+    async with direct_peers() as (_, b):
         early, late = Dialler(b, "a"), Dialler(b, "a")
         stream = await early.connect(early.hello[:-1])
         await asyncio.sleep(0.15)
@@ -90,8 +90,9 @@ async def test_who_was_offered_nothing_hears_nothing_and_costs_no_buffers(
 
 @pytest.mark.parametrize("num_bytes", [0, 1, HELLO_BYTES - 1])
 @on_both_loops
-async def test_who_is_slow_is_cut_off(num_bytes: int) -> None:
-    async with direct_peers(limits=DirectLimits(handshake_seconds=0.3)) as (_, b):
+async def test_who_is_slow_is_cut_off(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct_listener, "HANDSHAKE_SECONDS", 0.3)
+    async with direct_peers() as (_, b):
         assert await sent_by_stranger(b, Dialler(b, "a").hello[:num_bytes]) == b""
         assert b.direct.refusals == {"too slow": 1}
 
@@ -125,8 +126,9 @@ async def test_who_goes_away_is_counted() -> None:
 
 @pytest.mark.parametrize("begins", ["not", "with data"])
 @on_both_loops
-async def test_who_does_not_begin_a_stream_is_cut_off(begins: str) -> None:
-    async with direct_peers(limits=DirectLimits(spare_seconds=0.2)) as (_, b):
+async def test_who_does_not_begin_a_stream_is_cut_off(begins: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct_listener, "SPARE_SECONDS", 0.2)
+    async with direct_peers() as (_, b):
         stream = await Dialler(b, "a").connect()
         await stream.expect(Kind.READY)
         if begins == "with data":
@@ -137,9 +139,11 @@ async def test_who_does_not_begin_a_stream_is_cut_off(begins: str) -> None:
 
 
 @on_both_loops
-async def test_connections_without_a_key_are_bounded_for_each_host() -> None:
-    limits = DirectLimits(handshakes=3, handshakes_per_host=2, handshake_seconds=20)
-    async with direct_peers(limits=limits) as (_, b):
+async def test_connections_without_a_key_are_bounded_for_each_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct_listener, "MAX_HANDSHAKES", 3)
+    monkeypatch.setattr(direct_listener, "MAX_HANDSHAKES_PER_HOST", 2)
+    monkeypatch.setattr(direct_listener, "HANDSHAKE_SECONDS", 20)
+    async with direct_peers() as (_, b):
         listener = b.listener
         held = [await asyncio.open_connection("127.0.0.1", b.listener.port) for _ in range(2)]
         await until(lambda: listener._handshakes.total() == 2)
@@ -152,9 +156,10 @@ async def test_connections_without_a_key_are_bounded_for_each_host() -> None:
 
 
 @on_both_loops
-async def test_connections_of_one_peer_and_of_all_are_bounded() -> None:
-    limits = DirectLimits(connections_per_peer=2, connections=3)
-    async with direct_peers("abc", limits=limits) as (a, b, c):
+async def test_connections_of_one_peer_and_of_all_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct_listener, "MAX_CONNECTIONS", 3)
+    monkeypatch.setattr(direct_listener, "MAX_CONNECTIONS_PER_PEER", 2)
+    async with direct_peers("abc") as (a, b, c):
         first, far = await opened(a, b)
         second, _ = await opened(a, b)
         assert await a.direct.open("b", BULK, 5) is None
