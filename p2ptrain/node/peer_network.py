@@ -12,7 +12,7 @@ from p2ptrain.network.factory import LIBP2P, DirectoryOptions, TransportOptions
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.libp2p.transport import Libp2pSettings, Libp2pTransport
 from p2ptrain.network.link import MAX_ADDRESSES, SwarmLink
-from p2ptrain.network.rpc.endpoint import Rpc, RpcLimits
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.transport import Transport
 from p2ptrain.node.nat.contacts import MAX_KNOWN_ADDRESSES, dialable, known_addresses, remember_addresses
 from p2ptrain.node.nat.reach import FixedReach, Reach
@@ -91,10 +91,7 @@ class PeerNetwork:
         settings = options.network.changed(bootstrap=self._bootstrap)
         await self._start_transport(settings)
         self._stack.push_async_callback(lambda: self.transport.close())
-        limits = RpcLimits(
-            up_bytes_per_second=options.upload_bandwidth, down_bytes_per_second=options.download_bandwidth
-        )
-        self.rpc = Rpc(self.transport, self._runtime, swarm, limits)
+        self.rpc = Rpc(self.transport, self._runtime, swarm, options.upload_bandwidth, options.download_bandwidth)
         self._stack.push_async_callback(self.rpc.close)
         await self.rpc.start()
         if isinstance(self.transport, Libp2pTransport):

@@ -62,6 +62,9 @@ logger = logging.getLogger(__name__)
 
 PROTOCOL = "/p2ptrain/rpc"
 MAX_HEADER_BYTES = 1024
+MAX_INBOUND_STREAMS = 1024
+"""Streams served at once, in total."""
+MAX_INBOUND_STREAMS_PER_PEER = 64
 HEADER_SECONDS = 10.0
 """Timeout for a new stream to deliver its header and request."""
 REFUSAL_SECONDS = 2.0
@@ -95,20 +98,6 @@ class Header(Message, frozen=True):
     swarm: Annotated[bytes, Meta(max_length=64)] = b""
     name: Annotated[str, Meta(max_length=128)] = ""
     credential: Annotated[bytes, Meta(max_length=MAX_CREDENTIAL_BYTES)] = b""
-
-
-@dataclass(frozen=True)
-class RpcLimits:
-    """Bounds on the resources that other peers may use."""
-
-    inbound_streams: int = 1024
-    """Streams served at once, in total."""
-    inbound_streams_per_peer: int = 64
-    """Streams served at once for one peer."""
-    up_bytes_per_second: int = 0
-    """Upload limit of all channels together, heartbeats exempt; 0 sets no limit."""
-    down_bytes_per_second: int = 0
-    """Download limit of all channels together, by backpressure; 0 sets no limit."""
 
 
 @dataclass(frozen=True)
@@ -152,13 +141,13 @@ class Rpc:
         transport: Transport,
         runtime: Runtime,
         swarm: bytes,
-        limits: RpcLimits | None = None,
+        up_bytes_per_second: float = 0.0,
+        down_bytes_per_second: float = 0.0,
     ) -> None:
         self.runtime = runtime
         self.swarm = swarm
         self.peer_id = transport.peer_id
-        self._limits = limits = limits or RpcLimits()
-        self.traffic = Traffic(limits.up_bytes_per_second, limits.down_bytes_per_second)
+        self.traffic = Traffic(up_bytes_per_second, down_bytes_per_second)
         self.refusals: Counter[tuple[PeerId, str]] = Counter()
         self.dial_seconds = Bounded[PeerId, float](MAX_DIALS_REMEMBERED)
         self.unreached_at = Bounded[PeerId, float](MAX_DIALS_REMEMBERED)
@@ -390,9 +379,9 @@ class Rpc:
     def _admit(self, peer: PeerId) -> None:
         if self._closed:
             raise _RefusalError("closing", "this peer is leaving")
-        if self.inbound[peer] >= self._limits.inbound_streams_per_peer:
+        if self.inbound[peer] >= MAX_INBOUND_STREAMS_PER_PEER:
             raise _RefusalError("too many streams", "too many streams from this peer: close some first")
-        if len(self._inbound_tasks) >= self._limits.inbound_streams:
+        if len(self._inbound_tasks) >= MAX_INBOUND_STREAMS:
             raise _RefusalError("busy", "too many streams: try again later")
 
     async def _read_header(self, stream: Stream) -> tuple[_Service, Any]:

@@ -123,7 +123,10 @@ class RateLimit:
 
 
 class Traffic:
-    """Byte counts and rate limits of a peer's frames in both directions; counts include frame headers."""
+    """Byte counts and rate limits of a peer's frames in both directions; counts include frame headers.
+
+    The limits hold for all channels together, heartbeats exempt, downwards by backpressure; 0 sets no limit.
+    """
 
     def __init__(self, up_bytes_per_second: float = 0.0, down_bytes_per_second: float = 0.0) -> None:
         self.sent = 0

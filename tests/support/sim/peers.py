@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from p2ptrain.network.rpc.endpoint import Rpc, RpcLimits
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
 
 SWARM = b"\x07" * 32
@@ -17,18 +17,16 @@ class Member:
     rpc: Rpc
 
 
-async def start_member(peer: SimulatedPeer, *, limits: RpcLimits | None = None) -> Member:
-    rpc = Rpc(peer.transport, peer.runtime, SWARM, limits)
+async def start_member(peer: SimulatedPeer, up: float = 0.0, down: float = 0.0) -> Member:
+    rpc = Rpc(peer.transport, peer.runtime, SWARM, up, down)
     await rpc.start()
     return Member(peer, rpc)
 
 
 @asynccontextmanager
-async def members(
-    network: SimulatedNetwork, num_peers: int, *, limits: RpcLimits | None = None
-) -> AsyncIterator[list[Member]]:
+async def members(network: SimulatedNetwork, num_peers: int) -> AsyncIterator[list[Member]]:
     """Start ``num_peers`` peers called ``peer0``…; close those that still live at the end."""
-    started = [await start_member(network.add_peer(f"peer{i}"), limits=limits) for i in range(num_peers)]
+    started = [await start_member(network.add_peer(f"peer{i}")) for i in range(num_peers)]
     try:
         yield started
     finally:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from p2ptrain.network.rpc.channel import Channel
-from p2ptrain.network.rpc.endpoint import Rpc, RpcLimits
+from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.rpc.frames import RateLimit
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork
 from tests.support.coroutines import simulated
@@ -16,10 +16,12 @@ from tests.support.sim.peers import start_member
 
 FAST = LinkModel(up_bytes_per_second=None, down_bytes_per_second=None)
 NUM_BYTES = 4_000_000
+Rates = tuple[int, int]
+"""Caps up and down; 0 sets none."""
 
 
 @asynccontextmanager
-async def pair(network: SimulatedNetwork, sender: RpcLimits, receiver: RpcLimits) -> AsyncIterator[tuple[Rpc, Rpc]]:
+async def pair(network: SimulatedNetwork, sender: Rates, receiver: Rates) -> AsyncIterator[tuple[Rpc, Rpc]]:
     """Two peers; the second one takes what it is sent, and answers pings."""
 
     async def take(channel: Channel, request: dict[str, Any]) -> None:
@@ -30,8 +32,8 @@ async def pair(network: SimulatedNetwork, sender: RpcLimits, receiver: RpcLimits
         return request
 
     started = [
-        await start_member(network.add_peer(name), limits=limits)
-        for name, limits in (("sender", sender), ("receiver", receiver))
+        await start_member(network.add_peer(name), *rates)
+        for name, rates in (("sender", sender), ("receiver", receiver))
     ]
     left, right = (member.rpc for member in started)
     right.serve_channel("take", dict, take)
@@ -59,11 +61,11 @@ async def seconds_to_send(sender: Rpc, receiver: Rpc, num_channels: int, num_byt
     return loop.time() - started
 
 
-def capped(direction: str, rate: int) -> tuple[RpcLimits, RpcLimits]:
-    """The limits of a sender and a receiver, one of them capped."""
+def capped(direction: str, rate: int) -> tuple[Rates, Rates]:
+    """The caps of a sender and a receiver, one of them capped."""
     if direction == "up":
-        return RpcLimits(up_bytes_per_second=rate), RpcLimits()
-    return RpcLimits(), RpcLimits(down_bytes_per_second=rate)
+        return (rate, 0), (0, 0)
+    return (0, 0), (0, rate)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,7 @@ async def test_all_channels_together_stay_within_a_tenth_of_the_cap(
 
 @simulated(model=FAST)
 async def test_without_a_cap_nothing_waits(network: SimulatedNetwork) -> None:
-    async with pair(network, RpcLimits(), RpcLimits()) as (left, right):
+    async with pair(network, (0, 0), (0, 0)) as (left, right):
         assert await seconds_to_send(left, right, 1, NUM_BYTES) < 2
     before = network.loop.time()
     await RateLimit().take(1 << 40)

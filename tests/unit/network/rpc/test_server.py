@@ -9,7 +9,8 @@ import pytest
 from p2ptrain.errors import DeadlineError, PeerLostError, PeerRefusedError
 from p2ptrain.manifest import PROTOCOL_VERSION, Manifest, SignedManifest
 from p2ptrain.network.admission import Admission, Issuer
-from p2ptrain.network.rpc.endpoint import MAX_CONCURRENT_REFUSALS, MAX_COUNTED_REFUSALS, PROTOCOL, RpcLimits
+from p2ptrain.network.rpc import endpoint
+from p2ptrain.network.rpc.endpoint import MAX_CONCURRENT_REFUSALS, MAX_COUNTED_REFUSALS, PROTOCOL
 from p2ptrain.network.rpc.frames import FRAME, Kind, Refusal, frame, pack, unpack
 from p2ptrain.network.schema import to_bytes
 from p2ptrain.network.simulated import SimulatedNetwork
@@ -112,9 +113,12 @@ async def test_a_slow_header_is_cut_off_however_slowly_it_drips(network: Simulat
 
 
 @simulated()
-async def test_a_flood_of_streams_is_bounded_and_honest_peers_are_served(network: SimulatedNetwork) -> None:
-    limits = RpcLimits(inbound_streams=48, inbound_streams_per_peer=32)
-    async with members(network, 3, limits=limits) as (flooder, honest, server):
+async def test_a_flood_of_streams_is_bounded_and_honest_peers_are_served(
+    network: SimulatedNetwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint, "MAX_INBOUND_STREAMS", 48)
+    monkeypatch.setattr(endpoint, "MAX_INBOUND_STREAMS_PER_PEER", 32)
+    async with members(network, 3) as (flooder, honest, server):
         server.rpc.serve("double", dict, double)
         streams = await asyncio.gather(*(raw(flooder, server) for _ in range(200)))
         assert server.rpc.inbound.total() == 32
