@@ -92,7 +92,6 @@ class Invite(Credential, frozen=True, tag="invite"):
 
     @property
     def key(self) -> bytes:
-        """The public key."""
         return Ed25519PrivateKey.from_private_bytes(self.seed).public_key().public_bytes_raw()
 
 
@@ -192,7 +191,6 @@ class Issuer:
             number += 1
 
     def pass_for(self, peer: str, expires: int = 0, cap: int = 0) -> Pass:
-        """Return a pass for one peer."""
         return Pass(self._public, self._key.sign(_pass_message(self._swarm, peer, expires, cap)), expires, cap)
 
     def sign(self, revocations: Revocations) -> bytes:

@@ -10,32 +10,31 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger(__name__)
 
+MAX_BYTES = 64 << 20
+
 
 class MetricsWriter:
-    """Appends to ``path``; at ``max_bytes`` the file is renamed to ``path`` + ``.1`` (one old file is kept).
+    """Appends to ``path``; at `MAX_BYTES` the file is renamed to ``path`` + ``.1`` (one old file is kept).
 
-    ``clock`` gives the wall-clock time in seconds, written as ``time``. The folder of ``path`` is created as needed.
+    The folder of ``path`` is created as needed.
     """
 
-    def __init__(self, path: Path, *, max_bytes: int = 64 << 20, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._max_bytes = max_bytes
-        self._clock = clock
         self._file: int | None = None
         self._failed = False
 
-    def write(self, kind: str, **values: Any) -> bool:
-        """Append a line with ``time``, ``kind`` and ``values``; return False if that fails.
+    def write(self, kind: str, **values: Any) -> None:
+        """Append a line with ``time``, in wall-clock seconds, ``kind`` and ``values``.
 
         Values are JSON types; numbers that are not finite become null. The first failure in a row is logged.
         """
-        record = {"time": self._clock(), "kind": kind, **values}
+        record = {"time": time.time(), "kind": kind, **values}
         line = json.dumps(_finite(record), separators=(",", ":"), default=str).encode() + b"\n"
         try:
             self._append(line)
@@ -43,9 +42,8 @@ class MetricsWriter:
             if not self._failed:
                 logger.warning("cannot write metrics to %s, going on without: %s", self._path, error)
             self._failed = True
-            return False
-        self._failed = False
-        return True
+        else:
+            self._failed = False
 
     def close(self) -> None:
         if self._file is not None:
@@ -57,7 +55,7 @@ class MetricsWriter:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         size = os.fstat(self._file).st_size
-        if size and size + len(line) > self._max_bytes:
+        if size and size + len(line) > MAX_BYTES:
             self.close()
             self._path.replace(self._path.with_name(self._path.name + ".1"))
             self._append(line)

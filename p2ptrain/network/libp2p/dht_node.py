@@ -36,7 +36,6 @@ MAX_SUBKEY_BYTES = 256
 
 
 def node_id_of(peer: Any) -> Any:
-    """Return the DHT id of a peer."""
     return DHTID.from_bytes(hashlib.sha256(b"p2ptrain node" + peer.to_bytes()).digest()[: DHTID.HASH_NBYTES])
 
 

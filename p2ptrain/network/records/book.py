@@ -187,7 +187,6 @@ class RecordBook:
         return [self._held[peer] for peer in sorted(self._held)]
 
     def has_met(self, peer: str) -> bool:
-        """True if a peer is met."""
         return peer in self._met
 
     def met(self) -> list[str]:

@@ -81,7 +81,6 @@ class OpenedRecord(Message, frozen=True, forbid_unknown_fields=True):
 
 
 def shard_of(peer: str) -> int:
-    """Return the shard of a peer's record."""
     return hashlib.sha256(peer.encode()).digest()[0] % NUM_SHARDS
 
 

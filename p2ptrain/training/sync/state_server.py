@@ -20,7 +20,7 @@ from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.averaging.protocol.table import MAX_COUNT
 from p2ptrain.errors import DeadlineError, IncompatibleError, IntegrityError, PeerError, TemporaryError
 from p2ptrain.network.chunks.messages import Open
-from p2ptrain.network.chunks.server import ChunkServer, Ration
+from p2ptrain.network.chunks.server import ChunkServer
 from p2ptrain.network.rpc.endpoint import Rpc
 from p2ptrain.network.schema import Hash, Message, Nothing
 from p2ptrain.tasks import together
@@ -70,11 +70,11 @@ class HeldState(Message, frozen=True):
 class StateServer:
     """Serves this peer's shared state: its layout, its head, and its chunks."""
 
-    def __init__(self, rpc: Rpc, state: SharedState, ration: Ration | None = None) -> None:
+    def __init__(self, rpc: Rpc, state: SharedState) -> None:
         self._runtime, self._state = rpc.runtime, state
         rpc.serve(LAYOUT, Nothing, self._on_layout)
         rpc.serve(HEAD, Nothing, self._on_head, max_request_bytes=1024)
-        self.chunks = ChunkServer(rpc, STATE, self._open, ration or Ration())
+        self.chunks = ChunkServer(rpc, STATE, self._open)
 
     async def _on_layout(self, peer: str, request: Nothing) -> LayoutReply:
         return LayoutReply(self._state.layout.fingerprint, self._state.layout.rule)

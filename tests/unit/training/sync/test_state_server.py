@@ -40,7 +40,7 @@ async def download_from(source: Member, state: SharedState, newcomer: Member, pa
 async def test_too_many_downloads_wait_their_turn(everyone: list[Member]) -> None:
     *newcomers, source = everyone
     state = shared_state()
-    StateServer(source.rpc, state, Ration(transfers=2))
+    StateServer(source.rpc, state).chunks._ration = Ration(transfers=2)
     results = await asyncio.gather(
         *(each.peer.spawn(download_from(source, state, each, PartialDownload())) for each in newcomers)
     )
