@@ -14,6 +14,10 @@ QUANTUM_BYTES = 64 * 1024
 QUANTUM_SECONDS = 0.02
 """Bound of a turn on a slow link; real links take turns by packets."""
 PACKET_BYTES = 1500
+RETRANSMIT_SECONDS = 0.2
+"""Delay of the first retransmission; it doubles with each further one."""
+DEAD_SECONDS = 40.0
+"""Time without a connection before the streams across it end at both sides."""
 
 _SMALL_BYTES = 4096
 _NEGLIGIBLE_SECONDS = 0.001
@@ -29,14 +33,10 @@ class LinkModel:
 
     latency_seconds: tuple[float, float] = (0.005, 0.080)
     """Bounds of the uniform distribution of the pairs' latencies."""
-    latency: Callable[[random.Random], float] | None = None
-    """Draws a pair's latency instead, if set."""
     jitter: float = 0.1
     """Largest random delay of a piece of data, as a share of the latency."""
     loss: float = 0.0
     """Probability that a piece of data (at most 64 KiB) is lost and retransmitted."""
-    retransmit_seconds: float = 0.2
-    """Delay of the first retransmission; it doubles with each further one."""
     up_bytes_per_second: float | None = 12.5e6
     """Default uplink of a peer; None sets no limit."""
     down_bytes_per_second: float | None = 12.5e6
@@ -45,17 +45,12 @@ class LinkModel:
     """True if a dial of a reachable peer takes no round trip, as on a connection that a daemon holds already."""
     buffer_bytes: int = 1 << 20
     """Unread data of a stream in one direction before its writer blocks."""
-    dead_seconds: float = 40.0
-    """Time without a connection before the streams across it end at both sides."""
-
-    def draw_latency(self, generator: random.Random) -> float:
-        return self.latency(generator) if self.latency else generator.uniform(*self.latency_seconds)
 
     def draw_delay(self, latency_seconds: float, generator: random.Random) -> float:
         """Return the travel time of one piece of data in seconds."""
         delay = latency_seconds * (1.0 + self.jitter * generator.random())
         if self.loss:
-            pause = self.retransmit_seconds
+            pause = RETRANSMIT_SECONDS
             for _ in range(_MAX_RETRANSMISSIONS):
                 if generator.random() >= self.loss:
                     break

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import base58
 
 from p2ptrain.network.simulated.directory import SimulatedDirectory, Store
-from p2ptrain.network.simulated.links import Link, LinkModel
+from p2ptrain.network.simulated.links import DEAD_SECONDS, Link, LinkModel
 from p2ptrain.network.simulated.loop import MAX_REAP_ROUNDS, SimulationError, VirtualTimeLoop, current_owner
 from p2ptrain.network.simulated.streams import Pipe, SimulatedStream
 from p2ptrain.network.simulated.transport import SimulatedTransport
@@ -238,7 +238,7 @@ class SimulatedNetwork:
         self._rewire()
 
     def cut(self, peer: SimulatedPeer) -> None:
-        """Pull the peer's cable: silence in both directions; streams end after `LinkModel.dead_seconds`."""
+        """Pull the peer's cable: silence in both directions; streams end after `DEAD_SECONDS`."""
         self._cut[peer.name] = None
         self.record("cut", peer.name)
         self._rewire()
@@ -279,8 +279,8 @@ class SimulatedNetwork:
                     one.incoming.release_held()
                     other.incoming.release_held()
             elif number not in self._disconnected:
-                delay = self.model.dead_seconds
-                self._disconnected[number] = self.loop.call_later(delay, self._reset, number, context=self.context)
+                timer = self.loop.call_later(DEAD_SECONDS, self._reset, number, context=self.context)
+                self._disconnected[number] = timer
 
     def _reset(self, number: int) -> None:
         self._disconnected.pop(number, None)
@@ -309,7 +309,7 @@ class SimulatedNetwork:
         latency = self._latencies.get(key)
         if latency is None:
             low, high = sorted(key)
-            latency = self.model.draw_latency(random.Random(f"{self.seed}/{low}/{high}"))
+            latency = random.Random(f"{self.seed}/{low}/{high}").uniform(*self.model.latency_seconds)
             latency += sum(self.peers[name].options.latency_seconds for name in key)
             self._latencies[key] = self._latencies[high, low] = self._latencies[low, high] = latency
         return latency
