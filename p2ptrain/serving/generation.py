@@ -1,4 +1,4 @@
-"""The interface of a generator: the swarm's client is one, a process with the whole model another."""
+"""The interface of a generator: the swarm's client is one."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Kernels of serving on this machine, and single operations of them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -8,10 +8,14 @@ import torch
 from p2ptrain.manifest import ModelSpec
 from p2ptrain.models import build_model
 from p2ptrain.models.building import deterministic_normal_
+from p2ptrain.models.exact import PAGE, ExactStage, Part
 from p2ptrain.models.exact.program import Geometry, Op, Program
 from p2ptrain.models.exact.runners import KernelRunner, PageStore, Piece, Rotary, Rows
 from p2ptrain.models.stage import Stage
 from p2ptrain.native.exact import AnyKernels, Kernels, all_kernels
+from p2ptrain.serving.generation import Token
+from p2ptrain.serving.grammar import Matcher
+from p2ptrain.serving.sampling import Sampling, draw
 
 NO_ATTENTION = Geometry(0, 1, 1, 1, 0.0)
 
@@ -65,3 +69,18 @@ def lively_model(spec: ModelSpec) -> Stage:
             deterministic_normal_(spread, 0.3 if parameter.dim() == 1 else float(2 * parameter.std()), f"lively {name}")
             parameter.add_(spread)
     return model
+
+
+def tokens_after(
+    stage: ExactStage, prompt: Sequence[int], sampling: Sampling, most: int, matcher: Matcher | None = None
+) -> Iterator[Token]:
+    """Yield up to ``most`` tokens that a whole model draws after a prompt, a row at a time."""
+    ids, first, pages = list(prompt), 0, range(-(-(len(prompt) + most) // PAGE))
+    store = stage.new_pages(len(pages))
+    for position in range(len(prompt), len(prompt) + most):
+        hidden = stage.step([Part(position - first, first, pages)], torch.tensor(ids[first:]), store)
+        allowed = matcher.allowed(ids[len(prompt) :]) if matcher is not None else None
+        drawn = draw(stage.logits(hidden[-1:])[0], position, ids, sampling, len(prompt), allowed)
+        yield Token(position, *drawn)
+        ids.append(drawn.id)
+        first = position

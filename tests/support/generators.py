@@ -1,19 +1,24 @@
-"""A generator that repeats a text, in steps that a test may allow one by one, and an HTTP server over it."""
+"""Generators for an HTTP server: one repeats a text, in steps that a test may allow; one has a small model."""
 
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Sequence
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
+from p2ptrain.manifest import ModelSpec
+from p2ptrain.models.exact import exact_stage
 from p2ptrain.models.tokenizers import byte_tokenizer
 from p2ptrain.serving.generation import Generation, Token
+from p2ptrain.serving.grammar import Grammars
 from p2ptrain.serving.http.serve import serving_http
 from p2ptrain.serving.sampling import Sampling
+from tests.support.exact import lively_model, tokens_after
 
 CONTEXT = 512
 END = 256
@@ -113,6 +118,58 @@ class Repetition:
                 raise owner.failure
             top = tuple(((token_id + rank) % 257, -0.5 - rank) for rank in range(self._sampling.logprobs))
             yield Token(self._first + place, token_id, -0.5, top)
+
+
+class SmallModel:
+    """A generator with a random model in this process; ``running`` counts its generations in progress."""
+
+    model = "local"
+
+    def __init__(self, spec: ModelSpec, tokenizer: Any) -> None:
+        self.context, self.vocabulary = spec.context, spec.vocabulary
+        self.audits: dict[str, int] = {}
+        self.running = 0
+        self._stage = exact_stage(lively_model(spec), spec)
+        self._grammars = Grammars(tokenizer, spec.vocabulary)
+        self._stage_lock = threading.Lock()
+
+    async def probe(self) -> None:
+        """The model is here."""
+
+    @contextlib.asynccontextmanager
+    async def generate(
+        self, ids: Sequence[int], sampling: Sampling, *, max_tokens: int, stops: Sequence[int] = (), key: str = ""
+    ) -> AsyncIterator[Generation]:
+        grammar = sampling.grammar
+        matcher = self._grammars.compile(grammar.text, stops) if grammar is not None else None
+        self.running += 1
+        try:
+            yield SmallGeneration(
+                tokens_after(self._stage, ids, sampling, max_tokens, matcher), stops, self._stage_lock
+            )
+        finally:
+            self.running -= 1
+
+
+class SmallGeneration:
+    """One answer of a `SmallModel`."""
+
+    route: tuple[str, ...] = ("local",)
+    failovers = cached = 0
+    version = "local"
+
+    def __init__(self, tokens: Iterator[Token], stops: Sequence[int], lock: threading.Lock) -> None:
+        self._tokens, self._stops, self._lock = tokens, stops, lock
+
+    def _next(self) -> Token | None:
+        with self._lock:
+            return next(self._tokens, None)
+
+    async def __aiter__(self) -> AsyncIterator[Token]:
+        while (token := await asyncio.to_thread(self._next)) is not None:
+            yield token
+            if token.id in self._stops:
+                return
 
 
 @contextlib.asynccontextmanager

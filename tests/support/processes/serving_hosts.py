@@ -1,6 +1,5 @@
 """Real hosts that serve a tiny model in two stages, and what one process computes with it."""
 
-import asyncio
 import subprocess
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,8 +8,8 @@ from p2ptrain.manifest import ModelSpec
 from p2ptrain.models import build_stage, model_blocks
 from p2ptrain.models.blocks import Span
 from p2ptrain.models.exact import ExactStage, exact_stage
-from p2ptrain.serving.local import LocalGenerator
 from p2ptrain.serving.sampling import Sampling
+from tests.support.exact import tokens_after
 from tests.support.processes.daemons import wait_until
 from tests.support.processes.files import LOOPBACK, QUICK, TINY, set_options
 from tests.support.processes.preloaded import COMMAND
@@ -84,10 +83,4 @@ def whole_model() -> ExactStage:
 
 def golden(num_tokens: int, sampling: Sampling, prompt: str = PROMPT) -> list[int]:
     """Return the tokens that this process computes with the model's initial weights."""
-    generator = LocalGenerator([whole_model()], context=CONTEXT)
-
-    async def generate() -> list[int]:
-        async with generator.generate(list(prompt.encode()), sampling, max_tokens=num_tokens) as generation:
-            return [token.id async for token in generation]
-
-    return asyncio.run(generate())
+    return [token.id for token in tokens_after(whole_model(), list(prompt.encode()), sampling, num_tokens)]

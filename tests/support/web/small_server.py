@@ -5,25 +5,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from p2ptrain.manifest import ModelSpec
-from p2ptrain.models.exact import exact_stage
 from p2ptrain.node.thread import LoopThread
-from p2ptrain.serving.grammar import Grammars
 from p2ptrain.serving.http.preparing import Limits
 from p2ptrain.serving.http.serve import serving_http
-from p2ptrain.serving.local import LocalGenerator
-from tests.support.exact import lively_model
-from tests.support.generators import TEMPLATE, tokenizer
+from tests.support.generators import TEMPLATE, SmallModel, tokenizer
 
 SECONDS = 60.0
 
 
 @contextmanager
 def small_server(limits: Limits | None = None, context: int = 512) -> Iterator[str]:
-    """Yield the URL of a server whose chat template takes tools; at the end, check that no generation holds a page."""
+    """Yield the URL of a server whose chat template takes tools; at the end, check that no generation is left."""
     spec = ModelSpec(layers=1, hidden=32, heads=4, kv_heads=2, intermediate=48, vocabulary=257, context=context)
     made = tokenizer()
     made.chat_template = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}" + TEMPLATE
-    generator = LocalGenerator([exact_stage(lively_model(spec), spec)], grammars=Grammars(made, spec.vocabulary))
+    generator = SmallModel(spec, made)
     urls: list[str] = []
     ready, stop = asyncio.Event(), asyncio.Event()
 
@@ -40,6 +36,6 @@ def small_server(limits: Limits | None = None, context: int = 512) -> Iterator[s
         yield urls[0]
         thread.loop.call_soon_threadsafe(stop.set)
         running.result(SECONDS)
-        assert generator.pool.num_free == generator.pool.num_pages
+        assert not generator.running
     finally:
         thread.stop()

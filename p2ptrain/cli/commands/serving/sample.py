@@ -31,7 +31,7 @@ async def sample(run_dir: Path, name: str, manifest: Manifest, weights: Path | N
     from p2ptrain.models.pretrained import end_marks, manifest_tokenizer
     from p2ptrain.models.stage import Stage
     from p2ptrain.pipeline.measure import available_memory
-    from p2ptrain.serving.local import LocalGenerator
+    from p2ptrain.serving.client.draft import Draft, Guesses
     from p2ptrain.serving.sampling import Sampling
     from p2ptrain.serving.text import Text
 
@@ -42,13 +42,12 @@ async def sample(run_dir: Path, name: str, manifest: Manifest, weights: Path | N
     tokenizer = manifest_tokenizer(manifest, weights, [Path("/")])  # It is the user's own manifest.
     text, model = Text(tokenizer, end_marks(manifest)), await asyncio.to_thread(_load, run_dir, name, manifest)
     assert isinstance(model, Stage)
-    generator = LocalGenerator([exact_stage(model, manifest.model)])
     ids, drawn = text.encode(PROMPT), list[int]()
     most = min(MAX_TOKENS, manifest.model.context - len(ids))
-    sampling = Sampling(temperature=TEMPERATURE)
-    async with generator.generate(ids, sampling, max_tokens=most, stops=sorted(text.end_ids)) as generation:
-        async for token in generation:
-            drawn.append(token.id)
+    draft = Draft(exact_stage(model, manifest.model), manifest.model.context)
+    guesses = Guesses(draft, Sampling(temperature=TEMPERATURE), len(ids), len(ids) + most)
+    while len(drawn) < most and text.end_ids.isdisjoint(drawn):
+        drawn += await asyncio.to_thread(guesses.follow, [*ids, *drawn], 1)
     return text.decode(drawn)
 
 

@@ -35,7 +35,7 @@ def schema_of(path: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[httpx.Client]:
-    """Yield a client of a server; at the end, check that no generation holds a page."""
+    """Yield a client of a server that still answers at the end."""
     limits = Limits(generations=64, default_tokens=8, request_seconds=20.0)
     with small_server(limits) as url, httpx.Client(base_url=url, timeout=TIMEOUT_SECONDS) as opened:
         yield opened

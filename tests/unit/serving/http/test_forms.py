@@ -12,13 +12,10 @@ from openai import AsyncOpenAI
 from pydantic import BaseModel, Field
 
 from p2ptrain.manifest import ModelSpec
-from p2ptrain.models.exact import exact_stage
-from p2ptrain.serving.grammar import Grammars
 from p2ptrain.serving.http.serve import serving_http
-from p2ptrain.serving.local import LocalGenerator
 from tests.support.coroutines import on_loop
-from tests.support.exact import kernels, lively_model
-from tests.support.generators import TEMPLATE, Repeater, http_server, tokenizer
+from tests.support.exact import kernels
+from tests.support.generators import TEMPLATE, Repeater, SmallModel, http_server, tokenizer
 from tests.support.tools import needed
 
 pytestmark = needed("" if kernels() else "there is no library of exact kernels", "kernels")
@@ -64,13 +61,13 @@ def with_tools() -> Any:
 async def small_model() -> AsyncIterator[AsyncOpenAI]:
     """Yield a client of a server with a random model of 257 tokens."""
     made = with_tools()
-    generator = LocalGenerator([exact_stage(lively_model(SPEC), SPEC)], grammars=Grammars(made, SPEC.vocabulary))
+    generator = SmallModel(SPEC, made)
     async with (
         serving_http(generator, made, port=0) as (url, _),
         AsyncOpenAI(base_url=f"{url}v1", api_key="any", max_retries=0, timeout=60) as client,
     ):
         yield client
-    assert generator.pool.num_free == generator.pool.num_pages
+    assert not generator.running
 
 
 @on_loop
