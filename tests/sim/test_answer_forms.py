@@ -13,7 +13,17 @@ from p2ptrain.serving.errors import GenerationFailedError, NoGrammarError
 from p2ptrain.serving.generation import Token
 from p2ptrain.serving.grammar import AnswerForm
 from p2ptrain.serving.sampling import Grammar
-from tests.support.sim.serving import CHARACTERS, DRAWN, END, ServingSwarm, digest, golden, serve, small_grammars
+from tests.support.sim.serving import (
+    CHARACTERS,
+    DRAWN,
+    END,
+    ServingSwarm,
+    digest,
+    golden,
+    serve,
+    served,
+    small_grammars,
+)
 
 PROMPT = [5, 1, 4, 1, 5, 9, 2, 6]
 FORM = AnswerForm({
@@ -64,22 +74,21 @@ def test_an_answer_in_a_form_goes_on_with_newer_weights() -> None:
     assert tokens == golden(PROMPT, 300, 2, drawn, grammars.compile(FORM, [END]))
 
 
-def test_only_hosts_with_grammars_draw_answers_in_a_form_and_without_one_the_client_is_told() -> None:
+@served(1, 2)
+async def test_only_hosts_with_grammars_draw_answers_in_a_form_and_without_one_the_client_is_told(
+    swarm: ServingSwarm, client: Any
+) -> None:
     drawn = msgspec.structs.replace(DRAWN, grammar=Grammar(FORM))
-
-    async def main(swarm: ServingSwarm, client: Any) -> None:
-        with pytest.raises(NoGrammarError, match="generates in a given form"):
-            await client.ask(PROMPT, 300, drawn, stops=[END])
-        able = await swarm.start_host("able", 1, grammars=small_grammars())
-        used = set[str]()
-        tokens, _ = await client.ask(
-            PROMPT, 300, drawn, stops=[END], on_token=lambda generation, token: used.add(generation.route[-1])
-        )
-        assert used == {able.peer.peer_id}
-        assert tokens[-1] == END
-        assert (await client.ask(PROMPT, 5))[0] == golden(PROMPT, 5, 2)
-
-    serve(main, 1, 2)
+    with pytest.raises(NoGrammarError, match="generates in a given form"):
+        await client.ask(PROMPT, 300, drawn, stops=[END])
+    able = await swarm.start_host("able", 1, grammars=small_grammars())
+    used = set[str]()
+    tokens, _ = await client.ask(
+        PROMPT, 300, drawn, stops=[END], on_token=lambda generation, token: used.add(generation.route[-1])
+    )
+    assert used == {able.peer.peer_id}
+    assert tokens[-1] == END
+    assert (await client.ask(PROMPT, 5))[0] == golden(PROMPT, 5, 2)
 
 
 @pytest.mark.parametrize(
@@ -90,12 +99,10 @@ def test_only_hosts_with_grammars_draw_answers_in_a_form_and_without_one_the_cli
         (FORM, [1], "ends the answer"),
     ],
 )
-def test_a_form_that_a_host_cannot_use_is_refused_before_it_takes_pages(
-    text: bytes, stops: list[int], reason: str
+@served(1, 1, grammars=small_grammars())
+async def test_a_form_that_a_host_cannot_use_is_refused_before_it_takes_pages(
+    swarm: ServingSwarm, client: Any, text: bytes, stops: list[int], reason: str
 ) -> None:
-    async def main(swarm: ServingSwarm, client: Any) -> None:
-        client.generator._wait_seconds = 0.0
-        with pytest.raises(GenerationFailedError, match=reason):
-            await client.ask(PROMPT, 3, msgspec.structs.replace(DRAWN, grammar=Grammar(text)), stops=stops)
-
-    serve(main, 1, 1, grammars=small_grammars())
+    client.generator._wait_seconds = 0.0
+    with pytest.raises(GenerationFailedError, match=reason):
+        await client.ask(PROMPT, 3, msgspec.structs.replace(DRAWN, grammar=Grammar(text)), stops=stops)

@@ -14,7 +14,16 @@ from p2ptrain.network.simulated import LinkModel
 from p2ptrain.serving.client.draft import Draft
 from p2ptrain.serving.sampling import Sampling
 from tests.sim.test_speculation import FAR, NEAR, SHAKY, TOLD, WARM, drafts, told
-from tests.support.sim.serving import GREEDY, CopyingStage, ServingSwarm, SmallStage, digest, golden_draws, serve
+from tests.support.sim.serving import (
+    GREEDY,
+    CopyingStage,
+    ServingSwarm,
+    SmallStage,
+    digest,
+    golden_draws,
+    serve,
+    served,
+)
 
 PROMPT = [*range(9)] * 3
 
@@ -146,12 +155,12 @@ class FailingStage(SmallStage):
 
 
 @pytest.mark.parametrize("made", [draft(FailingStage), draft(context=40)], ids=["failing", "short"])
-def test_an_answer_goes_on_without_a_draft_that_fails_or_ends(made: Draft, caplog: pytest.LogCaptureFixture) -> None:
-    async def main(swarm: ServingSwarm, client: Any) -> Any:
-        client.generator.draft = made
-        return await told(client, PROMPT, 60, WARM)
-
-    assert serve(main, 1, 1, kind=LongCycleStage) == golden_draws(PROMPT, 60, 2, WARM, LongCycleStage)
+@served(1, 1, kind=LongCycleStage)
+async def test_an_answer_goes_on_without_a_draft_that_fails_or_ends(
+    swarm: ServingSwarm, client: Any, made: Draft, caplog: pytest.LogCaptureFixture
+) -> None:
+    client.generator.draft = made
+    assert await told(client, PROMPT, 60, WARM) == golden_draws(PROMPT, 60, 2, WARM, LongCycleStage)
     assert ("going on without the draft" in caplog.text) == isinstance(made.stage, FailingStage)
 
 
@@ -190,15 +199,12 @@ def test_answers_come_sooner_with_a_right_draft_and_as_before_with_a_wrong_one(
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
-def test_a_served_model_is_its_own_perfect_draft(sampling: Sampling) -> None:
+@served(1, 1, 1, kind=lambda number: (PassingStage, SmallStage)[number == 2](0), model=FAR)
+async def test_a_served_model_is_its_own_perfect_draft(swarm: ServingSwarm, client: Any, sampling: Sampling) -> None:
     """Also at a temperature: guesses have the noise of the last stage's draws."""
-
-    async def main(swarm: ServingSwarm, client: Any) -> tuple[int, int]:
-        client.generator.draft = draft(SmallStage)
-        await told(client, PROMPT, 100, sampling)
-        return drafts(swarm)
-
-    drafted, accepted = serve(main, 1, 1, 1, kind=lambda number: (PassingStage, SmallStage)[number == 2](0), model=FAR)
+    client.generator.draft = draft(SmallStage)
+    await told(client, PROMPT, 100, sampling)
+    drafted, accepted = drafts(swarm)
     assert accepted > 0.95 * drafted > 60
 
 
@@ -206,11 +212,9 @@ class RepeatingStage(CopyingStage):
     breaks = 65521
 
 
-def test_a_repeated_part_is_drafted_without_the_model() -> None:
-    async def main(swarm: ServingSwarm, client: Any) -> int:
-        stage = SmallStage(0)
-        client.generator.draft = Draft(cast(ExactStage, stage), 4096)
-        await told(client, PROMPT, 60, GREEDY)
-        return stage.rows
-
-    assert serve(main, 1, 1, kind=RepeatingStage) == len(PROMPT)
+@served(1, 1, kind=RepeatingStage)
+async def test_a_repeated_part_is_drafted_without_the_model(swarm: ServingSwarm, client: Any) -> None:
+    stage = SmallStage(0)
+    client.generator.draft = Draft(cast(ExactStage, stage), 4096)
+    await told(client, PROMPT, 60, GREEDY)
+    assert stage.rows == len(PROMPT)

@@ -12,7 +12,7 @@ from p2ptrain.errors import PeerRefusedError
 from p2ptrain.models.exact import PAGE, ExactStage
 from p2ptrain.serving.messages import LOGITS, LogitRows, LogitsRequest
 from tests.support.sim.peers import until
-from tests.support.sim.serving import GREEDY, ServingSwarm, digest, golden_logits, serve
+from tests.support.sim.serving import GREEDY, ServingSwarm, digest, golden_logits, serve, served
 
 PROMPT = [5, 1, 4, 1, 5, 9, 2, 6]
 LONG_PROMPT = [(7 * at) % 61 for at in range(700)]
@@ -39,17 +39,17 @@ def test_logits_of_all_rows_are_those_of_one_process_also_when_a_host_fails(faul
     assert bool(struck) == bool(fault)
 
 
-def test_the_last_stage_computes_all_rows_for_their_logits_although_it_has_a_prefix() -> None:
-    async def main(swarm: ServingSwarm, client: Any) -> Any:
-        await client.ask(LONG_PROMPT, 1)
-        await until(lambda: all(each.is_clean for each in swarm.hosts.values()), 60.0)
-        before = [each.stage.rows for each in swarm.hosts.values()]
-        logits = await client.generator.logits(LONG_PROMPT)
-        rows = [each.stage.rows - start for each, start in zip(swarm.hosts.values(), before, strict=True)]
-        assert rows == [len(LONG_PROMPT) % PAGE, len(LONG_PROMPT)]
-        return logits
-
-    assert torch.equal(serve(main, 1, 1), golden_logits(LONG_PROMPT, 2))
+@served(1, 1)
+async def test_the_last_stage_computes_all_rows_for_their_logits_although_it_has_a_prefix(
+    swarm: ServingSwarm, client: Any
+) -> None:
+    await client.ask(LONG_PROMPT, 1)
+    await until(lambda: all(each.is_clean for each in swarm.hosts.values()), 60.0)
+    before = [each.stage.rows for each in swarm.hosts.values()]
+    logits = await client.generator.logits(LONG_PROMPT)
+    rows = [each.stage.rows - start for each, start in zip(swarm.hosts.values(), before, strict=True)]
+    assert rows == [len(LONG_PROMPT) % PAGE, len(LONG_PROMPT)]
+    assert torch.equal(logits, golden_logits(LONG_PROMPT, 2))
 
 
 def test_logits_are_those_of_one_version() -> None:
@@ -81,13 +81,11 @@ def test_logits_are_those_of_one_version() -> None:
     assert asked[-1][1] == 0
 
 
-def test_logits_are_refused_to_a_session_that_did_not_ask_for_them() -> None:
-    async def main(swarm: ServingSwarm, client: Any) -> None:
-        async with client.generator.generate(PROMPT, GREEDY, max_tokens=5) as generation:
-            await anext(aiter(generation))
-            request = LogitsRequest(generation._ticket.session, 0)
-            async with client.rpc.open(generation.route[-1], LOGITS, request, 5.0) as channel:
-                with pytest.raises(PeerRefusedError, match="no logits"):
-                    await channel.receive(LogitRows, 5.0)
-
-    serve(main, 1)
+@served(1)
+async def test_logits_are_refused_to_a_session_that_did_not_ask_for_them(swarm: ServingSwarm, client: Any) -> None:
+    async with client.generator.generate(PROMPT, GREEDY, max_tokens=5) as generation:
+        await anext(aiter(generation))
+        request = LogitsRequest(generation._ticket.session, 0)
+        async with client.rpc.open(generation.route[-1], LOGITS, request, 5.0) as channel:
+            with pytest.raises(PeerRefusedError, match="no logits"):
+                await channel.receive(LogitRows, 5.0)

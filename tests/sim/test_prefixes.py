@@ -14,15 +14,7 @@ from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.serving.generation import Token
 from p2ptrain.serving.sampling import Sampling
 from tests.support.sim.peers import until
-from tests.support.sim.serving import (
-    DRAWN,
-    GREEDY,
-    ServingPeer,
-    ServingSwarm,
-    digest,
-    golden,
-    serve,
-)
+from tests.support.sim.serving import DRAWN, GREEDY, ServingPeer, ServingSwarm, digest, golden, serve, served
 
 SHARED = [(11 * at + at // 9) % 61 for at in range(8 * PAGE)]
 LOGPROBS = Sampling(temperature=1.0, seed=3, logprobs=2)
@@ -74,39 +66,35 @@ def test_a_shared_prefix_is_computed_once(num_stages: int) -> None:
     assert [token.id for token in expected] == golden([*SHARED, 4, 4], 20, num_stages, LOGPROBS)
 
 
-def test_a_prompt_of_full_pages_alone_keeps_the_row_that_the_last_stage_draws_from() -> None:
-    async def main(swarm: ServingSwarm, client: Any) -> Any:
-        first = await tokens_of(client, SHARED, 1)
-        await settled(swarm)
-        second, rows = await rows_of(swarm, tokens_of(client, SHARED, 1))
-        assert rows == {"s0a": 0, "s1a": PAGE}
-        assert second == (first[0], len(SHARED))
-
-    serve(main, 1, 1)
-
-
-def test_the_next_turn_of_a_conversation_has_the_answer_cached_too() -> None:
-    async def main(swarm: ServingSwarm, client: Any) -> Any:
-        answer, _ = await client.ask(SHARED[:100], 100)
-        await settled(swarm)
-        prompt = [*SHARED[:100], *answer, 7]
-        (tokens, cached), rows = await rows_of(swarm, tokens_of(client, prompt))
-        assert [token.id for token in tokens] == golden(prompt, 20, 2, LOGPROBS)
-        assert cached == 199 // PAGE * PAGE
-        assert rows == dict.fromkeys(swarm.hosts, len(prompt) - cached + 19)
-
-    serve(main, 1, 1)
+@served(1, 1)
+async def test_a_prompt_of_full_pages_alone_keeps_the_row_that_the_last_stage_draws_from(
+    swarm: ServingSwarm, client: Any
+) -> None:
+    first = await tokens_of(client, SHARED, 1)
+    await settled(swarm)
+    second, rows = await rows_of(swarm, tokens_of(client, SHARED, 1))
+    assert rows == {"s0a": 0, "s1a": PAGE}
+    assert second == (first[0], len(SHARED))
 
 
-def test_a_prompt_is_cached_while_its_answer_goes_on() -> None:
-    async def main(swarm: ServingSwarm, client: Any) -> Any:
-        async with client.generator.generate(SHARED, GREEDY, max_tokens=60) as generation:
-            tokens = aiter(generation)
-            first = (await anext(tokens)).id
-            assert (await tokens_of(client, [*SHARED, 1]))[1] == len(SHARED)
-            assert [first, *[token.id async for token in tokens]] == golden(SHARED, 60, 1)
+@served(1, 1)
+async def test_the_next_turn_of_a_conversation_has_the_answer_cached_too(swarm: ServingSwarm, client: Any) -> None:
+    answer, _ = await client.ask(SHARED[:100], 100)
+    await settled(swarm)
+    prompt = [*SHARED[:100], *answer, 7]
+    (tokens, cached), rows = await rows_of(swarm, tokens_of(client, prompt))
+    assert [token.id for token in tokens] == golden(prompt, 20, 2, LOGPROBS)
+    assert cached == 199 // PAGE * PAGE
+    assert rows == dict.fromkeys(swarm.hosts, len(prompt) - cached + 19)
 
-    serve(main, 1)
+
+@served(1)
+async def test_a_prompt_is_cached_while_its_answer_goes_on(swarm: ServingSwarm, client: Any) -> None:
+    async with client.generator.generate(SHARED, GREEDY, max_tokens=60) as generation:
+        tokens = aiter(generation)
+        first = (await anext(tokens)).id
+        assert (await tokens_of(client, [*SHARED, 1]))[1] == len(SHARED)
+        assert [first, *[token.id async for token in tokens]] == golden(SHARED, 60, 1)
 
 
 def test_another_client_or_key_gets_no_hit() -> None:
@@ -131,35 +119,32 @@ def test_another_client_or_key_gets_no_hit() -> None:
     simulate(run, 0)
 
 
-def test_a_ticket_whose_salt_was_changed_is_refused() -> None:
+@served(1)
+async def test_a_ticket_whose_salt_was_changed_is_refused(swarm: ServingSwarm, client: Any) -> None:
     """A host of an earlier stage cannot give a session another salt, or other pages, than its client signed."""
+    signed = client.generator._signed
 
-    async def main(swarm: ServingSwarm, client: Any) -> Any:
-        signed = client.generator._signed
+    async def changed(ticket: Any) -> Any:
+        return msgspec.structs.replace(await signed(ticket), **change)
 
-        async def changed(ticket: Any) -> Any:
-            return msgspec.structs.replace(await signed(ticket), **change)
-
-        client.generator._wait_seconds, client.generator._signed = 0.0, changed
-        for change in ({"salt": b"other"}, {"pages": (bytes(32),)}):  # noqa: B007
-            with pytest.raises(Exception, match="did not sign"):
-                await tokens_of(client, SHARED)
-
-    serve(main, 1)
+    client.generator._wait_seconds, client.generator._signed = 0.0, changed
+    for change in ({"salt": b"other"}, {"pages": (bytes(32),)}):  # noqa: B007
+        with pytest.raises(Exception, match="did not sign"):
+            await tokens_of(client, SHARED)
 
 
 @pytest.mark.parametrize("lacking", ["s0a", "s1a", "s2a"])
-def test_a_host_with_fewer_pages_gets_the_rows_from_the_outputs_of_the_one_before(lacking: str) -> None:
-    async def main(swarm: ServingSwarm, client: Any) -> Any:
-        await tokens_of(client, SHARED)
-        await settled(swarm)
-        swarm.hosts[lacking].host.book.pool.drop(lambda key: True)
-        (tokens, _), rows = await rows_of(swarm, tokens_of(client, [*SHARED, 8]))
-        assert [token.id for token in tokens] == golden([*SHARED, 8], 20, 3, LOGPROBS)
-        assert rows == {name: 20 + len(SHARED) * (name == lacking) for name in swarm.hosts}
-        assert all(num_cached(each) == len(SHARED) // PAGE for each in swarm.hosts.values())
-
-    serve(main, 1, 1, 1, speculates=False)
+@served(1, 1, 1, speculates=False)
+async def test_a_host_with_fewer_pages_gets_the_rows_from_the_outputs_of_the_one_before(
+    swarm: ServingSwarm, client: Any, lacking: str
+) -> None:
+    await tokens_of(client, SHARED)
+    await settled(swarm)
+    swarm.hosts[lacking].host.book.pool.drop(lambda key: True)
+    (tokens, _), rows = await rows_of(swarm, tokens_of(client, [*SHARED, 8]))
+    assert [token.id for token in tokens] == golden([*SHARED, 8], 20, 3, LOGPROBS)
+    assert rows == {name: 20 + len(SHARED) * (name == lacking) for name in swarm.hosts}
+    assert all(num_cached(each) == len(SHARED) // PAGE for each in swarm.hosts.values())
 
 
 @pytest.mark.parametrize("fault", ["crash", "stall"])
@@ -201,50 +186,46 @@ def test_a_host_that_fails_with_a_hit_is_replaced_with_the_same_tokens(
     assert serve(main, 2, 2, 2) == golden([*SHARED, 3], 60, 3, DRAWN)
 
 
-def test_another_version_has_no_hit_and_its_pages_go_with_it() -> None:
-    async def main(swarm: ServingSwarm, client: Any) -> Any:
-        await tokens_of(client, SHARED)
+@served(1, 1)
+async def test_another_version_has_no_hit_and_its_pages_go_with_it(swarm: ServingSwarm, client: Any) -> None:
+    await tokens_of(client, SHARED)
+    await settled(swarm)
+    for round_, cached, pages in ((6, 0, 16), (6, len(SHARED), 16), (7, 0, 16)):
+        for each in swarm.hosts.values():
+            each.host.serve((round_, digest(round_, each.number)), cast(ExactStage, each.stage))
+        swarm.rounds = (round_ - 1, round_)
+        assert (await tokens_of(client, SHARED))[1] == cached
         await settled(swarm)
-        for round_, cached, pages in ((6, 0, 16), (6, len(SHARED), 16), (7, 0, 16)):
-            for each in swarm.hosts.values():
-                each.host.serve((round_, digest(round_, each.number)), cast(ExactStage, each.stage))
-            swarm.rounds = (round_ - 1, round_)
-            assert (await tokens_of(client, SHARED))[1] == cached
-            await settled(swarm)
-            assert [num_cached(each) for each in swarm.hosts.values()] == [pages, pages]
-
-    serve(main, 1, 1)
+        assert [num_cached(each) for each in swarm.hosts.values()] == [pages, pages]
 
 
-def test_prefix_pages_make_room_for_sessions_the_least_recently_used_first() -> None:
-    async def main(swarm: ServingSwarm, client: Any) -> Any:
-        client.generator._wait_seconds = 0.0
-        host, other = swarm.hosts["s0a"], SHARED[::-1]
-        for prompt, cached in (([*SHARED, 1], 0), ([*other, 1], 0), ([*SHARED, 2], 512)):
-            assert (await tokens_of(client, prompt, 10))[1] == cached
-            await settled(swarm)
-        assert num_cached(host) == 16
-        fresh = [5] * (3 * PAGE)
-        assert (await tokens_of(client, fresh, 1))[1] == 0  # It takes the free page, and two of `other`.
+@served(1, num_pages=17)
+async def test_prefix_pages_make_room_for_sessions_the_least_recently_used_first(
+    swarm: ServingSwarm, client: Any
+) -> None:
+    client.generator._wait_seconds = 0.0
+    host, other = swarm.hosts["s0a"], SHARED[::-1]
+    for prompt, cached in (([*SHARED, 1], 0), ([*other, 1], 0), ([*SHARED, 2], 512)):
+        assert (await tokens_of(client, prompt, 10))[1] == cached
         await settled(swarm)
-        assert (await tokens_of(client, [*SHARED, 3], 10))[1] == 512
+    assert num_cached(host) == 16
+    fresh = [5] * (3 * PAGE)
+    assert (await tokens_of(client, fresh, 1))[1] == 0  # It takes the free page, and two of `other`.
+    await settled(swarm)
+    assert (await tokens_of(client, [*SHARED, 3], 10))[1] == 512
+    await settled(swarm)
+    assert (await tokens_of(client, [*other, 3], 10))[1] == 5 * PAGE  # A third one went for the answer before.
+    await settled(swarm)
+    assert (await client.ask([7], 17 * PAGE))[0] == golden([7], 17 * PAGE, 1)  # The whole pool.
+
+
+@served(4, 4)
+async def test_later_sessions_go_to_the_hosts_that_have_the_prefix(swarm: ServingSwarm, client: Any) -> None:
+    routes = set()
+    for number in range(8):
+        async with client.generator.generate([*SHARED, number], GREEDY, max_tokens=2) as generation:
+            assert len([token async for token in generation]) == 2
+            routes.add(generation.route)
+            assert generation.cached == (len(SHARED) if number else 0)
         await settled(swarm)
-        assert (await tokens_of(client, [*other, 3], 10))[1] == 5 * PAGE  # A third one went for the answer before.
-        await settled(swarm)
-        assert (await client.ask([7], 17 * PAGE))[0] == golden([7], 17 * PAGE, 1)  # The whole pool.
-
-    serve(main, 1, num_pages=17)
-
-
-def test_later_sessions_go_to_the_hosts_that_have_the_prefix() -> None:
-    async def main(swarm: ServingSwarm, client: Any) -> Any:
-        routes = set()
-        for number in range(8):
-            async with client.generator.generate([*SHARED, number], GREEDY, max_tokens=2) as generation:
-                assert len([token async for token in generation]) == 2
-                routes.add(generation.route)
-                assert generation.cached == (len(SHARED) if number else 0)
-            await settled(swarm)
-        assert len(routes) == 1
-
-    serve(main, 4, 4)
+    assert len(routes) == 1

@@ -25,6 +25,7 @@ from tests.support.sim.serving import (
     golden_draws,
     golden_logits,
     serve,
+    served,
 )
 
 PROMPT = [5, 1, 4, 1, 5, 9, 2, 6]
@@ -66,15 +67,15 @@ def test_tokens_come_up_the_chain_when_the_last_host_cannot_be_dialled(
     assert max(after - before for before, after in itertools.pairwise(times)) < 0.5
 
 
-def test_a_last_host_that_was_not_reached_is_not_dialled_for_each_answer() -> None:
-    async def main(swarm: ServingSwarm, client: SimulatedClient) -> float:
-        hide_last(swarm, client)
-        await client.ask(PROMPT, 5)
-        began = asyncio.get_running_loop().time()
-        await client.ask(PROMPT, 5)
-        return asyncio.get_running_loop().time() - began
-
-    assert serve(main, 1, 1) < 2.0
+@served(1, 1)
+async def test_a_last_host_that_was_not_reached_is_not_dialled_for_each_answer(
+    swarm: ServingSwarm, client: Any
+) -> None:
+    hide_last(swarm, client)
+    await client.ask(PROMPT, 5)
+    began = asyncio.get_running_loop().time()
+    await client.ask(PROMPT, 5)
+    assert asyncio.get_running_loop().time() - began < 2.0
 
 
 @pytest.mark.parametrize("fault", ["crash", "stall"])
@@ -133,36 +134,31 @@ def test_logits_come_up_the_chain(fault: str) -> None:
     assert torch.equal(serve(main, 2, 2, 2, serve_seconds=0.05), golden_logits(LONG_PROMPT, 3))
 
 
-def test_a_cancelled_answer_frees_all_pages() -> None:
+@served(1, 1, 1)
+async def test_a_cancelled_answer_frees_all_pages(swarm: ServingSwarm, client: Any) -> None:
     """`serve` checks that no host keeps a page, and that no task or stream is left."""
-
-    async def main(swarm: ServingSwarm, client: SimulatedClient) -> None:
-        hide_last(swarm, client)
-        async with client.generator.generate(PROMPT, DRAWN, max_tokens=200) as generation:
-            tokens = aiter(generation)
-            for _ in range(20):
-                await anext(tokens)
-            assert not any(each.is_clean for each in swarm.hosts.values())
-        await until(lambda: all(each.is_clean for each in swarm.hosts.values()), 1.0)
-
-    serve(main, 1, 1, 1)
+    hide_last(swarm, client)
+    async with client.generator.generate(PROMPT, DRAWN, max_tokens=200) as generation:
+        tokens = aiter(generation)
+        for _ in range(20):
+            await anext(tokens)
+        assert not any(each.is_clean for each in swarm.hosts.values())
+    await until(lambda: all(each.is_clean for each in swarm.hosts.values()), 1.0)
 
 
 @pytest.mark.parametrize("name", [TOKENS, LOGITS])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_stranger_gets_no_tokens_from_any_host(stage: int, name: str) -> None:
-    async def main(swarm: ServingSwarm, client: SimulatedClient) -> None:
-        stranger = await swarm.start_client("stranger")
-        async with client.generator.generate(PROMPT, DRAWN, max_tokens=30) as generation:
-            await anext(aiter(generation))
-            session = generation.ticket.session
-            request: msgspec.Struct = LogitsRequest(session, 0)
-            if name == TOKENS:
-                request = Listen(session, 0, 100, generation.route[0])
-            async with stranger.rpc.open(generation.route[stage], name, request, 5.0) as channel:
-                with pytest.raises(PeerRefusedError, match="no such session of yours"):
-                    await channel.receive(DrawnToken, 5.0)
-        await stranger.rpc.close()
-        await stranger.peer.close()
-
-    serve(main, 1, 1, 1)
+@served(1, 1, 1)
+async def test_a_stranger_gets_no_tokens_from_any_host(swarm: ServingSwarm, client: Any, stage: int, name: str) -> None:
+    stranger = await swarm.start_client("stranger")
+    async with client.generator.generate(PROMPT, DRAWN, max_tokens=30) as generation:
+        await anext(aiter(generation))
+        session = generation.ticket.session
+        request: msgspec.Struct = LogitsRequest(session, 0)
+        if name == TOKENS:
+            request = Listen(session, 0, 100, generation.route[0])
+        async with stranger.rpc.open(generation.route[stage], name, request, 5.0) as channel:
+            with pytest.raises(PeerRefusedError, match="no such session of yours"):
+                await channel.receive(DrawnToken, 5.0)
+    await stranger.rpc.close()
+    await stranger.peer.close()

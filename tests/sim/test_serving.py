@@ -38,7 +38,7 @@ from p2ptrain.serving.messages import (
 )
 from p2ptrain.serving.sampling import Sampling
 from tests.support.sim.peers import until
-from tests.support.sim.serving import ARITHMETIC, DRAWN, GREEDY, VOCABULARY, ServingSwarm, digest, golden, serve
+from tests.support.sim.serving import ARITHMETIC, DRAWN, GREEDY, VOCABULARY, ServingSwarm, digest, golden, serve, served
 
 PROMPT = [5, 1, 4, 1, 5, 9, 2, 6]
 LONG_PROMPT = [(7 * at) % 61 for at in range(700)]
@@ -53,11 +53,9 @@ def test_stages_draw_the_tokens_of_one_process(num_stages: int, sampling: Any) -
     assert serve(main, *[1] * num_stages) == (golden(PROMPT, 40, num_stages, sampling), 0)
 
 
-def test_a_long_prompt_goes_through_in_chunks() -> None:
-    async def main(swarm: ServingSwarm, client: Any) -> Any:
-        return await client.ask(LONG_PROMPT, 3)
-
-    assert serve(main, 1, 1, 1) == (golden(LONG_PROMPT, 3, 3), 0)
+@served(1, 1, 1)
+async def test_a_long_prompt_goes_through_in_chunks(swarm: ServingSwarm, client: Any) -> None:
+    assert await client.ask(LONG_PROMPT, 3) == (golden(LONG_PROMPT, 3, 3), 0)
 
 
 @pytest.mark.fault(30)
@@ -80,23 +78,23 @@ def test_a_host_that_fails_is_replaced_with_the_same_tokens(fault: str, victim: 
 @pytest.mark.fault(30)
 @pytest.mark.parametrize("fault", ["crash", "stall", "silence"])
 @pytest.mark.parametrize("victim", [1, 2])
-def test_a_failover_pauses_an_answer_for_less_than_two_seconds(fault: str, victim: int) -> None:
+@served(2, 2, 2)
+async def test_a_failover_pauses_an_answer_for_less_than_two_seconds(
+    swarm: ServingSwarm, client: Any, fault: str, victim: int
+) -> None:
     """Also when the client still reaches the replaced host (``silence``: only its caller does not)."""
     times: list[float] = []
 
-    async def main(swarm: ServingSwarm, client: Any) -> None:
-        def strike(generation: Any, token: Token) -> None:
-            times.append(asyncio.get_running_loop().time())
-            if token.position == len(PROMPT) + 20:
-                caller, host = (swarm.host_of(generation.route[number]).peer for number in (victim - 1, victim))
-                if fault == "silence":
-                    swarm.network.set_latency(caller, host, 1000.0)
-                else:
-                    getattr(swarm.network, fault)(host)
+    def strike(generation: Any, token: Token) -> None:
+        times.append(asyncio.get_running_loop().time())
+        if token.position == len(PROMPT) + 20:
+            caller, host = (swarm.host_of(generation.route[number]).peer for number in (victim - 1, victim))
+            if fault == "silence":
+                swarm.network.set_latency(caller, host, 1000.0)
+            else:
+                getattr(swarm.network, fault)(host)
 
-        assert (await client.ask(PROMPT, 60, DRAWN, on_token=strike))[0] == golden(PROMPT, 60, 3, DRAWN)
-
-    serve(main, 2, 2, 2)
+    assert (await client.ask(PROMPT, 60, DRAWN, on_token=strike))[0] == golden(PROMPT, 60, 3, DRAWN)
     assert max(after - before for before, after in itertools.pairwise(times)) < 2.0
 
 
@@ -126,39 +124,36 @@ def test_a_failover_repeats_a_page_of_rows_at_most(victim: int) -> None:
     serve(main, *[2 if number == victim else 1 for number in range(3)], speculates=False)
 
 
-def test_a_shadow_that_was_lost_is_replaced_when_it_is_back() -> None:
+@served(2, serve_seconds=0.1)
+async def test_a_shadow_that_was_lost_is_replaced_when_it_is_back(swarm: ServingSwarm, client: Any) -> None:
     """So a long answer has a spare again, and its next failover repeats a page of rows at most."""
+    shadows: list[int] = []
+    restarting: list[asyncio.Task[Any]] = []
 
-    async def main(swarm: ServingSwarm, client: Any) -> None:
-        shadows: list[int] = []
-        restarting: list[asyncio.Task[Any]] = []
+    def strike(generation: Any, token: Token) -> None:
+        name = next(each for each, host in swarm.hosts.items() if host.peer.peer_id not in generation.route)
+        if token.position == len(PROMPT) + 10:
+            swarm.network.crash(swarm.hosts[name].peer)
+            restarting.append(asyncio.create_task(swarm.restart(name)))
+        shadows.append(len(swarm.hosts[name].host.executor.sessions))
 
-        def strike(generation: Any, token: Token) -> None:
-            name = next(each for each, host in swarm.hosts.items() if host.peer.peer_id not in generation.route)
-            if token.position == len(PROMPT) + 10:
-                swarm.network.crash(swarm.hosts[name].peer)
-                restarting.append(asyncio.create_task(swarm.restart(name)))
-            shadows.append(len(swarm.hosts[name].host.executor.sessions))
-
-        assert (await client.ask(PROMPT, 220, on_token=strike))[0] == golden(PROMPT, 220, 1)
-        await asyncio.wait(restarting)
-        assert shadows[30] == 0
-        assert shadows[-1] == 1
-
-    serve(main, 2, serve_seconds=0.1)
+    assert (await client.ask(PROMPT, 220, on_token=strike))[0] == golden(PROMPT, 220, 1)
+    await asyncio.wait(restarting)
+    assert shadows[30] == 0
+    assert shadows[-1] == 1
 
 
 @pytest.mark.parametrize("victims", [(0, 1), (1, 2), (0, 1, 2)])
-def test_neighbours_that_fail_together_are_replaced(victims: tuple[int, ...]) -> None:
-    async def main(swarm: ServingSwarm, client: Any) -> Any:
-        def strike(generation: Any, token: Token) -> None:
-            if token.position == len(PROMPT) + 20:
-                for victim in victims:
-                    swarm.network.crash(swarm.host_of(generation.route[victim]).peer)
+@served(2, 2, 2)
+async def test_neighbours_that_fail_together_are_replaced(
+    swarm: ServingSwarm, client: Any, victims: tuple[int, ...]
+) -> None:
+    def strike(generation: Any, token: Token) -> None:
+        if token.position == len(PROMPT) + 20:
+            for victim in victims:
+                swarm.network.crash(swarm.host_of(generation.route[victim]).peer)
 
-        return await client.ask(PROMPT, 60, on_token=strike)
-
-    tokens, failovers = serve(main, 2, 2, 2)
+    tokens, failovers = await client.ask(PROMPT, 60, on_token=strike)
     assert tokens == golden(PROMPT, 60, 3)
     assert failovers >= len(victims)
 
@@ -183,80 +178,74 @@ def test_a_host_without_replica_is_waited_for() -> None:
     assert serve(main, 1, 1, 1)[0] == golden(PROMPT, 30, 3)
 
 
-def test_a_session_goes_on_with_newer_weights_when_its_own_are_gone() -> None:
+@served(1, 1)
+async def test_a_session_goes_on_with_newer_weights_when_its_own_are_gone(swarm: ServingSwarm, client: Any) -> None:
     """The stages of all rounds are alike here, so the tokens show that none is lost or drawn twice."""
     versions: list[str] = []
 
-    async def main(swarm: ServingSwarm, client: Any) -> Any:
-        def renew(generation: Any, token: Token) -> None:
-            versions.append(generation.version)
-            if token.position == len(PROMPT) + 20:
-                for each in swarm.hosts.values():
-                    for round_ in (6, 7):
-                        each.host.serve((round_, digest(round_, each.number)), cast(ExactStage, each.stage))
-                swarm.rounds = (6, 7)
+    def renew(generation: Any, token: Token) -> None:
+        versions.append(generation.version)
+        if token.position == len(PROMPT) + 20:
+            for each in swarm.hosts.values():
+                for round_ in (6, 7):
+                    each.host.serve((round_, digest(round_, each.number)), cast(ExactStage, each.stage))
+            swarm.rounds = (6, 7)
 
-        return await client.ask(PROMPT, 60, DRAWN, on_token=renew)
-
-    assert serve(main, 1, 1)[0] == golden(PROMPT, 60, 2, DRAWN)
+    assert (await client.ask(PROMPT, 60, DRAWN, on_token=renew))[0] == golden(PROMPT, 60, 2, DRAWN)
     assert versions[0].startswith("5-")
     assert versions[-1].startswith("7-")
 
 
-def test_a_shadow_that_fails_is_no_failed_request() -> None:
+@served(2)
+async def test_a_shadow_that_fails_is_no_failed_request(swarm: ServingSwarm, client: Any) -> None:
     """The shadow's host drops the weights: it has served no request, and its record still can be published."""
 
-    async def main(swarm: ServingSwarm, client: Any) -> Any:
-        def renew(generation: Any, token: Token) -> None:
-            if token.position == len(PROMPT) + PAGE:
-                shadow = next(each for each in swarm.hosts.values() if each.peer.peer_id not in generation.route)
-                assert len(shadow.host.executor.sessions) == 1
-                for round_ in (6, 7):
-                    shadow.host.serve((round_, digest(round_, 0)), cast(ExactStage, shadow.stage))
-
-        return await client.ask(PROMPT, 80, on_token=renew)
-
-    assert serve(main, 2)[0] == golden(PROMPT, 80, 1)
-
-
-def test_a_client_that_takes_no_tokens_meanwhile_gets_those_of_newer_weights() -> None:
-    """The newer session's host may draw `AHEAD` tokens beyond those that the client has, before any grant."""
-
-    async def main(swarm: ServingSwarm, client: Any) -> None:
-        async with client.generator.generate(PROMPT, GREEDY, max_tokens=60) as generation:
-            tokens = aiter(generation)
-            found = [(await anext(tokens)).id]
-            await asyncio.sleep(5.0)
-            assert generation._next == len(PROMPT) + 1 + AHEAD
-            host, stage = swarm.hosts["s0a"].host, cast(ExactStage, swarm.hosts["s0a"].stage)
+    def renew(generation: Any, token: Token) -> None:
+        if token.position == len(PROMPT) + PAGE:
+            shadow = next(each for each in swarm.hosts.values() if each.peer.peer_id not in generation.route)
+            assert len(shadow.host.executor.sessions) == 1
             for round_ in (6, 7):
-                host.serve((round_, digest(round_, 0)), stage)
-            swarm.rounds = (6, 7)
-            await asyncio.sleep(5.0)
-            assert generation._next == len(PROMPT) + 1 + 2 * AHEAD
-            assert found + [token.id async for token in tokens] == golden(PROMPT, 60, 1)
+                shadow.host.serve((round_, digest(round_, 0)), cast(ExactStage, shadow.stage))
 
-    serve(main, 1)
+    assert (await client.ask(PROMPT, 80, on_token=renew))[0] == golden(PROMPT, 80, 1)
+
+
+@served(1)
+async def test_a_client_that_takes_no_tokens_meanwhile_gets_those_of_newer_weights(
+    swarm: ServingSwarm, client: Any
+) -> None:
+    """The newer session's host may draw `AHEAD` tokens beyond those that the client has, before any grant."""
+    async with client.generator.generate(PROMPT, GREEDY, max_tokens=60) as generation:
+        tokens = aiter(generation)
+        found = [(await anext(tokens)).id]
+        await asyncio.sleep(5.0)
+        assert generation._next == len(PROMPT) + 1 + AHEAD
+        host, stage = swarm.hosts["s0a"].host, cast(ExactStage, swarm.hosts["s0a"].stage)
+        for round_ in (6, 7):
+            host.serve((round_, digest(round_, 0)), stage)
+        swarm.rounds = (6, 7)
+        await asyncio.sleep(5.0)
+        assert generation._next == len(PROMPT) + 1 + 2 * AHEAD
+        assert found + [token.id async for token in tokens] == golden(PROMPT, 60, 1)
 
 
 @pytest.mark.parametrize("num_failures", [1, 3])
-def test_a_host_whose_computation_fails_is_asked_again(num_failures: int) -> None:
+@served(1, 1)
+async def test_a_host_whose_computation_fails_is_asked_again(
+    swarm: ServingSwarm, client: Any, num_failures: int
+) -> None:
     """A failed session does not stay: the only host serves the caller's next opening from the start."""
     failures = iter(range(num_failures))
+    stage = swarm.hosts["s1a"].stage
+    step = stage.step
 
-    async def main(swarm: ServingSwarm, client: Any) -> Any:
-        stage = swarm.hosts["s1a"].stage
-        step = stage.step
+    def fail(parts: Any, inputs: Any, store: Any) -> Any:
+        if parts[0].first > len(PROMPT) and next(failures, None) is not None:
+            raise NotFiniteError([0])
+        return step(parts, inputs, store)
 
-        def fail(parts: Any, inputs: Any, store: Any) -> Any:
-            if parts[0].first > len(PROMPT) and next(failures, None) is not None:
-                raise NotFiniteError([0])
-            return step(parts, inputs, store)
-
-        stage.step = fail  # type: ignore[method-assign]
-        return await client.ask(PROMPT, 30)
-
-    assert serve(main, 1, 1)[0] == golden(PROMPT, 30, 2)
+    stage.step = fail  # type: ignore[method-assign]
+    assert (await client.ask(PROMPT, 30))[0] == golden(PROMPT, 30, 2)
 
 
 def test_an_invalid_bias_is_refused_before_it_takes_pages(caplog: pytest.LogCaptureFixture) -> None:
@@ -272,33 +261,25 @@ def test_an_invalid_bias_is_refused_before_it_takes_pages(caplog: pytest.LogCapt
     assert not [record for record in caplog.records if record.exc_info]
 
 
-def test_a_defect_of_the_client_ends_its_answer_at_once() -> None:
-    async def main(swarm: ServingSwarm, client: Any) -> None:
-        def fail() -> None:
-            raise ZeroDivisionError("a defect")
+@served(1, 1)
+async def test_a_defect_of_the_client_ends_its_answer_at_once(swarm: ServingSwarm, client: Any) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("a defect")
 
-        def strike(generation: Any, token: Token) -> None:
-            client.generator._hosts = fail
-            if swarm.hosts["s0a"].peer.alive:
-                swarm.network.crash(swarm.hosts["s0a"].peer)
+    def strike(generation: Any, token: Token) -> None:
+        client.generator._hosts = fail
+        if swarm.hosts["s0a"].peer.alive:
+            swarm.network.crash(swarm.hosts["s0a"].peer)
 
-        async with asyncio.timeout(20.0):
-            with pytest.raises(GenerationFailedError, match="a defect"):
-                await client.ask(PROMPT, 60, on_token=strike)
-
-    serve(main, 1, 1)
+    async with asyncio.timeout(20.0):
+        with pytest.raises(GenerationFailedError, match="a defect"):
+            await client.ask(PROMPT, 60, on_token=strike)
 
 
-def test_a_stage_without_host_is_named() -> None:
-    async def run(network: SimulatedNetwork) -> None:
-        swarm = ServingSwarm(network, 2)
-        await swarm.start(1)
-        client = await swarm.start_client(wait_seconds=2.0)
-        with pytest.raises(NoHostError, match="serves stage 1"):
-            await client.ask(PROMPT, 3)
-        await swarm.end(client)
-
-    simulate(run, 0)
+@served(1, 0, wait_seconds=2.0)
+async def test_a_stage_without_host_is_named(swarm: ServingSwarm, client: Any) -> None:
+    with pytest.raises(NoHostError, match="serves stage 1"):
+        await client.ask(PROMPT, 3)
 
 
 @pytest.mark.parametrize("other", ["small-1/int8", "torch-1/fp32"])
@@ -323,20 +304,14 @@ def test_hosts_that_compute_differently_are_named_and_waited_for(other: str) -> 
     simulate(run, 0)
 
 
-def test_a_full_host_refuses_at_once_and_serves_when_pages_are_free() -> None:
-    async def run(network: SimulatedNetwork) -> None:
-        swarm = ServingSwarm(network, 1, num_pages=1)
-        await swarm.start(1)
-        client = await swarm.start_client(wait_seconds=0.0)
-        async with client.generator.generate(PROMPT, GREEDY, max_tokens=20) as generation:
-            with pytest.raises(OverloadedError) as caught:
-                await client.ask(PROMPT, 3)
-            assert caught.value.retry_after > 0
-            assert [token.id async for token in generation] == golden(PROMPT, 20, 1)
-        assert (await client.ask(PROMPT, 3))[0] == golden(PROMPT, 3, 1)
-        await swarm.end(client)
-
-    simulate(run, 0)
+@served(1, num_pages=1, wait_seconds=0.0)
+async def test_a_full_host_refuses_at_once_and_serves_when_pages_are_free(swarm: ServingSwarm, client: Any) -> None:
+    async with client.generator.generate(PROMPT, GREEDY, max_tokens=20) as generation:
+        with pytest.raises(OverloadedError) as caught:
+            await client.ask(PROMPT, 3)
+        assert caught.value.retry_after > 0
+        assert [token.id async for token in generation] == golden(PROMPT, 20, 1)
+    assert (await client.ask(PROMPT, 3))[0] == golden(PROMPT, 3, 1)
 
 
 def test_a_session_beyond_a_hosts_memory_is_refused_and_evicts_nothing() -> None:
@@ -398,16 +373,14 @@ def test_a_host_that_closes_admits_nobody() -> None:
     simulate(run, 0)
 
 
-def test_a_host_that_names_the_client_as_a_later_host_is_not_believed() -> None:
-    async def main(swarm: ServingSwarm, client: Any) -> Any:
-        def lie(generation: Any, token: Token) -> None:
-            if token.position == len(PROMPT) + 10:
-                (session,) = swarm.hosts["s0a"].host.executor.sessions.values()
-                session.note_later(1, client.rpc.peer_id)
+@served(1, 1)
+async def test_a_host_that_names_the_client_as_a_later_host_is_not_believed(swarm: ServingSwarm, client: Any) -> None:
+    def lie(generation: Any, token: Token) -> None:
+        if token.position == len(PROMPT) + 10:
+            (session,) = swarm.hosts["s0a"].host.executor.sessions.values()
+            session.note_later(1, client.rpc.peer_id)
 
-        return await client.ask(PROMPT, 40, DRAWN, on_token=lie)
-
-    assert serve(main, 1, 1) == (golden(PROMPT, 40, 2, DRAWN), 0)
+    assert await client.ask(PROMPT, 40, DRAWN, on_token=lie) == (golden(PROMPT, 40, 2, DRAWN), 0)
 
 
 def test_one_client_does_not_keep_all_pages_from_another() -> None:
@@ -436,7 +409,8 @@ def test_one_client_does_not_keep_all_pages_from_another() -> None:
     simulate(run, 0)
 
 
-def test_a_superseded_caller_does_not_close_the_session() -> None:
+@served(1)
+async def test_a_superseded_caller_does_not_close_the_session(swarm: ServingSwarm, client: Any) -> None:
     """Its `Close` may have arrived before the newer caller did, and be read after it."""
 
     class Superseded:
@@ -445,90 +419,72 @@ def test_a_superseded_caller_does_not_close_the_session() -> None:
         async def receive(self, schema: object, seconds: float) -> Close:
             return Close()
 
-    async def main(swarm: ServingSwarm, client: Any) -> None:
-        host = swarm.hosts["s0a"].host
+    host = swarm.hosts["s0a"].host
 
-        async with client.generator.generate(PROMPT, GREEDY, max_tokens=20) as generation:
-            tokens = aiter(generation)
-            await anext(tokens)
-            (session,) = host.executor.sessions.values()
-            with pytest.raises(PeerRefusedError, match="newer caller"):
-                await host._hear(session, cast(Any, Superseded()))
-            assert host.book.holds(session)
-            assert [token.id async for token in tokens] == golden(PROMPT, 20, 1)[1:]
-
-    serve(main, 1)
+    async with client.generator.generate(PROMPT, GREEDY, max_tokens=20) as generation:
+        tokens = aiter(generation)
+        await anext(tokens)
+        (session,) = host.executor.sessions.values()
+        with pytest.raises(PeerRefusedError, match="newer caller"):
+            await host._hear(session, cast(Any, Superseded()))
+        assert host.book.holds(session)
+        assert [token.id async for token in tokens] == golden(PROMPT, 20, 1)[1:]
 
 
-def test_the_newest_weights_are_served_though_their_round_is_lower() -> None:
+@served(1)
+async def test_the_newest_weights_are_served_though_their_round_is_lower(swarm: ServingSwarm, client: Any) -> None:
     """A stage that goes back to an earlier round serves it, instead of copying it again for ever."""
-
-    async def main(swarm: ServingSwarm, client: Any) -> None:
-        host, stage = swarm.hosts["s0a"].host, cast(ExactStage, swarm.hosts["s0a"].stage)
-        for round_ in (8, 9, 3):
-            host.serve((round_, digest(round_, 0)), stage)
-        assert [round_ for round_, _ in host.keys] == [3, 9]
-
-    serve(main, 1)
+    host, stage = swarm.hosts["s0a"].host, cast(ExactStage, swarm.hosts["s0a"].stage)
+    for round_ in (8, 9, 3):
+        host.serve((round_, digest(round_, 0)), stage)
+    assert [round_ for round_, _ in host.keys] == [3, 9]
 
 
-def test_a_host_that_sends_more_tokens_than_were_granted_is_left() -> None:
+@served(1)
+async def test_a_host_that_sends_more_tokens_than_were_granted_is_left(swarm: ServingSwarm, client: Any) -> None:
     """A client's memory does not grow by what a hostile host sends."""
-
-    async def main(swarm: ServingSwarm, client: Any) -> None:
-        async with client.generator.generate(PROMPT, GREEDY, max_tokens=40) as generation:
-            await anext(aiter(generation))
-            for position in range(generation._next, generation._taken + AHEAD):
-                generation._take("host", DrawnToken(position, 1, 0.0))
-            with pytest.raises(ProtocolError, match="not granted"):
-                generation._take("host", DrawnToken(generation._next, 1, 0.0))
-
-    serve(main, 1)
+    async with client.generator.generate(PROMPT, GREEDY, max_tokens=40) as generation:
+        await anext(aiter(generation))
+        for position in range(generation._next, generation._taken + AHEAD):
+            generation._take("host", DrawnToken(position, 1, 0.0))
+        with pytest.raises(ProtocolError, match="not granted"):
+            generation._take("host", DrawnToken(generation._next, 1, 0.0))
 
 
-def test_the_context_bounds_prompt_and_answer() -> None:
-    async def main(swarm: ServingSwarm, client: Any) -> None:
-        with pytest.raises(PromptTooLongError, match="do not fit the context of 64"):
-            await client.ask(PROMPT, 57)
-        assert (await client.ask(PROMPT, 56))[0] == golden(PROMPT, 56, 2)
-
-    serve(main, 1, 1, context=64)
+@served(1, 1, context=64)
+async def test_the_context_bounds_prompt_and_answer(swarm: ServingSwarm, client: Any) -> None:
+    with pytest.raises(PromptTooLongError, match="do not fit the context of 64"):
+        await client.ask(PROMPT, 57)
+    assert (await client.ask(PROMPT, 56))[0] == golden(PROMPT, 56, 2)
 
 
-def test_one_host_with_a_short_context_does_not_shorten_all_answers() -> None:
-    async def main(swarm: ServingSwarm, client: Any) -> Any:
-        first, *others = swarm.known()
-        liar = first._replace(served=msgspec.structs.replace(first.served, context=1))
-        client.generator._hosts = lambda: [liar, *others]
-        return await client.ask(PROMPT, 20)
-
-    assert serve(main, 2, 1)[0] == golden(PROMPT, 20, 2)
+@served(2, 1)
+async def test_one_host_with_a_short_context_does_not_shorten_all_answers(swarm: ServingSwarm, client: Any) -> None:
+    first, *others = swarm.known()
+    liar = first._replace(served=msgspec.structs.replace(first.served, context=1))
+    client.generator._hosts = lambda: [liar, *others]
+    assert (await client.ask(PROMPT, 20))[0] == golden(PROMPT, 20, 2)
 
 
-def test_a_client_that_takes_no_tokens_stops_the_drawing() -> None:
-    async def main(swarm: ServingSwarm, client: Any) -> None:
-        async with client.generator.generate(PROMPT, GREEDY, max_tokens=60) as generation:
-            tokens = aiter(generation)
-            for _ in range(5):
-                await anext(tokens)
-            await asyncio.sleep(20.0)
-            assert swarm.hosts["s1a"].host.executor.num_drawn == 5 + AHEAD
-            rest = [token.id async for token in tokens]
-            assert rest == golden(PROMPT, 60, 2)[5:]
-
-    serve(main, 1, 1)
+@served(1, 1)
+async def test_a_client_that_takes_no_tokens_stops_the_drawing(swarm: ServingSwarm, client: Any) -> None:
+    async with client.generator.generate(PROMPT, GREEDY, max_tokens=60) as generation:
+        tokens = aiter(generation)
+        for _ in range(5):
+            await anext(tokens)
+        await asyncio.sleep(20.0)
+        assert swarm.hosts["s1a"].host.executor.num_drawn == 5 + AHEAD
+        rest = [token.id async for token in tokens]
+        assert rest == golden(PROMPT, 60, 2)[5:]
 
 
-def test_nothing_is_drawn_after_a_stop_token() -> None:
+@served(1, 1)
+async def test_nothing_is_drawn_after_a_stop_token(swarm: ServingSwarm, client: Any) -> None:
     whole = golden(PROMPT, 30, 2)
     stop = whole[12]
     wanted = whole[: whole.index(stop) + 1]
-
-    async def main(swarm: ServingSwarm, client: Any) -> None:
-        assert (await client.ask(PROMPT, 30, stops=[stop]))[0] == wanted
-        assert swarm.hosts["s1a"].host.executor.num_drawn == len(wanted)
-
-    serve(main, 1, 1)
+    assert (await client.ask(PROMPT, 30, stops=[stop]))[0] == wanted
+    assert swarm.hosts["s1a"].host.executor.num_drawn == len(wanted)
 
 
 @pytest.mark.fault(31)
@@ -548,17 +504,14 @@ def test_pages_of_a_client_that_vanishes_are_freed() -> None:
     simulate(run, 0)
 
 
-def test_a_host_caps_the_lifetime_of_a_ticket() -> None:
+@served(1)
+async def test_a_host_caps_the_lifetime_of_a_ticket(swarm: ServingSwarm, client: Any) -> None:
     """Its clock and the client's differ, so that a ticket of the usual lifetime is too long, or has expired."""
-
-    async def main(swarm: ServingSwarm, client: Any) -> None:
-        client.generator._wait_seconds = 0.0
-        for hours, reason in ((-7, r"stage 0: .* lasts longer than 21600 s"), (7, r"stage 0: .* has expired")):
-            swarm.hosts["s0a"].rpc.runtime.clock_offset_seconds = hours * 3600.0
-            with pytest.raises(GenerationFailedError, match=reason):
-                await client.ask(PROMPT, 3)
-
-    serve(main, 1)
+    client.generator._wait_seconds = 0.0
+    for hours, reason in ((-7, r"stage 0: .* lasts longer than 21600 s"), (7, r"stage 0: .* has expired")):
+        swarm.hosts["s0a"].rpc.runtime.clock_offset_seconds = hours * 3600.0
+        with pytest.raises(GenerationFailedError, match=reason):
+            await client.ask(PROMPT, 3)
 
 
 def test_an_answer_that_outlives_its_ticket_goes_on_in_another_session() -> None:
@@ -583,109 +536,95 @@ def test_an_answer_that_outlives_its_ticket_goes_on_in_another_session() -> None
     assert len(set(sessions)) == 2
 
 
-def test_a_session_without_progress_is_ended_and_its_pages_are_freed() -> None:
+@served(1, 1)
+async def test_a_session_without_progress_is_ended_and_its_pages_are_freed(swarm: ServingSwarm, client: Any) -> None:
     """Its client is there, and takes no tokens: it is told why, and does not open the session again."""
-
-    async def main(swarm: ServingSwarm, client: Any) -> None:
-        async with client.generator.generate(PROMPT, GREEDY, max_tokens=200) as generation:
-            tokens = aiter(generation)
-            for _ in range(5):
-                await anext(tokens)
-            await asyncio.sleep(STALLED_SECONDS - 2 * LOOK_SECONDS)
-            assert not any(each.is_clean for each in swarm.hosts.values())
-            await asyncio.sleep(6 * LOOK_SECONDS)
-            assert all(each.is_clean for each in swarm.hosts.values())
-            with pytest.raises(GenerationFailedError, match="nobody takes"):
-                [token async for token in tokens]
-
-    serve(main, 1, 1)
+    async with client.generator.generate(PROMPT, GREEDY, max_tokens=200) as generation:
+        tokens = aiter(generation)
+        for _ in range(5):
+            await anext(tokens)
+        await asyncio.sleep(STALLED_SECONDS - 2 * LOOK_SECONDS)
+        assert not any(each.is_clean for each in swarm.hosts.values())
+        await asyncio.sleep(6 * LOOK_SECONDS)
+        assert all(each.is_clean for each in swarm.hosts.values())
+        with pytest.raises(GenerationFailedError, match="nobody takes"):
+            [token async for token in tokens]
 
 
-def test_rows_that_come_again_keep_no_session_alive() -> None:
-    async def main(swarm: ServingSwarm, client: Any) -> None:
-        async with client.generator.generate(PROMPT, GREEDY, max_tokens=200) as generation:
-            await anext(aiter(generation))
-            (held,) = swarm.hosts["s0a"].host.executor.sessions.values()
-            for _ in range(int(STALLED_SECONDS)):
-                await asyncio.sleep(1.0)
-                held.put(0, PROMPT, torch.tensor(PROMPT))
-            await asyncio.sleep(2 * LOOK_SECONDS)
-            assert held.failure is not None
-            assert held.failure.cause is Cause.STALLED
-
-    serve(main, 1)
+@served(1)
+async def test_rows_that_come_again_keep_no_session_alive(swarm: ServingSwarm, client: Any) -> None:
+    async with client.generator.generate(PROMPT, GREEDY, max_tokens=200) as generation:
+        await anext(aiter(generation))
+        (held,) = swarm.hosts["s0a"].host.executor.sessions.values()
+        for _ in range(int(STALLED_SECONDS)):
+            await asyncio.sleep(1.0)
+            held.put(0, PROMPT, torch.tensor(PROMPT))
+        await asyncio.sleep(2 * LOOK_SECONDS)
+        assert held.failure is not None
+        assert held.failure.cause is Cause.STALLED
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_a_ticket_serves_nobody_but_its_client_and_the_hosts_that_it_names(stage: int) -> None:
+@served(1, 1)
+async def test_a_ticket_serves_nobody_but_its_client_and_the_hosts_that_it_names(
+    swarm: ServingSwarm, client: Any, stage: int
+) -> None:
     """Another peer that got hold of a ticket opens no session with it, and takes none over."""
-
-    async def main(swarm: ServingSwarm, client: Any) -> None:
-        stranger = await swarm.start_client("stranger")
-        async with client.generator.generate(PROMPT, GREEDY, max_tokens=60) as generation:
-            tokens = aiter(generation)
-            found = [(await anext(tokens)).id]
-            victim = swarm.hosts[f"s{stage}a"]
-            (held,) = victim.host.executor.sessions.values()
-            ticket, peer = held.ticket, victim.peer.peer_id
-            again = msgspec.structs.replace(ticket, session=bytes(16))
-            moved = msgspec.structs.replace(
-                ticket, route=tuple((*hosts, stranger.rpc.peer_id) for hosts in ticket.route)
-            )
-            said = "did not sign" if stage else "choose this caller"
-            for wrong, reason in ((ticket, "choose this caller"), (again, "choose this caller"), (moved, said)):
-                request = Open(wrong, (99,) * (stage + 1), ticket.route[0][0])
-                async with stranger.rpc.open(peer, service(stage), request, 5.0) as channel:
-                    answer = await channel.receive(FromHost, 5.0)
-                    assert isinstance(answer, Failed)
-                    assert reason in answer.reason
-            found += [token.id async for token in tokens]
-            assert (found, generation.failovers) == (golden(PROMPT, 60, 2), 0)
-        await stranger.rpc.close()
-        await stranger.peer.close()
-
-    serve(main, 1, 1)
-
-
-def test_a_ticket_is_of_no_use_at_a_host_that_it_does_not_name() -> None:
-    """So a host that has seen it cannot fill others with its client's sessions."""
-
-    async def main(swarm: ServingSwarm, client: Any) -> None:
-        async with client.generator.generate(PROMPT, GREEDY, max_tokens=60) as generation:
-            await anext(aiter(generation))
-            first = swarm.hosts["s0a"]
-            (held,) = first.host.executor.sessions.values()
-            other = await swarm.start_host("s1b", 1)
-            request = Open(held.ticket, (1, 99), held.ticket.route[0][0])
-            async with first.rpc.open(other.peer.peer_id, service(1), request, 5.0) as channel:
+    stranger = await swarm.start_client("stranger")
+    async with client.generator.generate(PROMPT, GREEDY, max_tokens=60) as generation:
+        tokens = aiter(generation)
+        found = [(await anext(tokens)).id]
+        victim = swarm.hosts[f"s{stage}a"]
+        (held,) = victim.host.executor.sessions.values()
+        ticket, peer = held.ticket, victim.peer.peer_id
+        again = msgspec.structs.replace(ticket, session=bytes(16))
+        moved = msgspec.structs.replace(ticket, route=tuple((*hosts, stranger.rpc.peer_id) for hosts in ticket.route))
+        said = "did not sign" if stage else "choose this caller"
+        for wrong, reason in ((ticket, "choose this caller"), (again, "choose this caller"), (moved, said)):
+            request = Open(wrong, (99,) * (stage + 1), ticket.route[0][0])
+            async with stranger.rpc.open(peer, service(stage), request, 5.0) as channel:
                 answer = await channel.receive(FromHost, 5.0)
-            assert isinstance(answer, Failed)
-            assert "choose this host" in answer.reason
+                assert isinstance(answer, Failed)
+                assert reason in answer.reason
+        found += [token.id async for token in tokens]
+        assert (found, generation.failovers) == (golden(PROMPT, 60, 2), 0)
+    await stranger.rpc.close()
+    await stranger.peer.close()
 
-    serve(main, 1, 1)
+
+@served(1, 1)
+async def test_a_ticket_is_of_no_use_at_a_host_that_it_does_not_name(swarm: ServingSwarm, client: Any) -> None:
+    """So a host that has seen it cannot fill others with its client's sessions."""
+    async with client.generator.generate(PROMPT, GREEDY, max_tokens=60) as generation:
+        await anext(aiter(generation))
+        first = swarm.hosts["s0a"]
+        (held,) = first.host.executor.sessions.values()
+        other = await swarm.start_host("s1b", 1)
+        request = Open(held.ticket, (1, 99), held.ticket.route[0][0])
+        async with first.rpc.open(other.peer.peer_id, service(1), request, 5.0) as channel:
+            answer = await channel.receive(FromHost, 5.0)
+        assert isinstance(answer, Failed)
+        assert "choose this host" in answer.reason
 
 
-def test_only_a_host_of_the_last_stage_feeds_a_session() -> None:
+@served(1, 1)
+async def test_only_a_host_of_the_last_stage_feeds_a_session(swarm: ServingSwarm, client: Any) -> None:
     """A peer that knows the session's id could have its first host compute another token than was drawn."""
-
-    async def main(swarm: ServingSwarm, client: Any) -> None:
-        stranger = await swarm.start_client("stranger")
-        async with client.generator.generate(PROMPT, GREEDY, max_tokens=60) as generation:
-            tokens = aiter(generation)
-            found = [(await anext(tokens)).id]
-            (held,) = swarm.hosts["s0a"].host.executor.sessions.values()
-            request = FeedRequest(held.ticket.session)
-            async with stranger.rpc.open(swarm.hosts["s0a"].peer.peer_id, FEED, request, 5.0) as channel:
-                for position in range(held.known, held.known + AHEAD):
-                    await channel.send(Fed(position, 0))
-                with pytest.raises(PeerRefusedError, match="may feed"):
-                    await channel.receive(FromHost, 5.0)
-            found += [token.id async for token in tokens]
-            assert (found, generation.failovers) == (golden(PROMPT, 60, 2), 0)
-        await stranger.rpc.close()
-        await stranger.peer.close()
-
-    serve(main, 1, 1)
+    stranger = await swarm.start_client("stranger")
+    async with client.generator.generate(PROMPT, GREEDY, max_tokens=60) as generation:
+        tokens = aiter(generation)
+        found = [(await anext(tokens)).id]
+        (held,) = swarm.hosts["s0a"].host.executor.sessions.values()
+        request = FeedRequest(held.ticket.session)
+        async with stranger.rpc.open(swarm.hosts["s0a"].peer.peer_id, FEED, request, 5.0) as channel:
+            for position in range(held.known, held.known + AHEAD):
+                await channel.send(Fed(position, 0))
+            with pytest.raises(PeerRefusedError, match="may feed"):
+                await channel.receive(FromHost, 5.0)
+        found += [token.id async for token in tokens]
+        assert (found, generation.failovers) == (golden(PROMPT, 60, 2), 0)
+    await stranger.rpc.close()
+    await stranger.peer.close()
 
 
 @pytest.mark.parametrize("replicas", [(2,), (1, 2, 1), (1, 1, 2)])
@@ -738,19 +677,19 @@ def test_a_last_host_that_draws_no_token_is_left(num_stages: int) -> None:
 
 
 @pytest.mark.fault(56)
-def test_an_answer_whose_only_last_host_draws_nothing_fails_after_a_while() -> None:
+@served(1, 1)
+async def test_an_answer_whose_only_last_host_draws_nothing_fails_after_a_while(
+    swarm: ServingSwarm, client: Any
+) -> None:
     """It sends keepalives, and is taken again once, since there is no other."""
 
-    async def main(swarm: ServingSwarm, client: Any) -> None:
-        def strike(generation: Any, token: Any) -> None:
-            for held in swarm.hosts["s1a"].host.executor.sessions.values():
-                held.draws_after = lambda rows: []  # type: ignore[method-assign]
+    def strike(generation: Any, token: Any) -> None:
+        for held in swarm.hosts["s1a"].host.executor.sessions.values():
+            held.draws_after = lambda rows: []  # type: ignore[method-assign]
 
-        async with asyncio.timeout(120.0):
-            with pytest.raises(NoHostError):
-                await client.ask(PROMPT, 60, GREEDY, on_token=strike)
-
-    serve(main, 1, 1)
+    async with asyncio.timeout(120.0):
+        with pytest.raises(NoHostError):
+            await client.ask(PROMPT, 60, GREEDY, on_token=strike)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -773,22 +712,21 @@ def test_two_hosts_that_stop_at_once_cost_less_than_two_seconds(victim: int) -> 
     assert max(after - before for before, after in itertools.pairwise(times)) < 2.0
 
 
-def test_a_first_host_that_takes_no_tokens_is_dialled_again_and_again_later() -> None:
+@served(1, 1)
+async def test_a_first_host_that_takes_no_tokens_is_dialled_again_and_again_later(
+    swarm: ServingSwarm, client: Any
+) -> None:
     num_dials = 0
+    rpc = swarm.hosts["s0a"].rpc
 
-    async def main(swarm: ServingSwarm, client: Any) -> Any:
-        rpc = swarm.hosts["s0a"].rpc
+    async def refuse(channel: Any, request: FeedRequest) -> None:
+        nonlocal num_dials
+        num_dials += 1
+        raise PeerRefusedError(rpc.peer_id, "not now")
 
-        async def refuse(channel: Any, request: FeedRequest) -> None:
-            nonlocal num_dials
-            num_dials += 1
-            raise PeerRefusedError(rpc.peer_id, "not now")
-
-        rpc.withdraw(FEED)
-        rpc.serve_channel(FEED, FeedRequest, refuse)
-        return await client.ask(PROMPT, 200, DRAWN)
-
-    assert serve(main, 1, 1)[0] == golden(PROMPT, 200, 2, DRAWN)
+    rpc.withdraw(FEED)
+    rpc.serve_channel(FEED, FeedRequest, refuse)
+    assert (await client.ask(PROMPT, 200, DRAWN))[0] == golden(PROMPT, 200, 2, DRAWN)
     assert 2 <= num_dials <= 10
 
 

@@ -16,7 +16,7 @@ from p2ptrain.serving.link import StageLink
 from p2ptrain.serving.messages import AHEAD, FLOAT_BYTES
 from p2ptrain.serving.sampling import Drawn, Sampling
 from tests.support.sim.peers import until
-from tests.support.sim.serving import GREEDY, WIDTH, CopyingStage, ServingSwarm, SmallStage, golden_draws, serve
+from tests.support.sim.serving import GREEDY, WIDTH, CopyingStage, ServingSwarm, SmallStage, golden_draws, serve, served
 
 CYCLE = [*range(9)] * 3
 TOLD = Sampling(temperature=0.0, logprobs=2)
@@ -86,56 +86,52 @@ def test_a_host_that_fails_with_drafts_in_flight_is_replaced(fault: str, victim:
     assert serve(main, 2, 2, 2, kind=CopyingStage, seed=at) == copied(CYCLE, 120, 3, WARM)
 
 
-def test_a_next_host_that_returns_gets_the_rows_that_drafts_had() -> None:
+@served(1, 1, 1, kind=CopyingStage)
+async def test_a_next_host_that_returns_gets_the_rows_that_drafts_had(swarm: ServingSwarm, client: Any) -> None:
     """Its caller replaced drafts while it was away: the host says what it has without them."""
+    breaks = 0
 
-    async def main(swarm: ServingSwarm, client: Any) -> Any:
-        breaks = 0
+    def strike(generation: Any, token: Token) -> None:
+        nonlocal breaks
+        (held,) = swarm.hosts["s1a"].host.executor.sessions.values()
+        if held.known < len(held.ids) and held.channel is not None and breaks < 5:
+            breaks += 1
+            held.channel.abort()
 
-        def strike(generation: Any, token: Token) -> None:
-            nonlocal breaks
-            (held,) = swarm.hosts["s1a"].host.executor.sessions.values()
-            if held.known < len(held.ids) and held.channel is not None and breaks < 5:
-                breaks += 1
-                held.channel.abort()
-
-        found = await told(client, CYCLE, 150, WARM, on_token=strike)
-        assert breaks == 5
-        return found
-
-    assert serve(main, 1, 1, 1, kind=CopyingStage) == copied(CYCLE, 150, 3, WARM)
+    found = await told(client, CYCLE, 150, WARM, on_token=strike)
+    assert breaks == 5
+    assert found == copied(CYCLE, 150, 3, WARM)
 
 
 @pytest.mark.fault(30)
 @pytest.mark.parametrize("unknown", [1, 2, 5])
-def test_a_caller_that_came_late_replaces_no_row_by_drafts_of_before(unknown: int) -> None:
+@served(2, 1, kind=CopyingStage)
+async def test_a_caller_that_came_late_replaces_no_row_by_drafts_of_before(
+    swarm: ServingSwarm, client: Any, unknown: int
+) -> None:
     """It took the session over with drafts that others know to be wrong, and what follows them is what they know."""
     wanted = copied(CYCLE, 120, 2, WARM)
     truth = [*CYCLE, *(drawn.id for drawn in wanted)]
-
-    async def main(swarm: ServingSwarm, client: Any) -> Any:
-        host = swarm.hosts["s1a"]
-        asking = asyncio.create_task(told(client, CYCLE, 120, WARM))
-        sessions = host.host.executor.sessions
-        await until(lambda: any(each.known == len(each.ids) > len(CYCLE) + 12 for each in sessions.values()))
-        (held,) = sessions.values()
-        late = next(each for each in swarm.hosts.values() if each.peer.peer_id not in (held.feed, host.peer.peer_id))
-        known = held.known - unknown
-        ids = [*truth[:known], (truth[known] + 1) % 9, *truth[known + 1 : held.known + 3]]
-        stage, pages = CopyingStage(0), range(-(-len(ids) // PAGE))
-        rows = stage.step([Part(len(ids), 0, pages)], torch.tensor(ids), stage.new_pages(len(pages)))
-        journal = Journal(row_bytes=FLOAT_BYTES * WIDTH)
-        journal.append(ids, rows.numpy().tobytes(), known)
-        link = StageLink(late.rpc, 1, journal, lambda stage, host: None)
-        link._openings = held.epoch[-1]
-        taking = late.peer.spawn(link.run(held.ticket, held.epoch[:-1], held.feed))
-        await until(lambda: link.host != "")
-        found = await asking
-        taking.cancel()
-        await asyncio.wait({taking})
-        return found
-
-    assert serve(main, 2, 1, kind=CopyingStage) == wanted
+    host = swarm.hosts["s1a"]
+    asking = asyncio.create_task(told(client, CYCLE, 120, WARM))
+    sessions = host.host.executor.sessions
+    await until(lambda: any(each.known == len(each.ids) > len(CYCLE) + 12 for each in sessions.values()))
+    (held,) = sessions.values()
+    late = next(each for each in swarm.hosts.values() if each.peer.peer_id not in (held.feed, host.peer.peer_id))
+    known = held.known - unknown
+    ids = [*truth[:known], (truth[known] + 1) % 9, *truth[known + 1 : held.known + 3]]
+    stage, pages = CopyingStage(0), range(-(-len(ids) // PAGE))
+    rows = stage.step([Part(len(ids), 0, pages)], torch.tensor(ids), stage.new_pages(len(pages)))
+    journal = Journal(row_bytes=FLOAT_BYTES * WIDTH)
+    journal.append(ids, rows.numpy().tobytes(), known)
+    link = StageLink(late.rpc, 1, journal, lambda stage, host: None)
+    link._openings = held.epoch[-1]
+    taking = late.peer.spawn(link.run(held.ticket, held.epoch[:-1], held.feed))
+    await until(lambda: link.host != "")
+    found = await asking
+    taking.cancel()
+    await asyncio.wait({taking})
+    assert found == wanted
 
 
 @pytest.mark.parametrize("num_stages", [1, 3])
@@ -155,18 +151,15 @@ def test_nothing_is_drawn_after_a_stop_or_the_last_token(num_stages: int) -> Non
     serve(main, *[1] * num_stages, kind=CopyingStage)
 
 
-def test_drafts_run_no_further_than_a_client_permits() -> None:
+@served(1, 1, kind=CopyingStage)
+async def test_drafts_run_no_further_than_a_client_permits(swarm: ServingSwarm, client: Any) -> None:
     """So no more than `AHEAD` tokens are drawn after a stop string that the client finds."""
-
-    async def main(swarm: ServingSwarm, client: Any) -> None:
-        async with client.generator.generate(CYCLE, GREEDY, max_tokens=100) as generation:
-            tokens = aiter(generation)
-            for _ in range(40):
-                await anext(tokens)
-            await asyncio.sleep(20.0)
-            assert swarm.hosts["s1a"].host.executor.num_drawn == 40 + AHEAD
-
-    serve(main, 1, 1, kind=CopyingStage)
+    async with client.generator.generate(CYCLE, GREEDY, max_tokens=100) as generation:
+        tokens = aiter(generation)
+        for _ in range(40):
+            await anext(tokens)
+        await asyncio.sleep(20.0)
+        assert swarm.hosts["s1a"].host.executor.num_drawn == 40 + AHEAD
 
 
 class SteadyStage(CopyingStage):

@@ -9,7 +9,7 @@ import pytest
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.serving.generation import Token
 from p2ptrain.serving.journal import Int8Wire
-from tests.support.sim.serving import ARITHMETIC, DRAWN, WIDTH, ServingSwarm, golden, golden_draws, serve
+from tests.support.sim.serving import ARITHMETIC, DRAWN, WIDTH, ServingSwarm, golden, golden_draws, served
 
 PROMPT = [(5 * at + at // 7) % 61 for at in range(150)]
 EIGHT_BITS = f"{ARITHMETIC}/fp32/int8"
@@ -22,21 +22,21 @@ def golden_in_8_bits(prompt: list[int], num_tokens: int, num_stages: int) -> lis
 
 @pytest.mark.parametrize("fault", ["crash", "stall"])
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_failover_between_hosts_of_8_bits_keeps_the_tokens(fault: str, victim: int) -> None:
+@served(2, 2, 2, arithmetic=EIGHT_BITS)
+async def test_a_failover_between_hosts_of_8_bits_keeps_the_tokens(
+    swarm: ServingSwarm, client: Any, fault: str, victim: int
+) -> None:
     """Prefix pages and journals give a substitute the bytes that the first host had."""
 
-    async def main(swarm: ServingSwarm, client: Any) -> None:
-        def strike(generation: Any, token: Token) -> None:
-            if token.position == len(PROMPT) + 30:
-                getattr(swarm.network, fault)(swarm.host_of(generation.route[victim]).peer)
+    def strike(generation: Any, token: Token) -> None:
+        if token.position == len(PROMPT) + 30:
+            getattr(swarm.network, fault)(swarm.host_of(generation.route[victim]).peer)
 
-        wanted = golden_in_8_bits(PROMPT, 80, 3)
-        assert wanted != golden(PROMPT, 80, 3, DRAWN)
-        tokens, failovers = await client.ask(PROMPT, 80, DRAWN, on_token=strike)
-        assert (tokens, failovers > 0) == (wanted, True)
-        assert (await client.ask(PROMPT, 80, DRAWN))[0] == wanted
-
-    serve(main, 2, 2, 2, arithmetic=EIGHT_BITS)
+    wanted = golden_in_8_bits(PROMPT, 80, 3)
+    assert wanted != golden(PROMPT, 80, 3, DRAWN)
+    tokens, failovers = await client.ask(PROMPT, 80, DRAWN, on_token=strike)
+    assert (tokens, failovers > 0) == (wanted, True)
+    assert (await client.ask(PROMPT, 80, DRAWN))[0] == wanted
 
 
 def test_a_session_stays_within_one_wire_and_goes_on_in_another_one_where_it_must() -> None:

@@ -60,8 +60,8 @@ def simulated(
 
         wanted = [name for name in names[setup is not None :] if name != "network"]
         if not isinstance(seed, Sequence):
-            return _declared(run, wanted)
-        return parametrized(_declared(run, [*wanted, "seed"]), "seed", seed)
+            return declared(run, wanted)
+        return parametrized(declared(run, [*wanted, "seed"]), "seed", seed)
 
     return decorate
 
@@ -100,8 +100,8 @@ def _on(loop: Callable[..., None] | None, setup: Setup | None = None) -> Callabl
 
         names = list(inspect.signature(test).parameters)[setup is not None :]
         if loop is not None:
-            return _declared(run, names)
-        return parametrized(_declared(run, [*names, "on_loop"]), "on_loop", [asyncio.run, uvloop.run])
+            return declared(run, names)
+        return parametrized(declared(run, [*names, "on_loop"]), "on_loop", [asyncio.run, uvloop.run])
 
     return decorate
 
@@ -124,7 +124,8 @@ async def _in_time(setup: Setup | None, test: Test, named: dict[str, Any]) -> No
         await _within(setup, test, named)
 
 
-def _declared(test: Callable[..., None], names: list[str]) -> Callable[..., None]:
+def declared(test: Callable[..., None], names: list[str]) -> Callable[..., None]:
+    """Return a test whose arguments pytest sees as ``names``."""
     parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
     vars(test)["__signature__"] = inspect.Signature(parameters)
     return test

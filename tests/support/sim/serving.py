@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -24,6 +26,7 @@ from p2ptrain.serving.host.service import ServingHost
 from p2ptrain.serving.host.sessions import ORPHAN_SECONDS, Offer, SessionBook
 from p2ptrain.serving.journal import Wire
 from p2ptrain.serving.sampling import Drawn, Sampling, draw
+from tests.support.coroutines import Test, declared
 from tests.support.sim.peers import SWARM, until
 
 T = TypeVar("T")
@@ -291,13 +294,20 @@ def golden_logits(prompt: Sequence[int], num_stages: int) -> torch.Tensor:
     return stages[-1].logits(hidden)
 
 
-def serve(main: Any, *replicas: int, seed: int = 0, model: LinkModel | None = None, **settings: Any) -> Any:
+def serve(
+    main: Any,
+    *replicas: int,
+    seed: int = 0,
+    model: LinkModel | None = None,
+    wait_seconds: float = 30.0,
+    **settings: Any,
+) -> Any:
     """Run ``main(swarm, client)`` beside hosts; check that it leaves no session and no page behind."""
 
     async def run(network: SimulatedNetwork) -> Any:
         swarm = ServingSwarm(network, len(replicas), **settings)
         await swarm.start(*replicas)
-        client = await swarm.start_client()
+        client = await swarm.start_client(wait_seconds=wait_seconds)
         result = await client.peer.spawn(main(swarm, client))
         for each in swarm.hosts.values():
             network.resume(each.peer)
@@ -309,3 +319,16 @@ def serve(main: Any, *replicas: int, seed: int = 0, model: LinkModel | None = No
         return result
 
     return simulate(run, seed, model=model)
+
+
+def served(*replicas: int, **options: Any) -> Callable[[Test], Callable[..., None]]:
+    """Run a test as `serve` runs ``main``; pytest passes its arguments after swarm and client."""
+
+    def decorate(test: Test) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(**named: Any) -> None:
+            serve(functools.partial(test, **named), *replicas, **options)
+
+        return declared(run, list(inspect.signature(test).parameters)[2:])
+
+    return decorate
