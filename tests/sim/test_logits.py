@@ -85,7 +85,7 @@ def test_logits_are_those_of_one_version() -> None:
 async def test_logits_are_refused_to_a_session_that_did_not_ask_for_them(swarm: ServingSwarm, client: Any) -> None:
     async with client.generator.generate(PROMPT, GREEDY, max_tokens=5) as generation:
         await anext(aiter(generation))
-        request = LogitsRequest(generation._ticket.session, 0)
+        request = LogitsRequest(generation.ticket.session, 0)
         async with client.rpc.open(generation.route[-1], LOGITS, request, 5.0) as channel:
             with pytest.raises(PeerRefusedError, match="no logits"):
                 await channel.receive(LogitRows, 5.0)

@@ -39,7 +39,7 @@ async def settled(swarm: ServingSwarm) -> None:
 
 
 def num_cached(host: ServingPeer) -> int:
-    return host.host.book.pool.num_prefix_pages
+    return len(host.host.book.pool._shared)
 
 
 @pytest.mark.parametrize("num_stages", [1, 3])

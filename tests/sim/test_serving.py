@@ -528,7 +528,7 @@ def test_an_answer_that_outlives_its_ticket_goes_on_in_another_session() -> None
                     for each in swarm.hosts.values():
                         (held,) = each.host.executor.sessions.values()
                         held.ticket = msgspec.structs.replace(held.ticket, expires=0.0)
-                    generation._ticket = msgspec.structs.replace(generation.ticket, expires=0.0)
+                    generation.ticket = msgspec.structs.replace(generation.ticket, expires=0.0)
                     await asyncio.sleep(3 * LOOK_SECONDS)
             return found
 

@@ -64,6 +64,7 @@ class SwarmSession:
 
     Attributes:
         failovers: Replaced hosts so far.
+        ticket: Of the version that goes on now.
         drawn: The tokens so far.
         journal: The known tokens, and drafts of those that follow.
         version, cached: See `p2ptrain.serving.generation.Generation`.
@@ -89,7 +90,7 @@ class SwarmSession:
         self._plan = plan
         self._renew = renew
         self._wait_seconds = wait_seconds
-        self._moves = 0
+        self.failovers = 0
         self._cached: int | None = None
         self._moved = asyncio.Event()
         self.journal = Journal(ids)
@@ -106,7 +107,7 @@ class SwarmSession:
         """Begin a session with a ticket."""
         version = ticket.version
         self.version = f"{version.round}-{version.digests[0].hex()[:8]}-{version.arithmetic}"
-        self._ticket = ticket
+        self.ticket = ticket
         self._hosts = [""] * len(version.digests)
         self._moved.set()
         self._link = StageLink(self._rpc, 0, self.journal, self._on_moved)
@@ -114,15 +115,6 @@ class SwarmSession:
     @property
     def route(self) -> tuple[str, ...]:
         return tuple(self._hosts)
-
-    @property
-    def failovers(self) -> int:
-        return self._moves
-
-    @property
-    def ticket(self) -> Ticket:
-        """The ticket of the version that goes on now."""
-        return self._ticket
 
     @property
     def cached(self) -> int:
@@ -159,14 +151,14 @@ class SwarmSession:
             self._taken, self._taken_at = token.position + 1, asyncio.get_running_loop().time()
             self._granted.set()
             yield token
-            if token.id in self._ticket.stops:
+            if token.id in self.ticket.stops:
                 return
 
     # Hosts
 
     def _on_moved(self, stage: int, host: str) -> None:
         if stage < len(self._hosts) and host not in (self._hosts[stage], self._rpc.peer_id):
-            self._moves += bool(self._hosts[stage])
+            self.failovers += bool(self._hosts[stage])
             if not stage and self._cached is None:
                 self._cached = self._link.position
             self._hosts[stage] = host
@@ -209,7 +201,7 @@ class SwarmSession:
 
     async def _supply_until_stuck(self) -> None:
         """Keep the first stage supplied; raise `DeadlineError` if the last one's host draws no token that is due."""
-        ticket = await self._plan(self._ticket, self._left)
+        ticket = await self._plan(self.ticket, self._left)
         async with Tasks() as tasks:
             supplying, watching = tasks.call(self._link.run(ticket, (), ""), "link"), tasks.call(self._watch(), "watch")
             await asyncio.wait({supplying, watching}, return_when=asyncio.FIRST_COMPLETED)
@@ -222,8 +214,8 @@ class SwarmSession:
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             progress = self._progressed()
-            is_due = self._next < min(self._stop, max(self._taken, self._ticket.prompt) + AHEAD)
-            is_due = is_due and not (self.drawn and self.drawn[-1] in self._ticket.stops)
+            is_due = self._next < min(self._stop, max(self._taken, self.ticket.prompt) + AHEAD)
+            is_due = is_due and not (self.drawn and self.drawn[-1] in self.ticket.stops)
             if progress != seen or not is_due:
                 longest = max(longest, now() - since) if self.drawn and is_due else longest
                 seen, since = progress, now()
@@ -237,7 +229,7 @@ class SwarmSession:
     def _is_expired(self, error: StageFailedError | NoHostError) -> bool:
         """True if hosts ended the session with its ticket."""
         is_told = isinstance(error, StageFailedError) and error.failed.cause is Cause.LIFETIME
-        return is_told and self._ticket.expires <= self._rpc.runtime.now() + CLOCK_SECONDS
+        return is_told and self.ticket.expires <= self._rpc.runtime.now() + CLOCK_SECONDS
 
     def _is_idle(self, error: StageFailedError | NoHostError) -> bool:
         """True if hosts ended the session because this peer's user takes no tokens."""
@@ -249,7 +241,7 @@ class SwarmSession:
         """Return a ticket for the tokens that are left."""
         pages = page_hashes(self.journal.ids[: self._next])
         max_tokens = self._stop - self._next
-        return msgspec.structs.replace(self._ticket, prompt=self._next, max_tokens=max_tokens, pages=pages)
+        return msgspec.structs.replace(self.ticket, prompt=self._next, max_tokens=max_tokens, pages=pages)
 
     # Tokens
 
@@ -272,7 +264,7 @@ class SwarmSession:
 
     async def _listen_to(self, host: str) -> None:
         """Receive one host's tokens until it is lost or replaced."""
-        request = Listen(self._ticket.session, self._next, self._taken + AHEAD, self._hosts[0])
+        request = Listen(self.ticket.session, self._next, self._taken + AHEAD, self._hosts[0])
         async with self._open(host, TOKENS, request) as channel:
             granting = self._grant(channel, self._taken + AHEAD, self._hosts[0])
             await self._follow(host, channel, self._receive(host, request.session, channel), granting)
@@ -287,7 +279,7 @@ class SwarmSession:
         """Run work on a host's channel until some of it ends, or the host or the channel's other end is replaced."""
         async with Tasks() as tasks:
             working = [tasks.call(each, "follow") for each in work]
-            replaced = tasks.call(self._until_replaced(host, channel.remote, self._ticket.session), "replaced")
+            replaced = tasks.call(self._until_replaced(host, channel.remote, self.ticket.session), "replaced")
             await asyncio.wait({*working, replaced}, return_when=asyncio.FIRST_COMPLETED)
             for each in working:
                 if each.done():
@@ -298,12 +290,12 @@ class SwarmSession:
     async def _receive(self, host: str, session: bytes, channel: Channel) -> None:
         while True:
             token = await channel.receive(DrawnToken, TOKEN_SECONDS)
-            if self._ticket.session != session:
+            if self.ticket.session != session:
                 return
             self._take(host, token)
 
     async def _until_replaced(self, host: str, remote: str, session: bytes) -> None:
-        while self._hosts[-1] == host and remote in self._hosts and self._ticket.session == session:
+        while self._hosts[-1] == host and remote in self._hosts and self.ticket.session == session:
             self._moved.clear()
             await self._moved.wait()
 
@@ -315,7 +307,7 @@ class SwarmSession:
             if token.position < journal.end and journal.ids[token.position] != token.id:
                 raise ProtocolError(host, f"another token {token.position} than before")
             return
-        if token.position >= min(self._stop, max(self._taken, self._ticket.prompt) + AHEAD):
+        if token.position >= min(self._stop, max(self._taken, self.ticket.prompt) + AHEAD):
             raise ProtocolError(host, f"token {token.position}, which was not granted")
         self._next += 1
         self.drawn.append(token.id)
@@ -358,7 +350,7 @@ class LogitsSession(SwarmSession):
         Raises `GenerationFailedError` if hosts send nothing for `TOKEN_SECONDS`, and as the iteration.
         """
         self._vocabulary = vocabulary
-        while sum(map(len, self._rows)) < self._ticket.prompt:
+        while sum(map(len, self._rows)) < self.ticket.prompt:
             try:
                 async with asyncio.timeout(TOKEN_SECONDS):
                     await self._progress.wait()
@@ -373,15 +365,15 @@ class LogitsSession(SwarmSession):
         return *super()._progressed(), len(self._rows)
 
     async def _listen_to(self, host: str) -> None:
-        request = LogitsRequest(self._ticket.session, sum(map(len, self._rows)))
+        request = LogitsRequest(self.ticket.session, sum(map(len, self._rows)))
         async with self._open(host, LOGITS, request) as channel:
             await self._follow(host, channel, self._receive(host, request.session, channel))
 
     async def _receive(self, host: str, session: bytes, channel: Channel) -> None:
-        while self._ticket.session == session:
+        while self.ticket.session == session:
             count = (await channel.receive(LogitRows, TOKEN_SECONDS)).rows
             data = await channel.receive_bytes(count * self._vocabulary * FLOAT_BYTES, TOKEN_SECONDS)
-            if self._ticket.session == session:
+            if self.ticket.session == session:
                 self._rows.append(torch.frombuffer(data, dtype=torch.float32).view(count, -1))
                 self._progress.set()
 

@@ -80,10 +80,6 @@ class PagePool:
         """Pages that can be reserved: free ones, and prefix pages without users."""
         return len(self._free) + len(self._unused)
 
-    @property
-    def num_prefix_pages(self) -> int:
-        return len(self._shared)
-
     def reserve(self, number: int, keys: Sequence[PageKey] = ()) -> Pages:
         """Take pages for a session; raises `PoolFullError` without taking any if too few are free.
 

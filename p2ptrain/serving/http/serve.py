@@ -1,4 +1,4 @@
-"""``serve_http``: serve OpenAI's API and a chat page over a generator until asked to stop."""
+"""``serving_http``: serve OpenAI's API and a chat page over a generator."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 from typing import Any
 
@@ -17,38 +17,8 @@ from p2ptrain.serving.http.generating import Generating
 from p2ptrain.serving.http.keys import Keys
 from p2ptrain.serving.http.preparing import Limits, Preparing
 from p2ptrain.serving.text import Text
-from p2ptrain.tasks import Tasks
 
 logger = logging.getLogger(__name__)
-
-
-async def serve_http(
-    generator: Generator, tokenizer: Any, stop: asyncio.Event, *, host: str = "127.0.0.1", port: int = 8000,
-    names: Collection[str] = (), keys: Path | None = None, end_ids: Collection[int] = (), limits: Limits | None = None,
-    on_ready: Callable[[str], None] = lambda url: None,
-) -> None:  # fmt: skip
-    """Serve until ``stop`` is set; then refuse further requests, and give those in progress time to end.
-
-    Args:
-        tokenizer: The model's transformers tokenizer.
-        names: Host names to answer under, beside ``host``, IP addresses and ``localhost``.
-        keys: File of the API keys (see `p2ptrain.serving.http.keys`); None lets everybody in.
-        end_ids: Tokens that end an answer, beside the tokenizer's own.
-        on_ready: Called with the server's URL once it answers.
-
-    Raises:
-        ConfigError: The file of keys cannot be used.
-        IdentityError: Other users can read the file of keys.
-        ResourceError: The port is taken.
-    """
-    opened = serving_http(
-        generator, tokenizer, host=host, port=port, names=names, keys=keys, end_ids=end_ids, limits=limits
-    )
-    async with opened as (url, web), Tasks() as tasks:
-        on_ready(url)
-        await asyncio.wait({web, tasks.call(stop.wait(), "stop")}, return_when=asyncio.FIRST_COMPLETED)
-        if web.done():
-            web.result()
 
 
 @contextlib.asynccontextmanager
@@ -56,7 +26,21 @@ async def serving_http(
     generator: Generator, tokenizer: Any, *, host: str = "127.0.0.1", port: int = 8000, names: Collection[str] = (),
     keys: Path | None = None, end_ids: Collection[int] = (), limits: Limits | None = None,
 ) -> AsyncIterator[tuple[str, asyncio.Task[None]]]:  # fmt: skip
-    """Serve during the block, as `serve_http`; yield the URL, and the task that ends early if the server fails."""
+    """Serve during the block; at its end refuse further requests, and give those in progress time to end.
+
+    Yield the URL, and the task that ends early if the server fails.
+
+    Args:
+        tokenizer: The model's transformers tokenizer.
+        names: Host names to answer under, beside ``host``, IP addresses and ``localhost``.
+        keys: File of the API keys (see `p2ptrain.serving.http.keys`); None lets everybody in.
+        end_ids: Tokens that end an answer, beside the tokenizer's own.
+
+    Raises:
+        ConfigError: The file of keys cannot be used.
+        IdentityError: Other users can read the file of keys.
+        ResourceError: The port is taken.
+    """
     limits = limits or Limits()
     if keys is None and not _is_loopback(host):
         logger.warning("everybody who reaches %s port %d may use the model: give a file of API keys", host, port)

@@ -209,6 +209,6 @@ class _Run:
             pool = each.host.book.pool
             if not each.is_clean:
                 yield f"a host of stage {each.number} holds {len(each.host.executor.sessions)} sessions"
-            elif len(pool._free) + pool.num_prefix_pages != pool.num_pages:
+            elif len(pool._free) + len(pool._shared) != pool.num_pages:
                 yield f"a host of stage {each.number} lost pages"
             each.host.report()

@@ -8,6 +8,7 @@ do.
 from __future__ import annotations
 
 import argparse
+import asyncio
 from pathlib import Path
 
 from p2ptrain.cli.commands.serving.talking import add_model_arguments
@@ -44,17 +45,22 @@ def run(arguments: argparse.Namespace) -> int:
     from p2ptrain.cli.running import run_async
     from p2ptrain.cli.screen.live import stop_on_signals
     from p2ptrain.node.serving.client import generating
-    from p2ptrain.serving.http.serve import serve_http
+    from p2ptrain.serving.http.serve import serving_http
+    from p2ptrain.tasks import Tasks
 
     async def serve() -> None:
         async with generating(link, arguments.wait, arguments.audit_share) as model:
             text, tokenizer = text_of(model, arguments)
             stop = stop_on_signals(lambda: None)
-            await serve_http(
-                model.generator, tokenizer, stop, host=arguments.host, port=arguments.port, names=arguments.host_name,
+            opened = serving_http(
+                model.generator, tokenizer, host=arguments.host, port=arguments.port, names=arguments.host_name,
                 keys=arguments.keys, end_ids=text.end_ids,
-                on_ready=lambda url: print(f"API: {url}v1  chat: {url}  (Ctrl-C ends it)", flush=True),
             )  # fmt: skip
+            async with opened as (url, web), Tasks() as tasks:
+                print(f"API: {url}v1  chat: {url}  (Ctrl-C ends it)", flush=True)
+                await asyncio.wait({web, tasks.call(stop.wait(), "stop")}, return_when=asyncio.FIRST_COMPLETED)
+                if web.done():
+                    web.result()
 
     run_async(serve())
     return 0

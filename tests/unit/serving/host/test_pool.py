@@ -85,9 +85,9 @@ def test_the_least_recently_used_prefix_page_goes_first_and_later_ones_before_ea
         for index, key in enumerate(keys(*numbers)):
             share(pool, pages, index, key)
         pool.free(pages)
-    assert pool.num_free == pool.num_prefix_pages == 4
+    assert pool.num_free == len(pool._shared) == 4
     gone: list[int] = []
-    while pool.num_prefix_pages:
+    while len(pool._shared):
         pool.reserve(1)
         left = [each for each in (1, 2, 3, 4) if keys(each)[0] in pool._prefixes]
         gone += [each for each in (1, 2, 3, 4) if each not in left and each not in gone]
@@ -106,7 +106,7 @@ def test_a_prefix_makes_no_session_refused() -> None:
         pool.reserve(1)
     pool.free(other)
     assert len(set(pool.reserve(3, keys(7)).numbers)) == 3
-    assert pool.num_prefix_pages == 0
+    assert len(pool._shared) == 0
 
 
 class Schedule(RuleBasedStateMachine):

@@ -159,12 +159,12 @@ async def test_only_pages_of_the_prompt_that_the_client_signed_are_shared() -> N
         put(held, 0, ids[:-5])
         for rows in (PAGE + 3, len(ids) - PAGE - 8):
             compute(held, rows)
-        assert held.pages.pool.num_prefix_pages == shared
+        assert len(held.pages.pool._shared) == shared
         put(held, len(ids) - 5, [*ids[-5:], *ids])
         compute(held, len(held.ids) - held.computed)
-        assert held.pages.pool.num_prefix_pages == shared  # The answer may yet be trimmed.
+        assert len(held.pages.pool._shared) == shared  # The answer may yet be trimmed.
         held.share(held.computed)
-        assert held.pages.pool.num_prefix_pages == (4 if shared == 2 else shared)
+        assert len(held.pages.pool._shared) == (4 if shared == 2 else shared)
 
 
 @on_loop
@@ -174,10 +174,10 @@ async def test_drafts_are_not_shared_and_replace_no_shared_page() -> None:
     held = session(ticket(len(ids)))
     held.put(0, ids[: PAGE + 4], torch.tensor(ids[: PAGE + 4]), 5)
     compute(held, PAGE + 4)
-    assert held.pages.pool.num_prefix_pages == 0
+    assert len(held.pages.pool._shared) == 0
     held.put(PAGE + 4, ids[PAGE + 4 :], torch.tensor(ids[PAGE + 4 :]), 3)
     compute(held, PAGE - 4)
-    assert held.pages.pool.num_prefix_pages == 1
+    assert len(held.pages.pool._shared) == 1
     with pytest.raises(ProtocolError, match="other tokens than before"):
         held.put(0, [7] * PAGE, torch.tensor([7] * PAGE), MAX_DRAFTS)
     held.put(PAGE - 3, [7] * 3, torch.tensor([7] * 3), MAX_DRAFTS)

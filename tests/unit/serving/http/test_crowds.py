@@ -9,7 +9,7 @@ import pytest
 
 from p2ptrain.errors import ResourceError
 from p2ptrain.serving.http.preparing import Limits
-from p2ptrain.serving.http.serve import serve_http, serving_http
+from p2ptrain.serving.http.serve import serving_http
 from tests.support.coroutines import on_loop, on_uvloop
 from tests.support.generators import (
     CHAT,
@@ -170,8 +170,14 @@ async def test_health_is_that_of_a_probe_and_a_crowd_asks_for_one(monkeypatch: p
 async def test_a_server_that_stops_ends_what_it_began_and_refuses_the_rest() -> None:
     generator, stop = Repeater(b"abc", steps=asyncio.Semaphore(1)), asyncio.Event()
     urls: asyncio.Queue[str] = asyncio.Queue()
+
+    async def serve() -> None:
+        async with serving_http(generator, tokenizer(), port=0) as (url, _):
+            urls.put_nowait(url)
+            await stop.wait()
+
     async with asyncio.TaskGroup() as tasks:
-        server = tasks.create_task(serve_http(generator, tokenizer(), stop, port=0, on_ready=urls.put_nowait))
+        server = tasks.create_task(serve())
         async with httpx.AsyncClient(base_url=await urls.get(), timeout=30) as client:
             asked = tasks.create_task(events(client, CHAT, chat()))
             await generator.until(running=1)
@@ -202,5 +208,6 @@ async def test_what_does_not_end_in_time_is_cut_when_the_server_stops() -> None:
 @on_loop
 async def test_a_port_that_is_taken_is_told_with_the_option() -> None:
     async with http_server(Repeater()) as client:
+        opened = serving_http(Repeater(), tokenizer(), port=client.base_url.port or 0)
         with pytest.raises(ResourceError, match="choose another --port"):
-            await serve_http(Repeater(), tokenizer(), asyncio.Event(), port=client.base_url.port or 0)
+            await opened.__aenter__()
