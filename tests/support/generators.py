@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+from openai import AsyncOpenAI
 
 from p2ptrain.manifest import ModelSpec
 from p2ptrain.models.exact import exact_stage
 from p2ptrain.models.tokenizers import byte_tokenizer
-from p2ptrain.serving.generation import Generation, Token
+from p2ptrain.serving.generation import Generation, Generator, Token
 from p2ptrain.serving.grammar import Grammars
 from p2ptrain.serving.http.serve import serving_http
 from p2ptrain.serving.sampling import Sampling
@@ -173,11 +174,23 @@ class SmallGeneration:
 
 
 @contextlib.asynccontextmanager
-async def http_server(generator: Repeater, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def http_server(generator: Generator, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
     """Serve a generator on loopback, and yield a client of it."""
     async with (
         serving_http(generator, options.pop("tokenizer", None) or tokenizer(), port=0, **options) as (url, _),
         httpx.AsyncClient(base_url=url, timeout=30.0, limits=httpx.Limits(max_connections=None)) as client,
+    ):
+        yield client
+
+
+@contextlib.asynccontextmanager
+async def openai_client(
+    generator: Generator, *, key: str = "any", max_retries: int = 0, **options: Any
+) -> AsyncIterator[AsyncOpenAI]:
+    """Serve a generator on loopback, and yield OpenAI's client of it."""
+    async with (
+        http_server(generator, **options) as server,
+        AsyncOpenAI(base_url=f"{server.base_url}v1", api_key=key, max_retries=max_retries, timeout=60) as client,
     ):
         yield client
 

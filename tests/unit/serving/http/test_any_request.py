@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from p2ptrain.serving.http.openapi import document
 from p2ptrain.serving.http.preparing import Limits
+from p2ptrain.serving.http.schemas import NEUTRAL
 from tests.support.exact import kernels
 from tests.support.tools import needed
 from tests.support.web.drawn import JUNK, damaged, values
@@ -91,6 +92,7 @@ def test_what_differs_from_the_document_is_no_failure(client: httpx.Client, path
     def ask(data: st.DataObject) -> None:
         body = data.draw(values(schema_of(path), COMPONENTS).flatmap(damaged))
         if isinstance(body, dict):
+            body |= data.draw(st.dictionaries(st.sampled_from(sorted(NEUTRAL)) | st.text(max_size=8), JUNK, max_size=1))
             body = {**body, "model": "local", "max_tokens": 4} if data.draw(st.booleans()) else body
         check(client, path, json.dumps(body).encode())
 

@@ -1,7 +1,7 @@
 """Answers in a given form, by OpenAI's own client: whatever a small random model says, it is JSON or a tool call."""
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from enum import Enum
 from typing import Any
@@ -12,10 +12,9 @@ from openai import AsyncOpenAI
 from pydantic import BaseModel, Field
 
 from p2ptrain.manifest import ModelSpec
-from p2ptrain.serving.http.serve import serving_http
 from tests.support.coroutines import on_loop
 from tests.support.exact import kernels
-from tests.support.generators import TEMPLATE, Repeater, SmallModel, http_server, tokenizer
+from tests.support.generators import TEMPLATE, Repeater, SmallModel, openai_client, tokenizer
 from tests.support.tools import needed
 
 pytestmark = needed("" if kernels() else "there is no library of exact kernels", "kernels")
@@ -62,10 +61,7 @@ async def small_model() -> AsyncIterator[AsyncOpenAI]:
     """Yield a client of a server with a random model of 257 tokens."""
     made = with_tools()
     generator = SmallModel(SPEC, made)
-    async with (
-        serving_http(generator, made, port=0) as (url, _),
-        AsyncOpenAI(base_url=f"{url}v1", api_key="any", max_retries=0, timeout=60) as client,
-    ):
+    async with openai_client(generator, tokenizer=made) as client:
         yield client
     assert not generator.running
 
@@ -112,39 +108,11 @@ async def test_schemas_that_null_and_numbers_are_part_of_stay_as_they_are() -> N
             assert json.loads(answer.choices[0].message.content or "") == value
 
 
-@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
-@on_loop
-async def test_tools_that_are_required_or_named_are_called_with_arguments_that_fit(is_stream: bool) -> None:
-    async with small_model() as client:
-        for seed, choice, parallel in ((1, "required", True), (2, "required", False), (3, "named", True)):
-            asked: dict[str, Any] = {
-                **ASK, "seed": seed, "tools": TOOLS, "parallel_tool_calls": parallel,
-                "tool_choice": {"type": "function", "function": {"name": "weather"}} if choice == "named" else choice,
-            }  # fmt: skip
-            if is_stream:
-                async with client.chat.completions.stream(**asked) as stream:
-                    answer: Any = await stream.get_final_completion()
-            else:
-                answer = await client.chat.completions.create(**asked)
-            message, calls = answer.choices[0].message, answer.choices[0].message.tool_calls
-            assert answer.choices[0].finish_reason == "tool_calls"
-            assert not message.content
-            assert len(calls) == 1 or (parallel and choice == "required")
-            assert len({call.id for call in calls}) == len(calls)
-            for call in calls:
-                assert call.function.name in (("weather",) if choice == "named" else ("weather", "now"))
-                arguments = json.loads(call.function.arguments)
-                assert arguments == {} if call.function.name == "now" else arguments["city"] in ("Köln", "Ulm")
-
-
 @on_loop
 async def test_a_call_that_the_model_makes_is_told_and_its_result_goes_back() -> None:
     said = 'I look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
     generator = Repeater(said.encode())
-    async with (
-        http_server(generator, tokenizer=with_tools()) as server,
-        AsyncOpenAI(base_url=f"{server.base_url}v1", api_key="any", max_retries=0) as client,
-    ):
+    async with openai_client(generator, tokenizer=with_tools()) as client:
         ask: dict[str, Any] = {"model": generator.model, "messages": [{"role": "user", "content": "Rain?"}]}
         answer = await client.chat.completions.create(**ask, tools=TOOLS)
         message = answer.choices[0].message
@@ -195,39 +163,58 @@ async def test_responses_parse_and_stream_objects_of_a_class() -> None:
         assert all(isinstance(each, dict) for each in whole)
 
 
+async def chat_calls(client: AsyncOpenAI, seed: int, is_stream: bool, **options: Any) -> list[tuple[str, str, str]]:
+    """Return id, name and arguments of the calls of a chat's answer, which has no text."""
+    asked = {**ASK, "seed": seed, "tools": TOOLS, **options}
+    if isinstance(options["tool_choice"], dict):
+        asked["tool_choice"] = {"type": "function", "function": {"name": options["tool_choice"]["name"]}}
+    if is_stream:
+        async with client.chat.completions.stream(**asked) as stream:
+            answer: Any = await stream.get_final_completion()
+    else:
+        answer = await client.chat.completions.create(**asked)
+    message = answer.choices[0].message
+    assert answer.choices[0].finish_reason == "tool_calls"
+    assert not message.content
+    return [(call.id, call.function.name, call.function.arguments) for call in message.tool_calls]
+
+
+async def response_calls(client: AsyncOpenAI, seed: int, is_stream: bool, **options: Any) -> list[tuple[str, str, str]]:
+    """Return the same of a response."""
+    asked = {"model": "local", "input": "Hi", "max_output_tokens": 900, "extra_body": {"seed": seed},
+             "tools": FLAT_TOOLS, **options}  # fmt: skip
+    if is_stream:
+        async with client.responses.stream(**asked) as stream:
+            answer: Any = await stream.get_final_response()
+    else:
+        answer = await client.responses.create(**asked)
+    assert answer.status == "completed"
+    assert [item.type for item in answer.output] == ["function_call"] * len(answer.output)
+    return [(item.call_id, item.name, item.arguments) for item in answer.output]
+
+
+@pytest.mark.parametrize("calls_of", [chat_calls, response_calls])
 @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
 @on_loop
-async def test_responses_call_tools_that_are_required_or_named(is_stream: bool) -> None:
+async def test_tools_that_are_required_or_named_are_called_with_arguments_that_fit(
+    is_stream: bool, calls_of: Callable[..., Awaitable[list[tuple[str, str, str]]]]
+) -> None:
+    named = {"type": "function", "name": "weather"}
     async with small_model() as client:
-        for seed, choice, parallel in ((1, "required", True), (2, "required", False), (3, "named", True)):
-            asked: dict[str, Any] = {
-                "model": "local", "input": "Hi", "max_output_tokens": 900, "extra_body": {"seed": seed},
-                "tools": FLAT_TOOLS, "parallel_tool_calls": parallel,
-                "tool_choice": {"type": "function", "name": "weather"} if choice == "named" else choice,
-            }  # fmt: skip
-            if is_stream:
-                async with client.responses.stream(**asked) as stream:
-                    answer: Any = await stream.get_final_response()
-            else:
-                answer = await client.responses.create(**asked)
-            assert answer.status == "completed"
-            assert [item.type for item in answer.output] == ["function_call"] * len(answer.output)
-            assert len(answer.output) == 1 or (parallel and choice == "required")
-            assert len({item.call_id for item in answer.output}) == len(answer.output)
-            for item in answer.output:
-                assert item.name in (("weather",) if choice == "named" else ("weather", "now"))
-                arguments = json.loads(item.arguments)
-                assert arguments == {} if item.name == "now" else arguments["city"] in ("Köln", "Ulm")
+        for seed, choice, parallel in ((1, "required", True), (2, "required", False), (3, named, True)):
+            calls = await calls_of(client, seed, is_stream, tool_choice=choice, parallel_tool_calls=parallel)
+            assert len(calls) == 1 or (calls and parallel and choice == "required")
+            assert len({id for id, _, _ in calls}) == len(calls)
+            for _, name, text in calls:
+                assert name in (("weather",) if choice == named else ("weather", "now"))
+                assert json.loads(text) == {} if name == "now" else json.loads(text)["city"] in ("Köln", "Ulm")
 
 
 @on_loop
 async def test_a_response_with_text_and_calls_streams_what_it_is_whole_and_goes_on() -> None:
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "%s"}}\n</tool_call>\n'
     generator = Repeater(("I look." + call % "Ulm" + call % "Köln" + "Soon.").encode())
-    async with (
-        http_server(generator, tokenizer=with_tools()) as server,
-        AsyncOpenAI(base_url=f"{server.base_url}v1", api_key="any", max_retries=0) as client,
-    ):
+    async with openai_client(generator, tokenizer=with_tools()) as client:
         ask: dict[str, Any] = {"model": generator.model, "tools": FLAT_TOOLS}
         whole = await client.responses.create(**ask, input="Rain?")
         kinds = ["message", "function_call", "function_call", "message"]
@@ -260,10 +247,7 @@ async def test_a_response_with_text_and_calls_streams_what_it_is_whole_and_goes_
 
 @on_loop
 async def test_a_model_without_the_means_says_so() -> None:
-    async with (
-        http_server(Repeater()) as server,
-        AsyncOpenAI(base_url=f"{server.base_url}v1", api_key="any", max_retries=0) as client,
-    ):
+    async with openai_client(Repeater()) as client:
         ask: dict[str, Any] = {"model": Repeater.model, "messages": [{"role": "user", "content": "Hi"}]}
         with pytest.raises(openai.UnprocessableEntityError, match="takes no tools"):
             await client.chat.completions.create(**ask, tools=TOOLS)

@@ -9,30 +9,20 @@ from typing import Any
 
 import openai
 import pytest
-from openai import AsyncOpenAI
 
 from p2ptrain.serving.errors import OverloadedError
 from p2ptrain.serving.generation import Generation
 from p2ptrain.serving.sampling import Sampling
 from tests.support.coroutines import on_loop
-from tests.support.generators import MODEL, Repeater, Repetition, http_server
+from tests.support.generators import MODEL, Repeater, Repetition, openai_client
 
 KEY = "sk-0123456789abcdef"
 MESSAGES: Any = [{"role": "user", "content": "Hi"}]
 
 
-@asynccontextmanager
-async def client_of(generator: Repeater, *, max_retries: int = 0, **options: Any) -> AsyncIterator[AsyncOpenAI]:
-    async with (
-        http_server(generator, **options) as server,
-        AsyncOpenAI(base_url=f"{server.base_url}v1", api_key=KEY, max_retries=max_retries, timeout=30) as client,
-    ):
-        yield client
-
-
 @on_loop
 async def test_it_lists_models_chats_and_completes() -> None:
-    async with client_of(Repeater("Grüße!".encode())) as client:
+    async with openai_client(Repeater("Grüße!".encode())) as client:
         assert [model.id async for model in client.models.list()] == [MODEL]
         assert (await client.models.retrieve(MODEL)).id == MODEL
         answer = await client.chat.completions.create(
@@ -53,7 +43,7 @@ async def test_it_lists_models_chats_and_completes() -> None:
 
 @on_loop
 async def test_it_streams_with_usage_and_helpers() -> None:
-    async with client_of(Repeater("Grüße!".encode())) as client:
+    async with openai_client(Repeater("Grüße!".encode())) as client:
         stream = await client.chat.completions.create(
             model=MODEL, messages=MESSAGES, stream=True, stream_options={"include_usage": True}
         )
@@ -89,13 +79,13 @@ class Backwards(Repeater):
 
 @on_loop
 async def test_its_helper_reads_several_choices_of_a_stream_whichever_comes_first() -> None:
-    async with client_of(Backwards()) as client:
+    async with openai_client(Backwards()) as client:
         ask: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "n": 3, "logprobs": True, "top_logprobs": 1}
         stream = await client.chat.completions.create(**ask, stream=True)
         choices = [choice async for chunk in stream for choice in chunk.choices]
         assert [(choice.index, choice.delta.role) for choice in choices[:3]] == [(at, "assistant") for at in range(3)]
         assert choices[3].index == 2
-    async with client_of(Backwards()) as client, client.chat.completions.stream(**ask) as helper:
+    async with openai_client(Backwards()) as client, client.chat.completions.stream(**ask) as helper:
         answer = await helper.get_final_completion()
     for index, choice in enumerate(answer.choices):
         assert (choice.index, choice.message.content, choice.message.role) == (index, f"{index} of three", "assistant")
@@ -108,7 +98,7 @@ async def test_its_helper_reads_several_choices_of_a_stream_whichever_comes_firs
 @on_loop
 async def test_it_gets_responses_whole_and_streamed_and_goes_on_with_them() -> None:
     generator = Repeater("Grüße!".encode())
-    async with client_of(generator) as client:
+    async with openai_client(generator) as client:
         first = await client.responses.create(model=MODEL, input="Hi", instructions="Be brief.", store=False)
         assert (first.output_text, first.status) == ("Grüße!", "completed")
         assert first.usage is not None
@@ -134,7 +124,7 @@ async def test_it_gets_responses_whole_and_streamed_and_goes_on_with_them() -> N
 async def test_it_raises_the_error_of_each_status_with_the_field(tmp_path: Path) -> None:
     ask: dict[str, Any] = {"model": MODEL, "messages": MESSAGES}
     generator = Repeater()
-    async with client_of(generator) as client:
+    async with openai_client(generator) as client:
         with pytest.raises(openai.BadRequestError) as bad:
             await client.chat.completions.create(**{**ask, "temperature": 3})
         assert (bad.value.param, bad.value.type) == ("temperature", "invalid_request_error")
@@ -154,7 +144,7 @@ async def test_it_raises_the_error_of_each_status_with_the_field(tmp_path: Path)
     path = tmp_path / "keys"
     path.touch(mode=0o600)
     path.write_text(f"{KEY}\n")
-    async with client_of(Repeater(), keys=path) as client:
+    async with openai_client(Repeater(), key=KEY, keys=path) as client:
         assert (await client.chat.completions.create(**ask)).choices
         with pytest.raises(openai.AuthenticationError):
             await client.with_options(api_key="sk-another-one-0123").chat.completions.create(**ask)
@@ -163,7 +153,7 @@ async def test_it_raises_the_error_of_each_status_with_the_field(tmp_path: Path)
 @on_loop
 async def test_it_tries_again_after_the_time_that_it_is_told() -> None:
     generator = Repeater(failure=OverloadedError(0.1))
-    async with client_of(generator, max_retries=2) as client, asyncio.TaskGroup() as tasks:
+    async with openai_client(generator, max_retries=2) as client, asyncio.TaskGroup() as tasks:
         asked = tasks.create_task(client.chat.completions.create(model=MODEL, messages=MESSAGES))
         async with asyncio.timeout(30), generator.changed:
             await generator.changed.wait_for(lambda: len(generator.opened) == 1 and not generator.running)
@@ -175,7 +165,7 @@ async def test_it_tries_again_after_the_time_that_it_is_told() -> None:
 @on_loop
 async def test_closing_its_stream_cancels_the_generation() -> None:
     generator = Repeater(b"abc", steps=asyncio.Semaphore(1))
-    async with client_of(generator) as client:
+    async with openai_client(generator) as client:
         stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
         await anext(stream.__aiter__())
         await generator.until(running=1)

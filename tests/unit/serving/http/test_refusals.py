@@ -1,15 +1,10 @@
 """Each fault has its status, a message that names field and remedy, and no other effect."""
 
 import asyncio
-import contextlib
 import json
-from collections.abc import Callable, Iterator
 from typing import Any
 
-import httpx
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from p2ptrain.errors import PeerLostError
 from p2ptrain.models.tokenizers import byte_tokenizer
@@ -306,50 +301,6 @@ async def test_a_stream_that_waits_for_its_first_token_begins_with_comments(monk
         generator.steps.release()
         rest = [line async for line in lines]
     assert rest[-2:] == ["data: [DONE]", ""]
-
-
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
-    max_leaves=8,
-)
-
-
-@pytest.fixture(scope="module")
-def ask() -> Iterator[Callable[[str, bytes], httpx.Response]]:
-    """Return a function that posts bytes to one server, which lives as long as the fixture."""
-    with asyncio.Runner() as runner:
-        stack = contextlib.AsyncExitStack()
-        client = runner.run(stack.enter_async_context(http_server(Repeater())))
-        headers = {"content-type": "application/json"}
-        yield lambda path, body: runner.run(client.post(path, content=body, headers=headers))
-        runner.run(stack.aclose())
-
-
-@settings(max_examples=300)
-@given(data=st.data())
-def test_no_body_breaks_the_server(ask: Callable[[str, bytes], httpx.Response], data: st.DataObject) -> None:
-    path, schema, good = data.draw(
-        st.sampled_from(
-            [
-                (CHAT, ChatRequest, chat(max_tokens=3)),
-                (COMPLETIONS, CompletionRequest, completion(max_tokens=3)),
-                (RESPONSES, ResponseRequest, {"model": MODEL, "input": "Hi"}),
-            ]
-        )
-    )
-    names = st.sampled_from([*schema.__struct_fields__, *NEUTRAL])
-    changes = data.draw(st.dictionaries(names | st.text(max_size=8), VALUES, max_size=4))
-    body = json.dumps({**good, **changes}, ensure_ascii=data.draw(st.booleans())).encode(errors="surrogatepass")
-    response = ask(path, body)
-    assert response.status_code in (200, 400, 404, 422), response.text
-    if response.status_code != 200:
-        error_of(response, response.status_code)
-
-
-@given(body=st.binary(max_size=200))
-def test_no_bytes_break_the_server(ask: Callable[[str, bytes], httpx.Response], body: bytes) -> None:
-    error_of(ask(CHAT, body), 400)
 
 
 @on_loop
