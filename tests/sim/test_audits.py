@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from p2ptrain.network.simulated import SimulatedNetwork
+from tests.support.coroutines import simulated
 from tests.support.sim.peers import until
 from tests.support.sim.serving import DRAWN, ServingPeer, ServingSwarm, golden
 
@@ -35,12 +36,14 @@ def lie(host: ServingPeer, does_lie: Callable[[], bool] = lambda: True) -> None:
 
 
 @contextlib.asynccontextmanager
-async def audited(swarm: ServingSwarm, wait_seconds: float = 5.0) -> AsyncIterator[Any]:
-    """A client whose answers are all audited, if no audit runs."""
-    client = await swarm.start_client(wait_seconds=wait_seconds, audit_share=1.0)
+async def audited(network: SimulatedNetwork, *replicas: int) -> AsyncIterator[tuple[ServingSwarm, Any]]:
+    """Hosts, and a client whose answers are all audited, if no audit runs."""
+    swarm = ServingSwarm(network, len(replicas))
+    await swarm.start(*replicas)
+    client = await swarm.start_client(wait_seconds=5.0, audit_share=1.0)
     auditing = client.peer.spawn(client.generator.auditor.run())
     try:
-        yield client
+        yield swarm, client
     finally:
         auditing.cancel()
         await asyncio.wait({auditing})
@@ -62,85 +65,67 @@ def left_out(swarm: ServingSwarm, client: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("num_stages", [1, 3])
-def test_honest_hosts_agree(num_stages: int) -> None:
-    async def run(network: SimulatedNetwork) -> None:
-        swarm = ServingSwarm(network, num_stages)
-        await swarm.start(*[2] * num_stages)
-        async with audited(swarm) as client:
-            for _ in range(4):
-                assert await ask(swarm, client)
-            assert client.generator.audits == {"agreed": 4}
-            assert not left_out(swarm, client)
-
-    simulate(run, 0)
+@simulated(seed=0)
+async def test_honest_hosts_agree(network: SimulatedNetwork, num_stages: int) -> None:
+    async with audited(network, *[2] * num_stages) as (swarm, client):
+        for _ in range(4):
+            assert await ask(swarm, client)
+        assert client.generator.audits == {"agreed": 4}
+        assert not left_out(swarm, client)
 
 
 @pytest.mark.fault(56)
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_host_that_computes_other_tokens_is_left_out_and_answers_are_right_again(stage: int) -> None:
+@simulated(audited, 3, 3, 3, seed=lambda stage: stage)
+async def test_a_host_that_computes_other_tokens_is_left_out_and_answers_are_right_again(
+    there: tuple[ServingSwarm, Any], stage: int
+) -> None:
     """Also where the pages of its prompt are cached on honest hosts, which it fed."""
-
-    async def run(network: SimulatedNetwork) -> None:
-        swarm = ServingSwarm(network, 3)
-        await swarm.start(3, 3, 3)
-        async with audited(swarm) as client:
-            async with client.generator.generate(PROMPT[:64], DRAWN, max_tokens=1) as generation:
-                async for _ in generation:
-                    route = generation.route
-            await until(lambda: bool(client.generator.audits), 300.0)
-            liar = swarm.host_of(route[stage])  # Further prompts of these tokens come to it.
-            lie(liar)
-            assert not await ask(swarm, client)
-            while not left_out(swarm, client):
-                await ask(swarm, client)
-            assert [swarm.hosts[each] for each in left_out(swarm, client)] == [liar]
-            for _ in range(3):
-                assert await ask(swarm, client)
-            assert client.generator.audits["differed"] == 1
-
-    simulate(run, stage)
+    swarm, client = there
+    async with client.generator.generate(PROMPT[:64], DRAWN, max_tokens=1) as generation:
+        async for _ in generation:
+            route = generation.route
+    await until(lambda: bool(client.generator.audits), 300.0)
+    liar = swarm.host_of(route[stage])  # Further prompts of these tokens come to it.
+    lie(liar)
+    assert not await ask(swarm, client)
+    while not left_out(swarm, client):
+        await ask(swarm, client)
+    assert [swarm.hosts[each] for each in left_out(swarm, client)] == [liar]
+    for _ in range(3):
+        assert await ask(swarm, client)
+    assert client.generator.audits["differed"] == 1
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_who_lies_now_and_then_casts_suspicion_on_nobody_else(seed: int) -> None:
-    async def run(network: SimulatedNetwork) -> None:
-        chance = random.Random(seed)
-        swarm = ServingSwarm(network, 3)
-        await swarm.start(3, 3, 3)
-        liar, share = chance.choice(sorted(swarm.hosts)), chance.choice([0.02, 0.3, 0.9])
-        lie(swarm.hosts[liar], lambda: chance.random() < share)
-        async with audited(swarm) as client:
-            for _ in range(15):
-                await ask(swarm, client, 20)
-                assert left_out(swarm, client) <= {liar}
-
-    simulate(run, seed)
+@simulated(audited, 3, 3, 3)
+async def test_who_lies_now_and_then_casts_suspicion_on_nobody_else(there: tuple[ServingSwarm, Any], seed: int) -> None:
+    (swarm, client), chance = there, random.Random(seed)
+    liar, share = chance.choice(sorted(swarm.hosts)), chance.choice([0.02, 0.3, 0.9])
+    lie(swarm.hosts[liar], lambda: chance.random() < share)
+    for _ in range(15):
+        await ask(swarm, client, 20)
+        assert left_out(swarm, client) <= {liar}
 
 
-def test_two_hosts_that_differ_are_named_and_none_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    async def run(network: SimulatedNetwork) -> None:
-        swarm = ServingSwarm(network, 2)
-        await swarm.start(2, 1)
-        lie(swarm.hosts["s0a"])
-        async with audited(swarm) as client:
-            await ask(swarm, client)
-            assert client.generator.audits == {"undecided": 1}
-            assert not left_out(swarm, client)
-
-    simulate(run, 0)
+@simulated(audited, 2, 1, seed=0)
+async def test_two_hosts_that_differ_are_named_and_none_is_left_out(
+    there: tuple[ServingSwarm, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    swarm, client = there
+    lie(swarm.hosts["s0a"])
+    await ask(swarm, client)
+    assert client.generator.audits == {"undecided": 1}
+    assert not left_out(swarm, client)
     assert "no majority shows who is right" in caplog.text
 
 
-def test_a_swarm_without_further_hosts_has_no_audits() -> None:
-    async def run(network: SimulatedNetwork) -> None:
-        swarm = ServingSwarm(network, 2)
-        await swarm.start(1, 1)
-        async with audited(swarm) as client:
-            tokens, _ = await client.ask(PROMPT, 20, DRAWN)
-            await asyncio.sleep(10.0)
-            assert tokens == golden(PROMPT, 20, 2, DRAWN)
-            assert not client.generator.audits
-            assert swarm.hosts["s0a"].host.executor.num_drawn == 0
-            assert swarm.hosts["s1a"].host.executor.num_drawn == 20
-
-    simulate(run, 0)
+@simulated(audited, 1, 1, seed=0)
+async def test_a_swarm_without_further_hosts_has_no_audits(there: tuple[ServingSwarm, Any]) -> None:
+    swarm, client = there
+    tokens, _ = await client.ask(PROMPT, 20, DRAWN)
+    await asyncio.sleep(10.0)
+    assert tokens == golden(PROMPT, 20, 2, DRAWN)
+    assert not client.generator.audits
+    assert swarm.hosts["s0a"].host.executor.num_drawn == 0
+    assert swarm.hosts["s1a"].host.executor.num_drawn == 20

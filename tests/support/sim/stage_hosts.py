@@ -223,8 +223,9 @@ async def send_and_settle(swarm: Hosts, trainer: Member, number: int, route: lis
         assert await swarm.settle(trainer, each, number) == [True]
 
 
-def heads(hop: Hop) -> tuple[dict[str, Any], list[Any]]:
-    return to_wire(hop.request), [hop.inputs.data, hop.targets.data]
+def parts(hop: Hop) -> tuple[dict[str, Any], Any, Any]:
+    """Return request, inputs and targets, as `send_raw` takes them."""
+    return to_wire(hop.request), hop.inputs.data, hop.targets.data
 
 
 @asynccontextmanager

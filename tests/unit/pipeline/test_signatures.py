@@ -28,8 +28,8 @@ from tests.support.sim.stage_hosts import (
     RefusedError,
     bits,
     check_untouched,
-    heads,
     hosts,
+    parts,
     send_and_settle,
     send_raw,
 )
@@ -79,11 +79,6 @@ def vouched_for_by_the_forger(hop: Hop, forger: Member) -> Hop:
     return with_signature(replace(hop, id=hop.id._replace(trainer=forger.rpc.peer_id)), voucher=voucher)
 
 
-def parts(hop: Hop) -> tuple[Any, ...]:
-    request, data = heads(hop)
-    return request, *data
-
-
 FORGERIES: dict[str, Forge] = {
     "invented, with another one's signature": lambda hop, forger: with_number(hop, 7),
     "invented, with the forger's key": lambda hop, forger: signed_by(forger, with_number(hop, 7)),
@@ -109,9 +104,9 @@ async def test_a_forged_microbatch_is_refused_before_it_is_computed_and_blames_i
     trainer, last, forger = swarm.trainers[0], swarm.hosts[1], await swarm.add_trainer("forger")
     await send_and_settle(swarm, trainer, 0, swarm.hosts)
     before, passes = bits(last), last.sum.passes
-    request, data = heads(forge(swarm.hidden(trainer, 1), forger))
+    sent = parts(forge(swarm.hidden(trainer, 1), forger))
     with pytest.raises(Exception, match=r"sent microbatch") as caught:
-        await send_raw(forger.rpc, last, request, *data, seconds=5.0)
+        await send_raw(forger.rpc, last, *sent, seconds=5.0)
     assert not isinstance(caught.value, RefusedError), "it is no refusal of an honest microbatch"
     assert last.rpc.refusals == {(forger.rpc.peer_id, "NotSignedError"): 1}
     assert (bits(last), last.sum.passes) == (before, passes)
@@ -123,13 +118,13 @@ async def test_a_forged_microbatch_is_refused_before_it_is_computed_and_blames_i
 async def test_a_settled_microbatch_is_taken_neither_again_nor_in_the_next_round(swarm: Hosts) -> None:
     trainer, (first, last), forger = swarm.trainers[0], swarm.hosts, await swarm.add_trainer("forger")
     await send_and_settle(swarm, trainer, 0, [first, last])
-    request, data = heads(swarm.hidden(trainer, 0))
+    sent = parts(swarm.hidden(trainer, 0))
     with pytest.raises(RefusedError, match="settled already"):
-        await send_raw(forger.rpc, last, request, *data)
+        await send_raw(forger.rpc, last, *sent)
     await last.host.close_round(1.0)
     last.host.begin_round(1)
     with pytest.raises(RefusedError, match="came too late"):
-        await send_raw(forger.rpc, last, request, *data)
+        await send_raw(forger.rpc, last, *sent)
     assert last.sum.passes == 1
 
 
@@ -142,9 +137,9 @@ async def test_a_joining_caller_with_other_targets_is_refused_and_the_honest_one
     sending = trainer.peer.spawn(swarm.send(trainer, hop, first))
     await until(lambda: last.host.ledger.num_running == 1)
     forged = replace(swarm.hidden(trainer, 0), targets=pack(torch.zeros(hop.targets.shape, dtype=torch.int64), IDS))
-    request, data = heads(forged)
+    sent = parts(forged)
     with pytest.raises(Exception, match="other targets"):
-        await send_raw(forger.rpc, last, request, *data)
+        await send_raw(forger.rpc, last, *sent)
     assert [leg.host for leg in (await sending).legs] == [first.id, last.id]
     assert last.rpc.refusals == {(forger.rpc.peer_id, "NotSignedError"): 1}
 
@@ -153,8 +148,8 @@ async def test_a_joining_caller_with_other_targets_is_refused_and_the_honest_one
 async def test_a_copy_at_another_host_counts_only_if_the_trainer_settles_it_there(swarm: Hosts) -> None:
     trainer, (first, last, other), forger = swarm.trainers[0], swarm.hosts, await swarm.add_trainer("forger")
     await send_and_settle(swarm, trainer, 0, [first, last])
-    request, data = heads(swarm.hidden(trainer, 0))
-    await send_raw(forger.rpc, other, request, *data)
+    sent = parts(swarm.hidden(trainer, 0))
+    await send_raw(forger.rpc, other, *sent)
     assert other.sum.passes == 1
     assert await swarm.settle(forger, other, 0) == [False]
     assert await other.host.close_round(1.0) == []
@@ -165,13 +160,13 @@ async def test_a_copy_at_another_host_counts_only_if_the_trainer_settles_it_ther
 async def test_an_evaluation_is_repeated_for_two_rounds_at_most(swarm: Hosts) -> None:
     trainer, host = swarm.trainers[0], swarm.hosts[1]
     forger = await swarm.add_trainer("forger")
-    request, data = heads(swarm.hidden(trainer, 0, requires_grad=False))
+    sent = parts(swarm.hidden(trainer, 0, requires_grad=False))
     for round in (1, 2):
-        await send_raw(forger.rpc, host, request, *data)
+        await send_raw(forger.rpc, host, *sent)
         await host.host.close_round(1.0)
         host.host.begin_round(round)
     with pytest.raises(RefusedError, match="came too late"):
-        await send_raw(forger.rpc, host, request, *data)
+        await send_raw(forger.rpc, host, *sent)
 
 
 @simulated(hosts, seed=47)
@@ -187,10 +182,10 @@ async def test_a_flood_of_forgeries_costs_few_checks_and_others_are_still_served
         return fault(verifier, request, is_known)
 
     monkeypatch.setattr(MicrobatchVerifier, "_fault", counting)
-    request, data = heads(with_number(swarm.hidden(trainer, 1), 7))
+    sent = parts(with_number(swarm.hidden(trainer, 1), 7))
     for _ in range(4 * MAX_FORGERIES):
         with pytest.raises(PeerRefusedError, match="sent microbatch"):
-            await send_raw(forger.rpc, last, request, *data)
+            await send_raw(forger.rpc, last, *sent)
     assert len(checked) == MAX_FORGERIES
     assert last.rpc.refusals == {(forger.rpc.peer_id, "NotSignedError"): 4 * MAX_FORGERIES}
     await send_and_settle(swarm, trainer, 1, swarm.hosts)

@@ -20,8 +20,8 @@ from tests.support.sim.stage_hosts import (
     RefusedError,
     bits,
     check_untouched,
-    heads,
     hosts,
+    parts,
     send_and_settle,
     send_raw,
 )
@@ -32,7 +32,7 @@ REFUSED = (RefusedError, PeerRefusedError)
 
 
 Sign = Callable[[Hop], Hop]
-Change = Callable[[Hop, Sign], tuple[dict[str, Any], list[Any]]]
+Change = Callable[[Hop, Sign], tuple[dict[str, Any], Any, Any]]
 
 
 @dataclass(frozen=True)
@@ -53,15 +53,15 @@ class Case:
 
 
 def with_field(name: str, value: object) -> Change:
-    return lambda hop, sign: ({**to_wire(hop.request), name: value}, [hop.inputs.data, hop.targets.data])
+    return lambda hop, sign: ({**to_wire(hop.request), name: value}, hop.inputs.data, hop.targets.data)
 
 
 def with_values(tensor: str, values: torch.Tensor) -> Change:
     """Other values of the right shape, which the trainer signs."""
 
-    def change(hop: Hop, sign: Sign) -> tuple[dict[str, Any], list[Any]]:
+    def change(hop: Hop, sign: Sign) -> tuple[dict[str, Any], Any, Any]:
         old: Payload = getattr(hop, tensor)
-        return heads(sign(with_tensor(hop, tensor, torch.broadcast_to(values, old.shape).contiguous())))
+        return parts(sign(with_tensor(hop, tensor, torch.broadcast_to(values, old.shape).contiguous())))
 
     return change
 
@@ -80,8 +80,8 @@ def pack_raw(values: torch.Tensor, like: Payload) -> Payload:
     return Payload(like.codec, tuple(values.shape), values.float().numpy().tobytes())
 
 
-def truncated(hop: Hop, sign: Sign) -> tuple[dict[str, Any], list[Any]]:
-    return to_wire(hop.request), [hop.inputs.data[:-4], hop.targets.data]
+def truncated(hop: Hop, sign: Sign) -> tuple[dict[str, Any], Any, Any]:
+    return to_wire(hop.request), hop.inputs.data[:-4], hop.targets.data
 
 
 BAD = "BadMicrobatchError"
@@ -92,11 +92,11 @@ CASES = {
     "a route beyond the last stage": Case(with_field("route", ["a"]), "route", BAD, 1),
     # As an example of all that no stage takes: `PipelinePlan.check` refuses it.
     "inputs of another length": Case(
-        lambda hop, sign: heads(with_tensor(hop, "inputs", torch.zeros((2, 7), dtype=torch.int64))),
+        lambda hop, sign: parts(with_tensor(hop, "inputs", torch.zeros((2, 7), dtype=torch.int64))),
         "takes an input of shape", BAD,
     ),
     "inputs that are not signed": Case(
-        lambda hop, sign: heads(with_tensor(hop, "inputs", torch.ones(hop.inputs.shape, dtype=torch.int64))),
+        lambda hop, sign: parts(with_tensor(hop, "inputs", torch.ones(hop.inputs.shape, dtype=torch.int64))),
         "other inputs than its trainer signed", "NotSignedError",
     ),
     "truncated inputs": Case(truncated, "bytes"),
@@ -117,9 +117,9 @@ async def test_a_bad_hop_is_refused_and_counted_and_leaves_the_sum_as_it_was(swa
     await send_and_settle(swarm, trainer, 0, swarm.hosts)
     before = bits(host)
     hop = swarm.hop(trainer, 1, swarm.hosts[1]) if case.stage == 0 else swarm.hidden(trainer, 1)
-    request, data = case.change(hop, lambda hop: swarm.sign(trainer, hop))
+    sent = case.change(hop, lambda hop: swarm.sign(trainer, hop))
     with pytest.raises(REFUSED, match=case.reason) as caught:
-        await send_raw(trainer.rpc, host, request, *data)
+        await send_raw(trainer.rpc, host, *sent)
     assert "\n" not in str(caught.value)
     assert host.rpc.refusals == {(trainer.rpc.peer_id, case.cause): 1}
     assert bits(host) == before
@@ -148,7 +148,7 @@ async def test_a_trainer_that_floods_is_told_that_it_is_full_and_another_still_g
         (flooder, other), (first, last) = swarm.trainers, swarm.hosts
         network.stall(last.peer, 2.0)
         hops = [swarm.hop(flooder, number, last) for number in range(20)]
-        flood = [flooder.peer.spawn(send_raw(flooder.rpc, first, *_flat(hop))) for hop in hops]
+        flood = [flooder.peer.spawn(send_raw(flooder.rpc, first, *parts(hop))) for hop in hops]
         await asyncio.sleep(0.5)
         assert first.host.ledger.num_running == 4
         full = [task for task in flood if task.done()]
@@ -162,11 +162,6 @@ async def test_a_trainer_that_floods_is_told_that_it_is_full_and_another_still_g
         for each in swarm.hosts:
             await each.host.close_round(0.1)
         check_untouched(swarm, 50)
-
-
-def _flat(hop: Hop) -> tuple[Any, ...]:
-    request, data = heads(hop)
-    return (request, *data)
 
 
 @pytest.mark.parametrize("round", [0, 1])

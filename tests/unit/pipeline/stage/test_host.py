@@ -30,8 +30,8 @@ from tests.support.sim.stage_hosts import (
     check_sums,
     check_untouched,
     expected_sums,
-    heads,
     hosts,
+    parts,
     send_and_settle,
     send_raw,
 )
@@ -107,9 +107,9 @@ async def test_what_comes_late_is_told_so_and_what_comes_early_waits_for_its_rou
 @simulated(hosts, seed=6)
 async def test_a_round_that_never_begins_is_waited_for_no_longer_than_there_is_time(swarm: Hosts) -> None:
     trainer, (first, last) = swarm.trainers[0], swarm.hosts
-    request, data = heads(swarm.hop(trainer, 0, last, round=1 << 61))
+    sent = parts(swarm.hop(trainer, 0, last, round=1 << 61))
     with pytest.raises(RefusedError, match=r"early: .* came too early"):
-        await send_raw(trainer.rpc, first, request, *data, seconds=600.0)
+        await send_raw(trainer.rpc, first, *sent, seconds=600.0)
     check_untouched(swarm)
 
 
