@@ -91,6 +91,7 @@ def test_a_server_that_fails_is_asked_again_so_many_times(
     asyncio.run(Webhook(server.url, "tiny").send([BEGAN]))
     assert len(server.posted) == min(times + 1, ATTEMPTS)
     assert caplog.text.count("did not take an alert") == min(times, ATTEMPTS)
+    assert server.url not in caplog.text, "it may hold a secret"
 
 
 def test_a_server_that_is_not_there_is_only_logged(
