@@ -37,7 +37,7 @@ class _Entry:
     """By peer: its failed attempts, from the record with the most."""
     body: Body | None = None
     is_known: bool = False
-    """True once the round counts as committed."""
+    """True once the round is known as committed, at second ``at``."""
     view: RoundView | None = None
     """None if stale."""
     is_closed: bool = False
@@ -49,40 +49,30 @@ class RoundBook:
 
     No single peer's report is trusted. A round counts as committed by the majority of its reports or by a certificate.
     Reports ahead of the median trainer and of the newest certificate wait.
-
-    Attributes:
-        committed: Rounds since the first look that are known to be committed; ``aborted``: rounds since then with a
-            failed attempt of at least one peer.
-        first: The first round that counts; None before the first report.
     """
 
     def __init__(self, group_size: int) -> None:
-        self.committed = 0
-        self.aborted = 0
         self._cells = Cells(group_size)
         self._entries: dict[int, _Entry] = {}
         self._names: dict[str, str] = {}
         self._told: dict[str, tuple[RoundReport, ...]] = {}
-        self.first: int | None = None
 
-    def learn(self, record: PeerRecord, at: float, median_round: int) -> list[int]:
-        """Record a peer's reports of its last rounds; return rounds since the first look newly known as committed.
+    def learn(self, record: PeerRecord, at: float, median_round: int) -> bool:
+        """Record a peer's reports of its last rounds; return True if the swarm restarted from an old checkpoint.
 
         Args:
             at: Wall-clock second of the record's publication.
             median_round: The round that most trainers work towards.
         """
         if record.role != "trainer":
-            return []
-        if self.first is None:
-            self.first = median_round  # Earlier rounds do not count.
-        self._go_back(median_round)
+            return False
+        went_back = self._go_back(median_round)
         if self._told.get(record.peer) == record.last_rounds:
-            return []
+            return went_back
         self._names[record.peer] = record.label
         certified = [entry.round for entry in self._entries.values() if entry.body is not None]
         horizon = max([median_round, *(number + 1 for number in certified)])
-        committed, skipped, ended = [], False, at
+        skipped, ended = False, at
         broken: dict[int, list[RoundReport]] = defaultdict(list)
         for report in record.last_rounds:
             if not report.committed:
@@ -90,63 +80,55 @@ class RoundBook:
         for report in reversed(record.last_rounds):
             if report.round > horizon - report.committed:
                 skipped = True  # Retried once the other peers have reached it.
-            elif self._learn_report(record.peer, report, broken[report.round], ended):
-                committed.append(report.round)
+            else:
+                self._learn_report(record.peer, report, broken[report.round], ended)
             ended = max(0.0, ended - report.seconds - report.compute_seconds)
         if not skipped:
             self._told[record.peer] = record.last_rounds
         self._forget()
-        return sorted(committed)
+        return went_back
 
-    def _go_back(self, median_round: int) -> None:
-        """Drop rounds of an abandoned lineage: the swarm restarted from an old checkpoint."""
+    def _go_back(self, median_round: int) -> bool:
+        """Drop the rounds of an abandoned lineage; return True if there is one."""
         if max(self._entries, default=0) <= median_round + MAX_ROUNDS:
-            return
+            return False
         self._entries = {number: entry for number, entry in self._entries.items() if number < median_round}
         self._told.clear()
-        self.first = min(self.first or 0, median_round)
+        return True
 
-    def _learn_report(self, peer: str, report: RoundReport, broken: Sequence[RoundReport], at: float) -> bool:
+    def _learn_report(self, peer: str, report: RoundReport, broken: Sequence[RoundReport], at: float) -> None:
         entry = self._entries.get(report.round)
         if entry is not None and entry.is_closed:
-            return False
+            return
         if entry is None:
             newest = max(self._entries, default=report.round)
             if report.round <= newest - MAX_ROUNDS:
-                return False
+                return
             entry = self._entries[report.round] = _Entry(report.round, at)
         known = entry.reports.get(peer)
         if known == report or (known is None and len(entry.reports) >= MAX_REPORTS_PER_ROUND):
-            return False
-        had_aborted = bool(entry.broken)
+            return
         entry.view = None
         if known is None or report.committed or not known.committed:
             entry.reports[peer] = report
         if len(broken) > len(entry.broken.get(peer, ())):
             entry.broken[peer] = tuple(broken)
-        self.aborted += self._counts(entry) and not had_aborted and bool(entry.broken)
-        return self._note_commit(entry, at)
+        self._note_commit(entry, at)
 
-    def certify(self, body: Body, at: float) -> bool:
-        """Record a majority-signed result; return True if its round was not known to be committed before.
+    def certify(self, body: Body, at: float) -> None:
+        """Record a majority-signed result.
 
         The caller passes only lineages that most trainers follow, since any peer can sign for a group of its own.
         """
         entry = self._entries.setdefault(body.round, _Entry(body.round, at))
         entry.body, entry.view = body, _proven(entry.view, body) if entry.is_closed and entry.view else None
         self._forget()
-        return self._note_commit(entry, at) if entry.reports or entry.is_closed else False
+        if entry.reports or entry.is_closed:
+            self._note_commit(entry, at)
 
-    def _note_commit(self, entry: _Entry, at: float) -> bool:
-        """Return True if a round that counts is newly known to be committed."""
-        if entry.is_known or not _is_committed(entry):
-            return False
-        entry.is_known, entry.at = True, at
-        self.committed += self._counts(entry)
-        return self._counts(entry)
-
-    def _counts(self, entry: _Entry) -> bool:
-        return self.first is not None and entry.round >= self.first
+    def _note_commit(self, entry: _Entry, at: float) -> None:
+        if not entry.is_known and _is_committed(entry):
+            entry.is_known, entry.at = True, at
 
     def __contains__(self, number: int) -> bool:
         """True if a round is remembered; one of an abandoned lineage is not."""
@@ -281,7 +263,12 @@ def _proven(view: RoundView, body: Body) -> RoundView:
 
 
 class SwarmRounds:
-    """The last rounds of a swarm with ``num_stages`` stages, 1 for an uncut model; it counts as `RoundBook` does."""
+    """The last rounds of a swarm with ``num_stages`` stages, 1 for an uncut model.
+
+    Attributes:
+        committed: Rounds since the first look that are known to be committed; ``aborted``: rounds since then with a
+            failed attempt of at least one peer.
+    """
 
     def __init__(self, group_size: int, num_stages: int) -> None:
         self.committed = 0
@@ -290,7 +277,6 @@ class SwarmRounds:
         self._books = {stage: RoundBook(group_size) for stage in (range(num_stages) if num_stages > 1 else [WHOLE])}
         self._hosted = set(range(num_stages))
         self._first: int | None = None
-        self._has_news = False
         self._done: set[int] = set()
         self._broken: set[int] = set()
 
@@ -301,31 +287,28 @@ class SwarmRounds:
             at: Wall-clock second of the record's publication.
             medians: By stage (`WHOLE` if there is one): the round that most of its hosts work towards.
         """
-        if self._num_stages == 1:
-            self._has_news |= bool(self._books[WHOLE].learn(record, at, medians.get(WHOLE, 0)))
-            return
-        stage = told_of(record, self._num_stages)
-        if stage is not None and (seen := record.of_unit(stage)) is not None:
-            self._books[stage].learn(seen, at, medians.get(stage, 0))
+        seen, stage = record, WHOLE
+        if self._num_stages > 1:
+            if (hosted := told_of(record, self._num_stages)) is None or (of_unit := record.of_unit(hosted)) is None:
+                return
+            seen, stage = of_unit, hosted
+        median = medians.get(stage, 0)
+        if self._books[stage].learn(seen, at, median) and self._first is not None:
+            self._first = min(self._first, median)
 
     def certify(self, body: Body, at: float) -> bool:
-        """See `RoundBook.certify`; only for a model that is not cut."""
-        newly = self._books[WHOLE].certify(body, at)
-        self.settle({})
-        return newly
+        """See `RoundBook.certify`; only for a model that is not cut. Return True if its round is newly committed."""
+        self._books[WHOLE].certify(body, at)
+        return self._count()
 
     def settle(self, medians: Mapping[int, int]) -> bool:
         """Count newly committed and aborted rounds; return True if one was committed. ``medians`` as for `learn`."""
-        if self._num_stages == 1:
-            book, has_news = self._books[WHOLE], self._has_news
-            self.committed, self.aborted, self._has_news = book.committed, book.aborted, False
-            return has_news
         self._hosted = {stage for stage in self._books if stage in medians}
-        stages = [medians[stage] for stage in self._hosted]
-        if self._first is None and stages:
-            self._first = min(stages)  # Earlier rounds do not count.
-        elif self._first is not None:  # Unless the swarm restarted from an old checkpoint.
-            self._first = min([self._first, *(book.first for book in self._books.values() if book.first is not None)])
+        if self._first is None and self._hosted:
+            self._first = min(medians[stage] for stage in self._hosted)  # Earlier rounds do not count.
+        return self._count()
+
+    def _count(self) -> bool:
         for counted in (self._done, self._broken):  # Rounds that are redone count again.
             counted.difference_update([each for each in counted if not any(each in b for b in self._books.values())])
         views = [view for view in self.views() if self._first is not None and view.round >= self._first]

@@ -10,7 +10,6 @@ from playwright.sync_api import Browser
 from p2ptrain.monitor.store import Store
 from p2ptrain.monitor.watch import Watch
 from p2ptrain.network.records.record import PeerRecord
-from p2ptrain.status.rounds import RoundBook
 from p2ptrain.status.views import Alert, Event, GroupView, HostedView, RoundView, Snapshot, SwarmView
 from tests.support.processes.daemons import wait_until
 from tests.support.web.hostile_text import PAYLOADS, filled_text_fields, poisoned, text_fields
@@ -24,6 +23,7 @@ from tests.support.web.watched import (
     host,
     report,
     result,
+    rounds_of,
     snapshot_of,
     trainer,
 )
@@ -84,11 +84,8 @@ def hostile_snapshot(payload: str) -> Snapshot:
 
 def rounds_told() -> list[RoundView]:
     """Of every outcome: certified after a broken try, aborted, and missed by somebody."""
-    book = RoundBook(group_size=4)
-    for peer in "abc":
-        book.learn(trainer(peer, round=9, last_rounds=TOLD), START, 9)
-    book.certify(result(7, LINEAGE), START)
-    return book.views()
+    records = [trainer(peer, round=9, last_rounds=TOLD) for peer in "abc"]
+    return rounds_of(*records, usual=9, certified=result(7, LINEAGE))
 
 
 @dataclass

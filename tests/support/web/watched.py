@@ -9,7 +9,9 @@ from p2ptrain.averaging.protocol.certificate import Body, Certificate
 from p2ptrain.network.records.record import Look, PeerRecord, RoundReport, Sighting, StageReport
 from p2ptrain.status.observation import Observation
 from p2ptrain.status.progress import RoundGoal
+from p2ptrain.status.rounds import SwarmRounds
 from p2ptrain.status.snapshot import build_snapshot
+from p2ptrain.status.stages import WHOLE
 from p2ptrain.status.tracker import SwarmTracker
 from p2ptrain.status.views import PeerView, RoundView, Snapshot, SwarmView
 from tests.support.records import record_of
@@ -101,6 +103,16 @@ def chain(first: int, number: int, lineage: bytes = LINEAGE, **changes: Any) -> 
         certificates.append(Certificate(body, ()))
         lineage = body.next_lineage
     return certificates
+
+
+def rounds_of(*records: PeerRecord, usual: int = 8, certified: Body | None = None) -> list[RoundView]:
+    """What these peers report of rounds, while the swarm works towards round ``usual``."""
+    rounds = SwarmRounds(4, 1)
+    for record in records:
+        rounds.learn(record, START, {WHOLE: usual})
+    if certified is not None:
+        rounds.certify(certified, START)
+    return rounds.views()
 
 
 def snapshot_of(

@@ -9,11 +9,10 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from p2ptrain.monitor.metrics import MAX_LABELLED_PEERS, exposition
-from p2ptrain.status.rounds import RoundBook
 from p2ptrain.status.serving import Served
 from p2ptrain.status.views import Snapshot
 from tests.support.web.served import served
-from tests.support.web.watched import START, report, snapshot_of, trainer
+from tests.support.web.watched import report, rounds_of, snapshot_of, trainer
 
 
 def scraped(snapshot: Snapshot) -> dict[str, Metric]:
@@ -31,9 +30,8 @@ def value(snapshot: Snapshot, metric: str, /, **labels: str) -> float:
 
 
 def a_swarm() -> Snapshot:
-    book = RoundBook(4)
-    book.learn(trainer("a", last_rounds=(report(6), report(7))), START, 8)
-    return snapshot_of([trainer("a"), trainer("b", state="syncing")], book.views())
+    rounds = rounds_of(trainer("a", last_rounds=(report(6), report(7))))
+    return snapshot_of([trainer("a"), trainer("b", state="syncing")], rounds)
 
 
 def test_all_families_parse_with_help_in_base_units_and_counters_end_in_total() -> None:

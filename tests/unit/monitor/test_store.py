@@ -21,12 +21,11 @@ from p2ptrain.errors import ResourceError
 from p2ptrain.monitor import store as store_module
 from p2ptrain.monitor.store import COUNTED, MAX_CONTRIBUTED, MAX_EVENT_CHARS, SERIES, WINDOWS, Contribution, Store
 from p2ptrain.network.records.serving import Latencies
-from p2ptrain.status.rounds import RoundBook
 from p2ptrain.status.serving import Amount
 from p2ptrain.status.views import Event, RoundView
 from tests.support.coroutines import on_loop, on_loop_within
 from tests.support.web.stores import open_store, peer
-from tests.support.web.watched import START, SWARM, report, trainer
+from tests.support.web.watched import START, SWARM, report, rounds_of, trainer
 
 OTHER_SWARM = "cd" * 32
 ON_THE_WEEK = START - START % 900
@@ -39,9 +38,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def round_view(number: int) -> RoundView:
-    book = RoundBook(4)
-    book.learn(trainer("a", last_rounds=(report(number),)), START, number + 1)
-    [view] = book.views()
+    [view] = rounds_of(trainer("a", last_rounds=(report(number),)), usual=number + 1)
     return view
 
 

@@ -8,20 +8,17 @@ import pytest
 from p2ptrain.monitor.watch import CLEAR_SECONDS, HOLD_SECONDS, MAX_LASTING, AlertBook
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.status.health import FORK_SECONDS, MAX_PER_RULE, MAX_SKEW_SECONDS, seconds_between
-from p2ptrain.status.rounds import RoundBook
 from p2ptrain.status.views import Alert, Headline, RoundView
-from tests.support.web.watched import START, aborted, report, snapshot_of, trainer
+from tests.support.web.watched import START, aborted, report, rounds_of, snapshot_of, trainer
 
 ADA, BOB, EVE = trainer("a", name="Ada"), trainer("b", name="Bob"), trainer("e", name="Eve")
 FACTS: dict[str, Any] = {"since": START - 3600.0, "last_commit": START - 5.0}
 
 
 def rounds_with(*digests: bytes) -> list[RoundView]:
-    book = RoundBook(4)
-    for index, digest in enumerate(digests):
-        record = trainer(f"p{index}", last_rounds=(report(7, digest=digest),))
-        book.learn(record, START, 8)
-    return book.views()
+    return rounds_of(
+        *(trainer(f"p{index}", last_rounds=(report(7, digest=each),)) for index, each in enumerate(digests))
+    )
 
 
 def alerts_of(*records: PeerRecord, rounds: list[RoundView] | None = None, **facts: Any) -> list[Alert]:
@@ -171,25 +168,22 @@ def headline_of(*records: PeerRecord, rounds: list[RoundView] | None = None, **f
     return snapshot_of(records, rounds or (), **facts).headline
 
 
-def some_rounds() -> list[RoundView]:
-    book = RoundBook(4)
-    book.learn(replace(ANN, last_rounds=(report(5), report(6, seconds=4.0), report(7))), START, 8)
-    return book.views()
+SOME_ROUNDS = rounds_of(replace(ANN, last_rounds=(report(5), report(6, seconds=4.0), report(7))))
 
 
 @pytest.mark.parametrize(
     ("peers", "facts", "health", "summary"),
     [
-        ([ANN, BEN], {"rounds": some_rounds()}, "healthy", "2 peers train"),
-        ([ANN, BEN, replace(CAT, state="syncing")], {"rounds": some_rounds()}, "healthy",
+        ([ANN, BEN], {"rounds": SOME_ROUNDS}, "healthy", "2 peers train"),
+        ([ANN, BEN, replace(CAT, state="syncing")], {"rounds": SOME_ROUNDS}, "healthy",
          "2 peers train, 1 more on the way"),
         ([ANN, BEN], {}, "healthy", "2 peers train; no round is committed yet"),
-        ([ANN], {"rounds": some_rounds()}, "degraded", "1 peer trains"),
+        ([ANN], {"rounds": SOME_ROUNDS}, "degraded", "1 peer trains"),
         ([ANN, BEN], {"bootstraps": ("gone",)}, "degraded", "2 peers train; no round is committed yet"),
-        ([ANN, BEN, replace(CAT, digest=b"x" * 32)], {"rounds": some_rounds()}, "degraded", "3 peers train"),
-        (FAILING, {"rounds": some_rounds()}, "degraded",
+        ([ANN, BEN, replace(CAT, digest=b"x" * 32)], {"rounds": SOME_ROUNDS}, "degraded", "3 peers train"),
+        (FAILING, {"rounds": SOME_ROUNDS}, "degraded",
          "2 peers train, and rounds fail: 3 of the last 5 were not committed (too few peers)"),
-        ([*WELL, replace(CAT, last_rounds=LATE)], {"rounds": some_rounds()}, "degraded", "3 peers train"),
+        ([*WELL, replace(CAT, last_rounds=LATE)], {"rounds": SOME_ROUNDS}, "degraded", "3 peers train"),
         (FAILING, {"since": START - 3600.0}, "stopped", "Training stands still"),
         ([ANN, BEN], {"since": START - 3600.0}, "stopped", "Training stands still"),
         ([replace(ANN, state="syncing"), BOOTSTRAP], {}, "stopped", "No peer trains at the moment"),
@@ -239,8 +233,8 @@ def test_only_who_trains_counts_for_the_loss() -> None:
 
 
 def test_the_time_of_a_round_is_the_median_between_committed_ones() -> None:
-    rounds = some_rounds()
-    assert seconds_between(rounds) == pytest.approx(6.0)
-    assert headline_of(ANN, rounds=rounds).round_seconds == pytest.approx(6.0)
-    assert seconds_between(rounds[:1]) is None
-    assert seconds_between([rounds[0], replace(rounds[1], committed=False), rounds[2]]) == pytest.approx(12.0)
+    assert seconds_between(SOME_ROUNDS) == pytest.approx(6.0)
+    assert headline_of(ANN, rounds=SOME_ROUNDS).round_seconds == pytest.approx(6.0)
+    assert seconds_between(SOME_ROUNDS[:1]) is None
+    first, second, third = SOME_ROUNDS
+    assert seconds_between([first, replace(second, committed=False), third]) == pytest.approx(12.0)

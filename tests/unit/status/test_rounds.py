@@ -6,24 +6,33 @@ import pytest
 
 from p2ptrain.averaging.grouping.cells import Cells
 from p2ptrain.averaging.protocol.certificate import Head
-from p2ptrain.network.records.record import RoundReport
-from p2ptrain.status.rounds import MAX_ABSENCES, MAX_ROUNDS, OPEN_ROUNDS, RoundBook
+from p2ptrain.network.records.record import PeerRecord, RoundReport
+from p2ptrain.status.rounds import MAX_ABSENCES, MAX_ROUNDS, OPEN_ROUNDS, SwarmRounds
+from p2ptrain.status.stages import WHOLE
 from p2ptrain.status.views import RoundView
 from tests.support.web.watched import LINEAGE, START, aborted, chain, digest_after, report, result, trainer
 
 
-def tell(book: RoundBook, peer: str, *reports: RoundReport, usual: int = 8, at: float = START) -> list[int]:
-    return book.learn(trainer(peer, round=usual, last_rounds=reports), at, usual)
+def tell(book: SwarmRounds, peer: str, *reports: RoundReport, usual: int = 8, at: float = START) -> int:
+    """How many rounds count as committed since a peer told of these."""
+    return learn(book, trainer(peer, round=usual, last_rounds=reports), at, usual)
 
 
-def a_book(*, first: int = 0) -> RoundBook:
+def learn(book: SwarmRounds, record: PeerRecord, at: float, usual: int) -> int:
+    before = book.committed
+    book.learn(record, at, {WHOLE: usual})
+    assert book.settle({WHOLE: usual}) == (book.committed > before)
+    return book.committed - before
+
+
+def a_book(*, first: int = 0) -> SwarmRounds:
     """A book that began to watch while the swarm worked towards round ``first``."""
-    book = RoundBook(group_size=4)
+    book = SwarmRounds(4, 1)
     tell(book, "watched-first", usual=first)
     return book
 
 
-def told(**reports: RoundReport) -> RoundBook:
+def told(**reports: RoundReport) -> SwarmRounds:
     """A book to which each of these peers told of one round."""
     book = a_book()
     for peer, each in reports.items():
@@ -31,7 +40,7 @@ def told(**reports: RoundReport) -> RoundBook:
     return book
 
 
-def view_of(book: RoundBook, round_: int) -> RoundView:
+def view_of(book: SwarmRounds, round_: int) -> RoundView:
     [view] = [view for view in book.views() if view.round == round_]
     return view
 
@@ -82,17 +91,17 @@ def test_of_many_absences_only_some_are_kept() -> None:
 
 def test_a_round_is_committed_when_most_who_tell_of_it_say_so() -> None:
     book = told(a=aborted(7))
-    assert tell(book, "b", report(7)) == [], "one of two is no majority"
+    assert tell(book, "b", report(7)) == 0, "one of two is no majority"
     assert not view_of(book, 7).committed
-    assert tell(book, "c", report(7)) == [7]
+    assert tell(book, "c", report(7)) == 1
     assert view_of(book, 7).committed
-    assert tell(book, "d", report(7)) == [], "it is told once"
+    assert tell(book, "d", report(7)) == 0, "it is told once"
     assert (book.committed, book.aborted) == (1, 1)
 
 
 def test_who_failed_and_then_succeeded_took_part() -> None:
     book = told(a=aborted(7))
-    assert tell(book, "a", aborted(7), report(7)) == [7]
+    assert tell(book, "a", aborted(7), report(7)) == 1
     tell(book, "a", aborted(7, "again"))
     assert view_of(book, 7).committed
     assert view_of(book, 7).absences == ()
@@ -121,8 +130,8 @@ def test_of_old_rounds_only_the_view_is_kept() -> None:
             before = view_of(book, 2)
     assert view_of(book, 2) == before
     assert [view.round for view in book.views()] == list(range(OPEN_ROUNDS + 4, -1, -1))
-    assert sum(len(entry.reports) for entry in book._entries.values()) == 2 * OPEN_ROUNDS
-    assert tell(book, "late", aborted(2), usual=OPEN_ROUNDS + 5) == []
+    assert sum(len(entry.reports) for entry in book._books[WHOLE]._entries.values()) == 2 * OPEN_ROUNDS
+    assert tell(book, "late", aborted(2), usual=OPEN_ROUNDS + 5) == 0
     assert view_of(book, 2) == before
     proof = result(2, LINEAGE)
     assert not book.certify(proof, START), "it was known to be committed"
@@ -147,15 +156,15 @@ def test_a_certificate_that_comes_late_proves_a_round_of_which_most_said_otherwi
 
 def test_rounds_before_the_first_look_are_shown_but_not_counted() -> None:
     book = a_book(first=8)
-    assert tell(book, "a", report(6), report(7)) == []
+    assert tell(book, "a", report(6), report(7)) == 0
     assert [view.round for view in book.views()] == [7, 6]
     assert (book.committed, book.aborted) == (0, 0)
-    assert tell(book, "a", report(7), aborted(8), report(8), usual=9) == [8]
+    assert tell(book, "a", report(7), aborted(8), report(8), usual=9) == 1
     assert (book.committed, book.aborted) == (1, 1)
 
 
 def test_a_first_look_at_a_liar_does_not_keep_later_rounds_from_counting() -> None:
-    book = RoundBook(group_size=4)
+    book = SwarmRounds(4, 1)
     tell(book, "liar", report(2**62))
     tell(book, "a", report(8), usual=9)
     assert book.committed == 1
@@ -168,7 +177,7 @@ def test_a_round_that_most_have_not_reached_is_not_believed(far: int) -> None:
     for peer in "abc":
         tell(book, peer, *honest)
     before = book.views()
-    assert tell(book, "liar", report(far), aborted(far)) == []
+    assert tell(book, "liar", report(far), aborted(far)) == 0
     assert book.views() == before
     assert book.committed == 8
 
@@ -186,8 +195,8 @@ def test_a_liar_with_eight_new_rounds_in_each_record_evicts_nothing() -> None:
 def test_a_fast_peers_round_is_learnt_when_the_others_are_there() -> None:
     book = a_book()
     fast = trainer("fast", round=9, last_rounds=(report(7), report(8)))
-    assert book.learn(fast, START, 8) == [7]
-    assert book.learn(fast, START + 2.0, 9) == [8], "the same record is read again"
+    assert learn(book, fast, START, 8) == 1
+    assert learn(book, fast, START + 2.0, 9) == 1, "the same record is read again"
 
 
 def test_attempts_at_the_round_in_progress_are_shown() -> None:
@@ -198,7 +207,7 @@ def test_attempts_at_the_round_in_progress_are_shown() -> None:
 
 def test_bootstrap_peers_tell_nothing() -> None:
     book = a_book()
-    assert book.learn(trainer("b", role="bootstrap", last_rounds=(report(7),)), START, 8) == []
+    assert learn(book, trainer("b", role="bootstrap", last_rounds=(report(7),)), START, 8) == 0
     assert book.views() == []
 
 
@@ -223,14 +232,14 @@ def test_a_certificate_outweighs_those_who_say_that_their_attempt_broke() -> Non
     assert book.certify(result(7, LINEAGE), START + 9.0)
     assert (view_of(book, 7).committed, view_of(book, 7).at, book.committed) == (True, START + 9.0, 1)
     assert not book.certify(result(7, LINEAGE), START + 12.0), "it is told once"
-    assert tell(book, "c", report(7)) == []
+    assert tell(book, "c", report(7)) == 0
 
 
 def test_a_certificate_alone_is_no_view_until_a_peer_tells_of_the_round() -> None:
     book = a_book()
     assert not book.certify(result(7, LINEAGE), START)
     assert book.views() == []
-    assert tell(book, "a", report(7), at=START + 1.0) == [7]
+    assert tell(book, "a", report(7), at=START + 1.0) == 1
     assert (view_of(book, 7).at, view_of(book, 7).verified) == (START + 1.0, True)
 
 
@@ -278,7 +287,7 @@ def test_what_is_remembered_is_bounded() -> None:
     for round_ in range(200):
         tell(book, f"peer-{round_}", report(round_), usual=round_ + 1)
     assert [view.round for view in book.views()] == list(range(199, 199 - MAX_ROUNDS, -1))
-    assert tell(book, "late", report(100), usual=200) == []
+    assert tell(book, "late", report(100), usual=200) == 0
     assert len(book.views()) == MAX_ROUNDS
 
 
@@ -292,7 +301,7 @@ def test_names_of_peers_that_left_are_forgotten_with_their_rounds() -> None:
         tell(book, "a", report(round_), usual=round_ + 1)
     book.forget_peers(["a"])
     tell(book, "a", report(1), usual=2)
-    assert "gone" not in book._names | book._told
+    assert "gone" not in book._books[WHOLE]._names | book._books[WHOLE]._told
 
 
 def test_a_swarm_that_starts_again_from_an_old_checkpoint_is_shown() -> None:
@@ -300,8 +309,8 @@ def test_a_swarm_that_starts_again_from_an_old_checkpoint_is_shown() -> None:
     for round_ in range(500, 505):
         tell(book, "a", report(round_), usual=round_ + 1)
     book.certify(result(504, LINEAGE), START)
-    assert tell(book, "a", report(100), usual=101) == [], "it was committed long ago, for all that is known"
-    assert tell(book, "a", report(100), report(101), usual=102) == [101]
+    assert tell(book, "a", report(100), usual=101) == 0, "it was committed long ago, for all that is known"
+    assert tell(book, "a", report(100), report(101), usual=102) == 1
     assert [view.round for view in book.views()] == [101, 100]
 
 

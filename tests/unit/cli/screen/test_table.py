@@ -14,9 +14,7 @@ from p2ptrain.cli.screen.table import (
     table_lines,
 )
 from p2ptrain.network.records.record import PeerRecord, RoundReport
-from p2ptrain.status.rounds import RoundBook
-from p2ptrain.status.views import RoundView
-from tests.support.web.watched import snapshot_of, trainer, views_of
+from tests.support.web.watched import rounds_of, snapshot_of, trainer, views_of
 
 COMMITTED = RoundReport(round=4, committed=True, reason="", seconds=0.5, members=3, contributors=2)
 TRAINER = trainer(
@@ -31,12 +29,6 @@ def row(record: PeerRecord) -> tuple[str, ...]:
 
 def behind(record: PeerRecord) -> PeerRecord:
     return replace(record, peer="behind", round=record.round - 1, digest=bytes(32))
-
-
-def rounds_of(*reports: RoundReport) -> list[RoundView]:
-    book = RoundBook(4)
-    book.learn(replace(TRAINER, last_rounds=reports), 0.0, 8)
-    return book.views()
 
 
 def test_a_row_has_one_cell_for_each_column() -> None:
@@ -89,7 +81,8 @@ def test_a_wide_terminal_shows_every_column_and_a_narrow_one_the_most_important(
 
 
 def test_a_line_for_several_rounds_names_them_all_and_hides_no_missing_peer() -> None:
-    [later, missed] = snapshot_of([TRAINER], rounds_of(replace(COMMITTED, round=5), COMMITTED)).rounds
+    told = replace(TRAINER, last_rounds=(replace(COMMITTED, round=5), COMMITTED))
+    [later, missed] = snapshot_of([TRAINER], rounds_of(told)).rounds
     line = rounds_line([missed, later, replace(later, round=6, contributors=3)], views_of(TRAINER), "loss 2.500")
     assert line.startswith("rounds 5-7  2/3 peers  averaged in 0.5 s  loss 2.500")
     # Who is behind has another digest, which says nothing about agreement.
