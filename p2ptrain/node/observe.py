@@ -19,6 +19,14 @@ from p2ptrain.node.peer import Peer
 from p2ptrain.runtime import real_runtime
 
 FIRST_LOOK_SECONDS = 10.0
+LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
+
+
+def known_to(peer: Peer, answers: bool) -> Look:
+    """Return the records that a peer holds, ordered by peer id; without sightings unless the directory ``answers``."""
+    now, book = peer.runtime.now(), peer.presence.book
+    seen = [Sighting(held.record, min(now, held.sequence / 1000)) for held in book.held()]
+    return Look(now, seen if answers else None, book.rejected)
 
 
 class Observer:
@@ -29,10 +37,7 @@ class Observer:
 
     async def look(self) -> Look:
         """Return the current records of all peers, ordered by peer id."""
-        presence, now = self.peer.presence, self.peer.runtime.now()
-        answers = await presence.refresh()
-        seen = [Sighting(held.record, min(now, held.sequence / 1000)) for held in presence.book.held()]
-        return Look(self.peer.runtime.now(), seen if answers else None, presence.book.rejected)
+        return known_to(self.peer, await self.peer.presence.refresh())
 
     async def certificates_after(self, peer: str, lineage: bytes) -> list[Certificate]:
         """Return a peer's verified certificates that follow on a lineage, oldest first; see `fetch_certificates`."""
@@ -62,12 +67,18 @@ async def observing(link: SwarmLink) -> AsyncIterator[Observer]:
         BootstrapError: No peer of the link answers.
         ManifestError: A peer sent another manifest.
     """
-    network = Libp2pSettings(listen=("/ip4/127.0.0.1/tcp/0",), direct="off")
-    options = PeerOptions("client", "observer", "cpu", None, network)
-    with contextlib.closing(real_runtime("observer")) as runtime, Identity.ephemeral() as identity:
+    async with client_peer(link, "observer", Libp2pSettings(listen=LOOPBACK, direct="off")) as peer:
+        yield Observer(peer)
+
+
+@contextlib.asynccontextmanager
+async def client_peer(link: SwarmLink, name: str, network: Libp2pSettings) -> AsyncIterator[Peer]:
+    """Connect a read-only peer with a key of its own for the block; raise as `observing`."""
+    options = PeerOptions("client", name, "cpu", None, network)
+    with contextlib.closing(real_runtime(name)) as runtime, Identity.ephemeral() as identity:
         peer = await Peer.start(identity, options, runtime, link=link)
         try:
-            yield Observer(peer)
+            yield peer
         finally:
             await peer.close()
 

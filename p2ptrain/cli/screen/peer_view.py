@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from p2ptrain.cli.screen.lines import job_line, peer_lines
 from p2ptrain.cli.screen.screen import Screen
 from p2ptrain.errors import P2PTrainError
-from p2ptrain.network.records.record import Look, Sighting
+from p2ptrain.network.records.record import Look
 from p2ptrain.node.process import StopSignals
 from p2ptrain.node.reports.jobs import Job
 from p2ptrain.status.progress import PeerProgress, progress_of
@@ -70,7 +70,12 @@ class PeerScreen:
             await asyncio.sleep(REFRESH_SECONDS)
 
     async def _look(self, peer: Peer) -> None:
-        looking = Looking(OwnView(peer), peer.signed, peer.network.link)
+        from p2ptrain.node.observe import known_to
+
+        async def own_records() -> Look:
+            return known_to(peer, peer.presence.directory_answers)
+
+        looking = Looking(own_records, peer.signed, peer.network.link)
         while True:
             started = time.monotonic()
             try:
@@ -92,26 +97,6 @@ class PeerScreen:
             self._last = replace(self._last, jobs=(), is_leaving=False, record=ended)
         lines = peer_lines(self._last, seconds, self._peer.manifest.name, self._snapshot, width)
         self.screen.draw(lines, "" if is_over else LAST_FOOTER if self._last.is_leaving else FOOTER)
-
-
-class OwnView:
-    """A source of looks from the records that a peer already holds, without network queries."""
-
-    def __init__(self, peer: Peer) -> None:
-        self._peer = peer
-        self._seen: dict[str, Sighting] = {}
-
-    async def __call__(self) -> Look:
-        """Return this peer's current record and the other peers' records, each with the time of its first sighting."""
-        peer, now, before = self._peer, self._peer.runtime.now(), self._seen
-        rejected = peer.presence.book.rejected
-        if not peer.presence.directory_answers:
-            return Look(now, None, rejected)
-        self._seen = {}
-        for record in [peer.record.describe(), *peer.membership.records()]:
-            known = before.get(record.peer)
-            self._seen[record.peer] = known if known is not None and known.record is record else Sighting(record, now)
-        return Look(now, list(self._seen.values()), rejected)
 
 
 def view_for(name: str, log_format: str) -> PeerScreen | None:

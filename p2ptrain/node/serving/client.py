@@ -7,13 +7,11 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from p2ptrain.manifest import Manifest
-from p2ptrain.network.identity import Identity
 from p2ptrain.network.libp2p.settings import Libp2pSettings
 from p2ptrain.network.link import SwarmLink
-from p2ptrain.node.options import PeerOptions
+from p2ptrain.node.observe import LOOPBACK, client_peer
 from p2ptrain.node.peer import Peer
 from p2ptrain.pipeline.plan import stage_blocks
-from p2ptrain.runtime import real_runtime
 from p2ptrain.serving.client.routes import Host
 from p2ptrain.serving.client.swarm import ServedModel, SwarmGenerator
 from p2ptrain.tasks import Tasks
@@ -72,16 +70,10 @@ async def generating(
         ManifestError: A peer sent another manifest, or its model is not one that generates.
         NotAdmittedError: The swarm does not admit this peer.
     """
-    network = Libp2pSettings(listen=("/ip4/127.0.0.1/tcp/0",), directory=link.directory)
-    options = PeerOptions("client", "client", "cpu", None, network)
-    with contextlib.closing(real_runtime("client")) as runtime, Identity.ephemeral() as identity:
-        peer = await Peer.start(identity, options, runtime, link=link)
-        try:
-            peer.rpc.credential, _ = await peer.entry.enter(link)
-            model = SwarmModel(peer, await asyncio.to_thread(stage_blocks, peer.manifest), wait_seconds, audit_share)
-            async with Tasks() as tasks:
-                tasks.keep(model.follow, "records")
-                tasks.keep(model.generator.auditor.run, "audits")
-                yield model
-        finally:
-            await peer.close()
+    network = Libp2pSettings(listen=LOOPBACK, directory=link.directory)
+    async with client_peer(link, "client", network) as peer, Tasks() as tasks:
+        peer.rpc.credential, _ = await peer.entry.enter(link)
+        model = SwarmModel(peer, await asyncio.to_thread(stage_blocks, peer.manifest), wait_seconds, audit_share)
+        tasks.keep(model.follow, "records")
+        tasks.keep(model.generator.auditor.run, "audits")
+        yield model
