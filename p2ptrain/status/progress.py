@@ -31,7 +31,6 @@ class PeerProgress:
     phase: str
     seconds_to_round: float | None
     in_round: tuple[int, int]
-    committed: int
     aborted: int
     jobs: tuple[Job, ...]
     is_leaving: bool
@@ -53,7 +52,6 @@ def progress_of(peer: Peer, is_leaving: bool) -> PeerProgress:
         phase=phase,
         seconds_to_round=seconds,
         in_round=tokens_in_round(counted, record.round, goal),
-        committed=sync.rounds_committed if sync is not None else 0,
         aborted=sync.rounds_aborted if sync is not None else 0,
         jobs=peer.jobs.running(),
         is_leaving=is_leaving,

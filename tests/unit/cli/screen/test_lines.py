@@ -22,7 +22,7 @@ WIDTHS = (40, 80, 120)
 HOSTILE_NAME = "\x1b[2J[bold]日本語\u202e\x07\u05d0\u05d1"
 PROGRESS = PeerProgress(
     record=replace(TRAINER, trained_tokens=12_000, trained_rounds=4, round_tokens=600),
-    phase="idle", seconds_to_round=4.2, in_round=(600, 1000), committed=4, aborted=1,
+    phase="idle", seconds_to_round=4.2, in_round=(600, 1000), aborted=1,
     jobs=(Job("downloading the state", "bytes", 12_000_000, 48_000_000, 3.0),), is_leaving=False,
 )  # fmt: skip
 
