@@ -18,6 +18,7 @@ from p2ptrain.manifest import (
     REVOCATIONS_FILE,
     Manifest,
     SignedManifest,
+    former_manifest,
     parse_manifest,
 )
 from p2ptrain.network.admission import Admission, Issuer, Revocations
@@ -125,14 +126,6 @@ def sign_manifest(manifest: Manifest, organizer: Signer, path: Path, seed_dir: P
         invite.unlink(missing_ok=True)
     replace_file(path, signed.to_bytes())
     return signed
-
-
-def former_manifest(path: Path, verifier: Signer) -> Manifest | None:
-    """Return the signed manifest in a file; None if there is none."""
-    try:
-        return SignedManifest.from_bytes(path.read_bytes(), None, verifier).manifest
-    except (OSError, ManifestError):
-        return None
 
 
 def read_revocations(manifest: Manifest, path: Path) -> Revocations:

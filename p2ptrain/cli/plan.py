@@ -11,7 +11,6 @@ from typing import Any
 
 from p2ptrain.cli.manifests import (
     KEY_FILE,
-    former_manifest,
     load_manifest,
     named_paths,
     parse_settings,
@@ -23,7 +22,7 @@ from p2ptrain.cli.screen.live import Goal
 from p2ptrain.cli.toml import to_toml
 from p2ptrain.config import PeerConfig
 from p2ptrain.errors import UsageError
-from p2ptrain.manifest import SIGNED_FILE, Manifest
+from p2ptrain.manifest import SIGNED_FILE, Manifest, former_manifest
 from p2ptrain.network.identity import Identity
 
 DEFAULT_MINUTES = 3.0

@@ -12,6 +12,7 @@ import difflib
 import hashlib
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import msgpack
@@ -659,3 +660,11 @@ class SignedManifest:
                 "the manifest is not signed by the organizer that it names: do not trust the peer that sent it"
             )
         return cls(parse_manifest(values, "manifest"), proof)
+
+
+def former_manifest(path: Path, verifier: Signer) -> Manifest | None:
+    """Return the signed manifest in a file; None if there is none."""
+    try:
+        return SignedManifest.from_bytes(path.read_bytes(), None, verifier).manifest
+    except (OSError, ManifestError):
+        return None

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import groupby
-from typing import Any
 
 import jinja2
 import segno
@@ -29,15 +28,17 @@ MAX_NAMED_MEMBERS = 400
 QR_BORDER = 4
 
 
+TEMPLATES = jinja2.Environment(
+    loader=jinja2.PackageLoader("p2ptrain.monitor"), autoescape=True, undefined=jinja2.StrictUndefined,
+    trim_blocks=True, lstrip_blocks=True,
+)  # fmt: skip
+TEMPLATES.filters.update(formats.FILTERS)
+TEMPLATES.globals["version"] = __version__
+
+
 class Pages:
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._templates = jinja2.Environment(
-            loader=jinja2.PackageLoader("p2ptrain.monitor"), autoescape=True, undefined=jinja2.StrictUndefined,
-            trim_blocks=True, lstrip_blocks=True,
-        )  # fmt: skip
-        self._templates.filters.update(formats.FILTERS)
-        self._templates.globals["version"] = __version__
         self._plain: tuple[Snapshot, str] | None = None
 
     async def index(self, snapshot: Snapshot, asked: Mapping[str, str]) -> Response:
@@ -51,8 +52,7 @@ class Pages:
         text = asked.get("page", "1")
         page = min(pages, max(1, int(text) if text.isascii() and text.isdigit() and len(text) < 8 else 1))
         text_of_page = await asyncio.to_thread(  # Rendering would block the event loop for long.
-            self._rendered,
-            "index.html",
+            TEMPLATES.get_template("index.html").render,
             snapshot=snapshot,
             peers=peers[(page - 1) * PLAIN_ROWS : page * PLAIN_ROWS],
             found=len(peers),
@@ -74,7 +74,8 @@ class Pages:
 
     async def peer(self, snapshot: Snapshot, peer: PeerView) -> Response:
         contribution = await self._store.contribution(peer.record.peer)
-        return _html(self._rendered("peer.html", snapshot=snapshot, peer=peer, contribution=contribution))
+        values = {"snapshot": snapshot, "peer": peer, "contribution": contribution}
+        return _html(TEMPLATES.get_template("peer.html").render(values))
 
     async def departed(self, snapshot: Snapshot, peer: str) -> Response | None:
         """Return a page about a departed peer; None if the history does not know it."""
@@ -83,11 +84,8 @@ class Pages:
         if contribution is None and not events:
             return None
         name = contribution.name if contribution else peer[-8:]
-        values = {"peer": peer, "name": name, "contribution": contribution, "events": events}
-        return _html(self._rendered("departed.html", snapshot=snapshot, **values))
-
-    def _rendered(self, template: str, **values: Any) -> str:
-        return self._templates.get_template(template).render(**values)
+        values = {"snapshot": snapshot, "peer": peer, "name": name, "contribution": contribution, "events": events}
+        return _html(TEMPLATES.get_template("departed.html").render(values))
 
 
 def matching(peers: Sequence[PeerView], search: str) -> list[PeerView]:

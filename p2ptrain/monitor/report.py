@@ -10,12 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
-from p2ptrain._version import __version__
-from p2ptrain.errors import ConfigError, ManifestError
-from p2ptrain.manifest import SIGNED_FILE, Manifest, SignedManifest
+from p2ptrain.errors import ConfigError
+from p2ptrain.manifest import SIGNED_FILE, Manifest, former_manifest
 from p2ptrain.monitor.charts import Series, line_chart
+from p2ptrain.monitor.pages import TEMPLATES
 from p2ptrain.node.reports.summary import SUMMARY_FILE, Summary, combine, read_summary
 from p2ptrain.signing import Signer
 from p2ptrain.status import formats
@@ -98,7 +96,7 @@ def read_run(directory: Path, verifier: Signer) -> Run:
             peers.append(PeerRun(summary.name if summary is not None else folder.name, tuple(lines), summary))
     if not peers:
         raise ConfigError(f"{directory} holds no {METRICS}: a peer writes it when its first round is over")
-    return Run(directory, tuple(peers), _read_manifest(directory / SIGNED_FILE, verifier), skipped)
+    return Run(directory, tuple(peers), former_manifest(directory / SIGNED_FILE, verifier), skipped)
 
 
 def read_lines(path: Path) -> tuple[list[Line], int]:
@@ -127,24 +125,11 @@ def _texts(path: Path) -> Iterator[str]:
         return
 
 
-def _read_manifest(path: Path, verifier: Signer) -> Manifest | None:
-    try:
-        return SignedManifest.from_bytes(path.read_bytes(), None, verifier).manifest
-    except (OSError, ManifestError):
-        return None
-
-
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
 def render(run: Run) -> str:
-    templates = jinja2.Environment(
-        loader=jinja2.PackageLoader("p2ptrain.monitor"), autoescape=True, undefined=jinja2.StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    templates.filters.update(formats.FILTERS)
     values = {
-        "version": __version__,
         "run": run,
         "name": run.manifest.name if run.manifest else run.directory.name,
         "manifest": run.manifest.model_dump(mode="json") if run.manifest else None,
@@ -153,7 +138,7 @@ def render(run: Run) -> str:
         "peers": [peer_row(peer) for peer in run.peers],
         "troubles": troubles(run),
     }
-    return templates.get_template("report.html").render(**values)
+    return TEMPLATES.get_template("report.html").render(values)
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
