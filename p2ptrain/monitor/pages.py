@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from functools import cache
-from itertools import groupby
 
 import jinja2
 import segno
@@ -25,7 +24,6 @@ LEADERS = 20
 SHOWN_ROUNDS = 12
 MAX_NAMED_MEMBERS = 400
 """Largest number of peers in the groups at which the picture names them."""
-QR_BORDER = 4
 
 
 TEMPLATES = jinja2.Environment(
@@ -103,21 +101,11 @@ def _html(text: str) -> Response:
 
 
 @cache
-def qr_code(text: str) -> tuple[int, str]:
-    """Return a QR code: the modules of a side, border included, and an SVG path of the dark modules.
-
-    Returns 0 and an empty path if the text is too long.
-    """
+def qr_code(text: str) -> str:
+    """Return a QR code as SVG, as large as its parent; empty if the text is too long."""
     try:
         code = segno.make(text, error="l", micro=False)
     except segno.DataOverflowError:
-        return 0, ""
-    runs = []
-    for y, row in enumerate(code.matrix):
-        x = 0
-        for dark, modules in groupby(row):
-            width = len(list(modules))
-            if dark:
-                runs.append(f"M{x + QR_BORDER} {y + QR_BORDER}h{width}v1h-{width}z")
-            x += width
-    return len(code.matrix) + 2 * QR_BORDER, "".join(runs)
+        return ""
+    markup: str = code.svg_inline(light="white", svgclass=None, lineclass=None, omitsize=True)
+    return markup
