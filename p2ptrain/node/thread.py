@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
-from contextlib import ExitStack
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +23,8 @@ from p2ptrain.runtime import real_runtime
 T = TypeVar("T")
 
 JOIN_SECONDS = 30.0
+CLOSE_SECONDS = 10.0
+"""Timeout of leaving a held context."""
 
 
 class LoopThread:
@@ -29,30 +32,23 @@ class LoopThread:
 
     The network daemon dies with the thread that started it, so this thread lives as long as the peer. It is a daemon
     thread, so a script that does not close its swarm can exit.
+
+    Attributes:
+        loop: The event loop.
     """
 
     def __init__(self) -> None:
-        self._ready = threading.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=self._run, name="p2ptrain-network", daemon=True)
-        self._thread.start()
-        self._ready.wait()
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        assert self._loop is not None
-        return self._loop
-
-    def _run(self) -> None:
         import uvloop
 
-        async def main() -> None:
-            self._loop = asyncio.get_running_loop()
-            self._stopped = asyncio.Event()
-            self._ready.set()
-            await self._stopped.wait()
+        self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+        self.loop = self._runner.get_loop()
+        self._stopped = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="p2ptrain-network", daemon=True)
+        self._thread.start()
 
-        uvloop.run(main())
+    def _run(self) -> None:
+        with self._runner:
+            self._runner.run(self._stopped.wait())
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the loop and return its result; interrupting the caller cancels it."""
@@ -62,6 +58,34 @@ class LoopThread:
         except BaseException:
             future.cancel()
             raise
+
+    @contextmanager
+    def holding(self, context: AbstractAsyncContextManager[T]) -> Iterator[T]:
+        """Enter an asynchronous context on the loop for the block; one task enters and leaves it."""
+        opened: Future[T] = Future()
+        close = asyncio.Event()
+
+        async def hold() -> None:
+            try:
+                async with context as value:
+                    opened.set_result(value)
+                    await close.wait()
+            except BaseException as error:
+                if opened.done():
+                    raise
+                opened.set_exception(error)
+
+        held = asyncio.run_coroutine_threadsafe(hold(), self.loop)
+        try:
+            value = opened.result()
+        except BaseException:
+            held.cancel()
+            raise
+        try:
+            yield value
+        finally:
+            self.loop.call_soon_threadsafe(close.set)
+            held.result(CLOSE_SECONDS)
 
     def stop(self) -> None:
         """Cancel the loop's tasks, end it, and join the thread; idempotent."""

@@ -2,9 +2,7 @@
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, expect
 
+from p2ptrain.node.thread import LoopThread
 from p2ptrain.serving.errors import NoHostError
 from p2ptrain.serving.http.serve import serving_http
 from tests.support.generators import MODEL, Repeater, tokenizer
@@ -28,40 +27,33 @@ PATIENCE_SECONDS = 60.0
 class Served:
     """A server on another thread's event loop, and its generator."""
 
-    def __init__(self, generator: Repeater, url: str, loop: asyncio.AbstractEventLoop) -> None:
-        self.generator, self.url, self._loop = generator, url, loop
+    def __init__(self, generator: Repeater, url: str, thread: LoopThread) -> None:
+        self.generator, self.url, self._thread = generator, url, thread
 
     def until(self, running: int) -> None:
-        waiting = self.generator.until(running)
-        asyncio.run_coroutine_threadsafe(waiting, self._loop).result(PATIENCE_SECONDS)
+        async def wait() -> None:
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                await self.generator.until(running)
+
+        self._thread.call(wait())
 
     def allow(self, steps: int) -> None:
         """Release ``steps`` tokens."""
         semaphore = self.generator.steps
         assert semaphore is not None
         for _ in range(steps):
-            self._loop.call_soon_threadsafe(semaphore.release)
+            self._thread.loop.call_soon_threadsafe(semaphore.release)
 
 
 @contextlib.contextmanager
 def served(generator: Repeater, **options: Any) -> Iterator[Served]:
     """Serve a generator on loopback, from a thread: a browser drives the main one."""
-    ready: Future[Served] = Future()
-    ended = asyncio.Event()
-
-    async def main() -> None:
-        async with serving_http(generator, tokenizer(), port=0, **options) as (url, _):
-            ready.set_result(Served(generator, url, asyncio.get_running_loop()))
-            await ended.wait()
-
-    thread = threading.Thread(target=asyncio.run, args=(main(),), name="chat", daemon=True)
-    thread.start()
-    found = ready.result(PATIENCE_SECONDS)
+    thread = LoopThread()
     try:
-        yield found
+        with thread.holding(serving_http(generator, tokenizer(), port=0, **options)) as (url, _):
+            yield Served(generator, url, thread)
     finally:
-        found._loop.call_soon_threadsafe(ended.set)
-        thread.join(PATIENCE_SECONDS)
+        thread.stop()
 
 
 def open_page(visit: Visit) -> None:

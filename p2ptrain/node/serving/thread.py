@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from concurrent.futures import Future
 
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.node.serving.client import SwarmModel, generating
 from p2ptrain.node.thread import LoopThread
-
-CLOSE_SECONDS = 10.0
-"""Timeout of leaving the swarm."""
 
 
 class ModelThread:
@@ -25,36 +20,20 @@ class ModelThread:
     model: SwarmModel
 
     def __init__(self, link: SwarmLink, wait_seconds: float = 30.0) -> None:
-        self._thread = LoopThread()
-        self.call = self._thread.call
-        self._generating = generating(link, wait_seconds)
-        self._close = asyncio.Event()
-        self._holding: Future[None] | None = None
+        thread = LoopThread()
+        self.call = thread.call
+        self._stack = contextlib.ExitStack()
+        self._stack.callback(thread.stop)
+        self._holding = thread.holding(generating(link, wait_seconds))
 
     def __enter__(self) -> ModelThread:
-        opened: Future[SwarmModel] = Future()
-
-        async def hold() -> None:
-            try:
-                async with self._generating as model:
-                    opened.set_result(model)
-                    await self._close.wait()
-            except BaseException as error:
-                if opened.done():
-                    raise
-                opened.set_exception(error)
-
-        self._holding = asyncio.run_coroutine_threadsafe(hold(), self._thread.loop)
         try:
-            self.model = opened.result()
+            self.model = self._stack.enter_context(self._holding)
         except BaseException:
-            self.__exit__()
+            self._stack.close()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._holding is not None
-        self._thread.loop.call_soon_threadsafe(self._close.set)
         with contextlib.suppress(Exception):
-            self._holding.result(CLOSE_SECONDS)
-        self._thread.stop()
+            self._stack.close()

@@ -3,8 +3,9 @@
 import asyncio
 import contextlib
 import random
-import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+
+from p2ptrain.node.thread import LoopThread
 
 READ_BYTES = 64 * 1024
 WAITING_PIECES = 256
@@ -25,11 +26,11 @@ class SlowRelay:
         self._random = random.Random(seed)
         self._connections: set[asyncio.Task[None]] = set()
 
-    async def serve(self, ready: threading.Event, over: asyncio.Event) -> None:
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator["SlowRelay"]:
         server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         self.port = server.sockets[0].getsockname()[1]
-        ready.set()
-        await over.wait()
+        yield self
         server.close()
         for task in self._connections:
             task.cancel()
@@ -80,20 +81,9 @@ class SlowRelay:
 
 @contextlib.contextmanager
 def slow_relay(target_port: int, delay_seconds: tuple[float, float], seed: int = 1) -> Iterator[SlowRelay]:
-    relay, ready = SlowRelay(target_port, delay_seconds, seed), threading.Event()
-    stop: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
-
-    async def main() -> None:
-        over = asyncio.Event()
-        stop.append((asyncio.get_running_loop(), over))
-        await relay.serve(ready, over)
-
-    thread = threading.Thread(target=lambda: asyncio.run(main()), name="slow-relay", daemon=True)
-    thread.start()
-    assert ready.wait(10)
+    thread = LoopThread()
     try:
-        yield relay
+        with thread.holding(SlowRelay(target_port, delay_seconds, seed).serving()) as relay:
+            yield relay
     finally:
-        loop, over = stop[0]
-        loop.call_soon_threadsafe(over.set)
-        thread.join(10)
+        thread.stop()

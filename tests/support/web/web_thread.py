@@ -2,14 +2,14 @@
 
 import asyncio
 import contextlib
-import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 from p2ptrain.monitor.store import Store
 from p2ptrain.monitor.watch import Source, Watch
 from p2ptrain.monitor.web import make_app
 from p2ptrain.network.http_server import listen, serving, url_of
+from p2ptrain.node.thread import LoopThread
 from p2ptrain.status.tracker import SwarmTracker
 from p2ptrain.status.views import Snapshot, SwarmView
 
@@ -20,17 +20,18 @@ PATIENCE_SECONDS = 60.0
 class ServedPage:
     """A page and what it is made of; all of it lives on another thread's event loop."""
 
-    def __init__(self, url: str, watch: Watch, store: Store, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, url: str, watch: Watch, store: Store, thread: LoopThread) -> None:
         self.url = url
         self._watch = watch
         self._store = store
-        self._loop = loop
+        self._thread = thread
 
     def do(self, work: Callable[[Watch, Store], Awaitable[T]]) -> T:
         async def run() -> T:
-            return await work(self._watch, self._store)
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                return await work(self._watch, self._store)
 
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(PATIENCE_SECONDS)
+        return self._thread.call(run())
 
     def show(self, snapshot: Snapshot) -> None:
         """Let everybody see this snapshot."""
@@ -68,15 +69,11 @@ def served_page(
     ``prepare`` fills the history. There are ``first_looks`` at the source before anybody sees the page;
     ``between_looks`` is called after each. The page shows what it has until `ServedPage.show`.
     """
-    ready: list[ServedPage] = []
-    failed: list[BaseException] = []
-    began = threading.Event()
-    ended = asyncio.Event()
 
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        store = await Store.open(None, swarm.digest, source.now())
+    @contextlib.asynccontextmanager
+    async def opened() -> AsyncIterator[ServedPage]:
         async with contextlib.AsyncExitStack() as stack:
+            store = await Store.open(None, swarm.digest, source.now())
             stack.push_async_callback(store.close)
             if prepare is not None:
                 await prepare(store)
@@ -86,31 +83,12 @@ def served_page(
                 await asyncio.sleep(0)  # Lets the certificates be fetched.
                 between_looks()
             listener = listen("127.0.0.1", 0, "port")
-            url = url_of(listener)
             await stack.enter_async_context(serving(make_app(watch, store, source.now), listener))
-            ready.append(ServedPage(url, watch, store, loop))
-            began.set()
-            await ended.wait()
+            yield ServedPage(url_of(listener), watch, store, thread)
 
-    def run() -> None:
-        try:
-            asyncio.run(main())
-        except BaseException as error:
-            failed.append(error)
-        finally:
-            began.set()
-
-    thread = threading.Thread(target=run, name="page", daemon=True)
-    thread.start()
+    thread = LoopThread()
     try:
-        assert began.wait(PATIENCE_SECONDS), "the page did not come up"
-        if failed:
-            raise failed[0]
-        yield ready[0]
+        with thread.holding(opened()) as page:
+            yield page
     finally:
-        if ready:
-            with contextlib.suppress(RuntimeError):  # Its loop may have ended on its own.
-                ready[0]._loop.call_soon_threadsafe(ended.set)
-        thread.join(PATIENCE_SECONDS)
-    if failed:
-        raise failed[0]
+        thread.stop()
