@@ -54,11 +54,6 @@ def expect(exit_code: int, says: str, *arguments: str | Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_wrong_usage_exits_with_2() -> None:
-    expect(2, "did you mean 'join'", "jion")
-    expect(2, "at least 1 trainer", "up", "--peers", "0")
-
-
 def test_a_misspelt_key_of_a_role_file_exits_with_3_and_names_the_right_one(tmp_path: Path, seeded: Seed) -> None:
     role = write_role(tmp_path / "peer.toml", "trainer", link=seeded.link, resources={"thread": 1})
     expect(3, "resources.thread.*did you mean 'threads'", "peer", role)

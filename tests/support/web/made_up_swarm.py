@@ -45,10 +45,6 @@ NAMES = (
     "amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron", "islet", "juniper", "kestrel", "lagoon",
     "maple", "north", "otter", "pine", "quartz", "river", "spruce", "tundra", "umber", "violet", "willow", "yarrow",
 )  # fmt: skip
-HOSTILE_NAMES = (
-    "<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "</textarea><svg/onload=alert(1)>",
-    "{{ 7 * 7 }} ${7 * 7}", "W" * 64, "javascript:alert(1)", "Ünïcødé 🦑 שלום عربى", "' OR 1=1 --",
-)  # fmt: skip
 
 
 class MadeUpSwarm:
@@ -64,7 +60,6 @@ class MadeUpSwarm:
         clock: Callable[[], float] = time.time,
         *,
         num_astray: int = 0,
-        hostile: bool = False,
         num_stages: int = 1,
         bare_stages: Sequence[int] = (),
         serves: bool = False,
@@ -74,7 +69,6 @@ class MadeUpSwarm:
             num_peers: That it has when all of them are there, at most 2000.
             clock: Wall-clock seconds; the swarm's tenth round is under way at its first value.
             num_astray: Peers whose state is not that of the others.
-            hostile: Whether peers try to break the page by what they say.
             bare_stages: Those that nobody hosts.
             serves: Whether every third peer serves the model, too.
         """
@@ -84,7 +78,6 @@ class MadeUpSwarm:
         self._seed = seed
         self._clock = clock
         self._num_astray = num_astray
-        self._hostile = hostile
         self._num_stages = num_stages
         self.serves = serves
         self._hosted = [number for number in range(num_stages) if number not in bare_stages]
@@ -115,7 +108,7 @@ class MadeUpSwarm:
         now = self.now()
         # It takes longer than to watch a real swarm does.
         seen = await asyncio.to_thread(self._look, now) if self.answers else None
-        return Look(now, seen, 3 if self._hostile else 0)
+        return Look(now, seen)
 
     def _look(self, now: float) -> list[Sighting]:
         self._extend_chain(self._round_at(now))
@@ -172,7 +165,6 @@ class MadeUpSwarm:
             last_rounds=tuple(self._report(index, number) for number in (() if feeds else done)),
             trained_tokens=int(num_rounds * speed * ROUND_SECONDS * 0.9),
             trained_rounds=num_rounds,
-            note=f"{HOSTILE_NAMES[index % 3]} {'x' * 150}"[:200] if self._hostile else "",
             stages=self._stages(index, round_, int(speed * in_round)) if role == "stage" and trains else (),
             serving=served(at - started_at, 0.3 + self._chance("requests", index))
             if self.serves and joins and index % 3 == 1
@@ -205,8 +197,6 @@ class MadeUpSwarm:
         return self._hash("state", round_, int(astray and index), *cut)
 
     def _name(self, index: int) -> str:
-        if self._hostile and index < len(HOSTILE_NAMES):
-            return HOSTILE_NAMES[index]
         return f"{NAMES[index % len(NAMES)]}-{index // len(NAMES) + 1}"
 
     def _role(self, index: int) -> str:
@@ -409,14 +399,13 @@ def main() -> None:
     parser.add_argument("--peers", type=int, default=24, help="how many, at most 2000 (default 24)")
     parser.add_argument("--port", type=int, default=8090, help="port on 127.0.0.1, 0 for a free one (default 8090)")
     parser.add_argument("--astray", type=int, default=0, help="peers with another state than the rest (default none)")
-    parser.add_argument("--hostile", action="store_true", help="let peers try to break the page")
     parser.add_argument("--stages", type=int, default=1, help="into which the model is cut (default 1)")
     parser.add_argument("--bare", type=int, action="append", default=[], help="a stage that nobody hosts")
     parser.add_argument("--serving", action="store_true", help="let every third peer serve the model, too")
     parser.add_argument("--db", type=Path, help="where history is kept (default: in memory)")
     asked = parser.parse_args()
     swarm = MadeUpSwarm(
-        asked.peers, num_astray=asked.astray, hostile=asked.hostile, num_stages=asked.stages, bare_stages=asked.bare,
+        asked.peers, num_astray=asked.astray, num_stages=asked.stages, bare_stages=asked.bare,
         serves=asked.serving,
     )  # fmt: skip
     answer_first()

@@ -4,15 +4,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from p2ptrain.cli.supervise import Child, Supervisor
 from tests.support.coroutines import on_loop
 from tests.support.processes.commands import ROOT
+from tests.support.processes.daemons import is_alive, wait_until
 
 SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);" + SLEEPER
@@ -22,21 +21,10 @@ PARENT = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c',
 )
 
 
-def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
-
-
 async def started(supervisor: Supervisor, code: str, log: Path) -> Child:
     child = await supervisor.start(log.stem, [sys.executable, "-c", code], log)
-    await asyncio.to_thread(until, lambda: log.read_text() != "" or child.exit_code is not None)
+    await asyncio.to_thread(wait_until, lambda: log.read_text() != "" or child.exit_code is not None)
     return child
-
-
-def alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 @on_loop
@@ -64,7 +52,7 @@ async def test_an_error_in_the_owner_ends_children_and_grandchildren(tmp_path: P
     with pytest.raises(RuntimeError, match="the owner failed"):
         await fail()
     assert len(pids) == 2
-    await asyncio.to_thread(until, lambda: not any(alive(pid) for pid in pids))
+    await asyncio.to_thread(wait_until, lambda: not any(is_alive(pid) for pid in pids))
 
 
 def test_children_die_when_their_owner_is_killed(tmp_path: Path) -> None:
@@ -82,9 +70,9 @@ asyncio.run(main())
     with subprocess.Popen([sys.executable, "-c", owner], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         pid = int(process.stdout.readline())
-        assert alive(pid)
+        assert is_alive(pid)
         process.kill()
-    until(lambda: not alive(pid))
+    wait_until(lambda: not is_alive(pid))
 
 
 @on_loop

@@ -5,6 +5,7 @@ import json
 import re
 from dataclasses import replace
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -15,6 +16,7 @@ from p2ptrain.monitor.web import COLUMNS, STALE_SECONDS, TABLE_COLUMNS
 from p2ptrain.network.http_server import HEADERS
 from p2ptrain.status.views import Event
 from tests.support.coroutines import on_loop, on_loop_within
+from tests.support.web.hostile_text import PAYLOADS
 from tests.support.web.schemas import misfits
 from tests.support.web.served import served as report_of
 from tests.support.web.site import Site, served
@@ -110,6 +112,18 @@ async def test_who_has_left_has_a_page_of_what_is_remembered(site: Site) -> None
     for words in ("It is not in the swarm now", "Ada", "500 tokens in 8 rounds", "Ada left", "Seen last"):
         assert words in page.text, words
     assert (await site.get("/api/v1/peers/a")).status_code == 404
+
+
+@on_loop_within(served)
+async def test_nothing_that_peers_say_becomes_markup(site: Site) -> None:
+    for payload in PAYLOADS.values():
+        site.source.records = [trainer("a", name=payload[:60], note=payload[:200])]
+        await site.watch.look()
+        for path in ("/", "/peers/a", f"/?search={quote(payload[:90])}"):
+            page = (await site.get(path)).text
+            assert "<img" not in page
+            assert not re.search(r"<(script|iframe|svg|base|link)[^>]*(brokenInto|203)|<script>", page)
+            assert not re.search(r"\s(on\w+|style)=", re.sub(r'"[^"]*"|>[^<]*<', "", page))
 
 
 @on_loop_within(served, ADA, looks=0)

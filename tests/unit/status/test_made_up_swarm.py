@@ -1,7 +1,6 @@
-"""The made-up swarm says what a real one could, and the page escapes it."""
+"""The made-up swarm says what a real one could, and the page of one of any size is whole."""
 
 import asyncio
-import re
 
 import httpx
 import pytest
@@ -10,7 +9,7 @@ from p2ptrain.monitor.watch import Watch
 from p2ptrain.monitor.web import make_app
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.status.tracker import SwarmTracker
-from tests.support.web.made_up_swarm import HOSTILE_NAMES, MadeUpSwarm
+from tests.support.web.made_up_swarm import MadeUpSwarm
 from tests.support.web.stores import open_store
 
 START = 1_800_000_000.0
@@ -39,7 +38,7 @@ async def _pages(swarm: MadeUpSwarm, clock: _Clock, *paths: str) -> list[httpx.R
 
 def test_its_records_are_those_that_peers_may_publish() -> None:
     clock = _Clock()
-    seen = asyncio.run(MadeUpSwarm(60, clock=clock, hostile=True).look()).sightings
+    seen = asyncio.run(MadeUpSwarm(60, clock=clock).look()).sightings
     assert seen is not None
     for record, at in [(each.record, each.at) for each in seen]:
         payload = {**record.to_payload(), "last_rounds": [vars(report) for report in record.last_rounds]}
@@ -56,18 +55,3 @@ def test_the_page_of_a_swarm_of_any_size_is_whole(num_peers: int) -> None:
     for part in ("headline", "coverage", "charts", "rounds", "groups", "peers", "leaders", "events", "join"):
         assert f'<section id="{part}"' in page.text
     assert page.text.count("<h1") == 1
-
-
-def test_nothing_that_peers_say_becomes_markup() -> None:
-    clock = _Clock()
-    swarm = MadeUpSwarm(60, clock=clock, hostile=True)
-    seen = asyncio.run(swarm.look()).sightings
-    assert seen is not None
-    liar = next(each.record.peer for each in seen if each.record.name == HOSTILE_NAMES[1])
-    for page in asyncio.run(_pages(swarm, clock, "/", f"/peers/{liar}", "/?search=<script>alert(1)</script>")):
-        assert page.status_code == 200
-        assert "&lt;script&gt;alert(1)" in page.text or "&gt;&lt;img" in page.text
-        assert "<script>" not in page.text
-        assert "<img" not in page.text
-        assert not re.search(r"\son\w+=", re.sub(r'"[^"]*"|>[^<]*<', "", page.text))
-        assert not re.search(r"\sstyle=", page.text)
