@@ -1,7 +1,6 @@
 """The configuration of one peer; settings of the whole swarm are in the manifest (`p2ptrain.manifest`).
 
 Precedence, lowest first: the defaults below, a TOML role file (see ``peers/``), the command line.
-`PeerConfig.source_of` returns the source of a value.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.manifest import explain
@@ -218,8 +217,6 @@ class PeerConfig(Section):
     pipeline: PipelineSection = PipelineSection()
     serving: ServingSection = ServingSection()
 
-    _sources: dict[str, str] = PrivateAttr(default_factory=dict)
-
     @model_validator(mode="after")
     def _knows_its_swarm(self) -> PeerConfig:
         if not self.link and self.manifest is None:
@@ -242,7 +239,7 @@ class PeerConfig(Section):
         sources = {key: str(path) for key, _ in _leaves(values)}
         for key, value in (overrides or {}).items():
             if value is not None:
-                _put(values, key, value)
+                put(values, key, value)  # If the file has a value in place of a section, validation refuses it.
                 sources[key] = "command line"
         try:
             config = cls.model_validate(values)
@@ -250,10 +247,7 @@ class PeerConfig(Section):
             at = ".".join(map(str, error.errors()[0]["loc"]))
             default = str(path) if path is not None else "command line"
             raise ConfigError(explain(error, _nearest_source(sources, at, default), cls)) from error
-        if path is not None:
-            config = config._relative_to(path.parent, sources)
-        config._sources = sources
-        return config
+        return config if path is None else config._relative_to(path.parent, sources)
 
     def _relative_to(self, folder: Path, sources: Mapping[str, str]) -> PeerConfig:
         paths = {
@@ -262,10 +256,6 @@ class PeerConfig(Section):
             if (value := getattr(self, key)) is not None and sources.get(key, "command line") != "command line"
         }
         return self.model_copy(update=paths)
-
-    def source_of(self, key: str) -> str:
-        """Return the source of a dotted key's value: ``default``, the path of the role file, or ``command line``."""
-        return _nearest_source(self._sources, key, "default")
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -288,14 +278,14 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{key}", value
 
 
-def _put(values: dict[str, Any], key: str, value: Any) -> None:
-    *sections, last = key.split(".")
-    for section in sections:
-        inner = values.setdefault(section, {})
-        if not isinstance(inner, dict):
-            return  # The file has a value in place of a section: validation will refuse it.
-        values = inner
-    values[last] = value
+def put(values: dict[str, Any], key: str, value: Any) -> bool:
+    """Set the value of a dotted key; return False if there is a value in place of its section."""
+    section, _, inner_key = key.partition(".")
+    if not inner_key:
+        values[key] = value
+        return True
+    inner = values.setdefault(section, {})
+    return isinstance(inner, dict) and put(inner, inner_key, value)
 
 
 def _nearest_source(sources: Mapping[str, str], key: str, default: str) -> str:

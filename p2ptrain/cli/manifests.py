@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from p2ptrain.config import read_toml
+from p2ptrain.config import put, read_toml
 from p2ptrain.disk import replace_file
 from p2ptrain.errors import IncompatibleError, ManifestError, UsageError
 from p2ptrain.manifest import (
@@ -51,13 +51,9 @@ def load_manifest(path: Path | None, overrides: Mapping[str, Any] | None = None)
     given = {key: value for key, value in (overrides or {}).items() if value is not None}
     file_is_valid = parse_manifest(values, str(path)) if path is not None else Manifest()
     for key, value in given.items():
-        *sections, last = key.split(".")
-        inner = values
-        for section in sections:
-            inner = inner.setdefault(section, {})
-            if not isinstance(inner, dict):
-                raise UsageError(f"{key}: {section} is not a section; see '{RUN_FILE}' of 'p2ptrain init'")
-        inner[last] = value
+        if not put(values, key, value):
+            section = key.rpartition(".")[0]
+            raise UsageError(f"{key}: {section} is not a section; see '{RUN_FILE}' of 'p2ptrain init'")
     manifest = parse_manifest(values, "command line") if given else file_is_valid
     if manifest.protocol != PROTOCOL_VERSION:
         raise IncompatibleError(

@@ -33,9 +33,6 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_
     path = write(tmp_path, 'role = "trainer"\nlink = "p2ptrain://x"\n[resources]\nthreads = 3\nup = "8Mbit"\n')
     config = PeerConfig.load(path, {"resources.up": "16Mbit", "resources.down": None})
     assert (config.resources.threads, config.resources.up, config.resources.down) == (3, 2_000_000, 0)
-    assert config.source_of("resources.threads") == str(path)
-    assert config.source_of("resources.up") == "command line"
-    assert config.source_of("resources.down") == "default"
 
 
 def test_paths_of_a_file_are_relative_to_it_and_those_of_the_command_line_are_not(tmp_path: Path) -> None:
