@@ -105,7 +105,7 @@ class Hosts:
 async def pauses(model: SwarmModel, num_tokens: int, at: int, strike: Callable[[list[str]], None]) -> list[float]:
     """Return the seconds between tokens of one generation; call ``strike`` with the hosts' names at token ``at``."""
     times: list[float] = []
-    ids = [37 * each % model.manifest.model.vocabulary for each in range(32)]
+    ids = [37 * each % model.peer.manifest.model.vocabulary for each in range(32)]
     async with model.generator.generate(ids, GREEDY, max_tokens=num_tokens) as generation:
         async for _ in generation:
             times.append(time.perf_counter())

@@ -69,7 +69,7 @@ async def tokens_of(model: SwarmModel, name: str, version: tuple[int, bytes]) ->
         served = [host for host in model.hosts() if model.name_of(host.peer) == name]
         return [host._replace(served=msgspec.structs.replace(host.served, versions=(version,))) for host in served]
 
-    manifest = model.manifest
+    manifest = model.peer.manifest
     offered = ServedModel(manifest.name, manifest.model.vocabulary, stage_blocks(manifest))
     generator = SwarmGenerator(model.peer.rpc, model.peer.identity, offered, hosts, 5.0)
     async with generator.generate(IDS, DRAWN, max_tokens=NUM_TOKENS) as generation:
@@ -104,7 +104,7 @@ def test_it_answers_as_the_trainers_and_follows_their_rounds(tmp_path: Path, sta
                     assert len(answers[0]) == NUM_TOKENS
                     compared.add(version[0])
         record = next(held.record for held in model.peer.presence.book.held() if held.record.name == "server")
-        (planned,) = serving_bytes(model.manifest, "fp32", 512 * 10**6)
+        (planned,) = serving_bytes(model.peer.manifest, "fp32", 512 * 10**6)
     assert (record.role, record.state, record.stages, record.last_rounds) == ("server", "serving", (), ())
     assert resident_bytes(server, "RssAnon") < planned - 400 * 10**6  # These sessions fill little of the cache.
 

@@ -35,7 +35,9 @@ async def take_role(peer: Peer, config: PeerConfig, signals: StopSignals) -> Non
 
 
 async def _serve(peer: Peer, config: PeerConfig, signals: StopSignals) -> None:
-    peer.held.vote()
+    from p2ptrain.node.roles.founder import vote_as_founder
+
+    vote_as_founder(peer)
     peer.set_state("serving")
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(60 * config.stop_after.minutes or None):

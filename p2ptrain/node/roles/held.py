@@ -56,12 +56,6 @@ class HeldState:
         self._trained = Synchronizer(replica, peer.options.upload_bandwidth, peer.jobs)
         return self._trained
 
-    def vote(self) -> None:
-        """Vote on rounds without holding a state, if this peer is a founder; raise as `vote_as_founder`."""
-        from p2ptrain.node.roles.founder import vote_as_founder
-
-        vote_as_founder(self._peer)
-
     def host(self, stage: HostedStage) -> None:
         """Publish a stage that this peer hosts; raise as `train`."""
         self._prepare()

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from p2ptrain.manifest import Manifest
 from p2ptrain.network.libp2p.settings import Libp2pSettings
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.node.observe import LOOPBACK, client_peer
@@ -31,10 +30,6 @@ class SwarmModel:
         model = ServedModel(manifest.name, manifest.model.vocabulary, blocks)
         self.peer = peer
         self.generator = SwarmGenerator(peer.rpc, peer.identity, model, self.hosts, wait_seconds, audit_share)
-
-    @property
-    def manifest(self) -> Manifest:
-        return self.peer.manifest
 
     def hosts(self) -> list[Host]:
         """Return the peers that serve a stage, by their records."""

@@ -81,7 +81,7 @@ def text_of(model: SwarmModel, arguments: argparse.Namespace) -> tuple[Text, Any
     from p2ptrain.models.pretrained import end_marks, manifest_tokenizer
     from p2ptrain.serving.text import Text
 
-    manifest = model.manifest
+    manifest = model.peer.manifest
     tokenizer = manifest_tokenizer(manifest, arguments.weights, arguments.allow_path or ())
     if arguments.draft is not None:
         from p2ptrain.serving.client.draft import load_draft
