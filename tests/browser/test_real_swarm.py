@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser
+from playwright.sync_api import Browser, Page
 
 from p2ptrain.network.link import SwarmLink
 from tests.support.processes.daemons import wait_until
@@ -16,7 +16,7 @@ from tests.support.processes.files import set_options
 from tests.support.processes.swarmlet import Swarmlet, init, nothing_left_behind, seeding
 from tests.support.processes.tellers import PATIENCE_SECONDS
 from tests.support.web.monitors import NEXT_LOOK_SECONDS, RECORD_SECONDS, StatusPage, monitoring
-from tests.support.web.visits import PHONE, Visit, screenshot, visiting
+from tests.support.web.visits import Visit, screenshot, visiting
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -109,20 +109,21 @@ def test_one_click_copies_what_a_volunteer_types(browser: Browser, watched: Watc
     assert SwarmLink.parse(copied) == SwarmLink.parse(plain)
 
 
+def wait_for_lines(page: Page, colours: dict[str, str]) -> None:
+    """Wait until each of these charts, by title, has a line of its colour."""
+    charts = {title: page.locator(".chart", has_text=title).locator("canvas").first for title in colours}
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while empty := [title for title, canvas in charts.items() if canvas.evaluate(COLOURED, colours[title]) < 20]:
+        assert time.monotonic() < deadline, f"no line is in {empty}"
+        page.wait_for_timeout(500)
+
+
 @pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
 def test_the_charts_have_data(browser: Browser, watched: Watched, pictures: Path, is_dark: bool) -> None:
     with visiting(browser, watched.page.url, is_dark=is_dark) as visit:
         page = live(visit).page
         page.locator("#chart-grid:not([hidden])").wait_for(timeout=1000 * PATIENCE_SECONDS)
-
-        def empty() -> list[str]:
-            charts = {title: page.locator(".chart", has_text=title).locator("canvas").first for title in LINES}
-            return [title for title, canvas in charts.items() if canvas.evaluate(COLOURED, LINES[title]) < 20]
-
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while without := empty():
-            assert time.monotonic() < deadline, f"no line is in {without}"
-            page.wait_for_timeout(500)
+        wait_for_lines(page, LINES)
         page.get_by_role("button", name="Day").click()
         assert page.get_by_role("button", name="Day").get_attribute("aria-pressed") == "true"
         screenshot(page, pictures / f"real-swarm-{'dark' if is_dark else 'light'}.png")
@@ -135,26 +136,12 @@ def test_the_charts_of_what_is_served_have_data(browser: Browser, watched: Watch
         page.locator("#serving-now:not([hidden])").wait_for()
         assert page.locator("#s-peers").inner_text() == "1"
         page.locator("#serving-grid:not([hidden])").wait_for(timeout=1000 * PATIENCE_SECONDS)
-
-        def empty() -> list[str]:
-            charts = {title: page.locator(".chart", has_text=title).locator("canvas").first for title in SERVED}
-            return [title for title, canvas in charts.items() if canvas.evaluate(COLOURED, "--accent") < 20]
-
-        wait_until(lambda: not empty(), PATIENCE_SECONDS)
+        wait_for_lines(page, dict.fromkeys(SERVED, "--accent"))
         records = [peer["record"] for peer in watched.page.api("peers")["peers"]]
         (server,) = [record for record in records if record["serving"] is not None]
         assert server["name"] == SERVER
         visit.open(f"/peers/{server['peer']}")
         assert "95 % within" in page.locator('[data-fact="first_token"]').inner_text()
-
-
-def test_without_scripts_it_is_a_plain_page(browser: Browser, watched: Watched) -> None:
-    with visiting(browser, watched.page.url, size=PHONE, with_scripts=False) as visit:
-        page = visit.open("/")
-        assert visit.names() == {SEED, *TRAINERS}
-        assert page.locator("#round-table tbody tr").count() > 0
-        assert page.locator("#command").inner_text() == watched.page.api("join")["command"]
-        visit.assert_no_sideways_scrolling()
 
 
 def test_who_joins_and_who_is_killed_is_seen_without_loading_the_page_again(browser: Browser, watched: Watched) -> None:
