@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.allreduce.runner import AttemptRunner, GroupResult
-from p2ptrain.averaging.commit.attempt import AttemptFailedError
+from p2ptrain.averaging.commit.attempt import AttemptFailedError, PeerPart
 from p2ptrain.averaging.commit.broadcast import DecidedError, ResultBroadcast
 from p2ptrain.averaging.commit.round_log import ContributionLog, Path, Result, RoundLog, TreePath
 from p2ptrain.averaging.context import PeerContext
@@ -49,6 +49,7 @@ class RoundOutcome:
         attempts: Number of attempts until this peer's group had a result.
         transfer_seconds: Time spent reducing and signing, on all levels.
         refusal: Why the group refused this peer's contribution; empty if it did not.
+        part: Another peer's part of this peer's share in its group, drawn at random; None without one.
     """
 
     result: Result
@@ -59,6 +60,7 @@ class RoundOutcome:
     matchmaking_seconds: float
     transfer_seconds: float
     refusal: str
+    part: PeerPart | None
 
 
 @dataclass
@@ -340,6 +342,7 @@ class Averager:
             matchmaking_seconds=effort.matchmaking_seconds,
             transfer_seconds=effort.transfer_seconds,
             refusal=own_group.session.refusal,
+            part=own_group.session.part,
         )
 
     def _encoded(self, results: list[GroupResult]) -> tuple[Encoded, ...]:

@@ -34,7 +34,14 @@ from p2ptrain.averaging.allreduce.member import Liveness, Member, Verifier
 from p2ptrain.averaging.allreduce.messages import GaveUp, Signatures
 from p2ptrain.averaging.allreduce.spot_checks import SpotChecks
 from p2ptrain.averaging.allreduce.streams import IncomingStreams, OutgoingStream
-from p2ptrain.averaging.commit.attempt import Attempt, AttemptFailedError, Contribution, LateError, UnencodableError
+from p2ptrain.averaging.commit.attempt import (
+    Attempt,
+    AttemptFailedError,
+    Contribution,
+    LateError,
+    PeerPart,
+    UnencodableError,
+)
 from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.averaging.timing.deadlines import FORWARD_SECONDS, quorum_of_others, straggler_seconds
@@ -95,6 +102,7 @@ class SessionResult:
         sent_parts: By share: this member's encoded parts, for error feedback; its own share's only if the codec is
             sparse.
         exact_mean: The own share's mean before encoding; None if the codec lost nothing.
+        part: Another member's part of the own share, drawn at random; None without one.
     """
 
     certificate: Certificate | None
@@ -108,6 +116,7 @@ class SessionResult:
     sent_parts: dict[int, Buffer]
     exact_mean: ExactMean | None
     contribution: Contribution
+    part: PeerPart | None
 
 
 class AllReduceSession:
@@ -336,7 +345,12 @@ class AllReduceSession:
         refusals = [owner.refused_us for owner in self.owners if owner.refused_us]
         most_refused = 2 * len(refusals) > len(self.owners)
         sent_parts, exact_mean = self.sent_parts, self._exact_mean
-        self.sent_parts, self._exact_mean = {}, None  # Release large buffers: the session lingers.
+        part = self._kept_part(certificate)
+        self.sent_parts, self._exact_mean, self.share.kept = (
+            {},
+            None,
+            None,
+        )  # Release large buffers: the session lingers.
         return SessionResult(
             certificate,
             failure,
@@ -349,7 +363,19 @@ class AllReduceSession:
             sent_parts,
             exact_mean,
             self.contribution,
+            part,
         )
+
+    def _kept_part(self, certificate: Certificate | None) -> PeerPart | None:
+        kept = self.share.kept
+        if certificate is None or kept is None:
+            return None
+        body, own = certificate.body, self.own.index
+        samples = {index: samples for index, _, samples in body.contributors}
+        if kept[0] not in samples:
+            return None
+        size = body.bounds[own + 1] - body.bounds[own]
+        return PeerPart(body.members[kept[0]], samples[kept[0]], body.bounds[own], size, *kept[1:])
 
     # --- for streams and checks -----------------------------------------------------------------------------------
 

@@ -153,6 +153,33 @@ class Contribution:
     origin: Origin | None = None
 
 
+@dataclass(frozen=True)
+class PeerPart:
+    """Another peer's contribution to this peer's share of a round.
+
+    Attributes:
+        samples: Number of samples that the peer says that it read.
+        start: Offset of the share in the round's vector.
+        num_values: Length of the share.
+        data: Encoded by ``codec``.
+    """
+
+    peer: str
+    samples: int
+    start: int
+    num_values: int
+    codec: Codec
+    data: Buffer
+
+    def decode(self) -> torch.Tensor:
+        """Return the values, fp32, ``[num_values]``."""
+        import torch
+
+        values = torch.empty(self.num_values, dtype=torch.float32)
+        self.codec.part(0, self.num_values).decode_into(memoryview(self.data), values)
+        return values
+
+
 @dataclass
 class Attempt:
     """The state of one roster's attempt that outlives its streams.

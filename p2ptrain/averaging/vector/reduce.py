@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -178,6 +179,8 @@ class _Arriving:
             self._check_piece(piece, low, high)
 
 
+SECRET_VALUES = 1024
+"""Values of its own part by which an owner draws the part that it keeps."""
 STACK_VALUES = 1 << 15
 """Values of each part that a rule by coordinate combines at a time; the stack of parts must fit a core's cache."""
 
@@ -197,6 +200,7 @@ class OwnShare:
         refused: By member, owner included: the reason why `judge` left it out.
         trees: By member, owner included: the tree over its part's chunks.
         own_part: The owner's own part, encoded by `measure_own`; None if it counts unencoded.
+        kept: Another contributor, its codec and its part, for an audit (`p2ptrain.training.worth`); None without one.
     """
 
     def __init__(
@@ -234,6 +238,7 @@ class OwnShare:
         self.parts: dict[int, tuple[Codec, Buffer]] = {}
         self.refused: dict[int, str] = {}
         self.own_part: Buffer | None = None
+        self.kept: tuple[int, Codec, Buffer] | None = None
 
     def new_check(self, codec: Codec) -> PartCheck:
         return PartCheck(codec, self._spec, self._chunk, measured=self._is_measured, hashed=self._audited)
@@ -296,6 +301,7 @@ class OwnShare:
         import torch
 
         weights = self.weights(contributors, claims)
+        self.kept = self._keep([index for index in weights if index != self._own_index])
         if self.own_part is not None and self._own_codec is not None:
             self.parts[self._own_index] = self._own_codec, self.own_part
         if self._lists_parts:
@@ -312,6 +318,14 @@ class OwnShare:
         if not self._audited:
             self.parts.clear()
         return found
+
+    def _keep(self, others: Sequence[int]) -> tuple[int, Codec, Buffer] | None:
+        """Draw one of the parts, by the own part, which no other member knows: nobody can tell who is audited."""
+        if not others or not len(self.own):
+            return None
+        secret = hashlib.sha256(self.own[:SECRET_VALUES].detach().numpy().tobytes()).digest()
+        index = others[int.from_bytes(secret, "big") % len(others)]
+        return index, *self.parts[index]
 
     def weights(self, contributors: Sequence[int], claims: Sequence[Claim]) -> dict[int, float]:
         """Return the `part_weights` by contributor, in roster order."""

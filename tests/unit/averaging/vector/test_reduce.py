@@ -140,6 +140,29 @@ def test_parts_in_other_codecs_than_the_results_are_reduced_with_them() -> None:
     assert torch.equal(reduced(share, [0, 1, 2], [1] * 3, "int8"), torch.stack(seen).median(0).values.add(0.0))
 
 
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_an_owner_keeps_the_part_of_another_contributor_which_its_own_part_draws(codec: str) -> None:
+    parts, kept = make_parts(4), set()
+    for number in range(32):
+        parts[1] = torch.full_like(parts[1], float(number))
+        share = owned(make_spec(), parts, codec, owner=1)
+        assert share.kept is None
+        reduced(share, [0, 1, 3], [1] * 3, codec)
+        assert share.kept is not None
+        index, of, data = share.kept
+        values = torch.empty(3000)
+        of.decode_into(memoryview(data), values)
+        assert torch.equal(values, round_trip(get_codec(codec), parts[index]))
+        kept.add(index)
+    assert kept == {0, 3}
+
+
+def test_an_owner_that_contributes_alone_keeps_no_part() -> None:
+    share = owned(make_spec(), make_parts(2), owner=0)
+    reduced(share, [0], [1])
+    assert share.kept is None
+
+
 @pytest.mark.parametrize("loud", [0, 2], ids=["the owner's", "another's"])
 def test_a_part_out_of_proportion_is_left_out_of_the_mask_with_a_reason(loud: int) -> None:
     share = owned(make_spec(), make_parts(4, scales={loud: 1000.0}))
