@@ -15,6 +15,8 @@ from p2ptrain.status.views import Alert, Headline, Health, PeerView, RoundView, 
 
 SEVERITIES = ("critical", "warning", "info")
 MAX_NAMED_STAGES = 4
+DOUBTING_PART = 3
+"""A peer is reported if more than one in so many of the other trainers doubt its work."""
 MAX_SKEW_SECONDS = 5.0
 RISING_RATIO = 1.05
 """Ratio of the last window's median loss to the median before, above which the loss rises."""
@@ -117,6 +119,18 @@ def _loss(scene: Scene) -> Iterator[Alert]:
             yield Alert("rising", "warning", "", text)
 
 
+def _worth(scene: Scene) -> Iterator[Alert]:
+    doubts = Counter(doubted for peer in scene.trainers for doubted in set(peer.record.doubts))
+    for peer in scene.trainers:
+        by = doubts[peer.record.peer] - (peer.record.peer in peer.record.doubts)
+        if by and by * DOUBTING_PART > len(scene.trainers) - 1:
+            text = (
+                f"{peer.name}'s updates show no work on the samples that it claims, by the audits of {by}"
+                f" peer{'s' if by > 1 else ''}: ask who runs it, or take it out with p2ptrain ban"
+            )
+            yield Alert("worth", "warning", peer.record.peer, text)
+
+
 def _stall(scene: Scene) -> Iterator[Alert]:
     if not any(peer.record.state == "training" for peer in scene.trainers):
         return
@@ -194,7 +208,7 @@ def _versions(scene: Scene) -> Iterator[Alert]:
 
 
 RULES: tuple[Callable[[Scene], Iterator[Alert]], ...] = (
-    _directory, _stages, _fork, _jump, _stall, _rounds, _digests, _loss, _bootstraps, _clocks, _versions,
+    _directory, _stages, _fork, _jump, _stall, _rounds, _digests, _loss, _worth, _bootstraps, _clocks, _versions,
 )  # fmt: skip
 
 

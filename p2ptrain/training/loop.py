@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from p2ptrain.errors import CheckpointError, P2PTrainError, ResourceError, TemporaryError
@@ -21,6 +23,7 @@ from p2ptrain.training.evaluate import held_out_loss, language_model_loss
 from p2ptrain.training.metrics import MetricsWriter
 from p2ptrain.training.optimizer import PAUSE_SECONDS, SwarmOptimizer
 from p2ptrain.training.sync.synchronizer import RoundResult
+from p2ptrain.training.worth import WorthAudits
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +32,8 @@ EVALUATION_SECONDS = 20.0
 GLANCE_SECONDS = 10.0
 """Least interval of short held-out measurements; longer if they would take over 1/50 of the time."""
 GLANCE_WINDOWS = 16
+AUDIT_SHARE = 0.02
+"""Most of the time that audits of other peers' work take."""
 
 
 @dataclass
@@ -50,6 +55,7 @@ class Trainer:
 
     Attributes:
         peer_id: Selects this peer's samples.
+        audits: Of other peers' work; other threads may read the scores.
         is_saving: True while a checkpoint is written; safe from any thread.
         is_saved: True once the final checkpoint is written.
         unsaved: Why the last checkpoint was not written; None if it was.
@@ -84,7 +90,8 @@ class Trainer:
         self._deadline: float | None = None
         self._round = -1
         self._index = 0
-        self._next_glance = 0.0
+        self._next_glance = self._next_audit = 0.0
+        self.audits = WorthAudits(self._module, self._sampler, self._loss)
         optimizer.on_pause = self._on_pause
 
     def stop(self, seconds: float | None = None) -> None:
@@ -136,13 +143,16 @@ class Trainer:
         size, place = self._spec.local_batch, self._synchronizer.place
         batch = self._sampler.batch(head.samples, place, self.peer_id, head.round, self._index, size)
         self._index += size
-        tokens = torch.from_numpy(batch).to(self._device, non_blocking=True)
-        with torch.autocast("cuda", torch.bfloat16) if self._device.type == "cuda" else contextlib.nullcontext():
-            loss = language_model_loss(self._module, tokens)
+        loss = self._loss(batch)
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
+
+    def _loss(self, batch: npt.NDArray[np.int64]) -> torch.Tensor:
+        tokens = torch.from_numpy(batch).to(self._device, non_blocking=True)
+        with torch.autocast("cuda", torch.bfloat16) if self._device.type == "cuda" else contextlib.nullcontext():
+            return language_model_loss(self._module, tokens)
 
     def _after_round(self, result: RoundResult, loss: float) -> None:
         self.progress.loss = loss
@@ -162,6 +172,24 @@ class Trainer:
             self._save()
         if result.committed and time.monotonic() >= self._next_glance:
             self._glance()
+        if result.committed and time.monotonic() >= self._next_audit:
+            self._audit()
+
+    def _audit(self) -> None:
+        """Audit the part of another peer that this one kept from the round, unless the last round had none."""
+        claimed, self._synchronizer.claimed = self._synchronizer.claimed, None
+        if claimed is None:
+            return
+        started = time.monotonic()
+        difference = self.audits.audit(claimed)
+        now = time.monotonic()
+        self._next_audit = now + (now - started) / AUDIT_SHARE
+        if difference is not None:
+            score = self.audits.scores[claimed.part.peer]
+            self._metrics.write(
+                "audit", round=claimed.round, peer=claimed.part.peer, difference=difference, audits=score.audits,
+                deviations=score.deviations,
+            )  # fmt: skip
 
     def _report(self, loss: float, rate: float) -> None:
         self.progress.loss, self.progress.tokens_per_second = loss, rate

@@ -34,6 +34,7 @@ NUM_SHARDS = 8
 RECORD_VERSION = 1
 RECORD_KIND = "peer"
 MAX_REPORTS = 8
+MAX_DOUBTS = 8
 MAX_STAGES = 16
 MAX_NOTE_CHARS = 200
 MAX_ADDRESSES = 16
@@ -215,6 +216,7 @@ class StageReport(msgspec.Struct, frozen=True, array_like=True):
     lineage_returned: Count = 0
 
 
+Doubts = Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=MAX_DOUBTS)]
 RoundReports = Annotated[tuple[RoundReport, ...], Meta(max_length=MAX_REPORTS)]
 StageReports = Annotated[tuple[StageReport, ...], Meta(max_length=MAX_STAGES)]
 
@@ -247,6 +249,7 @@ class PeerRecord:
         next_stage: The stage that it hosts next; its own while it cannot move; None if undecided.
         credential: Admits the peer; see `p2ptrain.network.admission`.
         revocations: The organizer's newest list, in a seed's record.
+        doubts: Peers whose work this peer's audits should have proved, and did not; see `p2ptrain.training.worth`.
     """
 
     peer: str
@@ -283,6 +286,7 @@ class PeerRecord:
     serving: ServingReport | None = None
     credential: CredentialBytes = b""
     revocations: RevocationBytes = b""
+    doubts: Doubts = ()
 
     def __post_init__(self) -> None:
         if len({stage.unit for stage in self.stages}) < len(self.stages):
@@ -322,6 +326,7 @@ class PeerRecord:
                 replace(report, reason=report.reason[:MAX_NOTE_CHARS]) for report in self.last_rounds[-MAX_REPORTS:]
             ),
             stages=self.stages[:MAX_STAGES],
+            doubts=self.doubts[:MAX_DOUBTS],
         )
         values: dict[str, Any] = to_wire(within)
         del values["peer"]

@@ -54,7 +54,7 @@ async def build_trainer(peer: Peer, config: PeerConfig, bridge: Bridge) -> Train
     peer.record.parts.append(
         lambda record: replace(
             record, loss=progress.loss, tokens_per_second=progress.tokens_per_second,
-            round_tokens=optimizer.work.tokens,
+            round_tokens=optimizer.work.tokens, doubts=tuple(trainer.audits.doubtful),
         )
     )  # fmt: skip
     return trainer

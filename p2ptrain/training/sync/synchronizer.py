@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from p2ptrain.averaging.averager import RoundOutcome
-from p2ptrain.averaging.commit.attempt import AttemptFailedError, UnencodableError
+from p2ptrain.averaging.commit.attempt import AttemptFailedError, PeerPart, UnencodableError
 from p2ptrain.averaging.grouping.matchmaker import BehindError, MismatchError, NoGroupError
 from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.errors import TemporaryError
@@ -24,6 +24,7 @@ from p2ptrain.progress import Progress, no_progress
 from p2ptrain.training.data.windows import Place, place_among
 from p2ptrain.training.sync.catch_up import CatchUp
 from p2ptrain.training.sync.replica import Contribution, Replica
+from p2ptrain.training.worth import ClaimedWork
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ class Synchronizer:
         last_round: First round that this peer does not contribute to; 0 for no limit.
         stays: True if this peer is a member after `last_round`, too; its tickets say if it leaves.
         is_paused: True if the last synchronisation found the swarm below its minimum of peers.
+        claimed: Work of another peer in the last round, to be audited; None without any.
     """
 
     def __init__(self, replica: Replica, bandwidth: int = 0, jobs: Progress = no_progress) -> None:
@@ -95,6 +97,7 @@ class Synchronizer:
         self.last_round = 0
         self.stays = False
         self.is_paused = False
+        self.claimed: ClaimedWork | None = None
         self.reports: deque[RoundReport] = deque(maxlen=MAX_REPORTS)
 
     @property
@@ -233,6 +236,7 @@ class Synchronizer:
 
     async def _apply_outcome(self, outcome: RoundOutcome, work: Contribution) -> RoundResult:
         body = outcome.result.certificate.body
+        self.claimed = self._claimed(outcome.part)
         if outcome.contributed:
             await self.replica.update_feedback(body, outcome.encoded)
         reason = "" if outcome.contributed else "late: this peer's work waits for the next round"
@@ -251,6 +255,14 @@ class Synchronizer:
             matchmaking_seconds=outcome.matchmaking_seconds,
             transfer_seconds=outcome.transfer_seconds,
         )
+
+    def _claimed(self, part: PeerPart | None) -> ClaimedWork | None:
+        """Return which samples a part should be made of; None in a tree, where a head does not name all readers."""
+        head = self.head
+        if part is None or self.position.cells.num_levels(head.present) > 1:
+            return None
+        fragment, place = self.state.fragments.of_round(head.round), place_among(head.members, part.peer)
+        return ClaimedWork(part, fragment, head.round, head.samples, place)
 
     # --- catching up
 
