@@ -24,6 +24,14 @@ def test_nobody_that_works_is_doubted(seed: int) -> None:
     assert not training.audits.doubtful
 
 
+@pytest.mark.parametrize("kind", ["the last mean", "a copy of another peer's update"])
+def test_a_falling_loss_proves_nobodys_work(kind: str) -> None:
+    """An update that is any good fits the samples that its sender had to read, but all others as well."""
+    training = AuditedTraining(3, rate=3e-4)
+    training.play(LEAST_AUDITS, [training.work, pretenders(training)[kind]], [SAMPLES, SAMPLES])
+    assert training.audits.doubtful == ["peer 1"], training.audits.scores
+
+
 def test_nobody_is_doubted_where_all_samples_are_alike() -> None:
     training = AuditedTraining(1, np.tile(np.arange(CONTEXT, dtype=np.uint16), 4_000))
     training.play(LEAST_AUDITS, [training.work, training.work], [SAMPLES, SAMPLES])
