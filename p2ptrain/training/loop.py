@@ -91,7 +91,7 @@ class Trainer:
         self._round = -1
         self._index = 0
         self._next_glance = self._next_audit = 0.0
-        self.audits = WorthAudits(self._module, self._sampler, self._loss)
+        self.audits = WorthAudits(self._module, self._sampler, self._loss, self._spec.local_batch)
         optimizer.on_pause = self._on_pause
 
     def stop(self, seconds: float | None = None) -> None:
@@ -184,12 +184,11 @@ class Trainer:
         difference = self.audits.audit(claimed)
         now = time.monotonic()
         self._next_audit = now + (now - started) / AUDIT_SHARE
-        if difference is not None:
-            score = self.audits.scores[claimed.part.peer]
-            self._metrics.write(
-                "audit", round=claimed.round, peer=claimed.part.peer, difference=difference, audits=score.audits,
-                deviations=score.deviations,
-            )  # fmt: skip
+        score = self.audits.scores[claimed.part.peer]
+        self._metrics.write(
+            "audit", round=claimed.round, peer=claimed.part.peer, difference=difference, audits=score.audits,
+            deviations=score.deviations,
+        )  # fmt: skip
 
     def _report(self, loss: float, rate: float) -> None:
         self.progress.loss, self.progress.tokens_per_second = loss, rate

@@ -84,17 +84,20 @@ class Score:
 class WorthAudits:
     """Audits other peers with the live model, right after a round, on the training thread.
 
-    ``loss_of`` returns the mean loss of the model on samples, token ids ``[batch, context + 1]``.
+    ``loss_of`` returns the mean loss of the model on at most ``batch`` samples, token ids ``[batch, context + 1]``.
 
     Attributes:
         scores: By peer.
     """
 
-    def __init__(self, module: nn.Module, sampler: Sampler, loss_of: Callable[[npt.NDArray[np.int64]], Tensor]) -> None:
+    def __init__(
+        self, module: nn.Module, sampler: Sampler, loss_of: Callable[[npt.NDArray[np.int64]], Tensor], batch: int
+    ) -> None:
         self.scores: Bounded[str, Score] = Bounded(MAX_SCORES)
         self._module = module
         self._sampler = sampler
         self._loss_of = loss_of
+        self._batch = min(batch, MAX_SAMPLES)
         self._random = random.SystemRandom()
 
     @property
@@ -108,22 +111,24 @@ class WorthAudits:
             return []
         return [peer for peer, score in scores if score.audits >= LEAST_AUDITS and not score.is_proved]
 
-    def audit(self, work: ClaimedWork) -> float | None:
-        """Return how much better an update fits the samples of its peer than others; None if it names no samples."""
+    def audit(self, work: ClaimedWork) -> float:
+        """Return how much better an update fits the samples of its peer than others; 0 for one without samples."""
+        peer, difference = work.part.peer, self._difference(work)
+        score = self.scores.get(peer) or Score()
+        score.add(difference)
+        self.scores[peer] = score
+        return difference
+
+    def _difference(self, work: ClaimedWork) -> float:
         part = work.part
-        size = min(part.samples, MAX_SAMPLES)
+        size = min(part.samples, self._batch)
         if not size:
-            return None
+            return 0.0
         first = self._random.randrange(part.samples - size + 1)
         assigned = self._sampler.batch(work.cursor, work.place, part.peer, work.round, first, size)
-        drawn = self._random.getrandbits(62)
-        others = self._sampler.batch(0, None, "nobody", work.round, drawn, size)
+        others = self._sampler.batch(0, None, "nobody", work.round, self._random.getrandbits(62), size)
         values = part.decode()
-        difference = self._cosine(work, values, assigned) - self._cosine(work, values, others)
-        score = self.scores.get(part.peer) or Score()
-        score.add(difference)
-        self.scores[part.peer] = score
-        return difference
+        return self._cosine(work, values, assigned) - self._cosine(work, values, others)
 
     def _cosine(self, work: ClaimedWork, values: Tensor, samples: npt.NDArray[np.int64]) -> float:
         """Return the cosine between a part and the gradient of samples, over the parameters of the share."""

@@ -46,7 +46,7 @@ class AuditedTraining:
         self.mean = torch.randn(self.layout.num_values)
         self.cursor = self.round = 0
         self.num_peers = 0
-        self.audits = WorthAudits(self.module, self.sampler, self._loss)
+        self.audits = WorthAudits(self.module, self.sampler, self._loss, SAMPLES)
 
     def _loss(self, batch: npt.NDArray[np.int64]) -> torch.Tensor:
         return language_model_loss(self.module, torch.from_numpy(batch))

@@ -16,6 +16,12 @@ def test_work_is_proved_and_what_is_none_is_doubted(kind: str) -> None:
     assert training.audits.scores["peer 0"].deviations > 2 * LEAST_DEVIATIONS
 
 
+def test_work_without_samples_is_none() -> None:
+    training = AuditedTraining(2)
+    training.play(LEAST_AUDITS, [training.work, training.work], [SAMPLES, 0])
+    assert training.audits.doubtful == ["peer 1"]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_nobody_that_works_is_doubted(seed: int) -> None:
     training = AuditedTraining(seed)
