@@ -14,7 +14,7 @@ pytestmark = [needed(why_unavailable(), "ip", "nft"), pytest.mark.timeout(300)]
 
 QUORUM_WAIT_SECONDS = 20.0
 """How long voters wait for a quorum before they close a reduced round."""
-NOTICE_SECONDS = 15.0
+NOTICE_SECONDS = 30.0
 """Within which the others end a round without peers that are cut off; `tests/sim/test_phases.py` has all phases."""
 AVERAGING = {"min_peers": 2, "matchmaking_seconds": QUORUM_WAIT_SECONDS}
 """A lone peer waits for others; and matchmaking, as by default, outlasts leaders that fall silent."""
