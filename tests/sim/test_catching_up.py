@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from p2ptrain.averaging.commit.round_log import Result
 from p2ptrain.averaging.protocol.certificate import Certificate, Head
 from p2ptrain.codecs import get_codec
+from p2ptrain.errors import PeerRefusedError
 from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.training.sync import catch_up
+from p2ptrain.training.sync.replica import Contribution
 from tests.support.coroutines import simulated
 from tests.support.sim.trainers import TOKENS_PER_STEP, Ledger, SimulatedTrainer, make_manifest
 
@@ -280,6 +283,34 @@ async def test_rounds_that_the_source_does_not_have_come_from_others_before_the_
         assert not newcomer.sync.averager.round_log.chain(laggard.sync.head.lineage)
         assert await laggard.sync.catch_up.follow(source, laggard.work)
         assert laggard.sync.catch_up.resyncs == (not others_have_it)
+        assert_equal_states(*swarm.all.values())
+
+
+@pytest.mark.parametrize("num_replayed", [1, 3])
+@simulated(seed=4)
+async def test_a_replay_that_breaks_off_goes_on_as_a_download(
+    network: SimulatedNetwork, monkeypatch: pytest.MonkeyPatch, num_replayed: int
+) -> None:
+    """The source drops a result before a slow peer has fetched it, and ends further rounds meanwhile."""
+    monkeypatch.setattr(catch_up, "choose_way", lambda *_: (False, "replay"))
+    async with trainers(network, "abc") as swarm:
+        swarm.leave("c")
+        await swarm.rounds("ab", 4)
+        laggard = await swarm.come_back("c")
+        source, replica, first = swarm.all["a"].peer.peer_id, laggard.sync.replica, laggard.sync.head.round
+        apply_missed, broke = replica.apply_missed, list[int]()
+
+        async def break_off(result: Result, work: Contribution | None) -> None:
+            if laggard.sync.head.round == first + num_replayed and not broke:
+                broke.append(first + num_replayed)
+                await swarm.rounds("ab", 1)
+                raise PeerRefusedError(source, "this result is not kept here")
+            await apply_missed(result, work)
+
+        monkeypatch.setattr(replica, "apply_missed", break_off)
+        assert await laggard.sync.catch_up.follow(source, laggard.work)
+        assert broke
+        assert laggard.sync.catch_up.resyncs == 1
         assert_equal_states(*swarm.all.values())
 
 

@@ -130,7 +130,8 @@ def test_a_peer_at_a_tenth_of_the_speed_holds_nobody_up_and_its_work_counts(swar
             worker.wait_for_commit(0, marks[worker.name], after_round=front + 6, timeout_seconds=PATIENCE_SECONDS)
             rounds = [event for event in worker.rounds(marks[worker.name]) if event["committed"]]
             assert max(event["seconds"] for event in rounds) <= promised_seconds(swarm)
-        slow.wait_for("round", lambda event: event["contributed"] and event["members"] > 1, marks[slow.name])
+        its = marks[slow.name]
+        slow.wait_for("round", lambda each: each["contributed"] and each["members"] > 1, its, 2 * PATIENCE_SECONDS)
     agreed = wait_for_peace(*swarm.workers, timeout_seconds=PATIENCE_SECONDS)
     check_states(*swarm.workers)
     assert_work_counts_once(swarm, agreed)

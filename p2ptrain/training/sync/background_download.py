@@ -201,9 +201,9 @@ class StateDownload:
 
     async def _extend(self) -> bool:
         """Fetch the newer results of the first peer that has any; return True if there were some."""
-        if (tip := self.rounds.tip) is None:
-            return False
         for peer in sorted(self._sources(), key=self._failures.__getitem__):
+            if (tip := self.rounds.tip) is None:
+                return False
             try:
                 chain = await self._round_log.certificates_after(peer, tip)
                 for some in self._batches(peer, chain):

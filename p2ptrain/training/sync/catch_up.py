@@ -14,6 +14,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
+from itertools import dropwhile
 from typing import Any
 
 from p2ptrain.averaging.commit.anchoring import AnchorSearch
@@ -279,13 +280,14 @@ class CatchUp:
     ) -> None:
         """Fetch the whole state, ``source`` first, and the rounds since, without a deadline.
 
-        ``chain`` holds the known certificates from this peer's lineage on.
+        ``chain`` holds the known certificates from this peer's lineage on, of which it may have replayed some.
         """
         anchors, newest = self._context.anchors, self._context.anchors.newest
         head = await self._head_ahead(source, accepts_own_lineage=not keep_work)
         if chain and between(chain, self._state.head.lineage, head.lineage) is None:  # The source committed more.
-            since = await self._round_log.certificates_after(source, head_through(self._state.head, chain))
-            chain = [*chain, *since]
+            left = list(dropwhile(lambda each: each.body.lineage != self._state.head.lineage, chain))
+            since = await self._round_log.certificates_after(source, head_through(self._state.head, left))
+            chain = [*left, *since]
         async with self._downloaded.fetched(source, head):
             if anchors.newest is not newest:  # The chunks stay, for a head that is proved from the anchor.
                 raise AttemptFailedError("an anchor came during the download")
