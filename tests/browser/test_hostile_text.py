@@ -35,6 +35,7 @@ TOLD = (report(6, contributed=False, reason="late"), aborted(7, "no quorum"), re
 RECORD = trainer(
     "a", note="a note", diverged=True, last_rounds=TOLD, addresses=("/ip4/198.51.100.1/tcp/1",),
     clock_skew_seconds=60.0, stages=host("a", 0).stages, credential=b"a pass", revocations=b"a list",
+    doubts=("b",),
 )  # fmt: skip
 HOSTED = HostedView(RECORD.stages[0], (0, 4), False)
 PLAIN = frozenset({"peer", "role", "state"})
