@@ -16,7 +16,7 @@ import torch
 from benchmarks.findings import Finding, Section, run
 from benchmarks.harness import Measured, arguments
 from p2ptrain.training.worth import LEAST_AUDITS, LEAST_DEVIATIONS
-from tests.support.sim.worth import SAMPLES, AuditedTraining, Peer, pretenders
+from tests.support.sim.worth import PRETENDERS, SAMPLES, AuditedTraining, Peer
 
 FAST = 12
 """How many times as many samples the fast peer reads."""
@@ -28,7 +28,7 @@ def compare(num_seeds: int, audits: int) -> Section:
         f"Standard errors above 0 after {audits} audits, {num_seeds} seeds: median (least to most)",
         ("the other peer", "the peer that works", "the other peer's"),
     )
-    names = ("works", f"works {FAST} times as much", "claims 4 times its work", *pretenders(AuditedTraining(0)))
+    names = ("works", f"works {FAST} times as much", "claims 4 times its work", *PRETENDERS)
     least, most = float("inf"), float("-inf")
     for name in names:
         honest, others = list[float](), list[float]()
@@ -40,7 +40,7 @@ def compare(num_seeds: int, audits: int) -> Section:
                 names[1]: (fast, FAST * SAMPLES),
                 names[2]: (training.work, 4 * SAMPLES),
             }
-            peer, claim = kinds[name] if name in kinds else (pretenders(training)[name], SAMPLES)
+            peer, claim = kinds[name] if name in kinds else (partial(PRETENDERS[name], training), SAMPLES)
             training.play(audits, [training.work, peer], [SAMPLES, claim])
             scores = training.audits.scores
             honest.append(scores["peer 0"].deviations)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -91,7 +92,9 @@ class Trainer:
         self._round = -1
         self._index = 0
         self._next_glance = self._next_audit = 0.0
-        self.audits = WorthAudits(self._module, self._sampler, self._loss, self._spec.local_batch)
+        self.audits = WorthAudits(
+            self._module, self._sampler, self._loss, self._spec.local_batch, random.SystemRandom()
+        )
         optimizer.on_pause = self._on_pause
 
     def stop(self, seconds: float | None = None) -> None:

@@ -85,20 +85,26 @@ class WorthAudits:
     """Audits other peers with the live model, right after a round, on the training thread.
 
     ``loss_of`` returns the mean loss of the model on at most ``batch`` samples, token ids ``[batch, context + 1]``.
+    ``generator`` draws the samples of an audit.
 
     Attributes:
         scores: By peer.
     """
 
     def __init__(
-        self, module: nn.Module, sampler: Sampler, loss_of: Callable[[npt.NDArray[np.int64]], Tensor], batch: int
+        self,
+        module: nn.Module,
+        sampler: Sampler,
+        loss_of: Callable[[npt.NDArray[np.int64]], Tensor],
+        batch: int,
+        generator: random.Random,
     ) -> None:
         self.scores: Bounded[str, Score] = Bounded(MAX_SCORES)
         self._module = module
         self._sampler = sampler
         self._loss_of = loss_of
         self._batch = min(batch, MAX_SAMPLES)
-        self._random = random.SystemRandom()
+        self._random = generator
 
     @property
     def doubtful(self) -> list[str]:

@@ -1,5 +1,6 @@
 """A small training in rounds in which peers work, or pretend to, and one that owns a share audits them."""
 
+import random
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -46,7 +47,7 @@ class AuditedTraining:
         self.mean = torch.randn(self.layout.num_values)
         self.cursor = self.round = 0
         self.num_peers = 0
-        self.audits = WorthAudits(self.module, self.sampler, self._loss, SAMPLES)
+        self.audits = WorthAudits(self.module, self.sampler, self._loss, SAMPLES, random.Random(seed))
 
     def _loss(self, batch: npt.NDArray[np.int64]) -> torch.Tensor:
         return language_model_loss(self.module, torch.from_numpy(batch))
@@ -84,16 +85,11 @@ class AuditedTraining:
             self.round += 1
 
 
-def pretenders(training: AuditedTraining) -> dict[str, Peer]:
-    """Return the ways to pretend to work, by name."""
-    size = training.layout.num_values
-    return {
-        "zeros": lambda peer: torch.zeros(size),
-        "noise": lambda peer: 1e-3 * torch.randn(size),
-        "the last mean": lambda peer: training.mean,
-        "a copy of another peer's update": lambda peer: training.work(0),
-        "work on other samples": lambda peer: training.work(1_000),
-    }
-
-
-PRETENDERS = tuple(pretenders(AuditedTraining(0)))
+PRETENDERS: dict[str, Callable[[AuditedTraining, int], torch.Tensor]] = {
+    "zeros": lambda training, peer: torch.zeros(training.layout.num_values),
+    "noise": lambda training, peer: 1e-3 * torch.randn(training.layout.num_values),
+    "the last mean": lambda training, peer: training.mean,
+    "a copy of another peer's update": lambda training, peer: training.work(0),
+    "work on other samples": lambda training, peer: training.work(1_000),
+}
+"""Ways to pretend to work, by name."""

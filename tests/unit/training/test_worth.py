@@ -1,17 +1,19 @@
 """Audits of worth: they prove the work of peers that train on their samples, and of nobody else."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
 from p2ptrain.training.worth import LEAST_AUDITS, LEAST_DEVIATIONS, Score
-from tests.support.sim.worth import CONTEXT, PRETENDERS, SAMPLES, AuditedTraining, pretenders
+from tests.support.sim.worth import CONTEXT, PRETENDERS, SAMPLES, AuditedTraining
 
 
 @pytest.mark.parametrize("kind", PRETENDERS)
 def test_work_is_proved_and_what_is_none_is_doubted(kind: str) -> None:
     training = AuditedTraining(seed=7)
-    training.play(LEAST_AUDITS, [training.work, pretenders(training)[kind]], [SAMPLES, SAMPLES])
+    training.play(LEAST_AUDITS, [training.work, partial(PRETENDERS[kind], training)], [SAMPLES, SAMPLES])
     assert training.audits.doubtful == ["peer 1"], training.audits.scores
     assert training.audits.scores["peer 0"].deviations > 2 * LEAST_DEVIATIONS
 
@@ -34,7 +36,7 @@ def test_nobody_that_works_is_doubted(seed: int) -> None:
 def test_a_falling_loss_proves_nobodys_work(kind: str) -> None:
     """An update that is any good fits the samples that its sender had to read, but all others as well."""
     training = AuditedTraining(3, rate=3e-4)
-    training.play(LEAST_AUDITS, [training.work, pretenders(training)[kind]], [SAMPLES, SAMPLES])
+    training.play(LEAST_AUDITS, [training.work, partial(PRETENDERS[kind], training)], [SAMPLES, SAMPLES])
     assert training.audits.doubtful == ["peer 1"], training.audits.scores
 
 
