@@ -4,9 +4,9 @@ The form and arithmetic of an update prove no work. After a round each owner kee
 and the lineage tells which samples that member had to read. An update that was trained on these samples points more
 along their gradient than along that of other samples: the difference of the two cosines is the audit's result. Zeros,
 noise, an old mean and a copy of another peer's update have a difference of about 0. A peer cannot know who audits it:
-the draw depends on values that only the owner has, and the update is sent before.
+an owner draws once all updates have arrived.
 
-A single difference is mostly noise. `Score.deviations` tells how surely the mean of all audits of a peer is above 0. A
+A single difference is mostly noise. `Score.deviations` tells how surely the mean of a peer's audits is above 0. A
 peer that takes many more steps than the others needs more audits, since each sample is a smaller part of its update.
 
 Gauntlet (Lidin et al. 2025) compares losses on assigned and other samples before and after an update, and needs the
@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -57,24 +59,23 @@ class ClaimedWork:
 
 @dataclass
 class Score:
-    """Mean and squared deviations of a peer's audits (Welford 1962)."""
+    """The last `LEAST_AUDITS` audits of a peer, so that one that stops to work is doubted later.
+
+    Attributes:
+        audits: Number of all its audits.
+        deviations: How many standard errors the mean of the last ones is above 0; 0 before the second, and if all are
+            equal.
+    """
 
     audits: int = 0
-    mean: float = 0.0
-    _squares: float = 0.0
+    deviations: float = 0.0
+    _last: deque[float] = field(default_factory=lambda: deque(maxlen=LEAST_AUDITS))
 
     def add(self, difference: float) -> None:
         self.audits += 1
-        delta = difference - self.mean
-        self.mean += delta / self.audits
-        self._squares += delta * (difference - self.mean)
-
-    @property
-    def deviations(self) -> float:
-        """How many standard errors the mean is above 0; 0 before the second audit, and if all were equal to 0."""
-        if self.audits < 2 or not self._squares:
-            return 0.0
-        return self.mean / math.sqrt(self._squares / (self.audits - 1) / self.audits)
+        self._last.append(difference)
+        spread = statistics.stdev(self._last) if len(self._last) > 1 else 0.0
+        self.deviations = statistics.fmean(self._last) / spread * math.sqrt(len(self._last)) if spread else 0.0
 
     @property
     def is_proved(self) -> bool:

@@ -346,11 +346,8 @@ class AllReduceSession:
         most_refused = 2 * len(refusals) > len(self.owners)
         sent_parts, exact_mean = self.sent_parts, self._exact_mean
         part = self._kept_part(certificate)
-        self.sent_parts, self._exact_mean, self.share.kept = (
-            {},
-            None,
-            None,
-        )  # Release large buffers: the session lingers.
+        self.sent_parts, self._exact_mean = {}, None  # Release large buffers: the session lingers.
+        self.share.kept = None
         return SessionResult(
             certificate,
             failure,

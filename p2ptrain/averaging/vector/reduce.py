@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import hashlib
 import math
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -179,8 +179,6 @@ class _Arriving:
             self._check_piece(piece, low, high)
 
 
-SECRET_VALUES = 1024
-"""Values of its own part by which an owner draws the part that it keeps."""
 STACK_VALUES = 1 << 15
 """Values of each part that a rule by coordinate combines at a time; the stack of parts must fit a core's cache."""
 
@@ -320,11 +318,10 @@ class OwnShare:
         return found
 
     def _keep(self, others: Sequence[int]) -> tuple[int, Codec, Buffer] | None:
-        """Draw one of the parts, by the own part, which no other member knows: nobody can tell who is audited."""
+        """Draw one of the parts: all have arrived, so nobody could know whose update is audited."""
         if not others or not len(self.own):
             return None
-        secret = hashlib.sha256(self.own[:SECRET_VALUES].detach().numpy().tobytes()).digest()
-        index = others[int.from_bytes(secret, "big") % len(others)]
+        index = secrets.choice(others)
         return index, *self.parts[index]
 
     def weights(self, contributors: Sequence[int], claims: Sequence[Claim]) -> dict[int, float]:

@@ -24,6 +24,14 @@ def test_work_without_samples_is_none() -> None:
     assert training.audits.doubtful == ["peer 1"]
 
 
+def test_a_peer_that_stops_to_work_is_doubted() -> None:
+    training = AuditedTraining(4)
+    training.play(LEAST_AUDITS, [training.work, training.work], [SAMPLES, SAMPLES])
+    assert not training.audits.doubtful
+    training.play(LEAST_AUDITS, [training.work, partial(PRETENDERS["noise"], training)], [SAMPLES, SAMPLES])
+    assert training.audits.doubtful == ["peer 1"]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_nobody_that_works_is_doubted(seed: int) -> None:
     training = AuditedTraining(seed)
@@ -50,6 +58,6 @@ def test_a_score_is_the_mean_and_its_standard_errors() -> None:
     values, score = torch.randn(50, generator=torch.Generator().manual_seed(1)) + 0.3, Score()
     for value in values.tolist():
         score.add(value)
-    assert score.mean == pytest.approx(float(values.mean()), rel=1e-5)
+    assert score.audits == 50
     assert score.deviations == pytest.approx(float(values.mean() / values.std() * 50**0.5), rel=1e-5)
     assert Score().deviations == 0.0
