@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from p2ptrain.monitor.web import to_json
 from p2ptrain.network.records.record import (
+    MAX_DOUBTS,
     REACHABILITIES,
     ROLES,
     STATES,
@@ -113,7 +114,7 @@ KINDS: dict[str, st.SearchStrategy[Any]] = {
     "RoundReports": st.lists(REPORTS, max_size=8).map(tuple),
     "StageReports": st.lists(STAGES, max_size=4, unique_by=lambda stage: stage.unit).map(tuple),
     "ServingReport | None": st.none() | SERVING, "CredentialBytes": st.binary(max_size=20),
-    "RevocationBytes": st.binary(max_size=20),
+    "RevocationBytes": st.binary(max_size=20), "Doubts": st.lists(TEXT, max_size=MAX_DOUBTS).map(tuple),
 }  # fmt: skip
 RECORDS = st.builds(PeerRecord, **{field.name: KINDS[str(field.type)] for field in fields(PeerRecord)})
 
