@@ -17,7 +17,7 @@ from typing import Any
 
 from p2ptrain._version import __version__
 
-__all__ = ["LoraSpec", "Manifest", "P2PTrainError", "SavePolicy", "SignedManifest", "Swarm", "__version__"]
+__all__ = ["LoraSpec", "Manifest", "P2PTrainError", "SavePolicy", "SignedManifest", "Swarm", "__version__", "pooled"]
 
 _HOMES = {
     "LoraSpec": "p2ptrain.manifest",
@@ -26,6 +26,7 @@ _HOMES = {
     "SavePolicy": "p2ptrain.training.checkpoints",
     "SignedManifest": "p2ptrain.manifest",
     "Swarm": "p2ptrain.node.swarm",
+    "pooled": "p2ptrain.network.records.evaluation",
 }
 
 

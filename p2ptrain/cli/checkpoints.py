@@ -139,11 +139,15 @@ def read_model(path: Path, manifest_file: Path | None) -> tuple[nn.Module, Manif
     checkpoint = load_checkpoint(path, bars)
     manifest = _manifest_of(checkpoint, manifest_file)
     model = build_model(manifest.model)
-    layout = Layout.from_module(model)
+    layout = Layout.from_module(model, "", manifest.private.personal if manifest.private else ())
     vector = checkpoint.tensors[0][1]
     if vector.shape != (layout.num_values,):
         raise IncompatibleError(f"{path} holds another model than its manifest names: give --manifest")
     layout.write(vector, model)
+    try:
+        layout.write_personal(checkpoint.local, model)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}: export another checkpoint of this site") from error
     return model, manifest, checkpoint.head
 
 

@@ -72,13 +72,17 @@ def _of_whole_model(manifest: Manifest, config: PeerConfig) -> tuple[list[str], 
     moments = 2 if training.every == 1 else OUTER_MOMENTS[training.outer]
     threads = {0: "all threads", 1: "1 thread"}.get(resources.threads, f"{resources.threads} threads")
     memory = human_bytes(estimate_memory_bytes(manifest))
-    source = local_data(manifest, config.weights, config.allow_path).source
+    source = local_data(manifest, config.weights, config.allow_path, config.data).source
     runs = [
         f"downloads  the state of the model, about {human_bytes(parameters * 4 * (1 + moments))}, from peers",
         f"runs       {manifest.model.family}, {human_count(parameters)} parameters, on {source!a};"
         f" device {resources.device}, {threads}, about {memory} of memory",
     ]
     steps = "gradients each global batch" if training.every == 1 else f"{training.every} steps"
+    if manifest.private is not None:
+        count = {"samples": " and the number of samples", "bucketed": " and the number of samples, rounded"}
+        told = f"losses{count.get(manifest.private.weights, '')}"
+        runs.append(f"keeps      your text on this machine; others see updates of the model, {told}")
     return runs, f"{manifest.averaging.codec} updates every {steps}"
 
 
@@ -108,7 +112,7 @@ def _of_stages(manifest: Manifest, config: PeerConfig) -> tuple[list[str], str]:
         if manifest.lora is not None:
             runs.append(f"trains     adapters of {', '.join(map(ascii, manifest.lora.targets))} alone")
     if config.role != "stage":
-        source = local_data(manifest, config.weights, config.allow_path).source
+        source = local_data(manifest, config.weights, config.allow_path, config.data).source
         runs.append(f"reads      {source!a}, and sends it through all stages")
     return runs, f"{manifest.pipeline.codec} activations, {manifest.averaging.codec} updates"
 
@@ -169,7 +173,7 @@ def check_machine(manifest: Manifest, config: PeerConfig) -> None:
         )
     needs = {}
     if config.role not in ("stage", "server"):
-        data = local_data(manifest, config.weights, config.allow_path)
+        data = local_data(manifest, config.weights, config.allow_path, config.data)
         needs = {"data.source": data.source, "data.tokenizer": data.tokenizer}
     if manifest.model.weights.startswith("local:") and (config.role != "trainer" or not manifest.in_stages):
         if config.weights is None:
@@ -178,6 +182,8 @@ def check_machine(manifest: Manifest, config: PeerConfig) -> None:
     for kind, source in needs.items():
         scheme, _, path = source.partition(":")
         if scheme == "path" and not Path(path).expanduser().exists():
+            if kind == "data.source" and config.data is not None:
+                raise ConfigError(f"--data {path}: there is no such file or folder")
             raise ConfigError(
                 f"the swarm's {kind} is {path}, which is not on this machine: ask its organizer for a copy"
             )

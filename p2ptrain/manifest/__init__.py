@@ -43,8 +43,8 @@ WEIGHTS_PATTERN = rf"^(|{_SHARED})$"
 
 DATA_FORMS = {
     "source": (
-        r"stdlib|custom|datasets:[\w.-]+/[\w.-]+(:[\w.-]+)?|path:.+",
-        "stdlib, path:DIR_OR_FILE, datasets:OWNER/NAME (:CONFIG may follow), or custom",
+        r"stdlib|own|custom|datasets:[\w.-]+/[\w.-]+(:[\w.-]+)?|path:.+",
+        "stdlib, path:DIR_OR_FILE, datasets:OWNER/NAME (:CONFIG may follow), own (with [private]), or custom",
     ),
     "tokenizer": (rf"bytes|{_SHARED}|path:.+", "bytes, path:DIR, hub:OWNER/NAME (@REVISION may follow) or local:NAME"),
 }
@@ -149,7 +149,8 @@ class DataSpec(Section):
 
     source: str = "stdlib"
     """``stdlib`` (the Python standard library's sources), ``datasets:OWNER/NAME``, ``path:DIR_OR_FILE`` of a copy that
-    every peer has there and allows with ``--allow-path`` (the path is public), or ``custom``."""
+    every peer has there and allows with ``--allow-path`` (the path is public), ``own`` (text that each peer names with
+    ``--data``, and that nobody else has; needs ``[private]``), or ``custom``."""
     tokenizer: str = "bytes"
     """``bytes``; ``hub:OWNER/NAME`` (and, if not the newest, ``@REVISION``) of a Hugging Face tokenizer to download;
     ``path:DIR`` of one that every peer has there, and allows; or ``local:NAME``, that of ``model.weights``."""
@@ -456,6 +457,20 @@ class LoraSpec(Section):
     """Of their initial values: every peer makes the same ones."""
 
 
+class PrivateSpec(Section):
+    """Each peer trains on data of its own, which stays on its machine: a *site*."""
+
+    weights: Literal["bucketed", "samples", "equal"] = "bucketed"
+    """Weight of a site's update, for each local step: ``samples``, its number of training samples (FedAvg);
+    ``bucketed``, the largest power of two in that number, which hides one sample more or less; ``equal``, 1."""
+    proximal: float = Field(0.0, ge=0, le=1000)
+    """Pull of each local step towards the shared parameters (FedProx's mu), which keeps unlike sites together; 0 for
+    none."""
+    personal: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = Field((), max_length=64)
+    """Patterns of tensors that stay with each site and are not averaged, such as ``["*.bn*"]`` (FedBN). ``*`` stands
+    for any characters. Each pattern must match a parameter or buffer of the model."""
+
+
 class Manifest(Section):
     """Everything that peers of one swarm must agree on."""
 
@@ -474,6 +489,7 @@ class Manifest(Section):
     admission: AdmissionSpec = AdmissionSpec()
     pipeline: PipelineSpec = PipelineSpec()
     lora: LoraSpec | None = None
+    private: PrivateSpec | None = None
     packages: tuple[Annotated[str, Field(pattern=PACKAGE_PATTERN)], ...] = Field((), max_length=16)
     """``PACKAGE==VERSION`` of each package that brings the model's family, the codec or the rule: all peers need it.
     'p2ptrain seed' adds what this machine has."""
@@ -529,6 +545,12 @@ class Manifest(Section):
                 f"pipeline.quant = {self.pipeline.quant!r} freezes the model: say under [lora] which of its layers get"
                 ' adapters, such as targets = ["q_proj", "v_proj"]'
             )
+        if self.private is not None:
+            self._check_private()
+        elif self.data.source == "own":
+            raise ValueError(
+                'data.source = "own" is private: add a section [private], or name text that all peers have'
+            )
         spec = self.training
         if self.in_stages and spec.every != 1:
             raise ValueError(
@@ -541,6 +563,17 @@ class Manifest(Section):
                 f" training.global_batch = {spec.global_batch}"
             )
         return self
+
+    def _check_private(self) -> None:
+        if self.data.source not in ("own", "custom"):
+            raise ValueError(
+                f'[private] with data.source = {self.data.source!r}: set "own" for text that each peer names with'
+                ' --data, or "custom" for a script that reads its data'
+            )
+        if self.in_stages:
+            raise ValueError("[private] with a model in stages: hosts of stages see samples; remove one of them")
+        if self.training.every == 1:
+            raise ValueError("[private] with training.every = 1: a gradient tells more of samples; set every above 1")
 
     def to_bytes(self) -> bytes:
         """Return canonical msgpack, the same bytes on every machine, without unused settings."""

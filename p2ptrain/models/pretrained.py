@@ -55,10 +55,24 @@ def not_given(key: str, source: str) -> str:
     )
 
 
-def local_data(manifest: Manifest, given: Path | None, allowed: Sequence[Path]) -> DataSpec:
-    """Return the manifest's data settings with `local_tokenizer`; raise `ConfigError` as it, for the text, too."""
-    _check_allowed("data.source", manifest.data.source, allowed)
-    return manifest.data.model_copy(update={"tokenizer": local_tokenizer(manifest, given, allowed)})
+def local_data(manifest: Manifest, given: Path | None, allowed: Sequence[Path], own: Path | None = None) -> DataSpec:
+    """Return the manifest's data settings with `local_tokenizer`; raise `ConfigError` as it, for the text, too.
+
+    ``own`` is the volunteer's text, for a swarm whose peers each bring theirs.
+    """
+    source = manifest.data.source
+    if (source == "own") != (own is not None):
+        raise ConfigError(
+            f"--data {own}: this swarm trains on {source}, not on text of each peer's own: leave --data out"
+            if own is not None
+            else "each peer of this swarm trains on text of its own: name it with --data DIR_OR_FILE"
+        )
+    if own is not None:
+        source = f"path:{own}"
+    else:
+        _check_allowed("data.source", source, allowed)
+    tokenizer = local_tokenizer(manifest, given, allowed)
+    return manifest.data.model_copy(update={"source": source, "tokenizer": tokenizer})
 
 
 def local_tokenizer(manifest: Manifest, given: Path | None, allowed: Sequence[Path]) -> str:

@@ -133,6 +133,7 @@ class Swarm:
         samples_per_step: int | None = None,
         tokens_per_step: int | None = None,
         schedule: Callable[[int], float] | None = None,
+        site_samples: int | None = None,
     ) -> SwarmOptimizer:
         """Wrap an optimizer so that its steps are shared with the swarm; the model adopts the swarm's state.
 
@@ -148,9 +149,11 @@ class Swarm:
             schedule: Maps the round, counted from 0, to the factor of the learning rates; the same on all peers. None
                 keeps the rates constant. It replaces a torch scheduler, which would count this peer's steps alone;
                 `SwarmOptimizer.scheduler` serves training loops that step one.
+            site_samples: In a private swarm, the number of this peer's training samples.
 
         Raises:
-            UsageError: This swarm has an optimizer already, or ``optimizer`` cannot train with a swarm.
+            UsageError: This swarm has an optimizer already, ``optimizer`` cannot train with a swarm, or
+                ``site_samples`` is missing or in vain.
             IncompatibleError: Other peers train a model of another shape, or with ``every = 1`` use another optimizer.
             CheckpointError: No checkpoint in ``run_dir`` is intact.
         """
@@ -165,11 +168,14 @@ class Swarm:
         self._optimizer, self._saver = share_optimizer(
             self._running, model, optimizer, self._saving, clip_norm=clip_norm, samples=samples,
             tokens=tokens_per_step or samples * self.manifest.model.context, schedule=schedule,
+            site_samples=site_samples,
         )  # fmt: skip
         return self._optimizer
 
     def sampler(self, dataset: Sized, *, seed: int | None = None) -> SwarmSampler:
         """Return a sampler for a `torch.utils.data.DataLoader` that divides a data set among the peers.
+
+        In a private swarm the data set is this peer's own, and the sampler reads all of it.
 
         Iterate over it after the call of `optimizer`. `SwarmSampler` documents its guarantees.
 
@@ -187,6 +193,8 @@ class Swarm:
             if optimizer is None or synchronizer is None:
                 raise UsageError("the swarm's data position is not known yet: call Swarm.optimizer first")
             head = synchronizer.head
+            if self.manifest.private is not None:
+                return DataPosition(head.round, optimizer.total_steps * optimizer.samples_per_step, (0, 1), 0)
             return DataPosition(head.round, head.samples, synchronizer.place, optimizer.work.samples)
 
         return SwarmSampler(len(dataset), self.manifest.data.seed if seed is None else seed, self.peer_id, read)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 
+from p2ptrain.network.records.evaluation import pooled
 from p2ptrain.status.observation import Observation
 from p2ptrain.status.progress import tokens_in_round
 from p2ptrain.status.stages import ARRIVING, TRAINING_ROLES
@@ -249,6 +250,7 @@ def headline(scene: Scene, alerts: Sequence[Alert]) -> Headline:
         committed=seen.committed,
         aborted=seen.aborted,
         bytes_per_token=statistics.median(costs) if costs else None,
+        evaluation=pooled([each.evaluation for peer in trainers if (each := peer.record).evaluation is not None]),
     )
 
 

@@ -88,8 +88,8 @@ def round_goal(manifest: Manifest) -> RoundGoal:
     """Return a swarm's goal: the global batch with ``every = 1``, else the average inner steps of a peer."""
     training, is_shared = manifest.training, manifest.training.every == 1
     samples = training.global_batch if is_shared else training.every * training.local_batch
-    if manifest.model.family == "custom" or training.fragments > 1:
-        samples = 0  # A script's samples have any length; each fragment of a model counts its own tokens.
+    if manifest.model.family == "custom" or training.fragments > 1 or manifest.private is not None:
+        samples = 0  # A script's samples have any length; fragments count their own tokens, private sites weights.
     context = manifest.model.context
     return RoundGoal(samples * context, is_shared, context if manifest.in_stages else 0)
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_type_hints
 
 import msgspec
 
+from p2ptrain.network.records.evaluation import Evaluation
 from p2ptrain.network.records.record import PeerRecord, StageReport
 from p2ptrain.network.records.serving import ServingTotals
 from p2ptrain.status.progress import RoundGoal
@@ -208,6 +209,7 @@ class Headline:
         round_seconds: Median time between committed rounds.
         committed, aborted: Rounds since the monitor's start.
         bytes_per_token: Bytes sent for each token that counts, median over training peers; None before the first.
+        evaluation: Over the held-out samples of all sites that report; None unless one does.
     """
 
     health: Health
@@ -225,6 +227,7 @@ class Headline:
     committed: int
     aborted: int
     bytes_per_token: float | None
+    evaluation: Evaluation | None = None
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,22 +18,21 @@ from torch.nn import functional
 from p2ptrain.progress import Advance
 from p2ptrain.training.data.windows import permute
 
-LossFunction = Callable[[nn.Module, torch.Tensor], torch.Tensor]
-"""Returns the mean loss in nats per token, a scalar, of the model on token ids ``[batch, context + 1]`` (int64)."""
-
 _VISITING_ORDER = (1, 2, 3, 4)
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class HeldOut:
     """A measured loss.
 
     Attributes:
         loss: Mean negative log-likelihood in nats per token.
+        error: Standard error of ``loss`` over the windows; infinite for a single window.
         num_windows: Windows read; fewer than asked for after a timeout.
     """
 
     loss: float
+    error: float
     num_windows: int
 
 
@@ -42,8 +43,21 @@ def language_model_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         model: Token ids ``[batch, context]`` to logits ``[batch, context, vocab]``.
         tokens: Token ids, int64, ``[batch, context + 1]``.
     """
+    return _losses(model, tokens).mean()
+
+
+def _losses(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the cross-entropy of each next token, ``[batch * context]``."""
     logits = model(tokens[:, :-1])
-    return functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+    return functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean of values, and its standard error; infinite for a single value."""
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return mean, math.inf
+    return mean, statistics.stdev(values, mean) / math.sqrt(len(values))
 
 
 def held_out_loss(
@@ -53,10 +67,9 @@ def held_out_loss(
     *,
     max_windows: int = 128,
     batch_size: int = 16,
-    loss_function: LossFunction = language_model_loss,
     max_seconds: float | None = None,
     advance: Advance = lambda done, total: None,
-) -> Evaluation:
+) -> HeldOut:
     """Measure the model on a fixed subset of held-out text; raise `ValueError` if that is shorter than one window.
 
     Windows of ``context`` tokens are spread evenly over the text and visited in a fixed shuffled order, so an early
@@ -66,7 +79,6 @@ def held_out_loss(
         model: Measured in eval mode, on the device of its first parameter.
         tokens: Held-out tokens, ``[num_tokens]``, at least ``context + 1``.
         batch_size: Windows per forward pass.
-        loss_function: The default suits causal language models.
         max_seconds: Timeout, checked after each batch; None for none.
         advance: Receives windows read, and their total.
     """
@@ -78,19 +90,18 @@ def held_out_loss(
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     modes = [(module, module.training) for module in model.modules()]
     deadline = None if max_seconds is None else time.monotonic() + max_seconds
-    total, read = 0.0, 0
+    losses: list[float] = []
     model.eval()
     try:
         with torch.no_grad():
             for first in range(0, count, batch_size):
                 rows = [tokens[start : start + context + 1] for start in starts[first : first + batch_size]]
                 batch = torch.from_numpy(np.stack(rows).astype(np.int64)).to(device)
-                total += float(loss_function(model, batch)) * len(rows)
-                read += len(rows)
-                advance(read, count)
+                losses += _losses(model, batch).view(len(rows), context).mean(1).tolist()
+                advance(len(losses), count)
                 if deadline is not None and time.monotonic() >= deadline:
                     break
     finally:
         for module, training in modes:
             module.training = training
-    return Evaluation(total / read, read)
+    return HeldOut(*mean_and_error(losses), len(losses))

@@ -17,6 +17,7 @@ import torch
 
 from p2ptrain.errors import CheckpointError, P2PTrainError, ResourceError, TemporaryError
 from p2ptrain.manifest import Manifest
+from p2ptrain.network.records.evaluation import Evaluation
 from p2ptrain.training.checkpoints.saving import Saver
 from p2ptrain.training.data.corpus import Corpus
 from p2ptrain.training.data.windows import Sampler
@@ -82,6 +83,7 @@ class Trainer:
         self._synchronizer = optimizer.synchronizer
         self._jobs = optimizer.synchronizer.jobs
         self._spec = manifest.training
+        self._is_private = manifest.private is not None
         self._context = manifest.model.context
         self._corpus = corpus
         self._sampler = Sampler(corpus.train, manifest.model.context, manifest.data.seed)
@@ -143,8 +145,12 @@ class Trainer:
         head = self._synchronizer.head
         if head.round != self._round:
             self._round, self._index = head.round, self.optimizer.work.samples  # Samples carried over.
-        size, place = self._spec.local_batch, self._synchronizer.place
-        batch = self._sampler.batch(head.samples, place, self.peer_id, head.round, self._index, size)
+        size = self._spec.local_batch
+        if self._is_private:
+            batch = self._sampler.of_site(self.optimizer.total_steps * size, size)
+        else:
+            place = self._synchronizer.place
+            batch = self._sampler.batch(head.samples, place, self.peer_id, head.round, self._index, size)
         self._index += size
         loss = self._loss(batch)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -175,7 +181,7 @@ class Trainer:
             self._save()
         if result.committed and time.monotonic() >= self._next_glance:
             self._glance()
-        if result.committed and time.monotonic() >= self._next_audit:
+        if result.committed and not self._is_private and time.monotonic() >= self._next_audit:
             self._audit()
 
     def _audit(self) -> None:
@@ -271,5 +277,8 @@ class Trainer:
 
     def _held_out_loss(self, **options: Any) -> float:
         found = held_out_loss(self._module, self._corpus.held_out, self._context, **options)
-        self._metrics.write("held_out", round=self._synchronizer.head.round, loss=found.loss, windows=found.num_windows)
+        number = self._synchronizer.head.round
+        self._metrics.write("held_out", round=number, loss=found.loss, error=found.error, windows=found.num_windows)
+        if self._is_private:
+            self.optimizer.evaluation = Evaluation.of("loss", number, found.loss, found.error, found.num_windows)
         return found.loss

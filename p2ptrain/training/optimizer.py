@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -23,11 +23,14 @@ import torch
 
 from p2ptrain.errors import DivergedError, UsageError
 from p2ptrain.manifest import TrainingSpec
+from p2ptrain.network.records.evaluation import Evaluation
 from p2ptrain.training.bridge import Bridge
+from p2ptrain.training.evaluate import mean_and_error
 from p2ptrain.training.gradients import clip_gradients
 from p2ptrain.training.learning_rate import SwarmScheduler, WrappedOptimizer
 from p2ptrain.training.local_update import LocalContribution
 from p2ptrain.training.optimizer_checks import check_layout_is_kept
+from p2ptrain.training.site import Site
 from p2ptrain.training.sync.synchronizer import RoundResult, Synchronizer
 
 logger = logging.getLogger(__name__)
@@ -63,6 +66,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         dropped_batches: Number of batches dropped because their gradient was not finite.
         loss: Loss of a recent batch, for monitoring: from the closure, the caller, or the model's outputs.
         samples_per_step: Samples in one local batch.
+        evaluation: The last measurement that this peer reports; None before the first.
         on_pause: Called by `step` with each result below the swarm's minimum of peers, if the manifest pauses then. It
             sleeps a while, and returns True to wait longer.
     """
@@ -75,6 +79,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         bridge: Bridge,
         spec: TrainingSpec,
         tokens_per_step: int,
+        site: Site | None = None,
     ) -> None:
         inner = wrapped.optimizer
         super().__init__(inner.param_groups, inner.defaults)
@@ -85,6 +90,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self.module = module
         self.synchronizer = synchronizer
         self._bridge = bridge
+        self._site = site
         self._every = spec.every
         self._steps_per_round = spec.steps_per_round
         self._clip_norm = wrapped.clip_norm
@@ -102,6 +108,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._first_step = 0
         self.total_tokens = self.total_steps = 0
         self._loss: float | None = None
+        self.evaluation: Evaluation | None = None
         self._is_loss_set = False
         self._loss_seen_at = -MARK_SECONDS
         self._loss_watch = LossWatch(module)
@@ -190,6 +197,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
         samples, tokens = self._counted or (self.samples_per_step, self._default_tokens)
         self._counted = None
         self._follow_schedule()
+        if self._site is not None:
+            self._site.pull(self.module, self.synchronizer.state)
         limit = self._clip_norm if self._every > 1 and self._clip_norm else math.inf
         if math.isfinite(clip_gradients(self._trained(), limit)):
             self._take_step(samples, tokens)
@@ -216,7 +225,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
             self.work.add_gradients(tokens)
         else:
             self.inner.step()
-        self.work.add_step(samples, tokens)
+        self.work.add_step(samples, tokens if self._site is None else self._site.weight)
         self.total_tokens += tokens
         self.total_steps += 1
 
@@ -336,12 +345,36 @@ class SwarmOptimizer(torch.optim.Optimizer):
         return self.last_result
 
     def _check_layout(self) -> None:
-        entries = self.synchronizer.state.layout.parameter_entries
-        check_layout_is_kept(self.module, (entry.name for entry in entries))
+        layout = self.synchronizer.state.layout
+        own = [entry for entry in layout.personal if entry.kind == "param"]
+        check_layout_is_kept(self.module, (entry.name for entry in [*layout.parameter_entries, *own]))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the live gradients, but not those accumulated for the global batch."""
         self.inner.zero_grad(set_to_none)
+
+    def report(self, values: Sequence[float], metric: str = "loss") -> Evaluation:
+        """Publish the mean of a metric over this peer's held-out samples; return what others see of it.
+
+        Args:
+            values: The metric of each sample, such as its loss, or 1 if it was classified correctly. They stay here.
+            metric: Its name, at most 32 characters.
+
+        Raises:
+            UsageError: There are no values, their mean is not finite, or the name does not print.
+        """
+        found = Evaluation.of(metric, self.round, *mean_and_error(values), len(values)) if values else None
+        if found is None or not metric.isprintable() or not metric:
+            raise UsageError(f"report of {len(values)} values as {metric!r}: give finite values and a printable name")
+        self.evaluation = found
+        return found
+
+    def evaluations(self) -> dict[str, Evaluation]:
+        """Return each peer's last reported measurement, by peer id; `p2ptrain.pooled` makes one of them."""
+        context = self.synchronizer.replica.context
+        found = {record.peer: record.evaluation for record in context.membership.records()}
+        found[context.rpc.peer_id] = self.evaluation
+        return {peer: each for peer, each in found.items() if each is not None}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state, and the counts and gradients not contributed yet."""

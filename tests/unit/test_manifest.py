@@ -192,6 +192,11 @@ def test_garbage_is_refused_with_one_line(data: bytes) -> None:
         ({"pipeline": {"stage_memory": 1 << 30}}, 'goes with stages = "auto"'),
         ({"pipeline": {"stages": 2, "stage_memory": 1 << 30}}, "pipeline.stages = 2 with pipeline.stage_memory"),
         ({"pipeline": {"stages": "auto", "stage_memory": 1 << 30, "cuts": [1]}}, "give one of them"),
+        ({"private": {}}, "[private] with data.source = 'stdlib': set \"own\" for text"),
+        ({"data": {"source": "own"}}, 'data.source = "own" is private: add a section [private]'),
+        ({"private": {}, "data": {"source": "own"}, "training": {"every": 1}}, "set every above 1"),
+        ({"private": {}, "data": {"source": "own"}, "pipeline": {"stages": 2}}, "hosts of stages see samples"),
+        ({"private": {"wieghts": "equal"}}, "did you mean 'weights'"),
         ({"pipeline": {"stages": 2}}, "training.every = 32 does not go with a pipeline"),
         ({"pipeline": {"stages": 2}}, "set training.every = 1"),
         (
@@ -215,7 +220,8 @@ OUT_OF_BOUNDS: dict[str, tuple[Any, ...]] = {
     "averaging.small_values": (0,), "averaging.feedback_decay": (1.01, -0.1),
     "averaging.worker_momentum": (1, -0.1), "pipeline.cuts": ([1.5],),
     "pipeline.stages": (0, 257, "many", 2.5, True), "pipeline.codec": ("topk",), "packages": (["something"],),
-    "name": ("",), "model": (3,),
+    "name": ("",), "model": (3,), "private.weights": ("tokens",), "private.proximal": (-0.1, 1001),
+    "private.personal": ([""], ["x"] * 65),
 }  # fmt: skip
 
 
@@ -287,6 +293,7 @@ def test_settings_without_a_use_are_neither_on_the_wire_nor_in_a_file(family: st
     assert ("global_batch" in sent["training"]) == (every == 1)
     assert "pipeline" not in sent
     assert "lora" not in sent
+    assert "private" not in sent
     assert parse_manifest(sent, "a") == manifest
     assert parse_manifest(tomllib.loads(commented_toml(manifest)), "a") == manifest
 

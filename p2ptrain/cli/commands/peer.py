@@ -28,6 +28,9 @@ def add_peer_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights", type=Path, metavar="DIR", help="the pretrained model, if this machine has it already"
     )
+    parser.add_argument(
+        "--data", type=Path, metavar="PATH", help="this peer's own text, if the swarm trains on private data"
+    )
     machine = parser.add_argument_group("what it may use of this machine")
     add_allow_path(machine)
     machine.add_argument("--device", metavar="auto|cpu|cuda:N", help="where to train (default auto)")
@@ -60,6 +63,7 @@ def peer_overrides(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "name": arguments.name,
         "weights": arguments.weights,
+        "data": arguments.data,
         "allow_path": arguments.allow_path,
         "resources.device": arguments.device,
         "resources.threads": arguments.threads,

@@ -14,7 +14,7 @@ from rich.text import Text
 from p2ptrain.cli.screen.table import clipped, human_time, printable, stage_lines
 from p2ptrain.network.records.record import PeerRecord, RoundReport, StageReport
 from p2ptrain.node.reports.jobs import Job
-from p2ptrain.status.formats import human_bytes, human_count, human_latency, human_seconds
+from p2ptrain.status.formats import human_bytes, human_count, human_evaluation, human_latency, human_seconds
 from p2ptrain.status.progress import PeerProgress
 from p2ptrain.status.stages import TRAINING_ROLES
 from p2ptrain.status.views import Headline, Rates, ServingView, Snapshot, StageView
@@ -124,11 +124,22 @@ def swarm_lines(snapshot: Snapshot, width: int, *, with_progress: bool = True) -
             f"{human_seconds(headline.round_seconds)} a round" if headline.round_seconds is not None else "",
             f"{headline.committed} committed, {headline.aborted} aborted since this began",
         ], width))  # fmt: skip
+    if found := held_out_parts(snapshot):
+        lines.append(line("held out", found, width))
     if served := serving_parts(snapshot.serving):
         lines.append(line("serves", served, width))
     peers = snapshot.peers
     lines.append(traffic_line([peer.record for peer in peers], [peer.rates for peer in peers], "", width))
     return lines
+
+
+def held_out_parts(snapshot: Snapshot) -> list[str]:
+    """Return the measurement over the sites of a private swarm, and their number; nothing in others."""
+    found = snapshot.headline.evaluation
+    if found is None:
+        return []
+    sites = sum(peer.record.evaluation is not None for peer in snapshot.peers)
+    return [f"{printable(human_evaluation(found))} (95 %)", f"over {counted(sites, 'site')}"]
 
 
 def serving_parts(served: ServingView) -> list[str]:

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from rich.text import Text
 
-from p2ptrain.cli.screen.lines import counted, health, reasons, serving_parts, swarm_lines, title_line
+from p2ptrain.cli.screen.lines import counted, health, held_out_parts, reasons, serving_parts, swarm_lines, title_line
 from p2ptrain.cli.screen.screen import Screen
 from p2ptrain.cli.screen.table import peer_row, plain_table, printable, risk_lines, stage_lines, table_lines
 from p2ptrain.errors import P2PTrainError
@@ -52,6 +52,7 @@ def json_of(snapshot: Snapshot) -> str:
         "reasons": headline.reasons,
         "stages": snapshot.stages,
         "missing": snapshot.swarm.missing,
+        "evaluation": headline.evaluation,
         "peers": [{**plain(peer.record), "addresses": peer.record.addresses} for peer in snapshot.peers],
     }
     return json.dumps(values, indent=2, default=plain)
@@ -73,6 +74,8 @@ def rendered(snapshot: Snapshot, width: int | None = None) -> str:
     # A single snapshot has no rates: these are totals and percentiles since each peer's start.
     if served := serving_parts(serving_view(records, since_their_start(records))):
         lines.append("serving: " + ", ".join(served))
+    if found := held_out_parts(snapshot):
+        lines.append("held out: " + ", ".join(found))
     return "\n".join([*lines, plain_table([peer_row(peer, len(stages)) for peer in snapshot.peers], width)])
 
 

@@ -24,6 +24,11 @@ export function latency(seconds) {
   return seconds < 0.995 ? `${seconds.toFixed(2)} s` : duration(seconds);
 }
 
+// The mean with its 95 % confidence interval, from the standard error.
+export function evaluation({ metric, mean, error }) {
+  return `${metric} ${mean.toFixed(3)}${error === null ? "" : ` ± ${(1.96 * error).toFixed(3)}`}`;
+}
+
 export const orDash = (value, format) => (value === null || value === undefined ? "–" : format(value));
 export const ago = (now, at) => `${duration(Math.max(0, now - at))} ago`;
 export const iso = (at) => new Date(at * 1000).toISOString();

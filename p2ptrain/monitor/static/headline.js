@@ -1,7 +1,7 @@
 // Health, alerts, and the main numbers.
 
 import { byId, el, setText, show } from "./dom.js";
-import { bytes, count, duration, orDash } from "./formats.js";
+import { bytes, count, duration, evaluation, orDash } from "./formats.js";
 
 const WORDS = { healthy: "Healthy", degraded: "Degraded", stopped: "Stopped", empty: "Empty" };
 let shownAlerts = "";
@@ -13,6 +13,8 @@ export function showHeadline({ headline, alerts }) {
   show(byId("welcome"), headline.health === "empty");
   document.title = document.title.replace(/^[^·]*/, `${WORDS[headline.health]} `);
   setText(byId("n-loss"), orDash(headline.loss, (loss) => loss.toFixed(4)));
+  show(byId("evaluation"), headline.evaluation !== null);
+  if (headline.evaluation) setText(byId("n-evaluation"), evaluation(headline.evaluation));
   setText(byId("n-tokens"), orDash(headline.tokens_per_second, count));
   setText(byId("n-peers"), headline.peers);
   setText(byId("n-training"), headline.training);

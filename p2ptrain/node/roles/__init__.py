@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 
 async def take_role(peer: Peer, config: PeerConfig, signals: StopSignals) -> None:
     """Do what the configured role does, until it ends; raise `ConfigError` if the swarm has no such role."""
+    private, serves = peer.manifest.private, config.serving.enabled or config.role == "server"
+    if serves and private is not None and private.personal:
+        raise ConfigError(
+            "each site of this swarm has layers of its own, so none can serve for the others: leave out --serve"
+        )
     if peer.manifest.in_stages and config.role in ("trainer", "stage", "both"):
         from p2ptrain.node.roles.pipeline import take_part
 

@@ -17,6 +17,7 @@ from p2ptrain.training.learning_rate import WrappedOptimizer, manifest_schedule
 from p2ptrain.training.loop import Trainer, TrainingProgress
 from p2ptrain.training.metrics import MetricsWriter
 from p2ptrain.training.optimizer import SwarmOptimizer
+from p2ptrain.training.site import Site
 from p2ptrain.training.state.initial_state import initial_state
 from p2ptrain.training.state.shared_state import SharedState
 
@@ -30,9 +31,11 @@ async def build_trainer(peer: Peer, config: PeerConfig, bridge: Bridge) -> Train
 
     wrapped = WrappedOptimizer(inner, manifest_schedule(spec), spec.clip_norm)
     tokens = spec.local_batch * manifest.model.context
+    private, num_samples = manifest.private, (len(corpus.train) - 1) // manifest.model.context
+    site = None if private is None else Site.of(private, num_samples)
     policy = SavePolicy(config.checkpoints.every_rounds, 0, config.checkpoints.keep_last)
     optimizer, saver = await start_training(
-        peer, state, lambda synchronizer: SwarmOptimizer(module, wrapped, synchronizer, bridge, spec, tokens),
+        peer, state, lambda synchronizer: SwarmOptimizer(module, wrapped, synchronizer, bridge, spec, tokens, site),
         config.run_dir / "checkpoints", policy,
     )  # fmt: skip
     synchronizer = optimizer.synchronizer
@@ -54,7 +57,7 @@ async def build_trainer(peer: Peer, config: PeerConfig, bridge: Bridge) -> Train
     peer.record.parts.append(
         lambda record: replace(
             record, loss=progress.loss, tokens_per_second=progress.tokens_per_second,
-            round_tokens=optimizer.work.tokens, doubts=tuple(trainer.audits.doubtful),
+            round_tokens=optimizer.work.tokens, doubts=tuple(trainer.audits.doubtful), evaluation=optimizer.evaluation,
         )
     )  # fmt: skip
     return trainer

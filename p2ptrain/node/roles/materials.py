@@ -37,7 +37,7 @@ def load_text(peer: Peer, config: PeerConfig) -> Corpus:
     """Return the manifest's text; raise `UsageError` if the model does not learn from text."""
     model = peer.manifest.model
     check_reads_text(model)
-    data = local_data(peer.manifest, config.weights, config.allow_path)
+    data = local_data(peer.manifest, config.weights, config.allow_path, config.data)
     return load_corpus(data, model.context, model.vocabulary, config.run_dir.parent / "data", peer.jobs)
 
 

@@ -66,6 +66,7 @@ class Saver:
                 logger.warning(
                     "the inner optimizer in %s does not fit this one, and begins anew: %s", checkpoint.path, error
                 )
+        self._restore_personal(checkpoint)
         if "residual" in local and _is_finite("the residual", {"residual": local["residual"]}):
             self._synchronizer.replica.restore_residual(local["residual"])
         waiting = {name: tensor for name, tensor in local.items() if name in ("live", "accumulated")}
@@ -73,6 +74,13 @@ class Saver:
             self._synchronizer.averager.contributions.forget(range(len(work.pending)))
         else:
             work.state.layout.write(work.state.vector, work.module)
+
+    def _restore_personal(self, checkpoint: LoadedCheckpoint) -> None:
+        layout, module = self._synchronizer.state.layout, self._optimizer.module
+        try:
+            layout.write_personal(checkpoint.local, module)
+        except ValueError as error:
+            logger.warning("%s in %s: this site's own layers begin anew", error, checkpoint.path)
 
     # --- saving
 
@@ -166,6 +174,9 @@ class Saver:
             if _is_finite("the inner optimizer's state", flat):
                 extra["optimizer_state"] = layout
                 local |= flat
+        own = self._synchronizer.state.layout.read_personal(optimizer.module)
+        if _is_finite("a personal tensor", own):
+            local |= own
         counts, waiting = optimizer.work.to_save()
         if _is_finite("the work that waits", waiting):
             extra["work"] = counts

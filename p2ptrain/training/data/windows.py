@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -90,11 +90,15 @@ class Sampler:
         Returns:
             Token ids, ``[size, context + 1]``: columns ``[:-1]`` are inputs, ``[1:]`` targets.
         """
-        samples = np.empty((size, self.context + 1), dtype=np.int64)
-        for row in range(size):
-            start = self.order.index(cursor, place, peer, round, first_index + row) * self.context
-            samples[row] = self.tokens[start : start + self.context + 1]
-        return samples
+        return self._windows(self.order.index(cursor, place, peer, round, first_index + row) for row in range(size))
+
+    def of_site(self, first: int, size: int) -> npt.NDArray[np.int64]:
+        """Return samples ``first`` to ``first + size - 1`` of a peer that reads all of its own text; as `batch`."""
+        return self._windows(self.order.at(first + row) for row in range(size))
+
+    def _windows(self, indices: Iterable[int]) -> npt.NDArray[np.int64]:
+        starts = [index * self.context for index in indices]
+        return np.stack([self.tokens[start : start + self.context + 1] for start in starts]).astype(np.int64)
 
 
 class ReadingPosition:

@@ -25,13 +25,13 @@ def initial_state(
         swarm: The manifest's digest, 32 bytes.
 
     Raises:
-        ValueError: The model has too few blocks for the manifest's number of fragments.
+        ValueError: The model has too few blocks for the manifest's number of fragments, or lacks a personal tensor.
     """
     spec = manifest.training
     rule = ""  # The manifest's own rule.
     if spec.every == 1 and wrapped is not None:
         rule = step_rule(model, wrapped.optimizer, wrapped.clip_norm, wrapped.rates.sample())
-    layout = Layout.from_module(model, rule)
+    layout = Layout.from_module(model, rule, manifest.private.personal if manifest.private else ())
     stepper: Stepper
     if spec.every == 1:
         stepper = AdamWStep(layout, spec) if wrapped is None else GradientStep(wrapped, model, layout)

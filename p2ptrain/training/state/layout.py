@@ -2,7 +2,7 @@
 
 Averaging, outer steps, digests and downloads work on this vector, on the CPU. It holds the trainable parameters (tied
 ones once), then the persistent buffers, both in the module's order of registration. Frozen parameters and
-non-persistent buffers are equal on all peers, and not in it.
+non-persistent buffers are equal on all peers, and not in it. Personal tensors differ among peers, and are not in it.
 
 Integer and boolean buffers are stored as fp32 and rounded on the way back, so they are exact up to 2**24.
 
@@ -17,8 +17,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import accumulate
 from typing import Literal
@@ -33,6 +34,8 @@ from p2ptrain.manifest import AveragingSpec
 MAX_EXACT_INTEGER = 1 << 24
 """Largest magnitude up to which fp32 holds all integers."""
 
+PERSONAL = "personal."
+"""Prefix of the names of personal tensors in a checkpoint."""
 _COMPILED_PREFIX = "_orig_mod."
 
 
@@ -76,37 +79,48 @@ class Layout:
         num_values: Length of the vector.
         num_parameters: Length of its first part, the parameters.
         rule: The peers' common step on the mean of this vector; empty for the manifest's.
+        personal: Tensors that stay with each peer and are not in the vector; their offsets have no meaning.
         fingerprint: SHA-256 of kinds, names, shapes, dtypes and rule, 32 bytes; equal on peers that can average
             together.
     """
 
-    def __init__(self, entries: tuple[Entry, ...], rule: str = "") -> None:
+    def __init__(self, entries: tuple[Entry, ...], rule: str = "", personal: tuple[Entry, ...] = ()) -> None:
         self.entries = entries
         self.rule = rule
+        self.personal = personal
         self.num_values = sum(entry.num_values for entry in entries)
         self.num_parameters = sum(entry.num_values for entry in entries if entry.kind == "param")
         described = [[e.kind, e.name, list(e.shape), str(e.dtype).removeprefix("torch.")] for e in entries]
         self.fingerprint = hashlib.sha256(b"p2ptrain layout 2" + json.dumps([described, rule]).encode()).digest()
 
     @classmethod
-    def from_module(cls, module: nn.Module, rule: str = "") -> Layout:
+    def from_module(cls, module: nn.Module, rule: str = "", personal: Sequence[str] = ()) -> Layout:
         """Return the layout of a module's trainable parameters and persistent buffers, in order of registration.
 
+        ``personal`` are patterns of the names of tensors that stay with each peer (see `PrivateSpec.personal`).
+
         Raises:
-            ValueError: A tensor is complex, sparse or quantized, an integer buffer is too large for fp32, or no
-                parameter is trainable.
+            ValueError: A tensor is complex, sparse or quantized, an integer buffer is too large for fp32, no parameter
+                is trainable and shared, or a pattern matches no tensor.
         """
         entries: list[Entry] = []
-        offset = 0
+        kept: list[Entry] = []
+        offset, unmatched = 0, set(personal)
         for kind, tensors in (("param", _parameters(module)), ("buffer", _buffers(module))):
             for name, tensor in tensors:
-                _check_tensor(name, tensor)
                 entry = Entry(name, tuple(tensor.shape), tensor.dtype, kind, offset)  # type: ignore[arg-type]
+                if matching := {pattern for pattern in personal if fnmatchcase(name, pattern)}:
+                    unmatched -= matching
+                    kept.append(entry)
+                    continue
+                _check_tensor(name, tensor)
                 entries.append(entry)
                 offset = entry.end
             if kind == "param" and not entries:
-                raise ValueError("the module has no trainable parameter: set requires_grad on what is to be trained")
-        return cls(tuple(entries), rule)
+                raise ValueError("the module has no trainable parameter to share: set requires_grad on what is trained")
+        if unmatched:
+            raise ValueError(f"private.personal: {min(unmatched)!r} matches no trained tensor of this model")
+        return cls(tuple(entries), rule, tuple(kept))
 
     @property
     def parameter_entries(self) -> tuple[Entry, ...]:
@@ -115,6 +129,24 @@ class Layout:
     @property
     def buffer_entries(self) -> tuple[Entry, ...]:
         return tuple(entry for entry in self.entries if entry.kind == "buffer")
+
+    @torch.no_grad()
+    def read_personal(self, module: nn.Module) -> dict[str, Tensor]:
+        """Return copies of the module's personal tensors on the CPU, by kind and name."""
+        bound = self._bind(module, self.personal)
+        return {f"{PERSONAL}{entry.kind}.{entry.name}": tensor.detach().cpu().clone() for entry, tensor in bound}
+
+    @torch.no_grad()
+    def write_personal(self, tensors: Mapping[str, Tensor], module: nn.Module) -> None:
+        """Copy the output of `read_personal` into the module; raise `ValueError` if a tensor is missing or differs."""
+        found = []
+        for entry, live in self._bind(module, self.personal):
+            tensor = tensors.get(f"{PERSONAL}{entry.kind}.{entry.name}")
+            if tensor is None or tensor.shape != live.shape:
+                raise ValueError(f"the personal tensor {entry.name} is missing, or has another shape")
+            found.append((live, tensor))
+        for live, tensor in found:
+            live.copy_(tensor)
 
     @cached_property
     def whole(self) -> Fragment:

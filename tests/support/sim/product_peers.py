@@ -17,6 +17,7 @@ from p2ptrain.manifest import (
     Manifest,
     ModelSpec,
     PipelineSpec,
+    PrivateSpec,
     SignedManifest,
     TrainingSpec,
 )
@@ -49,11 +50,17 @@ PASS_SECONDS = 0.05
 
 
 def small_manifest(
-    text: Path, training: dict[str, Any], *, num_stages: int = 1, tied: bool | None = None, **averaging: Any
+    text: Path,
+    training: dict[str, Any],
+    *,
+    num_stages: int = 1,
+    tied: bool | None = None,
+    private: PrivateSpec | None = None,
+    **averaging: Any,
 ) -> Manifest:
     """A narrow Llama over the bytes of a text, with short deadlines; one block for each stage.
 
-    Its embeddings are ``tied``, by default those of a whole model.
+    Its embeddings are ``tied``, by default those of a whole model. With ``private`` each peer brings its own text.
     """
     return Manifest(
         name="simulated",
@@ -61,7 +68,8 @@ def small_manifest(
             layers=num_stages, hidden=8, heads=2, kv_heads=1, intermediate=8, context=8, vocabulary=256,
             tied_embeddings=num_stages == 1 if tied is None else tied,
         ),
-        data=DataSpec(source=f"path:{text}"),
+        data=DataSpec(source=f"path:{text}" if private is None else "own"),
+        private=private,
         training=TrainingSpec.model_validate({"local_batch": 2, **training}),
         averaging=AveragingSpec.model_validate(
             {"codec": "int8", "grace_seconds": 3.0, "matchmaking_seconds": 15.0, "round_seconds": 20.0, **averaging}

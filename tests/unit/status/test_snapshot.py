@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2ptrain.monitor.web import to_json
+from p2ptrain.network.records.evaluation import Evaluation
 from p2ptrain.network.records.record import (
     MAX_DOUBTS,
     REACHABILITIES,
@@ -105,6 +106,10 @@ SERVING = st.builds(
     ),
     st.integers(0, 10**6), FEW, FEW, FEW, FEW, LATENCIES, LATENCIES,
 )  # fmt: skip
+EVALUATIONS = st.builds(
+    Evaluation, metric=TEXT.filter(bool), round=COUNTS, mean=NUMBERS, error=st.none() | AMOUNTS,
+    samples=st.integers(1, 2**40),
+)  # fmt: skip
 KINDS: dict[str, st.SearchStrategy[Any]] = {
     "str": TEXT, "Name": TEXT, "Version": TEXT, "Note": TEXT, "Addresses": st.just(()), "bool": st.booleans(),
     "Count": COUNTS, "Amount": AMOUNTS, "Number": NUMBERS, "Hash": HASHES,
@@ -115,6 +120,7 @@ KINDS: dict[str, st.SearchStrategy[Any]] = {
     "StageReports": st.lists(STAGES, max_size=4, unique_by=lambda stage: stage.unit).map(tuple),
     "ServingReport | None": st.none() | SERVING, "CredentialBytes": st.binary(max_size=20),
     "RevocationBytes": st.binary(max_size=20), "Doubts": st.lists(TEXT, max_size=MAX_DOUBTS).map(tuple),
+    "Evaluation | None": st.none() | EVALUATIONS,
 }  # fmt: skip
 RECORDS = st.builds(PeerRecord, **{field.name: KINDS[str(field.type)] for field in fields(PeerRecord)})
 

@@ -63,25 +63,27 @@ def test_modes_are_restored_even_when_the_loss_fails() -> None:
     model.train()
     model.dropout.eval()
 
-    def fail(module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    def fail(*_: object) -> None:
         raise RuntimeError("no")
 
+    model.register_forward_hook(fail)
     with pytest.raises(RuntimeError, match="no"):
-        held_out_loss(model, TOKENS, 32, loss_function=fail)
+        held_out_loss(model, TOKENS, 32)
     assert model.training
     assert not model.dropout.training
 
 
-def test_a_custom_loss_is_averaged_over_windows() -> None:
-    sizes: list[int] = []
-
-    def loss(module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-        sizes.append(len(tokens))
-        return torch.tensor(float(len(sizes)))
-
-    measured = held_out_loss(Uniform(), TOKENS, 32, max_windows=5, batch_size=4, loss_function=loss)
-    assert sizes == [4, 1]
-    assert measured.loss == pytest.approx((4 * 1 + 1 * 2) / 5)
+def test_the_loss_has_the_standard_error_of_its_windows_whatever_the_batches() -> None:
+    model = build_model(ModelSpec(layers=1, hidden=16, heads=2, kv_heads=2, intermediate=32, context=16))
+    tokens = TOKENS[: 16 * 5 + 1]
+    rows = [torch.from_numpy(tokens[start : start + 17].astype(np.int64))[None] for start in range(0, 16 * 5, 16)]
+    with torch.no_grad():
+        losses = torch.tensor([float(language_model_loss(model, row)) for row in rows], dtype=torch.float64)
+    for batch_size in (1, 2, 5):
+        measured = held_out_loss(model, tokens, 16, batch_size=batch_size)
+        assert measured.loss == pytest.approx(float(losses.mean()), rel=1e-5)
+        assert measured.error == pytest.approx(float(losses.std()) / math.sqrt(5), rel=1e-3)
+    assert held_out_loss(model, tokens, 16, max_windows=1).error == math.inf
 
 
 def test_time_is_bounded_to_one_more_batch_and_too_little_text_is_refused() -> None:

@@ -1,0 +1,69 @@
+"""A site's measurement of the model on its own held-out data, and the measurement over several sites.
+
+The samples stay at the site. Its record carries the mean over them, the mean's standard error, and how many there are,
+rounded down to a power of two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
+
+from p2ptrain.network.schema import Amount, Count, Number
+
+CONFIDENCE = 1.96
+"""Standard errors of a 95 % confidence interval."""
+MAX_METRIC_CHARS = 32
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A mean over held-out samples.
+
+    Attributes:
+        metric: What was measured, such as ``loss`` or ``accuracy``.
+        round: The round in progress when it was.
+        error: Standard error of ``mean``; None if it is unknown, as from a single sample.
+        samples: Held-out samples, rounded down to a power of two.
+    """
+
+    metric: Annotated[str, Meta(min_length=1, max_length=MAX_METRIC_CHARS)]
+    round: Count
+    mean: Number
+    error: Amount | None
+    samples: Annotated[int, Meta(ge=1, le=1 << 40)]
+
+    @classmethod
+    def of(cls, metric: str, round: int, mean: float, error: float, samples: int) -> Evaluation | None:
+        """Return a measurement to publish; None if its mean is not finite. ``error`` may be infinite."""
+        if not math.isfinite(mean):
+            return None
+        bucket = 1 << min(40, samples.bit_length() - 1)
+        return cls(metric[:MAX_METRIC_CHARS], round, mean, error if math.isfinite(error) else None, bucket)
+
+    @property
+    def interval(self) -> float | None:
+        """Half of the 95 % confidence interval; None if it is unknown."""
+        return None if self.error is None else CONFIDENCE * self.error
+
+
+def pooled(evaluations: Collection[Evaluation]) -> Evaluation | None:
+    """Return the mean over the samples of all sites that measured the same metric as most; None without any.
+
+    A site counts by its rounded number of samples. Its samples are taken as independent of other sites'. The round is
+    the earliest.
+    """
+    metrics = sorted(each.metric for each in evaluations)
+    if not metrics:
+        return None
+    metric = max(dict.fromkeys(metrics), key=metrics.count)
+    alike = [each for each in evaluations if each.metric == metric]
+    total = sum(each.samples for each in alike)
+    mean = sum(each.mean * each.samples for each in alike) / total
+    squares = [None if each.error is None else (each.error * each.samples / total) ** 2 for each in alike]
+    error = None if None in squares else math.sqrt(sum(square for square in squares if square is not None))
+    return Evaluation(metric, min(each.round for each in alike), mean, error, min(total, 1 << 40))

@@ -1,0 +1,102 @@
+"""Sites that train one model on text of their own, which stays with them."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from p2ptrain.manifest import PrivateSpec
+from p2ptrain.network.simulated import SimulatedNetwork
+from p2ptrain.training.loop import Trainer
+from tests.support.coroutines import simulated
+from tests.support.sim.product_peers import Begin, ProductSwarm
+
+ROUNDS = 6
+TRAINING = {"every": 4, "warmup_steps": 0}
+LETTERS = {"a": 4000, "b": 3000, "c": 900}
+"""Bytes of each site's text, whose numbered words begin with the site's letter: a window tells whose it is."""
+
+
+def _write(sites: ProductSwarm) -> None:
+    for letter, count in LETTERS.items():
+        words = [f"{letter}{number:05d}" for number in range(count // 7)]
+        (sites.folder / f"{letter}.txt").write_text("\n".join(words))
+
+
+def _start(sites: ProductSwarm, name: str, rounds: int) -> None:
+    sites.start(name, rounds, data=sites.folder / f"{name}.txt")
+
+
+@pytest.mark.parametrize("weights", ["samples", "bucketed", "equal"])
+@simulated(seed=3)
+async def test_sites_read_their_own_text_alone_and_weigh_what_the_manifest_says(
+    network: SimulatedNetwork, weights: str, begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sites = begin(network, TRAINING, private=PrivateSpec.model_validate({"weights": weights}))
+    _write(sites)
+    seen: dict[str, list[bytes]] = {}
+    loss = Trainer._loss
+
+    def observed(trainer: Trainer, batch: np.ndarray) -> torch.Tensor:
+        name = next(name for name, each in sites.trainers.items() if each is trainer)
+        seen.setdefault(name, []).extend(bytes(row.tolist()) for row in batch)
+        return loss(trainer, batch)
+
+    monkeypatch.setattr(Trainer, "_loss", observed)
+    counts: dict[str, int] = {}
+
+    def look(name: str, trainer: Trainer) -> None:
+        counts[name] = (len(trainer._corpus.train) - 1) // 8
+
+    sites.before_step = look
+    for name in LETTERS:
+        _start(sites, name, ROUNDS)
+    await sites.end()
+    assert len(sites.heads()) == 1
+    for name, windows in seen.items():
+        assert {chr(byte) for byte in b"".join(windows)} & LETTERS.keys() == {name}
+        assert len(set(windows)) == len(windows), "a pass reads no window twice"
+    for name, count in counts.items():
+        step = {"samples": count, "bucketed": 1 << (count.bit_length() - 1), "equal": 1}[weights]
+        trained, left_over = divmod(sites.sync(name).replica.trained_tokens, step)
+        assert left_over == 0
+        assert 2 * ROUNDS <= trained <= sites.trainers[name].optimizer.total_steps
+
+
+@pytest.mark.fault(1)
+@simulated(seed=4)
+async def test_a_killed_site_comes_back_with_its_own_layers(network: SimulatedNetwork, begin: Begin) -> None:
+    sites = begin(network, TRAINING, private=PrivateSpec(personal=("*norm*",)))
+    _write(sites)
+    last: dict[str, dict[str, torch.Tensor]] = {}
+    first_again: dict[str, torch.Tensor] = {}
+    has_trained, was_killed = asyncio.Event(), asyncio.Event()
+
+    def look(name: str, trainer: Trainer) -> None:
+        own = trainer.optimizer.synchronizer.state.layout.read_personal(trainer.optimizer.module)
+        if name == "c" and was_killed.is_set() and not first_again:
+            first_again.update(own)
+        last[name] = own
+        if name == "c" and trainer.optimizer.round >= 2:
+            has_trained.set()
+
+    sites.before_step = look
+    for name in LETTERS:
+        _start(sites, name, 4 * ROUNDS)
+    await has_trained.wait()
+    await sites.kill("c")
+    at_end = dict(last["c"])
+    was_killed.set()
+    await asyncio.sleep(10.0)
+    _start(sites, "c", 4 * ROUNDS)
+    await sites.end()
+    assert len(sites.heads()) == 1
+    start = {name: torch.ones_like(tensor) for name, tensor in at_end.items()}
+    assert first_again.keys() == at_end.keys()
+    assert at_end
+    for name, tensor in first_again.items():
+        # The checkpoint is of the round's end; at most a round of steps was lost.
+        assert not torch.equal(tensor, start[name])
+        assert torch.dist(tensor, at_end[name]) < torch.dist(start[name], at_end[name])
+    assert any(not torch.equal(last["a"][name], last["c"][name]) for name in last["a"])
