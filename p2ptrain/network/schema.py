@@ -16,7 +16,7 @@ Alternative messages are subclasses of one tagged base. The receiver passes the 
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import cache
 from typing import Annotated, Any, TypeVar, Union, cast
 
@@ -73,9 +73,14 @@ def from_wire(schema: type[T], values: object) -> T:
     """
     if schema is dict:
         return cast(T, values)
+    return _converted(schema, values, _BYTES)
+
+
+def _converted(schema: type[T], values: object, builtin_types: Sequence[type]) -> T:
     try:
         _check_texts(values)
-        return cast(T, msgspec.convert(values, _target(cast(Hashable, schema)), strict=True, builtin_types=_BYTES))
+        target = _target(cast(Hashable, schema))
+        return cast(T, msgspec.convert(values, target, strict=True, builtin_types=builtin_types))
     except (msgspec.ValidationError, RecursionError) as error:
         reason, _, place = str(error).partition(" - at `$")
         field = place.rstrip("`").lstrip(".")
@@ -94,6 +99,15 @@ def from_bytes(schema: type[T], data: bytes | bytearray | memoryview) -> T:
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise IntegrityError("bytes that are no message") from error
     return from_wire(schema, values)
+
+
+def from_json(schema: type[T], data: bytes) -> T:
+    """Convert untrusted JSON, with bytes in base64, to a schema; raise `IntegrityError` if it does not fit."""
+    try:
+        values = msgspec.json.decode(data)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise IntegrityError("bytes that are no JSON") from error
+    return _converted(schema, values, ())
 
 
 def _check_texts(values: object) -> None:
