@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from p2ptrain.averaging.protocol.certificate import Head
-    from p2ptrain.training.checkpoints.files import LoadedCheckpoint
+    from p2ptrain.training.checkpoints.files import CheckpointInfo, LoadedCheckpoint
 
 _STAGE_FOLDER = re.compile(rf"stage-\d+|{TIED_FOLDER}")
 _NAME = re.compile(r"\d+-round-\d+")
@@ -112,8 +112,10 @@ def _completeness(path: Path, paths: Sequence[Path]) -> str:
     return "  complete" + (f"; not here: {', '.join(absent)}" if absent else "")
 
 
-def export(path: Path, arguments: argparse.Namespace) -> None:
-    """Write the model of one checkpoint; ``arguments`` are the command's.
+def export(path: Path, arguments: argparse.Namespace) -> tuple[Manifest, dict[str, CheckpointInfo]]:
+    """Write the model of one checkpoint, and return its swarm's manifest and its description.
+
+    ``arguments`` are the command's. The description stands under an empty name.
 
     Raises:
         CheckpointError: It is damaged.
@@ -122,12 +124,14 @@ def export(path: Path, arguments: argparse.Namespace) -> None:
     """
     from p2ptrain.models import export_hugging_face
     from p2ptrain.models.pretrained import local_tokenizer
+    from p2ptrain.training.checkpoints.files import describe_checkpoint
 
     model, manifest, head = read_model(path, arguments.manifest)
     tokenizer, output = local_tokenizer(manifest, arguments.weights, arguments.allow_path or ()), arguments.output
     with bars(f"writing {output}", ""):
         export_hugging_face(model, manifest.model, output, tokenizer)
     print(f"wrote {output}: round {head.round}, digest {head.digest.hex()[:8]}")
+    return manifest, {"": describe_checkpoint(path)}
 
 
 def read_model(path: Path, manifest_file: Path | None) -> tuple[nn.Module, Manifest, Head]:

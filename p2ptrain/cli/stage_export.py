@@ -23,11 +23,13 @@ from p2ptrain.training.checkpoints.stage_list import read_stage_list
 if TYPE_CHECKING:
     import torch
 
-    from p2ptrain.training.checkpoints.files import LoadedCheckpoint
+    from p2ptrain.training.checkpoints.files import CheckpointInfo, LoadedCheckpoint
 
 
-def export_stages(paths: Sequence[Path], arguments: argparse.Namespace) -> None:
-    """Write the model of the newest complete round among stage checkpoints; ``arguments`` are the command's.
+def export_stages(paths: Sequence[Path], arguments: argparse.Namespace) -> tuple[Manifest, dict[str, CheckpointInfo]]:
+    """Write the model of the newest complete round among stage checkpoints, and return where it is from.
+
+    ``arguments`` are the command's. Returns the manifest, and the descriptions of the checkpoints by stage folder.
 
     Raises:
         CheckpointError: A checkpoint is missing or damaged, or does not match those of the other stages.
@@ -37,16 +39,21 @@ def export_stages(paths: Sequence[Path], arguments: argparse.Namespace) -> None:
     from p2ptrain.pipeline.plan import PipelinePlan
 
     manifest, output = _manifest_in(arguments.path, arguments.manifest), arguments.output
-    values, number = read_stages(paths, manifest, arguments.by_round)
+    values, parts = read_stages(paths, manifest, arguments.by_round)
     with bars(f"writing {output}", ""):
         _write(values, manifest, output, arguments)
     use = f"; in Python: peft.PeftModel.from_pretrained(model, {str(output)!r})" if manifest.lora is not None else ""
+    number = next(iter(parts.values())).head.round
     print(f"wrote {output}: round {number} of {PipelinePlan(manifest).num_stages} stages{use}")
+    return manifest, parts
 
 
-def read_stages(paths: Sequence[Path], manifest: Manifest, by_round: bool) -> tuple[dict[str, torch.Tensor], int]:
-    """Return the values of the newest complete round by parameter, and its number; raises as `export_stages`."""
+def read_stages(
+    paths: Sequence[Path], manifest: Manifest, by_round: bool
+) -> tuple[dict[str, torch.Tensor], dict[str, CheckpointInfo]]:
+    """Return the newest complete round: values by parameter, checkpoints by folder; raises as `export_stages`."""
     from p2ptrain.pipeline.plan import PipelinePlan
+    from p2ptrain.training.checkpoints.files import describe_checkpoint
 
     plan = PipelinePlan(manifest)
     units = {stage_folder(stage): plan.own(stage) for stage in range(plan.num_stages)}
@@ -58,8 +65,10 @@ def read_stages(paths: Sequence[Path], manifest: Manifest, by_round: bool) -> tu
             f"warning: only their round, {joined.round}, says that these checkpoints belong together", file=sys.stderr
         )
     values: dict[str, torch.Tensor] = {}
+    parts: dict[str, CheckpointInfo] = {}
     for name, unit in units.items():
         checkpoint = _load_one(joined.paths[name])
+        parts[name] = describe_checkpoint(checkpoint.path)
         if checkpoint.swarm != plan.swarm_of(unit.number):
             raise IncompatibleError(f"{checkpoint.path} is not of the swarm that the manifest describes")
         shapes = plan.shapes(unit)
@@ -70,7 +79,7 @@ def read_stages(paths: Sequence[Path], manifest: Manifest, by_round: bool) -> tu
         for (parameter, shape), size in zip(shapes.items(), sizes, strict=True):
             values[parameter] = vector[offset : offset + size].view(shape)
             offset += size
-    return values, joined.round
+    return values, parts
 
 
 def _write(values: dict[str, torch.Tensor], manifest: Manifest, output: Path, arguments: argparse.Namespace) -> None:

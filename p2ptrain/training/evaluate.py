@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,21 +42,20 @@ def language_model_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         model: Token ids ``[batch, context]`` to logits ``[batch, context, vocab]``.
         tokens: Token ids, int64, ``[batch, context + 1]``.
     """
-    return _losses(model, tokens).mean()
+    return _cross_entropy(model, tokens, "mean")
 
 
-def _losses(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the cross-entropy of each next token, ``[batch * context]``."""
+def _cross_entropy(model: nn.Module, tokens: torch.Tensor, reduction: str) -> torch.Tensor:
     logits = model(tokens[:, :-1])
-    return functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    return functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction=reduction)
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     """Return the mean of values, and its standard error; infinite for a single value."""
-    mean = statistics.fmean(values)
-    if len(values) < 2:
-        return mean, math.inf
-    return mean, statistics.stdev(values, mean) / math.sqrt(len(values))
+    sample = np.asarray(values, dtype=np.float64)
+    if len(sample) < 2:
+        return float(sample.mean()), math.inf
+    return float(sample.mean()), float(sample.std(ddof=1)) / math.sqrt(len(sample))
 
 
 def held_out_loss(
@@ -97,7 +95,8 @@ def held_out_loss(
             for first in range(0, count, batch_size):
                 rows = [tokens[start : start + context + 1] for start in starts[first : first + batch_size]]
                 batch = torch.from_numpy(np.stack(rows).astype(np.int64)).to(device)
-                losses += _losses(model, batch).view(len(rows), context).mean(1).tolist()
+                of_tokens = _cross_entropy(model, batch, "none")
+                losses += of_tokens.view(len(rows), context).mean(1).tolist()
                 advance(len(losses), count)
                 if deadline is not None and time.monotonic() >= deadline:
                     break

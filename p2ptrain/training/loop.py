@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -265,20 +265,23 @@ class Trainer:
 
     def _measure(self, seconds: float = EVALUATION_SECONDS) -> float:
         with self._jobs("measuring the held-out loss", "windows") as advance:
-            return self._held_out_loss(max_seconds=seconds, advance=advance)
+            return self._held_out_loss("shared", max_seconds=seconds, advance=advance)
 
     def _glance(self) -> None:
         """Measure the held-out loss on a few fixed windows, for monitoring."""
         started = time.monotonic()
         size = min(GLANCE_WINDOWS, self._spec.local_batch)
-        self._held_out_loss(max_windows=GLANCE_WINDOWS, batch_size=size, max_seconds=1.0)
+        self._held_out_loss("own", max_windows=GLANCE_WINDOWS, batch_size=size, max_seconds=1.0)
         now = time.monotonic()
         self._next_glance = now + max(GLANCE_SECONDS, 50 * (now - started))
 
-    def _held_out_loss(self, **options: Any) -> float:
+    def _held_out_loss(self, state: Literal["shared", "own"], **options: Any) -> float:
         found = held_out_loss(self._module, self._corpus.held_out, self._context, **options)
         number = self._synchronizer.head.round
-        self._metrics.write("held_out", round=number, loss=found.loss, error=found.error, windows=found.num_windows)
+        self._metrics.write(
+            "held_out", round=number, loss=found.loss, standard_error=found.error, windows=found.num_windows,
+            state=state,
+        )  # fmt: skip
         if self._is_private:
             self.optimizer.evaluation = Evaluation.of("loss", number, found.loss, found.error, found.num_windows)
         return found.loss

@@ -77,6 +77,7 @@ def test_a_swarm_trains_adapters_which_peft_puts_on_the_pretrained_model(tmp_pat
     done = run_command("checkpoint", "export", run_dir, tmp_path / "adapters")
     assert done.returncode == 0, done.stderr
     assert "PeftModel.from_pretrained" in done.stdout
+    assert "Adapters of `" in (tmp_path / "adapters" / "README.md").read_text()
     values = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
     held = [path.stat().st_size for path in run_dir.glob("*/checkpoints/stage-*/*/*")]
     assert max(held) < 2 * 4 * 3 * sum(value.numel() for value in values.values()), "more is saved than adapters"

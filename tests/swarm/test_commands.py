@@ -220,6 +220,9 @@ def test_a_peer_that_had_only_a_link_trains_so_many_rounds_each_time_and_can_exp
     assert (tmp_path / "peer" / "manifest.bin").read_bytes() == (seeded.directory / "manifest.bin").read_bytes()
     assert run_command("checkpoint", "export", tmp_path / "peer", tmp_path / "out").returncode == 0
     assert (tmp_path / "out" / "model.safetensors").exists()
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "these weights have a loss of " in card
+    assert "name 1 member. " in card
     wrong = seeded.directory / "run.toml"
     expect(3, "is not the signed manifest", "checkpoint", "export", tmp_path / "peer", tmp_path, "--manifest", wrong)
     newest = sorted((tmp_path / "peer" / "checkpoints").iterdir())[-1]

@@ -2,8 +2,10 @@
 
 Look after the checkpoints of a peer. A path is a checkpoint's folder, a folder of checkpoints, or a peer's run
 directory; where one checkpoint is needed, the newest is taken. 'export' writes a Hugging Face folder that
-from_pretrained loads. Of a model in stages it takes a folder with the run directories of a host of each stage, and the
-newest round that is complete: of which a host heard that all stages had saved it, and with which digests.
+from_pretrained loads, with a model card (README.md): what the checkpoint, the manifest and the peer's metrics tell of
+the model, and how to load it. Files that are in the folder already are replaced. Of a model in stages it takes a folder
+with the run directories of a host of each stage, and the newest round that is complete: of which a host heard that all
+stages had saved it, and with which digests.
 """
 
 from __future__ import annotations
@@ -39,10 +41,13 @@ def run(arguments: argparse.Namespace) -> int:
     from p2ptrain.cli.stage_export import export_stages
 
     paths = find_checkpoints(arguments.path)
-    if arguments.action == "export" and (of_stages := find_stage_checkpoints(arguments.path)):
-        export_stages(of_stages, arguments)
-    elif arguments.action == "export":
-        export(paths[-1], arguments)
+    if arguments.action == "export":
+        from p2ptrain.monitor.card import write_card
+
+        of_stages = find_stage_checkpoints(arguments.path)
+        exported = export_stages(of_stages, arguments) if of_stages else export(paths[-1], arguments)
+        run_dirs = {arguments.path, *arguments.path.glob("*/"), paths[-1].absolute().parents[1]}
+        write_card(arguments.output, *exported, of_stages or paths, sorted(run_dirs))
     elif arguments.action == "verify":
         verify(paths)
     else:

@@ -26,6 +26,7 @@ from p2ptrain.pipeline.messages import IDS, Payload, pack
 from p2ptrain.tasks import Tasks
 from p2ptrain.training.data.corpus import Corpus, Tokens
 from p2ptrain.training.data.windows import ReadingPosition, Sampler
+from p2ptrain.training.evaluate import mean_and_error
 from p2ptrain.training.loop import TrainingProgress
 from p2ptrain.training.metrics import MetricsWriter
 
@@ -206,14 +207,19 @@ class PipelineTrainer:
         count = min(max_windows, available)
         starts = [slot * available // count for slot in range(count)]
         losses: list[float] = []
+        means: list[float] = []
         try:
             async with asyncio.timeout(HELD_OUT_SECONDS):
                 for first in range(0, count, size):
                     windows = starts[first : first + size]
-                    losses += [await self._sender.evaluate(*self._batch(tokens, windows))] * len(windows)
+                    means.append(await self._sender.evaluate(*self._batch(tokens, windows)))
+                    losses += [means[-1]] * len(windows)
         except (P2PTrainError, DeadlineError, TimeoutError) as error:
             logger.info("the held-out loss was not measured: %s", error)
             return None
         loss = statistics.fmean(losses)
-        self._metrics.write("held_out", round=max(0, self._sender.round), loss=loss, windows=count)
+        self._metrics.write(
+            "held_out", round=max(0, self._sender.round), loss=loss, windows=count,
+            standard_error=mean_and_error(means)[1], state="shared",
+        )  # fmt: skip
         return loss

@@ -71,6 +71,8 @@ def test_the_newest_complete_round_becomes_the_model(runs: Path, capsys: pytest.
     assert export(runs) == 0
     assert "round 10 of 2 stages" in capsys.readouterr().out
     assert values(runs) == {0.5}
+    card = (runs.parent / "model" / "README.md").read_text()
+    assert all(f"| digest of {name} |" in card for name in ("stage-0", "stage-1", "tied"))
     assert export(runs, "--by-round") == 0
     assert "warning: only their round, 20," in capsys.readouterr().err
     assert values(runs) == {0.25}

@@ -9,7 +9,7 @@ from torch import nn
 
 from p2ptrain.manifest import ModelSpec
 from p2ptrain.models import build_model
-from p2ptrain.training.evaluate import held_out_loss, language_model_loss
+from p2ptrain.training.evaluate import held_out_loss, language_model_loss, mean_and_error
 
 TOKENS = np.random.default_rng(1).integers(0, 256, 5000).astype(np.uint8)
 
@@ -84,6 +84,11 @@ def test_the_loss_has_the_standard_error_of_its_windows_whatever_the_batches() -
         assert measured.loss == pytest.approx(float(losses.mean()), rel=1e-5)
         assert measured.error == pytest.approx(float(losses.std()) / math.sqrt(5), rel=1e-3)
     assert held_out_loss(model, tokens, 16, max_windows=1).error == math.inf
+
+
+def test_values_that_are_not_finite_give_a_mean_that_is_not() -> None:
+    for values in ([math.nan, 1.0], [math.inf, 1.0], [math.nan]):
+        assert not math.isfinite(mean_and_error(values)[0])
 
 
 def test_time_is_bounded_to_one_more_batch_and_too_little_text_is_refused() -> None:
