@@ -30,6 +30,8 @@ COMMANDS = {
     "revoke": "make an invite or a pass worthless; the peers that it let in stay",
     "ban": "throw a peer out of a swarm",
     "members": "show which peers a swarm admits, and how they came in",
+    "announce": "put a swarm into an index that others can read",
+    "list": "show the public swarms of an index",
     "peer": "run one peer from a role file (see the folder 'peers')",
     "status": "show the peers of a swarm",
     "monitor": "serve a web page that shows how a swarm is doing",
@@ -40,8 +42,11 @@ COMMANDS = {
 
 _FOLDERS = {
     **dict.fromkeys(("invite", "revoke", "ban", "members"), "admission."),
+    **dict.fromkeys(("announce", "list"), "index."),
     **dict.fromkeys(("generate", "chat", "serve"), "serving."),
 }
+
+ABOUT = "Train and serve one model together, over the internet, on machines that come and go."
 
 EXIT_CODES = """exit codes:
   0    done
@@ -111,15 +116,7 @@ def _dispatch(argv: list[str]) -> int:
         hint = f"did you mean {near[0]!r}?" if near else "see 'p2ptrain --help'"
         raise UsageError(f"there is no command {name!r}; {hint}")
     command = module_of(name)
-    parser = Parser(
-        prog=f"p2ptrain {name}",
-        description=str(command.__doc__).partition("\n\n")[2],
-        epilog=EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    command.add_arguments(parser)
-    _add_log_arguments(parser)
-    arguments = parser.parse_args(argv[1:])
+    arguments = parser_of(name).parse_args(argv[1:])
     if name != "peer":  # `peer` configures its log from the role file.
         from p2ptrain.cli.logs import configure_logging
 
@@ -128,6 +125,20 @@ def _dispatch(argv: list[str]) -> int:
         )
     code: int = command.run(arguments)
     return code
+
+
+def parser_of(name: str) -> Parser:
+    """Return the parser of a command's arguments."""
+    command = module_of(name)
+    parser = Parser(
+        prog=f"p2ptrain {name}",
+        description=str(command.__doc__).partition("\n\n")[2],
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_arguments(parser)
+    _add_log_arguments(parser)
+    return parser
 
 
 def _add_log_arguments(parser: argparse.ArgumentParser) -> None:
@@ -148,7 +159,7 @@ def _overview() -> str:
     commands = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
     return (
         "usage: p2ptrain COMMAND [OPTIONS]\n\n"
-        "Train and serve one model together, over the internet, on machines that come and go.\n\n"
+        f"{ABOUT}\n\n"
         f"commands:\n{commands}\n\n"
         "options:\n  --help     show this, or with a command its options\n  --version  show the version\n\n"
         f"{EXIT_CODES}"

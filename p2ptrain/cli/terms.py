@@ -6,7 +6,9 @@ import shutil
 import textwrap
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from p2ptrain.config import PeerConfig, parse_size
 from p2ptrain.errors import ConfigError, NotAdmittedError, ResourceError
@@ -21,6 +23,41 @@ from p2ptrain.pipeline.plan import PipelinePlan, serving_bytes
 from p2ptrain.status.formats import human_bytes, human_count
 
 _SPARE_DISK_BYTES = 200_000_000
+BYTES_A_VALUE = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.03, "int4": 0.53}
+"""Encoded size of a value, of codecs that send all of them; so that a look at terms does not import torch."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The least that a peer needs that trains, hosts a stage of a model in stages, or both.
+
+    Attributes:
+        parameters: Of the whole model.
+        memory: Bytes; ``disk``: bytes for checkpoints.
+        download: Bytes of the state that a newcomer fetches.
+        round_bytes: Bytes that it sends in a round, and as many that it receives; None if they depend on more.
+    """
+
+    parameters: int
+    memory: int
+    disk: int
+    download: int
+    round_bytes: int | None
+
+
+def needs_of(manifest: Manifest) -> Needs:
+    """Return what a peer with the default settings needs; raise the errors of `get_family` and `PipelinePlan`."""
+    role: Literal["both", "trainer"] = "both" if manifest.in_stages else "trainer"
+    config = PeerConfig(role=role, link="p2ptrain://")
+    memory, checkpoint = _needed_bytes(manifest, config)
+    disk, values = _disk_bytes(checkpoint, config), num_parameters(manifest.model)
+    if manifest.in_stages:
+        plan = PipelinePlan(manifest)
+        return Needs(values, memory, disk, min(map(plan.state_bytes, range(plan.num_stages))), None)
+    size = BYTES_A_VALUE.get(manifest.averaging.codec)
+    # A peer of many sends the parts of others, and its own share's mean to them: almost two vectors.
+    sent = 2 * size * values / manifest.training.fragments if size is not None else None
+    return Needs(values, memory, disk, _state_bytes(manifest), None if sent is None else int(sent))
 
 
 def describe(manifest: Manifest, config: PeerConfig) -> str:
@@ -69,12 +106,11 @@ def _of_server(manifest: Manifest, config: PeerConfig) -> tuple[list[str], str]:
 def _of_whole_model(manifest: Manifest, config: PeerConfig) -> tuple[list[str], str]:
     """Return the lines about the model, and what is sent."""
     parameters, training, resources = num_parameters(manifest.model), manifest.training, config.resources
-    moments = 2 if training.every == 1 else OUTER_MOMENTS[training.outer]
     threads = {0: "all threads", 1: "1 thread"}.get(resources.threads, f"{resources.threads} threads")
     memory = human_bytes(estimate_memory_bytes(manifest))
     source = local_data(manifest, config.weights, config.allow_path, config.data).source
     runs = [
-        f"downloads  the state of the model, about {human_bytes(parameters * 4 * (1 + moments))}, from peers",
+        f"downloads  the state of the model, about {human_bytes(_state_bytes(manifest))}, from peers",
         f"runs       {manifest.model.family}, {human_count(parameters)} parameters, on {source!a};"
         f" device {resources.device}, {threads}, about {memory} of memory",
     ]
@@ -84,6 +120,13 @@ def _of_whole_model(manifest: Manifest, config: PeerConfig) -> tuple[list[str], 
         told = f"losses{count.get(manifest.private.weights, '')}"
         runs.append(f"keeps      your text on this machine; others see updates of the model, {told}")
     return runs, f"{manifest.averaging.codec} updates every {steps}"
+
+
+def _state_bytes(manifest: Manifest) -> int:
+    """Return the size of the state of a model that is not cut."""
+    training = manifest.training
+    moments = 2 if training.every == 1 else OUTER_MOMENTS[training.outer]
+    return num_parameters(manifest.model) * 4 * (1 + moments)
 
 
 def _of_stages(manifest: Manifest, config: PeerConfig) -> tuple[list[str], str]:
@@ -136,6 +179,11 @@ def _needed_bytes(manifest: Manifest, config: PeerConfig) -> tuple[int, int]:
     return min((plan.needs[number].memory, plan.state_bytes(number)) for number in _stages_to_host(plan, config))
 
 
+def _disk_bytes(checkpoint: int, config: PeerConfig) -> int:
+    # A new checkpoint is complete before the oldest is removed.
+    return (config.checkpoints.keep_last + 1) * checkpoint + _SPARE_DISK_BYTES
+
+
 def check_admission(manifest: Manifest, invite: bytes, run_dir: Path) -> None:
     """Raise `NotAdmittedError`, with this peer's id, if neither a link's invite nor an earlier run admits this peer."""
     if manifest.admission.mode == "open":
@@ -163,8 +211,7 @@ def check_machine(manifest: Manifest, config: PeerConfig) -> None:
             " close other programs, or use a larger machine"
         )
     config.run_dir.mkdir(parents=True, exist_ok=True)
-    # A new checkpoint is complete before the oldest is removed.
-    disk = (config.checkpoints.keep_last + 1) * checkpoint + _SPARE_DISK_BYTES
+    disk = _disk_bytes(checkpoint, config)
     free = shutil.disk_usage(config.run_dir).free
     if disk > free:
         raise ResourceError(

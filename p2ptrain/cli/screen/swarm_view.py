@@ -13,7 +13,7 @@ from rich.text import Text
 from p2ptrain.cli.screen.lines import counted, health, held_out_parts, reasons, serving_parts, swarm_lines, title_line
 from p2ptrain.cli.screen.screen import Screen
 from p2ptrain.cli.screen.table import peer_row, plain_table, printable, risk_lines, stage_lines, table_lines
-from p2ptrain.errors import P2PTrainError
+from p2ptrain.errors import BootstrapError, P2PTrainError
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.status.formats import utc
 from p2ptrain.status.serving import serving_view, since_their_start
@@ -39,6 +39,20 @@ async def show_swarm(link: SwarmLink, *, as_json: bool, watch: bool) -> None:
             await _watch(looking)
         snapshot = await looking.look()
         print(json_of(snapshot) if as_json else rendered(snapshot))
+
+
+async def look_once(link: SwarmLink, seconds: float) -> Snapshot:
+    """Return a swarm as it is now; raise `BootstrapError` if it does not answer within this time."""
+    from p2ptrain.node.observe import observing
+
+    try:
+        async with asyncio.timeout(seconds), observing(link) as observer:
+            await observer.peers()
+            return await Looking(observer.look, observer.peer.signed, link).look()
+    except TimeoutError as error:
+        raise BootstrapError(
+            f"the swarm does not answer within {seconds:.0f} s: does its bootstrap peer run?"
+        ) from error
 
 
 def json_of(snapshot: Snapshot) -> str:
