@@ -38,6 +38,7 @@ COMMANDS = {
     "report": "write one HTML page of a finished run",
     "doctor": "check that this machine can take part, with a fix for what is missing",
     "checkpoint": "list, verify and export checkpoints",
+    "completion": "print a script that completes commands in a shell, or the manual page",
 }
 
 _FOLDERS = {

@@ -52,10 +52,11 @@ def _cross_entropy(model: nn.Module, tokens: torch.Tensor, reduction: str) -> to
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     """Return the mean of values, and its standard error; infinite for a single value."""
-    sample = np.asarray(values, dtype=np.float64)
-    if len(sample) < 2:
-        return float(sample.mean()), math.inf
-    return float(sample.mean()), float(sample.std(ddof=1)) / math.sqrt(len(sample))
+    count = len(values)
+    mean = sum(values) / count
+    if count < 2:
+        return mean, math.inf
+    return mean, math.sqrt(sum((value - mean) ** 2 for value in values) / (count - 1) / count)
 
 
 def held_out_loss(
