@@ -88,13 +88,14 @@ def auc(model: torch.nn.Module, records: Records) -> float:
     return float(roc_auc_score(records[1].numpy(), scores(model, records).numpy()))
 
 
-def run_site(site: int, link: str | None, seed: int) -> None:
+def run_site(site: int, link: str | None, listen: str, seed: int) -> None:
     """Train as one hospital, and report how many of its own patients the model gets right."""
     own, apart = load(site, seed)
     num_held_out = max(1, len(own[0]) // 5)
     held_out, train = (own[0][:num_held_out], own[1][:num_held_out]), (own[0][num_held_out:], own[1][num_held_out:])
     model = make_model()
-    with Swarm.join(link) if link else Swarm.create(Manifest.model_validate(MANIFEST)) as swarm:
+    manifest, where = Manifest.model_validate(MANIFEST), (listen,)
+    with Swarm.join(link, listen=where) if link else Swarm.create(manifest, listen=where) as swarm:
         print(f"others join with: python {sys.argv[0]} --site N '{swarm.link}'", flush=True)
         inner = torch.optim.AdamW(model.parameters(), 3e-3)
         opt = swarm.optimizer(model, inner, tokens_per_step=16, site_samples=len(train[0]))
@@ -109,7 +110,7 @@ def run_site(site: int, link: str | None, seed: int) -> None:
 
 def run_all(seed: int) -> None:
     """Run all hospitals as processes of this machine; compare with a model of all records, and of one hospital's."""
-    command = [sys.executable, sys.argv[0], "--seed", str(seed), "--site"]
+    command = [sys.executable, sys.argv[0], "--seed", str(seed), "--listen", "/ip4/127.0.0.1/tcp/0", "--site"]
     first = subprocess.Popen([*command, "0"], stdout=subprocess.PIPE, text=True)
     assert first.stdout is not None
     link = next(found[0] for line in first.stdout if (found := re.search(r"p2ptrain://[^']+", line)))
@@ -135,13 +136,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("link", nargs="?", help="the swarm link; without one, --site starts a swarm")
     parser.add_argument("--site", type=int, choices=range(SITES), help="be this hospital; without it, run all of them")
+    parser.add_argument("--listen", default="/ip4/0.0.0.0/tcp/0", help="multiaddr of --site to listen on")
     parser.add_argument("--seed", type=int, default=1, help="of the division of the records")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.site is None:
         run_all(arguments.seed)
     else:
-        run_site(arguments.site, arguments.link, arguments.seed)
+        run_site(arguments.site, arguments.link, arguments.listen, arguments.seed)
 
 
 if __name__ == "__main__":
