@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 
 from p2ptrain.models.exact import PAGE, ExactStage, Part
@@ -53,24 +54,22 @@ class SmallStage:
         return torch.full((number, PAGE), torch.nan, dtype=torch.float64)
 
     def step(self, parts: Sequence[Part], inputs: torch.Tensor, store: torch.Tensor) -> torch.Tensor:
-        outputs, at = [], 0
+        rows, kept, at = inputs.numpy().reshape(len(inputs), -1), store.numpy(), 0
+        past = np.empty((len(rows), 1))
         for part in parts:
-            for position in range(part.first, part.first + part.rows):
-                row = inputs[at] if inputs.dim() > 1 else inputs[at].repeat(WIDTH)
-                store[part.pages[position // PAGE], position % PAGE] = float(row[0] + 3 * row[-1])
-                pages = store[list(part.pages)].flatten()[: position + 1]
-                weights = torch.arange(1, position + 2, dtype=torch.float64)
-                past = float((pages * weights).sum() % PRIME)
-                outputs.append(
-                    [float((31 * past + 7 * int(row[each]) + each + self._number) % PRIME) for each in range(WIDTH)]
-                )
-                at += 1
+            of, end = slice(at, at + part.rows), part.first + part.rows
+            positions, pages = np.arange(part.first, end), np.array(part.pages)
+            kept[pages[positions // PAGE], positions % PAGE] = rows[of, 0] + 3 * rows[of, -1]
+            sums = np.cumsum(kept[pages].reshape(-1)[:end] * np.arange(1.0, end + 1.0))
+            past[of, 0] = sums[part.first :] % PRIME
+            at = of.stop
         self.rows += at
-        return torch.tensor(outputs, dtype=torch.float32)
+        outputs = (31 * past + 7 * np.trunc(rows.astype(np.float64)) + np.arange(WIDTH) + self._number) % PRIME
+        return torch.from_numpy(outputs.astype(np.float32))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        rows = [[((int(row[0]) * 7919 + each * 40503) % 997) / 100 for each in range(VOCABULARY)] for row in hidden]
-        return torch.tensor(rows)
+        found = (hidden[:, :1].numpy().astype(np.int64) * 7919 + np.arange(VOCABULARY) * 40503) % 997 / 100
+        return torch.from_numpy(found.astype(np.float32))
 
 
 class CopyingStage(SmallStage):
