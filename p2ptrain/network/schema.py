@@ -78,7 +78,8 @@ def from_wire(schema: type[T], values: object) -> T:
 
 def _converted(schema: type[T], values: object, builtin_types: Sequence[type]) -> T:
     try:
-        _check_texts(values)
+        if not _are_texts_printable(values):
+            _refuse_text(values)
         target = _target(cast(Hashable, schema))
         return cast(T, msgspec.convert(values, target, strict=True, builtin_types=builtin_types))
     except (msgspec.ValidationError, RecursionError) as error:
@@ -110,19 +111,35 @@ def from_json(schema: type[T], data: bytes) -> T:
     return _converted(schema, values, ())
 
 
-def _check_texts(values: object) -> None:
+def _are_texts_printable(values: object) -> bool:
+    """True if all text among plain values is printable."""
+    todo = [values]
+    for value in todo:  # which grows meanwhile: a call for each of them would take most of the time of a message
+        kind = type(value)
+        if kind is str:
+            if not value.isprintable():  # type: ignore[attr-defined]
+                return False
+        elif kind is dict:
+            todo += value  # type: ignore[arg-type]
+            todo += value.values()  # type: ignore[attr-defined]
+        elif kind is list or kind is tuple:
+            todo += value  # type: ignore[arg-type]
+    return True
+
+
+def _refuse_text(values: object) -> None:
     """Raise `msgspec.ValidationError` for unprintable text, because logs and terminals print texts."""
     if isinstance(values, str):
         if not values.isprintable():
             raise msgspec.ValidationError(f"Expected printable text, got {values[:32]!r}")
     elif isinstance(values, dict):
         for name, value in values.items():
-            _check_texts(name)
+            _refuse_text(name)
             try:
-                _check_texts(value)
+                _refuse_text(value)
             except msgspec.ValidationError as error:
                 reason, _, place = str(error).partition(" - at `$")
                 raise msgspec.ValidationError(f"{reason} - at `$.{str(name)[:32]}{place.rstrip('`')}`") from None
     elif isinstance(values, list | tuple):
         for value in values:
-            _check_texts(value)
+            _refuse_text(value)

@@ -28,6 +28,8 @@ MAX_REFUSED = 4096
 MAX_STRANGERS = 256
 MET_SECONDS = 600.0
 """Time for which a peer stays met after the last contact."""
+SWEEP_SECONDS = 1.0
+"""Least time between two searches of a full book for expired records; `RecordBook.held` searches at any time."""
 _ENTRY = struct.Struct(">8sQ?")
 ENTRY_BYTES = _ENTRY.size
 
@@ -74,6 +76,7 @@ class RecordBook:
         """By peer: the first met peer that has met it, or empty if there are two."""
         self._refused = Bounded[bytes, None](MAX_REFUSED)
         self._salt = runtime.random.randbytes(16)
+        self._swept_at = 0.0
 
     def __len__(self) -> int:
         return len(self._held)
@@ -143,9 +146,17 @@ class RecordBook:
             self.strangers[record.peer] = record, reason
 
     def _evict(self) -> None:
-        self.forget_expired()
+        if self._runtime.now() >= self._swept_at + SWEEP_SECONDS:
+            self.forget_expired()
         if len(self._held) > MAX_HELD:
-            self._drop(max(self._held, key=self._dispensability))
+            self._drop(self._most_dispensable())
+
+    def _most_dispensable(self) -> str:
+        """Return the peer whose record is evicted first: of unknown peers if there are any, and last its own."""
+        own, hearsay = self._signer.peer_id, list[str]()
+        if self._met.keys() - {own}:  # Else all are known.
+            hearsay = [p for p in self._held if p not in self._met and self._met_by.get(p) != "" and p != own]
+        return max(hearsay or self._held.keys() - {own} or {own}, key=lambda peer: self._held[peer].rank)
 
     def _dispensability(self, peer: str) -> tuple[bool, bool, bytes]:
         return peer != self._signer.peer_id, not self._is_known(peer), self._held[peer].rank
@@ -162,7 +173,7 @@ class RecordBook:
 
     def forget_expired(self) -> None:
         """Drop expired records, those of peers that are no longer admitted, and contacts that are too long ago."""
-        now = self._runtime.now()
+        now = self._swept_at = self._runtime.now()
         for peer, held in list(self._held.items()):
             if held.expires_at <= now:
                 self._drop(peer)
@@ -223,7 +234,7 @@ class RecordBook:
         """
         known, others = list[bytes](), list[tuple[bool, float, bytes]]()
         is_full = len(self._held) >= MAX_HELD
-        worst = max(map(self._dispensability, self._held)) if is_full else (True, True, b"")
+        worst = self._dispensability(self._most_dispensable()) if is_full else (True, True, b"")
         for fingerprint, sequence, is_met_there in _ENTRY.iter_unpack(entries):
             peer = self._peers.get(fingerprint)
             if peer is not None and is_met_there and partner in self._met:

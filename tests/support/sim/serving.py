@@ -262,6 +262,15 @@ def golden_draws(
     matcher: Matcher | None = None, wire: Wire | None = None,
 ) -> list[Drawn]:  # fmt: skip
     """Return the tokens of `golden` with their log probabilities; rows pass through ``wire`` between stages."""
+    compute = _golden_draws if matcher is None else _golden_draws.__wrapped__
+    return list(compute(tuple(prompt), num_tokens, num_stages, sampling, kind, matcher, wire))
+
+
+@functools.lru_cache(maxsize=64)
+def _golden_draws(
+    prompt: tuple[int, ...], num_tokens: int, num_stages: int, sampling: Sampling, kind: type[SmallStage],
+    matcher: Matcher | None, wire: Wire | None,
+) -> list[Drawn]:  # fmt: skip
     stages = [kind(number) for number in range(num_stages)]
     draws: list[Drawn] = []
     num_pages = -(-(len(prompt) + num_tokens) // PAGE)
