@@ -36,7 +36,7 @@ async def ended(peers: list[PresentPeer]) -> None:
 async def test_trainers_go_on_when_no_directory_answers_any_more(network: SimulatedNetwork) -> None:
     swarm = SimulatedSwarm(network, make_manifest(min_peers=3), seed=1)
     for name in "abc":
-        swarm.start(name)
+        swarm.start(name, step_seconds=2.0)
     await swarm.until(lambda: swarm.in_agreement(3), 600.0, "rounds are committed")
     for trainer in swarm.trainers.values():
         trainer.peer.directory.failing = True

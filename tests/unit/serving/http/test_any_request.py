@@ -26,7 +26,7 @@ COMPONENTS = document()["components"]["schemas"]
 POSTS = sorted(path for path, operations in document()["paths"].items() if "post" in operations)
 TIMEOUT_SECONDS = 60.0
 """Above the server's own; a request that takes as long hangs."""
-EXAMPLES = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+EXAMPLES = settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
 
 def schema_of(path: str) -> dict[str, Any]:
