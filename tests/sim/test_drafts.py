@@ -14,6 +14,7 @@ from p2ptrain.network.simulated import LinkModel
 from p2ptrain.serving.client.draft import Draft
 from p2ptrain.serving.sampling import Sampling
 from tests.sim.test_speculation import FAR, NEAR, SHAKY, TOLD, WARM, drafts, told
+from tests.support.pairs import pairs
 from tests.support.sim.serving import (
     GREEDY,
     CopyingStage,
@@ -88,9 +89,7 @@ def test_a_draft_changes_no_token_and_no_probability(num_stages: int, sampling: 
 
 
 @pytest.mark.fault(30)
-@pytest.mark.parametrize("fault", ["crash", "stall"])
-@pytest.mark.parametrize("victim", [0, 1, 2])
-@pytest.mark.parametrize("at", [30, 41])
+@pytest.mark.parametrize(("at", "victim", "fault"), pairs([30, 41], [0, 1, 2], ["crash", "stall"]))
 def test_a_host_that_fails_with_a_client_s_drafts_in_flight_is_replaced(fault: str, victim: int, at: int) -> None:
     async def main(swarm: ServingSwarm, client: Any) -> Any:
         client.generator.draft = draft()

@@ -78,8 +78,8 @@ async def test_bad_parts_and_means_do_not_stop_the_others(network: SimulatedNetw
 @pytest.mark.parametrize(
     ("lie", "num_honest"),
     [
-        pytest.param(lie, number, id=f"{name}-{number}")
-        for name, lie in BAD_MESSAGES.items()
+        pytest.param(lie, number, id=f"{name}-{number}", marks=pytest.mark.slow if number == 1 and at % 3 else [])
+        for at, (name, lie) in enumerate(BAD_MESSAGES.items())
         for number in (1, 3)
         if (name, number) != ("mask of one", 1)
     ],
@@ -216,7 +216,10 @@ async def test_streams_of_rounds_that_are_over_and_of_groups_that_never_were_are
 
 
 @pytest.mark.fault(35)
-@pytest.mark.parametrize(("stalls", "seed"), [(False, 7), *((True, seed) for seed in range(3, 8))])
+@pytest.mark.parametrize(
+    ("stalls", "seed"),
+    [(False, 7), (True, 3), *(pytest.param(True, seed, marks=pytest.mark.slow) for seed in range(4, 8))],
+)
 @simulated()
 async def test_a_record_that_promises_a_long_lineage_costs_little(
     network: SimulatedNetwork, stalls: bool, seed: int

@@ -12,10 +12,12 @@ from p2ptrain.averaging.grouping.cells import Key
 from p2ptrain.averaging.grouping.membership import rank
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, SimulatedPeer, simulate
 from tests.support.coroutines import simulated
+from tests.support.pairs import pairs
 from tests.support.sim.accounts import Accounts
 from tests.support.sim.trainers import SimulatedSwarm, SimulatedTrainer, make_manifest
 
 PHASES = ("matchmaking", "scatter", "reduce", "gather", "commit")
+ROLES = ("leader", "follower")
 FAULTY_ROUND = 2
 NUM_PEERS = 4
 NOTICE_SECONDS = 15.0
@@ -85,9 +87,7 @@ async def come_back(swarm: SimulatedSwarm, names: list[str]) -> None:
 
 
 @pytest.mark.fault(2)
-@pytest.mark.parametrize("fault", ["crash", "stall"])
-@pytest.mark.parametrize("role", ["leader", "follower"])
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(("phase", "role", "fault"), pairs(PHASES, ROLES, ["crash", "stall"]))
 @simulated(seed=lambda phase, **_: PHASES.index(phase))
 async def test_survivors_commit_the_next_rounds(network: SimulatedNetwork, phase: str, role: str, fault: str) -> None:
     swarm = await start(network)
@@ -101,9 +101,7 @@ async def test_survivors_commit_the_next_rounds(network: SimulatedNetwork, phase
 
 
 @pytest.mark.fault(19)
-@pytest.mark.parametrize("num_cut", [1, 3])
-@pytest.mark.parametrize("role", ["leader", "follower"])
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(("phase", "role", "num_cut"), pairs(PHASES, ROLES, [1, 3]))
 @simulated(seed=lambda phase, **_: PHASES.index(phase))
 async def test_the_others_end_a_round_without_those_cut_off_within_15_seconds(
     network: SimulatedNetwork, phase: str, role: str, num_cut: int
@@ -139,9 +137,7 @@ async def test_the_others_end_a_round_without_those_cut_off_within_15_seconds(
 
 
 @pytest.mark.fault(16)
-@pytest.mark.parametrize("num_peers", [2, 3, 4])
-@pytest.mark.parametrize("role", ["leader", "follower"])
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(("phase", "role", "num_peers"), pairs(PHASES, ROLES, [2, 3, 4]))
 @simulated(seed=lambda phase, **_: 40 + PHASES.index(phase))
 async def test_who_was_stopped_does_not_end_alone_a_round_that_the_others_ended(
     network: SimulatedNetwork, phase: str, role: str, num_peers: int

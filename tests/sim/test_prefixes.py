@@ -13,6 +13,7 @@ from p2ptrain.models.exact import PAGE, ExactStage
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.serving.generation import Token
 from p2ptrain.serving.sampling import Sampling
+from tests.support.pairs import pairs
 from tests.support.sim.peers import until
 from tests.support.sim.serving import DRAWN, GREEDY, ServingPeer, ServingSwarm, digest, golden, serve, served
 
@@ -147,9 +148,9 @@ async def test_a_host_with_fewer_pages_gets_the_rows_from_the_outputs_of_the_one
     assert all(num_cached(each) == len(SHARED) // PAGE for each in swarm.hosts.values())
 
 
-@pytest.mark.parametrize("fault", ["crash", "stall"])
-@pytest.mark.parametrize("victims", [(0,), (1,), (2,), (0, 1), (1, 2)])
-@pytest.mark.parametrize("at", [0, 256, 512])
+@pytest.mark.parametrize(
+    ("at", "victims", "fault"), pairs([0, 256, 512], [(0,), (1,), (2,), (0, 1), (1, 2)], ["crash", "stall"]), ids=str
+)
 def test_a_host_that_fails_with_a_hit_is_replaced_with_the_same_tokens(
     fault: str, victims: tuple[int, ...], at: int
 ) -> None:

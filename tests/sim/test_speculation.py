@@ -15,6 +15,7 @@ from p2ptrain.serving.journal import Journal
 from p2ptrain.serving.link import StageLink
 from p2ptrain.serving.messages import AHEAD, FLOAT_BYTES
 from p2ptrain.serving.sampling import Drawn, Sampling
+from tests.support.pairs import pairs
 from tests.support.sim.peers import until
 from tests.support.sim.serving import GREEDY, WIDTH, CopyingStage, ServingSwarm, SmallStage, golden_draws, serve, served
 
@@ -65,9 +66,7 @@ def test_drafts_change_no_token_and_no_probability(num_stages: int, sampling: Sa
 
 
 @pytest.mark.fault(30)
-@pytest.mark.parametrize("fault", ["crash", "stall"])
-@pytest.mark.parametrize("victim", [0, 1, 2])
-@pytest.mark.parametrize("at", [30, 41, 52])
+@pytest.mark.parametrize(("at", "victim", "fault"), pairs([30, 41, 52], [0, 1, 2], ["crash", "stall"]))
 def test_a_host_that_fails_with_drafts_in_flight_is_replaced(fault: str, victim: int, at: int) -> None:
     async def main(swarm: ServingSwarm, client: Any) -> Any:
         struck: list[int] = []

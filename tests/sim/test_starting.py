@@ -11,7 +11,7 @@ from tests.support.sim.trainers import SimulatedSwarm, make_manifest
 
 
 @pytest.mark.fault(7, 26)
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", [*range(16), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(16, 40))])
 @simulated()
 async def test_peers_that_start_within_seconds_do_not_fork(network: SimulatedNetwork, seed: int) -> None:
     generator = random.Random(f"starting {seed}")
@@ -25,7 +25,7 @@ async def test_peers_that_start_within_seconds_do_not_fork(network: SimulatedNet
 
 
 @pytest.mark.fault(12)
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 15))])
 @simulated()
 async def test_a_swarm_below_its_minimum_goes_on_soon_after_the_missing_peer_is_back(
     network: SimulatedNetwork, seed: int

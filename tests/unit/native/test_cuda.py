@@ -19,6 +19,7 @@ from p2ptrain.native.exact import Kernels, Kind, load_kernels
 from tests.support.codecs import gaussian
 from tests.support.cuda import EmulatedKernels
 from tests.support.exact import kernels, one_piece, run_ops
+from tests.support.pairs import pairs
 from tests.support.tools import needed
 
 pytestmark = needed("" if kernels() else "there is no library of exact kernels", "kernels")
@@ -32,10 +33,13 @@ def test_a_model_has_the_bits_of_the_repository(blocks: int) -> None:
     assert digest(EmulatedKernels(blocks)) == DIGEST
 
 
-@pytest.mark.parametrize("emulated", [FEW, MANY], ids=["few blocks", "many blocks"])
-@pytest.mark.parametrize(("outputs", "inputs"), [(1, 16), (70, 60), (70, 208), (33, 83), (130, 64)])
-@pytest.mark.parametrize("rows", [1, 2, 3, 8, 9, 33, 70])
-def test_products_are_the_cpu_s(rows: int, outputs: int, inputs: int, emulated: EmulatedKernels) -> None:
+@pytest.mark.parametrize(
+    ("rows", "shape", "emulated"),
+    pairs([1, 2, 3, 8, 9, 33, 70], [(1, 16), (70, 60), (70, 208), (33, 83), (130, 64)], [FEW, MANY]),
+    ids=lambda value: f"{value.blocks} blocks" if isinstance(value, EmulatedKernels) else str(value),
+)
+def test_products_are_the_cpu_s(rows: int, shape: tuple[int, int], emulated: EmulatedKernels) -> None:
+    outputs, inputs = shape
     x, weight, bias = gaussian(rows, inputs), gaussian(outputs, inputs, seed=1), gaussian(outputs, seed=2)
     before, (rounded, scale) = gaussian(rows, outputs, seed=3), quantize(weight)
     for ops in (
