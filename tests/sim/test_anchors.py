@@ -662,7 +662,7 @@ async def test_a_swarm_whose_checkpoints_are_all_older_than_the_anchor_goes_on(
     again = await club.restart_all(trainers, saved)
     for each in again:
         each.peer.spawn(train(each))
-    await asyncio.sleep(120.0)
+    await asyncio.sleep(40.0)
     for each in again:
         each.stop = True
     await asyncio.sleep(60.0)

@@ -153,10 +153,9 @@ class RecordBook:
 
     def _most_dispensable(self) -> str:
         """Return the peer whose record is evicted first: of unknown peers if there are any, and last its own."""
-        own, hearsay = self._signer.peer_id, list[str]()
-        if self._met.keys() - {own}:  # Else all are known.
-            hearsay = [p for p in self._held if p not in self._met and self._met_by.get(p) != "" and p != own]
-        return max(hearsay or self._held.keys() - {own} or {own}, key=lambda peer: self._held[peer].rank)
+        others = self._held.keys() - {self._signer.peer_id}
+        hearsay = [peer for peer in others if not self._is_known(peer)]
+        return max(hearsay or others or self._held, key=lambda peer: self._held[peer].rank)
 
     def _dispensability(self, peer: str) -> tuple[bool, bool, bytes]:
         return peer != self._signer.peer_id, not self._is_known(peer), self._held[peer].rank
