@@ -65,8 +65,14 @@ def test_so_it_is_in_schedules_that_failed_once(seed: int) -> None:
 
 
 @pytest.mark.fault(27, 28)
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("fault", FAULTS_IN)
+@pytest.mark.parametrize(
+    ("fault", "phase"),
+    [  # Two of the faults in each phase; the third is slow.
+        pytest.param(fault, phase, marks=[] if (number + at) % 3 else pytest.mark.slow)
+        for number, fault in enumerate(FAULTS_IN)
+        for at, phase in enumerate(PHASES)
+    ],
+)
 def test_it_does_so_in_whatever_phase_a_host_or_its_trainer_is_hit(fault: str, phase: str) -> None:
     events = ((5.0, fault, PHASES.index(phase)), (10.0, "restart", 0))
     hits = Counter[str]()

@@ -262,7 +262,7 @@ def golden_draws(
     matcher: Matcher | None = None, wire: Wire | None = None,
 ) -> list[Drawn]:  # fmt: skip
     """Return the tokens of `golden` with their log probabilities; rows pass through ``wire`` between stages."""
-    compute = _golden_draws if matcher is None else _golden_draws.__wrapped__
+    compute: Callable[..., list[Drawn]] = _golden_draws if matcher is None else _golden_draws.__wrapped__
     return list(compute(tuple(prompt), num_tokens, num_stages, sampling, kind, matcher, wire))
 
 
