@@ -64,6 +64,29 @@ def check_multiaddr(text: str) -> str:
     return text
 
 
+_WINDOW = re.compile(r"^\s*(\d\d?):(\d\d)\s*-\s*(\d\d?):(\d\d)\s*$")
+
+
+def parse_schedule(text: str) -> list[tuple[int, int]]:
+    """Return the windows of a schedule such as ``22:00-07:00,12:00-13:00``, in minutes of the day from and to.
+
+    A window whose end comes before its beginning goes across midnight. Raises `ValueError`, with an example.
+    """
+    windows = []
+    for part in text.split(",") if text.strip() else []:
+        numbers = [int(number) for number in match.groups()] if (match := _WINDOW.match(part)) else []
+        first, end = (60 * numbers[0] + numbers[1], 60 * numbers[2] + numbers[3]) if numbers else (0, 0)
+        if first == end or max(first, end) > 24 * 60 or first == 24 * 60 or max(numbers[1], numbers[3]) > 59:
+            raise ValueError(f"{part.strip()!r} is no time of the day such as '22:00-07:00'; several by commas")
+        windows.append((first, end))
+    return windows
+
+
+def _check_schedule(text: str) -> str:
+    parse_schedule(text)
+    return text
+
+
 Size = Annotated[int, BeforeValidator(parse_size)]
 Rate = Annotated[int, BeforeValidator(parse_rate)]
 Address = Annotated[str, AfterValidator(check_multiaddr)]
@@ -113,6 +136,9 @@ class ResourcesSection(Section):
     """Resident memory of all processes of this peer, in bytes or as ``4GB``; 0 sets no limit."""
     serving_share: float = Field(0.5, ge=0.01, le=1.0)
     """Share of time in which a batch of generation may compute while this peer trains; 1 sets no limit."""
+    nice: int = Field(0, ge=0, le=19)
+    """Added to the niceness of all processes of this peer, so that other programs go first; ``join`` adds 10. Linux
+    derives the priority of disk accesses from it."""
     up: Rate = 0
     """Upload bandwidth, in bytes per second or as ``20Mbit``; 0 sets no limit."""
     down: Rate = 0
@@ -160,6 +186,17 @@ class PipelineSection(Section):
     """The stage to host; -1 lets the peer choose the stage that needs a host most."""
     credits: int = Field(8, ge=1, le=1024)
     """Microbatches in flight per trainer; more hide more latency."""
+
+
+class GuestSection(Section):
+    """Reasons for which this peer pauses. It stays reachable meanwhile, and follows the swarm without contributing."""
+
+    schedule: Annotated[str, AfterValidator(_check_schedule)] = ""
+    """Hours in which it works, by local time, such as ``22:00-07:00,12:00-13:00``; empty for all hours."""
+    only_when_idle: float = Field(0.0, ge=0, le=100, allow_inf_nan=False)
+    """Pause while other programs take more than so many percent of all cores' time; 0 sets no limit."""
+    on_battery: bool = False
+    """Work on a battery, too; else this peer pauses until the machine is plugged in."""
 
 
 class ServingSection(Section):
@@ -218,6 +255,7 @@ class PeerConfig(Section):
     stop_after: StopAfterSection = StopAfterSection()
     pipeline: PipelineSection = PipelineSection()
     serving: ServingSection = ServingSection()
+    guest: GuestSection = GuestSection()
 
     @model_validator(mode="after")
     def _knows_its_swarm(self) -> PeerConfig:

@@ -32,6 +32,9 @@ COMMANDS = {
     "members": "show which peers a swarm admits, and how they came in",
     "announce": "put a swarm into an index that others can read",
     "list": "show the public swarms of an index",
+    "pause": "let a peer on this machine rest; it stays reachable and follows the swarm",
+    "resume": "let a paused peer go on",
+    "leave": "end a peer on this machine in good order",
     "peer": "run one peer from a role file (see the folder 'peers')",
     "status": "show the peers of a swarm",
     "monitor": "serve a web page that shows how a swarm is doing",
@@ -44,6 +47,7 @@ COMMANDS = {
 _FOLDERS = {
     **dict.fromkeys(("invite", "revoke", "ban", "members"), "admission."),
     **dict.fromkeys(("announce", "list"), "index."),
+    **dict.fromkeys(("pause", "resume", "leave"), "guest."),
     **dict.fromkeys(("generate", "chat", "serve"), "serving."),
 }
 

@@ -84,6 +84,7 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     sections = {
         "resources": {"device": arguments.device or "auto", "threads": threads},
         "stop_after": {"at_round": at_round},
+        "guest": {"on_battery": True},
     }
     if arguments.serve:
         sections["serving"] = {"enabled": True}

@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from p2ptrain.node.guest.wishes import Wishes
+
 logger = logging.getLogger(__name__)
 
 FORCED_EXIT_CODE = 130
@@ -22,12 +24,13 @@ class StopSignals:
     """SIGINT and SIGTERM request a drain; a second signal ends the process at once with code 130.
 
     ``requested`` is set when a drain is requested, for ``reason``. ``before_exit`` restores the terminal before an
-    immediate exit.
+    immediate exit. ``wishes`` are the reasons to pause in place of a stop.
     """
 
     def __init__(self, before_exit: Callable[[], None] = lambda: None) -> None:
         self.requested = asyncio.Event()
         self.reason = ""
+        self.wishes = Wishes()
         self._before_exit = before_exit
 
     def install(self) -> None:
@@ -83,6 +86,12 @@ class SigtermExit:
         self._is_late = self._is_closing
         if not self._is_closing:
             raise SystemExit(128 + number)
+
+
+def be_nice(niceness: int) -> None:
+    """Add to the niceness of this thread, and of all threads and processes that it starts."""
+    if niceness:
+        os.nice(niceness)
 
 
 def notify(state: str) -> bool:

@@ -16,7 +16,7 @@ from p2ptrain.network.identity import IDENTITY_FILE, Identity
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.node.options import peer_options
 from p2ptrain.node.peer import Peer
-from p2ptrain.node.process import StopSignals, notify
+from p2ptrain.node.process import StopSignals, be_nice, notify
 from p2ptrain.node.roles import take_role
 from p2ptrain.runtime import real_runtime
 
@@ -44,6 +44,7 @@ async def run_peer(
         P2PTrainError: The peer cannot run or continue; ``exit_code`` is the process's exit code.
     """
     run_dir = config.run_dir
+    be_nice(config.resources.nice)  # Before any thread or daemon starts.
     await asyncio.to_thread(run_dir.mkdir, parents=True, exist_ok=True)
     signals = signals or StopSignals()
     signals.install()

@@ -152,6 +152,8 @@ class StageMigrator:
     @property
     def _is_free(self) -> bool:
         is_bound = asyncio.get_running_loop().time() < self._bound_until
+        if self.hosted.host.is_resting:
+            return False
         return self._memory > 0 and not (is_bound or self._is_stopping or self.hosted.rounds.is_done)
 
     def _best(self, others: Sequence[Host]) -> Move | None:
@@ -219,6 +221,7 @@ class StageMigrator:
             await until_ended(following)
             raise
         self.hosted = after
+        after.host.is_resting = before.host.is_resting
         await before.close()
         self._stages.moved(after)
         if self._is_stopping:
@@ -285,7 +288,7 @@ class StageMigrator:
 
     async def _serve_stay(self, peer: str, request: StayRequest) -> StayReply:
         is_here = request.stage == self.hosted.number and self.hosted.host.ledger.round >= request.round
-        stays = is_here and not (self._is_leaving or self._is_stopping)
+        stays = is_here and not (self._is_leaving or self._is_stopping or self.hosted.host.is_resting)
         if stays:
             self._target = None  # Withdraw its own pending move.
             self._bind(PROMISE_SECONDS)

@@ -25,7 +25,7 @@ MAX_ROWS = 20
 """Limit of peers drawn block by block; peers in trouble come first."""
 MAX_CELLS = 48
 """Limit of cells in a row; in a deeper model, a cell is several blocks."""
-UNUSUAL = ("draining", "paused", "starting", "syncing")
+UNUSUAL = ("draining", "paused", "resting", "starting", "syncing")
 
 
 Held = PeerRecord | StageReport

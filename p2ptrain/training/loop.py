@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 REPORT_SECONDS = 2.0
 EVALUATION_SECONDS = 20.0
+FOLLOW_SECONDS = 1.0
+"""Interval at which a resting trainer takes over the others' rounds."""
 GLANCE_SECONDS = 10.0
 """Least interval of short held-out measurements; longer if they would take over 1/50 of the time."""
 GLANCE_WINDOWS = 16
@@ -48,6 +50,7 @@ class TrainingProgress:
     held_out_loss_before: float | None = None
     held_out_loss_after: float | None = None
     note: str = ""
+    is_resting: bool = False
 
 
 class Trainer:
@@ -90,6 +93,8 @@ class Trainer:
         self._metrics = metrics
         self._on_progress = on_progress
         self._stop = threading.Event()
+        self._is_paused = False
+        self._wake = threading.Event()
         self._deadline: float | None = None
         self._round = -1
         self._index = 0
@@ -107,13 +112,24 @@ class Trainer:
         if seconds is not None:
             self._deadline = time.monotonic() + seconds
         self._stop.set()
+        self._wake.set()
+
+    def pause(self, paused: bool) -> None:
+        """Ask the loop to hand in its work after the current step and to rest, or to go on; safe from any thread."""
+        self._is_paused = paused
+        self._wake.set()
+
+    def finish(self) -> None:
+        """Ask the loop to end after the round in progress; safe from any thread."""
+        self._synchronizer.last_round = self._synchronizer.head.round + 1
 
     def run(self) -> TrainingProgress:
         """Train on the calling thread; raise `P2PTrainError` if training cannot continue."""
+        self._rest_while_paused()
         self.progress.held_out_loss_before = self._measure()
         started = last_report = time.monotonic()
         tokens_before = 0
-        while not self._stop.is_set() and not self._is_done():
+        while self._goes_on():
             try:
                 loss = self._train_step()
             except TemporaryError as error:
@@ -137,6 +153,32 @@ class Trainer:
         self.progress.tokens = self.optimizer.total_tokens
         self.progress.tokens_per_second = self.optimizer.total_tokens / max(time.monotonic() - started, 1e-9)
         return self.progress
+
+    def _goes_on(self) -> bool:
+        """Rest while paused; return False once the loop should end."""
+        self._rest_while_paused()
+        return not self._stop.is_set() and not self._is_done()
+
+    def _rest_while_paused(self) -> None:
+        """Hand in the pending work and save, then follow the swarm without training."""
+        if not self._is_paused or self._stop.is_set():
+            return
+        self._contribute_rest()
+        self._save()
+        self._show_rest(True)
+        while self._is_paused and not self._stop.is_set():
+            try:
+                self.optimizer.follow()
+            except TemporaryError:
+                if not self._stop.is_set():
+                    raise
+            self._wake.wait(FOLLOW_SECONDS)
+            self._wake.clear()
+        self._show_rest(False)
+
+    def _show_rest(self, is_resting: bool) -> None:
+        self.progress.is_resting, self.progress.tokens_per_second = is_resting, 0.0
+        self._on_progress(self.progress)
 
     def _is_done(self) -> bool:
         return 0 < self._synchronizer.last_round <= self._synchronizer.head.round
@@ -216,7 +258,7 @@ class Trainer:
     def _on_pause(self, result: RoundResult) -> bool:
         self.progress.note = result.reason
         self._on_progress(self.progress)
-        return not self._stop.wait(PAUSE_SECONDS)
+        return not (self._stop.wait(PAUSE_SECONDS) or self._is_paused)
 
     # --- the end
 
@@ -230,7 +272,7 @@ class Trainer:
                     break
                 result = self.optimizer.synchronize()
                 self._write_round(result)
-                logger.info("last round: %s", "committed" if result.committed else result.reason)
+                logger.info("the last work is handed in: %s", "committed" if result.committed else result.reason)
                 if not result.committed:
                     break
         except P2PTrainError as error:

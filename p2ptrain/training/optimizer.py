@@ -344,6 +344,14 @@ class SwarmOptimizer(torch.optim.Optimizer):
             self._bridge.call_soon(self.synchronizer.pacing.note, self.steps_in_round)
         return self.last_result
 
+    def follow(self) -> None:
+        """Take over the other peers' rounds without contributing; pending work stays, as far as it cannot count twice.
+
+        Raises:
+            TemporaryError: The swarm was closed, or its network ended.
+        """
+        self._bridge.wait(self.synchronizer.follow_swarm(self.work))
+
     def _check_layout(self) -> None:
         layout = self.synchronizer.state.layout
         own = [entry for entry in layout.personal if entry.kind == "param"]

@@ -4,7 +4,8 @@ Take part in a swarm. Fetches its manifest and checks that it is the one that th
 downloaded, run and exposed, asks once, checks that this machine can do it, takes on the swarm's state and trains.
 Most swarms admit peers with an invite: a link with 'invite=' lets this peer in, and is remembered in --run-dir.
 If the manifest names text or a tokenizer on this machine, --allow-path must name it, or a folder above it.
-Ctrl-C leaves in good order. Started again with the same --run-dir, this peer has the same identity.
+Ctrl-C leaves in good order, and 'p2ptrain pause', 'resume' and 'leave' work from another terminal.
+Started again with the same --run-dir, this peer has the same identity.
 On a terminal a live view of the peer and its swarm stands below the log; in a pipe there are log lines alone.
 
 Where the swarm's model is cut into stages, it hosts the stage that needs it most, says why, and sends text through all
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from p2ptrain.manifest import Manifest
 
 LOG_LEVEL = "info"
+NICENESS = 10
+"""Of a volunteer's peer, so that the owner's programs go first."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,6 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     link = SwarmLink.parse(arguments.link)
     overrides = peer_overrides(arguments) | {
+        "resources.nice": NICENESS if arguments.nice is None else arguments.nice,
         "role": "trainer",
         "link": str(link),
         "run_dir": arguments.run_dir or default_run_dir(f"join-{link.digest.hex()[:8]}"),
@@ -74,13 +78,13 @@ def run(arguments: argparse.Namespace) -> int:
     }
     signed = run_async(fetch_manifest(link))
     check_compatible(signed.manifest)
-    check_admission(signed.manifest, link.invite, Path(overrides["run_dir"]))
     overrides |= in_pipeline(arguments, signed.manifest)
     config = PeerConfig.load(None, overrides)
     print(describe(signed.manifest, config))
     if not confirm("Take part?", assume_yes=arguments.yes):
         print("nothing was started")
         return 0
+    check_admission(signed.manifest, link.invite, config.run_dir)  # It makes this peer's key.
     check_machine(signed.manifest, config)
     return run_configured_peer(config, signed, "joined; others can take part with:\n\np2ptrain join ")
 

@@ -13,6 +13,9 @@ from typing import Any
 
 from p2ptrain.errors import ConfigError
 
+IDLE_PERCENT = 25.0
+"""Of all cores, that other programs may take, if --only-when-idle names no number."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help="the role file")
@@ -44,6 +47,22 @@ def add_peer_arguments(parser: argparse.ArgumentParser) -> None:
     )
     machine.add_argument("--up", metavar="RATE", help="bandwidth to send with, such as 20Mbit")
     machine.add_argument("--down", metavar="RATE", help="bandwidth to receive with")
+    machine.add_argument(
+        "--nice", type=int, metavar="N",
+        help="added to its niceness, 0 to 19, so that other programs go first (default 10 for join, else 0)",
+    )  # fmt: skip
+    guest = parser.add_argument_group("when it pauses")
+    guest.add_argument(
+        "--schedule", metavar="HOURS", help="work only then, by local time: '22:00-07:00', several by commas"
+    )
+    guest.add_argument(
+        "--only-when-idle", nargs="?", type=float, const=IDLE_PERCENT, metavar="PERCENT",
+        help=f"pause while other programs take more of the CPU than this (default {IDLE_PERCENT:.0f}; write"
+        " --only-when-idle=PERCENT)",
+    )  # fmt: skip
+    guest.add_argument(
+        "--on-battery", action="store_true", default=None, help="work on a battery, too (default: pause on it)"
+    )
     parser.add_argument("--metrics-port", type=int, metavar="N", help="serve Prometheus metrics there, on loopback")
     network = parser.add_argument_group("how it is reached")
     network.add_argument("--listen", action="append", metavar="MULTIADDR", help="where to listen (default any port)")
@@ -74,6 +93,10 @@ def peer_overrides(arguments: argparse.Namespace) -> dict[str, Any]:
         "network.listen": arguments.listen,
         "network.announce": arguments.announce,
         "network.nat_port_map": arguments.nat_port_map,
+        "resources.nice": arguments.nice,
+        "guest.schedule": arguments.schedule,
+        "guest.only_when_idle": arguments.only_when_idle,
+        "guest.on_battery": arguments.on_battery,
         "metrics.port": arguments.metrics_port,
         "log.format": arguments.log_format,
         "log.level": arguments.log_level,

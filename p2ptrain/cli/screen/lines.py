@@ -28,7 +28,8 @@ MAX_CELLS = 32
 HEALTH_STYLES = {"healthy": "bold green", "degraded": "bold yellow", "stopped": "bold red", "empty": "bold"}
 STATES = {
     "starting": "getting ready", "serving": "serving: answers newcomers", "syncing": "taking on the swarm's state",
-    "training": "training", "paused": "paused", "draining": "leaving", "ended": "has left the swarm",
+    "training": "training", "paused": "paused", "resting": "paused: follows the rounds", "draining": "leaving",
+    "ended": "has left the swarm",
 }  # fmt: skip
 Part = str | Text
 

@@ -41,7 +41,7 @@ MAX_NOTE_CHARS = 200
 MAX_ADDRESSES = 16
 MAX_ADDRESS_CHARS = 512
 ROLES = ("bootstrap", "trainer", "stage", "server", "monitor", "client")
-STATES = ("starting", "serving", "syncing", "training", "paused", "draining")
+STATES = ("starting", "serving", "syncing", "training", "paused", "resting", "draining")
 REACHABILITIES = ("direct", "relay", "unknown")
 Role = Annotated[str, Meta(pattern=f"^({'|'.join(ROLES)})$")]
 State = Annotated[str, Meta(pattern=f"^({'|'.join(STATES)})$")]

@@ -45,8 +45,11 @@ async def build_trainer(peer: Peer, config: PeerConfig, bridge: Bridge) -> Train
     def publish(progress: TrainingProgress) -> None:
         peer.record.note = progress.note
         paused = progress.note != "" and synchronizer.is_paused
-        if (peer.record.state == "paused") != paused:
-            peer.set_state("paused" if paused else "training")
+        state = "resting" if progress.is_resting else "paused" if paused else "training"
+        if peer.record.state != state:
+            if peer.record.state == "resting":
+                synchronizer.averager.matchmaker.announce_soon(synchronizer.head)
+            peer.set_state(state)
         peer.presence.changed()
 
     metrics = MetricsWriter(config.run_dir / "metrics.jsonl")

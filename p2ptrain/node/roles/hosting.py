@@ -55,6 +55,15 @@ class Hosting:
         """Join the stage's rounds and accept microbatches, and announce it to the other peers."""
         await self._stages.step_in(self.migrator.hosted)
 
+    def pause(self, paused: bool) -> None:
+        """Refuse microbatches while paused; those in flight complete, and the stage follows its rounds."""
+        self.migrator.hosted.host.is_resting = paused
+
+    def finish(self) -> None:
+        """End `run` after the round in progress."""
+        hosted = self.migrator.hosted
+        hosted.rounds.last_round = max(1, hosted.host.ledger.round + 1)
+
     async def run(self) -> None:
         """Host until stopped, or until the last round is saved and evaluated."""
         await self.migrator.run()

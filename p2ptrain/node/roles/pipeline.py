@@ -49,11 +49,18 @@ async def take_part(peer: Peer, config: PeerConfig, signals: StopSignals) -> Non
         parts.append(hosting.run())
     if feeding is not None:
         parts.append(feeding.run())
+    signals.wishes.join(lambda paused: peer.set_state("resting" if paused else "training"))
+    if hosting is not None:
+        signals.wishes.join(hosting.pause, hosting.finish)
+    if feeding is not None:
+        signals.wishes.join(feeding.pause, feeding.finish)
     async with Tasks() as tasks:
         if config.serving.enabled and hosting is not None:
             from p2ptrain.node.serving.hosting import Serving
 
-            tasks.keep(Serving(peer, config).run, "serving")
+            served = Serving(peer, config)
+            signals.wishes.join(served.pause)
+            tasks.keep(served.run, "serving")
         working = tasks.call(together("part", parts), "pipeline")
         reason = await until_over(working, signals, config.stop_after.minutes)
         drain = Drain(config.drain_seconds)

@@ -32,12 +32,15 @@ async def train(peer: Peer, config: PeerConfig, signals: StopSignals) -> None:
             peer.runtime.yield_to_serving()
         trainer.run()
 
+    signals.wishes.join(trainer.pause, trainer.finish)
     done, reason = bridge.run_thread(work), ""
     serving = Tasks()
     if config.serving.enabled:
         from p2ptrain.node.serving.hosting import Serving
 
-        serving.keep(Serving(peer, config).run, "serving")
+        served = Serving(peer, config)
+        signals.wishes.join(served.pause)
+        serving.keep(served.run, "serving")
     try:
         reason = await until_over(done, signals, config.stop_after.minutes)
     finally:

@@ -44,6 +44,7 @@ class Serving:
         self._kernels: AnyKernels | None = None
         self._since = 0.0
         self._seconds_per_round = 0.0
+        self._is_paused = False
         peer.record.parts.append(self._describe)
 
     async def run(self) -> None:
@@ -54,10 +55,14 @@ class Serving:
         self._kernels = await self._peer.runtime.offload(checked_kernels, choose_device(self._config))
         try:
             while True:
-                await self._look()
+                await (self._leave() if self._is_paused else self._look())
                 await asyncio.sleep(LOOK_SECONDS)
         finally:
             await self._leave()
+
+    def pause(self, paused: bool) -> None:
+        """Serve nobody while paused; clients go on with other hosts."""
+        self._is_paused = paused
 
     async def _look(self) -> None:
         held = newest(self._peer, self._held)

@@ -47,7 +47,10 @@ async def serve_only(peer: Peer, config: PeerConfig, signals: StopSignals) -> No
     logger.info("serving stage %d of %d without training", stage, len(needs))
     peer.set_state("serving")
     async with Tasks() as tasks:
-        serving = tasks.call(ServingOnly(peer, config, view, stage).run(), "serving")
+        served = ServingOnly(peer, config, view, stage)
+        signals.wishes.join(lambda paused: peer.set_state("resting" if paused else "serving"))
+        signals.wishes.join(served.pause)
+        serving = tasks.call(served.run(), "serving")
         await until_over(serving, signals, config.stop_after.minutes)
         if serving.done():
             serving.result()

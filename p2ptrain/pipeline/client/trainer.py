@@ -93,6 +93,15 @@ class PipelineTrainer:
         self._losses: list[float] = []
         self._marks = deque([(asyncio.get_running_loop().time(), 0)])
         self._failures = 0
+        self._is_paused = False
+
+    def pause(self, paused: bool) -> None:
+        """Send nothing new while paused; microbatches in flight complete."""
+        self._is_paused = paused
+
+    def finish(self) -> None:
+        """End `run` after the round in progress."""
+        self._last_round = max(1, self._sender.round + 1)
 
     async def run(self) -> None:
         """Run the training loop.
@@ -114,7 +123,7 @@ class PipelineTrainer:
             tasks.keep(self._glance, "held-out")
             tasks.keep(self._follow_rounds, "rounds")
             while not self.stopping.is_set() and not self._is_done():
-                while len(pending) < self._options.credits:
+                while len(pending) < self._options.credits and not self._is_paused:
                     pending.add(tasks.call(self._one(), "microbatch"))
                 waiting: set[asyncio.Future[Any]] = {*pending, stopping}
                 await asyncio.wait(waiting, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
@@ -198,6 +207,8 @@ class PipelineTrainer:
         """Measure the held-out loss from time to time, on a few fixed windows."""
         while True:
             await asyncio.sleep(GLANCE_SECONDS)
+            if self._is_paused:
+                continue
             await self._held_out(GLANCE_WINDOWS)
 
     async def _held_out(self, max_windows: int) -> float | None:

@@ -102,7 +102,9 @@ class _Kept:
 class StageHost:
     """Hosts one stage, and adds to ``gradients``.
 
-    ``tokens_per_second`` is its device's recent throughput; 0 before a measurement.
+    Attributes:
+        tokens_per_second: Its device's recent throughput; 0 before a measurement.
+        is_resting: True to refuse new microbatches; those in flight complete.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class StageHost:
         self.gradients = StageGradients(worker, total)
         self.ledger: Ledger[_Kept] = Ledger(worker.limits, round)
         self.tokens_per_second = 0.0
+        self.is_resting = False
         self._caller = caller
         self._queue = queue
         self._tasks = Tasks()
@@ -191,6 +194,8 @@ class StageHost:
         """Raise `FullError` for a new microbatch if this host is leaving; a known one still gets its reply."""
         if self._is_closed or (self._is_leaving and hop.requires_grad and self.ledger.find(hop.id) is None):
             raise FullError("this host leaves its stage: go to another one")
+        if self.is_resting and self.ledger.find(hop.id) is None:
+            raise FullError("this host is paused by its owner: go to another one")
 
     def _check_age(self, hop: Hop) -> None:
         """Raise `OtherRoundError` for an old evaluation; no ledger tells whether it is a replay."""

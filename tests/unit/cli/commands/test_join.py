@@ -5,13 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from p2ptrain.cli.commands.join import add_arguments, check_compatible, in_pipeline
+from p2ptrain.cli.commands.join import NICENESS, add_arguments, check_compatible, in_pipeline, run
 from p2ptrain.cli.commands.peer import peer_overrides
 from p2ptrain.cli.running import confirm
 from p2ptrain.cli.terms import check_machine, describe
 from p2ptrain.config import PeerConfig
 from p2ptrain.errors import ConfigError, IncompatibleError, ResourceError, UsageError
-from p2ptrain.manifest import AveragingSpec, DataSpec, Manifest, ModelSpec, parse_manifest
+from p2ptrain.manifest import AveragingSpec, DataSpec, Manifest, ModelSpec, SignedManifest, parse_manifest
+from p2ptrain.network.identity import Identity
+from p2ptrain.network.link import SwarmLink
+
+SEED = "/ip4/192.0.2.1/tcp/31337/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 
 
 def config(tmp_path: Path) -> PeerConfig:
@@ -157,3 +161,56 @@ def test_without_a_terminal_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(UsageError, match="--yes"):
         confirm("Take part?", assume_yes=False)
     assert confirm("Take part?", assume_yes=True)
+
+
+@pytest.mark.parametrize(("answer", "mode"), [("n", "invite"), ("y", "open")])
+def test_nothing_is_written_or_started_before_somebody_agrees(
+    answer: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check of admission makes the peer's key, so it comes after the answer."""
+    with Identity.ephemeral() as organizer:
+        signed = SignedManifest.create(parse_manifest({"admission": {"mode": mode}}, "run.toml"), organizer)
+    there, started = list[list[Path]](), list[PeerConfig]()
+
+    async def fetch(link: SwarmLink) -> SignedManifest:
+        return signed
+
+    def ask(question: str) -> str:
+        there.append(list(tmp_path.rglob("*")))
+        return answer
+
+    def start(config: PeerConfig, *_: object) -> int:
+        started.append(config)
+        return 0
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("p2ptrain.node.observe.fetch_manifest", fetch)
+    monkeypatch.setattr("p2ptrain.cli.running.run_configured_peer", start)
+    monkeypatch.setattr("builtins.input", ask)
+    for stream in ("sys.stdin", "sys.stdout"):
+        monkeypatch.setattr(f"{stream}.isatty", lambda: True)
+    link = SwarmLink(signed.manifest.digest, (SEED,))
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    parser.add_argument("--log-format")
+    parser.add_argument("--log-level")
+    assert run(parser.parse_args([str(link)])) == 0
+    assert there == [[]]
+    if answer == "n":
+        assert not started
+        assert list(tmp_path.rglob("*")) == []
+    else:
+        assert started[0].resources.nice == NICENESS
+
+
+def test_reasons_to_pause_are_options(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    parser.add_argument("--log-format")
+    parser.add_argument("--log-level")
+    words = ["p2ptrain://x", "--schedule", "22:00-07:00", "--only-when-idle", "--on-battery", "--nice", "19"]
+    overrides = peer_overrides(parser.parse_args(words))
+    own = PeerConfig.load(None, {"role": "trainer", "link": "p2ptrain://x", "run_dir": tmp_path, **overrides})
+    assert (own.guest.schedule, own.guest.only_when_idle, own.guest.on_battery) == ("22:00-07:00", 25.0, True)
+    assert own.resources.nice == 19
+    assert parser.parse_args([*words[:3], "--only-when-idle=40"]).only_when_idle == 40.0

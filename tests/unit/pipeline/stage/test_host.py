@@ -11,6 +11,7 @@ from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.pipeline.messages import (
     Answers,
     DoneRequest,
+    FullError,
     HopFailedError,
     OtherRoundError,
     Payload,
@@ -54,6 +55,20 @@ async def test_an_evaluation_gives_the_same_loss_and_counts_nowhere(swarm: Hosts
     for each in swarm.hosts:
         assert await swarm.settle(trainer, each, 0) == [True]
     check_untouched(swarm, 0)
+
+
+@simulated(hosts, seed=28)
+async def test_a_host_that_rests_refuses_what_is_new_and_answers_for_what_it_counted(swarm: Hosts) -> None:
+    trainer, (first, last) = swarm.trainers[0], swarm.hosts
+    known = swarm.hop(trainer, 0, last)
+    reply = await swarm.send(trainer, known, first)
+    first.host.is_resting = True
+    for requires_grad in (True, False):
+        with pytest.raises(FullError, match="paused by its owner"):
+            first.host.expect(swarm.hop(trainer, 1, last, requires_grad=requires_grad))
+    assert (await swarm.send(trainer, known, first)).loss == reply.loss
+    first.host.is_resting = False
+    await swarm.send(trainer, swarm.hop(trainer, 2, last), first)
 
 
 @simulated(hosts, seed=4)

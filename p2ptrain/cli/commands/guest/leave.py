@@ -1,0 +1,22 @@
+"""``p2ptrain leave [RUN_DIR]``
+
+End a peer on this machine as SIGTERM does: the step in progress is finished, state is saved and the others are told.
+With --finish it leaves after the round in progress, of which no work is lost. A peer that rests leaves at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from p2ptrain.cli.commands.guest.runs import add_run_dir, tell
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run_dir(parser)
+    parser.add_argument("--finish", action="store_true", help="leave once the round in progress is committed")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    run_dir, answer = tell(arguments.run_dir, "finish" if arguments.finish else "leave")
+    print(f"{run_dir} ({answer.name}): leaves {answer.leaves}")
+    return 0

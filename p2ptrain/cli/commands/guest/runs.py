@@ -1,0 +1,86 @@
+"""Find the peers that run on this machine, and ask them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from p2ptrain.errors import ConfigError, P2PTrainError, UsageError
+
+if TYPE_CHECKING:
+    from p2ptrain.node.guest.control import Answer
+    from p2ptrain.node.guest.totals import Totals
+
+MAX_NAMED = 8
+
+
+def add_run_dir(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run_dir", type=Path, nargs="?", metavar="RUN_DIR",
+        help="the peer's run directory (default: that of the only peer that runs below ./runs)",
+    )  # fmt: skip
+
+
+def tell(run_dir: Path | None, do: Literal["pause", "resume", "leave", "finish"]) -> tuple[Path, Answer]:
+    """Send a request to the peer of a run directory, or to the only one below ``runs``; return both.
+
+    Raises:
+        ConfigError, TemporaryError: As `p2ptrain.node.guest.control.ask`; no peer runs.
+        UsageError: Several peers run.
+    """
+    from p2ptrain.node.guest.control import Request, ask
+
+    run_dir = run_dir if run_dir is not None else _only_run()
+    return run_dir, ask(run_dir, Request(do))
+
+
+def _only_run() -> Path:
+    from p2ptrain.node.guest.control import SOCKET_FILE
+
+    found = [(folder, answer) for folder in _folders_with(SOCKET_FILE) if (answer := look(folder)) is not None]
+    if not found:
+        raise ConfigError(f"no peer runs below {_runs()}: name its run directory")
+    if len(found) > 1:
+        named = ", ".join(f"{folder} ({answer.name})" for folder, answer in found[:MAX_NAMED])
+        raise UsageError(f"several peers run here: name one of {named}{' …' if len(found) > MAX_NAMED else ''}")
+    return found[0][0]
+
+
+def look(run_dir: Path) -> Answer | None:
+    """Return the state of the peer that runs in a directory; None if none answers."""
+    from p2ptrain.node.guest.control import Request, ask
+
+    try:
+        return ask(run_dir, Request("look"))
+    except P2PTrainError:
+        return None
+
+
+def given(run_dir: Path | None) -> list[tuple[Path, Totals, Answer | None]]:
+    """Return what the peer of a run directory gave, and its state if it runs; by default of all below ``runs``.
+
+    Raises `ConfigError` if there is none.
+    """
+    from p2ptrain.node.guest.totals import TOTALS_FILE, read_totals
+
+    folders = [run_dir] if run_dir is not None else _folders_with(TOTALS_FILE)
+    asked = [(folder, look(folder)) for folder in folders]  # A peer that is asked writes its newest totals.
+    found = [(folder, totals, answer) for folder, answer in asked if (totals := read_totals(folder)) is not None]
+    if not found:
+        raise ConfigError(f"no peer has run in {run_dir or _runs()}: name the run directory of one")
+    return found
+
+
+def _runs() -> Path:
+    from p2ptrain.cli.running import default_run_dir
+
+    return default_run_dir("").absolute()
+
+
+def _folders_with(file: str) -> list[Path]:
+    """Return the run directories below ``runs`` that have a file; those of `up` lie one folder deeper."""
+    from p2ptrain.cli.running import default_run_dir
+
+    runs = default_run_dir("")
+    return sorted(path.parent for pattern in (f"*/{file}", f"*/*/{file}") for path in runs.glob(pattern))
