@@ -1,4 +1,4 @@
-# p2ptrain in a container: docs/operations.md, "Containers".
+# p2ptrain in a container: docs/how-to/docker.md.
 #
 #   make wheels                                            fills wheels/, so that the build asks no registry for packages
 #   docker build --build-arg PIP_OPTIONS=--no-index -t p2ptrain .

@@ -86,7 +86,7 @@ soak: $(STAMP)  ## HOURS=N of random faults, real and simulated; fails when memo
 soak-serving: $(STAMP)  ## MINUTES=N of answers while hosts die and clients leave; fails on another token, or when anything grows
 	$(BIN)/python -m tests.support.processes.serving_soak --minutes $(MINUTES) $(ARGS)
 
-lab: $(STAMP)  ## a scenario of faults and attacks: ARGS="SCENARIO.toml [--real] [--seed N]", or ARGS=all; see docs/lab.md
+lab: $(STAMP)  ## a scenario of faults and attacks: ARGS="SCENARIO.toml [--real] [--seed N]", or ARGS=all; see docs/how-to/lab.md
 	$(BIN)/python -m tests.lab $(ARGS)
 
 chaos: $(STAMP)  ## every scenario and 200 random ones, simulated; writes docs/explanation/reliability.md; ARGS="--count 2000"

@@ -1,6 +1,6 @@
 """Does a swarm learn as well as one large batch from the same number of tokens, and what does it send for that?
 
-    make bench-convergence ARGS="--json results/convergence.json --plot docs/convergence.svg"
+    make bench-convergence ARGS="--json results/convergence.json --plot docs/benchmarks/convergence.svg"
 
 Four emulated trainers (`benchmarks.emulation`: the product's own codecs, error feedback, fragments and outer steps; no
 network) train a small Llama on the Python standard library's sources, byte by byte, and are compared with exact

@@ -100,7 +100,7 @@ def report(verdicts: list[tuple[str, list[Verdict]]], command: str) -> str:
             "undisturbed run, and medians over all runs. *Recovery* ends when all honest trainers have committed on",
             "one lineage after the last fault. The *longest gap* is the longest time in which no honest trainer",
             "committed a round. A violation is a run in which an expectation of its scenario did not hold.",
-            "[The laboratory](../lab.md) says how to run one again.",
+            "[The laboratory](../how-to/lab.md) says how to run one again.",
             "",
             *table(verdicts),
             "",

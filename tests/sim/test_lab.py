@@ -35,7 +35,7 @@ def test_every_scenario_can_be_read_and_each_of_the_attacks_has_one() -> None:
 
 
 def test_the_examples_of_the_page_are_a_scenario_and_an_attack(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "lab.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "lab.md").read_text()
     toml, attack = (page.partition(f"```{kind}\n")[2].partition("```")[0] for kind in ("toml", "python"))
     (tmp_path / "scenario.toml").write_text(toml)
     scenario = read_scenario(tmp_path / "scenario.toml")

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md")])
-NAMED = re.findall(r"`(p2ptrain/[\w/.]+)`(?:: `([\w.]+)`)?", (ROOT / "docs" / "finding.md").read_text(encoding="utf-8"))
+NAMED = re.findall(r"`(p2ptrain/[\w/.]+)`(?:: `([\w.]+)`)?", (ROOT / "docs" / "reference" / "finding.md").read_text(encoding="utf-8"))
 
 SECURITY = (ROOT / "docs" / "explanation" / "security.md").read_text(encoding="utf-8")
 

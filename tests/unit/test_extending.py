@@ -1,4 +1,4 @@
-"""The package that docs/extending.md shows works as the page says."""
+"""The package that docs/how-to/extend.md shows works as the page says."""
 
 import importlib
 import random
@@ -30,7 +30,7 @@ from tests.support.packages import install
 from tests.support.signers import NamedSigner
 from tests.support.sim.trainers import SimulatedSwarm, make_manifest
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "how-to" / "extend.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
 MODULES = {text.split()[1].removesuffix(".py"): text for kind, text in BLOCKS if kind == "python"}
 ENTRY_POINTS, RUN, NETWORK = (tomllib.loads(text) for kind, text in BLOCKS if kind == "toml")

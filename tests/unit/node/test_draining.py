@@ -125,7 +125,7 @@ def test_what_stops_peers_waits_longer_than_they_take() -> None:
     needed = float(PeerConfig.model_fields["drain_seconds"].default) + 10
     places = {
         "deploy/systemd/p2ptrain@.service": r"^TimeoutStopSec=(\d+)$",
-        "docs/operations.md": r"^TimeoutStopSec=(\d+)$",
+        "docs/how-to/systemd.md": r"^TimeoutStopSec=(\d+)$",
         "compose.yaml": r"stop_grace_period: (\d+)s$",
         "compose.stages.yaml": r"stop_grace_period: (\d+)s$",
         "deploy/public/compose.yaml": r"stop_grace_period: (\d+)s$",
