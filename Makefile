@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
-SOURCES := p2ptrain $(wildcard tests benchmarks examples deploy docs/draw_packages.py)
+SOURCES := p2ptrain $(wildcard tests benchmarks examples deploy docs/draw_packages.py docs/generate.py)
 ARGS ?=
 # Which tests: by default not those that repeat, more thoroughly, what faster ones prove.
 MARKS ?= -m "not slow"
@@ -19,7 +19,7 @@ MINUTES ?= 10
 # Seeds of `make test-all` beyond those of the tests.
 SEEDS ?= 2000
 
-.PHONY: help venv demo test test-unit test-swarm test-nat test-systemd test-browser test-docker test-gpu test-all soak soak-serving \
+.PHONY: help venv demo docs test test-unit test-swarm test-nat test-systemd test-browser test-docker test-gpu test-all soak soak-serving \
 	lab chaos fuzz wheels schedules lint format bench bench-averaging bench-convergence bench-moshpit bench-groups bench-monitor bench-pipeline bench-serving bench-uneven clean
 
 help:  ## show this
@@ -96,6 +96,11 @@ fuzz: $(STAMP)  ## every decoder under atheris for 20 seconds each; ARGS="--seco
 	@$(BIN)/python -c 'import atheris' 2>/dev/null || \
 		PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[fuzz]'
 	$(BIN)/python -m tests.fuzz $(ARGS)
+
+docs: $(STAMP)  ## the documentation as a site in build/site; every link has to lead somewhere
+	@$(BIN)/python -c 'import material, mkdocstrings_handlers.python' 2>/dev/null || \
+		PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 wheels: $(STAMP)  ## fill wheels/, from which an image is built without a registry
 	deploy/container/wheels.sh $(BIN)/python
