@@ -161,20 +161,14 @@ def _settings(title: str, kind: type[Section], text: str) -> str:
     schema = kind.model_json_schema()
     sections = schema["$defs"]
     lines = [f"# {title}", "", text, "", "An unknown key is refused, with the nearest valid one.", ""]
-    plain, inner = [], []
+    plain, inner = {}, []
     for key, field in schema["properties"].items():
-        names = [
-            each.get("$ref", "").rpartition("/")[2]
-            for each in (field, *field.get("anyOf", ()), *field.get("allOf", ()))
-        ]
-        section = next((name for name in names if name in sections), "")
-        if section:
-            shown = sections[section]
-            about = _prose(shown.get("description", ""))
-            inner += ["", f"## [{key}]", "", about, "", *_keys(shown)]
+        if section := re.search(r"#/\$defs/(\w+)", json.dumps(field)):
+            shown = sections[section[1]]
+            inner += ["", f"## [{key}]", "", _prose(shown.get("description", "")), "", *_keys(shown)]
         else:
-            plain.append((key, field))
-    lines += _keys({"properties": dict(plain), "required": schema.get("required", ())})
+            plain[key] = field
+    lines += _keys({"properties": plain})
     return "\n".join([*lines, *inner]) + "\n"
 
 

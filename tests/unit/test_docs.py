@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md")])
-NAMED = re.findall(r"`(p2ptrain/[\w/.]+)`(?:: `([\w.]+)`)?", (ROOT / "docs" / "reference" / "finding.md").read_text(encoding="utf-8"))
+PAGES = sorted(
+    page for place in ("*.md", "docs/**/*.md", "*/README.md", "examples/*/*.md") for page in ROOT.glob(place)
+)
+FINDING = (ROOT / "docs" / "reference" / "finding.md").read_text(encoding="utf-8")
+NAMED = re.findall(r"`(p2ptrain/[\w/.]+)`(?:: `([\w.]+)`)?", FINDING)
 
 SECURITY = (ROOT / "docs" / "explanation" / "security.md").read_text(encoding="utf-8")
 
