@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from p2ptrain.errors import DivergedError, UsageError
-from p2ptrain.manifest import TrainingSpec
+from p2ptrain.manifest import PrivateSpec, TrainingSpec
 from p2ptrain.network.records.evaluation import Evaluation
 from p2ptrain.training.bridge import Bridge
 from p2ptrain.training.evaluate import mean_and_error
@@ -79,7 +79,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
         bridge: Bridge,
         spec: TrainingSpec,
         tokens_per_step: int,
-        site: Site | None = None,
+        private: PrivateSpec | None = None,
+        site_samples: int | None = None,
     ) -> None:
         inner = wrapped.optimizer
         super().__init__(inner.param_groups, inner.defaults)
@@ -90,7 +91,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self.module = module
         self.synchronizer = synchronizer
         self._bridge = bridge
-        self._site = site
+        self._site = Site.of(private, site_samples)
         self._every = spec.every
         self._steps_per_round = spec.steps_per_round
         self._clip_norm = wrapped.clip_norm

@@ -30,10 +30,17 @@ class Site:
     proximal: float = 0.0
 
     @classmethod
-    def of(cls, spec: PrivateSpec, num_samples: int) -> Site:
-        """Return the site of a peer with so many training samples; raise `UsageError` for less than one."""
-        if num_samples < 1:
-            raise UsageError(f"{num_samples} training samples: a site of a private swarm needs at least one")
+    def of(cls, spec: PrivateSpec | None, num_samples: int | None) -> Site | None:
+        """Return the site of a peer with so many training samples; None in a swarm that is not private.
+
+        Raises:
+            UsageError: ``num_samples`` is missing or below one, or the swarm is not private.
+        """
+        if spec is None and num_samples is None:
+            return None
+        if spec is None or num_samples is None or num_samples < 1:
+            wanted = "the swarm is not private: leave it out" if spec is None else "give a site's training samples"
+            raise UsageError(f"site_samples = {num_samples}: {wanted}")
         weights = {"equal": 1, "samples": num_samples, "bucketed": 1 << (num_samples.bit_length() - 1)}
         return cls(weights[spec.weights], spec.proximal)
 

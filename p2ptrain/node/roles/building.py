@@ -17,7 +17,6 @@ from p2ptrain.training.learning_rate import WrappedOptimizer, manifest_schedule
 from p2ptrain.training.loop import Trainer, TrainingProgress
 from p2ptrain.training.metrics import MetricsWriter
 from p2ptrain.training.optimizer import SwarmOptimizer
-from p2ptrain.training.site import Site
 from p2ptrain.training.state.initial_state import initial_state
 from p2ptrain.training.state.shared_state import SharedState
 
@@ -31,11 +30,14 @@ async def build_trainer(peer: Peer, config: PeerConfig, bridge: Bridge) -> Train
 
     wrapped = WrappedOptimizer(inner, manifest_schedule(spec), spec.clip_norm)
     tokens = spec.local_batch * manifest.model.context
-    private, num_samples = manifest.private, (len(corpus.train) - 1) // manifest.model.context
-    site = None if private is None else Site.of(private, num_samples)
+    private = manifest.private
+    site_samples = None if private is None else (len(corpus.train) - 1) // manifest.model.context
     policy = SavePolicy(config.checkpoints.every_rounds, 0, config.checkpoints.keep_last)
     optimizer, saver = await start_training(
-        peer, state, lambda synchronizer: SwarmOptimizer(module, wrapped, synchronizer, bridge, spec, tokens, site),
+        peer, state,
+        lambda synchronizer: SwarmOptimizer(
+            module, wrapped, synchronizer, bridge, spec, tokens, private, site_samples
+        ),
         config.run_dir / "checkpoints", policy,
     )  # fmt: skip
     synchronizer = optimizer.synchronizer

@@ -8,8 +8,6 @@ from dataclasses import replace
 
 import torch
 
-from p2ptrain.errors import UsageError
-from p2ptrain.manifest import PrivateSpec
 from p2ptrain.node.roles.feeding import start_sender, start_view
 from p2ptrain.node.roles.training import start_training
 from p2ptrain.node.thread import PeerThread
@@ -21,7 +19,6 @@ from p2ptrain.training.checkpoints.saving import Saver
 from p2ptrain.training.learning_rate import WrappedOptimizer, by_round
 from p2ptrain.training.optimizer import SwarmOptimizer
 from p2ptrain.training.optimizer_checks import check_optimizer
-from p2ptrain.training.site import Site
 from p2ptrain.training.state.initial_state import initial_state
 
 logger = logging.getLogger(__name__)
@@ -43,20 +40,20 @@ def share_optimizer(
 
     Args:
         samples, tokens: Of one local batch.
-
-    Raises:
-        UsageError: The model cannot be shared with this optimizer, or ``site_samples`` is missing or in vain.
+        site_samples: This peer's training samples in a private swarm; None in others.
     """
     peer, manifest = running.peer, running.peer.manifest
     spec, run_dir = manifest.training, peer.options.run_dir
-    site = _site(manifest.private, site_samples)
     for oddity in check_optimizer(model, inner, spec.every):
         logger.warning("%s", oddity)
     wrapped = WrappedOptimizer(inner, by_round(schedule, spec.steps_per_round) if schedule else None, clip_norm)
     state = initial_state(model, wrapped, manifest, peer.swarm)
     bridge = network_bridge(running)
     starting = start_training(
-        peer, state, lambda synchronizer: SwarmOptimizer(model, wrapped, synchronizer, bridge, spec, tokens, site),
+        peer, state,
+        lambda synchronizer: SwarmOptimizer(
+            model, wrapped, synchronizer, bridge, spec, tokens, manifest.private, site_samples
+        ),
         run_dir / "checkpoints" if run_dir is not None else None, saving,
     )  # fmt: skip
     shared, saver = running.thread.call(starting)
@@ -73,15 +70,6 @@ def share_optimizer(
         )
     )
     return shared, saver
-
-
-def _site(private: PrivateSpec | None, samples: int | None) -> Site | None:
-    if private is None and samples is None:
-        return None
-    if private is None or samples is None:
-        wanted = "the swarm is not private" if private is None else "give it this site's number of training samples"
-        raise UsageError(f"Swarm.optimizer(site_samples={samples}): {wanted}")
-    return Site.of(private, samples)
 
 
 def share_model(running: PeerThread) -> PipelineModule:

@@ -27,6 +27,12 @@ class Net(nn.Module):
         return outputs
 
 
+def _weight(spec: PrivateSpec, samples: int) -> int:
+    site = Site.of(spec, samples)
+    assert site is not None
+    return site.weight
+
+
 def _shared(module: nn.Module, *personal: str) -> SharedState:
     layout = Layout.from_module(module, personal=personal)
     return SharedState(module, layout, AverageStep(layout, 1.0))
@@ -34,20 +40,29 @@ def _shared(module: nn.Module, *personal: str) -> SharedState:
 
 @given(st.integers(1, 1 << 40))
 def test_a_bucketed_weight_hides_one_sample_but_at_powers_of_two(samples: int) -> None:
-    spec = PrivateSpec()
-    weight, next_weight = Site.of(spec, samples).weight, Site.of(spec, samples + 1).weight
+    weight, next_weight = _weight(PrivateSpec(), samples), _weight(PrivateSpec(), samples + 1)
     assert weight <= samples < 2 * weight
     assert (next_weight == weight) == ((samples + 1) & samples != 0)
 
 
 @pytest.mark.parametrize(("weights", "weight"), [("samples", 1000), ("bucketed", 512), ("equal", 1)])
 def test_a_site_weighs_what_the_manifest_says(weights: str, weight: int) -> None:
-    assert Site.of(PrivateSpec.model_validate({"weights": weights}), 1000).weight == weight
+    assert _weight(PrivateSpec.model_validate({"weights": weights}), 1000) == weight
 
 
-def test_a_site_without_samples_is_refused() -> None:
-    with pytest.raises(UsageError, match="0 training samples"):
-        Site.of(PrivateSpec(), 0)
+@pytest.mark.parametrize(
+    ("spec", "samples", "words"),
+    [
+        (PrivateSpec(), 0, "give a site's"),
+        (PrivateSpec(), None, "give a site's"),
+        (None, 5, "the swarm is not private"),
+    ],
+)
+def test_a_number_of_samples_is_given_where_it_is_used_alone(
+    spec: PrivateSpec | None, samples: int | None, words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        Site.of(spec, samples)
 
 
 def test_the_pull_is_the_gradient_of_the_proximal_term() -> None:
