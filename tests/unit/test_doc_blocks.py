@@ -32,10 +32,10 @@ def name_of(page: Path) -> str:
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """Yield the words of each shell command, without prompts and comments."""
+    """Yield the words of each shell command, without prompts, comments and redirections."""
     for line in text.replace("\\\n", " ").splitlines():
         if re.match(r"\$? ?(p2ptrain|make|python|\.venv/bin/python) ", line):
-            words = shlex.split(line.removeprefix("$ "), comments=True)
+            words = shlex.split(re.sub(r" > \S+", "", line.removeprefix("$ ")), comments=True)
             while "&&" in words:
                 yield words[: words.index("&&")]
                 words = words[words.index("&&") + 1 :]
