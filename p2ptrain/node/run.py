@@ -14,6 +14,7 @@ from p2ptrain.errors import ConfigError, TemporaryError
 from p2ptrain.manifest import SIGNED_FILE, SignedManifest
 from p2ptrain.network.identity import IDENTITY_FILE, Identity
 from p2ptrain.network.link import SwarmLink
+from p2ptrain.node.guest.visit import visiting
 from p2ptrain.node.options import peer_options
 from p2ptrain.node.peer import Peer
 from p2ptrain.node.process import StopSignals, be_nice, notify
@@ -59,7 +60,8 @@ async def run_peer(
         runtime = real_runtime("sync", run_dir)
         stack.callback(runtime.close)
         peer = await Peer.start(identity, peer_options(config, identity.peer_id), runtime, link=link, signed=signed)
-        await serve_and_close(peer, config, signals, on_start, on_ready)
+        async with visiting(peer, config, signals):
+            await serve_and_close(peer, config, signals, on_start, on_ready)
     return 0
 
 

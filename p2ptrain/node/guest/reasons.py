@@ -48,7 +48,7 @@ def reasons_of(guest: GuestSection) -> list[Reason]:
         found.append(Reason("schedule", lambda _: out_of_hours(guest.schedule, datetime.now()), 1, 1))
     if guest.only_when_idle:
         found.append(Reason("load", OtherLoad(guest.only_when_idle).look))
-    if not guest.on_battery:
+    if not guest.on_battery and has_battery(POWER_SUPPLIES):
         found.append(Reason("battery", lambda _: on_battery(POWER_SUPPLIES)))
     return found
 
@@ -98,16 +98,25 @@ def out_of_hours(schedule: str, now: datetime) -> str:
     return f"out of its hours ({schedule})"
 
 
+def has_battery(supplies: Path) -> bool:
+    """True if this machine has a battery of its own."""
+    with contextlib.suppress(OSError):
+        return any(_is_battery(supply) for supply in supplies.iterdir())
+    return False
+
+
+def _is_battery(supply: Path) -> bool:
+    return _read(supply / "type") == "Battery" and _read(supply / "scope") != "Device"
+
+
 def on_battery(supplies: Path) -> str:
     """Return the reason if this machine runs on its battery; batteries of mice and other devices do not count."""
     is_discharging = False
     with contextlib.suppress(OSError):
         for supply in sorted(supplies.iterdir()):
-            kind = _read(supply / "type")
-            if kind in ("Mains", "USB") and _read(supply / "online") == "1":
+            if _read(supply / "type") in ("Mains", "USB") and _read(supply / "online") == "1":
                 return ""
-            is_battery = kind == "Battery" and _read(supply / "scope") != "Device"
-            is_discharging |= is_battery and _read(supply / "status") == "Discharging"
+            is_discharging |= _is_battery(supply) and _read(supply / "status") == "Discharging"
     return "on battery" if is_discharging else ""
 
 

@@ -72,8 +72,8 @@ async def visiting(peer: Peer, config: PeerConfig, signals: StopSignals) -> Asyn
 
     peer.record.parts.append(describe)
     async with Tasks() as tasks, serving_control(config.run_dir, handle):
-        if config.role != "bootstrap":
-            watch = Watch(reasons_of(config.guest), wishes)
+        if config.role != "bootstrap" and (reasons := reasons_of(config.guest)):
+            watch = Watch(reasons, wishes)
             watch.start()
             tasks.keep(watch.run, "watch")
         tasks.keep(keep_counting, "count")

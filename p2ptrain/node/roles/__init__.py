@@ -21,13 +21,6 @@ async def take_role(peer: Peer, config: PeerConfig, signals: StopSignals) -> Non
         raise ConfigError(
             "each site of this swarm has layers of its own, so none can serve for the others: leave out --serve"
         )
-    from p2ptrain.node.guest.visit import visiting
-
-    async with visiting(peer, config, signals):
-        await _take(peer, config, signals)
-
-
-async def _take(peer: Peer, config: PeerConfig, signals: StopSignals) -> None:
     if peer.manifest.in_stages and config.role in ("trainer", "stage", "both"):
         from p2ptrain.node.roles.pipeline import take_part
 

@@ -9,7 +9,7 @@ import pytest
 
 from p2ptrain.config import GuestSection, PeerConfig, parse_schedule
 from p2ptrain.errors import ConfigError
-from p2ptrain.node.guest.reasons import OtherLoad, Reason, Watch, on_battery, out_of_hours, reasons_of
+from p2ptrain.node.guest.reasons import OtherLoad, Reason, Watch, has_battery, on_battery, out_of_hours, reasons_of
 from p2ptrain.node.guest.wishes import Wishes
 
 
@@ -66,6 +66,7 @@ def test_a_laptop_pauses_on_its_battery_and_a_desktop_with_a_wireless_mouse_does
         supply(folder, "BAT0", type="Battery", status="Discharging")
     supply(desktop, "hidpp_battery_0", type="Battery", status="Discharging", scope="Device")
     assert on_battery(laptop) == "on battery"
+    assert [has_battery(folder) for folder in (laptop, plugged, desktop)] == [True, True, False]
     assert [on_battery(folder) for folder in (plugged, desktop, tmp_path / "none")] == ["", "", ""]
 
 
@@ -153,5 +154,9 @@ def test_a_part_is_finished_unless_it_rests() -> None:
         ({"schedule": "22:00-07:00", "only_when_idle": 30}, ["schedule", "load", "battery"]),
     ],
 )
-def test_only_the_reasons_of_the_configuration_are_looked_at(values: dict[str, object], sources: list[str]) -> None:
+def test_only_the_reasons_of_the_configuration_are_looked_at(
+    values: dict[str, object], sources: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supply(tmp_path, "BAT0", type="Battery", status="Full")
+    monkeypatch.setattr("p2ptrain.node.guest.reasons.POWER_SUPPLIES", tmp_path)
     assert [reason.source for reason in reasons_of(GuestSection.model_validate(values))] == sources
