@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +19,13 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 import msgpack
 from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
+from p2ptrain.disk import replace_file
 from p2ptrain.errors import ManifestError
 from p2ptrain.hashing import canonical_bytes
 from p2ptrain.manifest.sections import Need, Section
 from p2ptrain.signing import Signer, issuing_key
+
+logger = logging.getLogger(__name__)
 
 PROTOCOL_VERSION = 3
 """Version of the wire protocol; raised with each incompatible change. Peers of other versions are refused."""
@@ -657,6 +661,16 @@ class SignedManifest:
     def to_bytes(self) -> bytes:
         """Return the wire and file format."""
         return canonical_bytes({"manifest": self.manifest.to_bytes(), "proof": self.proof})
+
+    def keep(self, path: Path) -> None:
+        """Save it beside checkpoints, so that they can be exported after the swarm is gone; a failure is logged."""
+        data = self.to_bytes()
+        try:
+            if path.is_file() and path.read_bytes() == data:
+                return
+            replace_file(path, data)
+        except OSError as error:
+            logger.warning("cannot keep the manifest in %s, going on without: %s", path, error.strerror)
 
     @classmethod
     def from_bytes(cls, data: bytes, digest: bytes | None, verifier: Signer) -> SignedManifest:

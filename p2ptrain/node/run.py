@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Callable
-from pathlib import Path
 
 from p2ptrain.config import PeerConfig
-from p2ptrain.disk import replace_file
 from p2ptrain.errors import ConfigError, TemporaryError
 from p2ptrain.manifest import SIGNED_FILE, SignedManifest
 from p2ptrain.network.identity import IDENTITY_FILE, Identity
@@ -20,8 +17,6 @@ from p2ptrain.node.peer import Peer
 from p2ptrain.node.process import StopSignals, be_nice, notify
 from p2ptrain.node.roles import take_role
 from p2ptrain.runtime import real_runtime
-
-logger = logging.getLogger(__name__)
 
 
 async def run_peer(
@@ -82,7 +77,7 @@ async def serve_and_close(
     try:
         peer.network.lost.add_done_callback(lambda lost: signals.stop(f"the network daemon ended: {lost.result()}"))
         peer.entry.dismissed.add_done_callback(lambda dismissed: signals.stop(dismissed.result()))
-        _keep_manifest(peer.signed, config.run_dir / SIGNED_FILE)
+        peer.signed.keep(config.run_dir / SIGNED_FILE)
         if on_start is not None:
             on_start(peer)
         async with contextlib.AsyncExitStack() as stack:
@@ -113,14 +108,3 @@ def _read_manifest(config: PeerConfig, link: SwarmLink | None, identity: Identit
             f"cannot read the manifest {path}: {error.strerror}; write it with `p2ptrain seed`"
         ) from error
     return SignedManifest.from_bytes(data, link.digest if link else None, identity)
-
-
-def _keep_manifest(signed: SignedManifest, path: Path) -> None:
-    """Save the manifest beside the checkpoints, so that they can be exported after the swarm is gone."""
-    data = signed.to_bytes()
-    try:
-        if path.is_file() and path.read_bytes() == data:
-            return
-        replace_file(path, data)
-    except OSError as error:
-        logger.warning("cannot keep the manifest in %s, going on without: %s", path, error.strerror)
