@@ -110,7 +110,7 @@ def run_site(site: int, link: str | None, listen: str, seed: int) -> None:
 
 def run_all(seed: int) -> None:
     """Run all hospitals as processes of this machine; compare with a model of all records, and of one hospital's."""
-    command = [sys.executable, sys.argv[0], "--seed", str(seed), "--listen", "/ip4/127.0.0.1/tcp/0", "--site"]
+    command = [sys.executable, __file__, "--seed", str(seed), "--listen", "/ip4/127.0.0.1/tcp/0", "--site"]
     first = subprocess.Popen([*command, "0"], stdout=subprocess.PIPE, text=True)
     assert first.stdout is not None
     link = next(found[0] for line in first.stdout if (found := re.search(r"p2ptrain://[^']+", line)))

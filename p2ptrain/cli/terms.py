@@ -109,9 +109,10 @@ def _of_whole_model(manifest: Manifest, config: PeerConfig) -> tuple[list[str], 
     threads = {0: "all threads", 1: "1 thread"}.get(resources.threads, f"{resources.threads} threads")
     memory = human_bytes(estimate_memory_bytes(manifest))
     source = local_data(manifest, config.weights, config.allow_path, config.data).source
+    text = f"your text in {str(config.data)!a}" if config.data is not None else f"{source!a}"
     runs = [
         f"downloads  the state of the model, about {human_bytes(_state_bytes(manifest))}, from peers",
-        f"runs       {manifest.model.family}, {human_count(parameters)} parameters, on {source!a};"
+        f"runs       {manifest.model.family}, {human_count(parameters)} parameters, on {text};"
         f" device {resources.device}, {threads}, about {memory} of memory",
     ]
     steps = "gradients each global batch" if training.every == 1 else f"{training.every} steps"

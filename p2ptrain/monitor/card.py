@@ -19,13 +19,12 @@ from p2ptrain.errors import CheckpointError
 from p2ptrain.manifest import Manifest
 from p2ptrain.models import get_family, num_parameters
 from p2ptrain.monitor.report import METRICS, Line, read_lines
+from p2ptrain.network.records.evaluation import CONFIDENCE
 from p2ptrain.status.formats import human_count
 from p2ptrain.training.checkpoints.files import CheckpointInfo, describe_checkpoint
 
 CARD_FILE = "README.md"
 MAX_NAMED_PEERS = 100
-CONFIDENT_ERRORS = 1.96
-"""Standard errors on each side of a mean that hold 95 % of a normal distribution."""
 
 
 @dataclass(frozen=True)
@@ -91,13 +90,14 @@ def card(exported: Exported, measured: Line | None) -> str:
         **{f"{key}": str(value) for key, value in _sizes(manifest).items()},
         "began with": _code(model.weights) if model.weights else "",
         "adapters": f"rank {lora.rank}, alpha {lora.alpha:g}" if lora is not None else "",
-        "text": _code(manifest.data.source) if has_text else "",
+        "text": "each peer's own" if manifest.private else _code(manifest.data.source) if has_text else "",
         "tokenizer": _code(manifest.data.tokenizer) if get_family(model).reads_text else "",
         "held out": f"{manifest.data.held_out_fraction:.1%} of the text, from seed {manifest.data.seed}"
         if has_text
         else "",
         "rounds done": f"{exported.round:,}",
-        "tokens read": f"{min(head.tokens for head in heads.values()):,}",
+        # A private swarm counts weights of sites in place of tokens.
+        "tokens read": "" if manifest.private else f"{min(head.tokens for head in heads.values()):,}",
         "swarm": _code(manifest.digest.hex()),
         "organizer's key": _code(manifest.organizer),
         **{f"digest of {name or 'the state'}": _code(head.digest.hex()) for name, head in heads.items()},
@@ -193,11 +193,12 @@ def _round(line: Line) -> int:
 
 def _evaluation(measured: Line, manifest: Manifest, round_: int) -> str:
     loss, error, windows = (measured.number(name) for name in ("loss", "standard_error", "windows"))
-    margin = f" ± {CONFIDENT_ERRORS * error:.3f} (95 % confidence, from the spread of its batches)" if error else ""
+    margin = f" ± {CONFIDENCE * error:.3f} (95 % confidence)" if error else ""
     is_exact = _round(measured) == round_ and measured.values.get("state") == "shared"
     which = "these weights have" if is_exact else f"one peer's copy had in round {_round(measured):,}"
+    text = "text of its own that one peer held out" if manifest.private else "text that no peer trains on"
     return (
-        f"On text that no peer trains on, {which} a loss of {loss:.3f}{margin} nats a token, over"
+        f"On {text}, {which} a loss of {loss:.3f}{margin} nats a token, over"
         f" {windows or 0:.0f} samples of {manifest.model.context} tokens. A peer measured it during the run."
     )
 

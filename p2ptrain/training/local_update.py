@@ -62,6 +62,7 @@ class LocalContribution:
         self._inner = inner
         # Kept for optimizers that have state before their first step, and cannot recreate it.
         self._first_state = {key: copy.deepcopy(value) for key, value in inner.state.items()} if inner else {}
+        self._personal = state.layout.read_personal(module)
         size = state.layout.num_parameters
         self.accumulated = torch.zeros(size, dtype=torch.float32) if accumulate else None
 
@@ -126,17 +127,25 @@ class LocalContribution:
                 self.accumulated.zero_()
         if self._mixing is None and (contributed or carry is None or len(self.pending) > 1):
             self.steps = 0  # A carried fragment waits for its next turn.
+        personal = self.state.layout.read_personal(self.module)
+        if all(bool(tensor.isfinite().all()) for tensor in personal.values()):
+            self._personal = personal
 
     def reset(self) -> None:
+        self.state.layout.write_personal(self._personal, self.module)
         self.adopt(False, None)
         if self._inner is not None:
             self._inner.state.clear()
             self._inner.state.update({key: copy.deepcopy(value) for key, value in self._first_state.items()})
 
     def restore_buffers(self) -> None:
-        """Restore the live buffers from the shared state if a bad batch left a value that is not finite."""
+        """Restore the live buffers from the shared state if a bad batch left a value that is not finite.
+
+        Personal tensors then become those of the last round.
+        """
         if not all(bool(buffer.isfinite().all()) for buffer in self.module.buffers()):
             self.state.layout.write(self.state.vector, self.module, kind="buffer")
+            self.state.layout.write_personal(self._personal, self.module)
 
     def to_save(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Return the counts and tensors of the pending work; empty if there is none."""

@@ -66,3 +66,15 @@ def test_two_loops_with_mixed_precision_train_together_and_go_on_later(tmp_path:
         assert list((tmp_path / "a" / "checkpoints").glob("*-round-6"))
         again = end_of(start("amp_loop", "--peers", "2", "--run-dir", tmp_path / "a"))
     assert again == [], "it has nothing left to do"
+
+
+@pytest.mark.slow
+def test_five_hospitals_train_as_well_as_on_pooled_records() -> None:
+    with nothing_left_behind():
+        process = start("hospitals", "--seed", "1")
+        output, _ = process.communicate(timeout=3 * TIMEOUT_SECONDS)
+    assert process.returncode == 0, output
+    together = set(re.findall(r"^site \d: \d+ patients, AUC ([\d.]+)$", output, flags=re.MULTILINE))
+    (pooled,) = re.findall(r"all records pooled: ([\d.]+)$", output, flags=re.MULTILINE)
+    assert len(together) == 1, "the sites hold the same model"
+    assert float(together.pop()) > float(pooled) - 0.01

@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 from p2ptrain._version import __version__
 from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.averaging.protocol.table import Row, Table
-from p2ptrain.manifest import DataSpec, LoraSpec, Manifest, ModelSpec, TrainingSpec
+from p2ptrain.manifest import DataSpec, LoraSpec, Manifest, ModelSpec, PrivateSpec, TrainingSpec
 from p2ptrain.models import build_model, export_hugging_face
 from p2ptrain.models.adapters import adapter_shapes, export_adapters
 from p2ptrain.monitor.card import CARD_FILE, MAX_NAMED_PEERS, Exported, card, write_card
@@ -157,6 +157,14 @@ def test_a_hostile_text_stays_within_its_cell() -> None:
     data = DataSpec(source="path:/a`|<img src=x>|`[x](http://192.0.2.1) é")
     text = card(exported(data=data), None)
     assert row(text, "text") == "path:/a'/<img src=x>/'[x](http://192.0.2.1) \\xe9"
+
+
+def test_the_card_of_a_private_swarm_names_no_text_and_no_tokens(tmp_path: Path) -> None:
+    write_metrics(tmp_path / "peer", {"round": 42, "loss": 1.5, "windows": 128, "state": "shared"})
+    text = write(tmp_path, tmp_path / "peer", private=PrivateSpec(), data=DataSpec(source="own"))
+    assert row(text, "text") == "each peer's own"
+    assert "tokens read" not in text
+    assert "On text of its own that one peer held out, these weights" in text
 
 
 @pytest.mark.parametrize("spec", [SMALL, SMALL.model_copy(update={"family": "gpt2"})], ids=lambda spec: spec.family)

@@ -6,8 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from p2ptrain.averaging.protocol.certificate import genesis
 from p2ptrain.errors import UsageError
 from p2ptrain.manifest import PrivateSpec
+from p2ptrain.training.local_update import LocalContribution
 from p2ptrain.training.site import Site
 from p2ptrain.training.state.layout import Layout
 from p2ptrain.training.state.outer_optimizers import AverageStep
@@ -115,6 +117,23 @@ def test_personal_tensors_come_back_from_a_copy_as_a_whole_or_not_at_all() -> No
         with pytest.raises(ValueError, match="personal tensor"):
             layout.write_personal({name: tensor + 1 for name, tensor in broken.items()}, target)
         assert all(torch.equal(tensor, before[name]) for name, tensor in target.state_dict().items())
+
+
+def test_a_bad_batch_leaves_no_value_in_personal_buffers_that_is_not_finite() -> None:
+    module = Net(1)
+    state = _shared(module, "norm.*")
+    state.head = genesis(bytes(32), state.tree().root)
+    work = LocalContribution(module, state, accumulate=False)
+    module(torch.randn(8, 3) + 5.0)
+    work.adopt(True, None)  # The end of a round.
+    kept = module.norm.running_mean.clone()  # type: ignore[union-attr]
+    module(torch.full((8, 3), torch.nan))
+    work.restore_buffers()
+    assert torch.equal(module.norm.running_mean, kept)  # type: ignore[arg-type]
+    module(torch.full((8, 3), torch.nan))
+    work.adopt(True, None)  # A round that ends with a bad value keeps the one before.
+    work.reset()
+    assert torch.equal(module.norm.running_mean, kept)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("patterns", "words"), [(["bn*"], "'bn\\*' matches no"), (["*"], "no trainable parameter to")])

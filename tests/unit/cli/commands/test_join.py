@@ -43,6 +43,25 @@ def test_what_is_shown_says_what_is_downloaded_run_sent_exposed_and_written(
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(("weights", "told"), [("samples", "the number of samples"), ("equal", "")])
+def test_a_site_is_shown_what_leaves_it_and_brings_its_own_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str, told: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    manifest = parse_manifest({"data": {"source": "own"}, "private": {"weights": weights}}, "a")
+    with pytest.raises(ConfigError, match="--data DIR_OR_FILE"):
+        describe(manifest, config(tmp_path))
+    own = config(tmp_path).model_copy(update={"data": tmp_path / "records"})
+    text = describe(manifest, own)
+    assert "keeps" in labels(text)
+    assert f"your text in '{tmp_path / 'records'}'" in text
+    assert ("number of samples" in text) == bool(told)
+    with pytest.raises(ConfigError, match="records: there is no such file"):
+        check_machine(manifest, own)
+    with pytest.raises(ConfigError, match="leave --data out"):
+        describe(Manifest(), own)
+
+
 def test_a_swarm_of_another_protocol_or_codec_is_refused() -> None:
     check_compatible(Manifest())
     with pytest.raises(IncompatibleError, match="protocol 1"):
