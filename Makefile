@@ -49,7 +49,7 @@ test: $(STAMP)  ## unit, simulated and swarm tests; ARGS="-k name" passes option
 
 # These compute, and take the processor time that suites beside them, which wait for each other, leave.
 test-unit: $(STAMP)  ## unit and simulated tests
-	nice -n 15 $(PYTEST) -n 2 $(MARKS) tests/unit tests/sim $(ARGS) $(OR_NONE)
+	nice -n 10 $(PYTEST) -n 2 $(MARKS) tests/unit tests/sim $(ARGS) $(OR_NONE)
 
 test-swarm: $(STAMP)  ## tests with real processes on loopback
 	$(PYTEST) -n $(SWARMS) --dist loadscope $(MARKS) tests/swarm $(ARGS) $(OR_NONE)
