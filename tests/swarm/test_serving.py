@@ -63,12 +63,14 @@ def golden_logits(ids: torch.Tensor) -> torch.Tensor:
 
 
 def niceness(process: subprocess.Popen[bytes]) -> set[int]:
-    """Return the niceness of a process's threads, beyond its own."""
+    """Return the niceness of a process's threads, beyond its own; that of training threads where it can be no more."""
     own = os.getpriority(os.PRIO_PROCESS, process.pid)
+    most = 19 - own  # No niceness is above 19.
     found = set()
     for task in Path(f"/proc/{process.pid}/task").iterdir():
         with suppress(ProcessLookupError):  # It has ended since.
-            found.add(os.getpriority(os.PRIO_PROCESS, int(task.name)) - own)
+            beyond = os.getpriority(os.PRIO_PROCESS, int(task.name)) - own
+            found.add(TRAINING_NICENESS if beyond == most else beyond)
     return found
 
 
