@@ -31,7 +31,8 @@ API = {
     "A swarm": ("p2ptrain.node.swarm.Swarm", "p2ptrain.training.checkpoints.SavePolicy"),
     "Training": (
         "p2ptrain.training.optimizer.SwarmOptimizer", "p2ptrain.pipeline.client.remote_model.PipelineModule",
-        "p2ptrain.manifest.LoraSpec",
+        "p2ptrain.manifest.LoraSpec", "p2ptrain.manifest.PrivateSpec",
+        "p2ptrain.network.records.evaluation.Evaluation",
     ),
     "Generating": ("p2ptrain.node.serving.language_model.LanguageModel",),
     "The manifest": ("p2ptrain.manifest.Manifest", "p2ptrain.manifest.SignedManifest"),
