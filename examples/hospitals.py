@@ -3,8 +3,9 @@
     python examples/hospitals.py                       # all five on this machine, beside training on the pooled records
     python examples/hospitals.py --site 2 p2ptrain://… # one hospital of a swarm
 
-The records are scikit-learn's breast cancer data: 30 measurements of 569 tumours. The hospitals are of unequal size,
-and each sees another mix of benign and malignant ones. A fifth of all records is kept apart to compare on.
+The records are scikit-learn's breast cancer data (pip install scikit-learn): 30 measurements of 569 tumours. The
+hospitals are of unequal size, and each sees another mix of benign and malignant ones. A fifth of all records is kept
+apart to compare on.
 """
 
 from __future__ import annotations

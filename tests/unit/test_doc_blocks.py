@@ -1,4 +1,4 @@
-"""What pages show is true: Python imports what is there, commands parse, settings load; the site has every page."""
+"""Pages show the truth: Python imports what is there, commands parse, settings load; the site has every page."""
 
 import ast
 import importlib
@@ -103,12 +103,13 @@ def test_a_command_with_an_unknown_option_is_found() -> None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "toml")], ids=name_of)
 def test_settings_load(page: Path) -> None:
-    """Those of a package or of a scenario have tests of their own, of what they do."""
+    """Blocks of a package or of a scenario have tests of their own."""
     for values in map(tomllib.loads, blocks(page, "toml")):
         if values.keys() <= Manifest.model_fields.keys():
-            Manifest.model_validate(values)
+            assert values.keys() <= Manifest.model_validate(values).model_fields_set
         elif not values.keys() & {"project", "promise"}:
-            PeerConfig.model_validate({"role": "trainer", "link": "p2ptrain://…", **values})
+            config = PeerConfig.model_validate({"role": "trainer", "link": "p2ptrain://…", **values})
+            assert values.keys() <= config.model_fields_set
 
 
 def test_generated_pages_have_every_command_setting_and_message() -> None:

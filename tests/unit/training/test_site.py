@@ -1,4 +1,4 @@
-"""What a site of a private swarm adds to training: its weight, its pull, and layers of its own."""
+"""A site of a private swarm adds to training its weight, its pull, and layers of its own."""
 
 import pytest
 import torch

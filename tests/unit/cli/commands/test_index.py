@@ -1,4 +1,4 @@
-"""What `list` shows of an index, and what `announce` writes into one; swarms of real processes are in tests/swarm."""
+"""`list` shows an index, and `announce` writes into one; swarms of real processes are in tests/swarm."""
 
 import json
 import time

@@ -77,7 +77,7 @@ class Machine:
         self.seconds, self.all_work, self.own = 0.0, 0.0, 0.0
 
     def go_on(self, others: float, own: float, cores: int) -> None:
-        """Let ten seconds pass in which these parts of all cores are taken."""
+        """Advance ten seconds, in which these parts of all cores are taken."""
         self.seconds += 10.0
         self.own += 10.0 * own * cores
         self.all_work += 10.0 * (others + own) * cores
