@@ -37,6 +37,7 @@ COMMANDS = {
     "leave": "end a peer on this machine in good order",
     "peer": "run one peer from a role file (see the folder 'peers')",
     "status": "show the peers of a swarm",
+    "simulate": "train many sites of a private swarm in one process, to try strategies",
     "monitor": "serve a web page that shows how a swarm is doing",
     "report": "write one HTML page of a finished run",
     "doctor": "check that this machine can take part, with a fix for what is missing",
@@ -48,6 +49,7 @@ _FOLDERS = {
     **dict.fromkeys(("invite", "revoke", "ban", "members"), "admission."),
     **dict.fromkeys(("announce", "list"), "index."),
     **dict.fromkeys(("pause", "resume", "leave"), "guest."),
+    "simulate": "private.",
     **dict.fromkeys(("generate", "chat", "serve"), "serving."),
 }
 

@@ -50,6 +50,11 @@ def _cross_entropy(model: nn.Module, tokens: torch.Tensor, reduction: str) -> to
     return functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction=reduction)
 
 
+def window_losses(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross-entropy of each window, ``[batch]``; see `language_model_loss`."""
+    return _cross_entropy(model, tokens, "none").view(len(tokens), -1).mean(1)
+
+
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     """Return the mean of values, and its standard error; infinite for a single value."""
     count = len(values)
@@ -96,8 +101,7 @@ def held_out_loss(
             for first in range(0, count, batch_size):
                 rows = [tokens[start : start + context + 1] for start in starts[first : first + batch_size]]
                 batch = torch.from_numpy(np.stack(rows).astype(np.int64)).to(device)
-                of_tokens = _cross_entropy(model, batch, "none")
-                losses += of_tokens.view(len(rows), context).mean(1).tolist()
+                losses += window_losses(model, batch).tolist()
                 advance(len(losses), count)
                 if deadline is not None and time.monotonic() >= deadline:
                     break

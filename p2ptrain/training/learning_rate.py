@@ -140,6 +140,14 @@ class WrappedOptimizer:
         self.clip_norm = clip_norm
 
 
+def manifest_optimizer(module: torch.nn.Module, spec: TrainingSpec) -> WrappedOptimizer:
+    """Return the manifest's inner optimizer: AdamW with its schedule and clipping."""
+    inner = torch.optim.AdamW(
+        module.parameters(), lr=spec.learning_rate, betas=(0.9, 0.95), weight_decay=spec.weight_decay
+    )
+    return WrappedOptimizer(inner, manifest_schedule(spec), spec.clip_norm)
+
+
 class SwarmScheduler(LRScheduler):
     """The swarm's schedule as a torch scheduler, for training loops that require one.
 

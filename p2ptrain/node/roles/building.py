@@ -5,20 +5,17 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-import torch
-
 from p2ptrain.config import PeerConfig
 from p2ptrain.node.peer import Peer
 from p2ptrain.node.roles.materials import build_whole_model, last_round, load_text
 from p2ptrain.node.roles.training import start_training
 from p2ptrain.training.bridge import Bridge
 from p2ptrain.training.checkpoints import SavePolicy
-from p2ptrain.training.learning_rate import WrappedOptimizer, manifest_schedule
+from p2ptrain.training.learning_rate import manifest_optimizer
 from p2ptrain.training.loop import Trainer, TrainingProgress
 from p2ptrain.training.metrics import MetricsWriter
 from p2ptrain.training.optimizer import SwarmOptimizer
 from p2ptrain.training.state.initial_state import initial_state
-from p2ptrain.training.state.shared_state import SharedState
 
 
 async def build_trainer(peer: Peer, config: PeerConfig, bridge: Bridge) -> Trainer:
@@ -26,9 +23,8 @@ async def build_trainer(peer: Peer, config: PeerConfig, bridge: Bridge) -> Train
     loop, manifest, spec = asyncio.get_running_loop(), peer.manifest, peer.manifest.training
     corpus = await asyncio.to_thread(load_text, peer, config)
     module = await asyncio.to_thread(build_whole_model, peer, config)
-    inner, state = await peer.runtime.compute(_make_state, peer, module)
-
-    wrapped = WrappedOptimizer(inner, manifest_schedule(spec), spec.clip_norm)
+    wrapped = manifest_optimizer(module, spec)
+    state = await peer.runtime.compute(initial_state, module, None, manifest, peer.swarm)
     tokens = spec.local_batch * manifest.model.context
     private = manifest.private
     site_samples = None if private is None else (len(corpus.train) - 1) // manifest.model.context
@@ -66,11 +62,3 @@ async def build_trainer(peer: Peer, config: PeerConfig, bridge: Bridge) -> Train
         )
     )  # fmt: skip
     return trainer
-
-
-def _make_state(peer: Peer, module: torch.nn.Module) -> tuple[torch.optim.Optimizer, SharedState]:
-    spec = peer.manifest.training
-    optimizer = torch.optim.AdamW(
-        module.parameters(), lr=spec.learning_rate, betas=(0.9, 0.95), weight_decay=spec.weight_decay
-    )
-    return optimizer, initial_state(module, None, peer.manifest, peer.swarm)

@@ -86,7 +86,7 @@ def load_corpus(
         ConfigError: The source or tokenizer is missing or unreadable, the text is empty or too short for several
             windows of ``context`` tokens, or the tokenizer exceeds the model's vocabulary.
     """
-    encode, tokenizer_vocabulary = _load_tokenizer(spec.tokenizer)
+    encode, tokenizer_vocabulary = load_tokenizer(spec.tokenizer)
     if tokenizer_vocabulary > vocabulary:
         raise ConfigError(
             f"data.tokenizer {spec.tokenizer!r} has {tokenizer_vocabulary} tokens: "
@@ -223,7 +223,8 @@ Encoder = Callable[[bytes], Tokens]
 """Maps the content of one document to its tokens, end mark included."""
 
 
-def _load_tokenizer(name: str) -> tuple[Encoder, int]:
+def load_tokenizer(name: str) -> tuple[Encoder, int]:
+    """Return the encoder of ``data.tokenizer``, and its number of tokens; raise `ConfigError` if it is missing."""
     if name == "bytes":
         return lambda content: np.frombuffer(content + bytes([END_OF_TEXT]), dtype=np.uint8), 256
     from p2ptrain.models.tokenizers import load_pretrained_tokenizer

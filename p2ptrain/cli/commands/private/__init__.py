@@ -1,0 +1,1 @@
+"""Commands for swarms whose sites train on private data."""
