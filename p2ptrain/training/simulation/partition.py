@@ -64,7 +64,7 @@ def _deal(indices: Indices, shares: npt.NDArray[np.float64]) -> list[Indices]:
 
 
 def _with_least(dealt: list[Indices]) -> list[Indices]:
-    for number, mine in enumerate(dealt):
+    for number in range(len(dealt)):
         while len(dealt[number]) < LEAST:
             largest = max(range(len(dealt)), key=lambda index: len(dealt[index]))
             dealt[largest], one = dealt[largest][:-1], dealt[largest][-1:]

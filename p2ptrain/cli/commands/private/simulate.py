@@ -1,7 +1,7 @@
 """``p2ptrain simulate RUN_TOML --sites N``
 
-Train N sites of a private swarm in this process, to try a strategy before the swarm starts. Local steps, codec, rule and
-outer optimizer are those of the swarm; its messages, votes and failures are left out.
+Train N sites of a private swarm in this process, to try a strategy before the swarm starts. Local steps, codec, rule
+and outer optimizer are those of the swarm; its messages, votes and failures are left out.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         DivergedError: A site's training gives values that are not finite.
     """
     from p2ptrain.cli.manifests import load_manifest
+    from p2ptrain.codecs import warm_up
     from p2ptrain.disk import replace_file
     from p2ptrain.training.simulation.partition import partition
     from p2ptrain.training.simulation.sites import Simulation, split_sites
@@ -52,6 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     rounds = manifest.training.rounds or ROUNDS if arguments.rounds is None else arguments.rounds
     if rounds < 1 or arguments.mbit <= 0 or arguments.seed < 0:
         raise UsageError("--rounds and --mbit must be above 0, and --seed at least 0")
+    warm_up()
     script, text = arguments.script, arguments.data
     task = script_task(script, manifest) if script else text_task(manifest, f"path:{text}")
     parts = partition(arguments.partition, task.labels, arguments.sites, arguments.seed)

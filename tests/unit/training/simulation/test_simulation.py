@@ -1,0 +1,123 @@
+"""Simulated sites: how samples are dealt, and what a run depends on."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from p2ptrain.cli.main import main
+from p2ptrain.errors import DivergedError, UsageError
+from p2ptrain.manifest import Manifest
+from p2ptrain.training.simulation.partition import LEAST, partition
+from p2ptrain.training.simulation.sites import RoundReport, Simulation, split_sites
+from p2ptrain.training.simulation.tasks import classification
+
+LABELS = np.repeat(np.arange(4), 100)
+
+
+@pytest.mark.parametrize("form", ["iid", "dirichlet:0.05", "dirichlet:100", "sizes:zipf"])
+def test_each_sample_is_at_one_site_and_no_site_is_empty(form: str) -> None:
+    dealt = partition(form, LABELS, 30, seed=3)
+    assert sorted(np.concatenate(dealt)) == list(range(len(LABELS)))
+    assert min(map(len, dealt)) >= LEAST
+    assert all(np.array_equal(*pair) for pair in zip(dealt, partition(form, LABELS, 30, seed=3), strict=True))
+
+
+def test_a_small_alpha_makes_sites_unlike_and_zipf_makes_them_unequal() -> None:
+    def most_common(form: str) -> float:
+        parts = partition(form, LABELS, 8, seed=1)
+        return float(np.mean([np.bincount(LABELS[part]).max() / len(part) for part in parts]))
+
+    assert most_common("dirichlet:0.05") > 0.7
+    assert most_common("dirichlet:1000") < most_common("iid") + 0.1 < 0.6
+    sizes = [len(part) for part in partition("sizes:zipf", LABELS, 8, seed=1)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > 1.8 * sizes[1]
+
+
+@pytest.mark.parametrize("form", ["", "dirichlet", "dirichlet:0", "dirichlet:x", "dirichlet:nan", "zipf"])
+def test_unknown_partitions_are_refused(form: str) -> None:
+    with pytest.raises(UsageError, match="--partition"):
+        partition(form, LABELS, 4, seed=1)
+
+
+def test_more_sites_than_samples_are_refused() -> None:
+    with pytest.raises(UsageError, match="--sites 200"):
+        partition("iid", LABELS, 200, seed=1)
+
+
+def _run(rounds: int = 3, seed: int = 1, scale: float = 1.0, **private: object) -> tuple[Simulation, list[RoundReport]]:
+    manifest = Manifest.model_validate(
+        {
+            "model": {"family": "custom"}, "data": {"source": "custom", "held_out_fraction": 0.2},
+            "private": {"weights": "samples", **private},
+            "training": {"every": 3, "local_batch": 8, "learning_rate": 0.01, "warmup_steps": 0},
+        }
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(7)
+    inputs = torch.randn(400, 6, generator=generator) * scale
+    inputs[:, 0] += torch.from_numpy(LABELS)
+    torch.manual_seed(2)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 4))
+    task = classification(model, inputs, torch.from_numpy(LABELS))
+    sites = split_sites(partition("dirichlet:0.3", LABELS, 9, seed), 0.2)
+    simulation = Simulation(manifest, task, sites, seed)
+    return simulation, list(simulation.run(rounds))
+
+
+def test_a_run_follows_from_its_seed() -> None:
+    (first, reports), (again, same), (other, _) = _run(), _run(), _run(seed=2)
+    assert torch.equal(first.state.vector, again.state.vector)
+    assert reports == same
+    assert not torch.equal(first.state.vector, other.state.vector)
+
+
+def test_sites_learn_together_and_personal_tensors_are_not_averaged() -> None:
+    simulation, reports = _run(15, personal=["1.*"])
+    assert {entry.name.split(".")[0] for entry in simulation.state.layout.entries} == {"0", "2"}
+    first, last = reports[0].pooled, reports[-1].pooled
+    assert first is not None
+    assert last is not None
+    assert last.mean > first.mean + 0.2
+    own = [site.personal["1.running_mean"] for site in simulation._sites]
+    assert not torch.equal(own[0], own[1])
+
+
+def test_a_proximal_term_holds_sites_back() -> None:
+    (free, _), (held, _) = _run(1), _run(1, proximal=100.0)
+    start = _run(0)[0].state.vector
+    assert torch.dist(held.state.vector, start) < torch.dist(free.state.vector, start)
+
+
+def test_a_site_that_diverges_is_named() -> None:
+    with pytest.raises(DivergedError, match="site00000"):
+        _run(scale=float("nan"))
+
+
+SCRIPT = """
+import torch
+from p2ptrain.training.simulation.tasks import classification
+
+def task(manifest):
+    labels = torch.arange(60) % 3
+    return classification(torch.nn.Linear(3, 3), torch.nn.functional.one_hot(labels, 3).float(), labels)
+"""
+
+
+def test_the_command_prints_a_line_a_round_and_writes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, script, out = tmp_path / "run.toml", tmp_path / "task.py", tmp_path / "out.json"
+    run.write_text('[model]\nfamily = "custom"\n[data]\nsource = "custom"\n[private]\n[training]\nevery = 2\n')
+    script.write_text(SCRIPT)
+    given = ["simulate", str(run), "--script", str(script), "--sites", "5", "--rounds", "2", "--json", str(out)]
+    assert main(given) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in printed[2:4]] == ["1", "2"]
+    assert '"rounds"' in out.read_text()
+    script.write_text("task = None\n")
+    assert main(given) == UsageError.exit_code
+    assert "define task(manifest)" in capsys.readouterr().err
+    run.write_text("[training]\nevery = 2\n")
+    script.write_text(SCRIPT)
+    assert main(given) == UsageError.exit_code
+    assert "[private]" in capsys.readouterr().err
