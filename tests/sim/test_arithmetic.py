@@ -62,7 +62,7 @@ async def test_a_tree_averages_all_that_have_a_place(swarm: list[Member]) -> Non
     updates = {peer: Update(peer, torch.randn(500, generator=generator), 1 + index) for index, peer in enumerate(peers)}
     found = await average_round(Runtime(random.Random(1)), spec, get_codec("fp32"), groups, updates)
     total = sum(updates[peer].tokens for peer in placed)
-    exact = sum(updates[peer].vector.double() * updates[peer].tokens for peer in placed) / total
+    exact = torch.stack([updates[peer].vector.double() * updates[peer].tokens for peer in placed]).sum(0) / total
     assert found.tokens == total
     assert found.encoded.keys() == placed
     assert torch.allclose(found.vector.double(), exact, atol=1e-6)

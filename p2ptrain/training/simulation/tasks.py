@@ -55,7 +55,8 @@ def classification(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor)
     """
 
     def loss(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return functional.cross_entropy(model(inputs), labels)
+        of_batch: torch.Tensor = functional.cross_entropy(model(inputs), labels)
+        return of_batch
 
     def is_right(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return (model(inputs).argmax(-1) == labels).float()

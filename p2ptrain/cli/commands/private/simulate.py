@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from p2ptrain.errors import UsageError
 
 if TYPE_CHECKING:
-    from p2ptrain.training.simulation.sites import RoundReport
+    from p2ptrain.training.simulation.rounds import RoundReport
 
 ROUNDS = 20
 
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     from p2ptrain.codecs import warm_up
     from p2ptrain.disk import replace_file
     from p2ptrain.training.simulation.partition import partition
-    from p2ptrain.training.simulation.sites import Simulation, split_sites
+    from p2ptrain.training.simulation.rounds import Simulation
     from p2ptrain.training.simulation.tasks import script_task, text_task
 
     manifest = load_manifest(arguments.manifest)
@@ -57,8 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     script, text = arguments.script, arguments.data
     task = script_task(script, manifest) if script else text_task(manifest, f"path:{text}")
     parts = partition(arguments.partition, task.labels, arguments.sites, arguments.seed)
-    sites = split_sites(parts, manifest.data.held_out_fraction)
-    simulation = Simulation(manifest, task, sites, arguments.seed)
+    simulation = Simulation(manifest, task, parts, arguments.seed)
+    sites = simulation.sites
     sizes = sorted(len(site.train) for site in sites)
     print(
         f"{len(sites)} sites, {arguments.partition}, seed {arguments.seed}: {sizes[0]} to {sizes[-1]} training samples,"

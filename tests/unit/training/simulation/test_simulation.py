@@ -10,7 +10,7 @@ from p2ptrain.cli.main import main
 from p2ptrain.errors import DivergedError, UsageError
 from p2ptrain.manifest import Manifest
 from p2ptrain.training.simulation.partition import LEAST, partition
-from p2ptrain.training.simulation.sites import RoundReport, Simulation, split_sites
+from p2ptrain.training.simulation.rounds import RoundReport, Simulation
 from p2ptrain.training.simulation.tasks import classification
 
 LABELS = np.repeat(np.arange(4), 100)
@@ -61,8 +61,7 @@ def _run(rounds: int = 3, seed: int = 1, scale: float = 1.0, **private: object) 
     torch.manual_seed(2)
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 4))
     task = classification(model, inputs, torch.from_numpy(LABELS))
-    sites = split_sites(partition("dirichlet:0.3", LABELS, 9, seed), 0.2)
-    simulation = Simulation(manifest, task, sites, seed)
+    simulation = Simulation(manifest, task, partition("dirichlet:0.3", LABELS, 9, seed), seed)
     return simulation, list(simulation.run(rounds))
 
 
@@ -80,7 +79,7 @@ def test_sites_learn_together_and_personal_tensors_are_not_averaged() -> None:
     assert first is not None
     assert last is not None
     assert last.mean > first.mean + 0.2
-    own = [site.personal["1.running_mean"] for site in simulation._sites]
+    own = [site.personal["personal.buffer.1.running_mean"] for site in simulation.sites]
     assert not torch.equal(own[0], own[1])
 
 
