@@ -59,7 +59,8 @@ def classification(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor)
         return of_batch
 
     def is_right(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return (model(inputs).argmax(-1) == labels).float()
+        right: torch.Tensor = model(inputs).argmax(-1) == labels
+        return right.float()
 
     return Task(model, (inputs, labels), labels.numpy(), loss, is_right, "accuracy")
 
