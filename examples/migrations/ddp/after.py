@@ -32,7 +32,7 @@ def make_model() -> nn.Module:
 
 
 def main() -> None:
-    """Train for eight epochs, and print the loss after each."""
+    """Train for four passes over the data, and print the loss now and then."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     data = TensorDataset(*spirals(2048))
@@ -42,13 +42,15 @@ def main() -> None:
         opt = swarm.optimizer(model, torch.optim.AdamW(model.parameters(), 1e-2))
         sampler = swarm.sampler(data)
         loader = DataLoader(data, batch_size=32, sampler=sampler)
-        for epoch in range(8):
+        while opt.round < 128:
             for points, label in loader:
                 loss = cross_entropy(model(points), label)
                 loss.backward()
                 opt.step()
                 opt.zero_grad()
-            print(f"round {epoch}: loss {loss.item():.3f}", flush=True)
+                if opt.round == 128:
+                    break
+            print(f"round {opt.round}: loss {loss.item():.3f}", flush=True)
         torch.save(model.state_dict(), "model.pt")
 
 

@@ -50,14 +50,17 @@ def main() -> None:
         while opt.round < ROUNDS:
             for points, label in DataLoader(train, batch_size=32, shuffle=True):
                 cross_entropy(model(points), label).backward()
+                before = opt.round
                 opt.step()
                 opt.zero_grad()
-                if opt.committed:
+                if opt.round != before:
                     with torch.no_grad():
                         apart = cross_entropy(model(points_apart), label_apart, reduction="none")
                     opt.report(apart.tolist())
                     if found := pooled(list(opt.evaluations().values())):
                         print(f"round {opt.round}: loss {found.mean:.3f}", flush=True)
+                if opt.round == ROUNDS:
+                    break
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def main() -> None:
         scheduler=lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda epoch: 0.98**epoch),
         matchmaking_time=2.0,
         averaging_timeout=10.0,
-        grad_compression=hivemind.Float16Compression(),
+        grad_compression=hivemind.compression.Float16Compression(),
     )
     opt.load_state_from_peers()
     while opt.local_epoch < 20:
