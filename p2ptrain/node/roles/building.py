@@ -23,7 +23,7 @@ async def build_trainer(peer: Peer, config: PeerConfig, bridge: Bridge) -> Train
     loop, manifest, spec = asyncio.get_running_loop(), peer.manifest, peer.manifest.training
     corpus = await asyncio.to_thread(load_text, peer, config)
     module = await asyncio.to_thread(build_whole_model, peer, config)
-    wrapped = manifest_optimizer(module, spec)
+    wrapped = await peer.runtime.compute(manifest_optimizer, module, spec)
     state = await peer.runtime.compute(initial_state, module, None, manifest, peer.swarm)
     tokens = spec.local_batch * manifest.model.context
     private = manifest.private
