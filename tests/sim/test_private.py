@@ -64,6 +64,22 @@ async def test_sites_read_their_own_text_alone_and_weigh_what_the_manifest_says(
         assert 2 * ROUNDS <= trained <= sites.trainers[name].optimizer.total_steps
 
 
+@simulated(seed=6)
+async def test_a_fast_site_takes_no_more_steps_than_a_slow_one(network: SimulatedNetwork, begin: Begin) -> None:
+    private = PrivateSpec(weights="equal")
+    sites = begin(network, TRAINING, private=private, quorum=1.0, min_peers=3)
+    _write(sites)
+    sites.step_seconds.update(a=0.01, b=0.5, c=2.0)
+    for name in LETTERS:
+        _start(sites, name, ROUNDS)
+    await sites.end()
+    assert len(sites.heads()) == 1
+    for name in LETTERS:
+        replica = sites.sync(name).replica
+        assert replica.trained_rounds == ROUNDS
+        assert replica.trained_tokens == TRAINING["every"] * replica.trained_rounds
+
+
 @pytest.mark.fault(1)
 @simulated(seed=4)
 async def test_a_killed_site_comes_back_with_its_own_layers(network: SimulatedNetwork, begin: Begin) -> None:

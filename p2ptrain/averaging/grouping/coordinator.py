@@ -134,7 +134,7 @@ class Coordinator:
             target = -(-goal.samples // self._cells.num_cells(key))
             group = self._groups[key] = PendingGroup(
                 head, key, group_spec(self._spec, self._cells, key), GlobalBatch(target, self._pace),
-                lambda peer: self._cells.slot(key, peer), LocalSteps(goal.steps, now, self._pace),
+                lambda peer: self._cells.slot(key, peer), LocalSteps(goal.mean_steps, now, self._pace),
             )  # fmt: skip
             group.last_activity = now
             self._tasks.start(self._lead(group), f"group-{head.round}")

@@ -90,7 +90,7 @@ class Matchmaker:
         self._clock: asyncio.TimerHandle | None = None
         self._asking: tuple[str, asyncio.Task[messages.Answer]] | None = None
         self.standby = Standby(context, self.leaders, self._coordinator)
-        self.pacing = Pacing(context, self.leaders, goal.steps)
+        self.pacing = Pacing(context, self.leaders, goal)
         context.rpc.serve(messages.PROBE, messages.Probe, self._serve_probe)
 
     def abandon(self, leader: str) -> None:

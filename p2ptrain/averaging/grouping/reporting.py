@@ -20,7 +20,7 @@ from p2ptrain.averaging.grouping.cells import Key
 from p2ptrain.averaging.grouping.coordinator import Coordinator
 from p2ptrain.averaging.grouping.leaders import MOST_PROBE_SECONDS, Leaders, probe, probe_seconds
 from p2ptrain.averaging.protocol.certificate import Head
-from p2ptrain.averaging.timing.goal import LONGEST_BATCH_SECONDS, MOST_ROUNDS, SILENT_SECONDS
+from p2ptrain.averaging.timing.goal import LONGEST_BATCH_SECONDS, MOST_ROUNDS, SILENT_SECONDS, Goal
 from p2ptrain.errors import DeadlineError, PeerError, PeerRefusedError
 from p2ptrain.tasks import Tasks, together
 
@@ -36,12 +36,12 @@ MAX_ASKED = 3
 class Pacing:
     """One trainer's reports."""
 
-    def __init__(self, context: PeerContext, leaders: Leaders, steps: int) -> None:
-        """``steps`` is H; 0 without local steps."""
+    def __init__(self, context: PeerContext, leaders: Leaders, goal: Goal) -> None:
         self._context = context
         self._leaders = leaders
         self._position = leaders.position
-        self._every = steps
+        self._every = goal.steps
+        self._reports_steps = goal.mean_steps > 0
         self._is_behind: Callable[[], bool] = lambda: False
         self._tasks = Tasks()
         self._task: asyncio.Task[None] | None = None
@@ -61,7 +61,7 @@ class Pacing:
         ``is_behind`` tells whether others are ahead, so that no peer joins this round.
         """
         self._is_behind = is_behind
-        if self._every and self._task is None:
+        if self._reports_steps and self._task is None:
             self._loop = asyncio.get_running_loop()
             self._step_began = self._loop.time()
             self._task = self._tasks.keep(self._run, "pacing")

@@ -6,7 +6,8 @@ surplus batch costs all peers more than a short wait. An overdue peer is predict
 
 **Local steps** (``every = H``, `LocalSteps`): the round closes when the trainers reach H steps each on average. The
 leader announces the predicted time, and all peers step until then. If a step of the slowest peer ends near this time,
-the round closes with it.
+the round closes with it. In a private swarm each trainer takes H steps, and then waits for the others: a fast machine
+would otherwise pull the model towards its own data. Once a quorum is there, the leader asks the rest to hand in.
 """
 
 from __future__ import annotations
@@ -28,11 +29,18 @@ class Goal:
 
     Attributes:
         samples: Global batch of all peers (``every = 1``); 0 without one.
-        steps: Average local steps of a trainer (``every = H``); 0 without.
+        steps: Local steps of a trainer (``every = H``); 0 without.
+        each: True if each trainer takes that many, False if they do on average.
     """
 
     samples: int = 0
     steps: int = 0
+    each: bool = False
+
+    @property
+    def mean_steps(self) -> int:
+        """Average local steps of a trainer, for `LocalSteps`; 0 if there is no such goal."""
+        return 0 if self.each else self.steps
 
 
 NO_GOAL = Goal()

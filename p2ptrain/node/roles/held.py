@@ -52,7 +52,7 @@ class HeldState:
             peer.rpc, peer.runtime, peer.identity, peer.swarm, manifest.averaging, peer.membership, peer,
             founding_of(manifest), ballots_in(peer.runtime.scratch, peer.swarm),
         )  # fmt: skip
-        replica = Replica(context, manifest.training, state)
+        replica = Replica(context, manifest, state)
         self._trained = Synchronizer(replica, peer.options.upload_bandwidth, peer.jobs)
         return self._trained
 

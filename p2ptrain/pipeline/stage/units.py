@@ -52,7 +52,7 @@ def host_unit(
         rpc.scoped(f"unit{unit.number}"), rpc.runtime, signer, swarm, averaging, view.membership(unit.number),
         options.owner, founding_of(plan.manifest), ballots_in(rpc.runtime.scratch, swarm),
     )  # fmt: skip
-    replica = Replica(context, plan.manifest.training, state)
+    replica = Replica(context, plan.manifest, state)
     synchronizer = Synchronizer(replica, options.bandwidth, options.jobs)
     work = StageWork(part, state, gradients.total, worker.lock, unit.scale)
     return HostedUnit(unit, swarm, state, synchronizer, work)

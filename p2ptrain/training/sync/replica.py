@@ -20,7 +20,7 @@ from p2ptrain.averaging.protocol.certificate import Body, Certificate, Head
 from p2ptrain.averaging.timing.goal import Goal
 from p2ptrain.averaging.vector.error_feedback import Encoded, ErrorFeedback
 from p2ptrain.errors import DivergedError
-from p2ptrain.manifest import TrainingSpec
+from p2ptrain.manifest import Manifest
 from p2ptrain.tasks import to_its_end
 from p2ptrain.training.state.layout import Fragment, vector_codec
 from p2ptrain.training.state.shared_state import SharedState
@@ -88,13 +88,16 @@ class Replica:
         trained_rounds: Committed rounds with this peer's work.
     """
 
-    def __init__(self, context: PeerContext, training: TrainingSpec, state: SharedState) -> None:
+    def __init__(self, context: PeerContext, manifest: Manifest, state: SharedState) -> None:
         self.context = context
         self.state = state
         if state.head.round == 0:
             state.head = context.genesis(state.head.digest)
         spec, layout, fragments = context.spec, state.layout, state.fragments
-        goal = Goal(samples=training.global_batch) if training.every == 1 else Goal(steps=training.steps_per_round)
+        training = manifest.training
+        goal = Goal(steps=training.steps_per_round, each=manifest.private is not None)
+        if training.every == 1:
+            goal = Goal(samples=training.global_batch)
         codecs = [vector_codec(spec, fragment.layout) for fragment in fragments]
         sizes = [fragment.num_values for fragment in fragments]
         round_log = RoundLog(context, list(zip(codecs, sizes, strict=True)))

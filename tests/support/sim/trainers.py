@@ -149,7 +149,7 @@ class SimulatedTrainer:
             self.rpc, peer.runtime, peer.signer, self.swarm, manifest.averaging, self.membership, self,
             founding_of(manifest), ballots,
         )  # fmt: skip
-        self.sync = Synchronizer(Replica(context, manifest.training, self.state))
+        self.sync = Synchronizer(Replica(context, manifest, self.state))
         spec = manifest.training
         self.work = LocalContribution(
             self.module, self.state, accumulate=spec.every == 1, mixing=spec.mixing if spec.overlap_steps else None
