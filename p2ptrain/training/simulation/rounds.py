@@ -16,7 +16,8 @@ import numpy.typing as npt
 import torch
 
 from p2ptrain.averaging.arithmetic import average_round, draw_groups
-from p2ptrain.errors import UsageError
+from p2ptrain.codecs import CodecError
+from p2ptrain.errors import DivergedError, UsageError
 from p2ptrain.manifest import Manifest
 from p2ptrain.network.records.evaluation import Evaluation, pooled
 from p2ptrain.runtime import Runtime
@@ -83,11 +84,13 @@ class Simulation:
         """Yield the report of each round.
 
         Raises:
-            DivergedError: A site's gradients or update are not finite.
-            CodecError: An update cannot be encoded.
+            DivergedError: A site's gradients or update are not finite, or an update cannot be encoded.
         """
         for _ in range(rounds):
-            yield asyncio.run(self._run_round())
+            try:
+                yield asyncio.run(self._run_round())
+            except CodecError as error:
+                raise DivergedError(f"round {self._round}: {error}: lower training.learning_rate") from error
 
     async def _run_round(self) -> RoundReport:
         lineage = hashlib.sha256(f"simulation {self._seed} {self._round}".encode()).digest()

@@ -51,8 +51,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     manifest = load_manifest(arguments.manifest)
     rounds = manifest.training.rounds or ROUNDS if arguments.rounds is None else arguments.rounds
-    if rounds < 1 or arguments.mbit <= 0 or arguments.seed < 0:
+    if rounds < 1 or not arguments.mbit > 0 or arguments.seed < 0:
         raise UsageError("--rounds and --mbit must be above 0, and --seed at least 0")
+    if arguments.json is not None and not arguments.json.parent.is_dir():
+        raise UsageError(f"--json {arguments.json}: there is no such folder")
     warm_up()
     script, text = arguments.script, arguments.data
     task = script_task(script, manifest) if script else text_task(manifest, f"path:{text}")
@@ -67,14 +69,16 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{'round':>5}  {'loss':>8}  {task.metric_name + ' (95 %)':>20}  {'sites, worst to best':>22}  "
           f"{'sent, most':>12}  {'link time':>10}")  # fmt: skip
     seconds, reports = 0.0, []
-    for report in simulation.run(rounds):
-        seconds += 8 * max(report.sent_bytes.values()) / (arguments.mbit * 1e6)
-        reports.append(report)
-        print(_line(report, seconds, task.metric_name), flush=True)
-    if arguments.json is not None:
-        about = {"partition": arguments.partition, "seed": arguments.seed, "samples": [len(s.train) for s in sites]}
-        payload = {**about, "metric": task.metric_name, "rounds": [_as_json(each) for each in reports]}
-        replace_file(arguments.json, json.dumps(payload, indent=1).encode())
+    try:
+        for report in simulation.run(rounds):
+            seconds += 8 * max(report.sent_bytes.values()) / (arguments.mbit * 1e6)
+            reports.append(report)
+            print(_line(report, seconds, task.metric_name), flush=True)
+    finally:  # Also what a run gave that diverged, or was interrupted.
+        if arguments.json is not None:
+            about = {"partition": arguments.partition, "seed": arguments.seed, "samples": [len(s.train) for s in sites]}
+            payload = {**about, "metric": task.metric_name, "rounds": [_as_json(each) for each in reports]}
+            replace_file(arguments.json, json.dumps(payload, indent=1).encode())
     print("next: change a strategy in run.toml and compare, or start the swarm with 'p2ptrain seed'")
     return 0
 

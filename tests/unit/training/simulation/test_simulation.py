@@ -47,11 +47,13 @@ def test_more_sites_than_samples_are_refused() -> None:
         partition("iid", LABELS, 200, seed=1)
 
 
-def _run(rounds: int = 3, seed: int = 1, scale: float = 1.0, **private: object) -> tuple[Simulation, list[RoundReport]]:
+def _run(
+    rounds: int = 3, seed: int = 1, scale: float = 1.0, averaging: object = None, **private: object
+) -> tuple[Simulation, list[RoundReport]]:
     manifest = Manifest.model_validate(
         {
             "model": {"family": "custom"}, "data": {"source": "custom", "held_out_fraction": 0.2},
-            "private": {"weights": "samples", **private},
+            "private": {"weights": "samples", **private}, "averaging": averaging or {},
             "training": {"every": 3, "local_batch": 8, "learning_rate": 0.01, "warmup_steps": 0},
         }
     )  # fmt: skip
@@ -92,6 +94,11 @@ def test_a_proximal_term_holds_sites_back() -> None:
 def test_a_site_that_diverges_is_named() -> None:
     with pytest.raises(DivergedError, match="site00000"):
         _run(scale=float("nan"))
+
+
+def test_an_update_beyond_the_manifests_bound_is_told_in_words() -> None:
+    with pytest.raises(DivergedError, match=r"round 0: .* averaging.max_value"):
+        _run(averaging={"max_value": 1e-6})
 
 
 SCRIPT = """
