@@ -1,4 +1,4 @@
-"""What a trainer of the manifest's own model shares with the swarm."""
+"""The state that a trainer of the manifest's own model shares with the swarm."""
 
 import torch
 
