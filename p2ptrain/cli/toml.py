@@ -53,7 +53,8 @@ def commented_toml(
             if is_written is None:
                 sections.append(_as_comments(name, optional, keys))
         elif isinstance(value, Section):
-            if text := commented_toml(value, is_written, f"{name}.").strip():
+            text = commented_toml(value, is_written, f"{name}.").strip()
+            if text or optional is not None:  # An optional section has its effect by being there.
                 sections.append("\n".join([*_comment(_heading(type(value))), f"[{name}]", text, ""]))
         elif is_written is None or is_written(
             f"{prefix}{name}", value, field.get_default(call_default_factory=True, validated_data=dict(settings))

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.cli.toml import commented_toml, to_toml
-from p2ptrain.manifest import LoraSpec, Manifest, parse_manifest
+from p2ptrain.manifest import DataSpec, LoraSpec, Manifest, PrivateSpec, parse_manifest
 
 SCALARS = st.booleans() | st.integers(-(1 << 63), (1 << 63) - 1) | st.floats(allow_nan=False) | st.text()
 KEYS = st.from_regex(r"[a-z_]{1,8}", fullmatch=True)
@@ -35,3 +35,9 @@ def test_a_section_that_is_left_out_is_there_as_comments_that_are_valid_without_
     lora = parse_manifest({**values, "training": {"every": 1}}, "text").lora
     assert lora is not None
     assert lora == LoraSpec(targets=lora.targets)
+
+
+def test_an_optional_section_is_written_even_if_all_its_settings_have_their_defaults() -> None:
+    manifest = Manifest(private=PrivateSpec(), data=DataSpec(source="own"))
+    text = commented_toml(manifest, lambda key, value, default: value != default)
+    assert parse_manifest(tomllib.loads(text), "text").private == PrivateSpec()
