@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from p2ptrain.network.simulated import SimulatedNetwork
+from p2ptrain.network.simulated.network import SimulatedSigner
 from p2ptrain.pipeline.client.sender import Accepted
 from p2ptrain.pipeline.client.trainer import POSITION_FILE, PipelineTrainer
 from tests.support.coroutines import simulated
@@ -134,6 +135,34 @@ async def test_a_host_that_is_told_to_stop_saves_the_last_round(network: Simulat
     del swarm.nodes["host0b"]
     await swarm.end()
     assert {swarm.round(name) for name in ("host0a", "host1a", "host1b")} == {2 * ROUNDS}
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["with-it", "after-it"])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 7))])
+@simulated()
+async def test_the_first_host_of_a_stage_rests_and_its_others_go_on_from_its_state(
+    network: SimulatedNetwork, seed: int, is_late: bool, begin: Begin
+) -> None:
+    """It alone has voted so far, and holds the stage's only state if the other host came ``after it``.
+
+    Strangers would have to wait for it.
+    """
+    names = [*HOSTS, "trainer1", "trainer2"]
+    members = tuple(SimulatedSigner(network.seed, name, {}).peer_id for name in names)
+    swarm = begin(network, TRAINING, **STAGES, members=members)
+    start_all(swarm, 0, ["host0a", "host1a", *([] if is_late else ["host1b"])])
+    await swarm.until(lambda: swarm.round("host1a") >= 1)
+    swarm.signals["host1a"].wishes.set("owner", "by its owner")
+    rested_at, given = swarm.round("host1a"), swarm.sync("host1a").replica.trained_rounds
+    if is_late:
+        start_host(swarm, "host1b")
+    for ended in (rested_at + 3, rested_at + 6):
+        await swarm.until(lambda: min(map(swarm.round, ("host0a", "host1a", "host1b"))) >= ended, 120.0)  # noqa: B023
+    last_work = swarm.sync("host1a").replica.trained_rounds - given
+    assert last_work <= 1, "a resting host hands in what it had, and no more"
+    swarm.signals["host1a"].wishes.set("owner", "")
+    await swarm.until(lambda: swarm.sync("host1a").replica.trained_rounds > given + last_work, 120.0)
+    await stop_all(swarm)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.2, 1.0])

@@ -14,8 +14,16 @@ from p2ptrain.errors import P2PTrainError
 from p2ptrain.node.guest.control import SOCKET_FILE, Answer, Request, ask
 from p2ptrain.node.guest.totals import read_totals
 from tests.support.processes.daemons import wait_until
-from tests.support.processes.files import QUICK, TINY, committed, write_manifest, write_role, write_text
-from tests.support.processes.swarmlet import background_command, nothing_left_behind, run_command
+from tests.support.processes.files import (
+    QUICK,
+    TINY,
+    committed,
+    set_options,
+    write_manifest,
+    write_role,
+    write_text,
+)
+from tests.support.processes.swarmlet import background_command, init, nothing_left_behind, run_command, seeding
 from tests.support.processes.tellers import PATIENCE_SECONDS
 
 NAMES = ("a", "b", "guest")
@@ -114,20 +122,16 @@ def test_a_guest_rests_goes_on_and_leaves_and_no_round_is_lost(tmp_path: Path) -
 
 def test_a_host_of_a_stage_rests_and_goes_on_and_the_pipeline_runs_meanwhile(tmp_path: Path) -> None:
     text = write_text(tmp_path / "text.txt", 500)
-    write_manifest(
-        tmp_path / "manifest", name="guests", data={"source": f"path:{text}"}, model={**TINY, "layers": 2},
+    options = set_options(
+        name="guests", data={"source": f"path:{text}"}, model={**TINY, "layers": 2},
         training={"every": 1, "global_batch": 8, "local_batch": 2, "warmup_steps": 0}, averaging=QUICK,
         pipeline={"stages": 2},
     )  # fmt: skip
-    where: dict[str, Any] = {"manifest": str(tmp_path / "manifest")}
-    guest = tmp_path / "guest"
-    with nothing_left_behind(), contextlib.ExitStack() as stack:
+    folder, guest = init(tmp_path / "swarm", *options), tmp_path / "guest"
+    with nothing_left_behind(), seeding(folder) as seed, contextlib.ExitStack() as stack:
         for name, role, stage in (("a", "both", 0), ("b", "stage", 1), ("guest", "both", 1)):
-            file = write_role(tmp_path / f"{name}.toml", role, pipeline={"stage": stage}, **where)
+            file = write_role(tmp_path / f"{name}.toml", role, pipeline={"stage": stage}, link=seed.link)
             process = stack.enter_context(background_command(tmp_path / f"{name}.log", "peer", file))
-            if name == "a":
-                wait_until((link := tmp_path / "a" / LINK_FILE).exists, PATIENCE_SECONDS)
-                where = {"link": link.read_text().strip()}
         wait_until(lambda: given_rounds(guest) >= 1, PATIENCE_SECONDS)
 
         tell("pause", guest)

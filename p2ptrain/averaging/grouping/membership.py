@@ -43,6 +43,8 @@ ARRIVING_STATES = ("starting", "syncing")
 """States of a peer that will send tickets."""
 ACTIVE_STATES = ("training", "paused")
 """States of a peer that sends tickets; a paused one keeps looking for a group."""
+HOLDING_STATES = (*ACTIVE_STATES, "resting")
+"""States of a peer from which others go on: one that its owner paused follows the rounds, and may be the only one."""
 
 
 @dataclass
@@ -264,11 +266,11 @@ class Membership:
         return [peer for peer in self.trainers() if not self.is_suspect(peer)]
 
     def trusted_records(self) -> list[PeerRecord]:
-        """Return the records of training peers that are neither suspected nor mistrusted, ordered by peer id."""
+        """Return the records of peers that hold a state, neither suspected nor mistrusted, ordered by peer id."""
         return [
             record
             for record in self.records()
-            if record.state in ACTIVE_STATES
+            if record.state in HOLDING_STATES
             and not self.is_suspect(record.peer)
             and not self.is_mistrusted(record.peer)
         ]

@@ -211,6 +211,8 @@ class StageRounds:
             return False
         if await synchronizer.follow_swarm(unit.work):
             return False
+        if self._host.is_resting:
+            return False  # It gives nothing, no gradient of zero either: its stage's other hosts end the round.
         if asyncio.get_running_loop().time() - since <= 2 * self._grace_seconds + SIT_OUT_SECONDS:
             return False
         round = unit.state.head.round

@@ -20,7 +20,7 @@ from typing import Any
 from p2ptrain.averaging.commit.anchoring import AnchorSearch
 from p2ptrain.averaging.commit.attempt import AttemptFailedError
 from p2ptrain.averaging.commit.round_log import Result
-from p2ptrain.averaging.grouping.membership import ACTIVE_STATES
+from p2ptrain.averaging.grouping.membership import HOLDING_STATES
 from p2ptrain.averaging.protocol.certificate import Certificate, Head, head_through
 from p2ptrain.errors import IncompatibleError, IntegrityError, PeerRefusedError, ResourceError
 from p2ptrain.progress import Advance, Progress
@@ -216,7 +216,7 @@ class CatchUp:
 
     async def _chain_of_others(self, source: str) -> tuple[str, list[Certificate]]:
         """Return another peer and its certificates up to the head of ``source``, or ``source`` and no certificates."""
-        active = [record for record in self._membership.records() if record.state in ACTIVE_STATES]
+        active = [record for record in self._membership.records() if record.state in HOLDING_STATES]
         goal = next((record.lineage for record in active if record.peer == source), None)
         if goal is None:
             return source, []

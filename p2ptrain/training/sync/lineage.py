@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from p2ptrain.averaging.commit.round_log import RoundLog
 from p2ptrain.averaging.context import PeerContext
-from p2ptrain.averaging.grouping.membership import ACTIVE_STATES
+from p2ptrain.averaging.grouping.membership import HOLDING_STATES
 from p2ptrain.averaging.protocol.certificate import Certificate, Head
 from p2ptrain.errors import IntegrityError, TemporaryError
 from p2ptrain.hashing import HASH_BYTES
@@ -36,13 +36,13 @@ class FollowedLineage:
 
     @property
     def is_trained(self) -> bool:
-        """True if a peer trains, by its record, and has ended a round."""
+        """True if a peer holds a state, by its record, and has ended a round."""
         records = self.context.membership.records()
-        return any(record.round and record.state in ACTIVE_STATES for record in records)
+        return any(record.round and record.state in HOLDING_STATES for record in records)
 
     @property
     def holders(self) -> list[str]:
-        """The peers that train, have ended a round, and have not failed lately."""
+        """The peers that hold the state of a round, and have not failed lately."""
         return [record.peer for record in self.context.membership.trusted_records() if record.round]
 
     def adopt(self, head: Head) -> None:

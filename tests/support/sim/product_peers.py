@@ -56,11 +56,13 @@ def small_manifest(
     num_stages: int = 1,
     tied: bool | None = None,
     private: PrivateSpec | None = None,
+    members: tuple[str, ...] = (),
     **averaging: Any,
 ) -> Manifest:
     """A narrow Llama over the bytes of a text, with short deadlines; one block for each stage.
 
     Its embeddings are ``tied``, by default those of a whole model. With ``private`` each peer brings its own text.
+    It admits its ``members``, or everybody if there are none.
     """
     return Manifest(
         name="simulated",
@@ -75,7 +77,9 @@ def small_manifest(
             {"codec": "int8", "grace_seconds": 3.0, "matchmaking_seconds": 15.0, "round_seconds": 20.0, **averaging}
         ),
         pipeline=PipelineSpec(stages=num_stages),
-        admission=AdmissionSpec(mode="open", puzzle_bits=0),
+        admission=(
+            AdmissionSpec(mode="allowlist", members=members) if members else AdmissionSpec(mode="open", puzzle_bits=0)
+        ),
     )  # fmt: skip
 
 
