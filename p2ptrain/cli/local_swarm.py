@@ -23,6 +23,7 @@ from p2ptrain.cli.screen.table import printable
 from p2ptrain.cli.supervise import Child, Supervisor
 from p2ptrain.disk import replace_file
 from p2ptrain.errors import DeadlineError, P2PTrainError
+from p2ptrain.manifest import OWN_FAMILIES
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.node.reports.summary import SUMMARY_FILE, SwarmSummary, combine, read_summary, to_json
 from p2ptrain.status.formats import human_bytes, human_count, human_loss
@@ -181,17 +182,20 @@ async def _show_result(plan: Plan, trainers: Sequence[Child]) -> None:
 
     if not (saved := [child.name for child in trainers if any((plan.run_dir / child.name).glob("checkpoints/*"))]):
         return
+    of = shlex.quote(str(plan.run_dir if plan.manifest.in_stages else plan.run_dir / saved[0]))
+    export = f"export the model for transformers:  p2ptrain checkpoint export {of} my-model"
+    commands = ["train with others:                  p2ptrain init my-swarm && p2ptrain seed my-swarm"]
+    if plan.manifest.model.family in OWN_FAMILIES:
+        commands.insert(0, export)
     try:
         text = await sample(plan.run_dir, saved[0], plan.manifest, plan.weights)
         print("\nwhat it writes now:\n" + "\n".join(f"  | {printable(line)}" for line in text.splitlines()))
+        commands.append(
+            "talk with the model as it learns:   join that swarm with --serve, then p2ptrain generate LINK TEXT"
+        )
     except P2PTrainError as error:
         print(f"\nno sample of the model: {error}")
-    of = shlex.quote(str(plan.run_dir if plan.manifest.in_stages else plan.run_dir / saved[0]))
-    print(
-        f"\nexport the model for transformers:  p2ptrain checkpoint export {of} my-model\n"
-        "train with others:                  p2ptrain init my-swarm && p2ptrain seed my-swarm\n"
-        "talk with the model as it learns:   join that swarm with --serve, then p2ptrain generate LINK TEXT"
-    )
+    print("\n" + "\n".join(commands))
 
 
 def to_text(summary: SwarmSummary) -> str:

@@ -131,12 +131,12 @@ class Codec(Decoder):
         """Return the largest decoded magnitude, or a bound a few roundings above it."""
         import torch
 
-        peaks = [piece.abs().amax() for piece in self._decoded(data, num_values)]
+        peaks = [piece.abs().amax() for piece in self.__pieces(data, num_values)]
         return float(torch.stack(peaks).amax()) if peaks else 0.0
 
     def squared_norm(self, data: Buffer, num_values: int) -> float:
         """Return the sum of the squares of the decoded, finite values; see `sum_of_squares`."""
-        return math.fsum(sum_of_squares(piece) for piece in self._decoded(data, num_values))
+        return math.fsum(sum_of_squares(piece) for piece in self.__pieces(data, num_values))
 
     def squared_norms(self, data: Buffer, num_values: int, step: int) -> list[float]:
         """Return `squared_norm` of each ``step`` consecutive values; the last piece may be shorter.
@@ -147,13 +147,13 @@ class Codec(Decoder):
 
         scratch = torch.empty(min(num_values, CHUNK_VALUES), dtype=torch.float32)
         # No step crosses two decoded pieces.
-        return [energy for piece in self._decoded(data, num_values) for energy in sums_of_squares(piece, step, scratch)]
+        return [energy for piece in self.__pieces(data, num_values) for energy in sums_of_squares(piece, step, scratch)]
 
     def _array(self, data: Buffer, num_values: int) -> Bytes:
         """Return encoded values as ``uint8``, without a copy; raises `CodecError` for a wrong length."""
         return byte_array(data, self.encoded_bytes(num_values), self.name)
 
-    def _decoded(self, data: Buffer, num_values: int) -> Iterator[torch.Tensor]:
+    def __pieces(self, data: Buffer, num_values: int) -> Iterator[torch.Tensor]:
         """Yield the decoded values in pieces that fit a core's cache; each piece overwrites the previous one."""
         import torch
 
