@@ -1,7 +1,7 @@
 """The scripts of the guides to migrate: each trains, and each guide shows how the two scripts of a pair differ.
 
-The scripts for hivemind and DDP run before the migration, too. Those for Flower and torchft do not, because these are
-not installed.
+The scripts for hivemind and DDP run before the migration, too. Those for Flower, Petals and torchft do not, because
+these are not installed.
 """
 
 import difflib
@@ -9,14 +9,19 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from p2ptrain.serving.sampling import Sampling
 from tests.support.processes.daemons import ROOT
-from tests.support.processes.swarmlet import nothing_left_behind
+from tests.support.processes.files import LOOPBACK
+from tests.support.processes.serving_hosts import Hosts, golden
+from tests.support.processes.swarmlet import background_command, nothing_left_behind, seeding
+from tests.swarm.test_adapters import pretrained
 
-TIMEOUT_SECONDS = 100
+TIMEOUT_SECONDS = 200
 FOLDER = ROOT / "examples" / "migrations"
 PAIRS = sorted(path.name for path in FOLDER.iterdir() if path.is_dir())
 OURS = ["-m", "tests.support.processes.run_example"]
@@ -75,6 +80,28 @@ def test_a_peer_trains_alone_with_the_script_after_the_migration(pair: str, tmp_
     check_learned(found)
 
 
+def test_petals_generation_goes_on_with_the_script_after_the_migration(tmp_path: Path) -> None:
+    with nothing_left_behind(), ExitStack() as stack:
+        hosts = Hosts(tmp_path / "hosts", stack)
+        hosts.start_all(0, 1)
+        process = start(tmp_path, *OURS, str(FOLDER / "petals_generate" / "after.py"), hosts.link)
+        output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+    assert process.returncode == 0, output
+    assert bytes(golden(20, Sampling(temperature=0.0))).decode(errors="replace") in output
+
+
+def test_petals_tuning_goes_on_with_the_script_after_the_migration(tmp_path: Path) -> None:
+    swarm, weights = pretrained(tmp_path), str(tmp_path / "model")
+    with nothing_left_behind(), ExitStack() as stack:
+        link = stack.enter_context(seeding(swarm)).link
+        for stage in ("0", "1"):
+            host = ["join", link, "--yes", "--role", "stage", "--stage", stage, "--listen", LOOPBACK, "--threads", "1"]
+            host += ["--weights", weights, "--run-dir", str(tmp_path / f"host{stage}")]
+            stack.enter_context(background_command(tmp_path / f"host{stage}.log", *host))
+        (found,) = losses(start(tmp_path, *OURS, str(FOLDER / "petals_tune" / "after.py"), weights, link))
+    assert found[-1] < 0.9 * found[0]
+
+
 def test_hivemind_trains_with_the_script_before_the_migration(tmp_path: Path) -> None:
     with nothing_left_behind():
         (found,) = losses(start(tmp_path, str(FOLDER / "hivemind" / "before.py")))
@@ -92,5 +119,6 @@ def test_ddp_trains_with_the_script_before_the_migration(tmp_path: Path) -> None
 def test_the_guide_shows_how_the_scripts_differ(pair: str) -> None:
     before, after = ((FOLDER / pair / name).read_text().splitlines(keepends=True) for name in ("before.py", "after.py"))
     shown = "".join(difflib.unified_diff(before, after, "before.py", "after.py"))
-    page = (ROOT / "docs" / "how-to" / f"migrate-from-{pair}.md").read_text()
+    project = pair.partition("_")[0]
+    page = (ROOT / "docs" / "how-to" / f"migrate-from-{project}.md").read_text()
     assert f"```diff\n{shown}```\n" in page, f"the guide should show:\n{shown}"

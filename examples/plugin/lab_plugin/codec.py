@@ -45,7 +45,7 @@ class Float8(Codec):
         rows[:, 0] = exponents.astype(np.int8).view(np.uint8)
         rows[:, 1:] = (halves + 0x7F + ((halves >> 8) & 1)) >> 8  # To the nearest, ties to even.
 
-    def _values(self, data: Buffer, num_values: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    def _decoded(self, data: Buffer, num_values: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
         rows = byte_array(data, self.encoded_bytes(num_values), self.name).reshape(-1, ROW)
         values = (rows[:, 1:].astype("<u2") << 8).view("<f2").astype(np.float32)
         exponents = rows[:, 0].copy().view(np.int8).astype(np.int32)
@@ -55,12 +55,12 @@ class Float8(Codec):
     def decode_into(self, data: Buffer, out: torch.Tensor) -> None:
         """See `Codec`."""
         values = check_vector(out).numpy()
-        values[:] = self._values(data, len(values))
+        values[:] = self._decoded(data, len(values))
 
     def accumulate_into(self, data: Buffer, weight: float, out: torch.Tensor) -> None:
         """See `Codec`."""
         values = check_vector(out).numpy()
-        terms = self._values(data, len(values)) * np.float32(check_weight(weight))
+        terms = self._decoded(data, len(values)) * np.float32(check_weight(weight))
         values += terms  # Rounded by itself: a fused multiply-add gives other bits on some CPUs.
 
     def validate(self, data: Buffer, num_values: int) -> None:
