@@ -23,7 +23,6 @@ from p2ptrain.cli.screen.table import printable
 from p2ptrain.cli.supervise import Child, Supervisor
 from p2ptrain.disk import replace_file
 from p2ptrain.errors import DeadlineError, P2PTrainError
-from p2ptrain.manifest import OWN_FAMILIES
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.node.reports.summary import SUMMARY_FILE, SwarmSummary, combine, read_summary, to_json
 from p2ptrain.status.formats import human_bytes, human_count, human_loss
@@ -185,7 +184,7 @@ async def _show_result(plan: Plan, trainers: Sequence[Child]) -> None:
     of = shlex.quote(str(plan.run_dir if plan.manifest.in_stages else plan.run_dir / saved[0]))
     export = f"export the model for transformers:  p2ptrain checkpoint export {of} my-model"
     commands = ["train with others:                  p2ptrain init my-swarm && p2ptrain seed my-swarm"]
-    if plan.manifest.model.family in OWN_FAMILIES:
+    if plan.is_own_family:
         commands.insert(0, export)
     try:
         text = await sample(plan.run_dir, saved[0], plan.manifest, plan.weights)

@@ -22,7 +22,7 @@ from p2ptrain.cli.screen.live import Goal
 from p2ptrain.cli.toml import to_toml
 from p2ptrain.config import PeerConfig
 from p2ptrain.errors import UsageError
-from p2ptrain.manifest import SIGNED_FILE, Manifest, former_manifest
+from p2ptrain.manifest import OWN_FAMILIES, SIGNED_FILE, Manifest, former_manifest
 from p2ptrain.network.identity import Identity
 
 DEFAULT_MINUTES = 3.0
@@ -48,6 +48,11 @@ class Plan:
     goal: Goal
     monitor: bool
     chat: tuple[str, ...] | None = None
+
+    @property
+    def is_own_family(self) -> bool:
+        """True if no other package brings the model's family: transformers knows all of these."""
+        return self.manifest.model.family in OWN_FAMILIES
 
 
 def make_plan(arguments: argparse.Namespace) -> Plan:
