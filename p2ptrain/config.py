@@ -239,6 +239,8 @@ class PeerConfig(Section):
     """Local copy of the pretrained model; None takes the one that the manifest names."""
     data: Path | None = None
     """This peer's own text, a file or a folder, for a swarm with ``data.source = "own"``. It stays on this machine."""
+    policy: Path | None = None
+    """The site's policy, a TOML file that says what may leave this machine in a private swarm; None for none."""
     allow_path: tuple[Path, ...] = ()
     """Folders and files that the manifest may name as ``path:…`` for this peer to read, with all below them. List only
     those whose text the swarm may train on."""
@@ -292,7 +294,7 @@ class PeerConfig(Section):
     def _relative_to(self, folder: Path, sources: Mapping[str, str]) -> PeerConfig:
         paths = {
             key: tuple(folder / each for each in value) if isinstance(value, tuple) else folder / value
-            for key in ("run_dir", "manifest", "weights", "data", "allow_path", "summary")
+            for key in ("run_dir", "manifest", "weights", "data", "policy", "allow_path", "summary")
             if (value := getattr(self, key)) is not None and sources.get(key, "command line") != "command line"
         }
         return self.model_copy(update=paths)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +14,7 @@ from p2ptrain.averaging.protocol.ballots import Ballots
 from p2ptrain.averaging.protocol.certificate import Certificate, Head, genesis
 from p2ptrain.averaging.protocol.seen_votes import SeenVotes
 from p2ptrain.averaging.protocol.table import NO_MEMBERS, Table, founding_table
+from p2ptrain.buffers import Buffer
 from p2ptrain.errors import IntegrityError
 from p2ptrain.manifest import MAX_ANCHOR_KEYS, AveragingSpec, Manifest
 from p2ptrain.network.rpc.endpoint import Rpc
@@ -20,8 +22,42 @@ from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
 
 
+@dataclass(frozen=True)
+class Sending:
+    """Parts of a vector that are about to leave in an attempt at a round.
+
+    Attributes:
+        level: Of the tree; above 0 the vector is the mean of a group, and not this peer's own.
+        values: Length of the vector.
+        codec: Name of the parts' codec.
+        weight: Of the vector, as the ticket tells it.
+        receivers: Peers to which values of it may be shown: owners of shares, or all members if they see parts.
+    """
+
+    round: int
+    level: int
+    values: int
+    codec: str
+    weight: int
+    receivers: tuple[str, ...]
+
+
+class SendingLog(Protocol):
+    """A peer's log of the parts that leave it; each call may block on a disk."""
+
+    def sending(self, sending: Sending) -> None:
+        """Note parts before their first byte leaves; they stay if this raises."""
+
+    def sent(self, sending: Sending, parts: Mapping[int, Buffer]) -> None:
+        """Note which of them left complete, encoded, by share."""
+
+
 class Owner(Protocol):
     """The peer that averages, as its averaging sees it."""
+
+    @property
+    def sending_log(self) -> SendingLog | None:
+        """The log of what leaves; None if none is kept."""
 
     @property
     def is_reachable(self) -> bool:
@@ -36,6 +72,7 @@ class Unconcerned:
     """The `Owner` that others can reach, and that takes note of nothing."""
 
     is_reachable: bool = True
+    sending_log: SendingLog | None = None
 
     def state_changed(self) -> None:
         """Take note of nothing."""

@@ -35,6 +35,7 @@ COMMANDS = {
     "pause": "let a peer on this machine rest; it stays reachable and follows the swarm",
     "resume": "let a paused peer go on",
     "leave": "end a peer on this machine in good order",
+    "verify-log": "verify the log of what left a site, and show what did",
     "peer": "run one peer from a role file (see the folder 'peers')",
     "status": "show the peers of a swarm",
     "simulate": "train many sites of a private swarm in one process, to try strategies",
@@ -49,7 +50,7 @@ _FOLDERS = {
     **dict.fromkeys(("invite", "revoke", "ban", "members"), "admission."),
     **dict.fromkeys(("announce", "list"), "index."),
     **dict.fromkeys(("pause", "resume", "leave"), "guest."),
-    "simulate": "private.",
+    **dict.fromkeys(("simulate", "verify-log"), "private."),
     **dict.fromkeys(("generate", "chat", "serve"), "serving."),
 }
 
@@ -158,7 +159,7 @@ def _add_log_arguments(parser: argparse.ArgumentParser) -> None:
 
 def module_of(command: str) -> ModuleType:
     """Return the module of a command."""
-    return import_module(f"p2ptrain.cli.commands.{_FOLDERS.get(command, '')}{command}")
+    return import_module(f"p2ptrain.cli.commands.{_FOLDERS.get(command, '')}{command.replace('-', '_')}")
 
 
 def _overview() -> str:

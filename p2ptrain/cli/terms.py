@@ -119,7 +119,8 @@ def _of_whole_model(manifest: Manifest, config: PeerConfig) -> tuple[list[str], 
     if manifest.private is not None:
         count = {"samples": " and the number of samples", "bucketed": " and the number of samples, rounded"}
         told = f"losses{count.get(manifest.private.weights, '')}"
-        runs.append(f"keeps      your text on this machine; others see updates of the model, {told}")
+        less = f", less what {config.policy} keeps" if config.policy is not None else ""
+        runs.append(f"keeps      your text on this machine; others see updates of the model, {told}{less}")
     return runs, f"{manifest.averaging.codec} updates every {steps}"
 
 

@@ -9,6 +9,7 @@ from p2ptrain.config import PeerConfig
 from p2ptrain.manifest import INVITE_FILE, REVOCATIONS_FILE
 from p2ptrain.network.factory import StartDirectory, StartTransport, start_directory, start_transport
 from p2ptrain.network.libp2p.settings import Libp2pSettings
+from p2ptrain.node.site.policy import SitePolicy
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class PeerOptions:
         download_bandwidth: Limit in bytes per second; 0 for none.
         invite: Admits this peer, and goes into its link, if the link that it joins with has none; empty for none.
         revocations: File of the organizer's list, which this peer publishes; None for none.
+        policy: The site's, in a private swarm; None for none.
     """
 
     role: str
@@ -35,6 +37,7 @@ class PeerOptions:
     download_bandwidth: int = 0
     invite: bytes = b""
     revocations: Path | None = None
+    policy: SitePolicy | None = None
 
 
 @dataclass(frozen=True)
@@ -59,4 +62,5 @@ def peer_options(config: PeerConfig, peer_id: str) -> PeerOptions:
         download_bandwidth=config.resources.down,
         invite=invite.read_bytes() if invite is not None and invite.is_file() else b"",
         revocations=config.manifest.with_name(REVOCATIONS_FILE) if config.manifest is not None else None,
+        policy=SitePolicy.load(config.policy) if config.policy is not None else None,
     )

@@ -66,6 +66,7 @@ class Swarm:
         name: str = "script",
         listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",),
         saving: SavePolicy | None = None,
+        policy: str | Path | None = None,
     ) -> Swarm:
         """Join the swarm that a link names.
 
@@ -80,8 +81,10 @@ class Swarm:
             listen: Multiaddrs to listen on.
             saving: Interval of background saves, and number of checkpoints kept; None saves every ten minutes and
                 keeps three.
+            policy: The site's policy in a private swarm, a TOML file; None for none. It needs ``run_dir``.
 
         Raises:
+            ConfigError: The policy forbids to take part.
             LinkError: The link is malformed.
             BootstrapError: No peer of the link answers.
             ManifestError: The manifest is not the one that the link names.
@@ -89,7 +92,8 @@ class Swarm:
         """
         network = Libp2pSettings(listen=listen, auto_nat=True)
         folder = Path(run_dir) if run_dir is not None else None
-        return cls(PeerThread(folder, name, network, link=link), saving or SavePolicy())
+        rules = Path(policy) if policy is not None else None
+        return cls(PeerThread(folder, name, network, link=link, policy=rules), saving or SavePolicy())
 
     @classmethod
     def create(

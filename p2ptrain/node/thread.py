@@ -18,6 +18,7 @@ from p2ptrain.network.link import SwarmLink
 from p2ptrain.network.schema import to_bytes
 from p2ptrain.node.options import PeerOptions
 from p2ptrain.node.peer import Peer
+from p2ptrain.node.site.policy import SitePolicy
 from p2ptrain.runtime import real_runtime
 
 T = TypeVar("T")
@@ -111,6 +112,7 @@ class PeerThread:
         *,
         link: str | None = None,
         manifest: Manifest | None = None,
+        policy: Path | None = None,
     ) -> None:
         """Join the swarm of ``link``, or start that of ``manifest``.
 
@@ -118,6 +120,7 @@ class PeerThread:
 
         Raises:
             LinkError: The link is malformed.
+            ConfigError: The policy is invalid, or forbids to take part.
             IdentityError: The key is unusable or in use.
             P2PTrainError: As from `Peer.start`.
         """
@@ -135,7 +138,8 @@ class PeerThread:
             invite = b""
             if signed is not None and signed.manifest.admission.mode == "invite":
                 invite = to_bytes(Issuer(signed.manifest, identity).standing_invite())
-            options = PeerOptions("trainer", name, "cpu", run_dir, network, invite=invite)
+            rules = SitePolicy.load(policy) if policy is not None else None
+            options = PeerOptions("trainer", name, "cpu", run_dir, network, invite=invite, policy=rules)
             self.peer = self.thread.call(Peer.start(identity, options, runtime, link=parsed, signed=signed))
             resources.callback(lambda: self.thread.call(self.peer.close()))
             lock.pop_all()

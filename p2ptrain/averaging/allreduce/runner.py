@@ -106,7 +106,7 @@ class AttemptRunner:
         durations, started = self._durations_of(attempt.roster.tickets[0].level), loop.time()
         certificate = None
         try:
-            result = await session.run()
+            result = await self._logged(session)
             certificate = result.certificate
             if result.failure is None:
                 durations.append(loop.time() - started)
@@ -123,6 +123,18 @@ class AttemptRunner:
             return GroupResult(attempt, result, certificate)
         assert result.failure is not None
         return result.failure
+
+    async def _logged(self, session: AllReduceSession) -> SessionResult:
+        """Run a session, and note in the owner's log, if there is one, which parts leave."""
+        log, offload = self._context.owner.sending_log, self._context.runtime.offload
+        if log is None:
+            return await session.run()
+        sending = session.describe_sending()
+        await offload(log.sending, sending)
+        result = await session.run()
+        parts = {index: part for index, part in result.sent_parts.items() if session.members[index] is not session.own}
+        await offload(log.sent, sending, parts)
+        return result
 
     async def _leave(self, session: AllReduceSession, *, committed: bool) -> None:
         """Close a session; after a commit, let the others fetch mean and signature first."""

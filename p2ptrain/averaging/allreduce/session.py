@@ -42,7 +42,7 @@ from p2ptrain.averaging.commit.attempt import (
     PeerPart,
     UnencodableError,
 )
-from p2ptrain.averaging.context import PeerContext
+from p2ptrain.averaging.context import PeerContext, Sending
 from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.averaging.timing.deadlines import FORWARD_SECONDS, quorum_of_others, straggler_seconds
 from p2ptrain.averaging.vector.reduce import EncodedStream, ExactMean, OwnShare
@@ -375,6 +375,15 @@ class AllReduceSession:
         return PeerPart(body.members[kept[0]], samples[kept[0]], body.bounds[own], size, *kept[1:])
 
     # --- for streams and checks -----------------------------------------------------------------------------------
+
+    def describe_sending(self) -> Sending:
+        """Return which parts this member is about to send, and who may see them."""
+        attempt, own = self.attempt, self.own.ticket
+        seen_by = self.others if attempt.audited or attempt.lists_parts else self.other_owners
+        return Sending(
+            own.round, own.level, self.contribution.vector.numel(), self.contribution.codec.name, own.tokens,
+            self.ids(seen_by),
+        )  # fmt: skip
 
     @property
     def other_owners(self) -> list[Member]:

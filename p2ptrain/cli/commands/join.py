@@ -63,6 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     from p2ptrain.config import PeerConfig
     from p2ptrain.network.link import SwarmLink
     from p2ptrain.node.observe import fetch_manifest
+    from p2ptrain.node.site.policy import SitePolicy
 
     link = SwarmLink.parse(arguments.link)
     overrides = peer_overrides(arguments) | {
@@ -80,6 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
     check_compatible(signed.manifest)
     overrides |= in_pipeline(arguments, signed.manifest)
     config = PeerConfig.load(None, overrides)
+    if config.policy is not None:
+        SitePolicy.load(config.policy).check(signed.manifest)
     print(describe(signed.manifest, config))
     if not confirm("Take part?", assume_yes=arguments.yes):
         print("nothing was started")

@@ -34,6 +34,9 @@ def add_peer_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data", type=Path, metavar="PATH", help="this peer's own text, if the swarm trains on private data"
     )
+    parser.add_argument(
+        "--policy", type=Path, metavar="FILE", help="the site's policy: what may leave it in a private swarm"
+    )
     machine = parser.add_argument_group("what it may use of this machine")
     add_allow_path(machine)
     machine.add_argument("--device", metavar="auto|cpu|cuda:N", help="where to train (default auto)")
@@ -83,6 +86,7 @@ def peer_overrides(arguments: argparse.Namespace) -> dict[str, Any]:
         "name": arguments.name,
         "weights": arguments.weights,
         "data": arguments.data,
+        "policy": arguments.policy,
         "allow_path": arguments.allow_path,
         "resources.device": arguments.device,
         "resources.threads": arguments.threads,

@@ -66,5 +66,10 @@ async def build_worker(peer: Peer, config: PeerConfig, plan: PipelinePlan, stage
 def last_round(peer: Peer, config: PeerConfig, now: int) -> int:
     """Return the round at which this peer leaves, if round ``now`` is its first; 0 for never."""
     stop = config.stop_after
-    limits = [stop.at_round, peer.manifest.training.rounds, now + stop.rounds if stop.rounds else 0]
+    limits = [
+        peer.departures.last_round(now),
+        stop.at_round,
+        peer.manifest.training.rounds,
+        now + stop.rounds if stop.rounds else 0,
+    ]
     return min(filter(None, limits), default=0)

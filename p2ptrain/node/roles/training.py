@@ -45,9 +45,11 @@ async def start_training(
 
     Raises:
         CheckpointError: There are checkpoints, and none is intact.
+        ConfigError: The site's policy keeps a tensor that the swarm shares.
         IncompatibleError: The other peers train a model of another shape, or use another step rule.
     """
     compute = peer.runtime.compute
+    peer.departures.joined([entry.name for entry in state.layout.entries])
     checkpoint = await compute(load_newest_valid, directory, peer.swarm, peer.jobs) if directory is not None else None
     if checkpoint is not None:
         await compute(restore_shared, state, checkpoint)

@@ -1,0 +1,1 @@
+"""A site's policy, and the log of what left it."""

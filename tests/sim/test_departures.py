@@ -1,0 +1,130 @@
+"""Sites whose policy says what may leave, and whose logs say what did."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from p2ptrain.averaging.allreduce import streams
+from p2ptrain.errors import ConfigError
+from p2ptrain.manifest import PrivateSpec
+from p2ptrain.network.simulated import SimulatedNetwork
+from p2ptrain.node.site.chain import read_chain
+from tests.support.coroutines import simulated
+from tests.support.signers import NamedSigner
+from tests.support.sim.product_peers import Begin, ProductSwarm
+
+TRAINING = {"every": 4, "warmup_steps": 0}
+SITES = "abc"
+POLICY = 'leave = ["*"]\nsamples = "bucketed"\n'
+
+
+def _begin(begin: Begin, network: SimulatedNetwork, policy: str, **averaging: Any) -> ProductSwarm:
+    sites = begin(network, TRAINING, private=PrivateSpec(), **averaging)
+    (sites.folder / "policy.toml").write_text(policy)
+    for name in SITES:
+        (sites.folder / f"{name}.txt").write_text(" ".join(f"{name}{number}" for number in range(400)))
+    return sites
+
+
+def _start(sites: ProductSwarm, name: str, rounds: int) -> None:
+    sites.start(name, rounds, data=sites.folder / f"{name}.txt", policy=sites.folder / "policy.toml")
+
+
+def _log(folder: Path, name: str) -> list[dict[str, Any]]:
+    return read_chain(folder / name / "left.jsonl", NamedSigner("x")).entries
+
+
+@simulated(seed=5)
+async def test_each_site_logs_before_and_after_what_it_sends_and_to_whom(
+    network: SimulatedNetwork, begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sites = _begin(begin, network, POLICY + "training_loss = true\n")
+    sent: dict[tuple[str, int], dict[str, int]] = {}
+    send = streams.OutgoingStream._send_part
+
+    async def observed(stream: streams.OutgoingStream, codec: Any) -> None:
+        own = stream._session.own.ticket
+        name = next(name for name, node in sites.nodes.items() if node.identity.peer_id == own.peer)
+        logged = _log(sites.folder, name)[-1]
+        assert (logged["what"], logged["round"]) == ("sending", own.round), "the entry is there before the part leaves"
+        await send(stream, codec)
+        part = stream._session.sent_parts[stream.member.index]
+        sent.setdefault((own.peer, own.round), {})[stream.member.peer] = memoryview(part).nbytes
+
+    monkeypatch.setattr(streams.OutgoingStream, "_send_part", observed)
+    for name in SITES:
+        _start(sites, name, 4)
+    await sites.end()
+    for name in SITES:
+        entries = _log(sites.folder, name)
+        assert [entries[0]["what"], entries[-1]["what"]] == ["joined", "closed"]
+        assert entries[0]["manifest"] == sites.manifest.digest.hex()
+        own = sites.nodes[name].identity.peer_id
+        for before, after in zip(entries[1:-1:2], entries[2:-1:2], strict=True):
+            assert (before["what"], after["what"], after["round"]) == ("sending", "sent", before["round"])
+            left = sent.get((own, before["round"]), {})
+            assert set(left) == set(before["receivers"])
+            assert sum(left.values()) == after["bytes"]
+            assert before["metrics"]["evaluation"] is None
+    assert sent, "some parts left"
+
+
+@simulated(seed=6)
+async def test_a_policy_keeps_loss_and_measurements_out_of_all_records(network: SimulatedNetwork, begin: Begin) -> None:
+    sites = _begin(begin, network, POLICY)
+    told: list[tuple[float | None, object]] = []
+
+    def look(name: str, trainer: object) -> None:
+        for node in sites.nodes.values():
+            told.extend((each.loss, each.evaluation) for each in node.membership.records())
+
+    sites.before_step = look
+    for name in SITES:
+        _start(sites, name, 3)
+    await sites.end()
+    assert told
+    assert set(told) == {(None, None)}
+    assert all(trainer.progress.loss is not None for trainer in sites.trainers.values())
+
+
+@simulated(seed=7)
+async def test_a_site_leaves_after_the_rounds_that_its_policy_allows_over_all_its_runs(
+    network: SimulatedNetwork, begin: Begin
+) -> None:
+    sites = _begin(begin, network, POLICY + "max_rounds = 3\n")
+    (sites.folder / "free.toml").write_text(POLICY)
+    for name in "ab":
+        sites.start(name, 12, data=sites.folder / f"{name}.txt", policy=sites.folder / "free.toml")
+    await sites.until(lambda: sites.round("a") >= 1)
+    _start(sites, "c", 12)
+    await sites.until(lambda: sites.nodes["c"].record.state == "training")
+    await sites.until(lambda: any(each["what"] == "sending" for each in _log(sites.folder, "c")))
+    await sites.drain("c")
+    _start(sites, "c", 12)
+    await sites.tasks["c"]
+    rounds = {each["round"] for each in _log(sites.folder, "c") if each["what"] == "sending"}
+    assert 1 <= len(rounds) <= 3
+    while len(rounds) < 3:
+        _start(sites, "c", 12)
+        await sites.tasks["c"]
+        rounds = {each["round"] for each in _log(sites.folder, "c") if each["what"] == "sending"}
+    _start(sites, "c", 12)
+    with pytest.raises(ConfigError, match="max_rounds"):
+        await sites.tasks["c"]
+    sites.tasks.pop("c")
+    await sites.end()
+
+
+@simulated(seed=8)
+async def test_a_site_does_not_join_against_its_policy(network: SimulatedNetwork, begin: Begin) -> None:
+    sites = _begin(begin, network, POLICY + 'require = ["dp"]\n')
+    _start(sites, "a", 2)
+    with pytest.raises(ConfigError, match="line 3: require"):
+        await sites.tasks["a"]
+    assert not hasattr(sites.nodes["a"], "presence"), "it had published nothing"
+    (sites.folder / "policy.toml").write_text('samples = "exact"\nleave = ["embed*"]\n')
+    _start(sites, "a", 2)
+    with pytest.raises(ConfigError, match="line 2: leave"):
+        await sites.tasks["a"]
+    assert not (sites.folder / "a" / "left.jsonl").exists()
