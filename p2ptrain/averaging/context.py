@@ -56,10 +56,6 @@ class Owner(Protocol):
     """The peer that averages, as its averaging sees it."""
 
     @property
-    def sending_log(self) -> SendingLog | None:
-        """The log of what leaves; None if none is kept."""
-
-    @property
     def is_reachable(self) -> bool:
         """True if others can open streams to this peer; otherwise it owns no share."""
 
@@ -72,7 +68,6 @@ class Unconcerned:
     """The `Owner` that others can reach, and that takes note of nothing."""
 
     is_reachable: bool = True
-    sending_log: SendingLog | None = None
 
     def state_changed(self) -> None:
         """Take note of nothing."""
@@ -102,6 +97,7 @@ class PeerContext:
         founding: The member table before the first round.
         ballots: This peer's votes.
         seen_votes: Those of others.
+        sending_log: Of the parts that leave this peer; None if none is kept.
     """
 
     rpc: Rpc
@@ -114,6 +110,7 @@ class PeerContext:
     founding: Table = NO_MEMBERS
     ballots: Ballots = field(default_factory=Ballots)
     seen_votes: SeenVotes = field(default_factory=SeenVotes)
+    sending_log: SendingLog | None = None
 
     @cached_property
     def anchors(self) -> AnchorBook:

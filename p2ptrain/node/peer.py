@@ -5,7 +5,6 @@
     network    transport, RPC, reachability, directory, clock    `p2ptrain.node.peer_network`
     signed     the manifest, given or asked for                  `p2ptrain.node.meeting`
     admission  who is in, by the manifest; this peer must be     `p2ptrain.network.admission`
-    departures a site's policy, and the log of what leaves it    `p2ptrain.node.site`
     record     what the parts tell of this peer                  `p2ptrain.node.reports.record`
     presence   publishes the record, reads those of others       `p2ptrain.node.presence`
     held       the shared state, once a role holds one           `p2ptrain.node.roles.held`
@@ -15,19 +14,16 @@ from __future__ import annotations
 
 from contextlib import AsyncExitStack
 
-from p2ptrain.averaging.context import SendingLog
 from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.manifest import SignedManifest
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.link import SwarmLink
-from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.node.meeting import Entry, ask_for_manifest, serve_manifest
 from p2ptrain.node.options import PeerOptions, Starters
 from p2ptrain.node.peer_network import PeerNetwork
 from p2ptrain.node.presence import Presence
 from p2ptrain.node.reports.record import OwnRecord
 from p2ptrain.node.roles.held import HeldState
-from p2ptrain.node.site.departures import Departures
 from p2ptrain.runtime import Runtime
 from p2ptrain.tasks import Tasks
 
@@ -103,14 +99,19 @@ class Peer:
         self.signed = signed or await ask_for_manifest(network.transport, self.rpc, known, self.identity)
         self.manifest = self.signed.manifest
         serve_manifest(self.rpc, self.signed)
-        self.departures = Departures.of(self.manifest, self.options, self.identity, self.runtime)
-        self.on_close(self._end_departures)
+        self.held.check_departures()
         self.entry = Entry(self.manifest, self.identity.peer_id, self.options, self.runtime)
         self.rpc.gate = self.admission = self.entry.admission
         if self.options.role != "client":
             self.rpc.credential, network.invite = await self.entry.enter(link)
         await network.join()
-        self.presence = Presence(lambda: network.directory, self.rpc, self.identity, self.membership, self._describe)
+        self.presence = Presence(
+            lambda: network.directory,
+            self.rpc,
+            self.identity,
+            self.membership,
+            lambda: self.held.departures.withheld(self.record.describe()),
+        )
         self.presence.exchange.contacts.update(dict.fromkeys(address.rpartition("/")[2] for address in known))
         self.record.parts.append(self.entry.describe)
         self._is_present = True
@@ -124,17 +125,6 @@ class Peer:
         self._tasks.keep(lambda: network.reach.watch(self.presence.changed, network.lose), "reach")
         self._tasks.keep(network.follow_clocks, "clock")
         self._tasks.keep(network.keep_remembering, "remember-peers")
-
-    def _describe(self) -> PeerRecord:
-        return self.departures.withheld(self.record.describe())
-
-    async def _end_departures(self) -> None:
-        self.departures.close()
-
-    @property
-    def sending_log(self) -> SendingLog | None:
-        """See `Owner`."""
-        return self.departures if self.departures.is_logged else None
 
     @property
     def is_reachable(self) -> bool:

@@ -15,6 +15,7 @@ from docs import generate
 from p2ptrain.cli.main import COMMANDS, parser_of
 from p2ptrain.config import PeerConfig
 from p2ptrain.manifest import Manifest
+from p2ptrain.node.site.policy import PolicyFile
 from tests.unit.test_docs import PAGES, ROOT
 
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", flags=re.MULTILINE | re.DOTALL)
@@ -105,7 +106,9 @@ def test_a_command_with_an_unknown_option_is_found() -> None:
 def test_settings_load(page: Path) -> None:
     """Blocks of a package or of a scenario have tests of their own."""
     for values in map(tomllib.loads, blocks(page, "toml")):
-        if values.keys() <= Manifest.model_fields.keys():
+        if "leave" in values:
+            PolicyFile.model_validate(values)
+        elif values.keys() <= Manifest.model_fields.keys():
             assert values.keys() <= Manifest.model_validate(values).model_fields_set
         elif not values.keys() & {"project", "promise"}:
             config = PeerConfig.model_validate({"role": "trainer", "link": "p2ptrain://…", **values})

@@ -125,8 +125,8 @@ class AttemptRunner:
         return result.failure
 
     async def _logged(self, session: AllReduceSession) -> SessionResult:
-        """Run a session, and note in the owner's log, if there is one, which parts leave."""
-        log, offload = self._context.owner.sending_log, self._context.runtime.offload
+        """Run a session, and note in this peer's log, if there is one, which parts leave."""
+        log, offload = self._context.sending_log, self._context.runtime.offload
         if log is None:
             return await session.run()
         sending = session.describe_sending()

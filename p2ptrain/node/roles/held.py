@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.context import PeerContext, ballots_in, founding_of
 from p2ptrain.network.records.record import PeerRecord, StageReport
+from p2ptrain.node.site.departures import Departures
 from p2ptrain.tasks import Tasks
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ class HeldState:
 
     Attributes:
         stages: The hosted stages, the newest last; `close` closes them.
+        departures: A site's policy, and the log of what leaves it.
         intended: The stages in the record before the peer hosts any.
     """
 
@@ -39,6 +41,12 @@ class HeldState:
         """The whole model's, or that of the newest stage; None while the peer holds no state."""
         return self.stages[-1].units[0].synchronizer if self.stages else self._trained
 
+    def check_departures(self) -> None:
+        """Check the site's policy, and open its log; raise as `Departures.of`."""
+        peer = self._peer
+        self.departures = Departures.of(peer.manifest, peer.options, peer.identity, peer.runtime)
+        peer.on_close(self.departures.close)
+
     def train(self, state: SharedState) -> Synchronizer:
         """Join averaging with this state of the whole model; raise as `check_extensions`."""
         from p2ptrain.training.sync.replica import Replica
@@ -51,6 +59,7 @@ class HeldState:
         context = PeerContext(
             peer.rpc, peer.runtime, peer.identity, peer.swarm, manifest.averaging, peer.membership, peer,
             founding_of(manifest), ballots_in(peer.runtime.scratch, peer.swarm),
+            sending_log=self.departures if self.departures.is_logged else None,
         )  # fmt: skip
         replica = Replica(context, manifest, state)
         self._trained = Synchronizer(replica, peer.options.upload_bandwidth, peer.jobs)

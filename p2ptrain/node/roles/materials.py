@@ -67,7 +67,7 @@ def last_round(peer: Peer, config: PeerConfig, now: int) -> int:
     """Return the round at which this peer leaves, if round ``now`` is its first; 0 for never."""
     stop = config.stop_after
     limits = [
-        peer.departures.last_round(now),
+        peer.held.departures.last_round(now),
         stop.at_round,
         peer.manifest.training.rounds,
         now + stop.rounds if stop.rounds else 0,

@@ -58,7 +58,7 @@ def share_optimizer(
     )  # fmt: skip
     shared, saver = running.thread.call(starting)
     shared.samples_per_step = samples
-    shared.synchronizer.last_round = peer.departures.last_round(shared.synchronizer.head.round)
+    shared.synchronizer.last_round = peer.held.departures.last_round(shared.synchronizer.head.round)
     if saver is not None:
         shared.register_step_post_hook(lambda *_: saver.save_if_due())
     peer.record.parts.append(

@@ -1,4 +1,4 @@
-"""What leaves a site: its policy is enforced, and each departure is logged before its first byte."""
+"""The departures of a site: its policy is enforced, and each departure is logged before its first byte."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Departures:
             bytes=sum(memoryview(part).nbytes for part in parts.values()), sha256=whole.hexdigest(),
         )  # fmt: skip
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Log the end, and tell the hash of the last line, so that a later cut of the log can be proved."""
         if self._chain is not None and self._tensors:
             self._log("closed")

@@ -41,7 +41,7 @@ class PolicyFile(Section):
     held_out_metrics: bool = False
     """The mean over held-out samples, its error, and their rounded number may leave."""
     samples: Literal["no", "bucketed", "exact"] = "no"
-    """What may leave of the number of training samples; ``bucketed`` is a power of two."""
+    """The precision to which the number of training samples may leave; ``bucketed`` is a power of two."""
     max_rounds: int = Field(0, ge=0, le=1 << 40)
     """The site contributes in at most so many rounds, over all its runs; 0 sets no limit."""
     min_sites: int = Field(1, ge=1, le=256)
