@@ -42,6 +42,7 @@ _API: tuple[tuple[Any, ...], ...] = (
     ("/stages", "Who hosts which part of the model.", {"stages": [views.StageView]}),
     ("/groups", "Who averaged with whom in the last certified round.", {"groups": [views.GroupView]}),
     ("/serving", "What all peers together serve, and how fast.", views.ServingView),
+    ("/sites", "What the sites of a private swarm measured, over rounds.", {"sites": [views.SiteCurve]}),
     (
         "/peers", "Peers, searched and sorted.", {"total": int, "peers": [views.PeerView]},
         _text("search", "in name, id, role and state"), _text("sort", "a column; with - in front, descending"),

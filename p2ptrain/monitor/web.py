@@ -74,6 +74,7 @@ ANSWERS: Mapping[str, Callable[[Snapshot], Any]] = {
     "/stages": lambda snapshot: {"stages": snapshot.stages},
     "/groups": lambda snapshot: {"groups": snapshot.groups},
     "/serving": lambda snapshot: snapshot.serving,
+    "/sites": lambda snapshot: {"sites": snapshot.sites},
     "/join": lambda snapshot: snapshot.swarm,
     "/peers/table": lambda snapshot: {
         "at": snapshot.at,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from p2ptrain.network.records.record import Sighting
 from p2ptrain.status.serving import NOTHING, Served
-from p2ptrain.status.views import GroupView, Rates, RoundView, SwarmView
+from p2ptrain.status.views import GroupView, Rates, RoundView, SiteCurve, SwarmView
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Observation:
         proven: Ids of the members of the last certified rounds; None if no certificates tell.
         jump: Rounds and tokens by which the head lately advanced at once, if that is impossible; else None.
         directory_answers: True if the last lookup was answered.
+        sites: The curves of a private swarm.
     """
 
     swarm: SwarmView
@@ -50,3 +51,4 @@ class Observation:
     proven: Collection[str] | None = None
     directory_answers: bool = True
     served: Served = NOTHING
+    sites: tuple[SiteCurve, ...] = ()

@@ -32,6 +32,7 @@ def build_snapshot(seen: Observation, now: float) -> Snapshot:
         rounds=tuple(seen.rounds),
         groups=tuple(seen.groups),
         serving=serving_view([each.record for each in seen.sightings], seen.served),
+        sites=seen.sites,
         rejected=seen.rejected,
         directory_answers=seen.directory_answers,
     )

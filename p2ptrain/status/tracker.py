@@ -15,6 +15,7 @@ from p2ptrain.status.agreed import bootstraps, swarm_view
 from p2ptrain.status.observation import Observation
 from p2ptrain.status.rounds import SwarmRounds
 from p2ptrain.status.serving import NONE, ServingBook, growth
+from p2ptrain.status.sites import SiteCurves
 from p2ptrain.status.snapshot import build_snapshot
 from p2ptrain.status.stages import TRAINING_ROLES, positions
 from p2ptrain.status.views import Event, Rates, Snapshot, SwarmView
@@ -59,6 +60,7 @@ class SwarmTracker:
         self._rates: dict[str, Rates] = {}
         self._rounds = SwarmRounds(swarm.group_size, self._num_stages)
         self._tokens = TokenRate()
+        self._sites = SiteCurves()
         self._losses: deque[tuple[float, float]] = deque()
         self._last_commit: float | None = None
         self._forked_since: float | None = None
@@ -97,6 +99,7 @@ class SwarmTracker:
         if len(medians) >= self._num_stages:  # A token counts once all stages have counted it.
             self._tokens.update(now, min(tokens for _, tokens in medians.values()))
         self._follow_heads([each for each in self.trainers if each.state == "training"], now)
+        self._sites.learn(self.trainers)
         losses = [each.loss for each in self.trainers if each.loss is not None and each.state == "training"]
         if losses:
             self._losses.append((now, statistics.median(losses)))
@@ -161,6 +164,7 @@ class SwarmTracker:
             jump=self._jump[1] if self._jump is not None and self._look.at < self._jump[0] + JUMP_SECONDS else None,
             directory_answers=self._look.sightings is not None,
             served=self.serving.served(),
+            sites=self._sites.views(),
         )
 
     def _fork(self, trainers: Sequence[PeerRecord], now: float) -> float | None:

@@ -254,6 +254,25 @@ class ServingView:
 
 
 @dataclass(frozen=True)
+class CurvePoint:
+    """A mean over held-out samples in a round; ``error`` is its standard error, None if unknown."""
+
+    round: int
+    mean: float
+    error: float | None
+
+
+@dataclass(frozen=True)
+class SiteCurve:
+    """The measurements of a site of a private swarm, oldest first; of all sites together if ``peer`` is empty."""
+
+    peer: str
+    name: str
+    metric: str
+    points: tuple[CurvePoint, ...]
+
+
+@dataclass(frozen=True)
 class SwarmView:
     """The manifest's view of a swarm, and how to join it.
 
@@ -291,6 +310,7 @@ class Snapshot:
 
     Attributes:
         at: Wall-clock second.
+        sites: The curves of a private swarm, the pooled one first; empty without measurements.
         rejected: Invalid records and reports since the start.
         directory_answers: True if the last lookup was answered; else the rest is as of the last answered one.
     """
@@ -304,6 +324,7 @@ class Snapshot:
     rounds: tuple[RoundView, ...]
     groups: tuple[GroupView, ...]
     serving: ServingView
+    sites: tuple[SiteCurve, ...]
     rejected: int
     directory_answers: bool
 

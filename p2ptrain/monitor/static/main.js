@@ -10,18 +10,21 @@ import { listen } from "./live.js";
 import { startPeers } from "./peers.js";
 import { showRounds } from "./rounds.js";
 import { showServing } from "./serving.js";
+import { startSites } from "./sites.js";
 
 startCopying();
 const notePeers = startPeers();
 startCharts();
 const showGroups = startGroups();
 startLists();
+const showSites = startSites();
 
 listen((snapshot) => {
   showHeadline(snapshot);
   notePeers(snapshot.headline.peers);
   showCoverage(snapshot.coverage);
   showServing(snapshot.serving);
+  showSites(snapshot.headline).catch(() => {}); // The last curves stay; the next snapshot asks again.
   showRounds(snapshot.rounds, snapshot.at);
   showGroups(snapshot.rounds);
 });

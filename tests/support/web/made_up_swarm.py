@@ -25,6 +25,7 @@ from p2ptrain.monitor.watch import Watch, watching
 from p2ptrain.monitor.web import make_app
 from p2ptrain.network.http_server import listen, serving, url_of
 from p2ptrain.network.link import SwarmLink
+from p2ptrain.network.records.evaluation import Evaluation
 from p2ptrain.network.records.record import MAX_REPORTS, Look, PeerRecord, RoundReport, Sighting, StageReport
 from p2ptrain.status.agreed import bootstraps, swarm_view
 from p2ptrain.status.tracker import SwarmTracker
@@ -63,6 +64,7 @@ class MadeUpSwarm:
         num_stages: int = 1,
         bare_stages: Sequence[int] = (),
         serves: bool = False,
+        measures: bool = False,
     ) -> None:
         """
         Args:
@@ -71,6 +73,7 @@ class MadeUpSwarm:
             num_astray: Peers whose state is not that of the others.
             bare_stages: Those that nobody hosts.
             serves: Whether every third peer serves the model, too.
+            measures: Whether each trainer is a site that reports its accuracy on held-out samples.
         """
         if not 0 <= num_peers <= MAX_PEERS:
             raise ValueError(f"num_peers = {num_peers}: give a number from 0 to {MAX_PEERS}")
@@ -80,6 +83,7 @@ class MadeUpSwarm:
         self._num_astray = num_astray
         self._num_stages = num_stages
         self.serves = serves
+        self._measures = measures
         self._hosted = [number for number in range(num_stages) if number not in bare_stages]
         self._genesis = clock() - 10.5 * ROUND_SECONDS
         self._ids = [base58.b58encode(b"\x12\x20" + self._hash("peer", i)).decode() for i in range(num_peers)]
@@ -169,7 +173,13 @@ class MadeUpSwarm:
             serving=served(at - started_at, 0.3 + self._chance("requests", index))
             if self.serves and joins and index % 3 == 1
             else None,
+            evaluation=self._evaluation(index, round_) if self._measures and trains else None,
         )
+
+    def _evaluation(self, index: int, round_: int) -> Evaluation | None:
+        mean = 0.95 - 0.4 / (1 + 0.15 * (round_ - FIRST_ROUND)) + 0.04 * (self._chance("accuracy", index, round_) - 0.5)
+        samples = 32 << index % 5
+        return Evaluation.of("accuracy", round_, mean, math.sqrt(mean * (1 - mean) / samples), samples)
 
     def _stages(self, index: int, round_: int, tokens: int) -> tuple[StageReport, ...]:
         """What a host of a pipeline reports: its stage, and embeddings that the first and the last one share."""
@@ -403,10 +413,11 @@ def main() -> None:
     parser.add_argument("--bare", type=int, action="append", default=[], help="a stage that nobody hosts")
     parser.add_argument("--serving", action="store_true", help="let every third peer serve the model, too")
     parser.add_argument("--db", type=Path, help="where history is kept (default: in memory)")
+    parser.add_argument("--sites", action="store_true", help="let each trainer report what it measured")
     asked = parser.parse_args()
     swarm = MadeUpSwarm(
         asked.peers, num_astray=asked.astray, num_stages=asked.stages, bare_stages=asked.bare,
-        serves=asked.serving,
+        serves=asked.serving, measures=asked.sites,
     )  # fmt: skip
     answer_first()
     asyncio.run(_serve(swarm, asked.port, asked.db))
