@@ -26,8 +26,8 @@ class SiteCurves:
         """Add the measurements of the present sites."""
         measured = {each.peer: each for each in records if each.evaluation is not None}
         for peer, record in measured.items():
-            if peer not in self._curves and len(self._curves) > MAX_SITES:
-                gone = [known for known in self._curves if known and known not in measured]
+            if peer not in self._curves and len(self._curves.keys() - {POOLED}) >= MAX_SITES:
+                gone = [known for known in self._curves if known != POOLED and known not in measured]
                 if not gone:
                     continue
                 del self._curves[gone[0]]

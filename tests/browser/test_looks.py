@@ -41,11 +41,12 @@ class Clock:
 
 @dataclass(frozen=True)
 class Sites:
-    """A swarm with trouble of every kind, one without anybody, and one in which some serve."""
+    """A swarm with trouble of every kind, one without anybody, one in which some serve, and a private one."""
 
     busy: ServedPage
     empty: ServedPage
     serving: ServedPage
+    private: ServedPage
 
     def paths(self) -> dict[str, tuple[ServedPage, str]]:
         astray = next(peer for peer in self.busy.snapshot().peers if peer.agrees is False)
@@ -57,6 +58,7 @@ class Sites:
             "peer": (self.busy, f"/peers/{quote(astray.record.peer, safe='')}"),
             "departed": (self.busy, f"/peers/{GONE}"),
             "serving": (self.serving, "/"),
+            "private": (self.private, "/"),
             "server": (self.serving, f"/peers/{quote(server.record.peer, safe='')}"),
         }
 
@@ -68,6 +70,8 @@ def sites() -> Iterator[Sites]:
     nobody = MadeUpSwarm(0)
     later = Clock()
     serves = MadeUpSwarm(9, clock=later, serves=True)
+    last = Clock()
+    measures = MadeUpSwarm(7, clock=last, measures=True)
 
     async def prepare(store: Store) -> None:
         await fill(store, swarm)
@@ -83,8 +87,9 @@ def sites() -> Iterator[Sites]:
         ) as busy,
         served_page(nobody, nobody.swarm) as empty,
         served_page(serves, serves.swarm, prepare=remember, first_looks=5, between_looks=later.pass_a_round) as serving,
+        served_page(measures, measures.swarm, first_looks=5, between_looks=last.pass_a_round) as private,
     ):
-        yield Sites(busy, empty, serving)
+        yield Sites(busy, empty, serving, private)
 
 
 def settle(visit: Visit, path: str) -> None:
@@ -113,6 +118,27 @@ def test_nobody_meets_a_serious_barrier_and_nothing_sticks_out(
             barriers = [each for each in found.response["violations"] if each["impact"] in SERIOUS]
             assert not barriers, f"{name}: {found.generate_report()}"
             visit.assert_no_sideways_scrolling()
+
+
+def test_a_private_swarm_shows_a_curve_of_each_site_and_the_pooled_one_with_its_band(
+    browser: Browser, sites: Sites
+) -> None:
+    curves = sites.private.snapshot().sites
+    assert len(curves) > 5
+    with visiting(browser, sites.private.url) as visit:
+        settle(visit, "/")
+        visit.page.locator("#site-grid svg").first.wait_for()
+        assert visit.page.locator("#site-grid h3").all_inner_texts() == [curve.name for curve in curves]
+        for each, curve in zip(visit.page.locator("#site-grid .site").all(), curves, strict=True):
+            line, band = (each.locator(shape).get_attribute("points") or "" for shape in ("polyline", "polygon"))
+            assert (len(line.split()), len(band.split())) == (len(curve.points), 2 * len(curve.points))
+            assert f"{curve.metric} {curve.points[-1].mean:.3f}" in each.inner_text()
+    with visiting(browser, sites.private.url, with_scripts=False) as visit:
+        visit.open("/")
+        assert visit.page.locator("#site-grid h3").all_inner_texts() == [curve.name for curve in curves]
+    with visiting(browser, sites.busy.url) as visit:
+        settle(visit, "/")
+        assert not visit.page.locator("#sites").is_visible()
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -35,11 +35,10 @@ function curve(points, label) {
   const x = ({ round }) => (last > first ? (WIDTH * (round - first)) / (last - first) : WIDTH / 2).toFixed(1);
   const y = (value) => (high > low ? 2 + ((HEIGHT - 4) * (high - value)) / (high - low) : HEIGHT / 2).toFixed(1);
   const edge = (sign) => points.map((point) => `${x(point)},${y(point.mean + sign * half(point))}`);
-  const [newest] = points.slice(-1);
+  const line = points.length > 1 ? points : [points[0], points[0]]; // A dot, by its round ends.
   return svg(
     "svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", "aria-label": label },
     svg("polygon", { points: [...edge(1), ...edge(-1).reverse()].join(" ") }),
-    svg("polyline", { points: points.map((point) => `${x(point)},${y(point.mean)}`).join(" ") }),
-    svg("circle", { cx: x(newest), cy: y(newest.mean), r: 2 }),
+    svg("polyline", { points: line.map((point) => `${x(point)},${y(point.mean)}`).join(" ") }),
   );
 }

@@ -14,6 +14,7 @@ from p2ptrain.monitor.openapi import document
 from p2ptrain.monitor.store import ALL_SERIES
 from p2ptrain.monitor.web import COLUMNS, STALE_SECONDS, TABLE_COLUMNS
 from p2ptrain.network.http_server import HEADERS
+from p2ptrain.network.records.evaluation import Evaluation
 from p2ptrain.status.views import Event
 from tests.support.coroutines import on_loop, on_loop_within
 from tests.support.web.hostile_text import PAYLOADS
@@ -51,7 +52,14 @@ async def test_every_endpoint_answers_as_the_document_says(site: Site, path: str
     told = (report(7), aborted(8), report(8))
     for _ in range(3):
         site.source.records = [
-            trainer(peer, round=9, lineage=results[0].body.next_lineage, last_rounds=told) for peer in "abc"
+            trainer(
+                peer,
+                round=9,
+                lineage=results[0].body.next_lineage,
+                last_rounds=told,
+                evaluation=Evaluation("auc", 9, 0.9, 0.02, 64),
+            )
+            for peer in "abc"
         ]
         await site.watch.look()
         await asyncio.sleep(0)
