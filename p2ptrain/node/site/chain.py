@@ -64,7 +64,7 @@ def read_chain(path: Path, verifier: Signer, peer: str = "") -> Verified:
     for number, line in enumerate(whole.splitlines() if whole else []):
         where = f"{path}, line {number + 1}"
         try:
-            parsed = json.loads(line) if len(line) <= MAX_LINE_BYTES else None
+            parsed: dict[str, Any] = json.loads(line[: MAX_LINE_BYTES + 1])
             entry, proof = parsed["entry"], base64.b64decode(parsed["proof"], validate=True)
             peer = peer or entry["peer"]
             is_next = entry["n"] == number and entry["before"] == (hashes[-1] if hashes else _FIRST)
