@@ -142,5 +142,12 @@ class PeerThread:
             options = PeerOptions("trainer", name, "cpu", run_dir, network, invite=invite, policy=rules)
             self.peer = self.thread.call(Peer.start(identity, options, runtime, link=parsed, signed=signed))
             resources.callback(lambda: self.thread.call(self.peer.close()))
+            self.thread.call(self._vote())
             lock.pop_all()
             self.close = resources.pop_all().close
+
+    async def _vote(self) -> None:
+        """Vote on the others' rounds from now on, if this peer founded the swarm; it may train later, or never."""
+        from p2ptrain.node.roles.founder import vote_as_founder
+
+        vote_as_founder(self.peer)

@@ -4,6 +4,7 @@ import copy
 import os
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,7 +76,9 @@ def test_two_peers_with_one_global_batch_step_like_one_process_on_all_their_samp
         torch.testing.assert_close(torch.tensor(told[0]["values"]), values_of(model), rtol=1e-4, atol=1e-6)
 
 
-def test_below_the_minimum_of_peers_a_step_waits_and_ends_when_the_network_does(tmp_path: Path) -> None:
+def test_below_the_minimum_of_peers_a_step_waits_and_ends_when_the_network_does(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     averaging = {"min_peers": 2, "below_min": "pause", "matchmaking_seconds": 1.0}
     with lone_swarm(tmp_path, averaging, every=1, global_batch=LOCAL_BATCH) as swarm:
         model, opt = wrap(swarm)
@@ -95,6 +98,36 @@ def test_below_the_minimum_of_peers_a_step_waits_and_ends_when_the_network_does(
         assert all(result.paused and not result.committed for result in pauses)
         assert len(pauses) >= 2
         assert torch.equal(values_of(model), before)
+    assert "1 of at least 2 peers are ready. This peer waits until that changes" in caplog.text
+
+
+@pytest.mark.parametrize("has_run_dir", [True, False])
+def test_the_creator_of_a_swarm_votes_before_it_has_an_optimizer_and_then_trains(
+    tmp_path: Path, has_run_dir: bool
+) -> None:
+    """The founder's vote is needed from the first round on."""
+    manifest = Manifest.model_validate(make_manifest(training={"every": 2}, averaging={"codec": "fp32"}))
+    run_dir, listen = tmp_path if has_run_dir else None, ("/ip4/127.0.0.1/tcp/0",)
+    with nothing_left_behind(), Swarm.create(manifest, run_dir=run_dir, listen=listen) as creator:
+        with Swarm.join(creator.link, listen=listen) as other:
+            model, opt = wrap(other)
+            for number in range(4):
+                take_step(model, opt, [number])
+            assert opt.round == 2
+            late_model, late = wrap(creator)
+            with ThreadPoolExecutor() as pool:
+                rounds = list(pool.map(train_to_round_four, (model, late_model), (opt, late)))
+            assert rounds == [4, 4]
+            assert late.synchronizer.head.digest == opt.synchronizer.head.digest
+            assert late.synchronizer.replica.trained_rounds
+
+
+def train_to_round_four(model: torch.nn.Module, opt: SwarmOptimizer) -> int:
+    """Return the round after as many steps as that takes; those beside a round that is closing do not count."""
+    for number in range(200):
+        if opt.round < 4:
+            take_step(model, opt, [number])
+    return opt.round
 
 
 def committed_rounds(events: list[Event]) -> dict[int, Event]:

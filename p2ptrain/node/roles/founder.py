@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.commit.votes import LightVotes
 from p2ptrain.averaging.context import PeerContext, ballots_in, founding_of
-from p2ptrain.averaging.grouping.membership import Membership
-from p2ptrain.network.rpc.endpoint import Rpc
 
 if TYPE_CHECKING:
     from p2ptrain.node.peer import Peer
@@ -30,7 +28,8 @@ def vote_as_founder(peer: Peer) -> None:
         return
     logger.info("this peer is a founder: it votes on the swarm's rounds")
     if not manifest.in_stages:
-        return _vote(peer, peer.rpc, peer.swarm, peer.membership)
+        LightVotes(peer.held.context)
+        return
     from p2ptrain.pipeline.plan import PipelinePlan
     from p2ptrain.pipeline.view import PipelineView
 
@@ -38,14 +37,11 @@ def vote_as_founder(peer: Peer) -> None:
     view = PipelineView(plan, peer.identity.peer_id, peer.runtime)
     peer.presence.listeners.append(view.update)
     for number in range(plan.num_stages + 1):  # The last is that of tied embeddings.
-        _vote(peer, peer.rpc.scoped(f"unit{number}"), plan.swarm_of(number), view.membership(number))
-
-
-def _vote(peer: Peer, rpc: Rpc, swarm: bytes, membership: Membership) -> None:
-    manifest, scratch = peer.manifest, peer.runtime.scratch
-    LightVotes(
-        PeerContext(
-            rpc, peer.runtime, peer.identity, swarm, manifest.averaging, membership,
-            founding=founding_of(manifest), ballots=ballots_in(scratch, swarm),
-        )
-    )  # fmt: skip
+        swarm = plan.swarm_of(number)
+        LightVotes(
+            PeerContext(
+                peer.rpc.scoped(f"unit{number}"), peer.runtime, peer.identity, swarm, manifest.averaging,
+                view.membership(number), founding=founding_of(manifest),
+                ballots=ballots_in(peer.runtime.scratch, swarm),
+            )
+        )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.context import PeerContext, ballots_in, founding_of
@@ -41,6 +42,16 @@ class HeldState:
         """The whole model's, or that of the newest stage; None while the peer holds no state."""
         return self.stages[-1].units[0].synchronizer if self.stages else self._trained
 
+    @cached_property
+    def context(self) -> PeerContext:
+        """Of the whole model's rounds, the same for votes before `train` and after it; raise as `ballots_in`."""
+        peer = self._peer
+        return PeerContext(
+            peer.rpc, peer.runtime, peer.identity, peer.swarm, peer.manifest.averaging, peer.membership, peer,
+            founding_of(peer.manifest), ballots_in(peer.runtime.scratch, peer.swarm),
+            sending_log=self.departures if self.departures.is_logged else None,
+        )  # fmt: skip
+
     def check_departures(self) -> None:
         """Check the site's policy, and open its log; raise as `Departures.of`."""
         peer = self._peer
@@ -55,13 +66,7 @@ class HeldState:
         peer = self._peer
         peer.on_close(self.close)
         self._prepare()
-        manifest = peer.manifest
-        context = PeerContext(
-            peer.rpc, peer.runtime, peer.identity, peer.swarm, manifest.averaging, peer.membership, peer,
-            founding_of(manifest), ballots_in(peer.runtime.scratch, peer.swarm),
-            sending_log=self.departures if self.departures.is_logged else None,
-        )  # fmt: skip
-        replica = Replica(context, manifest, state)
+        replica = Replica(self.context, peer.manifest, state)
         self._trained = Synchronizer(replica, peer.options.upload_bandwidth, peer.jobs)
         return self._trained
 
