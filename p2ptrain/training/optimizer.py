@@ -31,6 +31,7 @@ from p2ptrain.training.learning_rate import SwarmScheduler, WrappedOptimizer
 from p2ptrain.training.local_update import LocalContribution
 from p2ptrain.training.optimizer_checks import check_layout_is_kept
 from p2ptrain.training.site import Site
+from p2ptrain.training.sync.standstill import Standstill
 from p2ptrain.training.sync.synchronizer import RoundResult, Synchronizer
 
 logger = logging.getLogger(__name__)
@@ -116,6 +117,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._batch_began = time.monotonic()
         self._marks = deque([(self._batch_began, 0)])
         self.on_pause: Callable[[RoundResult], bool] = self._sleep
+        self._standstill = Standstill()
 
     @property
     def round(self) -> int:
@@ -181,9 +183,9 @@ class SwarmOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Count one local batch, and synchronise when the round is due; return the closure's loss, if any.
 
-        If the manifest pauses below the minimum of peers, the call waits for more peers. With ``overlap_steps`` a due
-        round starts here and runs while the caller computes; a later call applies its result. A batch whose gradient is
-        not finite takes no step and does not count.
+        If the manifest pauses below the minimum of peers, the call waits for more peers, and warns meanwhile. With
+        ``overlap_steps`` a due round starts here and runs while the caller computes; a later call applies its result.
+        A batch whose gradient is not finite takes no step and does not count.
 
         Raises:
             TemporaryError: The swarm was closed, or its network ended.
@@ -280,8 +282,6 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
     def _synchronize_when_enough(self) -> None:
         result = self.synchronize()
-        if result.paused:
-            logger.warning("round %d: paused: %s", result.round, result.reason)
         while result.paused and self.on_pause(result):
             result = self.synchronize()
 
@@ -336,6 +336,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
             if self._overlap_steps:
                 self.work.steps = 0
             self.last_result = self._bridge.wait(self.synchronizer.synchronize(self.work))
+        if warning := self._standstill.note(self.last_result, time.monotonic()):
+            logger.warning("%s", warning)
         steps = 0 if self._overlap_steps else self.work.steps
         if self.last_result.committed or self.work.steps == 0:
             self._first_step = steps

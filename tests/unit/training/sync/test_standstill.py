@@ -1,0 +1,36 @@
+"""The warnings while a peer's rounds fail."""
+
+from p2ptrain.training.sync.standstill import FIRST_SECONDS, Standstill
+from p2ptrain.training.sync.synchronizer import RoundResult
+
+DONE = RoundResult(True, 4, "")
+FAILED = RoundResult(False, 3, "commit: 0 of the 1 voters signed", seconds=10.0)
+PAUSED = RoundResult(False, 3, "1 of at least 2 peers are ready", paused=True, seconds=10.0)
+
+
+def told_at(result: RoundResult, last: int) -> list[int]:
+    """Return the times of warnings if such a result comes every ten seconds from 10 to ``last``."""
+    standstill = Standstill()
+    return [now for now in range(10, last + 1, 10) if standstill.note(result, float(now))]
+
+
+def test_a_pause_is_told_at_once_and_again_when_it_has_doubled() -> None:
+    assert told_at(PAUSED, 600) == [10, 30, 60, 120, 240, 480]
+
+
+def test_failed_rounds_are_told_only_if_they_last() -> None:
+    assert told_at(FAILED, int(FIRST_SECONDS) - 10) == []
+    assert told_at(FAILED, 250) == [30, 60, 120, 240]
+
+
+def test_a_committed_round_ends_a_standstill() -> None:
+    standstill = Standstill()
+    assert "paused for 10 s" in standstill.note(PAUSED, 10.0)
+    assert standstill.note(DONE, 20.0) == ""
+    assert "paused for 10 s" in standstill.note(PAUSED, 1000.0)
+
+
+def test_a_warning_tells_what_is_missing_and_what_to_do() -> None:
+    told = Standstill().note(PAUSED, 10.0)
+    assert told.startswith("round 3: paused for 10 s: 1 of at least 2 peers are ready. ")
+    assert "if the others are done, end it with Ctrl-C" in told
