@@ -108,18 +108,21 @@ def test_the_creator_of_a_swarm_votes_before_it_has_an_optimizer_and_then_trains
     """The founder's vote is needed from the first round on."""
     manifest = Manifest.model_validate(make_manifest(training={"every": 2}, averaging={"codec": "fp32"}))
     run_dir, listen = tmp_path if has_run_dir else None, ("/ip4/127.0.0.1/tcp/0",)
-    with nothing_left_behind(), Swarm.create(manifest, run_dir=run_dir, listen=listen) as creator:
-        with Swarm.join(creator.link, listen=listen) as other:
-            model, opt = wrap(other)
-            for number in range(4):
-                take_step(model, opt, [number])
-            assert opt.round == 2
-            late_model, late = wrap(creator)
-            with ThreadPoolExecutor() as pool:
-                rounds = list(pool.map(train_to_round_four, (model, late_model), (opt, late)))
-            assert rounds == [4, 4]
-            assert late.synchronizer.head.digest == opt.synchronizer.head.digest
-            assert late.synchronizer.replica.trained_rounds
+    with (
+        nothing_left_behind(),
+        Swarm.create(manifest, run_dir=run_dir, listen=listen) as creator,
+        Swarm.join(creator.link, listen=listen) as other,
+    ):
+        model, opt = wrap(other)
+        for number in range(4):
+            take_step(model, opt, [number])
+        assert opt.round == 2
+        late_model, late = wrap(creator)
+        with ThreadPoolExecutor() as pool:
+            rounds = list(pool.map(train_to_round_four, (model, late_model), (opt, late)))
+        assert rounds == [4, 4]
+        assert late.synchronizer.head.digest == opt.synchronizer.head.digest
+        assert late.synchronizer.replica.trained_rounds
 
 
 def train_to_round_four(model: torch.nn.Module, opt: SwarmOptimizer) -> int:
