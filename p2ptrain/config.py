@@ -134,6 +134,8 @@ class ResourcesSection(Section):
     """CPU threads for tensor arithmetic; 0 takes one per core."""
     max_memory: Size = 0
     """Resident memory of all processes of this peer, in bytes or as ``4GB``; 0 sets no limit."""
+    max_gpu_memory: Size = 0
+    """Memory of the GPU that torch may take, in bytes or as ``8GB``; 0 sets no limit."""
     serving_share: float = Field(0.5, ge=0.01, le=1.0)
     """Share of time in which a batch of generation may compute while this peer trains; 1 sets no limit."""
     nice: int = Field(0, ge=0, le=19)
@@ -197,6 +199,9 @@ class GuestSection(Section):
     """Pause while other programs take more than so many percent of all cores' time; 0 sets no limit."""
     on_battery: bool = False
     """Work on a battery, too; else this peer pauses until the machine is plugged in."""
+    gpu_celsius: float = Field(0.0, ge=0, le=150, allow_inf_nan=False)
+    """Pause while the GPU that this peer uses is hotter, until it is 10 degrees cooler; 0 sets no limit. It needs
+    nvidia-ml-py (``p2ptrain[gpu]``)."""
 
 
 class ServingSection(Section):

@@ -42,6 +42,7 @@ def add_peer_arguments(parser: argparse.ArgumentParser) -> None:
     machine.add_argument("--device", metavar="auto|cpu|cuda:N", help="where to train (default auto)")
     machine.add_argument("--threads", type=int, metavar="N", help="CPU threads (default one per core)")
     machine.add_argument("--max-memory", metavar="SIZE", help="resident memory, such as 4GB")
+    machine.add_argument("--max-gpu-memory", metavar="SIZE", help="memory of the GPU, such as 8GB (default all)")
     machine.add_argument(
         "--serving-share",
         type=float,
@@ -66,6 +67,10 @@ def add_peer_arguments(parser: argparse.ArgumentParser) -> None:
     guest.add_argument(
         "--on-battery", action="store_true", default=None, help="work on a battery, too (default: pause on it)"
     )
+    guest.add_argument(
+        "--gpu-celsius", type=float, metavar="DEGREES",
+        help="pause while the GPU is hotter (default no limit; needs p2ptrain[gpu])",
+    )  # fmt: skip
     parser.add_argument("--metrics-port", type=int, metavar="N", help="serve Prometheus metrics there, on loopback")
     network = parser.add_argument_group("how it is reached")
     network.add_argument("--listen", action="append", metavar="MULTIADDR", help="where to listen (default any port)")
@@ -91,6 +96,7 @@ def peer_overrides(arguments: argparse.Namespace) -> dict[str, Any]:
         "resources.device": arguments.device,
         "resources.threads": arguments.threads,
         "resources.max_memory": arguments.max_memory,
+        "resources.max_gpu_memory": arguments.max_gpu_memory,
         "resources.serving_share": arguments.serving_share,
         "resources.up": arguments.up,
         "resources.down": arguments.down,
@@ -101,6 +107,7 @@ def peer_overrides(arguments: argparse.Namespace) -> dict[str, Any]:
         "guest.schedule": arguments.schedule,
         "guest.only_when_idle": arguments.only_when_idle,
         "guest.on_battery": arguments.on_battery,
+        "guest.gpu_celsius": arguments.gpu_celsius,
         "metrics.port": arguments.metrics_port,
         "log.format": arguments.log_format,
         "log.level": arguments.log_level,

@@ -1,4 +1,4 @@
-"""Reasons to pause that the machine tells: the time of day, other programs' load, and the battery.
+"""Reasons to pause that the machine tells: the time of day, other programs' load, the battery, and the GPU's heat.
 
 `Watch` looks at all of them every `LOOK_SECONDS`. A reason counts after some looks in a row, and is withdrawn after
 more of them, so that a peer does not pause and resume all the time.
@@ -41,8 +41,8 @@ class Reason(NamedTuple):
     ends_after: int = 6
 
 
-def reasons_of(guest: GuestSection) -> list[Reason]:
-    """Return the reasons that a configuration asks for."""
+def reasons_of(guest: GuestSection, celsius: Callable[[], float] | None = None) -> list[Reason]:
+    """Return the reasons that a configuration asks for; ``celsius`` reads the GPU's temperature, if there is one."""
     found = []
     if guest.schedule:
         found.append(Reason("schedule", lambda _: out_of_hours(guest.schedule, datetime.now()), 1, 1))
@@ -50,6 +50,10 @@ def reasons_of(guest: GuestSection) -> list[Reason]:
         found.append(Reason("load", OtherLoad(guest.only_when_idle).look))
     if not guest.on_battery and has_battery(POWER_SUPPLIES):
         found.append(Reason("battery", lambda _: on_battery(POWER_SUPPLIES)))
+    if guest.gpu_celsius and celsius is not None:
+        from p2ptrain.node.guest.gpu import Heat
+
+        found.append(Reason("heat", Heat(guest.gpu_celsius, celsius).look))
     return found
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from p2ptrain.node.guest.control import Answer, Request, serving_control
@@ -26,6 +27,17 @@ COUNT_SECONDS = 10.0
 SAVE_COUNTS = 6
 """Counts after which the totals are saved; a crash loses that much."""
 OWNER = "by its owner"
+
+
+def _thermometer(config: PeerConfig) -> Callable[[], float] | None:
+    """Return the reader of the temperature of this peer's GPU; None if none is asked for, or it uses its CPU."""
+    if not config.guest.gpu_celsius:
+        return None
+    from p2ptrain.node.guest.gpu import celsius
+    from p2ptrain.node.roles.materials import choose_device
+
+    device = choose_device(config)
+    return partial(celsius, device) if device.type == "cuda" else None
 
 
 @contextlib.asynccontextmanager
@@ -72,7 +84,7 @@ async def visiting(peer: Peer, config: PeerConfig, signals: StopSignals) -> Asyn
 
     peer.record.parts.append(describe)
     async with Tasks() as tasks, serving_control(config.run_dir, handle):
-        if config.role != "bootstrap" and (reasons := reasons_of(config.guest)):
+        if config.role != "bootstrap" and (reasons := reasons_of(config.guest, _thermometer(config))):
             watch = Watch(reasons, wishes)
             watch.start()
             tasks.keep(watch.run, "watch")

@@ -11,6 +11,7 @@ from p2ptrain.config import PeerConfig
 from p2ptrain.errors import ResourceError
 from p2ptrain.models import build_model, check_reads_text, estimate_memory_bytes, whole
 from p2ptrain.models.pretrained import local_data, weights_folder
+from p2ptrain.node.guest.gpu import fitting_gpu, limit_memory
 from p2ptrain.node.peer import Peer
 from p2ptrain.pipeline.plan import PipelinePlan
 from p2ptrain.pipeline.stage.compute import StageCompute
@@ -20,7 +21,11 @@ from p2ptrain.training.data.corpus import Corpus, load_corpus
 
 
 def choose_device(config: PeerConfig) -> torch.device:
-    """Return the config's device, and set the number of threads; raise `ResourceError` if the device is missing."""
+    """Return the config's device, and set its limits: of threads, and of a GPU's memory.
+
+    Raises:
+        ResourceError: The device is missing.
+    """
     if config.resources.threads:
         torch.set_num_threads(config.resources.threads)
     wanted = config.resources.device
@@ -30,7 +35,9 @@ def choose_device(config: PeerConfig) -> torch.device:
         raise ResourceError(
             f"device {wanted!r} was asked for, but torch sees no GPU: use --device cpu, or mend the driver"
         )
-    return torch.device(wanted)
+    device = torch.device(wanted)
+    limit_memory(device, config.resources.max_gpu_memory)
+    return device
 
 
 def load_text(peer: Peer, config: PeerConfig) -> Corpus:
@@ -50,7 +57,9 @@ def build_whole_model(peer: Peer, config: PeerConfig) -> torch.nn.Module:
             f"this model needs about {needed / 1e9:.1f} GB, and the limit is {allowed / 1e9:.1f} GB: raise --max-memory"
         )
     weights = weights_folder(model, whole(model), config.weights, peer.jobs)
-    return build_model(model, weights, jobs=peer.jobs).to(device)
+    built = build_model(model, weights, jobs=peer.jobs)
+    with fitting_gpu():
+        return built.to(device)
 
 
 async def build_worker(peer: Peer, config: PeerConfig, plan: PipelinePlan, stage: int) -> StageWorker:
@@ -58,7 +67,9 @@ async def build_worker(peer: Peer, config: PeerConfig, plan: PipelinePlan, stage
 
     def build() -> Any:
         weights = weights_folder(peer.manifest.model, plan.spans[stage], config.weights, peer.jobs)
-        return plan.build(stage, weights, peer.jobs).to(choose_device(config))
+        built = plan.build(stage, weights, peer.jobs)
+        with fitting_gpu():
+            return built.to(choose_device(config))
 
     return StageWorker(plan, stage, StageCompute(await asyncio.to_thread(build)), Device(peer.runtime))
 

@@ -8,6 +8,7 @@ import gc
 from p2ptrain.config import PeerConfig
 from p2ptrain.errors import CheckpointError, P2PTrainError, ResourceError
 from p2ptrain.node.draining import end_training, unless_stopped, until_over
+from p2ptrain.node.guest.gpu import fitting_gpu
 from p2ptrain.node.peer import Peer
 from p2ptrain.node.process import StopSignals
 from p2ptrain.node.reports.summary import write_summary
@@ -30,7 +31,8 @@ async def train(peer: Peer, config: PeerConfig, signals: StopSignals) -> None:
     def work() -> None:
         if config.serving.enabled:
             peer.runtime.yield_to_serving()
-        trainer.run()
+        with fitting_gpu():
+            trainer.run()
 
     signals.wishes.join(trainer.pause, trainer.finish)
     done, reason = bridge.run_thread(work), ""
