@@ -23,7 +23,7 @@ import torch
 
 from p2ptrain.errors import DivergedError, UsageError
 from p2ptrain.manifest import PrivateSpec, TrainingSpec
-from p2ptrain.network.records.evaluation import Evaluation
+from p2ptrain.network.records.evaluation import Evaluation, measured_part
 from p2ptrain.training.bridge import Bridge
 from p2ptrain.training.evaluate import mean_and_error
 from p2ptrain.training.gradients import clip_gradients
@@ -367,6 +367,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
     def report(self, values: Sequence[float], metric: str = "loss") -> Evaluation:
         """Publish the mean of a metric over this peer's held-out samples; return what others see of it.
 
+        It is the mean over a fixed random part of them, so that it does not tell their number: `measured_part`.
+
         Args:
             values: The metric of each sample, such as its loss, or 1 if it was classified correctly. They stay here.
             metric: Its name, at most 32 characters.
@@ -374,7 +376,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
         Raises:
             UsageError: There are no values, their mean is not finite, or the name does not print.
         """
-        found = Evaluation.of(metric, self.round, *mean_and_error(values), len(values)) if values else None
+        part = measured_part(values) if values else []
+        found = Evaluation.of(metric, self.round, *mean_and_error(part), len(part)) if part else None
         if found is None or not metric.isprintable() or not metric:
             raise UsageError(f"report of {len(values)} values as {metric!r}: give finite values and a printable name")
         self.evaluation = found

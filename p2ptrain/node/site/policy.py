@@ -53,7 +53,7 @@ class PolicyFile(Section):
     def _metrics_tell_samples(self) -> PolicyFile:
         if self.held_out_metrics and self.samples == "no":
             raise ValueError(
-                'held_out_metrics = true with samples = "no": a mean and its error tell the number of held-out'
+                'held_out_metrics = true with samples = "no": a measurement tells the rounded number of held-out'
                 ' samples; set held_out_metrics = false, or samples = "bucketed"'
             )
         return self

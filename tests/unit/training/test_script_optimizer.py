@@ -12,6 +12,7 @@ from torch import nn
 
 from p2ptrain.errors import UsageError
 from p2ptrain.training import optimizer as optimizer_module
+from p2ptrain.training.evaluate import mean_and_error
 from p2ptrain.training.optimizer_checks import check_optimizer, differences, step_rule
 from tests.support.lone import lone_peer
 from tests.support.processes.worker import make_model, make_optimizer
@@ -35,6 +36,21 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     clock = SimpleNamespace(monotonic=lambda: float(next(now)))
     monkeypatch.setattr(optimizer_module, "time", clock)
     return clock
+
+
+@pytest.mark.parametrize("right", [0, 5, 11, 13])
+def test_an_accuracy_that_is_reported_does_not_tell_the_number_of_samples(tmp_path: Path, right: int) -> None:
+    """11/13 has one denominator below 16. What is told of 13 samples could come from the 8 that the record tells."""
+    model = Told()
+    with lone_peer(tmp_path, model, torch.optim.SGD(model.parameters(), 0.0), every=100) as peer:
+        values = [1.0] * right + [0.0] * (13 - right)
+        told = peer.optimizer.report(values, "accuracy")
+        assert told.samples == 8
+        hits = told.mean * 8
+        assert hits == int(hits)
+        part = [1.0] * int(hits) + [0.0] * (8 - int(hits))
+        assert (told.mean, told.error) == pytest.approx(mean_and_error(part))
+        assert peer.optimizer.report(values, "accuracy") == told, "the same samples each time"
 
 
 def test_the_loss_of_the_model_s_outputs_is_seen(tmp_path: Path, clock: SimpleNamespace) -> None:

@@ -98,7 +98,7 @@ def test_a_tensor_that_the_policy_keeps_is_refused_by_name(tmp_path: Path) -> No
         ("leav = 1", "leave"),
         ('samples = "some"', "samples"),
         ("leave = [", "policy.toml"),
-        ("held_out_metrics = true", "tell the number of held-out samples"),
+        ("held_out_metrics = true", "tells the rounded number of held-out samples"),
     ],
 )
 def test_an_invalid_policy_is_refused(tmp_path: Path, text: str, words: str) -> None:
