@@ -183,7 +183,10 @@ class Watch:
         self._next_point = now + POINT_SECONDS
         serving = snapshot.serving
         served = self._tracker.serving.take_point(now, serving.sessions if serving.peers else None)
-        await self._store.add_points(now, {**self._points(snapshot), **served})
+        points = self._points(snapshot)
+        if not seconds:  # After one look no traffic is known, and a chart would fall to 0 at each start.
+            del points["sent_per_second"], points["received_per_second"]
+        await self._store.add_points(now, {**points, **served})
         await self._store.add_rounds(snapshot.rounds)
         await self._store.contribute(snapshot.peers, now, seconds)
         if now >= self._next_prune:

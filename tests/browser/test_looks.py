@@ -133,12 +133,19 @@ def test_a_private_swarm_shows_a_curve_of_each_site_and_the_pooled_one_with_its_
             line, band = (each.locator(shape).get_attribute("points") or "" for shape in ("polyline", "polygon"))
             assert (len(line.split()), len(band.split())) == (len(curve.points), 2 * len(curve.points))
             assert f"{curve.metric} {curve.points[-1].mean:.3f}" in each.inner_text()
+            ends = [sign * 1.96 * (point.error or 0.0) + point.mean for point in curve.points for sign in (-1, 1)]
+            assert f"scale {min(ends):.3f} to {max(ends):.3f}" in each.inner_text()
+        pooled = sites.private.snapshot().headline.evaluation
+        assert pooled is not None
+        assert visit.page.locator("#n-evaluation").inner_text() == f"{pooled.mean:.3f}"
+        assert visit.page.locator("#to-sites").is_visible()
     with visiting(browser, sites.private.url, with_scripts=False) as visit:
         visit.open("/")
         assert visit.page.locator("#site-grid h3").all_inner_texts() == [curve.name for curve in curves]
     with visiting(browser, sites.busy.url) as visit:
         settle(visit, "/")
         assert not visit.page.locator("#sites").is_visible()
+        assert not visit.page.locator("#to-sites").is_visible()
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -25,8 +25,10 @@ export function latency(seconds) {
 }
 
 // The mean with its 95 % confidence interval, from the standard error.
+export const interval = (error) => (error === null ? "" : `± ${(1.96 * error).toFixed(3)}`);
+
 export function evaluation({ metric, mean, error }) {
-  return `${metric} ${mean.toFixed(3)}${error === null ? "" : ` ± ${(1.96 * error).toFixed(3)}`}`;
+  return `${metric} ${mean.toFixed(3)} ${interval(error)}`.trim();
 }
 
 export const orDash = (value, format) => (value === null || value === undefined ? "–" : format(value));

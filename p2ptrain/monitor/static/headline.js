@@ -1,7 +1,7 @@
 // Health, alerts, and the main numbers.
 
 import { byId, el, setText, show } from "./dom.js";
-import { bytes, count, duration, evaluation, orDash } from "./formats.js";
+import { bytes, count, duration, interval, orDash } from "./formats.js";
 
 const WORDS = { healthy: "Healthy", degraded: "Degraded", stopped: "Stopped", empty: "Empty" };
 let shownAlerts = "";
@@ -14,7 +14,12 @@ export function showHeadline({ headline, alerts }) {
   document.title = document.title.replace(/^[^·]*/, `${WORDS[headline.health]} `);
   setText(byId("n-loss"), orDash(headline.loss, (loss) => loss.toFixed(4)));
   show(byId("evaluation"), headline.evaluation !== null);
-  if (headline.evaluation) setText(byId("n-evaluation"), evaluation(headline.evaluation));
+  if (headline.evaluation) {
+    const { metric, mean, error } = headline.evaluation;
+    setText(byId("n-evaluation"), mean.toFixed(3));
+    setText(byId("n-metric"), metric);
+    setText(byId("n-interval"), interval(error));
+  }
   setText(byId("n-tokens"), orDash(headline.tokens_per_second, count));
   setText(byId("n-peers"), headline.peers);
   setText(byId("n-training"), headline.training);

@@ -14,23 +14,37 @@ export function startSites() {
     if (headline.evaluation === null || Date.now() - asked < REFRESH_MILLISECONDS) return;
     asked = Date.now();
     const { sites } = await fetchJson("/api/v1/sites");
-    show(byId("sites"), sites.length > 0);
-    byId("site-grid").replaceChildren(...sites.map(figure));
+    for (const id of ["sites", "to-sites"]) show(byId(id), sites.length > 0);
+    const newest = Math.max(...sites.map(({ points }) => points.at(-1).round));
+    byId("site-grid").replaceChildren(...sites.map((site) => figure(site, newest)));
   };
 }
 
-function figure({ peer, name, metric, points }) {
+function figure({ peer, name, metric, points }, newest) {
   const last = points.at(-1);
   const words = evaluation({ metric, ...last });
   const title = el("h3", {}, peer ? peerLink(peer, name) : name);
   const rounds = points.length > 1 ? `rounds ${points[0].round} to ${last.round}` : `round ${last.round}`;
-  return el("div", { class: peer ? "site" : "site pooled" }, title, curve(points, `${name}: ${words}, ${rounds}`), el("p", {}, `${words}, ${rounds}`));
+  const [low, high] = scale(points);
+  const when = peer && last.round === newest ? "" : `, ${rounds}`;
+  return el(
+    "div", { class: peer ? "site" : "site pooled" }, title,
+    curve(points, low, high, `${name}: ${words}, ${rounds}`),
+    el("p", {}, `${words}${when}`),
+    el("p", {}, `scale ${low.toFixed(3)} to ${high.toFixed(3)}`),
+  );
 }
 
-function curve(points, label) {
-  const half = ({ error }) => CONFIDENCE * (error ?? 0);
-  const low = Math.min(...points.map((point) => point.mean - half(point)));
-  const high = Math.max(...points.map((point) => point.mean + half(point)));
+const half = ({ error }) => CONFIDENCE * (error ?? 0);
+
+function scale(points) {
+  return [
+    Math.min(...points.map((point) => point.mean - half(point))),
+    Math.max(...points.map((point) => point.mean + half(point))),
+  ];
+}
+
+function curve(points, low, high, label) {
   const [first, last] = [points[0].round, points.at(-1).round];
   const x = ({ round }) => (last > first ? (WIDTH * (round - first)) / (last - first) : WIDTH / 2).toFixed(1);
   const y = (value) => (high > low ? 2 + ((HEIGHT - 4) * (high - value)) / (high - low) : HEIGHT / 2).toFixed(1);

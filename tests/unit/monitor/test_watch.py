@@ -162,6 +162,16 @@ async def test_traffic_is_what_counters_grew_by_and_nothing_after_a_restart(swar
 
 
 @on_loop_within(watched, ADA)
+async def test_no_traffic_is_kept_before_it_can_be_measured(swarm: Watched) -> None:
+    """The chart of a monitor that starts again does not fall to 0."""
+    for sent in (0, 800):
+        await swarm.look(replace(ADA, bytes_sent=sent), seconds=POINT_SECONDS)
+    series = await swarm.store.series("hour", ["peers", "sent_per_second"], swarm.source.time)
+    assert series["series"]["peers"] == [1.0] * 2
+    assert series["series"]["sent_per_second"] == [None, 800 / POINT_SECONDS]
+
+
+@on_loop_within(watched, ADA)
 async def test_a_record_that_is_read_twice_keeps_its_rates(swarm: Watched) -> None:
     await swarm.look()
     await swarm.look(replace(ADA, bytes_sent=ADA.bytes_sent + 400))

@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import create_model
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.manifest import Manifest, parse_manifest
 from p2ptrain.network.records.evaluation import Evaluation
-from p2ptrain.node.site.policy import SitePolicy
+from p2ptrain.node.site.policy import DEMANDS, SitePolicy
 from tests.support.records import record_of
 
 OPEN = """leave = ["*"]
@@ -55,6 +56,18 @@ def test_a_manifest_that_would_send_more_is_refused_with_the_line_and_the_settin
     assert words in reason
     with pytest.raises(ConfigError, match="line 3"):
         rules.check(private(section, **others))
+
+
+@pytest.mark.parametrize(("demand", "section"), DEMANDS.items())
+def test_a_demand_is_met_by_a_section_of_the_manifest_whichever_version_brings_it(
+    tmp_path: Path, demand: str, section: str
+) -> None:
+    """Also by a version of the manifest that has no such section yet."""
+    fields: dict[str, Any] = {section: (Any, None)}
+    later = create_model("Later", __base__=Manifest, **fields)
+    rules, sent = policy(tmp_path, f'require = ["{demand}"]\n'), private({"weights": "equal"}).model_dump()
+    assert len(rules.refusals(later.model_validate(sent))) == 1
+    assert rules.refusals(later.model_construct(**{**dict(private({"weights": "equal"})), section: object()})) == []
 
 
 @pytest.mark.parametrize(
