@@ -15,7 +15,7 @@ UNREADABLE = "the GPU's temperature cannot be read"
 
 
 def limit_memory(device: torch.device, limit: int) -> None:
-    """Let torch take at most ``limit`` bytes of a GPU in this process; on a CPU, or for a limit of 0, do nothing.
+    """Limit torch to ``limit`` bytes of a GPU in this process; on a CPU, or for a limit of 0, do nothing.
 
     The driver's own memory for the process, of some hundred MB, is not counted.
     """
