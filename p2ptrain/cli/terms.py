@@ -121,6 +121,11 @@ def _of_whole_model(manifest: Manifest, config: PeerConfig) -> tuple[list[str], 
         told = f"losses{count.get(manifest.private.weights, '')}"
         less = f", less what {config.policy} keeps" if config.policy is not None else ""
         runs.append(f"keeps      your text on this machine; others see updates of the model, {told}{less}")
+    if (privacy := manifest.differential_privacy) is not None:
+        runs.append(
+            f"protects   each sample of {manifest.model.context} tokens by noise: ε at most {privacy.epsilon:g} at"
+            f" δ {privacy.delta:g} (differential privacy); then this peer trains no more, and follows"
+        )
     return runs, f"{manifest.averaging.codec} updates every {steps}"
 
 

@@ -473,6 +473,23 @@ class PrivateSpec(Section):
     personal: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = Field((), max_length=64)
     """Patterns of tensors that stay with each site and are not averaged, such as ``["*.bn*"]`` (FedBN). ``*`` stands
     for any characters. Each pattern must match a parameter or buffer of the model."""
+    drift_correction: bool = False
+    """Correct each local step by the difference between the site's last update and the swarm's (SCAFFOLD), so that
+    unlike sites reach the optimum of all. For ``training.outer = "average"``."""
+
+
+class PrivacySpec(Section):
+    """Differential privacy of each training sample (DP-SGD), in a private swarm. A site whose budget is spent stops
+    contributing."""
+
+    epsilon: float = Field(8.0, gt=0, le=1000)
+    """The most that a site may spend."""
+    delta: float = Field(1e-5, gt=0, le=0.1)
+    """The probability with which the bound may fail; below one in the number of a site's samples."""
+    clip_norm: float = Field(1.0, gt=0, le=1e6)
+    """Norm to which each sample's gradient is clipped."""
+    noise_multiplier: float = Field(1.0, ge=0.1, le=1000)
+    """Standard deviation of a step's noise, in multiples of ``clip_norm``."""
 
 
 class Manifest(Section):
@@ -494,6 +511,7 @@ class Manifest(Section):
     pipeline: PipelineSpec = PipelineSpec()
     lora: LoraSpec | None = None
     private: PrivateSpec | None = None
+    differential_privacy: PrivacySpec | None = None
     packages: tuple[Annotated[str, Field(pattern=PACKAGE_PATTERN)], ...] = Field((), max_length=16)
     """``PACKAGE==VERSION`` of each package that brings the model's family, the codec or the rule: all peers need it.
     'p2ptrain seed' adds what this machine has."""
@@ -549,6 +567,8 @@ class Manifest(Section):
                 f"pipeline.quant = {self.pipeline.quant!r} freezes the model: say under [lora] which of its layers get"
                 ' adapters, such as targets = ["q_proj", "v_proj"]'
             )
+        if self.differential_privacy is not None and self.private is None:
+            raise ValueError("[differential_privacy] is for samples of one's own: add a section [private]")
         if self.private is not None:
             self._check_private()
         elif self.data.source == "own":
@@ -578,6 +598,13 @@ class Manifest(Section):
             raise ValueError("[private] with a model in stages: hosts of stages see samples; remove one of them")
         if self.training.every == 1:
             raise ValueError("[private] with training.every = 1: a gradient tells more of samples; set every above 1")
+        training, corrects = self.training, self.private is not None and self.private.drift_correction
+        is_plain = training.outer == "average" and training.outer_learning_rate == 1
+        if corrects and not (is_plain and training.fragments == 1 and not training.overlap_steps):
+            raise ValueError(
+                'private.drift_correction is for training.outer = "average" at outer_learning_rate = 1, with one'
+                " fragment and no overlap_steps"
+            )
 
     def to_bytes(self) -> bytes:
         """Return canonical msgpack, the same bytes on every machine, without unused settings."""

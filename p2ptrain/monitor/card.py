@@ -91,6 +91,9 @@ def card(exported: Exported, measured: Line | None) -> str:
         "began with": _code(model.weights) if model.weights else "",
         "adapters": f"rank {lora.rank}, alpha {lora.alpha:g}" if lora is not None else "",
         "text": "each peer's own" if manifest.private else _code(manifest.data.source) if has_text else "",
+        "privacy": ""
+        if (privacy := manifest.differential_privacy) is None
+        else f"differential privacy of each sample at each site: ε at most {privacy.epsilon:g}, δ {privacy.delta:g}",
         "tokenizer": _code(manifest.data.tokenizer) if get_family(model).reads_text else "",
         "held out": f"{manifest.data.held_out_fraction:.1%} of the text, from seed {manifest.data.seed}"
         if has_text

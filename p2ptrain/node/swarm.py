@@ -176,6 +176,20 @@ class Swarm:
         )  # fmt: skip
         return self._optimizer
 
+    def batches(self, dataset: Sized) -> torch.utils.data.Sampler[list[int]]:
+        """Return the batches of this site's samples under differential privacy, for ``DataLoader(batch_sampler=…)``.
+
+        Each is a list of indices, for one step. Its size varies: each sample is drawn by itself, as the bound assumes.
+        Call it after `optimizer`, and let ``opt.step()`` follow each batch.
+
+        Raises:
+            UsageError: The swarm has no differential privacy, or the data set has not ``site_samples`` samples.
+        """
+        site = None if self._optimizer is None else self._optimizer.site
+        if site is None or site.privacy is None:
+            raise UsageError("batches are drawn for [differential_privacy] alone, after Swarm.optimizer: use sampler")
+        return site.privacy.batches(len(dataset))
+
     def sampler(self, dataset: Sized, *, seed: int | None = None) -> SwarmSampler:
         """Return a sampler for a `torch.utils.data.DataLoader` that divides a data set among the peers.
 

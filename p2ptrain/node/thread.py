@@ -20,6 +20,7 @@ from p2ptrain.node.options import PeerOptions
 from p2ptrain.node.peer import Peer
 from p2ptrain.node.site.policy import SitePolicy
 from p2ptrain.runtime import real_runtime
+from p2ptrain.training.bridge import Bridge
 
 T = TypeVar("T")
 
@@ -151,3 +152,9 @@ class PeerThread:
         from p2ptrain.node.roles.founder import vote_as_founder
 
         vote_as_founder(self.peer)
+
+    def bridge(self) -> Bridge:
+        """Return a bridge that ends with the network: without it, a peer would take itself for the last one."""
+        bridge, lost = Bridge(self.thread.loop), self.peer.network.lost
+        self.thread.loop.call_soon_threadsafe(lost.add_done_callback, lambda lost: bridge.cancel(lost.result()))
+        return bridge

@@ -23,6 +23,7 @@ import torch
 
 from p2ptrain.errors import TemporaryError
 from p2ptrain.training.gradients import is_sparse
+from p2ptrain.training.private.drift import DriftCorrection
 from p2ptrain.training.state.layout import Fragment
 from p2ptrain.training.state.shared_state import SharedState
 
@@ -37,9 +38,11 @@ class LocalContribution:
 
     It contributes gradients if ``accumulate`` (``every = 1``), else pseudo-gradients. ``mixing`` is None without
     overlap. ``inner``, the optimizer of local steps, is None if its state is shared.
+    ``corrects_drift`` needs one fragment and no overlap.
 
     Attributes:
         pending: By fragment: tokens of work not contributed yet.
+        drift: The correction of local steps; None for none.
         samples: Samples read since the last contribution.
         steps: Local batches since the last contribution; with overlap, since the last one was read.
     """
@@ -51,6 +54,7 @@ class LocalContribution:
         accumulate: bool,
         mixing: float | None = None,
         inner: torch.optim.Optimizer | None = None,
+        corrects_drift: bool = False,
     ) -> None:
         self.module = module
         self.state = state
@@ -60,6 +64,7 @@ class LocalContribution:
         self.model_lock = ModelLock()
         self._mixing = mixing
         self._inner = inner
+        self.drift = DriftCorrection(state.layout) if corrects_drift else None
         # Kept for optimizers that have state before their first step, and cannot recreate it.
         self._first_state = {key: copy.deepcopy(value) for key, value in inner.state.items()} if inner else {}
         self._personal = state.layout.read_personal(module)
@@ -93,6 +98,8 @@ class LocalContribution:
         fragment = fragment or self.state.layout.whole
         fragment.layout.read(self.module, out)
         torch.sub(self._shared(fragment), out, out=out)
+        if self.drift is not None:
+            self.drift.add_to(out)
         if self.accumulated is not None:
             torch.div(self.accumulated, float(max(self.tokens, 1)), out=out[: fragment.layout.num_parameters])
 
@@ -110,6 +117,12 @@ class LocalContribution:
             target = self._mixed(target, fragment)
         elif carry is not None and self.accumulated is None:
             target = target - carry
+        if self.drift is not None and contributed:
+            live = self.state.layout.new_vector()
+            self.state.layout.read(self.module, live)
+            self.drift.learn(target, live, self.steps)
+        elif self.drift is not None:
+            self.drift.count = 0  # A carry is without corrections.
         fragment.layout.write(target, self.module)
         if carry is not None and self.accumulated is not None and not contributed:
             torch.mul(carry[: len(self.accumulated)], float(max(self.tokens, 1)), out=self.accumulated)
@@ -134,6 +147,8 @@ class LocalContribution:
     def reset(self) -> None:
         self.state.layout.write_personal(self._personal, self.module)
         self.adopt(False, None)
+        if self.drift is not None:
+            self.drift.step.zero_()
         if self._inner is not None:
             self._inner.state.clear()
             self._inner.state.update({key: copy.deepcopy(value) for key, value in self._first_state.items()})
@@ -154,7 +169,8 @@ class LocalContribution:
         live = self.state.layout.new_vector()
         self.state.layout.read(self.module, live)
         tensors = {"live": live} | ({} if self.accumulated is None else {"accumulated": self.accumulated})
-        return {"pending": list(self.pending), "samples": self.samples, "steps": self.steps}, tensors
+        corrections = {} if self.drift is None else {"corrections": self.drift.count}
+        return {"pending": list(self.pending), "samples": self.samples, "steps": self.steps, **corrections}, tensors
 
     def restore(self, counts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> bool:
         """Load the output of `to_save` at the same shared state; return False, changing nothing, if it does not fit."""
@@ -168,6 +184,8 @@ class LocalContribution:
         self.pending, self.samples, self.steps = list(counts["pending"]), counts["samples"], counts["steps"]
         if self.accumulated is not None and accumulated is not None:
             self.accumulated.copy_(accumulated)
+        if self.drift is not None:
+            self.drift.count = counts.get("corrections", 0)
         self.state.layout.write(live, self.module)
         return True
 

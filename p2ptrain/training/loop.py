@@ -157,24 +157,55 @@ class Trainer:
     def _goes_on(self) -> bool:
         """Rest while paused; return False once the loop should end."""
         self._rest_while_paused()
-        return not self._stop.is_set() and not self._is_done()
+        return not self._stop.is_set() and not self._is_done() and not self.optimizer.is_spent
 
     def _rest_while_paused(self) -> None:
         """Hand in the pending work and save, then follow the swarm without training."""
-        if not self._is_paused or self._stop.is_set():
+        if self.optimizer.saves_budget:
+            self._wait_for_others()
+        if not self._rests() or self._stop.is_set():
             return
+        if self.optimizer.is_spent:
+            self.progress.note = f"its privacy budget is spent: {self.optimizer.privacy}"
+            logger.warning("%s; this site contributes no more, and follows", self.progress.note)
         self._contribute_rest()
         self._save()
         self._show_rest(True)
-        while self._is_paused and not self._stop.is_set():
-            try:
-                self.optimizer.follow()
-            except TemporaryError:
-                if not self._stop.is_set():
-                    raise
-            self._wake.wait(FOLLOW_SECONDS)
-            self._wake.clear()
+        while self._rests() and not self._stop.is_set() and not self._is_done():
+            if self.optimizer.is_spent and not self.optimizer.others_train:
+                break  # Nobody is left to follow.
+            self._follow()
         self._show_rest(False)
+
+    def _wait_for_others(self) -> None:
+        """Keep the last of the privacy budget until another site trains; see `SwarmOptimizer.saves_budget`."""
+        self.progress.note = "it keeps the last of its privacy budget until another site trains"
+        logger.warning("this site founded the swarm, and is alone: %s", self.progress.note)
+        self._contribute_rest()
+        self._save()
+        self._on_progress(self.progress)
+        while self.optimizer.saves_budget and not (self._stop.is_set() or self._is_paused or self._is_done()):
+            self._follow()
+        self.progress.note = ""
+
+    def _follow(self) -> None:
+        """Take over the others' rounds, and wait a while."""
+        before = self.optimizer.round
+        try:
+            self.optimizer.follow()
+            if self._is_private and self.optimizer.round != before:
+                self._glance()
+        except TemporaryError:
+            if not self._stop.is_set():
+                raise
+        self._wait_for_a_wish()
+
+    def _wait_for_a_wish(self) -> None:
+        self._wake.wait(FOLLOW_SECONDS)
+        self._wake.clear()
+
+    def _rests(self) -> bool:
+        return self._is_paused or self.optimizer.is_spent
 
     def _show_rest(self, is_resting: bool) -> None:
         self.progress.is_resting, self.progress.tokens_per_second = is_resting, 0.0
@@ -188,7 +219,10 @@ class Trainer:
         if head.round != self._round:
             self._round, self._index = head.round, self.optimizer.work.samples  # Samples carried over.
         size = self._spec.local_batch
-        if self._is_private:
+        site = self.optimizer.site
+        if site is not None and site.privacy is not None:
+            batch = self._sampler.windows(site.privacy.draw())
+        elif self._is_private:
             batch = self._sampler.of_site(self.optimizer.total_steps * size, size)
         else:
             place = self._synchronizer.place

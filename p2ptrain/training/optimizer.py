@@ -21,16 +21,17 @@ from typing import Any
 
 import torch
 
+from p2ptrain.averaging.protocol.table import ESTABLISHED
 from p2ptrain.errors import DivergedError, UsageError
-from p2ptrain.manifest import PrivateSpec, TrainingSpec
-from p2ptrain.network.records.evaluation import Evaluation, measured_part
+from p2ptrain.manifest import TrainingSpec
+from p2ptrain.network.records.evaluation import Evaluation, PrivacyLoss, measured_part
 from p2ptrain.training.bridge import Bridge
 from p2ptrain.training.evaluate import mean_and_error
 from p2ptrain.training.gradients import clip_gradients
 from p2ptrain.training.learning_rate import SwarmScheduler, WrappedOptimizer
 from p2ptrain.training.local_update import LocalContribution
 from p2ptrain.training.optimizer_checks import check_layout_is_kept
-from p2ptrain.training.site import Site
+from p2ptrain.training.private.site import Site
 from p2ptrain.training.sync.standstill import Standstill
 from p2ptrain.training.sync.synchronizer import RoundResult, Synchronizer
 
@@ -67,6 +68,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         dropped_batches: Number of batches dropped because their gradient was not finite.
         loss: Loss of a recent batch, for monitoring: from the closure, the caller, or the model's outputs.
         samples_per_step: Samples in one local batch.
+        site: This peer's part in a private swarm; None in others.
         evaluation: The last measurement that this peer reports; None before the first.
         on_pause: Called by `step` with each result below the swarm's minimum of peers, if the manifest pauses then. It
             sleeps a while, and returns True to wait longer.
@@ -80,8 +82,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         bridge: Bridge,
         spec: TrainingSpec,
         tokens_per_step: int,
-        private: PrivateSpec | None = None,
-        site_samples: int | None = None,
+        site: Site | None = None,
     ) -> None:
         inner = wrapped.optimizer
         super().__init__(inner.param_groups, inner.defaults)
@@ -92,17 +93,24 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self.module = module
         self.synchronizer = synchronizer
         self._bridge = bridge
-        self._site = Site.of(private, site_samples)
+        self.site = site
         self._every = spec.every
         self._steps_per_round = spec.steps_per_round
         self._clip_norm = wrapped.clip_norm
         self._rates = wrapped.rates
-        self._warned_of_rates = False
+        self._warned_of_rates = self._has_rested = False
         self.dropped_batches = self._drops_in_a_row = 0
         self._overlap_steps = spec.overlap_steps
         mixing = spec.mixing if spec.overlap_steps else None
         own = None if spec.every == 1 else inner
-        self.work = LocalContribution(module, synchronizer.state, accumulate=spec.every == 1, mixing=mixing, inner=own)
+        self.work = LocalContribution(
+            module,
+            synchronizer.state,
+            accumulate=spec.every == 1,
+            mixing=mixing,
+            inner=own,
+            corrects_drift=site is not None and site.corrects_drift,
+        )
         self._running_round: Future[RoundResult] | None = None
         self.samples_per_step = spec.local_batch
         self._default_tokens = tokens_per_step
@@ -200,8 +208,12 @@ class SwarmOptimizer(torch.optim.Optimizer):
         samples, tokens = self._counted or (self.samples_per_step, self._default_tokens)
         self._counted = None
         self._follow_schedule()
-        if self._site is not None:
-            self._site.pull(self.module, self.synchronizer.state)
+        if self.is_spent or self.saves_budget:
+            return self._rest(loss)
+        if self.site is not None:
+            if self.site.privacy is not None:
+                self.site.privacy.privatise(self._trained())
+            self.site.pull(self.module, self.synchronizer.state)
         limit = self._clip_norm if self._every > 1 and self._clip_norm else math.inf
         if math.isfinite(clip_gradients(self._trained(), limit)):
             self._take_step(samples, tokens)
@@ -217,6 +229,48 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._mark(self._batch_began)
         return loss
 
+    @property
+    def privacy(self) -> PrivacyLoss | None:
+        """This site's loss of privacy so far; None without differential privacy."""
+        return None if self.site is None or self.site.privacy is None else self.site.privacy.budget.loss
+
+    @property
+    def is_spent(self) -> bool:
+        """True once one more step would exceed this site's privacy budget: `step` then only follows the swarm."""
+        return self.site is not None and self.site.privacy is not None and self.site.privacy.budget.is_spent
+
+    @property
+    def others_train(self) -> bool:
+        """True if other peers train, by their records: one that does not answer for a moment is not gone."""
+        return bool(self.synchronizer.replica.context.membership.trainers())
+
+    @property
+    def saves_budget(self) -> bool:
+        """True while this site keeps its last steps for rounds with others, which are none yet: `step` then waits.
+
+        Peers that never shared a round with a member cannot end one. So a founder that spent all alone would leave a
+        swarm that no newcomer can continue.
+        """
+        if self.site is None or self.site.privacy is None:
+            return False
+        left = self.site.privacy.budget.steps_left
+        return left <= ESTABLISHED * self._steps_per_round and self.synchronizer.is_alone()
+
+    def _rest(self, loss: Any) -> Any:
+        """Hand in the pending work, then follow the others' rounds; take no step."""
+        assert self.site is not None
+        assert self.site.privacy is not None
+        self.site.privacy.clear(self._trained())
+        if self.is_spent and not self._has_rested:
+            self._has_rested = True
+            logger.warning("the privacy budget is spent (%s): this site contributes no more, and follows", self.privacy)
+        if self._running_round is not None or self.work.tokens:
+            self.synchronize()
+        else:
+            self.follow()
+            self._bridge.sleep(PAUSE_SECONDS)
+        return loss
+
     def _trained(self) -> list[torch.Tensor]:
         if self._every == 1:
             return [parameter for _, parameter in self.synchronizer.state.layout.parameters_of(self.module)]
@@ -228,7 +282,11 @@ class SwarmOptimizer(torch.optim.Optimizer):
             self.work.add_gradients(tokens)
         else:
             self.inner.step()
-        self.work.add_step(samples, tokens if self._site is None else self._site.weight)
+            if self.site is not None and self.site.privacy is not None:  # Buffers would tell of samples.
+                self.synchronizer.state.layout.write(self.synchronizer.state.vector, self.module, kind="buffer")
+            if self.work.drift is not None:
+                self.work.drift.correct(self.module)
+        self.work.add_step(samples, tokens if self.site is None else self.site.weight)
         self.total_tokens += tokens
         self.total_steps += 1
 

@@ -9,7 +9,7 @@ from playwright.sync_api import Browser
 
 from p2ptrain.monitor.store import Store
 from p2ptrain.monitor.watch import Watch
-from p2ptrain.network.records.evaluation import Evaluation
+from p2ptrain.network.records.evaluation import Evaluation, PrivacyLoss
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.status.views import Alert, Event, GroupView, HostedView, RoundView, Snapshot, SwarmView
 from tests.support.processes.daemons import wait_until
@@ -37,6 +37,7 @@ RECORD = trainer(
     "a", note="a note", diverged=True, last_rounds=TOLD, addresses=("/ip4/198.51.100.1/tcp/1",),
     clock_skew_seconds=60.0, stages=host("a", 0).stages, credential=b"a pass", revocations=b"a list",
     doubts=("b",), evaluation=Evaluation("loss", 6, 2.5, 0.1, 64),
+    privacy=PrivacyLoss(1.5, 8.0, 1e-5),
 )  # fmt: skip
 HOSTED = HostedView(RECORD.stages[0], (0, 4), False)
 PLAIN = frozenset({"peer", "role", "state"})

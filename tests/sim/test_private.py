@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from p2ptrain.manifest import PrivateSpec
+from p2ptrain.manifest import AdmissionSpec, PrivacySpec, PrivateSpec
 from p2ptrain.network.simulated import SimulatedNetwork
+from p2ptrain.network.simulated.network import SimulatedSigner
 from p2ptrain.training.loop import Trainer
 from tests.support.coroutines import simulated
 from tests.support.sim.product_peers import Begin, ProductSwarm
@@ -116,3 +117,94 @@ async def test_a_killed_site_comes_back_with_its_own_layers(network: SimulatedNe
         assert not torch.equal(tensor, start[name])
         assert torch.dist(tensor, at_end[name]) < torch.dist(start[name], at_end[name])
     assert any(not torch.equal(last["a"][name], last["c"][name]) for name in last["a"])
+
+
+@simulated(seed=5)
+async def test_a_site_whose_privacy_budget_is_spent_follows_and_the_others_train_on(
+    network: SimulatedNetwork, begin: Begin
+) -> None:
+    privacy = PrivacySpec(epsilon=3.0, delta=1e-3, noise_multiplier=0.6)
+    sites = begin(network, TRAINING, private=PrivateSpec(), differential_privacy=privacy)
+    _write(sites)
+    for name in LETTERS:
+        _start(sites, name, 3 * ROUNDS)
+    await sites.until(lambda: "c" in sites.trainers and sites.nodes["c"].record.state == "resting")
+    spent = sites.trainers["c"].optimizer
+    assert spent.site is not None
+    assert spent.site.privacy is not None
+    assert spent.total_steps == spent.site.privacy.budget.max_steps
+    at_rest = spent.round
+    record = sites.nodes["c"].record.describe()
+    assert record.state == "resting"
+    assert "privacy budget is spent" in record.note
+    assert record.privacy is not None
+    assert record.privacy.epsilon <= privacy.epsilon
+    assert record.loss is None, "a loss of training samples is not covered by the bound"
+    await sites.end()  # The site at rest, too: nobody is left to follow.
+    assert sites.round("a") == sites.round("b") == 3 * ROUNDS
+    assert sites.round("c") > at_rest + 1, "it followed"
+    assert spent.total_steps == spent.site.privacy.budget.max_steps
+    assert all(sites.trainers[name].optimizer.total_steps > spent.total_steps for name in "ab")
+    _start(sites, "c", 3 * ROUNDS)
+    await sites.end()
+    assert sites.trainers["c"].optimizer.is_spent, "a restart does not refill it"
+
+
+@pytest.mark.parametrize("end", ["rest", "leave", "kill"])
+@simulated(seed=7)
+async def test_a_founder_keeps_its_last_steps_until_others_can_go_on_without_it(
+    network: SimulatedNetwork, end: str, begin: Begin
+) -> None:
+    privacy = PrivacySpec(epsilon=3.0, delta=1e-3, noise_multiplier=0.6)
+    names = tuple(SimulatedSigner(network.seed, name, {}).peer_id for name in LETTERS)
+    members = AdmissionSpec(mode="allowlist", members=names)
+    sites = begin(network, TRAINING, private=PrivateSpec(), differential_privacy=privacy, admission=members)
+    _write(sites)
+    _start(sites, "c", 3 * ROUNDS)
+    await asyncio.sleep(60.0)
+    founder = sites.trainers["c"].optimizer
+    assert founder.saves_budget
+    assert not founder.is_spent
+    alone = founder.total_steps
+    record = sites.nodes["c"].record.describe()
+    assert record.state == "training", "newcomers fetch its state"
+    assert "until another site trains" in record.note
+    _start(sites, "a", 3 * ROUNDS)
+    await sites.until(lambda: sites.nodes["c"].record.state == "resting")
+    assert founder.total_steps > alone
+    if end == "leave":
+        await sites.drain("c")
+    elif end == "kill":
+        await sites.kill("c")
+    await sites.tasks["a"]
+    assert sites.round("a") == 3 * ROUNDS
+    assert sites.sync("a").head.table.row_of(network.peers["c"].peer_id), "they went on with the founder's lineage"
+
+
+@simulated(seed=6)
+async def test_a_killed_site_keeps_its_correction_of_drift(network: SimulatedNetwork, begin: Begin) -> None:
+    sites = begin(network, TRAINING, private=PrivateSpec(drift_correction=True))
+    _write(sites)
+    has_trained = asyncio.Event()
+    first_again: list[torch.Tensor] = []
+    was_killed = False
+
+    def look(name: str, trainer: Trainer) -> None:
+        drift = trainer.optimizer.work.drift
+        assert drift is not None
+        if name == "c" and trainer.optimizer.round >= 2:
+            has_trained.set()
+        if name == "c" and was_killed and not first_again:
+            first_again.append(drift.step.clone())
+
+    sites.before_step = look
+    for name in LETTERS:
+        _start(sites, name, 4 * ROUNDS)
+    await has_trained.wait()
+    await sites.kill("c")
+    was_killed = True
+    await asyncio.sleep(10.0)
+    _start(sites, "c", 4 * ROUNDS)
+    await sites.end()
+    assert len(sites.heads()) == 1
+    assert first_again[0].any()

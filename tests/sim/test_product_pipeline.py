@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from p2ptrain.manifest import AdmissionSpec
 from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.network.simulated.network import SimulatedSigner
 from p2ptrain.pipeline.client.sender import Accepted
@@ -149,7 +150,7 @@ async def test_the_first_host_of_a_stage_rests_and_its_others_go_on_from_its_sta
     """
     names = [*HOSTS, "trainer1", "trainer2"]
     members = tuple(SimulatedSigner(network.seed, name, {}).peer_id for name in names)
-    swarm = begin(network, TRAINING, **STAGES, members=members)
+    swarm = begin(network, TRAINING, **STAGES, admission=AdmissionSpec(mode="allowlist", members=members))
     start_all(swarm, 0, ["host0a", "host1a", *([] if is_late else ["host1b"])])
     await swarm.until(lambda: swarm.round("host1a") >= 1)
     swarm.signals["host1a"].wishes.set("owner", "by its owner")

@@ -78,3 +78,17 @@ def test_five_hospitals_train_as_well_as_on_pooled_records() -> None:
     (pooled,) = re.findall(r"all records pooled: ([\d.]+)$", output, flags=re.MULTILINE)
     assert len(together) == 1, "the sites hold the same model"
     assert float(together.pop()) > float(pooled) - 0.01
+
+
+@pytest.mark.slow
+def test_hospitals_stop_at_their_privacy_budgets_and_the_others_train_on() -> None:
+    with nothing_left_behind():
+        process = start("hospitals", "--seed", "1", "--epsilon", "8")
+        output, _ = process.communicate(timeout=3 * TIMEOUT_SECONDS)
+    assert process.returncode == 0, output
+    found = re.findall(r"^site \d: \d+ patients, AUC ([\d.]+), ε ([\d.]+) of 8", output, flags=re.MULTILINE)
+    assert len(found) == 5, output
+    assert all(float(epsilon) <= 8 for _, epsilon in found)
+    assert 1 <= output.count("the privacy budget is spent") < 5
+    (pooled,) = re.findall(r"all records pooled: ([\d.]+)$", output, flags=re.MULTILINE)
+    assert max(float(auc) for auc, _ in found) > float(pooled) - 0.02

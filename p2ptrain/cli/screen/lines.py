@@ -127,6 +127,8 @@ def swarm_lines(snapshot: Snapshot, width: int, *, with_progress: bool = True) -
         ], width))  # fmt: skip
     if found := held_out_parts(snapshot):
         lines.append(line("held out", found, width))
+    if found := privacy_parts(snapshot):
+        lines.append(line("privacy", found, width))
     if served := serving_parts(snapshot.serving):
         lines.append(line("serves", served, width))
     peers = snapshot.peers
@@ -141,6 +143,16 @@ def held_out_parts(snapshot: Snapshot) -> list[str]:
         return []
     sites = sum(peer.record.evaluation is not None for peer in snapshot.peers)
     return [f"{printable(human_evaluation(found))} (95 %)", f"over {counted(sites, 'site')}"]
+
+
+def privacy_parts(snapshot: Snapshot) -> list[str]:
+    """Return the largest loss of privacy of a site, and the number of sites that may train on; nothing without any."""
+    losses = {peer.record.peer: peer.record.privacy for peer in snapshot.peers if peer.record.privacy is not None}
+    if not losses:
+        return []
+    resting = sum(peer.record.state == "resting" for peer in snapshot.peers if peer.record.peer in losses)
+    most = max(losses.values(), key=lambda each: each.epsilon)
+    return [f"{most} at most at one site", *([f"{counted(resting, 'site')} at rest"] if resting else [])]
 
 
 def serving_parts(served: ServingView) -> list[str]:

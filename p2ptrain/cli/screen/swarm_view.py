@@ -10,7 +10,16 @@ from typing import NoReturn
 
 from rich.text import Text
 
-from p2ptrain.cli.screen.lines import counted, health, held_out_parts, reasons, serving_parts, swarm_lines, title_line
+from p2ptrain.cli.screen.lines import (
+    counted,
+    health,
+    held_out_parts,
+    privacy_parts,
+    reasons,
+    serving_parts,
+    swarm_lines,
+    title_line,
+)
 from p2ptrain.cli.screen.screen import Screen
 from p2ptrain.cli.screen.table import peer_row, plain_table, printable, risk_lines, stage_lines, table_lines
 from p2ptrain.errors import BootstrapError, P2PTrainError
@@ -90,6 +99,8 @@ def rendered(snapshot: Snapshot, width: int | None = None) -> str:
         lines.append("serving: " + ", ".join(served))
     if found := held_out_parts(snapshot):
         lines.append("held out: " + ", ".join(found))
+    if found := privacy_parts(snapshot):
+        lines.append("privacy: " + ", ".join(found))
     return "\n".join([*lines, plain_table([peer_row(peer, len(stages)) for peer in snapshot.peers], width)])
 
 

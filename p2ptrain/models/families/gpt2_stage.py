@@ -78,7 +78,7 @@ class GPT2Stage(Stage):
         hidden = inputs
         if self.is_first:
             positions = torch.arange(context.first, context.first + inputs.shape[1], device=inputs.device)
-            hidden = self.transformer.wte(inputs) + self.transformer.wpe(positions)
+            hidden = self.transformer.wte(inputs) + self.transformer.wpe(positions.expand(inputs.shape))
         for number, layer in self.transformer.h.items():
             hidden = layer(hidden, context.cache(number))
         if not self.is_last:

@@ -28,14 +28,20 @@ class Affine(nn.Module):
 
 
 class Embedding(nn.Embedding):
-    """An embedding table that can also be the head."""
+    """An embedding table that can also be the head; both uses are forward passes, for hooks on modules."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Entries ``[...]`` to ``[..., width]``, or values ``[..., width]`` to logits ``[..., entries]``."""
+        if inputs.is_floating_point():
+            return functional.linear(inputs, self.weight)
+        return super().forward(inputs)
 
     def reset_parameters(self) -> None:
         """Keep the values: on the meta device torch would draw normal values in Python, and import its compiler."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[..., width]`` to ``[..., entries]``."""
-        return functional.linear(hidden, self.weight)
+        return self(hidden)  # type: ignore[no-any-return]
 
 
 class RMSNorm(nn.Module):

@@ -31,6 +31,8 @@ export function evaluation({ metric, mean, error }) {
   return `${metric} ${mean.toFixed(3)} ${interval(error)}`.trim();
 }
 
+export const privacy = ({ epsilon, limit, delta }) => `ε ${(Math.ceil(100 * epsilon) / 100).toFixed(2)} of ${limit}, δ ${delta}`;
+
 export const orDash = (value, format) => (value === null || value === undefined ? "–" : format(value));
 export const ago = (now, at) => `${duration(Math.max(0, now - at))} ago`;
 export const iso = (at) => new Date(at * 1000).toISOString();

@@ -1,12 +1,13 @@
 // Refreshes the numbers of a peer's page.
 
 import { byId, setText } from "./dom.js";
-import { bytes, count, evaluation, latency, orDash, utc } from "./formats.js";
+import { bytes, count, evaluation, latency, orDash, privacy, utc } from "./formats.js";
 
 const EVERY_MILLISECONDS = 5_000;
 const FORMATS = {
   "record.loss": (value) => orDash(value, (loss) => loss.toFixed(4)),
   "record.evaluation": (value) => orDash(value, evaluation),
+  "record.privacy": (value) => orDash(value, privacy),
   "record.tokens_per_second": count,
   "record.serving.totals.requests": count, "record.serving.totals.failed_requests": count,
   "record.serving.totals.generated_tokens": count, "record.serving.totals.prompt_tokens": count,

@@ -16,6 +16,24 @@ from msgspec import Meta
 
 from p2ptrain.network.schema import Amount, Count, Number
 
+
+@dataclass(frozen=True)
+class PrivacyLoss:
+    """A site's loss of privacy of each training sample, under differential privacy.
+
+    Attributes:
+        epsilon: Spent; at most ``limit``.
+        delta: Probability with which the bound may fail.
+    """
+
+    epsilon: Amount
+    limit: Amount
+    delta: Amount
+
+    def __str__(self) -> str:
+        return f"ε {math.ceil(100 * self.epsilon) / 100:.2f} of {self.limit:g}, δ {self.delta:g}"
+
+
 CONFIDENCE = 1.96
 """Standard errors of a 95 % confidence interval."""
 MAX_METRIC_CHARS = 32

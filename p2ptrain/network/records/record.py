@@ -20,7 +20,7 @@ from p2ptrain.buffers import Bounded
 from p2ptrain.errors import IntegrityError
 from p2ptrain.hashing import canonical_bytes
 from p2ptrain.network.admission import MAX_CREDENTIAL_BYTES, MAX_REVOCATION_BYTES
-from p2ptrain.network.records.evaluation import Evaluation
+from p2ptrain.network.records.evaluation import Evaluation, PrivacyLoss
 from p2ptrain.network.records.serving import ServingReport
 from p2ptrain.network.schema import Amount, Count, Hash, Message, Number, from_bytes, from_wire, to_bytes, to_wire
 from p2ptrain.signing import Signer
@@ -252,6 +252,7 @@ class PeerRecord:
         revocations: The organizer's newest list, in a seed's record.
         doubts: Peers whose work this peer's audits should have proved, and did not; see `p2ptrain.training.worth`.
         evaluation: Its last measurement on its own held-out data, in a private swarm.
+        privacy: Its loss of privacy so far; None without differential privacy.
     """
 
     peer: str
@@ -290,6 +291,7 @@ class PeerRecord:
     revocations: RevocationBytes = b""
     doubts: Doubts = ()
     evaluation: Evaluation | None = None
+    privacy: PrivacyLoss | None = None
 
     def __post_init__(self) -> None:
         if len({stage.unit for stage in self.stages}) < len(self.stages):

@@ -15,6 +15,7 @@ from p2ptrain.training.learning_rate import manifest_optimizer
 from p2ptrain.training.loop import Trainer, TrainingProgress
 from p2ptrain.training.metrics import MetricsWriter
 from p2ptrain.training.optimizer import SwarmOptimizer
+from p2ptrain.training.private.site import Site
 from p2ptrain.training.state.initial_state import initial_state
 
 
@@ -26,13 +27,13 @@ async def build_trainer(peer: Peer, config: PeerConfig, bridge: Bridge) -> Train
     wrapped = await peer.runtime.compute(manifest_optimizer, module, spec)
     state = await peer.runtime.compute(initial_state, module, None, manifest, peer.swarm)
     tokens = spec.local_batch * manifest.model.context
-    private = manifest.private
-    site_samples = None if private is None else (len(corpus.train) - 1) // manifest.model.context
+    num_samples = None if manifest.private is None else (len(corpus.train) - 1) // manifest.model.context
+    site = Site.open(manifest, module, num_samples, config.run_dir)
     policy = SavePolicy(config.checkpoints.every_rounds, 0, config.checkpoints.keep_last)
     optimizer, saver = await start_training(
         peer, state,
         lambda synchronizer: SwarmOptimizer(
-            module, wrapped, synchronizer, bridge, spec, tokens, private, site_samples
+            module, wrapped, synchronizer, bridge, spec, tokens, site
         ),
         config.run_dir / "checkpoints", policy,
     )  # fmt: skip
@@ -57,7 +58,9 @@ async def build_trainer(peer: Peer, config: PeerConfig, bridge: Bridge) -> Train
     progress = trainer.progress
     peer.record.parts.append(
         lambda record: replace(
-            record, loss=progress.loss, tokens_per_second=progress.tokens_per_second,
+            # A loss of training samples would tell of them beside what the budget covers.
+            record, loss=progress.loss if site is None or site.privacy is None else None, privacy=optimizer.privacy,
+            tokens_per_second=progress.tokens_per_second,
             round_tokens=optimizer.work.tokens, doubts=tuple(trainer.audits.doubtful), evaluation=optimizer.evaluation,
         )
     )  # fmt: skip

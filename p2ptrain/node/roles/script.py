@@ -13,12 +13,12 @@ from p2ptrain.node.roles.training import start_training
 from p2ptrain.node.thread import PeerThread
 from p2ptrain.pipeline.client.remote_model import PipelineModule
 from p2ptrain.pipeline.plan import PipelinePlan
-from p2ptrain.training.bridge import Bridge
 from p2ptrain.training.checkpoints import SavePolicy
 from p2ptrain.training.checkpoints.saving import Saver
 from p2ptrain.training.learning_rate import WrappedOptimizer, by_round
 from p2ptrain.training.optimizer import SwarmOptimizer
 from p2ptrain.training.optimizer_checks import check_optimizer
+from p2ptrain.training.private.site import Site
 from p2ptrain.training.state.initial_state import initial_state
 
 logger = logging.getLogger(__name__)
@@ -48,11 +48,12 @@ def share_optimizer(
         logger.warning("%s", oddity)
     wrapped = WrappedOptimizer(inner, by_round(schedule, spec.steps_per_round) if schedule else None, clip_norm)
     state = initial_state(model, wrapped, manifest, peer.swarm)
-    bridge = network_bridge(running)
+    bridge = running.bridge()
+    site = Site.open(manifest, model, site_samples, run_dir)
     starting = start_training(
         peer, state,
         lambda synchronizer: SwarmOptimizer(
-            model, wrapped, synchronizer, bridge, spec, tokens, manifest.private, site_samples
+            model, wrapped, synchronizer, bridge, spec, tokens, site
         ),
         run_dir / "checkpoints" if run_dir is not None else None, saving,
     )  # fmt: skip
@@ -64,10 +65,14 @@ def share_optimizer(
     peer.record.parts.append(
         lambda record: replace(
             record,
-            loss=shared.loss,
+            # A loss of training samples would tell of them beside what the budget covers.
+            loss=shared.loss if shared.privacy is None else None,
+            state="resting" if shared.is_spent else record.state,
+            note=f"its privacy budget is spent: {shared.privacy}" if shared.is_spent else record.note,
             tokens_per_second=shared.tokens_per_second,
             round_tokens=shared.work.tokens,
             evaluation=shared.evaluation,
+            privacy=shared.privacy,
         )
     )
     return shared, saver
@@ -75,7 +80,7 @@ def share_optimizer(
 
 def share_model(running: PeerThread) -> PipelineModule:
     """Return the swarm's model on the hosts of its stages; see `Swarm.pipeline`."""
-    peer, bridge = running.peer, network_bridge(running)
+    peer, bridge = running.peer, running.bridge()
     plan = PipelinePlan(peer.manifest)
 
     async def start() -> PipelineModule:
@@ -86,10 +91,3 @@ def share_model(running: PeerThread) -> PipelineModule:
     module = running.thread.call(start())
     peer.record.parts.append(lambda record: replace(record, loss=module.loss))
     return module
-
-
-def network_bridge(running: PeerThread) -> Bridge:
-    """Return a bridge that ends with the network: without it, a peer would believe to be the last, and train alone."""
-    bridge, lost = Bridge(running.thread.loop), running.peer.network.lost
-    running.thread.loop.call_soon_threadsafe(lost.add_done_callback, lambda lost: bridge.cancel(lost.result()))
-    return bridge

@@ -15,7 +15,6 @@ from transformers.modeling_outputs import CausalLMOutput
 from p2ptrain.errors import IntegrityError, TemporaryError, UsageError
 from p2ptrain.models.pretrained import manifest_tokenizer
 from p2ptrain.network.schema import from_wire
-from p2ptrain.node.roles.script import network_bridge
 from p2ptrain.node.serving.client import SwarmModel
 from p2ptrain.node.thread import PeerThread
 from p2ptrain.pipeline.plan import stage_blocks
@@ -217,7 +216,7 @@ def open_language_model(
     """Return the model of a peer's swarm; see `Swarm.language_model`."""
     manifest = running.peer.manifest
     model = SwarmModel(running.peer, stage_blocks(manifest), wait_seconds)
-    found = LanguageModel(network_bridge(running), model, lambda: manifest_tokenizer(manifest, weights, allowed))
+    found = LanguageModel(running.bridge(), model, lambda: manifest_tokenizer(manifest, weights, allowed))
     if draft is not None:
         model.generator.draft = load_draft(draft, manifest.model.vocabulary, found.tokenizer)
     return found

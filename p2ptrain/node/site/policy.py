@@ -131,6 +131,8 @@ class SitePolicy:
             record,
             loss=record.loss if own.training_loss else None,
             evaluation=record.evaluation if own.held_out_metrics else None,
+            # With the number of steps it tells the exact number of samples.
+            privacy=record.privacy if own.samples == "exact" else None,
         )
 
     def _matches(self, key: str, name: str) -> bool:

@@ -69,6 +69,9 @@ class Saver:
         self._restore_personal(checkpoint)
         if "residual" in local and _is_finite("the residual", {"residual": local["residual"]}):
             self._synchronizer.replica.restore_residual(local["residual"])
+        drift = work.drift
+        if drift is not None and "drift" in local and local["drift"].shape == drift.step.shape:
+            drift.step.copy_(local["drift"])
         waiting = {name: tensor for name, tensor in local.items() if name in ("live", "accumulated")}
         if waiting and _is_finite("the work that waits", waiting) and work.restore(extra["work"], waiting):
             self._synchronizer.averager.contributions.forget(range(len(work.pending)))
@@ -177,6 +180,8 @@ class Saver:
         own = self._synchronizer.state.layout.read_personal(optimizer.module)
         if _is_finite("a personal tensor", own):
             local |= own
+        if optimizer.work.drift is not None and _is_finite("the correction", {"drift": optimizer.work.drift.step}):
+            local["drift"] = optimizer.work.drift.step
         counts, waiting = optimizer.work.to_save()
         if _is_finite("the work that waits", waiting):
             extra["work"] = counts

@@ -90,13 +90,14 @@ class Sampler:
         Returns:
             Token ids, ``[size, context + 1]``: columns ``[:-1]`` are inputs, ``[1:]`` targets.
         """
-        return self._windows(self.order.index(cursor, place, peer, round, first_index + row) for row in range(size))
+        return self.windows(self.order.index(cursor, place, peer, round, first_index + row) for row in range(size))
 
     def of_site(self, first: int, size: int) -> npt.NDArray[np.int64]:
         """Return samples ``first`` to ``first + size - 1`` of a peer that reads all of its own text; as `batch`."""
-        return self._windows(self.order.at(first + row) for row in range(size))
+        return self.windows(self.order.at(first + row) for row in range(size))
 
-    def _windows(self, indices: Iterable[int]) -> npt.NDArray[np.int64]:
+    def windows(self, indices: Iterable[int]) -> npt.NDArray[np.int64]:
+        """Return the windows of these numbers, ``[count, context + 1]``."""
         starts = [index * self.context for index in indices]
         return np.stack([self.tokens[start : start + self.context + 1] for start in starts]).astype(np.int64)
 

@@ -65,12 +65,14 @@ class Simulation:
             seed: Of the groups.
 
         Raises:
-            UsageError: The manifest is not private, or has fragments or overlap.
+            UsageError: The manifest is not private, or has settings that a simulation lacks.
         """
         if manifest.private is None:
             raise UsageError("simulate trains sites of a private swarm: the manifest needs a section [private]")
         if manifest.training.fragments > 1 or manifest.training.overlap_steps:
             raise UsageError("simulate has no training.fragments or training.overlap_steps: leave them out")
+        if manifest.private.drift_correction or manifest.differential_privacy is not None:
+            raise UsageError("simulate has no private.drift_correction or [differential_privacy]: leave them out")
         self.state = initial_state(task.model, None, manifest, bytes(32))
         self.sites = [
             SimulatedSite(f"site{number:05d}", part, manifest, task, self.state) for number, part in enumerate(parts)

@@ -21,8 +21,8 @@ from p2ptrain.training.data.windows import SampleOrder
 from p2ptrain.training.gradients import clip_gradients
 from p2ptrain.training.learning_rate import WrappedOptimizer, manifest_optimizer
 from p2ptrain.training.local_update import LocalContribution
+from p2ptrain.training.private.site import Site
 from p2ptrain.training.simulation.tasks import Task
-from p2ptrain.training.site import Site
 from p2ptrain.training.state.layout import vector_codec
 from p2ptrain.training.state.shared_state import SharedState
 

@@ -306,6 +306,11 @@ class Synchronizer:
                 best, source = announced, record.peer
         return source
 
+    def is_alone(self) -> bool:
+        """True if no other peer trains, and none ever contributed to this lineage; safe from any thread."""
+        own, rows = self.replica.context.rpc.peer_id, self.head.table.rows
+        return all(row.peer == own or row.is_witness for row in rows) and not self._membership.alive_trainers()
+
     def is_due(self, steps: int) -> bool:
         """True if a peer with this many steps in the round should contribute now; safe from any thread."""
         return self.position.is_closing or self.pacing.is_due(steps)

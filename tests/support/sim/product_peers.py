@@ -17,6 +17,7 @@ from p2ptrain.manifest import (
     Manifest,
     ModelSpec,
     PipelineSpec,
+    PrivacySpec,
     PrivateSpec,
     SignedManifest,
     TrainingSpec,
@@ -56,13 +57,14 @@ def small_manifest(
     num_stages: int = 1,
     tied: bool | None = None,
     private: PrivateSpec | None = None,
-    members: tuple[str, ...] = (),
+    differential_privacy: PrivacySpec | None = None,
+    admission: AdmissionSpec | None = None,
     **averaging: Any,
 ) -> Manifest:
     """A narrow Llama over the bytes of a text, with short deadlines; one block for each stage.
 
     Its embeddings are ``tied``, by default those of a whole model. With ``private`` each peer brings its own text.
-    It admits its ``members``, or everybody if there are none.
+    Everybody is admitted by default.
     """
     return Manifest(
         name="simulated",
@@ -72,14 +74,13 @@ def small_manifest(
         ),
         data=DataSpec(source=f"path:{text}" if private is None else "own"),
         private=private,
+        differential_privacy=differential_privacy,
         training=TrainingSpec.model_validate({"local_batch": 2, **training}),
         averaging=AveragingSpec.model_validate(
             {"codec": "int8", "grace_seconds": 3.0, "matchmaking_seconds": 15.0, "round_seconds": 20.0, **averaging}
         ),
         pipeline=PipelineSpec(stages=num_stages),
-        admission=(
-            AdmissionSpec(mode="allowlist", members=members) if members else AdmissionSpec(mode="open", puzzle_bits=0)
-        ),
+        admission=admission or AdmissionSpec(mode="open", puzzle_bits=0),
     )  # fmt: skip
 
 
@@ -259,6 +260,7 @@ def use_virtual_time(monkeypatch: pytest.MonkeyPatch, swarm: ProductSwarm) -> No
     monkeypatch.setattr(Trainer, "_measure", lambda trainer, seconds=0.0: None)
     monkeypatch.setattr(Trainer, "_glance", lambda trainer: None)
     monkeypatch.setattr(Trainer, "_train_step", slow_step)
+    monkeypatch.setattr(Trainer, "_wait_for_a_wish", lambda trainer: trainer.optimizer._bridge.sleep(STEP_SECONDS))
 
 
 def _slow_device(runtime: Any) -> Device:

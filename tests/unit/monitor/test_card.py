@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 from p2ptrain._version import __version__
 from p2ptrain.averaging.protocol.certificate import Head
 from p2ptrain.averaging.protocol.table import Row, Table
-from p2ptrain.manifest import DataSpec, LoraSpec, Manifest, ModelSpec, PrivateSpec, TrainingSpec
+from p2ptrain.manifest import DataSpec, LoraSpec, Manifest, ModelSpec, PrivacySpec, PrivateSpec, TrainingSpec
 from p2ptrain.models import build_model, export_hugging_face
 from p2ptrain.models.adapters import adapter_shapes, export_adapters
 from p2ptrain.monitor.card import CARD_FILE, MAX_NAMED_PEERS, Exported, card, write_card
@@ -165,6 +165,13 @@ def test_the_card_of_a_private_swarm_names_no_text_and_no_tokens(tmp_path: Path)
     assert row(text, "text") == "each peer's own"
     assert "tokens read" not in text
     assert "On text of its own that one peer held out, these weights" in text
+    assert "| privacy |" not in text
+
+
+def test_the_card_names_the_bound_of_differential_privacy() -> None:
+    privacy = PrivacySpec(epsilon=2.5, delta=1e-6)
+    text = card(exported(private=PrivateSpec(), data=DataSpec(source="own"), differential_privacy=privacy), None)
+    assert row(text, "privacy") == "differential privacy of each sample at each site: ε at most 2.5, δ 1e-06"
 
 
 @pytest.mark.parametrize("spec", [SMALL, SMALL.model_copy(update={"family": "gpt2"})], ids=lambda spec: spec.family)

@@ -14,7 +14,7 @@ from p2ptrain.monitor.openapi import document
 from p2ptrain.monitor.store import ALL_SERIES
 from p2ptrain.monitor.web import COLUMNS, STALE_SECONDS, TABLE_COLUMNS
 from p2ptrain.network.http_server import HEADERS
-from p2ptrain.network.records.evaluation import Evaluation
+from p2ptrain.network.records.evaluation import Evaluation, PrivacyLoss
 from p2ptrain.status.views import Event
 from tests.support.coroutines import on_loop, on_loop_within
 from tests.support.web.hostile_text import PAYLOADS
@@ -120,6 +120,14 @@ async def test_who_has_left_has_a_page_of_what_is_remembered(site: Site) -> None
     for words in ("It is not in the swarm now", "Ada", "500 tokens in 8 rounds", "Ada left", "Seen last"):
         assert words in page.text, words
     assert (await site.get("/api/v1/peers/a")).status_code == 404
+
+
+@on_loop_within(served, ADA, trainer("b", privacy=PrivacyLoss(1.001, 8.0, 1e-5)))
+async def test_a_page_tells_a_sites_loss_of_privacy_rounded_up(site: Site) -> None:
+    assert "ε 1.01 of 8, δ 1e-05" in (await site.get("/peers/b")).text
+    assert "Privacy spent" not in (await site.get("/peers/a")).text
+    told = (await site.get("/api/v1/peers/b")).json()["record"]["privacy"]
+    assert told == {"epsilon": 1.001, "limit": 8.0, "delta": 1e-5}
 
 
 @on_loop_within(served)

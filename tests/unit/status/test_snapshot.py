@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2ptrain.monitor.web import to_json
-from p2ptrain.network.records.evaluation import Evaluation
+from p2ptrain.network.records.evaluation import Evaluation, PrivacyLoss
 from p2ptrain.network.records.record import (
     MAX_DOUBTS,
     REACHABILITIES,
@@ -110,6 +110,7 @@ EVALUATIONS = st.builds(
     Evaluation, metric=TEXT.filter(bool), round=COUNTS, mean=NUMBERS, error=st.none() | AMOUNTS,
     samples=st.integers(1, 2**40),
 )  # fmt: skip
+PRIVACY = st.builds(PrivacyLoss, epsilon=AMOUNTS, limit=AMOUNTS, delta=AMOUNTS)
 KINDS: dict[str, st.SearchStrategy[Any]] = {
     "str": TEXT, "Name": TEXT, "Version": TEXT, "Note": TEXT, "Addresses": st.just(()), "bool": st.booleans(),
     "Count": COUNTS, "Amount": AMOUNTS, "Number": NUMBERS, "Hash": HASHES,
@@ -120,7 +121,7 @@ KINDS: dict[str, st.SearchStrategy[Any]] = {
     "StageReports": st.lists(STAGES, max_size=4, unique_by=lambda stage: stage.unit).map(tuple),
     "ServingReport | None": st.none() | SERVING, "CredentialBytes": st.binary(max_size=20),
     "RevocationBytes": st.binary(max_size=20), "Doubts": st.lists(TEXT, max_size=MAX_DOUBTS).map(tuple),
-    "Evaluation | None": st.none() | EVALUATIONS,
+    "Evaluation | None": st.none() | EVALUATIONS, "PrivacyLoss | None": st.none() | PRIVACY,
 }  # fmt: skip
 RECORDS = st.builds(PeerRecord, **{field.name: KINDS[str(field.type)] for field in fields(PeerRecord)})
 

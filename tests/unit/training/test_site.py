@@ -10,7 +10,7 @@ from p2ptrain.averaging.protocol.certificate import genesis
 from p2ptrain.errors import UsageError
 from p2ptrain.manifest import PrivateSpec
 from p2ptrain.training.local_update import LocalContribution
-from p2ptrain.training.site import Site
+from p2ptrain.training.private.site import Site
 from p2ptrain.training.state.layout import Layout
 from p2ptrain.training.state.outer_optimizers import AverageStep
 from p2ptrain.training.state.shared_state import SharedState

@@ -62,6 +62,17 @@ def test_a_site_is_shown_what_leaves_it_and_brings_its_own_text(
         describe(Manifest(), own)
 
 
+def test_consent_names_the_bound_of_differential_privacy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    own = config(tmp_path).model_copy(update={"data": tmp_path / "records"})
+    values = {"data": {"source": "own"}, "private": {}, "model": {"context": 96}}
+    bound = {"differential_privacy": {"epsilon": 2.5, "delta": 1e-6}}
+    assert "protects" not in labels(describe(parse_manifest(values, "a"), own))
+    text = describe(parse_manifest(values | bound, "a"), own)
+    assert "protects" in labels(text)
+    assert "each sample of 96 tokens by noise: ε at most 2.5 at δ 1e-06" in text
+
+
 def test_a_swarm_of_another_protocol_or_codec_is_refused() -> None:
     check_compatible(Manifest())
     with pytest.raises(IncompatibleError, match="protocol 1"):

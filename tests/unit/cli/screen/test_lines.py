@@ -7,15 +7,16 @@ import pytest
 from rich.text import Text
 
 from p2ptrain.cli.screen.lines import bar, job_line, model_line, peer_lines, swarm_lines
-from p2ptrain.cli.screen.swarm_view import block, frame, what_changes
+from p2ptrain.cli.screen.swarm_view import block, frame, rendered, what_changes
 from p2ptrain.cli.screen.table import clipped, plain_table, table_lines
+from p2ptrain.network.records.evaluation import PrivacyLoss
 from p2ptrain.node.reports.jobs import Job
 from p2ptrain.status.progress import PeerProgress
 from p2ptrain.status.snapshot import build_snapshot
 from p2ptrain.status.tracker import SwarmTracker
 from p2ptrain.status.views import Rates, Snapshot, StageView
 from tests.support.web.made_up_swarm import MadeUpSwarm
-from tests.support.web.watched import snapshot_of
+from tests.support.web.watched import snapshot_of, trainer
 from tests.unit.cli.screen.test_table import COMMITTED, TRAINER
 
 WIDTHS = (40, 80, 120)
@@ -157,3 +158,12 @@ def test_wide_characters_take_two_columns() -> None:
     assert wide.cell_len <= 24
     assert header.plain.index("state") == narrow.plain.index("training") == wide.cell_len + 2
     assert len(table_lines(rows, 80, 1)) == 3
+
+
+def test_the_largest_loss_of_privacy_and_the_sites_at_rest_are_told() -> None:
+    spent = trainer("a", state="resting", privacy=PrivacyLoss(7.991, 8.0, 1e-5))
+    snapshot = snapshot_of([spent, trainer("b", privacy=PrivacyLoss(2.5, 8.0, 1e-5)), trainer("c")])
+    told = "ε 8.00 of 8, δ 1e-05 at most at one site, 1 site at rest"
+    assert f"privacy: {told}" in rendered(snapshot)
+    assert "ε 8.00 of 8" in "".join(each.plain for each in swarm_lines(snapshot, 120))
+    assert "privacy" not in rendered(snapshot_of([trainer("c")]))

@@ -8,7 +8,7 @@ from pydantic import create_model
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.manifest import Manifest, parse_manifest
-from p2ptrain.network.records.evaluation import Evaluation
+from p2ptrain.network.records.evaluation import Evaluation, PrivacyLoss
 from p2ptrain.node.site.policy import DEMANDS, SitePolicy
 from tests.support.records import record_of
 
@@ -91,8 +91,9 @@ def test_the_file_allows_nothing_that_it_does_not_name(tmp_path: Path) -> None:
     assert "has no line samples" in reason
     with pytest.raises(ConfigError, match="no line leave = …"):
         rules.check_tensors(["a"])
-    record = record_of("a", loss=1.0, evaluation=Evaluation("auc", 1, 0.5, 0.1, 8))
-    assert (rules.withheld(record).loss, rules.withheld(record).evaluation) == (None, None)
+    record = record_of("a", loss=1.0, evaluation=Evaluation("auc", 1, 0.5, 0.1, 8), privacy=PrivacyLoss(1.0, 8.0, 1e-5))
+    kept = rules.withheld(record)
+    assert (kept.loss, kept.evaluation, kept.privacy) == (None, None, None)
     assert policy(tmp_path, OPEN).withheld(record) == record
 
 

@@ -1,0 +1,1 @@
+"""Benchmarks: each `bench_*.py` prints figures measured side by side in one run."""
