@@ -119,7 +119,7 @@ class NetworkSection(Section):
     direct_port: int = Field(0, ge=0, le=65535)
     """TCP port for direct connections, on the addresses of ``listen``; 0 takes any free one."""
     directory: str = Field("", pattern=rf"^$|{KIND_PATTERN}")
-    """The directory: ``libp2p`` (a DHT), the ``https://…`` URL of a server such as examples/http_directory.py, or a
+    """The directory: ``libp2p`` (a DHT), the ``https://…`` URL of a server (examples/loops/http_directory.py), or a
     kind from an installed package. Empty takes the link's."""
     transport: str = Field("libp2p", pattern=KIND_PATTERN)
     """The transport of streams between peers: ``libp2p``, or a kind from an installed package."""

@@ -1,7 +1,7 @@
 """`Directory` on a web server that all peers can reach (``[network] directory = "https://…"``).
 
 The server is not trusted: peers verify each record, so it can hide peers but not invent them.
-`examples/http_directory.py` is such a server.
+`examples/loops/http_directory.py` is such a server.
 
 ::
 

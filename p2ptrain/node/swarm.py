@@ -112,7 +112,7 @@ class Swarm:
 
         Args:
             manifest: The swarm's; for the other arguments see `join`.
-            directory: Where peers find each other: ``https://…`` of a server such as examples/http_directory.py, or
+            directory: Where peers find each other: ``https://…`` of a server (examples/loops/http_directory.py), or
                 empty for their own DHT. The link names it.
 
         Raises:

@@ -1,13 +1,17 @@
-"""The examples run as a reader would run them: each alone, one with two peers and a restart."""
+"""The examples run as a reader would run them: loops alone, one with two peers and a restart, real work as a whole."""
 
+import contextlib
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.support.processes.daemons import ROOT
+from tests.support.processes.daemons import ROOT, wait_until
 from tests.support.processes.swarmlet import nothing_left_behind
 
 TIMEOUT_SECONDS = 200
@@ -15,7 +19,8 @@ TIMEOUT_SECONDS = 200
 
 def start(name: str, *arguments: str | Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.support.processes.run_example", f"examples/{name}.py", *map(str, arguments)],
+        [sys.executable, "-m", "tests.support.processes.run_example", f"examples/loops/{name}.py",
+         *map(str, arguments)],
         cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
 
@@ -42,7 +47,6 @@ def end_of(process: subprocess.Popen[str]) -> list[tuple[int, float, str]]:
         ("hf_trainer", 3, 5.54),
         ("accelerate_loop", 3, 5.54),
         ("lightning_module", 3, 5.54),
-        ("language_model", 10, 5.54),
         ("plain_module", 20, 0.69),
     ],
 )
@@ -68,27 +72,55 @@ def test_two_loops_with_mixed_precision_train_together_and_go_on_later(tmp_path:
     assert again == [], "it has nothing left to do"
 
 
+REAL_WORK = sorted(
+    page.parent.name for page in ROOT.glob("examples/*/README.md") if (page.parent / "train.py").exists()
+)
+
+
 @pytest.mark.slow
-def test_five_hospitals_train_as_well_as_on_pooled_records() -> None:
+@pytest.mark.parametrize("name", REAL_WORK)
+def test_real_work_reaches_the_result_that_its_page_states(name: str) -> None:
+    page = (ROOT / "examples" / name / "README.md").read_text(encoding="utf-8")
+    (bound,) = re.findall(r"^Held to: `(.+)`\.?$", page, flags=re.MULTILINE)
     with nothing_left_behind():
-        process = start("hospitals", "--seed", "1")
-        output, _ = process.communicate(timeout=3 * TIMEOUT_SECONDS)
-    assert process.returncode == 0, output
-    together = set(re.findall(r"^site \d: \d+ patients, AUC ([\d.]+)$", output, flags=re.MULTILINE))
-    (pooled,) = re.findall(r"all records pooled: ([\d.]+)$", output, flags=re.MULTILINE)
-    assert len(together) == 1, "the sites hold the same model"
-    assert float(together.pop()) > float(pooled) - 0.01
+        command = [sys.executable, "-m", f"examples.{name}.train", "--seed", "1", "--deadline", "500"]
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=570)
+    assert ended.returncode == 0, ended.stderr
+    figures = {key: float(value) for key, value in re.findall(r"^(\w+) = ([\d.]+)$", ended.stdout, flags=re.MULTILINE)}
+    assert eval(bound, {}, figures), figures
 
 
 @pytest.mark.slow
 def test_hospitals_stop_at_their_privacy_budgets_and_the_others_train_on() -> None:
     with nothing_left_behind():
-        process = start("hospitals", "--seed", "1", "--epsilon", "8")
-        output, _ = process.communicate(timeout=3 * TIMEOUT_SECONDS)
-    assert process.returncode == 0, output
-    found = re.findall(r"^site \d: \d+ patients, AUC ([\d.]+), ε ([\d.]+) of 8", output, flags=re.MULTILINE)
-    assert len(found) == 5, output
-    assert all(float(epsilon) <= 8 for _, epsilon in found)
-    assert 1 <= output.count("the privacy budget is spent") < 5
-    (pooled,) = re.findall(r"all records pooled: ([\d.]+)$", output, flags=re.MULTILINE)
-    assert max(float(auc) for auc, _ in found) > float(pooled) - 0.02
+        command = [sys.executable, "-m", "examples.hospitals.private", "--seed", "1", "--deadline", "500"]
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=570)
+    assert ended.returncode == 0, ended.stderr
+    figures = {key: float(value) for key, value in re.findall(r"^(\w+) = ([\d.]+)$", ended.stdout, flags=re.MULTILINE)}
+    assert figures["epsilon"] <= 8
+    assert 1 <= figures["spent"] < 5
+    assert figures["swarm"] > figures["pooled"] - 0.02
+
+
+def test_all_real_work_is_held_to_its_result() -> None:
+    assert len(REAL_WORK) == len(list(ROOT.glob("examples/*/train.py"))) >= 5
+
+
+def num_daemons(process: subprocess.Popen[str]) -> int:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return sum(child.name() == "p2pd" for child in psutil.Process(process.pid).children(recursive=True))
+    return 0
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_all_sites_of_an_example() -> None:
+    with nothing_left_behind():
+        command = [sys.executable, "-m", "examples.hospitals.train"]
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+        wait_until(lambda: num_daemons(process) == 5, TIMEOUT_SECONDS)
+        os.killpg(process.pid, signal.SIGINT)
+        output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+    assert process.returncode != 0, output
+    assert "swarm = " not in output

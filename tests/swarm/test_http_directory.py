@@ -18,7 +18,7 @@ from tests.support.processes.swarmlet import Swarmlet, check_states, nothing_lef
 @contextlib.contextmanager
 def server(port: int) -> Iterator[str]:
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "examples/http_directory.py", "--port", str(port)]
+    command = [sys.executable, "examples/loops/http_directory.py", "--port", str(port)]
     process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         wait_until(lambda: answers(url))

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from examples import http_directory as example
+from examples.loops import http_directory as example
 from p2ptrain.errors import ConfigError
 from p2ptrain.network import http_directory
 from p2ptrain.network.factory import DirectoryOptions, start_directory

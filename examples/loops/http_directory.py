@@ -1,6 +1,6 @@
 """A directory for the swarms of a lab, on one web server; `p2ptrain.network.http_directory` says how it is asked.
 
-    python examples/http_directory.py --port 8080
+    python examples/loops/http_directory.py --port 8080
     p2ptrain seed DIR --directory http://192.0.2.7:8080
 
 With --tls it serves HTTPS. It holds records in memory, for any swarm: peers publish theirs every few seconds, so

@@ -1,7 +1,7 @@
 """An accelerate loop with a swarm's optimizer and gradient accumulation: a small Llama learns to count.
 
-python examples/accelerate_loop.py                  # starts a swarm and prints its link
-python examples/accelerate_loop.py p2ptrain://…     # joins it, on this or another machine
+python examples/loops/accelerate_loop.py                  # starts a swarm and prints its link
+python examples/loops/accelerate_loop.py p2ptrain://…     # joins it, on this or another machine
 """
 
 from __future__ import annotations

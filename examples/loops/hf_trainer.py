@@ -1,7 +1,7 @@
 """Hugging Face's Trainer with a swarm's optimizer: a small Llama on the Python standard library's sources.
 
-python examples/hf_trainer.py                  # starts a swarm and prints its link
-python examples/hf_trainer.py p2ptrain://…     # joins it, on this or another machine
+python examples/loops/hf_trainer.py                  # starts a swarm and prints its link
+python examples/loops/hf_trainer.py p2ptrain://…     # joins it, on this or another machine
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A plain loop with mixed precision, a schedule, a share of the data for each peer, and a script that resumes.
 
-    python examples/amp_loop.py --run-dir runs/first                  # starts a swarm and prints its link
-    python examples/amp_loop.py p2ptrain://… --run-dir runs/second    # joins it, on this or another machine
+    python examples/loops/amp_loop.py --run-dir runs/first                  # starts a swarm and prints its link
+    python examples/loops/amp_loop.py p2ptrain://… --run-dir runs/second    # joins it, on this or another machine
 
 Kill one and start it again with the same ``--run-dir``: it goes on where the swarm is.
 """
@@ -52,7 +52,7 @@ def main() -> None:
         if options.link
         else Swarm.create(manifest, run_dir=options.run_dir, saving=saving)
     ) as swarm:
-        print(f"others join with: python examples/amp_loop.py '{swarm.link}'", flush=True)
+        print(f"others join with: python examples/loops/amp_loop.py '{swarm.link}'", flush=True)
         data = make_data()
         loader = DataLoader(data, batch_size=BATCH, sampler=swarm.sampler(data), drop_last=True)
         opt = swarm.optimizer(

@@ -1,7 +1,7 @@
 """Train a model that is no language model, in any number of processes.
 
-    python examples/plain_module.py                    # starts a swarm and prints its link
-    python examples/plain_module.py p2ptrain://…       # joins it, on this or another machine
+    python examples/loops/plain_module.py                    # starts a swarm and prints its link
+    python examples/loops/plain_module.py p2ptrain://…       # joins it, on this or another machine
 
 The task: tell two interleaved spirals apart.
 """

@@ -1,7 +1,7 @@
 """A Lightning module with a swarm's optimizer: tell two interleaved spirals apart. Needs ``pytorch-lightning``.
 
-python examples/lightning_module.py                  # starts a swarm and prints its link
-python examples/lightning_module.py p2ptrain://…     # joins it, on this or another machine
+python examples/loops/lightning_module.py                  # starts a swarm and prints its link
+python examples/loops/lightning_module.py p2ptrain://…     # joins it, on this or another machine
 """
 
 from __future__ import annotations
