@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from p2ptrain.averaging.protocol.table import ESTABLISHED
 from p2ptrain.errors import DivergedError, UsageError
 from p2ptrain.manifest import TrainingSpec
 from p2ptrain.network.records.evaluation import Evaluation, PrivacyLoss, measured_part
@@ -253,8 +252,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         """
         if self.site is None or self.site.privacy is None:
             return False
-        left = self.site.privacy.budget.steps_left
-        return left <= ESTABLISHED * self._steps_per_round and self.synchronizer.is_alone()
+        return self.site.privacy.budget.is_low and self.synchronizer.is_alone()
 
     def _rest(self, loss: Any) -> Any:
         """Hand in the pending work, then follow the others' rounds; take no step."""

@@ -10,6 +10,7 @@ import msgspec
 from opacus.accountants import RDPAccountant
 from opacus.accountants.analysis.rdp import compute_rdp, get_privacy_spent
 
+from p2ptrain.averaging.protocol.table import ESTABLISHED
 from p2ptrain.disk import replace_file
 from p2ptrain.errors import CheckpointError, ResourceError
 from p2ptrain.manifest import PrivacySpec
@@ -47,7 +48,12 @@ class PrivacyBudget:
     """
 
     def __init__(self, spec: PrivacySpec, sample_rate: float, path: Path, reserve: int) -> None:
-        """Read the file, if there is one; raise `CheckpointError` if it cannot be read."""
+        """Read the file, if there is one; raise `CheckpointError` if it cannot be read.
+
+        Args:
+            sample_rate: Probability with which each sample is in a step's batch.
+            reserve: Steps of one round.
+        """
         self._spec, self._path, self._reserve = spec, path, reserve
         self._history = _read(path)
         kind = (spec.noise_multiplier, sample_rate)
@@ -69,6 +75,11 @@ class PrivacyBudget:
     def is_spent(self) -> bool:
         """True if one more step would exceed the budget."""
         return self.steps_left <= 0
+
+    @property
+    def is_low(self) -> bool:
+        """True if no more is left than a newcomer's first rounds take, until it votes."""
+        return self.steps_left <= ESTABLISHED * self._reserve
 
     @property
     def steps_left(self) -> int:
